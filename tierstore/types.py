@@ -1,0 +1,210 @@
+"""The plain data that crosses rooms and processes. Frozen, standard library only, no behaviour beyond derived values.
+
+Words, and what others call them:
+
+    page   = vLLM block = SGLang / FlashInfer page = Hugging Face block: ``page_size`` tokens, all layers, K and V
+    slot   = vLLM block id = SGLang page index: a place for one page in a tier
+    lease  = a reference held by someone who can be named (vLLM ref_cnt, SGLang lock_ref)
+    key    = the identity of a page: a digest of its namespace and the whole token prefix up to its end
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+from enum import Enum, IntEnum
+from math import prod
+from typing import Literal, NewType
+
+PageKey = NewType("PageKey", bytes)
+"""digest (32 bytes) | group (u16, big endian) | shard (u16, big endian)."""
+
+DTYPE_NBYTES: dict[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+"""The dtypes a page may have, by torch's names, and the bytes of one element."""
+
+ALIGNMENT = 4096
+"""Every blob of a page starts on this boundary, in every tier, so that a page is one DMA and one direct-I/O extent."""
+
+LAYOUT_VERSION = 1
+"""Part of every fingerprint: bytes of another layout are never read as this one."""
+
+
+class Tier(IntEnum):
+    """Where a copy lives. Order = speed."""
+
+    HBM = 0
+    HOST = 1
+    NVME = 2
+    REMOTE = 3
+
+
+class LeaseState(Enum):
+    """What ``Lease.wait`` found. PENDING: the time ran out and nothing changed; the others are final."""
+
+    PENDING = "pending"
+    READY = "ready"
+    FAILED = "failed"
+
+
+class HintResult(Enum):
+    """What ``TierStore.hint`` did with a hint (the words of vLLM's kv_hints)."""
+
+    APPLIED = "applied"
+    DEFERRED = "deferred"
+    DUPLICATE = "duplicate"
+    REJECTED = "rejected"
+
+
+class Failure(Enum):
+    """Why one page of a transfer did not arrive."""
+
+    IO_ERROR = "io_error"
+    INTEGRITY = "integrity"
+    NOT_FOUND = "not_found"
+    NO_SPACE = "no_space"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageSpec:
+    """Geometry and identity of the pages of one KV group on one shard.
+
+    ``kind``: "mha" (K and V per head; also GQA and MQA), "mla" (one latent plane) or "state" (one state a page).
+    ``dtype`` is torch's name of it. ``model`` must change whenever equal tokens would give other KV: weights,
+    revision, adapters, quantisation.
+    """
+
+    kind: Literal["mha", "mla", "state"] = "mha"
+    num_layers: int
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    group: int = 0
+    shard: int = 0
+    model: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("mha", "mla", "state"):
+            raise ValueError(f"PageSpec.kind is {self.kind!r}; allowed: 'mha', 'mla', 'state'")
+        if self.dtype not in DTYPE_NBYTES:
+            raise ValueError(f"PageSpec.dtype is {self.dtype!r}; allowed: {', '.join(sorted(DTYPE_NBYTES))}")
+        for name in ("num_layers", "page_size", "num_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"PageSpec.{name} is {value!r}; allowed: an integer of at least 1")
+        for name in ("group", "shard"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 0 <= value < 1 << 16:
+                raise ValueError(f"PageSpec.{name} is {value!r}; allowed: an integer of 0 to 65535")
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """``[num_layers, planes, tokens, num_kv_heads, head_dim]``; planes is 2 (K, V) for "mha", else 1."""
+        planes = 2 if self.kind == "mha" else 1
+        tokens = 1 if self.kind == "state" else self.page_size
+        return (self.num_layers, planes, tokens, self.num_kv_heads, self.head_dim)
+
+    @property
+    def page_nbytes(self) -> int:
+        """Payload bytes of one page."""
+        return prod(self.shape) * DTYPE_NBYTES[self.dtype]
+
+    @property
+    def layer_nbytes(self) -> int:
+        """Payload bytes of one layer of one page."""
+        return self.page_nbytes // self.num_layers
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of everything but the shard: equal fingerprints mean interchangeable bytes."""
+        parts = [f"tierstore-layout-{LAYOUT_VERSION}"]
+        parts += [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name != "shard"]
+        digest = hashlib.sha256()
+        for part in parts:
+            raw = part.encode()
+            digest.update(len(raw).to_bytes(8, "little") + raw)
+        return digest.hexdigest()
+
+
+@dataclass(slots=True)
+class Copy:
+    """One tier's copy of a page. ``ready`` False: a transfer is writing the slot; it is not readable."""
+
+    slot: int
+    nbytes: int
+    rank: int
+    ready: bool = False
+    pins: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Pages to copy along one edge, slot by slot. Plain data: it may cross a process.
+
+    ``parents[i]`` is the key of the page before ``keys[i]`` (None: the first of its sequence, or unknown).
+    ``nbytes`` is what the destination was asked to set aside.
+    """
+
+    id: int
+    keys: tuple[PageKey, ...]
+    src: Tier
+    src_slots: tuple[int, ...]
+    dst: Tier
+    dst_slots: tuple[int, ...]
+    nbytes: int
+    parents: tuple[PageKey | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Erase:
+    """Records to remove from a tier that keeps bytes by key. Ordered with the transfers around it."""
+
+    tier: Tier
+    keys: tuple[PageKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """What became of a transfer: nothing writes its slots any more. ``nbytes``: bytes of the pages that arrived."""
+
+    transfer_id: int
+    ok: bool
+    num_ready: int
+    nbytes: int
+    seconds: float = 0.0
+    failures: tuple[tuple[int, Failure], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest readable prefix: ``tiers[i]`` is the fastest tier that holds page i; ``exact``: no lossy copy."""
+
+    num_pages: int
+    tiers: tuple[Tier, ...]
+    exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """What a scheduler knows about the near future. A hint never pins memory.
+
+    A revision not above the last one seen of ``request_id`` is a duplicate; ``keys=()`` with a higher one cancels.
+    """
+
+    request_id: str
+    revision: int
+    keys: tuple[PageKey, ...]
+    need: Literal["will_need", "wont_need", "retain"] = "will_need"
+    deadline_s: float | None = None
+    priority: int = 0
+    ttl_s: float | None = None
