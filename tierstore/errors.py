@@ -1,11 +1,11 @@
-"""Every error TierStore raises. Callers act on the type alone; lower exceptions are wrapped, with their cause.
+"""Every error TierStore raises. Callers act on the type alone; lower exceptions are wrapped as causes.
 
     TierStoreError
     ├── ConfigError (ValueError)   at open only; names the key, the value and what is allowed
     ├── CapacityError              nothing can be evicted now; state unchanged; retry later or recompute
     ├── TransferError              one edge failed; the source is intact; carries the Transfer
-    ├── IntegrityError             a record that is not what was written; never reaches acquire(): the page is missing
-    ├── LeaseError                 double release, use after release, a slot that is not yours: a bug, always raised
+    ├── IntegrityError             not what was written; never reaches acquire(): the page is missing
+    ├── LeaseError                 double release, use after it, a slot not yours: a bug, always raised
     └── StoreClosed                a call after close()
 
 A miss is a value (``Match``, ``Lease.missing``), not an exception.

@@ -1,8 +1,9 @@
-"""The plain data that crosses rooms and processes. Frozen, standard library only, no behaviour beyond derived values.
+"""The plain data that crosses rooms and processes: standard library only, only derived behaviour.
 
 Words, and what others call them:
 
-    page   = vLLM block = SGLang / FlashInfer page = Hugging Face block: ``page_size`` tokens, all layers, K and V
+    page   = vLLM block = SGLang / FlashInfer page = Hugging Face block: ``page_size`` tokens of
+             all layers, K and V
     slot   = vLLM block id = SGLang page index: a place for one page in a tier
     lease  = a reference held by someone who can be named (vLLM ref_cnt, SGLang lock_ref)
     key    = the identity of a page: a digest of its namespace and the whole token prefix up to its end
@@ -32,7 +33,7 @@ DTYPE_NBYTES: dict[str, int] = {
 """The dtypes a page may have, by torch's names, and the bytes of one element."""
 
 ALIGNMENT = 4096
-"""Every blob of a page starts on this boundary, in every tier, so that a page is one DMA and one direct-I/O extent."""
+"""Every blob of a page starts on this boundary, in every tier: a page is one DMA, one direct-I/O extent."""
 
 LAYOUT_VERSION = 1
 """Part of every fingerprint: bytes of another layout are never read as this one."""
@@ -78,9 +79,9 @@ class Failure(Enum):
 class PageSpec:
     """Geometry and identity of the pages of one KV group on one shard.
 
-    ``kind``: "mha" (K and V per head; also GQA and MQA), "mla" (one latent plane) or "state" (one state a page).
-    ``dtype`` is torch's name of it. ``model`` must change whenever equal tokens would give other KV: weights,
-    revision, adapters, quantisation.
+    ``kind``: "mha" (K and V per head; also GQA and MQA), "mla" (one latent plane) or "state" (one state a
+    page). ``dtype`` is torch's name of it. ``model`` must change whenever equal tokens would give other KV:
+    weights, revision, adapters, quantisation.
     """
 
     kind: Literal["mha", "mla", "state"] = "mha"
@@ -175,7 +176,7 @@ class Erase:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """What became of a transfer: nothing writes its slots any more. ``nbytes``: bytes of the pages that arrived."""
+    """What became of a transfer: nothing writes its slots now. ``nbytes``: bytes of the pages that arrived."""
 
     transfer_id: int
     ok: bool
@@ -187,7 +188,7 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest readable prefix: ``tiers[i]`` is the fastest tier that holds page i; ``exact``: no lossy copy."""
+    """The longest readable prefix: ``tiers[i]`` is the fastest tier of page i; ``exact``: no lossy copy."""
 
     num_pages: int
     tiers: tuple[Tier, ...]
@@ -198,7 +199,7 @@ class Match:
 class Hint:
     """What a scheduler knows about the near future. A hint never pins memory.
 
-    A revision not above the last one seen of ``request_id`` is a duplicate; ``keys=()`` with a higher one cancels.
+    A revision not above the last seen of ``request_id`` is a duplicate; ``keys=()`` with a higher one cancels.
     """
 
     request_id: str

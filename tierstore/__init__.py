@@ -1,0 +1,78 @@
+"""TierStore: the KV cache of a language model in tiers (HBM, host memory, NVMe), behind one table.
+
+The names load on first use, so ``import tierstore`` imports neither torch nor lmdb.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tierstore.config import StoreConfig, load_config
+    from tierstore.errors import (
+        CapacityError,
+        ConfigError,
+        IntegrityError,
+        LeaseError,
+        StoreClosed,
+        TierStoreError,
+        TransferError,
+    )
+    from tierstore.gpu.pool import EnginePages
+    from tierstore.lease import Lease
+    from tierstore.store import TierStore
+    from tierstore.types import Hint, HintResult, LeaseState, Match, PageKey, PageSpec, Tier
+
+__all__ = [
+    "CapacityError",
+    "ConfigError",
+    "EnginePages",
+    "Hint",
+    "HintResult",
+    "IntegrityError",
+    "Lease",
+    "LeaseError",
+    "LeaseState",
+    "Match",
+    "PageKey",
+    "PageSpec",
+    "StoreClosed",
+    "StoreConfig",
+    "Tier",
+    "TierStore",
+    "TierStoreError",
+    "TransferError",
+    "load_config",
+]
+
+_ROOMS: dict[str, tuple[str, ...]] = {
+    "tierstore.config": ("StoreConfig", "load_config"),
+    "tierstore.errors": (
+        "CapacityError",
+        "ConfigError",
+        "IntegrityError",
+        "LeaseError",
+        "StoreClosed",
+        "TierStoreError",
+        "TransferError",
+    ),
+    "tierstore.gpu.pool": ("EnginePages",),
+    "tierstore.lease": ("Lease",),
+    "tierstore.store": ("TierStore",),
+    "tierstore.types": ("Hint", "HintResult", "LeaseState", "Match", "PageKey", "PageSpec", "Tier"),
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    room = _ROOM_OF.get(name)
+    if room is None:
+        raise AttributeError(f"module 'tierstore' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(room), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
