@@ -214,7 +214,7 @@ def _explained(detail: ErrorDetails) -> str:
     key, value = ".".join(path), _shown(detail["input"])
     section = _SECTIONS.get(path[0] if path else "", StoreConfig) if len(path) > 1 else StoreConfig
     match detail["type"]:
-        case "extra_forbidden":
+        case "extra_forbidden" | "invalid_key":
             near = difflib.get_close_matches(path[-1], section.model_fields, n=1, cutoff=0.5)
             guess = f"did you mean {'.'.join([*path[:-1], near[0]])}? " if near else ""
             return f"{key} (= {value}) is not a key; {guess}allowed here: {_names(section)}"

@@ -1,0 +1,34 @@
+# Everything runs in .venv/ of this checkout; the first target that needs it sets it up, once.
+PYTHON ?= python3
+# On Linux a plain index serves the CUDA build under this name; it works too, it is only larger.
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: demo test lint
+
+## demo: a real model answers questions over more documents than HBM and host memory hold (ARGS=--json)
+demo: $(READY)
+	@$(BIN)/tierstore demo $(ARGS)
+
+## test: lint, then every test that needs no GPU (ARGS=-k name)
+test: lint
+	$(BIN)/python -m pytest -q -m "not gpu" $(ARGS)
+
+## lint: ruff, mypy --strict, the import contract
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("TierStore needs Python 3.11 or newer; say make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	@echo "Setting up .venv (once, a few minutes)" >&2
+	@$(PYTHON) -m venv .venv
+	@$(PIP) install "$(TORCH)"
+	@$(PIP) install --editable ".[hf,dev]"
+	@touch $(READY)

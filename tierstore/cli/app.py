@@ -1,0 +1,57 @@
+"""The commands that stand alone, and where the others join."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tierstore.cli.output import Json, print_json
+from tierstore.config import config_schema
+
+app = typer.Typer(
+    help="A tiered KV cache for LLM inference: HBM, host memory and NVMe.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """The ``tierstore`` script."""
+    app()
+
+
+@app.command("config-schema")
+def show_config_schema(as_json: Json = False) -> None:
+    """Print the JSON schema of a configuration file, for editors."""
+    schema = config_schema()
+    if as_json:
+        print_json(schema)
+    else:
+        typer.echo(json.dumps(schema, indent=2))
+
+
+@app.command()
+def doctor(
+    path: Annotated[Path, typer.Option(help="Where the NVMe tier would be.")] = Path(),
+    as_json: Json = False,
+) -> None:
+    """Say what this machine gives, what would not work, and why. Exit code 1 if nothing would work."""
+    from tierstore.cli.probes import every_check  # torch loads here, not for each command
+
+    checks = list(every_check(path.expanduser().absolute()))
+    failed = [check.name for check in checks if check.state == "fail"]
+    table = Table("", "found", "", "why", box=None, header_style="bold")
+    for check in checks:
+        table.add_row(check.name, Text(check.value), check.state, Text(check.why))
+    Console().print(table)
+    if as_json:
+        print_json({"ok": not failed, "failed": failed, "checks": [asdict(check) for check in checks]})
+    raise typer.Exit(1 if failed else 0)

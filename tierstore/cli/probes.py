@@ -1,0 +1,182 @@
+"""What the machine gives, for ``tierstore doctor``: one question a function, and each answers whatever is broken."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import mmap
+import os
+import platform
+import resource
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tierstore.units import format_size
+
+PACKAGES = (
+    "torch",
+    "numpy",
+    "lmdb",
+    "zstandard",
+    "pyyaml",
+    "aiofiles",
+    "pydantic",
+    "xxhash",
+    "typer",
+    "rich",
+)
+PACKAGES_OF_EXTRAS = {
+    "transformers": "hf",
+    "gguf": "hf",
+    "cupy-cuda13x": "gpu",
+    "fastapi": "serve",
+    "uvicorn": "serve",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """``state``: "ok"; "note", something would not work or work slower, and ``why``; "fail", nothing would work."""
+
+    name: str
+    value: str
+    state: Literal["ok", "note", "fail"] = "ok"
+    why: str = ""
+
+
+def every_check(path: Path) -> Iterator[Check]:
+    """All checks, in the order they are shown. ``path``: where the NVMe tier would be; a probe file comes and goes."""
+    yield python()
+    yield from packages()
+    yield from cuda()
+    yield memory()
+    yield memlock()
+    yield lmdb_library()
+    place = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
+    yield disk(path, place)
+    yield direct_io(place)
+
+
+def python() -> Check:
+    return Check("Python", platform.python_version())
+
+
+def packages() -> Iterator[Check]:
+    for name in (*PACKAGES, "prometheus_client"):
+        version = _version(name)
+        yield (
+            Check(name, version)
+            if version
+            else Check(name, "missing", "fail", "reinstall: pip install tierstore")
+        )
+    for name, extra in PACKAGES_OF_EXTRAS.items():
+        version = _version(name)
+        why = f"comes with the extra: pip install 'tierstore[{extra}]'"
+        yield Check(name, version) if version else Check(name, "missing", "note", why)
+
+
+def cuda() -> Iterator[Check]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: one of its shared libraries is missing
+        yield Check("CUDA devices", "unknown", "fail", f"torch cannot be imported: {error}")
+        return
+    if not torch.cuda.is_available():
+        built = (
+            f"torch is built for CUDA {torch.version.cuda}"
+            if torch.version.cuda
+            else "torch is built for the CPU"
+        )
+        yield Check("CUDA devices", "none", "note", f"hbm.device must be cpu: {built} and finds no device")
+        return
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        yield Check(f"cuda:{index}", f"{properties.name}, {format_size(free)} free of {format_size(total)}")
+
+
+def memory() -> Check:
+    """What the kernel says can be taken without swapping; a container's own limit may be lower."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        available, total = (int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+    except (OSError, KeyError, ValueError) as error:
+        return Check(
+            "host memory", "unknown", "note", f"/proc/meminfo: {error}; host.capacity cannot be checked"
+        )
+    return Check("host memory", f"{format_size(available)} free of {format_size(total)}")
+
+
+def memlock() -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Check("memlock limit", "unlimited")
+    why = "CUDA pins outside of it, but mlock() beyond it fails: ulimit -l unlimited"
+    return Check("memlock limit", format_size(soft), "note", why)
+
+
+def lmdb_library() -> Check:
+    try:
+        import lmdb
+    except (ImportError, OSError) as error:
+        return Check("LMDB", "unknown", "fail", f"lmdb cannot be imported: {error}")
+    return Check("LMDB", ".".join(str(part) for part in lmdb.version()))
+
+
+def disk(path: Path, place: Path) -> Check:
+    where = str(path) if place == path else f"{path} (not there yet; {place} is)"
+    try:
+        space = os.statvfs(place)
+    except OSError as error:
+        return Check("disk", where, "fail", f"{place}: {error.strerror}")
+    free = f"{where}: {format_size(space.f_bavail * space.f_frsize)} free"
+    if not place.is_dir():
+        return Check("disk", free, "fail", f"{place} is not a directory")
+    if not os.access(place, os.W_OK | os.X_OK):
+        return Check("disk", free, "fail", f"{place} cannot be written to")
+    return Check("disk", free)
+
+
+def direct_io(place: Path) -> Check:
+    """Writes and reads one block of a probe file past the page cache."""
+    try:
+        handle, name = tempfile.mkstemp(prefix=".tierstore-probe-", dir=place)
+    except OSError as error:
+        return Check("O_DIRECT", "not tried", "fail", f"no file can be made in {place}: {error.strerror}")
+    try:
+        os.close(handle)
+        works = _direct_round_trip(name)
+    except OSError as error:
+        return Check("O_DIRECT", "no", "note", f"reads go through the page cache: {error.strerror}")
+    finally:
+        os.unlink(name)
+    return (
+        Check("O_DIRECT", "works")
+        if works
+        else Check("O_DIRECT", "wrong bytes", "fail", "do not use this disk")
+    )
+
+
+def _direct_round_trip(name: str) -> bool:
+    with mmap.mmap(-1, 4096) as block:  # anonymous memory is page aligned, as O_DIRECT wants it
+        block.write(b"tierstore" * 455)
+        written = bytes(block)
+        handle = os.open(name, os.O_RDWR | os.O_DIRECT)
+        try:
+            os.pwritev(handle, [block], 0)
+            block.seek(0)
+            block.write(bytes(4096))
+            os.preadv(handle, [block], 0)
+        finally:
+            os.close(handle)
+        return bytes(block) == written
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
