@@ -1,0 +1,171 @@
+"""Page bytes <-> record. A record is a head of 4,080 bytes and the encoded page; nothing here knows where it is kept.
+
+The head names everything the bytes depend on (format, fingerprint, key, parent, codec, lengths) and ends in an
+xxh3-128 over itself and the payload, so another page's record, an old format, a cut or a flipped bit all show.
+4,080 bytes and the 16 that LMDB puts in front of a value are one 4 KiB block: the payload starts on a boundary.
+
+All functions are pure: no state, no I/O, any thread.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+import numpy as np
+from xxhash import xxh3_128
+
+from tierstore.errors import IntegrityError
+from tierstore.types import PageKey
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+HEAD_NBYTES = 4080
+"""Length of a record's head."""
+
+KEY_NBYTES = 36
+"""Length of every ``PageKey``."""
+
+FORMAT_VERSION = 1
+"""Changes whenever an old reader would misread a new record."""
+
+_MAGIC = b"TierPage"
+_FIELDS = struct.Struct(f"<8sHBBIQQ32s{KEY_NBYTES}s{KEY_NBYTES}s")
+_CHECKSUM_NBYTES = 16
+_SUMMED = HEAD_NBYTES - _CHECKSUM_NBYTES
+_PADDING = bytes(_SUMMED - _FIELDS.size)
+_NO_PARENT = bytes(KEY_NBYTES)
+
+
+class Codec(IntEnum):
+    """How a record's payload is encoded."""
+
+    NONE = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What a record says of itself. ``fingerprint``: 32 bytes from ``fingerprint_digest``; lengths in bytes."""
+
+    fingerprint: bytes
+    key: PageKey
+    parent: PageKey | None
+    codec: Codec
+    raw_nbytes: int
+    stored_nbytes: int
+
+
+def fingerprint_digest(fingerprint: str) -> bytes:
+    """The 32 bytes that stand for ``fingerprint`` in a head."""
+    return sha256(fingerprint.encode()).digest()
+
+
+def record_nbytes(page_nbytes: int) -> int:
+    """Length at most of the record of a page of ``page_nbytes``."""
+    return HEAD_NBYTES + page_nbytes
+
+
+def seal(head: Head, payload: NDArray[np.uint8]) -> bytes:
+    """The head's 4,080 bytes, checksum over head and ``payload`` (flat, contiguous uint8) included."""
+    if len(head.fingerprint) != 32 or len(head.key) != KEY_NBYTES:
+        raise ValueError("a head needs a fingerprint of 32 and a key of 36 bytes")
+    if head.parent is not None and len(head.parent) != KEY_NBYTES:
+        raise ValueError("a parent is a key of 36 bytes")
+    fields = _FIELDS.pack(
+        _MAGIC,
+        FORMAT_VERSION,
+        head.codec,
+        head.parent is not None,
+        0,
+        head.raw_nbytes,
+        head.stored_nbytes,
+        head.fingerprint,
+        head.key,
+        _NO_PARENT if head.parent is None else head.parent,
+    )
+    summed = fields + _PADDING
+    return summed + _checksum(summed, payload)
+
+
+def encode(
+    page: NDArray[np.uint8],
+    record: NDArray[np.uint8],
+    *,
+    fingerprint: bytes,
+    key: PageKey,
+    parent: PageKey | None,
+) -> int:
+    """Write the record of ``page`` into ``record`` and return its length.
+
+    Both are flat contiguous uint8; ``record`` holds at least ``record_nbytes(page.nbytes)``. The checksum is taken
+    over the copy in ``record``: what is summed is what will be stored.
+    """
+    length = record_nbytes(page.nbytes)
+    payload = record[HEAD_NBYTES:length]
+    np.copyto(payload, page)
+    head = Head(
+        fingerprint=fingerprint,
+        key=key,
+        parent=parent,
+        codec=Codec.NONE,
+        raw_nbytes=page.nbytes,
+        stored_nbytes=page.nbytes,
+    )
+    record[:HEAD_NBYTES] = np.frombuffer(seal(head, payload), dtype=np.uint8)
+    return length
+
+
+def verify(
+    head: NDArray[np.uint8] | bytes,
+    payload: NDArray[np.uint8],
+    *,
+    fingerprint: bytes,
+    key: PageKey,
+) -> Head:
+    """Check a record read as ``head`` (4,080 bytes) and ``payload`` (the rest); nothing is changed.
+
+    Returns the head if the bytes are exactly what was written for ``key`` under ``fingerprint``; IntegrityError,
+    with the reason, for anything else.
+    """
+    raw = bytes(head)
+    found = parse(raw)
+    if found.stored_nbytes != payload.nbytes:
+        raise IntegrityError(f"payload of {payload.nbytes} bytes where the head says {found.stored_nbytes}")
+    if _checksum(raw[:_SUMMED], payload) != raw[_SUMMED:]:
+        raise IntegrityError("checksum differs")
+    if found.fingerprint != fingerprint:
+        raise IntegrityError("record of another fingerprint")
+    if found.key != key:
+        raise IntegrityError("record of another key")
+    return found
+
+
+def parse(raw: bytes) -> Head:
+    """Read a head's fields without its checksum. IntegrityError if they cannot be a head of this format."""
+    if len(raw) != HEAD_NBYTES:
+        raise IntegrityError(f"head of {len(raw)} bytes, not {HEAD_NBYTES}")
+    magic, version, codec, has_parent, _, raw_nbytes, stored_nbytes, fingerprint, key, parent = (
+        _FIELDS.unpack_from(raw)
+    )
+    if magic != _MAGIC or version != FORMAT_VERSION:
+        raise IntegrityError("not a record of this format")
+    if codec != Codec.NONE or raw_nbytes != stored_nbytes or has_parent > 1:
+        raise IntegrityError("fields that no writer of this format makes")
+    return Head(
+        fingerprint=fingerprint,
+        key=PageKey(key),
+        parent=PageKey(parent) if has_parent else None,
+        codec=Codec(codec),
+        raw_nbytes=raw_nbytes,
+        stored_nbytes=stored_nbytes,
+    )
+
+
+def _checksum(summed: bytes, payload: NDArray[np.uint8]) -> bytes:
+    digest = xxh3_128(summed)
+    digest.update(payload.data)
+    return digest.digest()

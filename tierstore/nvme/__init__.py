@@ -1,0 +1,3 @@
+"""The NVMe tier: page records in LMDB, one writer, some readers. Import its modules; this file imports nothing."""
+
+from __future__ import annotations

@@ -1,0 +1,88 @@
+"""What became of submitted transfers, on its way from the I/O threads to whoever polls."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.types import Ack, Failure, Transfer
+
+
+class Job:
+    """One transfer and its pages while it is worked on. Not thread-safe: its room's lock guards it."""
+
+    __slots__ = ("_failures", "_left", "_started", "next", "pages", "transfer")
+
+    def __init__(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
+        self.transfer = transfer
+        self.pages = pages
+        self.next = 0
+        self._left = len(transfer.keys)
+        self._failures: list[tuple[int, Failure]] = []
+        self._started = time.monotonic()
+
+    def done(self, index: int, failure: Failure | None) -> bool:
+        """Note page ``index``; whether it was the last one."""
+        if failure is not None:
+            self._failures.append((index, failure))
+        self._left -= 1
+        return self._left == 0
+
+    def ack(self, page_cost: int) -> Ack:
+        """The finished job's ack, ``page_cost`` bytes for each page that arrived."""
+        ready = len(self.transfer.keys) - len(self._failures)
+        return Ack(
+            transfer_id=self.transfer.id,
+            ok=not self._failures,
+            num_ready=ready,
+            nbytes=ready * page_cost,
+            seconds=time.monotonic() - self._started,
+            failures=tuple(sorted(self._failures, key=lambda failure: failure[0])),
+        )
+
+
+class Outbox:
+    """Acks nobody has polled yet, and the counters of the I/O threads. Any thread."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._acks: list[Ack] = []
+        self._counts: Counter[str] = Counter()
+
+    def add(self, ack: Ack) -> None:
+        """Queue ``ack``, then call ``wake`` with no lock held. I/O threads only."""
+        self.add_quietly(ack)
+        self._wake()
+
+    def add_quietly(self, ack: Ack) -> None:
+        """Queue ``ack`` from a submitting thread, which may hold a lock that ``wake`` takes."""
+        with self._lock:
+            self._acks.append(ack)
+
+    def take(self) -> list[Ack]:
+        """All acks since the last call, oldest first."""
+        with self._lock:
+            acks, self._acks = self._acks, []
+            return acks
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Add to a counter."""
+        with self._lock:
+            self._counts[name] += amount
+
+    def counts(self) -> dict[str, int]:
+        """A copy of the counters; a missing one reads as absent."""
+        with self._lock:
+            return dict(self._counts)
+
+
+def failed(transfer: Transfer, failure: Failure) -> Ack:
+    """The ack of a transfer of which no page arrived."""
+    failures = tuple((index, failure) for index in range(len(transfer.keys)))
+    return Ack(transfer_id=transfer.id, ok=not failures, num_ready=0, nbytes=0, failures=failures)

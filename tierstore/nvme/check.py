@@ -1,0 +1,86 @@
+"""Whether an environment left by an earlier process may be mapped: its length by hand, its trees in a child."""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import tierstore
+from tierstore.errors import ConfigError
+from tierstore.nvme.home import DATA_FILE
+
+_META = struct.Struct("<IIQQ48s48sQQ")  # magic, version, address, map size, two trees, last page, transaction
+_META_OFFSET = 16
+_MAGIC = 0xBEEFC0DE
+_DATA_VERSION = 1
+_PROGRAM = """
+import runpy, sys
+sys.path.append(sys.argv.pop(1))
+runpy.run_module("tierstore.nvme.walk", run_name="__main__")
+"""
+_MIN_PAGE, _MAX_PAGE = 512, 1 << 16
+
+
+def last_page_end(data: Path) -> int | None:
+    """Bytes that data.mdb must have, by its newest meta page; None if no meta page can be read.
+
+    Reads two pages with ``pread``; no mapping, so a cut file costs nothing but the answer.
+    """
+    fd = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        first = os.pread(fd, _META_OFFSET + _META.size, 0)
+        if len(first) < _META_OFFSET + _META.size:
+            return None
+        page = int.from_bytes(first[_META_OFFSET + 24 : _META_OFFSET + 28], "little")
+        if not _MIN_PAGE <= page <= _MAX_PAGE:
+            return None
+        second = os.pread(fd, _META_OFFSET + _META.size, page)
+    finally:
+        os.close(fd)
+    ends: dict[int, int] = {}
+    for raw in (first, second):
+        if len(raw) < _META_OFFSET + _META.size:
+            return None
+        magic, version, _, _, _, _, last, transaction = _META.unpack_from(raw, _META_OFFSET)
+        if magic != _MAGIC or version != _DATA_VERSION:
+            return None
+        ends[transaction] = (last + 1) * page
+    return ends[max(ends)]
+
+
+def find_fault(directory: Path, timeout_s: float = 600.0) -> str | None:
+    """Why the environment in ``directory`` must not be opened here, or None. Changes nothing.
+
+    The caller holds the lock. A missing or empty data.mdb is no fault. ConfigError if no child can be started.
+    """
+    data = directory / DATA_FILE
+    if not data.exists() or data.stat().st_size == 0:
+        return None
+    end = last_page_end(data)
+    if end is None:
+        return "its meta pages cannot be read"
+    if data.stat().st_size < end:
+        return f"data.mdb has {data.stat().st_size} bytes where its last page ends at {end}"
+    return _walk(directory, timeout_s)
+
+
+def _walk(directory: Path, timeout_s: float) -> str | None:
+    package_root = str(Path(tierstore.__file__).resolve().parent.parent)
+    command = [sys.executable, "-c", _PROGRAM, package_root, str(directory)]
+    try:
+        child = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return f"walking its catalogue took over {timeout_s:.0f} s"
+    except OSError as error:
+        raise ConfigError(f"nvme.path: the process that checks it could not be started ({error})") from error
+    if child.returncode == 0:
+        return None
+    if child.returncode < 0:
+        return f"walking its catalogue ended in {signal.Signals(-child.returncode).name}"
+    if child.returncode != 3:
+        raise ConfigError(f"nvme.path: the process that checks it failed: {child.stderr.strip()[-300:]}")
+    return child.stderr.strip()

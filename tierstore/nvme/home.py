@@ -1,0 +1,194 @@
+"""The directory of the tier: its marker, one sub-directory per (fingerprint, shard), and what may be deleted.
+
+    home/                      0700; never written to unless it was empty or has our marker
+      tierstore-home.json      the marker
+      <fingerprint>-<shard>.lock
+      <fingerprint>-<shard>/   one LMDB environment and a marker that describes the model
+      <fingerprint>-<shard>.damaged-<n>/   set aside at an open that found it broken; only purge touches it
+
+Files we do not know are left alone everywhere.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tierstore.errors import ConfigError
+
+HOME_MARKER = "tierstore-home.json"
+SHARD_MARKER = "tierstore-shard.json"
+DATA_FILE = "data.mdb"
+FORMAT_VERSION = 1
+
+_OUR_FILES = (DATA_FILE, "lock.mdb", SHARD_MARKER, SHARD_MARKER + ".new")
+_SHARD_NAME = re.compile(
+    r"(?P<fingerprint>[0-9A-Za-z_]{1,128})-(?P<shard>\d{1,5})(?P<damaged>\.damaged-\d+)?"
+)
+_BUSY_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardMarker:
+    """What a sub-directory says of itself; ``description`` is the caller's, for people."""
+
+    fingerprint: str
+    shard: int
+    page_nbytes: int
+    capacity: int
+    format_version: int = FORMAT_VERSION
+    description: Mapping[str, object] = field(default_factory=dict)
+
+
+def claim(path: Path) -> Path:
+    """Make ``path`` a home, or check that it is one, and return it resolved.
+
+    Only a missing or empty directory becomes a home; ConfigError for anything else, which is left as it was.
+    """
+    try:
+        home = path.expanduser().resolve()
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _alone(home):
+            if (home / HOME_MARKER).exists():
+                require_home(home)
+            elif any(home.iterdir()):
+                raise _foreign(home)
+            else:
+                write_json(home / HOME_MARKER, {"format": "tierstore-nvme", "version": FORMAT_VERSION})
+    except OSError as error:
+        raise _unusable(path, error) from error
+    return home
+
+
+def require_home(home: Path) -> None:
+    """ConfigError unless ``home`` carries a marker of ours. Changes nothing."""
+    try:
+        marker = json.loads((home / HOME_MARKER).read_text())
+    except FileNotFoundError:
+        raise _foreign(home) from None
+    except OSError as error:
+        raise _unusable(home, error) from error
+    except ValueError:
+        raise _foreign(home) from None
+    if not isinstance(marker, dict) or marker.get("format") != "tierstore-nvme":
+        raise _foreign(home)
+    if marker.get("version") != FORMAT_VERSION:
+        raise ConfigError(
+            f"nvme.path is {home}, of version {marker.get('version')!r}; allowed: version {FORMAT_VERSION}, or new"
+        )
+
+
+def shard_name(fingerprint: str, shard: int) -> str:
+    """Name of the sub-directory. ConfigError for a fingerprint that is no plain name."""
+    name = f"{fingerprint}-{shard}"
+    match = _SHARD_NAME.fullmatch(name)
+    if match is None or match["damaged"]:
+        raise ConfigError(
+            f"fingerprint {fingerprint!r}, shard {shard}; allowed: letters, digits and _; 0 to 65535"
+        )
+    return name
+
+
+def shard_directories(home: Path) -> Iterator[tuple[Path, str, bool]]:
+    """Every sub-directory of ours: path, fingerprint, whether it was set aside as damaged. Sorted by name."""
+    for path in sorted(home.iterdir()):
+        match = _SHARD_NAME.fullmatch(path.name)
+        if match and path.is_dir() and not path.is_symlink():
+            yield path, match["fingerprint"], match["damaged"] is not None
+
+
+def lock_path(directory: Path) -> Path:
+    """The lock file of a sub-directory."""
+    return directory.with_name(directory.name + ".lock")
+
+
+def read_marker(directory: Path) -> ShardMarker | None:
+    """The sub-directory's marker, or None if it has none that can be read."""
+    try:
+        return ShardMarker(**json.loads((directory / SHARD_MARKER).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def write_marker(directory: Path, marker: ShardMarker) -> None:
+    """Replace the sub-directory's marker in one step."""
+    write_json(directory / SHARD_MARKER, asdict(marker))
+
+
+def set_aside(directory: Path) -> Path:
+    """Rename a broken sub-directory out of the way and return its new path. The caller holds its lock."""
+    number = 1
+    while (target := directory.with_name(f"{directory.name}.damaged-{number}")).exists():
+        number += 1
+    directory.rename(target)
+    return target
+
+
+def remove(directory: Path) -> bool:
+    """Delete our files in a sub-directory, and the directory if nothing else is in it. The caller holds its lock."""
+    for name in _OUR_FILES:
+        (directory / name).unlink(missing_ok=True)
+    if any(directory.iterdir()):
+        return False
+    directory.rmdir()
+    return True
+
+
+def disk_nbytes(directory: Path) -> int:
+    """Bytes the sub-directory takes on disk, itself included (allocated blocks, not file lengths)."""
+    total = 0
+    for path in (directory, *(directory / name for name in _OUR_FILES)):
+        try:
+            total += path.lstat().st_blocks * 512
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replace ``path`` by ``value`` as JSON, mode 0600, whole or not at all."""
+    temporary = path.with_name(path.name + ".new")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        json.dump(value, file, default=str)
+        file.flush()
+        os.fsync(fd)
+    temporary.replace(path)
+
+
+@contextmanager
+def _alone(home: Path) -> Iterator[None]:
+    """One process at a time between looking for the marker and writing it."""
+    fd = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + _BUSY_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _foreign(home: Path) -> ConfigError:
+    return ConfigError(
+        f"nvme.path is {home}, which holds what is not TierStore's; allowed: a new, an empty or a directory it made"
+    )
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"nvme.path is {path}, which cannot be used ({error.strerror or error}); allowed: a writable directory"
+    )

@@ -1,0 +1,91 @@
+"""A lock file held by one open tier: flock, so a killed holder leaves nothing stale, with its PID for the message."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import weakref
+from pathlib import Path
+
+_held: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+class FileLock:
+    """An exclusive lock until ``release`` or the end of the process; two in one process exclude each other."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self._path = path
+        self._fd = fd
+
+    @classmethod
+    def acquire(cls, path: Path) -> FileLock | int | None:
+        """The lock on ``path`` (made if missing), or the PID of who holds it, or None if it does not say.
+
+        Never blocks. OSError if the file cannot be opened.
+        """
+        while True:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = _read_pid(fd)
+                os.close(fd)
+                return holder
+            if _same_file(fd, path):
+                break
+            os.close(fd)  # unlinked between open and flock: that lock would exclude nobody
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        lock = cls(path, fd)
+        _held.add(lock)
+        return lock
+
+    def remove(self) -> None:
+        """Unlink the file while it is held."""
+        self._path.unlink(missing_ok=True)
+
+    def release(self) -> None:
+        """Let it go; a second call does nothing."""
+        _held.discard(self)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def holder_pid(path: Path) -> int | None:
+    """PID of the process that holds the lock at ``path``; 0 if it is held by one that does not say; None if free."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _read_pid(fd) or 0
+    else:
+        return None
+    finally:
+        os.close(fd)
+
+
+def _read_pid(fd: int) -> int | None:
+    text = os.pread(fd, 32, 0).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _same_file(fd: int, path: Path) -> bool:
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    here = os.fstat(fd)
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+
+def _let_go_in_child() -> None:
+    # A forked child shares the lock; closing its descriptor keeps the child from holding it after the parent died.
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

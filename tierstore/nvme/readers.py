@@ -1,0 +1,103 @@
+"""The reader threads: they take pages of the oldest transfer together, and check each before it counts."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import lmdb
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.errors import IntegrityError
+from tierstore.nvme.acks import Job, Outbox, failed
+from tierstore.nvme.catalogue import SCRATCH_NBYTES, Catalogue
+from tierstore.types import Failure, Transfer
+
+_log = logging.getLogger(__name__)
+
+
+class Readers:
+    """``count`` daemon threads. ``submit`` and ``close`` from any thread."""
+
+    def __init__(self, catalogue: Catalogue, outbox: Outbox, *, count: int, page_nbytes: int) -> None:
+        self._catalogue = catalogue
+        self._outbox = outbox
+        self._page_nbytes = page_nbytes
+        self._changed = threading.Condition()
+        self._jobs: deque[Job] = deque()
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"tierstore-nvme-read-{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, transfer: Transfer, out: Sequence[NDArray[np.uint8]]) -> None:
+        """Queue a read. Never blocks. After ``close`` it is acked as CLOSED."""
+        with self._changed:
+            if not self._closing and out:
+                self._jobs.append(Job(transfer, out))
+                self._changed.notify_all()
+                return
+        self._outbox.add_quietly(failed(transfer, Failure.CLOSED))
+
+    def close(self) -> None:
+        """Fail what has not begun with CLOSED and let the threads end."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
+    def join_until(self, deadline: float) -> bool:
+        """Wait for the threads until ``deadline`` (time.monotonic); whether all have ended."""
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        scratch = np.empty(SCRATCH_NBYTES, dtype=np.uint8)
+        while (unit := self._take()) is not None:
+            job, index = unit
+            failure = Failure.CLOSED if self._closing else self._read(job, index, scratch)
+            with self._changed:
+                finished = job.done(index, failure)
+            if finished:
+                self._outbox.add(job.ack(self._page_nbytes))
+
+    def _take(self) -> tuple[Job, int] | None:
+        with self._changed:
+            while not self._jobs:
+                if self._closing:
+                    return None
+                self._changed.wait()
+            job = self._jobs[0]
+            index = job.next
+            job.next += 1
+            if job.next == len(job.pages):
+                self._jobs.popleft()
+            return job, index
+
+    def _read(self, job: Job, index: int, scratch: NDArray[np.uint8]) -> Failure | None:
+        key, out = job.transfer.keys[index], job.pages[index]
+        try:
+            self._catalogue.load(key, out, scratch)
+        except KeyError:
+            failure = Failure.NOT_FOUND
+        except IntegrityError as error:
+            failure = Failure.INTEGRITY
+            _log.warning("page %s on disk is not what was written: %s", key.hex(), error)
+        except (OSError, lmdb.Error) as error:
+            failure = Failure.IO_ERROR
+            _log.warning("page %s could not be read: %s", key.hex(), error)
+        except Exception:  # noqa: BLE001  the thread's top: one page fails, the thread goes on
+            failure = Failure.IO_ERROR
+            _log.exception("reading page %s failed", key.hex())
+        else:
+            self._outbox.count("bytes_read", out.nbytes)
+            return None
+        self._outbox.count(f"read_{failure.value}")
+        return failure

@@ -1,0 +1,286 @@
+"""The NVMe tier: pages by key in one LMDB environment, behind queues that never block the caller."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import lmdb
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.codec import KEY_NBYTES
+from tierstore.errors import ConfigError, StoreClosed
+from tierstore.nvme import home
+from tierstore.nvme.acks import Outbox
+from tierstore.nvme.catalogue import Catalogue
+from tierstore.nvme.check import find_fault
+from tierstore.nvme.lock import FileLock
+from tierstore.nvme.readers import Readers
+from tierstore.nvme.sizing import Sizing, size
+from tierstore.nvme.writer import Writer
+from tierstore.types import Ack, PageKey, Transfer
+
+_log = logging.getLogger(__name__)
+
+
+class NvmeTier:
+    """One (fingerprint, shard) of a home directory, held exclusively by this process.
+
+    All methods may be called from any thread; ``submit_*`` never block. A page counts as read or written only once
+    its transfer's Ack is out. After a fork the child's copy raises StoreClosed.
+    """
+
+    record_nbytes: int
+    """What the record of one page costs at most on disk, its share of the catalogue included."""
+
+    budget_nbytes: int
+    """Sum of record bytes the tier may hold so that everything on disk stays within the capacity."""
+
+    def __init__(
+        self,
+        directory: Path,
+        lock: FileLock,
+        catalogue: Catalogue,
+        sizing: Sizing,
+        outbox: Outbox,
+        readers: Readers,
+        page_nbytes: int,
+    ) -> None:
+        self.record_nbytes = sizing.record_nbytes
+        self.budget_nbytes = sizing.budget_nbytes
+        self._page_nbytes = page_nbytes
+        self._directory = directory
+        self._lock = lock
+        self._catalogue = catalogue
+        self._sizing = sizing
+        self._outbox = outbox
+        self._readers = readers
+        self._writer = Writer(catalogue, outbox, sizing)
+        self._pid = os.getpid()
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        *,
+        capacity: int,
+        fingerprint: str,
+        shard: int,
+        page_nbytes: int,
+        wake: Callable[[], None],
+        readers: int = 2,
+        description: Mapping[str, object] | None = None,
+    ) -> NvmeTier:
+        """Open the tier's sub-directory of ``path``, made if missing; ``capacity`` is for everything in it on disk.
+
+        A sub-directory that an earlier process left damaged is renamed, with one warning, and the tier starts empty.
+        ``wake`` is called from an I/O thread, with no lock held, for each Ack. ``description`` is kept for people.
+        ConfigError if the directory is not ours, in use, or the capacity cannot be had; nothing is changed then.
+        """
+        sizing = size(capacity, page_nbytes)
+        name = home.shard_name(fingerprint, shard)
+        directory = home.claim(path) / name
+        lock = _lock(directory)
+        try:
+            marker = home.ShardMarker(
+                fingerprint=fingerprint,
+                shard=shard,
+                page_nbytes=page_nbytes,
+                capacity=capacity,
+                description=dict(description or {}),
+            )
+            _prepare(directory, marker, sizing)
+            catalogue = Catalogue(
+                directory, sizing, fingerprint=fingerprint, page_nbytes=page_nbytes, readers=readers
+            )
+        except (OSError, lmdb.Error) as error:
+            lock.release()
+            raise ConfigError(
+                f"nvme.path is {path}, where the tier cannot be opened ({error}); allowed: a writable directory"
+            ) from error
+        except BaseException:
+            lock.release()
+            raise
+        outbox = Outbox(wake)
+        pool = Readers(catalogue, outbox, count=readers, page_nbytes=page_nbytes)
+        return cls(directory, lock, catalogue, sizing, outbox, pool, page_nbytes)
+
+    def records(self) -> Iterator[tuple[PageKey, PageKey | None, int]]:
+        """Key, parent and bytes on disk of every record that was there at open. Once, before any ``submit_*``.
+
+        They sum to at most ``budget_nbytes``: what a lowered capacity has no room for is erased.
+        """
+        self._guard()
+        room = self.budget_nbytes
+        surplus: list[PageKey] = []
+        for key, entry in self._catalogue.records():
+            room -= entry.nbytes
+            if room < 0:
+                surplus.append(key)
+            else:
+                yield key, entry.parent, entry.nbytes
+        self._writer.submit_erase(surplus)
+
+    def submit_write(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
+        """Store ``pages[i]`` (flat uint8 of page_nbytes) under ``transfer.keys[i]``, replacing what was there.
+
+        The pages must not change before the Ack, whose ``nbytes`` are record bytes on disk. A page that failed left
+        no record.
+        """
+        self._guard()
+        self._check(transfer, pages)
+        self._writer.submit_write(transfer, pages)
+
+    def submit_read(self, transfer: Transfer, out: Sequence[NDArray[np.uint8]]) -> None:
+        """Fill ``out[i]`` (flat writable uint8 of page_nbytes) with the page of ``transfer.keys[i]``.
+
+        Until the Ack, and after it for a page that failed, ``out[i]`` holds anything. ``nbytes`` are page bytes.
+        """
+        self._guard()
+        self._check(transfer, out)
+        self._readers.submit(transfer, out)
+
+    def submit_erase(self, keys: Sequence[PageKey]) -> None:
+        """Remove records, ordered with the writes of the same keys around it. Missing ones are no error; no Ack."""
+        self._guard()
+        self._writer.submit_erase(keys)
+
+    def poll(self) -> list[Ack]:
+        """Transfers finished since the last call, oldest first. Works after ``close`` too."""
+        self._guard()
+        return self._outbox.take()
+
+    def sync(self, timeout_s: float) -> bool:
+        """True once every write and erase submitted before is durable or acked as failed; False if that did not come
+        about in time or the disk refuses an erase.
+        """
+        self._guard()
+        return self._writer.sync(timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what is queued, fail queued reads with CLOSED, end the threads, close the environment, let go the lock.
+
+        False if a thread did not end in time: what it has not begun is failed, the environment and the lock stay with
+        it, and another ``close`` tries again. A second call after True does nothing.
+        """
+        if os.getpid() != self._pid or self._closed:
+            return True
+        deadline = time.monotonic() + timeout_s
+        self._readers.close()
+        self._writer.close()
+        ended = self._writer.join(max(0.0, deadline - time.monotonic()))
+        if not ended:
+            self._writer.abandon()
+        if not (self._readers.join_until(deadline) and ended):
+            _log.warning(
+                "the NVMe tier at %s has a thread that does not end; it is left behind", self._directory
+            )
+            return False
+        self._closed = True
+        self._catalogue.close()
+        self._lock.release()
+        return True
+
+    def stats(self) -> dict[str, object]:
+        """Sizes, counters and state, for people and metrics. Reads a few directory entries."""
+        self._guard()
+        counts = self._outbox.counts()
+        others = [
+            {"name": path.name, "nbytes": home.disk_nbytes(path), "damaged": damaged}
+            for path, _, damaged in home.shard_directories(self._directory.parent)
+            if path != self._directory
+        ]
+        return {
+            "path": str(self._directory),
+            "disk_nbytes": home.disk_nbytes(self._directory),
+            "map_nbytes": self._sizing.map_size,
+            "budget_nbytes": self.budget_nbytes,
+            "record_nbytes": self.record_nbytes,
+            "records": self._catalogue.num_records,
+            "read_only": self._writer.refusal.active,
+            "o_direct": False,
+            "others": others,
+            **{name: counts.get(name, 0) for name in _COUNTERS},
+        }
+
+    def _guard(self) -> None:
+        if os.getpid() != self._pid:
+            raise StoreClosed(f"this NVMe tier belongs to process {self._pid}; open another after a fork")
+
+    def _check(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
+        if len(pages) != len(transfer.keys) or len(transfer.parents) != len(transfer.keys):
+            raise ValueError(
+                f"{len(transfer.keys)} keys, {len(transfer.parents)} parents, {len(pages)} pages"
+            )
+        if any(len(key) != KEY_NBYTES for key in transfer.keys):
+            raise ValueError(f"a key has {KEY_NBYTES} bytes")
+        if any(page.shape != (self._page_nbytes,) or page.dtype != np.uint8 for page in pages):
+            raise ValueError(f"a page is a flat uint8 array of {self._page_nbytes} bytes")
+
+
+_COUNTERS = (
+    "batches",
+    "bytes_read",
+    "bytes_written",
+    "read_integrity",
+    "read_io_error",
+    "read_not_found",
+    "write_io_error",
+    "write_no_space",
+)
+
+
+def _lock(directory: Path) -> FileLock:
+    try:
+        lock = FileLock.acquire(home.lock_path(directory))
+    except OSError as error:
+        raise ConfigError(
+            f"nvme.path is {directory.parent}, which cannot be locked ({error}); allowed: a writable directory"
+        ) from error
+    if isinstance(lock, FileLock):
+        return lock
+    raise ConfigError(
+        f"nvme.path is {directory.parent}, in use by process {lock or 'unknown'}; allowed: one user at a time"
+    )
+
+
+def _prepare(directory: Path, marker: home.ShardMarker, sizing: Sizing) -> None:
+    """Leave a directory that may be opened: checked, or set aside and made anew, with a marker of this opening."""
+    own = home.disk_nbytes(directory)
+    disk = os.statvfs(directory.parent)
+    free = disk.f_bavail * disk.f_frsize
+    if marker.capacity > free + own:
+        raise ConfigError(
+            f"nvme.capacity is {marker.capacity} bytes; allowed: at most {free + own}, free disk and what it has"
+        )
+    fault = _fault(directory, marker, sizing)
+    if fault is not None:
+        aside = home.set_aside(directory)
+        _log.warning(
+            "the NVMe tier at %s starts empty, the old one is now %s: %s", directory, aside.name, fault
+        )
+    directory.mkdir(mode=0o700, exist_ok=True)
+    home.write_marker(directory, marker)
+
+
+def _fault(directory: Path, marker: home.ShardMarker, sizing: Sizing) -> str | None:
+    data = directory / home.DATA_FILE
+    if not data.exists():
+        return None
+    old = home.read_marker(directory)
+    if old is None or (old.fingerprint, old.shard, old.format_version) != (
+        marker.fingerprint,
+        marker.shard,
+        marker.format_version,
+    ):
+        return "its marker is missing or names something else"
+    if old.page_nbytes != marker.page_nbytes:
+        return f"its pages have {old.page_nbytes} bytes, not {marker.page_nbytes}"
+    if data.stat().st_size > sizing.map_size:
+        return f"data.mdb has {data.stat().st_size} bytes, more than the capacity now allows"
+    return find_fault(directory)

@@ -1,0 +1,232 @@
+"""The one writer thread: group commit, erases first, and what to do when the disk refuses."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+import lmdb
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.nvme.acks import Job, Outbox, failed
+from tierstore.nvme.catalogue import Catalogue, Page
+from tierstore.nvme.sizing import Sizing
+from tierstore.nvme.work import Batch, EraseWork, SyncWork, WorkQueue
+from tierstore.types import Failure, PageKey, Transfer
+
+_log = logging.getLogger(__name__)
+
+_FULL = frozenset({errno.ENOSPC, errno.EFBIG, errno.EDQUOT})
+_FIRST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 30.0
+
+
+class Refusal:
+    """A disk that refuses writes: why, and when to try again. The writer's thread only; ``active`` from any."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.failure = Failure.IO_ERROR
+        self._pause_s = _FIRST_PAUSE_S
+        self._again = 0.0
+        self._told = False
+
+    def begin(self, error: lmdb.Error | OSError, failure: Failure) -> None:
+        """The disk refused; the pause before the next try doubles. Warns once until a page is written."""
+        if not self._told:
+            _log.warning("the NVMe tier is read-only until the disk takes writes again: %s", error)
+        self._told = self.active = True
+        self.failure = failure
+        self._again = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+    def end(self) -> None:
+        """A write succeeded."""
+        self.active = False
+
+    def forget(self) -> None:
+        """Pages were written: the trouble is over."""
+        if self._told:
+            _log.info("the NVMe tier takes writes again")
+        self.active = self._told = False
+        self._pause_s = _FIRST_PAUSE_S
+
+    def remaining_s(self) -> float:
+        """Seconds until the next try."""
+        return max(0.0, self._again - time.monotonic())
+
+
+class Writer:
+    """A daemon thread that owns every write transaction. Its public methods may be called from any thread."""
+
+    def __init__(self, catalogue: Catalogue, outbox: Outbox, sizing: Sizing) -> None:
+        self._catalogue = catalogue
+        self._outbox = outbox
+        self._sizing = sizing
+        self._changed = threading.Condition()
+        self._queue = WorkQueue(sizing.batch_pages)
+        self._closing = False
+        self._abandoned = False
+        self._owed: dict[
+            PageKey, bool
+        ] = {}  # still to be erased, before any write; True: a caller asked for it
+        self.refusal = Refusal()
+        self._thread = threading.Thread(target=self._run, name="tierstore-nvme-write", daemon=True)
+        self._thread.start()
+
+    def submit_write(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
+        """Queue a write. Never blocks. After ``close`` it is acked as CLOSED."""
+        if not pages or not self._add(Job(transfer, pages)):
+            self._outbox.add_quietly(failed(transfer, Failure.CLOSED))
+
+    def submit_erase(self, keys: Sequence[PageKey]) -> None:
+        """Queue an erase. Never blocks. After ``close`` it is dropped."""
+        if keys:
+            self._add(EraseWork(tuple(keys)))
+
+    def sync(self, timeout_s: float) -> bool:
+        """Wait until all queued before is settled and durable; False if time ran out or the disk refused."""
+        mark = SyncWork()
+        return self._add(mark) and mark.done.wait(timeout_s) and mark.ok
+
+    def close(self) -> None:
+        """Let the thread end after what is queued."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """Fail what has not begun with CLOSED instead of writing it."""
+        with self._changed:
+            self._closing = self._abandoned = True
+            self._changed.notify_all()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread; whether it has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _add(self, item: Job | EraseWork | SyncWork) -> bool:
+        with self._changed:
+            if self._closing:
+                return False
+            self._queue.add(item)
+            self._changed.notify_all()
+            return True
+
+    def _run(self) -> None:
+        while (batch := self._next()) is not None:
+            failures: list[Failure | None]
+            try:
+                failures = self._serve(batch)
+            except Exception:  # noqa: BLE001  the thread's top: the batch fails, the thread goes on
+                _log.exception("a batch of %d pages failed", len(batch.writes))
+                self._doubt(batch.writes)
+                failures = [Failure.IO_ERROR] * len(batch.writes)
+            self._settle(batch, failures)
+
+    def _next(self) -> Batch | None:
+        """The next batch; an empty one when it is time to see whether a refusing disk takes writes again."""
+        with self._changed:
+            while not self._queue:
+                if self._closing:
+                    return None
+                wait_s = self.refusal.remaining_s() if self.refusal.active else None
+                if not self._changed.wait(wait_s) and wait_s is not None:
+                    break
+            return self._queue.take()
+
+    def _serve(self, batch: Batch) -> list[Failure | None]:
+        """Do a batch; per page of ``batch.writes`` what failed."""
+        self._owed.update(dict.fromkeys(batch.erases, True))
+        if self._abandoned:
+            return [Failure.CLOSED] * len(batch.writes)
+        if self.refusal.active and self.refusal.remaining_s() > 0:
+            return [self.refusal.failure] * len(batch.writes)
+        try:
+            self._erase_owed()
+            if self.refusal.active and not batch.writes:
+                self._catalogue.turn()
+                self.refusal.end()
+            return self._write(batch.writes)
+        except (lmdb.Error, OSError) as error:
+            failure = _name(error)
+            self._outbox.count(f"write_{failure.value}")
+            self.refusal.begin(error, failure)
+            self._doubt(batch.writes)
+            return [failure] * len(batch.writes)
+
+    def _write(self, writes: list[tuple[Job, int]]) -> list[Failure | None]:
+        room = max(0, self._sizing.max_records - self._catalogue.num_records)
+        taken, refused = writes[:room], writes[room:]
+        if taken and not self._store([_page(job, index) for job, index in taken]):
+            taken, refused = [], writes
+        if taken:
+            self._outbox.count("bytes_written", sum(job.pages[index].nbytes for job, index in taken))
+            self._outbox.count("batches")
+            self.refusal.forget()
+        if refused:
+            self._outbox.count("write_no_space", len(refused))
+            self._doubt(refused)
+        return [None] * len(taken) + [Failure.NO_SPACE] * len(refused)
+
+    def _store(self, pages: list[Page]) -> bool:
+        """Write the pages in one transaction, twice tried when the map is full; whether they are there."""
+        try:
+            self._catalogue.store(pages)
+        except lmdb.MapFullError:
+            with self._changed:
+                erases = self._queue.take_erases({page.key for page in pages})
+            self._owed.update(dict.fromkeys(erases, True))
+            self._erase_owed()
+            self._catalogue.turn()
+            try:
+                self._catalogue.store(pages)
+            except lmdb.MapFullError:
+                return False
+        return True
+
+    def _erase_owed(self) -> None:
+        """Remove everything owed, a transaction each ``erase_keys``; what a raise leaves is still owed."""
+        while self._owed:
+            keys = [key for key, _ in zip(self._owed, range(self._sizing.erase_keys), strict=False)]
+            self._catalogue.erase(keys)
+            for key in keys:
+                del self._owed[key]
+
+    def _doubt(self, writes: list[tuple[Job, int]]) -> None:
+        # A failed commit may still have reached the disk; nobody counts these records, so they must go.
+        for job, index in writes:
+            self._owed.setdefault(job.transfer.keys[index], False)
+
+    def _settle(self, batch: Batch, failures: Sequence[Failure | None]) -> None:
+        for (job, index), failure in zip(batch.writes, failures, strict=True):
+            if job.done(index, failure):
+                self._outbox.add(job.ack(self._sizing.record_nbytes))
+        if batch.sync is not None:
+            self._sync(batch.sync)
+
+    def _sync(self, mark: SyncWork) -> None:
+        try:
+            if not self.refusal.active:
+                self._erase_owed()
+            self._catalogue.sync()
+            mark.ok = not any(self._owed.values())
+        except (lmdb.Error, OSError) as error:
+            _log.warning("the NVMe tier could not be synced: %s", error)
+        finally:
+            mark.done.set()
+
+
+def _page(job: Job, index: int) -> Page:
+    return Page(job.transfer.keys[index], job.transfer.parents[index], job.pages[index])
+
+
+def _name(error: lmdb.Error | OSError) -> Failure:
+    code = error.code if isinstance(error, lmdb.Error) else error.errno
+    full = code in _FULL or isinstance(error, lmdb.DiskError | lmdb.MapFullError)
+    return Failure.NO_SPACE if full else Failure.IO_ERROR
