@@ -1,0 +1,80 @@
+"""Rooms import downward only: the contract in pyproject.toml holds, and it notices a forbidden import."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of the code and the contract, to plant imports in."""
+    for package in ("tierstore", "prefetch"):
+        shutil.copytree(CHECKOUT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(CHECKOUT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def lint_imports(tree: Path) -> subprocess.CompletedProcess[str]:
+    """The checker in a process of its own, on the code in ``tree`` and not on the installed one."""
+    program = (
+        f"import sys; sys.path.insert(0, {str(tree)!r})\n"
+        "from importlinter.cli import lint_imports\n"
+        "sys.exit(lint_imports(no_cache=True, no_logo=True))\n"
+    )
+    command = [sys.executable, "-P", "-c", program]
+    return subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_the_contract_holds(tree: Path) -> None:
+    result = lint_imports(tree)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert " 0 broken" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("room", "statement", "broken"),
+    [
+        (
+            "tierstore/gpu/pool.py",
+            "import tierstore.host.arena",
+            "tierstore.gpu is not allowed to import tierstore.host",
+        ),
+        ("tierstore/store.py", "import prefetch", "tierstore.store is not allowed to import prefetch"),
+        ("tierstore/residency.py", "import torch", "tierstore.residency is not allowed to import torch"),
+        (
+            "tierstore/residency.py",
+            "import threading",
+            "tierstore.residency is not allowed to import threading",
+        ),
+        ("tierstore/keys.py", "import torch", "tierstore.keys is not allowed to import torch"),
+        ("tierstore/nvme/tier.py", "import torch", "tierstore.nvme is not allowed to import torch"),
+        ("tierstore/directory.py", "import tierstore.mover", "is not allowed to import tierstore.mover"),
+    ],
+)
+def test_a_forbidden_import_is_noticed(tree: Path, room: str, statement: str, broken: str) -> None:
+    file = tree / room
+    file.write_text(f"{file.read_text(encoding='utf-8')}\n{statement}\n", encoding="utf-8")
+    result = lint_imports(tree)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert broken in result.stdout
+
+
+def test_every_room_has_a_place_in_the_layers() -> None:
+    """A room that the contract does not name would be bound by nothing."""
+    with open(CHECKOUT / "pyproject.toml", "rb") as file:
+        contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
+    placed = {name.strip(" ()") for layer in contracts[0]["layers"] for name in layer.split("|")}
+    rooms = {
+        f"tierstore.{entry.stem}"
+        for entry in (CHECKOUT / "tierstore").iterdir()
+        if entry.suffix == ".py" or (entry / "__init__.py").exists()
+    }
+    assert rooms - {"tierstore.__init__"} <= placed
