@@ -1,0 +1,1 @@
+"""Doors to inference engines. An adapter translates: policy and residency are decided below it."""

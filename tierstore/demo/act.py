@@ -1,0 +1,105 @@
+"""One act: open the store of a plan, ask all its questions, hold every answer against the plain run's.
+
+Run as ``python -m tierstore.demo.act PLAN ROWS`` it is the second act: a new process with nothing but the disk. It
+prints a line a question and writes its rows as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tierstore.config import load_config
+from tierstore.demo.plan import Plan
+from tierstore.demo.session import Session, differs
+from tierstore.store import TierStore
+from tierstore.types import Tier
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One answered question. ``tier``: the slowest one that pages came from, "none" without a hit.
+
+    ``verdict``: "same", "near-tie" or "other", against the plain run. Times in seconds.
+    """
+
+    document: str
+    question: str
+    tier: str
+    tokens_reused: int
+    prompt_tokens: int
+    ttft_s: float
+    recompute_ttft_s: float
+    after_restart: bool
+    answer: str
+    verdict: str
+
+
+def open_store(session: Session, plan: Plan) -> TierStore:
+    """The plan's store, for the pages of the session's model."""
+    return TierStore.open(load_config(plan.store), session.spec(plan.page_size))
+
+
+def ingest(session: Session, store: TierStore, plan: Plan, say: Say) -> None:
+    """Compute every document once."""
+    for number, ids in enumerate(plan.documents, 1):
+        session.ingest(store, ids)
+        say(f"ingested document {number} of {len(plan.documents)}, {len(ids)} tokens")
+
+
+def ask_all(session: Session, store: TierStore, plan: Plan, say: Say, *, after_restart: bool) -> list[Row]:
+    """Ask the questions in the plan's order."""
+    rows = []
+    for number, index in enumerate(plan.order, 1):
+        question, plain = plan.questions[index], plan.plain[index]
+        answer = session.stored(store, question.ids, plan.answer_tokens)
+        row = Row(
+            document=question.document,
+            question=question.text,
+            tier="none" if answer.tier is None else answer.tier.name,
+            tokens_reused=answer.reused_tokens,
+            prompt_tokens=len(question.ids),
+            ttft_s=answer.ttft_s,
+            recompute_ttft_s=plain.ttft_s,
+            after_restart=after_restart,
+            answer=session.text(answer.tokens),
+            verdict=differs(plain, answer.tokens),
+        )
+        rows.append(row)
+        say(
+            f"question {number} of {len(plan.order)}: {row.tokens_reused} of {row.prompt_tokens} tokens from "
+            f"{row.tier}, first token after {row.ttft_s:.2f} s"
+        )
+    store.check()
+    return rows
+
+
+def settle(session: Session, store: TierStore, plan: Plan) -> None:
+    """Bring every page to disk, so that a new process finds all of them there."""
+    for question in plan.questions:
+        store.demote(store.keys(question.ids), Tier.NVME)
+    store.drain(120.0)
+    store.flush()
+
+
+def main(plan_path: Path, rows_path: Path) -> None:
+    """The second act."""
+    plan = Plan.load(plan_path)
+    session = Session(Path(plan.model))
+    with open_store(session, plan) as store:
+        rows = ask_all(session, store, plan, _say, after_restart=True)
+    rows_path.write_text(json.dumps([asdict(row) for row in rows]))
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

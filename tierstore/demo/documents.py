@@ -1,0 +1,141 @@
+"""Long real texts that are on the machine already: common licences, files of installed packages, or the user's own."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+COMMON_LICENCES = Path("/usr/share/common-licenses")
+_SUFFIXES = (".txt", ".md", ".rst")
+_PACKAGE_FILES = re.compile(
+    r"(METADATA|(LICEN[CS]E|COPYING|NOTICE|AUTHORS|CHANGES|CHANGELOG)[^/]*)$", re.IGNORECASE
+)
+_LONG_ENOUGH = 6_000  # characters: shorter texts have no 2K tokens
+
+
+class DocumentError(RuntimeError):
+    """There are not enough long texts; the message says how many were found and what to pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text cut to the range asked for. ``num_tokens``: of the text alone, without prompt or question."""
+
+    name: str
+    text: str
+    num_tokens: int
+
+
+def find_documents(
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    min_tokens: int,
+    max_tokens: int,
+    paths: Sequence[Path] = (),
+) -> list[Document]:
+    """Return ``count`` different texts of ``min_tokens`` to ``max_tokens`` tokens, the same ones on every call.
+
+    With ``paths`` (files, or folders searched for text files) only those are read, and a long file gives several
+    documents, one after the other. Raises DocumentError when there are fewer.
+    """
+    found: list[Document] = []
+    parts = _own_parts(paths) if paths else _machine_parts()
+    for name, text in parts:
+        for document in _cut(tokenizer, name, text, min_tokens, max_tokens, all_of_it=bool(paths)):
+            found.append(document)
+            if len(found) == count:
+                return found
+    where = ", ".join(map(str, paths)) or "the licences and package files of this machine"
+    raise DocumentError(
+        f"{where}: {len(found)} documents of at least {min_tokens} tokens, {count} are needed. "
+        "Pass longer or more text files with --docs."
+    )
+
+
+def _machine_parts() -> Iterator[tuple[str, str]]:
+    """Licences and package texts in turn; a text met before, whatever its heading, is left out."""
+    seen: set[bytes] = set()
+    turns = zip_longest(_licences(), _package_files())
+    for path in filter(None, chain.from_iterable(turns)):
+        text = _read(path)
+        mark = hashlib.sha256(" ".join(text[2_000:5_000].split()).encode()).digest()
+        if len(text) >= _LONG_ENOUGH and mark not in seen:
+            seen.add(mark)
+            yield _name(path), text
+
+
+def _own_parts(paths: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    for path in paths:
+        if path.is_dir():
+            inside = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES)
+            yield from ((file.name, _read(file)) for file in inside)
+        elif path.is_file():
+            yield path.name, _read(path)
+        else:
+            raise DocumentError(f"{path} does not exist")
+
+
+def _licences() -> Iterator[Path]:
+    """Files, not links to them, of the system's licences."""
+    if COMMON_LICENCES.is_dir():
+        yield from (
+            path for path in sorted(COMMON_LICENCES.iterdir()) if path.is_file() and not path.is_symlink()
+        )
+
+
+def _package_files() -> Iterator[Path]:
+    """Licence, change and metadata files (the long description) of installed packages, sorted by path."""
+    distributions: Iterable[importlib.metadata.Distribution] = importlib.metadata.distributions()
+    files = chain.from_iterable(distribution.files or () for distribution in distributions)
+    wanted = (file for file in files if _PACKAGE_FILES.search(str(file)) and ".dist-info" in str(file))
+    yield from sorted({Path(str(file.locate())) for file in wanted})
+
+
+def _name(path: Path) -> str:
+    """ "GPL-3" for a licence, "numpy/METADATA" for a file of a package."""
+    package = next((part for part in path.parts if part.endswith(".dist-info")), None)
+    return f"{package.split('-')[0]}/{path.name}" if package else path.name
+
+
+def _read(path: Path) -> str:
+    """The text of a file; nothing if it cannot be read as UTF-8 text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _cut(
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    text: str,
+    min_tokens: int,
+    max_tokens: int,
+    *,
+    all_of_it: bool,
+) -> Iterator[Document]:
+    """Parts of ``text`` within the range, each ending with a paragraph if one ends there; the first part or all."""
+    part = 0
+    while len(text) > min_tokens:
+        # No tokenizer here makes fewer than one token of 16 characters: no need to read further for one part.
+        encoded = tokenizer(text[: max_tokens * 16], add_special_tokens=False, verbose=False)
+        ids: list[int] = encoded["input_ids"][:max_tokens]
+        if len(ids) < min_tokens:
+            return
+        piece = str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        end = piece.rfind("\n\n", int(len(piece) * 0.9))
+        piece = piece[:end] if end > 0 else piece
+        num_tokens = len(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
+        if num_tokens >= min_tokens:
+            part += 1
+            yield Document(name if part == 1 else f"{name} [{part}]", piece.strip(), num_tokens)
+        if not all_of_it:
+            return
+        text = text[len(piece) :]

@@ -1,0 +1,128 @@
+"""What the demonstration found: a table, the claims it makes and whether they held, one JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tierstore.demo.act import Row
+from tierstore.demo.run import Outcome
+
+TIERS = ("HBM", "HOST", "NVME")
+LONG = 1000
+"""A restore of at least this many tokens from NVMe must beat their recomputation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One thing the demonstration says, and whether it was so."""
+
+    text: str
+    held: bool
+
+
+def hits(rows: Sequence[Row]) -> dict[str, int]:
+    """Questions by the slowest tier that their pages came from."""
+    return {tier: sum(row.tier == tier for row in rows) for tier in TIERS}
+
+
+def judge(outcome: Outcome) -> list[Claim]:
+    """The claims, in the order they are printed."""
+    before = hits([row for row in outcome.rows if not row.after_restart])
+    after = hits([row for row in outcome.rows if row.after_restart])
+    near = sum(row.verdict == "near-tie" for row in outcome.rows)
+    other = sum(row.verdict == "other" for row in outcome.rows)
+    slow = [row for row in outcome.rows if row.tier == "NVME" and row.tokens_reused >= LONG]
+    late = [row for row in slow if row.ttft_s >= row.recompute_ttft_s]
+    sizes = outcome.sizes
+    return [
+        Claim(
+            f"{len(outcome.rows)} answers: {len(outcome.rows) - near - other} equal to plain transformers token by "
+            f"token, {near} differ at a near-tie (top-2 logits < 1e-4 apart), {other} differ otherwise",
+            other == 0,
+        ),
+        Claim(
+            f"the documents ({sizes.documents} pages) do not fit HBM and host together ({sizes.hbm + sizes.host})",
+            sizes.documents > sizes.hbm + sizes.host,
+        ),
+        Claim(f"hits in every tier: {_counts(before)}", all(before.values())),
+        Claim(f"after the restart, hits from disk: {_counts(after)}", after["NVME"] > 0),
+        Claim(
+            f"{len(slow)} restores of at least {LONG} tokens from NVMe, {len(late)} of them slower than recomputing"
+            + _speedup(slow),
+            not late,
+        ),
+    ]
+
+
+def as_json(outcome: Outcome, claims: Sequence[Claim]) -> dict[str, Any]:
+    """The last line of ``--json``."""
+    rows = outcome.rows
+    keys = (
+        "document",
+        "question",
+        "tier",
+        "tokens_reused",
+        "ttft_s",
+        "recompute_ttft_s",
+        "after_restart",
+        "answer",
+    )
+    return {
+        "answers_equal": all(row.verdict != "other" for row in rows),
+        "near_ties": sum(row.verdict == "near-tie" for row in rows),
+        "hits": hits([row for row in rows if not row.after_restart]),
+        "restart_hits": hits([row for row in rows if row.after_restart]),
+        "failed": [claim.text for claim in claims if not claim.held],
+        "rows": [{key: getattr(row, key) for key in keys} for row in rows],
+    }
+
+
+def show(console: Console, outcome: Outcome, claims: Sequence[Claim]) -> None:
+    """Print the table and, in plain words, what held."""
+    for title, after in (("Before the restart", False), ("After it, in a new process", True)):
+        console.print(_table(title, [row for row in outcome.rows if row.after_restart == after]))
+    console.print(
+        "Tier: the slowest one that pages of the prompt came from. TTFT: from the prompt's ids to the first token, "
+        "restore included.\n"
+    )
+    for claim in claims:
+        mark = Text("holds  ", style="green") if claim.held else Text("FAILED ", style="bold red")
+        console.print(mark + Text(claim.text, style=""))
+
+
+def _table(title: str, rows: Sequence[Row]) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for name in ("document", "question", "answer"):
+        table.add_column(name, overflow="ellipsis", no_wrap=True, ratio=1)
+    for name in ("reused", "of", "tier", "TTFT s", "recompute s", "equal"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, _cells(row)))
+    return table
+
+
+def _cells(row: Row) -> Iterator[str]:
+    yield from (row.document, row.question, row.answer)
+    yield from (str(row.tokens_reused), str(row.prompt_tokens), row.tier)
+    yield from (
+        f"{row.ttft_s:.2f}",
+        f"{row.recompute_ttft_s:.2f}",
+        "yes" if row.verdict == "same" else row.verdict,
+    )
+
+
+def _counts(by_tier: dict[str, int]) -> str:
+    return ", ".join(f"{count} {tier}" for tier, count in by_tier.items())
+
+
+def _speedup(rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    ratios = sorted(row.recompute_ttft_s / row.ttft_s for row in rows)
+    return f"; restoring was {ratios[0]:.1f} to {ratios[-1]:.1f} times as fast"
