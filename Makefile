@@ -1,12 +1,12 @@
 # Everything runs in .venv/ of this checkout; the first target that needs it sets it up, once.
 PYTHON ?= python3
-# On Linux a plain index serves the CUDA build under this name; it works too, it is only larger.
+# Installed first and alone, so that nothing after it pulls another build. May carry options: see the README.
 TORCH ?= torch==2.13.0
 ARGS ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 .PHONY: demo test lint
 
@@ -29,6 +29,6 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("TierStore needs Python 3.11 or newer; say make PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	@echo "Setting up .venv (once, a few minutes)" >&2
 	@$(PYTHON) -m venv .venv
-	@$(PIP) install "$(TORCH)"
+	@$(PIP) install $(TORCH)
 	@$(PIP) install --editable ".[hf,dev]"
 	@touch $(READY)
