@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import tierstore
 from tierstore.errors import ConfigError
@@ -52,35 +53,44 @@ def last_page_end(data: Path) -> int | None:
     return ends[max(ends)]
 
 
-def find_fault(directory: Path, timeout_s: float = 600.0) -> str | None:
-    """Why the environment in ``directory`` must not be opened here, or None. Changes nothing.
+class Examination(NamedTuple):
+    """``fault``: why the environment must not be opened here, or None; then ``records`` is how many it has."""
 
-    The caller holds the lock. A missing or empty data.mdb is no fault. ConfigError if no child can be started.
+    records: int = 0
+    fault: str | None = None
+
+
+def examine(directory: Path, timeout_s: float = 600.0) -> Examination:
+    """Look through the environment in ``directory``; changes nothing. Nobody may write to it meanwhile.
+
+    A missing or empty data.mdb has no fault and no records. ConfigError if no child can be started.
     """
     data = directory / DATA_FILE
     if not data.exists() or data.stat().st_size == 0:
-        return None
+        return Examination()
     end = last_page_end(data)
     if end is None:
-        return "its meta pages cannot be read"
+        return Examination(fault="its meta pages cannot be read")
     if data.stat().st_size < end:
-        return f"data.mdb has {data.stat().st_size} bytes where its last page ends at {end}"
+        return Examination(
+            fault=f"data.mdb has {data.stat().st_size} bytes where its last page ends at {end}"
+        )
     return _walk(directory, timeout_s)
 
 
-def _walk(directory: Path, timeout_s: float) -> str | None:
+def _walk(directory: Path, timeout_s: float) -> Examination:
     package_root = str(Path(tierstore.__file__).resolve().parent.parent)
     command = [sys.executable, "-c", _PROGRAM, package_root, str(directory)]
     try:
         child = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
-        return f"walking its catalogue took over {timeout_s:.0f} s"
+        return Examination(fault=f"walking its catalogue took over {timeout_s:.0f} s")
     except OSError as error:
         raise ConfigError(f"nvme.path: the process that checks it could not be started ({error})") from error
     if child.returncode == 0:
-        return None
+        return Examination(records=int(child.stdout))
     if child.returncode < 0:
-        return f"walking its catalogue ended in {signal.Signals(-child.returncode).name}"
+        return Examination(fault=f"walking its catalogue ended in {signal.Signals(-child.returncode).name}")
     if child.returncode != 3:
         raise ConfigError(f"nvme.path: the process that checks it failed: {child.stderr.strip()[-300:]}")
-    return child.stderr.strip()
+    return Examination(fault=child.stderr.strip())

@@ -53,6 +53,13 @@ def intact(key: bytes, raw: bytes) -> bool:
     return len(raw) == ENTRY_NBYTES and xxh3_64_digest(key + raw[:BODY_NBYTES]) == raw[BODY_NBYTES:]
 
 
+def summary(item: tuple[bytes, bytes]) -> tuple[PageKey, PageKey | None, int]:
+    """Key, parent and ``nbytes`` of an entry known to be intact: what an open needs, a million times."""
+    key, raw = item
+    nbytes = int.from_bytes(raw[40:48], "little")
+    return PageKey(key), PageKey(raw[:36]) if raw[36] else None, nbytes
+
+
 def unpack(key: bytes, raw: bytes) -> Entry:
     """The entry in ``raw``; IntegrityError unless it is intact."""
     if not intact(key, raw):

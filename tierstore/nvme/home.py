@@ -69,6 +69,10 @@ def claim(path: Path) -> Path:
 
 def require_home(home: Path) -> None:
     """ConfigError unless ``home`` carries a marker of ours. Changes nothing."""
+    if not home.exists():
+        raise ConfigError(
+            f"nvme.path is {home}, which does not exist; allowed: a directory that TierStore made"
+        )
     try:
         marker = json.loads((home / HOME_MARKER).read_text())
     except FileNotFoundError:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 import weakref
 from pathlib import Path
+
+_GLANCE_S = 0.1  # holder_pid locks for an instant; an open beside it must not take that for a user
 
 _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
@@ -21,8 +24,9 @@ class FileLock:
     def acquire(cls, path: Path) -> FileLock | int | None:
         """The lock on ``path`` (made if missing), or the PID of who holds it, or None if it does not say.
 
-        Never blocks. OSError if the file cannot be opened.
+        Waits a tenth of a second at most, for one who only looks. OSError if the file cannot be opened.
         """
+        deadline = time.monotonic() + _GLANCE_S
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
@@ -30,7 +34,10 @@ class FileLock:
             except BlockingIOError:
                 holder = _read_pid(fd)
                 os.close(fd)
-                return holder
+                if time.monotonic() > deadline:
+                    return holder
+                time.sleep(_GLANCE_S / 10)
+                continue
             if _same_file(fd, path):
                 break
             os.close(fd)  # unlinked between open and flock: that lock would exclude nobody

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tierstore.errors import IntegrityError
 from tierstore.nvme.acks import Job, Outbox, failed
-from tierstore.nvme.catalogue import SCRATCH_NBYTES, Catalogue
+from tierstore.nvme.reading import SCRATCH_NBYTES, RecordReader
 from tierstore.types import Failure, Transfer
 
 _log = logging.getLogger(__name__)
@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 class Readers:
     """``count`` daemon threads. ``submit`` and ``close`` from any thread."""
 
-    def __init__(self, catalogue: Catalogue, outbox: Outbox, *, count: int, page_nbytes: int) -> None:
-        self._catalogue = catalogue
+    def __init__(self, reader: RecordReader, outbox: Outbox, *, count: int, page_nbytes: int) -> None:
+        self._reader = reader
         self._outbox = outbox
         self._page_nbytes = page_nbytes
         self._changed = threading.Condition()
@@ -84,7 +84,7 @@ class Readers:
     def _read(self, job: Job, index: int, scratch: NDArray[np.uint8]) -> Failure | None:
         key, out = job.transfer.keys[index], job.pages[index]
         try:
-            self._catalogue.load(key, out, scratch)
+            self._reader.load(key, out, scratch)
         except KeyError:
             failure = Failure.NOT_FOUND
         except IntegrityError as error:

@@ -17,7 +17,7 @@ from tierstore.errors import ConfigError, StoreClosed
 from tierstore.nvme import home
 from tierstore.nvme.acks import Outbox
 from tierstore.nvme.catalogue import Catalogue
-from tierstore.nvme.check import find_fault
+from tierstore.nvme.check import examine
 from tierstore.nvme.lock import FileLock
 from tierstore.nvme.readers import Readers
 from tierstore.nvme.sizing import Sizing, size
@@ -107,7 +107,7 @@ class NvmeTier:
             lock.release()
             raise
         outbox = Outbox(wake)
-        pool = Readers(catalogue, outbox, count=readers, page_nbytes=page_nbytes)
+        pool = Readers(catalogue.reader, outbox, count=readers, page_nbytes=page_nbytes)
         return cls(directory, lock, catalogue, sizing, outbox, pool, page_nbytes)
 
     def records(self) -> Iterator[tuple[PageKey, PageKey | None, int]]:
@@ -118,12 +118,12 @@ class NvmeTier:
         self._guard()
         room = self.budget_nbytes
         surplus: list[PageKey] = []
-        for key, entry in self._catalogue.records():
-            room -= entry.nbytes
+        for record in self._catalogue.reader.summaries():
+            room -= record[2]
             if room < 0:
-                surplus.append(key)
+                surplus.append(record[0])
             else:
-                yield key, entry.parent, entry.nbytes
+                yield record
         self._writer.submit_erase(surplus)
 
     def submit_write(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
@@ -251,6 +251,10 @@ def _lock(directory: Path) -> FileLock:
 
 def _prepare(directory: Path, marker: home.ShardMarker, sizing: Sizing) -> None:
     """Leave a directory that may be opened: checked, or set aside and made anew, with a marker of this opening."""
+    if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
+        raise ConfigError(
+            f"nvme.path holds {directory}, which is no directory; allowed: one that TierStore made"
+        )
     own = home.disk_nbytes(directory)
     disk = os.statvfs(directory.parent)
     free = disk.f_bavail * disk.f_frsize
@@ -258,7 +262,13 @@ def _prepare(directory: Path, marker: home.ShardMarker, sizing: Sizing) -> None:
         raise ConfigError(
             f"nvme.capacity is {marker.capacity} bytes; allowed: at most {free + own}, free disk and what it has"
         )
-    fault = _fault(directory, marker, sizing)
+    data = directory / home.DATA_FILE
+    if data.exists() and data.stat().st_size > sizing.map_size:
+        _log.warning(
+            "the NVMe tier at %s starts empty: the old one is larger than its capacity now", directory
+        )
+        home.remove(directory)
+    fault = _fault(directory, marker)
     if fault is not None:
         aside = home.set_aside(directory)
         _log.warning(
@@ -268,9 +278,8 @@ def _prepare(directory: Path, marker: home.ShardMarker, sizing: Sizing) -> None:
     home.write_marker(directory, marker)
 
 
-def _fault(directory: Path, marker: home.ShardMarker, sizing: Sizing) -> str | None:
-    data = directory / home.DATA_FILE
-    if not data.exists():
+def _fault(directory: Path, marker: home.ShardMarker) -> str | None:
+    if not (directory / home.DATA_FILE).exists():
         return None
     old = home.read_marker(directory)
     if old is None or (old.fingerprint, old.shard, old.format_version) != (
@@ -281,6 +290,4 @@ def _fault(directory: Path, marker: home.ShardMarker, sizing: Sizing) -> str | N
         return "its marker is missing or names something else"
     if old.page_nbytes != marker.page_nbytes:
         return f"its pages have {old.page_nbytes} bytes, not {marker.page_nbytes}"
-    if data.stat().st_size > sizing.map_size:
-        return f"data.mdb has {data.stat().st_size} bytes, more than the capacity now allows"
-    return find_fault(directory)
+    return examine(directory).fault

@@ -15,13 +15,17 @@ from xxhash import xxh3_64_digest
 from tierstore.nvme.entry import BODY_NBYTES, CATALOGUE_DB, ENTRY_NBYTES, MAX_DBS, PAGES_DB
 
 
-def first_fault(directory: str) -> str | None:
-    """Walk the environment in ``directory``, changing nothing; what is wrong, or None. lmdb.Error as it comes."""
+def walk(directory: str) -> int | str:
+    """Go through the environment in ``directory``, changing nothing: its number of records, or what is wrong.
+
+    lmdb.Error as it comes.
+    """
+    records = 0
     with lmdb.open(
         directory, readonly=True, lock=False, create=False, readahead=False, max_dbs=MAX_DBS
     ) as env:
         if env.stat()["entries"] == 0:
-            return None
+            return 0
         catalogue = env.open_db(CATALOGUE_DB, create=False)
         pages = env.open_db(PAGES_DB, create=False)
         body, length, digest = (
@@ -33,18 +37,21 @@ def first_fault(directory: str) -> str | None:
             for key, raw in txn.cursor(db=catalogue):
                 if digest(key + raw[:body]) != raw[body:] or len(raw) != length:
                     return f"catalogue record of {key.hex()} differs from its checksum"
+            records = txn.stat(catalogue)["entries"]
             deque(txn.cursor(db=pages).iternext(keys=True, values=False), maxlen=0)
-    return None
+    return records
 
 
 def main() -> int:
+    """Exit code 0 with the number of records on stdout, or 3 with the fault on stderr."""
     try:
-        fault = first_fault(sys.argv[1])
+        found = walk(sys.argv[1])
     except lmdb.Error as error:
-        fault = str(error)
-    if fault is not None:
-        sys.stderr.write(fault)
+        found = str(error)
+    if isinstance(found, str):
+        sys.stderr.write(found)
         return 3
+    sys.stdout.write(str(found))
     return 0
 
 

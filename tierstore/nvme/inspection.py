@@ -1,0 +1,193 @@
+"""What the command line shows and does to a home directory: inspect, verify, purge. Nothing here needs a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import lmdb
+
+from tierstore.nvme import home
+from tierstore.nvme.check import examine
+from tierstore.nvme.entry import CATALOGUE_DB, MAX_DBS, PAGES_DB
+from tierstore.nvme.lock import FileLock, holder_pid
+from tierstore.nvme.reading import RecordReader
+from tierstore.types import PageKey
+
+Progress = Callable[[str, int, int], None]
+"""Called with a sub-directory's name, the records checked so far and their total."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardReport:
+    """One sub-directory. ``records`` is None, and ``fault`` too, where it is in use or was set aside.
+
+    ``in_use_by``: PID of the holder, 0 if it does not say, None if nobody holds it.
+    """
+
+    name: str
+    fingerprint: str
+    damaged: bool
+    in_use_by: int | None
+    records: int | None
+    fault: str | None
+    disk_nbytes: int
+    capacity: int | None
+    page_nbytes: int | None
+    format_version: int | None
+    description: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HomeReport:
+    """A home directory and its sub-directories, by name."""
+
+    path: Path
+    disk_nbytes: int
+    shards: tuple[ShardReport, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardVerdict:
+    """What ``verify`` found in one sub-directory; ``skipped`` says why it was not read, if it was not."""
+
+    name: str
+    checked: int = 0
+    bad: tuple[tuple[PageKey, str], ...] = ()
+    skipped: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PurgeReport:
+    """What ``purge`` removed, and what it left and why."""
+
+    removed: tuple[str, ...]
+    freed_nbytes: int
+    kept: tuple[tuple[str, str], ...]
+
+
+def inspect(path: Path) -> HomeReport:
+    """Describe a home; changes nothing. ConfigError if ``path`` is not one."""
+    root = _home(path)
+    shards = tuple(_report(*found) for found in home.shard_directories(root))
+    return HomeReport(path=root, disk_nbytes=sum(shard.disk_nbytes for shard in shards), shards=shards)
+
+
+def verify(path: Path, progress: Progress | None = None) -> tuple[ShardVerdict, ...]:
+    """Read and check every record of every sub-directory that is not in use; changes no record.
+
+    A sub-directory is locked while it is read. ConfigError if ``path`` is not a home.
+    """
+    verdicts = []
+    for directory, fingerprint, damaged in home.shard_directories(_home(path)):
+        if damaged:
+            verdicts.append(ShardVerdict(name=directory.name, skipped="set aside as damaged"))
+            continue
+        lock = FileLock.acquire(home.lock_path(directory))
+        if not isinstance(lock, FileLock):
+            verdicts.append(ShardVerdict(name=directory.name, skipped=_in_use(lock)))
+            continue
+        try:
+            verdicts.append(_verify(directory, fingerprint, progress or _silent))
+        finally:
+            lock.release()
+    return tuple(verdicts)
+
+
+def purge(path: Path, which: str) -> PurgeReport:
+    """Delete sub-directories: "all", "damaged", or those whose fingerprint begins with ``which``.
+
+    One in use is kept, and so is any file that is not ours. ConfigError if ``path`` is not a home; ValueError for an
+    empty ``which``.
+    """
+    if not which:
+        raise ValueError("which is ''; allowed: 'all', 'damaged' or the beginning of a fingerprint")
+    removed: list[str] = []
+    kept: list[tuple[str, str]] = []
+    freed = 0
+    for directory, fingerprint, damaged in list(home.shard_directories(_home(path))):
+        if not (which == "all" or (damaged and which == "damaged") or fingerprint.startswith(which)):
+            continue
+        nbytes = home.disk_nbytes(directory)
+        reason = _remove(directory, damaged=damaged)
+        if reason is None:
+            removed.append(directory.name)
+            freed += nbytes
+        else:
+            kept.append((directory.name, reason))
+    return PurgeReport(removed=tuple(removed), freed_nbytes=freed, kept=tuple(kept))
+
+
+def _home(path: Path) -> Path:
+    root = path.expanduser().resolve()
+    home.require_home(root)
+    return root
+
+
+def _report(directory: Path, fingerprint: str, damaged: bool) -> ShardReport:
+    marker = home.read_marker(directory)
+    holder = None if damaged else holder_pid(home.lock_path(directory))
+    closed = not damaged and holder is None
+    examination = examine(directory) if closed else None
+    return ShardReport(
+        name=directory.name,
+        fingerprint=fingerprint,
+        damaged=damaged,
+        in_use_by=holder,
+        records=examination.records if examination else None,
+        fault=examination.fault if examination else None,
+        disk_nbytes=home.disk_nbytes(directory),
+        capacity=marker.capacity if marker else None,
+        page_nbytes=marker.page_nbytes if marker else None,
+        format_version=marker.format_version if marker else None,
+        description=marker.description if marker else {},
+    )
+
+
+def _verify(directory: Path, fingerprint: str, progress: Progress) -> ShardVerdict:
+    examination = examine(directory)
+    if examination.fault is not None:
+        return ShardVerdict(name=directory.name, skipped=f"damaged: {examination.fault}")
+    if not examination.records:
+        return ShardVerdict(name=directory.name)
+    bad: list[tuple[PageKey, str]] = []
+    checked = 0
+    with lmdb.open(
+        str(directory), readonly=True, lock=False, create=False, readahead=False, max_dbs=MAX_DBS
+    ) as env:
+        catalogue, pages = env.open_db(CATALOGUE_DB, create=False), env.open_db(PAGES_DB, create=False)
+        reader = RecordReader(env, catalogue, pages, fingerprint=fingerprint)
+        try:
+            for key, fault in reader.verify_all():
+                checked += 1
+                if fault is not None:
+                    bad.append((key, fault))
+                progress(directory.name, checked, examination.records)
+        finally:
+            reader.close()
+    return ShardVerdict(name=directory.name, checked=checked, bad=tuple(bad))
+
+
+def _remove(directory: Path, *, damaged: bool) -> str | None:
+    """Delete a sub-directory; why it was kept, or None."""
+    if damaged:
+        return None if home.remove(directory) else "holds files that are not TierStore's"
+    lock = FileLock.acquire(home.lock_path(directory))
+    if not isinstance(lock, FileLock):
+        return _in_use(lock)
+    try:
+        if not home.remove(directory):
+            return "holds files that are not TierStore's"
+        lock.remove()
+        return None
+    finally:
+        lock.release()
+
+
+def _in_use(holder: int | None) -> str:
+    return f"in use by process {holder or 'unknown'}"
+
+
+def _silent(name: str, checked: int, total: int) -> None:
+    """No progress is shown."""
