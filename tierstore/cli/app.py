@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tierstore.cli.data import inspect, purge, verify
 from tierstore.cli.output import Json, print_json
 from tierstore.config import config_schema
 
@@ -21,6 +22,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+for command in (inspect, verify, purge):
+    app.command()(command)
 
 
 def main() -> None:

@@ -1,0 +1,129 @@
+"""``inspect``, ``verify`` and ``purge``: what is in a store's directory, whether it is intact, and its removal."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from tierstore.cli.output import Json, Yes, print_json, progress, refusals
+from tierstore.units import format_size
+
+if TYPE_CHECKING:
+    from tierstore.nvme.inspection import ShardReport, ShardVerdict
+
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of nvme.path.")]
+_SHOWN_KEYS = 20
+
+
+def inspect(directory: Directory, as_json: Json = False) -> None:
+    """Show what a store's directory holds. Changes nothing."""
+    from tierstore.nvme import inspection
+
+    with refusals(as_json):
+        report = inspection.inspect(directory)
+    typer.echo(
+        f"{report.path}: {format_size(report.disk_nbytes)} on disk, {len(report.shards)} model shard(s)"
+    )
+    table = Table(
+        "shard", "model", "records", "page", "on disk", "capacity", "state", box=None, header_style="bold"
+    )
+    for shard in report.shards:
+        table.add_row(*(Text(cell) for cell in _row(shard)))
+    Console().print(table)
+    if as_json:
+        print_json(asdict(report))
+
+
+def verify(directory: Directory, as_json: Json = False) -> None:
+    """Read and check every record. Changes nothing. Exit code 0 only if every one was read and is right."""
+    from tierstore.nvme import inspection
+
+    with refusals(as_json), _bars() as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(name: str, checked: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(name[:16], total=total)
+            bars.update(tasks[name], completed=checked)
+
+        verdicts = inspection.verify(directory, show)
+    for verdict in verdicts:
+        _say(verdict)
+    checked, bad = sum(verdict.checked for verdict in verdicts), sum(len(verdict.bad) for verdict in verdicts)
+    skipped = sum(verdict.skipped is not None for verdict in verdicts)
+    typer.echo(f"{checked} records checked, {bad} bad, {skipped} shard(s) not checked")
+    if as_json:
+        shards = [asdict(verdict) for verdict in verdicts]
+        print_json({"ok": not bad and not skipped, "checked": checked, "bad": bad, "shards": shards})
+    raise typer.Exit(1 if bad or skipped else 0)
+
+
+def purge(
+    directory: Directory,
+    which: Annotated[str, typer.Option(help="all, damaged, or the beginning of a fingerprint.")] = "all",
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Remove what a store's directory holds, after asking. Never touches what is in use or not TierStore's."""
+    from tierstore.nvme import inspection
+
+    with refusals(as_json):
+        if not which:
+            raise typer.BadParameter(
+                "which is empty; allowed: all, damaged, or the beginning of a fingerprint"
+            )
+        report = inspection.inspect(directory)
+        question = f"Remove {which!r} of {report.path} ({format_size(report.disk_nbytes)} on disk in all)?"
+        if not yes:
+            typer.confirm(question, abort=True, err=True)
+        result = inspection.purge(directory, which)
+    typer.echo(f"removed {len(result.removed)} shard(s), {format_size(result.freed_nbytes)} freed")
+    for name, reason in result.kept:
+        typer.echo(f"kept {name}: {reason}")
+    if as_json:
+        print_json(asdict(result))
+    raise typer.Exit(1 if result.kept else 0)
+
+
+def _row(shard: ShardReport) -> tuple[str, ...]:
+    if shard.damaged:
+        state = "set aside as damaged; purge --which damaged removes it"
+    elif shard.in_use_by is not None:
+        state = f"in use by process {shard.in_use_by or 'unknown'}"
+    else:
+        state = f"damaged: {shard.fault}" if shard.fault else "closed"
+    return (
+        f"{shard.fingerprint[:12]}-{shard.name.partition('-')[2]}",
+        str(shard.description.get("model", "")),
+        "" if shard.records is None else str(shard.records),
+        "" if shard.page_nbytes is None else format_size(shard.page_nbytes),
+        format_size(shard.disk_nbytes),
+        "" if shard.capacity is None else format_size(shard.capacity),
+        state,
+    )
+
+
+def _say(verdict: ShardVerdict) -> None:
+    outcome = f"not checked: {verdict.skipped}" if verdict.skipped else f"{verdict.checked} records checked"
+    typer.echo(f"{verdict.name}: {outcome}")
+    for key, fault in verdict.bad[:_SHOWN_KEYS]:
+        typer.echo(f"  {key.hex()}: {fault}")
+    if len(verdict.bad) > _SHOWN_KEYS:
+        typer.echo(f"  and {len(verdict.bad) - _SHOWN_KEYS} more")
+
+
+def _bars() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=progress,
+        transient=True,
+    )
