@@ -9,10 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tierstore.cli import probes
 from tierstore.config import config_schema
+from tierstore.keys import page_keys
+from tierstore.nvme.tier import NvmeTier
+from tierstore.types import PageKey, Tier, Transfer
 
 
 def tierstore(*arguments: str | Path, answer: str = "") -> subprocess.CompletedProcess[str]:
@@ -30,7 +34,7 @@ def last_line(result: subprocess.CompletedProcess[str]) -> Any:
 def test_without_a_command_it_says_what_there_is() -> None:
     result = tierstore()
     assert result.returncode == 2
-    for command in ("config-schema", "doctor"):
+    for command in ("config-schema", "doctor", "inspect", "verify", "purge"):
         assert command in result.stdout + result.stderr
 
 
@@ -94,3 +98,151 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch: p
     assert (core.name, core.state) == ("no-such-package-here", "fail")
     assert (optional.name, optional.state) == ("no-such-package-either", "note")
     assert "tierstore[hf]" in optional.why
+
+
+FINGERPRINT = "f1" * 32
+SHARD = f"{FINGERPRINT}-0"
+PAGE_NBYTES = 8192
+
+
+def keys(count: int) -> tuple[PageKey, ...]:
+    return tuple(page_keys(range(count), page_size=1, namespace=b"cli"))
+
+
+def open_tier(home: Path) -> NvmeTier:
+    return NvmeTier.open(
+        home,
+        capacity=64 << 20,
+        fingerprint=FINGERPRINT,
+        shard=0,
+        page_nbytes=PAGE_NBYTES,
+        wake=lambda: None,
+        description={"model": "tiny-model@1"},
+    )
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A closed store's directory that holds 5 pages."""
+    tier = open_tier(tmp_path / "home")
+    pages = [np.full(PAGE_NBYTES, value, np.uint8) for value in range(5)]
+    slots, parents = tuple(range(5)), (None, *keys(4))
+    nbytes = 5 * tier.record_nbytes
+    tier.submit_write(Transfer(1, keys(5), Tier.HOST, slots, Tier.NVME, slots, nbytes, parents), pages)
+    assert tier.sync(30.0)
+    assert tier.close(30.0)
+    return tmp_path / "home"
+
+
+def flip_a_byte_of_a_page(home: Path) -> None:
+    data = home / SHARD / "data.mdb"
+    raw = bytearray(data.read_bytes())
+    raw[raw.index(bytes([3]) * PAGE_NBYTES) + 100] ^= 1
+    data.write_bytes(raw)
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "purge"])
+@pytest.mark.parametrize("foreign", ["missing", "not ours"])
+def test_a_directory_that_is_not_a_stores_is_refused_and_left_alone(
+    tmp_path: Path, command: str, foreign: str
+) -> None:
+    folder = tmp_path / "folder"
+    if foreign == "not ours":
+        folder.mkdir()
+        (folder / "letter.txt").write_text("dear", encoding="utf-8")
+    before = sorted(tmp_path.rglob("*"))
+    result = tierstore(command, folder, *(["--yes"] if command == "purge" else []), "--json")
+    assert result.returncode == 2
+    assert str(folder) in last_line(result)["error"]
+    assert str(folder) in result.stderr
+    assert "Traceback" not in result.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_inspect_shows_what_a_directory_holds(home: Path) -> None:
+    result = tierstore("inspect", home, "--json")
+    assert result.returncode == 0, result.stderr
+    assert "tiny-model@1" in result.stdout
+    (shard,) = last_line(result)["shards"]
+    assert (shard["name"], shard["records"], shard["page_nbytes"]) == (SHARD, 5, PAGE_NBYTES)
+    assert (shard["fault"], shard["in_use_by"], shard["damaged"]) == (None, None, False)
+
+
+def test_inspect_names_the_process_that_uses_a_directory(home: Path) -> None:
+    tier = open_tier(home)
+    try:
+        result = tierstore("inspect", home, "--json")
+    finally:
+        assert tier.close(30.0)
+    assert result.returncode == 0, result.stderr
+    assert last_line(result)["shards"][0]["in_use_by"] == os.getpid()
+
+
+def test_verify_reads_every_record(home: Path) -> None:
+    result = tierstore("verify", home, "--json")
+    assert result.returncode == 0, result.stderr
+    report = last_line(result)
+    assert (report["ok"], report["checked"], report["bad"]) == (True, 5, 0)
+
+
+def test_verify_names_the_record_that_is_not_what_was_written(home: Path) -> None:
+    flip_a_byte_of_a_page(home)
+    result = tierstore("verify", home, "--json")
+    assert result.returncode == 1
+    report = last_line(result)
+    assert (report["ok"], report["checked"], report["bad"]) == (False, 5, 1)
+    assert report["shards"][0]["bad"][0][0] == keys(5)[3].hex()
+    assert keys(5)[3].hex() in result.stdout.splitlines()[1]
+
+
+def test_verify_does_not_vouch_for_a_directory_in_use(home: Path) -> None:
+    tier = open_tier(home)
+    try:
+        result = tierstore("verify", home, "--json")
+    finally:
+        assert tier.close(30.0)
+    assert result.returncode == 1
+    assert str(os.getpid()) in last_line(result)["shards"][0]["skipped"]
+
+
+@pytest.mark.parametrize("answer", ["n\n", ""])
+def test_purge_removes_nothing_unless_told_yes(home: Path, answer: str) -> None:
+    result = tierstore("purge", home, answer=answer)
+    assert result.returncode == 1
+    assert "Remove 'all'" in result.stderr
+    assert (home / SHARD / "data.mdb").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "answer"), [(["--yes"], ""), ([], "y\n"), (["--yes", "--which", "f1f1"], "")]
+)
+def test_purge_removes_what_the_store_wrote_and_nothing_else(
+    home: Path, options: list[str], answer: str
+) -> None:
+    (home / "letter.txt").write_text("dear", encoding="utf-8")
+    result = tierstore("purge", home, *options, "--json", answer=answer)
+    assert result.returncode == 0, result.stderr
+    assert last_line(result)["removed"] == [SHARD]
+    assert last_line(result)["freed_nbytes"] >= 5 * PAGE_NBYTES
+    assert not (home / SHARD).exists()
+    assert (home / "letter.txt").read_text(encoding="utf-8") == "dear"
+
+
+def test_purge_of_another_fingerprint_or_of_damage_keeps_what_is_sound(home: Path) -> None:
+    for which in ("e0", "damaged"):
+        result = tierstore("purge", home, "--yes", "--which", which, "--json")
+        assert (result.returncode, last_line(result)["removed"]) == (0, [])
+    assert tierstore("purge", home, "--yes", "--which", "").returncode == 2
+    assert tierstore("verify", home).returncode == 0
+
+
+def test_purge_keeps_what_is_in_use(home: Path) -> None:
+    tier = open_tier(home)
+    try:
+        result = tierstore("purge", home, "--yes", "--json")
+    finally:
+        assert tier.close(30.0)
+    assert result.returncode == 1
+    assert last_line(result)["removed"] == []
+    assert str(os.getpid()) in last_line(result)["kept"][0][1]
+    assert tierstore("verify", home).returncode == 0
