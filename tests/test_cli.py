@@ -34,7 +34,7 @@ def last_line(result: subprocess.CompletedProcess[str]) -> Any:
 def test_without_a_command_it_says_what_there_is() -> None:
     result = tierstore()
     assert result.returncode == 2
-    for command in ("config-schema", "doctor", "inspect", "verify", "purge"):
+    for command in ("config-schema", "demo", "doctor", "inspect", "verify", "purge"):
         assert command in result.stdout + result.stderr
 
 

@@ -15,6 +15,7 @@ from rich.text import Text
 from tierstore.cli.data import inspect, purge, verify
 from tierstore.cli.output import Json, print_json
 from tierstore.config import config_schema
+from tierstore.demo.command import demo
 
 app = typer.Typer(
     help="A tiered KV cache for LLM inference: HBM, host memory and NVMe.",
@@ -22,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (inspect, verify, purge):
+for command in (demo, inspect, verify, purge):
     app.command()(command)
 
 
