@@ -1,0 +1,120 @@
+"""What the tests of the NVMe tier share: pages that follow from their key, and a tier that is waited for."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.nvme.tier import NvmeTier
+from tierstore.types import Ack, PageKey, Tier, Transfer
+
+PAGE = 8192
+CAPACITY = 4 << 20
+FINGERPRINT = "ab12"
+PATIENCE_S = 60.0
+
+
+def key(number: int) -> PageKey:
+    return PageKey(hashlib.sha256(b"page %d" % number).digest() + bytes(4))
+
+
+def page(number: int, version: int = 0, nbytes: int = PAGE) -> NDArray[np.uint8]:
+    return np.random.default_rng([number, version]).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def blank(nbytes: int = PAGE) -> NDArray[np.uint8]:
+    return np.full(nbytes, 0xA5, dtype=np.uint8)
+
+
+def data_file(home: Path, fingerprint: str = FINGERPRINT, shard: int = 0) -> Path:
+    return home / f"{fingerprint}-{shard}" / "data.mdb"
+
+
+class Rig:
+    """An open tier and a caller that waits for its acks."""
+
+    def __init__(
+        self,
+        home: Path,
+        *,
+        capacity: int = CAPACITY,
+        page_nbytes: int = PAGE,
+        fingerprint: str = FINGERPRINT,
+        shard: int = 0,
+    ) -> None:
+        self.home = home
+        self.page_nbytes = page_nbytes
+        self._woken = threading.Event()
+        self._acks: dict[int, Ack] = {}
+        self._last_id = 0
+        self.tier = NvmeTier.open(
+            home,
+            capacity=capacity,
+            fingerprint=fingerprint,
+            shard=shard,
+            page_nbytes=page_nbytes,
+            wake=self._woken.set,
+            description={"model": "test"},
+        )
+
+    def transfer(self, keys: Sequence[PageKey], parents: Sequence[PageKey | None] | None = None) -> Transfer:
+        self._last_id += 1
+        return Transfer(
+            id=self._last_id,
+            keys=tuple(keys),
+            src=Tier.HOST,
+            src_slots=(),
+            dst=Tier.NVME,
+            dst_slots=(),
+            nbytes=0,
+            parents=tuple(parents) if parents is not None else (None,) * len(keys),
+        )
+
+    def submit_write(self, numbers: Sequence[int], version: int = 0) -> int:
+        transfer = self.transfer([key(n) for n in numbers])
+        self.tier.submit_write(transfer, [page(n, version, self.page_nbytes) for n in numbers])
+        return transfer.id
+
+    def submit_read(self, numbers: Sequence[int]) -> tuple[int, list[NDArray[np.uint8]]]:
+        transfer = self.transfer([key(n) for n in numbers])
+        out = [blank(self.page_nbytes) for _ in numbers]
+        self.tier.submit_read(transfer, out)
+        return transfer.id, out
+
+    def ack(self, transfer_id: int) -> Ack:
+        deadline = time.monotonic() + PATIENCE_S
+        while transfer_id not in self._acks:
+            self._woken.clear()
+            self._acks.update((ack.transfer_id, ack) for ack in self.tier.poll())
+            if transfer_id in self._acks:
+                break
+            assert self._woken.wait(max(0.0, deadline - time.monotonic())), "no ack came"
+        return self._acks.pop(transfer_id)
+
+    def write(self, numbers: Sequence[int], version: int = 0) -> Ack:
+        return self.ack(self.submit_write(numbers, version))
+
+    def read(self, numbers: Sequence[int]) -> tuple[Ack, list[NDArray[np.uint8]]]:
+        transfer_id, out = self.submit_read(numbers)
+        return self.ack(transfer_id), out
+
+    def erase(self, numbers: Sequence[int]) -> None:
+        self.tier.submit_erase([key(n) for n in numbers])
+
+    def present(self, numbers: Sequence[int], version: int = 0) -> set[int]:
+        """Which of ``numbers`` can be read; every one that can must have its bytes."""
+        ack, out = self.read(numbers)
+        lost = {index for index, _ in ack.failures}
+        there = [(index, n) for index, n in enumerate(numbers) if index not in lost]
+        for index, n in there:
+            np.testing.assert_array_equal(out[index], page(n, version, self.page_nbytes))
+        return {n for _, n in there}
+
+    def close(self) -> None:
+        assert self.tier.close(PATIENCE_S)

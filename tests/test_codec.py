@@ -1,0 +1,125 @@
+"""Records: whatever is not exactly what was written is an IntegrityError, never bytes."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tierstore import codec
+from tierstore.errors import IntegrityError
+from tierstore.types import PageKey
+
+FINGERPRINT = codec.fingerprint_digest("a model")
+KEY = PageKey(bytes(range(36)))
+PARENT = PageKey(bytes(reversed(range(36))))
+
+payloads = st.binary(min_size=0, max_size=300)
+
+
+def record_of(payload: bytes, parent: PageKey | None = PARENT) -> NDArray[np.uint8]:
+    page = np.frombuffer(payload, dtype=np.uint8)
+    record = np.full(codec.record_nbytes(page.nbytes) + 7, 0xEE, dtype=np.uint8)
+    length = codec.encode(page, record, fingerprint=FINGERPRINT, key=KEY, parent=parent)
+    return record[:length]
+
+
+def read(record: NDArray[np.uint8], key: PageKey = KEY, fingerprint: bytes = FINGERPRINT) -> codec.Head:
+    head, payload = record[: codec.HEAD_NBYTES], record[codec.HEAD_NBYTES :]
+    return codec.verify(head, payload, fingerprint=fingerprint, key=key)
+
+
+@given(payloads, st.sampled_from([None, PARENT]))
+def test_a_record_gives_back_page_and_head(payload: bytes, parent: PageKey | None) -> None:
+    record = record_of(payload, parent)
+    head = read(record)
+    assert record[codec.HEAD_NBYTES :].tobytes() == payload
+    assert head == codec.Head(
+        fingerprint=FINGERPRINT,
+        key=KEY,
+        parent=parent,
+        codec=codec.Codec.NONE,
+        raw_nbytes=len(payload),
+        stored_nbytes=len(payload),
+    )
+
+
+@given(payloads, st.data())
+def test_any_changed_byte_is_found(payload: bytes, data: st.DataObject) -> None:
+    record = record_of(payload)
+    position = data.draw(st.integers(0, record.nbytes - 1))
+    record[position] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(IntegrityError):
+        read(record)
+
+
+def test_each_byte_of_the_head_is_covered() -> None:
+    record = record_of(b"payload")
+    for position in range(record.nbytes):
+        record[position] ^= 1
+        with pytest.raises(IntegrityError):
+            read(record)
+        record[position] ^= 1
+    read(record)
+
+
+@given(payloads, st.data())
+def test_a_cut_record_is_found(payload: bytes, data: st.DataObject) -> None:
+    record = record_of(payload)
+    with pytest.raises(IntegrityError):
+        read(record[: data.draw(st.integers(0, record.nbytes - 1))])
+
+
+@given(payloads, st.binary(min_size=1, max_size=50))
+def test_a_longer_record_is_found(payload: bytes, more: bytes) -> None:
+    record = np.concatenate([record_of(payload), np.frombuffer(more, dtype=np.uint8)])
+    with pytest.raises(IntegrityError):
+        read(record)
+
+
+@given(st.binary(max_size=5000))
+def test_noise_is_no_record(noise: bytes) -> None:
+    with pytest.raises(IntegrityError):
+        read(np.frombuffer(noise, dtype=np.uint8))
+
+
+def test_an_intact_record_of_another_key_or_fingerprint_is_refused() -> None:
+    record = record_of(b"payload")
+    with pytest.raises(IntegrityError, match="another key"):
+        read(record, key=PARENT)
+    with pytest.raises(IntegrityError, match="another fingerprint"):
+        read(record, fingerprint=codec.fingerprint_digest("another model"))
+
+
+@pytest.mark.parametrize(("offset", "value"), [(0, b"X"), (8, struct.pack("<H", 99)), (10, b"\x07")])
+def test_a_record_of_another_format_or_codec_is_refused(offset: int, value: bytes) -> None:
+    record = record_of(b"payload")
+    record[offset : offset + len(value)] = np.frombuffer(value, dtype=np.uint8)
+    with pytest.raises(IntegrityError):
+        codec.parse(record[: codec.HEAD_NBYTES].tobytes())
+
+
+def test_a_head_and_its_place_in_lmdb_fill_one_block() -> None:
+    assert codec.HEAD_NBYTES + 16 == 4096
+    record = record_of(b"")
+    assert record.nbytes == codec.HEAD_NBYTES
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "key", "parent"), [(b"", KEY, None), (FINGERPRINT, b"", None), (FINGERPRINT, KEY, b"short")]
+)
+def test_a_head_of_the_wrong_shape_is_not_written(fingerprint: bytes, key: bytes, parent: bytes | None) -> None:
+    head = codec.Head(
+        fingerprint=fingerprint,
+        key=PageKey(key),
+        parent=None if parent is None else PageKey(parent),
+        codec=codec.Codec.NONE,
+        raw_nbytes=0,
+        stored_nbytes=0,
+    )
+    with pytest.raises(ValueError, match="36"):
+        codec.seal(head, np.empty(0, dtype=np.uint8))
