@@ -1,0 +1,150 @@
+"""Builds the parts of a store bottom-up from a configuration and the page geometry, or refuses with one clear error."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tierstore.directory import Directory
+from tierstore.errors import ConfigError
+from tierstore.gpu.copy_engine import CpuCopyEngine
+from tierstore.gpu.pool import CpuPool
+from tierstore.host.arena import HostArena
+from tierstore.host.memory import available_nbytes
+from tierstore.metrics import Metrics
+from tierstore.mover import Mover
+from tierstore.nvme.tier import NvmeTier
+from tierstore.policy import make_policy
+from tierstore.residency import TierTable
+from tierstore.types import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tierstore.config import NvmeConfig, StoreConfig
+    from tierstore.layout import PageLayout
+    from tierstore.mover import SlotBytes
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Parts:
+    """Everything a store is made of. ``pool`` is None where an engine owns HBM."""
+
+    layout: PageLayout
+    pool: CpuPool | None
+    arena: HostArena | None
+    nvme: NvmeTier | None
+    directory: Directory
+    mover: Mover
+    metrics: Metrics
+
+
+def assemble(config: StoreConfig, layout: PageLayout, wake: Callable[[], None]) -> Parts:
+    """Opens every tier the configuration names. ConfigError changes nothing."""
+    _check(config, layout)
+    hbm_slots = _slots("hbm", None if config.hbm is None else config.hbm.capacity, layout)
+    host_slots = _slots("host", None if config.host is None else config.host.capacity, layout)
+    _check_memory(layout, hbm_slots, host_slots)
+    nvme = None if config.nvme is None else _open_nvme(config.nvme, layout, wake)
+    pool = None if hbm_slots is None else CpuPool(layout, hbm_slots)
+    arena = None if host_slots is None else HostArena(layout, host_slots)
+    metrics = Metrics()
+    directory = Directory(
+        _tables(config, hbm_slots, host_slots, nvme),
+        metrics,
+        page_nbytes=layout.page_nbytes,
+        record_nbytes=0 if nvme is None else nvme.record_nbytes,
+        flush_s=0.0 if config.nvme is None else config.nvme.flush,
+    )
+    if nvme is not None:
+        directory.residency.load(Tier.NVME, nvme.records())
+    memory: dict[Tier, SlotBytes] = {}
+    copies = None
+    if pool is not None:
+        memory[Tier.HBM] = pool
+    if arena is not None:
+        memory[Tier.HOST] = arena
+    if pool is not None and arena is not None:
+        copies = CpuCopyEngine(pool, arena, layout.page_nbytes, wake)
+    return Parts(layout, pool, arena, nvme, directory, Mover(memory, copies, nvme), metrics)
+
+
+def _check(config: StoreConfig, layout: PageLayout) -> None:
+    if config.page_size is not None and config.page_size != layout.page_size:
+        raise ConfigError(
+            f"page_size is {config.page_size}; allowed: {layout.page_size}, the page_size of the PageSpec, or none"
+        )
+    if config.hbm is None and config.host is None and config.nvme is None:
+        raise ConfigError("the configuration names no tier; allowed: at least one of hbm, host, nvme")
+    engine_owned = config.hbm is None or config.hbm.owner == "engine"
+    if engine_owned and config.host is None:
+        raise ConfigError(
+            "host is missing; allowed with an engine that owns HBM: a host section with a capacity"
+        )
+    if config.hbm is not None and config.hbm.device != "cpu":
+        _check_device(config.hbm.device)
+    if config.host is not None and config.host.pin == "always" and not torch.cuda.is_available():
+        raise ConfigError(
+            "host.pin is 'always', but no CUDA device is there to pin for; allowed here: auto, never"
+        )
+
+
+def _check_device(device: str) -> None:
+    if not torch.cuda.is_available():
+        raise ConfigError(f"hbm.device is {device!r}, but torch finds no CUDA device; allowed here: cpu")
+    raise ConfigError(
+        f"hbm.device is {device!r}; allowed in this version: cpu (the CUDA copy engine comes later)"
+    )
+
+
+def _slots(section: str, capacity: int | None, layout: PageLayout) -> int | None:
+    if capacity is None:
+        return None
+    slots = capacity // layout.page_nbytes
+    if slots == 0:
+        raise ConfigError(
+            f"{section}.capacity is {capacity} bytes; allowed: at least one page, {layout.page_nbytes} bytes"
+        )
+    return slots
+
+
+def _check_memory(layout: PageLayout, hbm_slots: int | None, host_slots: int | None) -> None:
+    available = available_nbytes()
+    wanted = {"hbm.capacity": hbm_slots, "host.capacity": host_slots}
+    total = sum(slots * layout.slot_nbytes for slots in wanted.values() if slots is not None)
+    if available is None or total <= available:
+        return
+    parts = ", ".join(f"{k} {s * layout.slot_nbytes}" for k, s in wanted.items() if s is not None)
+    raise ConfigError(
+        f"{parts} bytes need {total} bytes of memory; allowed: at most {available} that are available"
+    )
+
+
+def _open_nvme(config: NvmeConfig, layout: PageLayout, wake: Callable[[], None]) -> NvmeTier:
+    return NvmeTier.open(
+        config.path,
+        capacity=config.capacity,
+        fingerprint=layout.fingerprint,
+        shard=layout.shard,
+        page_nbytes=layout.blob_nbytes,
+        wake=wake,
+        description={"groups": [asdict(spec) for spec in layout.specs]},
+    )
+
+
+def _tables(
+    config: StoreConfig, hbm_slots: int | None, host_slots: int | None, nvme: NvmeTier | None
+) -> dict[Tier, TierTable]:
+    tables: dict[Tier, TierTable] = {}
+    if config.hbm is not None and hbm_slots is not None and config.hbm.owner == "store":
+        tables[Tier.HBM] = TierTable(make_policy(config.hbm.policy), num_slots=hbm_slots)
+    if config.host is not None and host_slots is not None:
+        tables[Tier.HOST] = TierTable(make_policy(config.host.policy), num_slots=host_slots)
+    if config.nvme is not None and nvme is not None:
+        tables[Tier.NVME] = TierTable(make_policy(config.nvme.policy), budget_nbytes=nvme.budget_nbytes)
+    return tables

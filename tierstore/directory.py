@@ -1,0 +1,463 @@
+"""The directory: decides what every page does, emits transfers, applies their acks. Plain data in, plain data out.
+
+It holds residency, traffic, loads, placement and hints of one store. It knows no bytes, no clock and no thread:
+``now`` comes with every call that needs it, and one caller at a time is the store's duty.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING
+
+from tierstore.errors import CapacityError, LeaseError
+from tierstore.hints import HintTable
+from tierstore.lease import LeaseRecord
+from tierstore.loads import Loads
+from tierstore.placement import Placement, Ticket
+from tierstore.residency import Residency
+from tierstore.traffic import Traffic
+from tierstore.types import Ack, Erase, Failure, PageKey, Tier, Transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tierstore.loads import Load
+    from tierstore.metrics import Metrics
+    from tierstore.residency import TierTable
+
+_FATES = 8192
+
+
+class Directory:
+    """Residency and every decision about it. ``record_nbytes``: what one page may cost in the NVMe tier."""
+
+    def __init__(
+        self,
+        tables: Mapping[Tier, TierTable],
+        metrics: Metrics,
+        *,
+        page_nbytes: int,
+        record_nbytes: int,
+        flush_s: float,
+    ) -> None:
+        self.residency = Residency(tables)
+        self.traffic = Traffic(self.residency, page_nbytes)
+        self.owns_hbm = Tier.HBM in tables
+        self.loads = Loads(self.residency, self.traffic, owned=self.owns_hbm)
+        self.placement = Placement(self.residency, self.traffic, record_nbytes, flush_s)
+        self.hints = HintTable(self.residency)
+        self.leases: set[LeaseRecord] = set()
+        self.reusable: list[int] = []
+        """Engine slots that no copy reads any more."""
+        self._metrics = metrics
+        self._page_nbytes = page_nbytes
+        self._fates: OrderedDict[PageKey, str] = OrderedDict()
+
+    # -- HBM slots ----------------------------------------------------------------------------------------------
+
+    def allocate(self, n: int) -> list[int] | None:
+        """``n`` owned HBM slots, or None, changing nothing, if that many are not free or droppable now."""
+        if self.placement.room(Tier.HBM) < n and not self._could_drop(n):
+            return None
+        slots: list[int] = []
+        try:
+            for _ in range(n):
+                slots.append(self.residency.take(Tier.HBM))
+        except CapacityError:
+            self.retire(slots)
+            self.free(slots)
+            return None
+        finally:
+            self._note_drops()
+        return slots
+
+    def want_slots(self, n: int, now: float) -> None:
+        """Somebody waits for ``n`` HBM slots: saves victims below, drops some where saving is stuck."""
+        self.placement.make_room(Tier.HBM, n, now)
+        self.placement.relieve(Tier.HBM, n, now)
+        self._finish(now)
+
+    def retire(self, slots: Sequence[int]) -> None:
+        """Owned slots may not be used any more by their owner, and not yet by others; ``free`` ends that."""
+        self.require_owned(slots)
+        for slot in slots:
+            self.residency.retire(Tier.HBM, slot)
+
+    def free(self, slots: Sequence[int]) -> None:
+        """Retired slots become free."""
+        for slot in slots:
+            self.residency.release_retired(Tier.HBM, slot)
+
+    def require_owned(self, slots: Sequence[int]) -> None:
+        """LeaseError unless all slots are owned by callers, each named once."""
+        owned = self.residency.tables[Tier.HBM].owned
+        strange = [slot for slot in slots if slot not in owned]
+        if strange:
+            raise LeaseError(f"slot {strange[0]} is not owned by a caller")
+        if len(set(slots)) != len(slots):
+            raise LeaseError("a slot is named twice")
+
+    # -- put ----------------------------------------------------------------------------------------------------
+
+    def put(
+        self, keys: Sequence[PageKey], slots: Sequence[int], lease: LeaseRecord | None, *, written: bool
+    ) -> tuple[list[int], list[int]]:
+        """Seals owned slots: the slot that holds each key now, and the duplicates among yours (retired)."""
+        self.require_owned(slots)
+        table = self.residency.tables[Tier.HBM]
+        kept: list[int] = []
+        duplicates: list[int] = []
+        parent = _last_key(lease)
+        for key, slot in zip(keys, slots, strict=True):
+            if table.ready(key):
+                self.residency.retire(Tier.HBM, slot)
+                duplicates.append(slot)
+            else:
+                self._seal(key, slot, parent, written=written)
+            kept.append(table.copies[key].slot)
+            if lease is not None:
+                lease.held.append((key, self.residency.pin(key, Tier.HBM)))
+            parent = key
+        self.residency.touch(keys)
+        return kept, duplicates
+
+    def written(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
+        """The engine has finished writing pages sealed earlier: copies may start from them."""
+        for key, slot in zip(keys, slots, strict=True):
+            if self.placement.unwritten.get(key) == slot:
+                del self.placement.unwritten[key]
+            self._unpin(key, Tier.HBM, slot)
+            if self.residency.tables[Tier.HBM].ready(key):
+                self.placement.sealed(key)
+
+    def copy_out(self, keys: Sequence[PageKey], slots: Sequence[int], now: float) -> None:
+        """Engine-owned HBM: copies pages below; ``reusable`` lists each slot once nothing reads it any more."""
+        dst = self.placement.below(Tier.HBM)
+        parent: PageKey | None = None
+        for key, slot in zip(keys, slots, strict=True):
+            if dst is None or not self.placement.copy_from_engine(key, slot, dst, parent):
+                self.reusable.append(slot)
+            parent = key
+        if dst is not None:
+            self.placement.make_room(dst, 1, now)
+        self._finish(now)
+
+    # -- leases -------------------------------------------------------------------------------------------------
+
+    def open_lease(
+        self, keys: Sequence[PageKey], deadline: float | None, into: Sequence[int] | None
+    ) -> LeaseRecord:
+        """A lease that covers nothing yet."""
+        lease = LeaseRecord(tuple(keys), None if into is None else tuple(into), deadline)
+        self.leases.add(lease)
+        return lease
+
+    def extend_lease(self, lease: LeaseRecord, limit: int, now: float) -> None:
+        """Adds up to ``limit`` pages; the lease is complete when the next page cannot be had."""
+        for _ in range(limit):
+            index = len(lease.slots)
+            if lease.cut or index == len(lease.keys):
+                lease.complete = True
+                break
+            reason = self._attach(lease, index, lease.keys[index], now)
+            if reason is not None:
+                lease.miss_reason = reason
+                lease.complete = True
+                break
+        self._finish(now)
+
+    def release_some(self, lease: LeaseRecord, limit: int) -> bool:
+        """Ends up to ``limit`` pins of a lease, last pages first; whether some are left.
+
+        Loads that nobody waits for any more go on by themselves.
+        """
+        self._count(lease)
+        lease.waiting.clear()
+        if lease.held:
+            pins = lease.held[-limit:]
+            self.residency.touch([key for key, _ in pins])
+            del lease.held[-limit:]
+        else:
+            start = max(0, len(lease.slots) - limit)
+            pins = list(zip(lease.keys[start:], lease.slots[start:], strict=False)) if self.owns_hbm else []
+            self.residency.touch(lease.keys[start : len(lease.slots)])
+            del lease.slots[start:]
+        for key, slot in reversed(pins):
+            self._unpin(key, Tier.HBM, slot)
+        more = bool(lease.held or lease.slots)
+        if not more:
+            self.leases.discard(lease)
+        return more
+
+    def cut_lease(self, lease: LeaseRecord, index: int, reason: str) -> None:
+        """The lease ends before page ``index``: later pages are let go."""
+        if lease not in self.leases or index >= len(lease.slots):
+            return
+        lease.cut, lease.complete, lease.miss_reason = True, True, reason
+        self._drop_pins(lease, index)
+        lease.waiting = {i for i in lease.waiting if i < index}
+
+    # -- moves asked for ----------------------------------------------------------------------------------------
+
+    def demote(self, keys: Sequence[PageKey], target: Tier) -> int:
+        """Sends readable pages down to ``target`` and lets their upper copies go; how many it accepted."""
+        accepted = [key for key in keys if self.residency.where(key) is not None]
+        self.placement.sink(accepted, target, Ticket(), keep=False)
+        return len(accepted)
+
+    def begin_flush(self) -> tuple[list[PageKey], Ticket]:
+        """The pages that may have to be saved, and a ticket to count them with."""
+        if Tier.NVME not in self.residency.tables:
+            return [], Ticket()
+        upper = [t.copies for tier, t in self.residency.tables.items() if tier < Tier.NVME]
+        return list(dict.fromkeys(key for copies in upper for key in list(copies))), Ticket()
+
+    def save(self, keys: Sequence[PageKey], ticket: Ticket) -> None:
+        """Sends the readable ones of ``keys`` that NVMe does not hold down there, keeping the copies above."""
+        nvme = self.residency.tables[Tier.NVME]
+        unsaved = [k for k in keys if not nvme.ready(k) and self.residency.where(k) is not None]
+        self.placement.sink(unsaved, Tier.NVME, ticket, keep=True)
+
+    def evict(self, keys: Sequence[PageKey], tiers: Sequence[Tier]) -> int:
+        """Drops copies without saving them; pages that lost at least one."""
+        return sum(self._evict_page(key, tiers) for key in reversed(list(dict.fromkeys(keys))))
+
+    # -- progress -----------------------------------------------------------------------------------------------
+
+    def advance(self, acks: Sequence[Ack], now: float) -> None:
+        """Applies finished transfers and decides what to do next, a bounded amount."""
+        for ack in acks:
+            self._apply(ack, now)
+        for lease in [x for x in self.leases if x.deadline is not None and x.waiting and x.deadline <= now]:
+            self.cut_lease(lease, min(lease.waiting), "deadline")
+        self.hints.expire(now)
+        self.residency.demote_orphans(256)
+        self.placement.advance(now)
+        self._finish(now)
+
+    def take_commands(self) -> list[Transfer | Erase]:
+        """What the mover is to do, in order."""
+        return self.traffic.take()
+
+    def busy(self) -> bool:
+        """Whether something is in flight, queued, or on its way down."""
+        placement = self.placement
+        return bool(
+            not self.traffic.idle() or self.loads.by_slot or placement.sinks or placement.writing_behind
+        )
+
+    def fate(self, key: PageKey) -> str | None:
+        """Why the page's last copy went, if it went recently and has not come back."""
+        return None if self.residency.where(key) is not None else self._fates.get(key)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _could_drop(self, n: int) -> bool:
+        """With no tier below, a page becomes droppable when its last child goes: room() does not count it yet."""
+        if self.placement.below(Tier.HBM) is not None:
+            return False
+        return len(self.residency.tables[Tier.HBM].free) + self.residency.unpinned(Tier.HBM) >= n
+
+    def _seal(self, key: PageKey, slot: int, parent: PageKey | None, *, written: bool) -> None:
+        table = self.residency.tables[Tier.HBM]
+        copy = table.copies.get(key)
+        old_slot = None if copy is None else copy.slot
+        self.residency.adopt(key, Tier.HBM, slot, parent)
+        if old_slot is not None and old_slot in self.loads.by_slot:
+            for lease, index in self.loads.cancel(old_slot).waiters:
+                if lease in self.leases and index < len(lease.slots):
+                    lease.slots[index] = slot
+                    lease.waiting.discard(index)
+        if written:
+            self.placement.sealed(key)
+        else:
+            self.placement.unwritten[key] = self.residency.pin(key, Tier.HBM)
+
+    def _attach(self, lease: LeaseRecord, index: int, key: PageKey, now: float) -> str | None:
+        """Adds one page to a lease; the reason if it cannot."""
+        if self.owns_hbm:
+            copy = self.residency.tables[Tier.HBM].copies.get(key)
+            if copy is not None:
+                lease.slots.append(self.residency.pin(key, Tier.HBM))
+                lease.sources.append(Tier.HBM)
+                if not copy.ready:
+                    load = self.loads.by_slot[copy.slot]
+                    lease.sources[-1] = load.source
+                    self._await(lease, index, load)
+                return None
+        source = self.residency.where(key)
+        if source is None:
+            return self._fates.get(key, "not_found")
+        if lease.deadline is not None and self._too_late(source, lease.deadline, now):
+            return "deadline"
+        if lease.into is not None:
+            slot = lease.into[index]
+        else:
+            try:
+                slot = self._reserve_hbm(key, source)
+            except CapacityError:
+                return "no_room"
+        lease.slots.append(slot)
+        lease.sources.append(source)
+        self._await(lease, index, self.loads.start(key, slot, source))
+        return None
+
+    def _reserve_hbm(self, key: PageKey, source: Tier) -> int:
+        # The source pin keeps this very page from being dropped to make room for itself.
+        source_slot = self.residency.pin(key, source)
+        try:
+            slot = self.residency.reserve(key, Tier.HBM)
+            self.residency.pin(key, Tier.HBM)
+            return slot
+        finally:
+            self.residency.unpin(key, source, source_slot)
+
+    def _await(self, lease: LeaseRecord, index: int, load: Load) -> None:
+        lease.waiting.add(index)
+        load.waiters.append((lease, index))
+
+    def _too_late(self, source: Tier, deadline: float, now: float) -> bool:
+        hops = [tier for tier in self.residency.tables if Tier.HBM < tier <= source]
+        edges = zip(reversed(hops), [*reversed(hops[:-1]), Tier.HBM], strict=True)
+        return deadline <= now or now + sum(self.traffic.seconds_for(e, 1) for e in edges) > deadline
+
+    def _drop_pins(self, lease: LeaseRecord, start: int) -> None:
+        if self.owns_hbm:
+            for key, slot in zip(lease.keys[start:], lease.slots[start:], strict=False):
+                self._unpin(key, Tier.HBM, slot)
+        del lease.slots[start:]
+
+    def _unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
+        self.residency.unpin(key, tier, slot)
+        self.placement.unpinned(key, tier)
+
+    def _evict_page(self, key: PageKey, tiers: Sequence[Tier]) -> int:
+        found = 0
+        for tier in tiers:
+            copy = self.residency.tables[tier].copies.get(key)
+            if copy is None:
+                continue
+            found = 1
+            if copy.ready:
+                self.residency.dropped.append(self.residency.evict(key, tier))
+            else:
+                self._abort(key, tier, copy.slot)
+        if found and self.residency.where(key) is None:
+            self.placement.forgotten(key)
+        self._note_drops("evicted")
+        return found
+
+    def _abort(self, key: PageKey, tier: Tier, slot: int) -> None:
+        self.residency.abort(key, tier)
+        if tier == Tier.HBM:
+            for lease, index in self.loads.cancel(slot).waiters:
+                self.cut_lease(lease, index, "evicted")
+        elif tier == Tier.HOST:
+            self.loads.lost(key)
+
+    def _apply(self, ack: Ack, now: float) -> None:
+        transfer = self.traffic.settle(ack, now)
+        self._metrics.moved(transfer, ack, self._page_nbytes)
+        failures = dict(ack.failures)
+        if not ack.ok and not failures:
+            failures = dict.fromkeys(range(len(transfer.keys)), Failure.IO_ERROR)
+        share = ack.nbytes // ack.num_ready if ack.num_ready else 0
+        for i, src_slot in enumerate(transfer.src_slots):
+            if transfer.src in self.residency.tables:
+                self._unpin(transfer.keys[i], transfer.src, src_slot)
+            else:
+                self.reusable.append(src_slot)
+            if i in failures:
+                self._failed(transfer, i, failures[i])
+            else:
+                self._arrived(transfer, i, share)
+
+    def _arrived(self, transfer: Transfer, i: int, nbytes: int) -> None:
+        key, slot, dst = transfer.keys[i], transfer.dst_slots[i], transfer.dst
+        if dst == Tier.HBM:
+            self.loads.arrived(key, slot)
+            return
+        sized = self.residency.tables[dst].budget_nbytes is not None
+        readable = self.residency.commit(key, dst, slot, nbytes if sized else 0, transfer.parents[i])
+        if transfer.src > dst:
+            (self.loads.promoted if readable else self.loads.lost)(key)
+        elif readable:
+            self.placement.saved(key, dst)
+
+    def _failed(self, transfer: Transfer, i: int, failure: Failure) -> None:
+        key, slot, dst = transfer.keys[i], transfer.dst_slots[i], transfer.dst
+        if transfer.src == Tier.NVME and failure is not Failure.CLOSED:
+            self._drop_broken(key, transfer.src_slots[i], failure)
+        if dst == Tier.HBM:
+            self.loads.failed(key, slot)
+            return
+        self.residency.fail(key, dst, slot)
+        if transfer.src > dst:
+            self.loads.lost(key)
+        else:
+            self.placement.not_saved(key, transfer.src, dst)
+
+    def _drop_broken(self, key: PageKey, slot: int, failure: Failure) -> None:
+        copy = self.residency.tables[Tier.NVME].copies.get(key)
+        if copy is not None and copy.ready and copy.slot == slot:
+            self.residency.dropped.append(self.residency.evict(key, Tier.NVME))
+            self._note_drops(failure.value)
+
+    def _finish(self, now: float) -> None:
+        """Settles what the last decisions entail, until nothing more follows, and queues the transfers."""
+        self.loads.promote_queued()
+        if self.loads.queued:
+            self.placement.make_room(Tier.HOST, self.loads.queued, now)
+            self.placement.relieve(Tier.HOST, 1, now)
+            self.loads.promote_queued()
+            if self.loads.queued and self.placement.blocked(Tier.HOST):
+                self.loads.give_up_queued()
+        for load, arrived in self.loads.ended:
+            for lease, index in load.waiters:
+                if arrived:
+                    lease.waiting.discard(index)
+                else:
+                    self.cut_lease(lease, index, "failed")
+        self.loads.ended.clear()
+        self._note_drops()
+        self.traffic.emit(now)
+
+    def _note_drops(self, reason: str | None = None) -> None:
+        dropped = self.residency.dropped
+        counts: Counter[tuple[Tier, str]] = Counter()
+        while dropped:
+            drop = dropped.popleft()
+            why = reason or ("capacity" if drop.last else "saved")
+            counts[drop.tier, why] += 1
+            if drop.last:
+                self._fates[drop.key] = why
+                self._fates.move_to_end(drop.key)
+        for (tier, why), number in counts.items():
+            self._metrics.dropped(tier, why, number)
+        while len(self._fates) > _FATES:
+            self._fates.popitem(last=False)
+
+    def _count(self, lease: LeaseRecord) -> None:
+        """Counts every page asked for, once: a hit where it was found, or a miss with its reason."""
+        if lease.counted:
+            return
+        lease.counted = True
+        served = [tier for i, tier in enumerate(lease.sources[: len(lease.slots)]) if i not in lease.waiting]
+        for tier, pages in Counter(served).items():
+            self._metrics.hit(tier, pages)
+        if lease.waiting:
+            self._metrics.miss("released_early", len(lease.waiting))
+        missed = len(lease.keys) - len(lease.slots)
+        if missed:
+            self._metrics.miss(lease.miss_reason)
+        if missed > 1:
+            self._metrics.miss("after_gap", missed - 1)
+
+
+def _last_key(lease: LeaseRecord | None) -> PageKey | None:
+    """The page that the next one sealed under this lease follows."""
+    if lease is None:
+        return None
+    if lease.held:
+        return lease.held[-1][0]
+    return lease.keys[len(lease.slots) - 1] if lease.slots else None

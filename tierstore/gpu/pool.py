@@ -1,0 +1,199 @@
+"""The HBM tier's bytes: page-major slots of our own, or an engine's tensors in whatever layout they have.
+
+With ``device: cpu`` the pool is ordinary memory and everything else is the real thing.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from tierstore.errors import ConfigError
+from tierstore.types import DTYPE_NBYTES, PageSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from tierstore.layout import PageLayout
+
+
+class HbmBytes(Protocol):
+    """Page slots whose bytes can be copied out and in."""
+
+    num_slots: int
+
+    def read(self, slot: int, out: NDArray[np.uint8]) -> None:
+        """Copies the slot's page into ``out``, flat uint8 ``[blob_nbytes]``."""
+        ...
+
+    def write(self, slot: int, page: NDArray[np.uint8]) -> None:
+        """Copies ``page``, flat uint8 ``[blob_nbytes]``, into the slot."""
+        ...
+
+
+class GroupedPages:
+    """The slots of a store with several KV groups: ``pages[slot]`` is a tuple of one tensor a group."""
+
+    def __init__(self, groups: tuple[torch.Tensor, ...]) -> None:
+        self.groups = groups
+        """One tensor a group, ``[num_slots, num_layers, planes, page_size, num_kv_heads, head_dim]``."""
+
+    def __getitem__(self, slot: int) -> tuple[torch.Tensor, ...]:
+        return tuple(group[slot] for group in self.groups)
+
+    def __len__(self) -> int:
+        return len(self.groups[0])
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        return (self[slot] for slot in range(len(self)))
+
+
+class CpuPool:
+    """Page-major slots in host memory, page aligned: ``[num_slots, num_layers, planes, page_size, heads, dim]``."""
+
+    def __init__(self, layout: PageLayout, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.nbytes = num_slots * layout.slot_nbytes
+        self._stride = layout.slot_nbytes
+        self._length = layout.blob_nbytes
+        self._bytes = np.frombuffer(mmap.mmap(-1, self.nbytes), dtype=np.uint8)
+        flat = torch.from_numpy(self._bytes)
+        groups = tuple(
+            _slots_view(flat, spec, offset, num_slots, layout.slot_nbytes)
+            for spec, offset in zip(layout.specs, layout.offsets, strict=True)
+        )
+        self.pages: torch.Tensor | GroupedPages = groups[0] if len(groups) == 1 else GroupedPages(groups)
+
+    def view(self, slot: int) -> NDArray[np.uint8]:
+        """The slot's bytes in place: flat uint8 ``[blob_nbytes]``, writable."""
+        if not 0 <= slot < self.num_slots:
+            raise IndexError(f"HBM slot {slot}; allowed: 0 to {self.num_slots - 1}")
+        start = slot * self._stride
+        return self._bytes[start : start + self._length]
+
+    def read(self, slot: int, out: NDArray[np.uint8]) -> None:
+        """Copies the slot's page into ``out``."""
+        np.copyto(out, self.view(slot))
+
+    def write(self, slot: int, page: NDArray[np.uint8]) -> None:
+        """Copies ``page`` into the slot."""
+        np.copyto(self.view(slot), page)
+
+
+@dataclass(frozen=True)
+class EnginePages:
+    """An engine's own KV tensors of one KV group, and how they are laid out.
+
+    ``layout`` names each dimension by a letter: B slot (the engine's block), L layer, K key/value plane, N token in
+    the page, H head, D head_dim; C stands for K and D merged, all of K first. With L there is one tensor, without it
+    one tensor a layer, in layer order. K is left out where a page has one plane. Any strides. Examples: "BLKNHD" our
+    own page-major layout, "KBNHD" and "BKNHD" the layer-major ones, "BHNC" vLLM's view of any physical order.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    layout: str
+
+
+class EnginePool:
+    """Slots that belong to an engine: reads and writes its tensors in place, keeps them alive."""
+
+    def __init__(self, layout: PageLayout, pages: Sequence[EnginePages]) -> None:
+        """ConfigError naming the tensor and what is allowed unless shapes, dtypes and layout fit the specs."""
+        if len(pages) != len(layout.specs):
+            raise ConfigError(
+                f"{len(pages)} EnginePages for {len(layout.specs)} KV groups; allowed: one a group"
+            )
+        self._groups = [
+            [_canonical(t, i, p.layout, spec) for i, t in enumerate(_per_layer(p, spec))]
+            for p, spec in zip(pages, layout.specs, strict=True)
+        ]
+        sizes = {len(layer) for group in self._groups for layer in group}
+        if len(sizes) != 1:
+            raise ConfigError(
+                f"engine tensors have {sorted(sizes)} slots; allowed: the same number in all of them"
+            )
+        self.num_slots = sizes.pop()
+        self._layout = layout
+
+    def read(self, slot: int, out: NDArray[np.uint8]) -> None:
+        """Gathers the slot's page into ``out``."""
+        for page, layers in self._blobs(out):
+            for i, layer in enumerate(layers):
+                page[i].copy_(layer[slot])
+
+    def write(self, slot: int, page: NDArray[np.uint8]) -> None:
+        """Scatters ``page`` into the engine's tensors."""
+        for blob, layers in self._blobs(page):
+            for i, layer in enumerate(layers):
+                layer[slot].copy_(blob[i])
+
+    def _blobs(self, page: NDArray[np.uint8]) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+        layout = self._layout
+        for spec, offset, layers in zip(layout.specs, layout.offsets, self._groups, strict=True):
+            raw = torch.from_numpy(page[offset : offset + spec.page_nbytes])
+            yield raw.view(_dtype(spec)).view(spec.shape), layers
+
+
+def _dtype(spec: PageSpec) -> torch.dtype:
+    dtype = getattr(torch, spec.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _slots_view(flat: torch.Tensor, spec: PageSpec, offset: int, num_slots: int, stride: int) -> torch.Tensor:
+    itemsize = DTYPE_NBYTES[spec.dtype]
+    rows = flat.view(num_slots, stride)[:, offset : offset + spec.page_nbytes]
+    typed = rows.view(_dtype(spec))
+    assert typed.stride(0) == stride // itemsize
+    return typed.view(num_slots, *spec.shape)
+
+
+def _per_layer(pages: EnginePages, spec: PageSpec) -> list[torch.Tensor]:
+    letters = pages.layout
+    if "L" in letters:
+        if len(pages.tensors) != 1:
+            raise ConfigError(f"layout {letters!r} with {len(pages.tensors)} tensors; allowed: one tensor")
+        layers = list(pages.tensors[0].movedim(letters.index("L"), 0))
+    else:
+        layers = list(pages.tensors)
+    if len(layers) != spec.num_layers:
+        raise ConfigError(f"engine tensors hold {len(layers)} layers; allowed: {spec.num_layers}")
+    return layers
+
+
+def _canonical(tensor: torch.Tensor, layer: int, layout: str, spec: PageSpec) -> torch.Tensor:
+    """One layer as a view ``[slots, planes, tokens, heads, dim]``."""
+    planes = spec.shape[1]
+    letters = layout.replace("L", "")
+    if tensor.ndim != len(letters):
+        raise ConfigError(
+            f"tensor of layer {layer} has {tensor.ndim} dimensions; layout {layout!r} names others"
+        )
+    if "C" in letters:
+        at = letters.index("C")
+        if tensor.shape[at] % planes:
+            raise ConfigError(
+                f"tensor of layer {layer}: dimension C is {tensor.shape[at]}; allowed: {planes} x head_dim"
+            )
+        shape = tensor.shape
+        tensor = tensor.view(*shape[:at], planes, shape[at] // planes, *shape[at + 1 :])
+        letters = letters.replace("C", "KD")
+    if "K" not in letters and planes == 1:
+        tensor, letters = tensor.unsqueeze(0), "K" + letters
+    if sorted(letters) != sorted("BKNHD"):
+        raise ConfigError(
+            f"EnginePages.layout is {layout!r}; allowed: each of B, N, H once, K and D or C, L at will"
+        )
+    view = tensor.permute([letters.index(x) for x in "BKNHD"])
+    if tuple(view.shape[1:]) != spec.shape[1:] or view.dtype != _dtype(spec):
+        raise ConfigError(
+            f"tensor of layer {layer} holds pages of {tuple(view.shape[1:])} {view.dtype}; "
+            f"allowed: {spec.shape[1:]} {_dtype(spec)}"
+        )
+    return view

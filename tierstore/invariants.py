@@ -1,0 +1,133 @@
+"""What must hold at every moment of a store. Each check names the first thing that does not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from tierstore.types import Tier
+
+if TYPE_CHECKING:
+    from tierstore.directory import Directory
+    from tierstore.pending import PendingEvents
+    from tierstore.residency import Residency, TierTable
+
+Slots = Counter[tuple[Tier, int]]
+
+
+def check(directory: Directory, pending: PendingEvents) -> None:
+    """AssertionError unless every invariant of residency, transfers and leases holds. O(pages), changes nothing."""
+    residency = directory.residency
+    for tier, table in residency.tables.items():
+        _check_slots(tier, table)
+        _check_queues(residency, tier, table)
+    _check_lineage(residency)
+    _check_transfers(directory)
+    _check_pins(directory, pending)
+    _check_leases(directory)
+
+
+def check_residency(residency: Residency) -> None:
+    """The part that concerns residency alone."""
+    for tier, table in residency.tables.items():
+        _check_slots(tier, table)
+        _check_queues(residency, tier, table)
+    _check_lineage(residency)
+
+
+def _require(holds: bool, message: str) -> None:
+    # Not an assert statement: it must speak under -O as well.
+    if not holds:
+        raise AssertionError(message)
+
+
+def _check_slots(tier: Tier, table: TierTable) -> None:
+    used = [copy.slot for copy in table.copies.values()] + [*table.quarantine, *table.owned]
+    _require(len(set(used)) == len(used), f"{tier.name}: a slot is used twice")
+    if table.num_slots is not None:
+        _require(
+            sorted(used + table.free) == list(range(table.num_slots)),
+            f"{tier.name}: a slot leaked or is shared",
+        )
+    nbytes = sum(c.nbytes for c in table.copies.values()) + sum(d.nbytes for d in table.quarantine.values())
+    _require(table.used_nbytes == nbytes, f"{tier.name}: {table.used_nbytes} bytes accounted, {nbytes} held")
+    if table.budget_nbytes is not None:
+        _require(nbytes <= table.budget_nbytes, f"{tier.name}: {nbytes} bytes exceed {table.budget_nbytes}")
+
+
+def _check_queues(residency: Residency, tier: Tier, table: TierTable) -> None:
+    lowest = tier == max(residency.tables)
+    droppable, dirty = set(), set()
+    for key, copy in table.copies.items():
+        if not copy.ready or copy.pins:
+            continue
+        if not lowest:
+            (droppable if residency.saved_below(key, tier) else dirty).add(key)
+        elif residency.where(key) != tier or not residency.lineage.has_children(key):
+            droppable.add(key)
+    _require(set(table.droppable) == droppable, f"{tier.name}: droppable pages out of step")
+    _require(set(table.dirty) == dirty, f"{tier.name}: unsaved evictable pages out of step")
+
+
+def _check_lineage(residency: Residency) -> None:
+    for child, parent in residency.lineage.links():
+        _require(residency.where(child) is not None, "a child without a readable copy is linked")
+        _require(child in residency.lineage.children(parent), "a child is not among its parent's children")
+
+
+def _check_transfers(directory: Directory) -> None:
+    targets = Counter((t.dst, slot) for t in directory.traffic.transfers.values() for slot in t.dst_slots)
+    targets.update((Tier.HBM, load.slot) for load in directory.loads.by_slot.values() if not load.submitted)
+    for tier, table in directory.residency.tables.items():
+        for copy in table.copies.values():
+            writers = targets[tier, copy.slot]
+            _require(writers == (0 if copy.ready else 1), f"{tier.name} slot {copy.slot}: {writers} writers")
+
+
+def _check_pins(directory: Directory, pending: PendingEvents) -> None:
+    want = _expected_pins(directory, pending)
+    writers = Counter((t.dst, slot) for t in directory.traffic.transfers.values() for slot in t.dst_slots)
+    retired = Counter((Tier.HBM, slot) for slot in pending.retired)
+    for tier, table in directory.residency.tables.items():
+        for copy in table.copies.values():
+            expected = want.pop((tier, copy.slot), 0)
+            _require(
+                copy.pins == expected, f"{tier.name} slot {copy.slot}: {copy.pins} pins, {expected} holders"
+            )
+        for slot, dead in table.quarantine.items():
+            expected = want.pop((tier, slot), 0) + writers[tier, slot] + retired[tier, slot]
+            _require(
+                dead.holders == expected,
+                f"{tier.name} slot {slot}: quarantined for {dead.holders}, not {expected}",
+            )
+    _require(not want, f"pins on slots that nobody holds: {list(want)[:3]}")
+
+
+def _expected_pins(directory: Directory, pending: PendingEvents) -> Slots:
+    tables = directory.residency.tables
+    want: Slots = Counter()
+    for transfer in directory.traffic.transfers.values():
+        if transfer.src in tables:
+            want.update((transfer.src, slot) for slot in transfer.src_slots)
+    want.update(
+        (load.source, load.source_slot) for load in directory.loads.by_slot.values() if not load.submitted
+    )
+    if directory.owns_hbm:
+        for lease in directory.leases:
+            want.update((Tier.HBM, slot) for slot in lease.slots)
+            want.update((Tier.HBM, slot) for _, slot in lease.held)
+        want.update((Tier.HBM, slot) for _, slots in pending.writing for slot in slots)
+    return want
+
+
+def _check_leases(directory: Directory) -> None:
+    if not directory.owns_hbm:
+        return
+    table = directory.residency.tables[Tier.HBM]
+    for lease in directory.leases:
+        for i, slot in enumerate(lease.slots):
+            copy = table.copies.get(lease.keys[i])
+            current = copy is not None and copy.slot == slot
+            _require(current or slot in table.quarantine, f"leased page {i} moved away from HBM slot {slot}")
+            if copy is not None and current and not lease.released:
+                _require(copy.ready == (i not in lease.waiting), f"leased page {i}: readiness out of step")

@@ -1,0 +1,148 @@
+"""Leases: a request's hold on pages in HBM. The record is the directory's; the handle is the caller's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import TYPE_CHECKING, Protocol
+
+from tierstore.errors import LeaseError
+from tierstore.types import LeaseState, PageKey, Tier
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+class Event(Protocol):
+    """Something that will have happened: a CUDA event, or any object with its two methods."""
+
+    def query(self) -> bool:
+        """Whether it has happened; never blocks."""
+        ...
+
+    def synchronize(self) -> None:
+        """Blocks until it has happened."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class LeaseRecord:
+    """What a lease holds. Pages ``[0, len(slots))`` are covered; those in ``waiting`` are still on their way."""
+
+    keys: tuple[PageKey, ...]
+    into: tuple[int, ...] | None = None
+    deadline: float | None = None
+    slots: list[int] = field(default_factory=list)
+    sources: list[Tier] = field(default_factory=list)
+    waiting: set[int] = field(default_factory=set)
+    held: list[tuple[PageKey, int]] = field(default_factory=list)
+    """Pages sealed under this lease by ``put``."""
+    complete: bool = False
+    """No further page will be added."""
+    cut: bool = False
+    """A page was lost on its way, or came too late."""
+    miss_reason: str = "not_found"
+    counted: bool = False
+    released: bool = False
+
+    @property
+    def state(self) -> LeaseState:
+        """READY and FAILED are final."""
+        if not self.complete or self.waiting:
+            return LeaseState.PENDING
+        return LeaseState.FAILED if self.cut and not self.slots else LeaseState.READY
+
+
+class LeaseHost(Protocol):
+    """What a lease needs of its store."""
+
+    def wait_until_settled(self, record: LeaseRecord, deadline: float | None) -> LeaseState:
+        """Drives the store until the lease is final or the time has come."""
+        ...
+
+    def release_lease(self, record: LeaseRecord, after: Event | None) -> None:
+        """Ends the lease's pins, once ``after`` has happened."""
+        ...
+
+
+class Lease:
+    """A hold on the longest prefix that could be had: its pages stay in their HBM slots until ``release``.
+
+    May be used from one thread at a time. ``num_pages``, ``slots`` and ``missing`` are final once ``wait`` returned
+    READY or FAILED; before that a page that fails to arrive may still shorten them.
+    """
+
+    def __init__(self, host: LeaseHost, record: LeaseRecord) -> None:
+        self._host = host
+        self._record = record
+
+    @property
+    def keys(self) -> tuple[PageKey, ...]:
+        """The keys asked for."""
+        return self._record.keys
+
+    @property
+    def num_pages(self) -> int:
+        """How many pages from the first on this lease covers."""
+        return len(self._record.slots)
+
+    @property
+    def slots(self) -> list[int]:
+        """HBM slot of each covered page; readable once ``wait`` returned READY."""
+        return list(self._record.slots)
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """Where each covered page was found."""
+        return self._record.sources[: self.num_pages]
+
+    @property
+    def missing(self) -> tuple[PageKey, ...]:
+        """The keys that are not covered: recompute them."""
+        return self._record.keys[self.num_pages :]
+
+    def wait(self, timeout_s: float | None = None) -> LeaseState:
+        """READY: the covered pages are in HBM. FAILED: none is left. PENDING: the time ran out, nothing changed.
+
+        Blocks at most ``timeout_s`` seconds (None: until final). LeaseError after release.
+        """
+        self._require_open("wait")
+        return self._host.wait_until_settled(self._record, _deadline(timeout_s))
+
+    def ready(self, layer: int, timeout_s: float | None = None) -> None:
+        """Blocks until this layer of all covered pages can be read; None: the bytes are there now.
+
+        The CPU copy engine moves whole pages, so every layer is ready when the pages are. TimeoutError when
+        ``timeout_s`` ran out; LeaseError after release.
+        """
+        self._require_open(f"ready({layer})")
+        if self._host.wait_until_settled(self._record, _deadline(timeout_s)) is LeaseState.PENDING:
+            raise TimeoutError(f"layer {layer} of the leased pages did not arrive within {timeout_s} s")
+
+    def release(self, after: Event | None = None) -> None:
+        """Ends the hold; the slots may be reused once ``after`` has happened. LeaseError on a second release."""
+        self._require_open("release")
+        self._host.release_lease(self._record, after)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._record.released:
+            self._host.release_lease(self._record, None)
+
+    def _require_open(self, verb: str) -> None:
+        if self._record.released:
+            raise LeaseError(f"{verb} of a released lease")
+
+
+def record_of(lease: Lease) -> LeaseRecord:
+    """The record behind an open lease; LeaseError if it was released."""
+    lease._require_open("put under")
+    return lease._record
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else monotonic() + timeout_s

@@ -1,0 +1,149 @@
+"""Pages on their way into HBM: straight from the tier below it, or promoted from NVMe to HOST first. Metadata only.
+
+A load owns an HBM slot from the moment it starts and pins its source, so its page cannot leave before it arrives.
+Promotions take HOST slots as they come free: a lease of any size streams through a HOST tier of any size.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tierstore.errors import CapacityError, LeaseError
+from tierstore.traffic import Move
+from tierstore.types import Tier
+
+if TYPE_CHECKING:
+    from tierstore.lease import LeaseRecord
+    from tierstore.residency import Residency
+    from tierstore.traffic import Traffic
+    from tierstore.types import PageKey
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """One page being brought into one HBM slot. ``submitted``: a transfer writes the slot and holds the source pin."""
+
+    key: PageKey
+    slot: int
+    source: Tier
+    source_slot: int
+    submitted: bool = False
+    waiters: list[tuple[LeaseRecord, int]] = field(default_factory=list)
+
+
+class Loads:
+    """All loads in progress, by HBM slot; finished ones wait in ``ended`` for the directory."""
+
+    def __init__(self, residency: Residency, traffic: Traffic, *, owned: bool) -> None:
+        self.by_slot: dict[int, Load] = {}
+        self.ended: list[tuple[Load, bool]] = []
+        self._residency = residency
+        self._traffic = traffic
+        self._owned = owned
+        """Whether HBM has a residency table; an engine's slots have none."""
+        self._gate = next(tier for tier in (Tier.HOST, Tier.NVME, Tier.HBM) if tier in residency.tables)
+        self._promoting: dict[PageKey, list[Load]] = {}
+        self._queue: deque[PageKey] = deque()
+
+    @property
+    def queued(self) -> int:
+        """Promotions that wait for a HOST slot."""
+        return len(self._queue)
+
+    def start(self, key: PageKey, slot: int, source: Tier) -> Load:
+        """Begins to bring the page from its copy in ``source`` into an HBM slot reserved for it."""
+        if slot in self.by_slot:
+            raise LeaseError(f"HBM slot {slot} is already the target of a load")
+        load = Load(key, slot, source, self._residency.pin(key, source))
+        self.by_slot[slot] = load
+        if source == self._gate:
+            self._submit(load)
+        else:
+            waiting = self._promoting.setdefault(key, [])
+            if not waiting:
+                self._queue.append(key)
+            waiting.append(load)
+        return load
+
+    def promote_queued(self) -> None:
+        """Starts the queued promotions for which HOST has room now."""
+        residency, queue = self._residency, self._queue
+        while queue:
+            key = queue[0]
+            if key in self._promoting and key not in residency.tables[Tier.HOST].copies:
+                if not residency.tables[Tier.NVME].ready(key):
+                    self.lost(key)
+                else:
+                    try:
+                        slot = residency.reserve(key, Tier.HOST, 0, Tier.NVME)
+                    except CapacityError:
+                        return
+                    source_slot = residency.tables[Tier.NVME].copies[key].slot
+                    parent = residency.lineage.parent(key)
+                    self._traffic.add(Tier.NVME, Tier.HOST, Move(key, source_slot, slot, 0, parent))
+            elif residency.tables[Tier.HOST].ready(key):
+                self.promoted(key)
+            queue.popleft()
+
+    def promoted(self, key: PageKey) -> None:
+        """The page is readable in HOST: its loads go on from there."""
+        for load in self._promoting.pop(key, ()):
+            source_slot = self._residency.pin(key, Tier.HOST)
+            self._residency.unpin(key, load.source, load.source_slot)
+            load.source, load.source_slot = Tier.HOST, source_slot
+            self._submit(load)
+
+    def lost(self, key: PageKey) -> None:
+        """The page cannot be promoted: its loads end without it."""
+        for load in self._promoting.pop(key, ()):
+            self._residency.unpin(key, load.source, load.source_slot)
+            self._end(load, arrived=False)
+
+    def give_up_queued(self) -> None:
+        """HOST will not get room: the loads that wait for a promotion end without their pages."""
+        for key in self._queue:
+            self.lost(key)
+        self._queue.clear()
+
+    def arrived(self, key: PageKey, slot: int) -> None:
+        """A transfer has filled the slot."""
+        load = self.by_slot.get(slot)
+        if self._owned and not self._residency.commit(key, Tier.HBM, slot):
+            return
+        if load is not None and load.key == key and load.submitted:
+            self._end(load, arrived=True)
+
+    def failed(self, key: PageKey, slot: int) -> None:
+        """A transfer has ended without filling the slot."""
+        load = self.by_slot.get(slot)
+        if load is not None and load.key == key and load.submitted:
+            self._end(load, arrived=False)
+        elif self._owned:
+            self._residency.fail(key, Tier.HBM, slot)
+
+    def cancel(self, slot: int) -> Load:
+        """The page's HBM copy on its way was aborted or replaced; nobody waits for this load any more."""
+        load = self.by_slot.pop(slot)
+        if not load.submitted:
+            waiting = self._promoting[load.key]
+            waiting.remove(load)
+            if not waiting:
+                del self._promoting[load.key]
+            self._residency.unpin(load.key, load.source, load.source_slot)
+            if self._owned:
+                self._residency.fail(load.key, Tier.HBM, slot)
+        return load
+
+    def _submit(self, load: Load) -> None:
+        load.submitted = True
+        parent = self._residency.lineage.parent(load.key)
+        move = Move(load.key, load.source_slot, load.slot, 0, parent)
+        self._traffic.add(load.source, Tier.HBM, move)
+
+    def _end(self, load: Load, *, arrived: bool) -> None:
+        del self.by_slot[load.slot]
+        if self._owned and not arrived:
+            self._residency.fail(load.key, Tier.HBM, load.slot)
+        self.ended.append((load, arrived))

@@ -1,0 +1,93 @@
+"""Counters of one store, in a registry of its own: snapshot for ``stats()``, Prometheus text for a scraper.
+
+Names: ``tierstore_<noun>_<unit>_total``. Every page asked of ``acquire`` is counted once, as a hit in the tier it was
+found in or as a miss with its reason, so that hits and misses add up to pages asked.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+if TYPE_CHECKING:
+    from tierstore.types import Ack, Tier, Transfer
+
+_WAIT_BUCKETS = (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0)
+
+
+class Metrics:
+    """Counts of one store. Written under the store's lock; ``text`` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        r = self.registry
+        self._hits = Counter("tierstore_hits_pages", "Pages found, by tier", ["tier"], registry=r)
+        self._misses = Counter(
+            "tierstore_misses_pages", "Pages not served, by reason", ["reason"], registry=r
+        )
+        self._dropped = Counter("tierstore_dropped_copies", "Copies dropped", ["tier", "reason"], registry=r)
+        self._bytes = Counter("tierstore_transfer_bytes", "Payload bytes moved", ["src", "dst"], registry=r)
+        self._seconds = Counter("tierstore_transfer_seconds", "Time in transfers", ["src", "dst"], registry=r)
+        self._failures = Counter(
+            "tierstore_failed_pages", "Pages not moved", ["src", "dst", "reason"], registry=r
+        )
+        self._hints = Counter("tierstore_hints", "Hints, by what became of them", ["result"], registry=r)
+        self._faults = Counter("tierstore_faults", "Unexpected errors in the store's threads", registry=r)
+        self._pages = Gauge("tierstore_pages", "Pages now, by tier and state", ["tier", "state"], registry=r)
+        self._wait = Histogram(
+            "tierstore_lease_wait_seconds", "Time in Lease.wait", buckets=_WAIT_BUCKETS, registry=r
+        )
+
+    def hit(self, tier: Tier, pages: int = 1) -> None:
+        """Pages that an acquire found, in the fastest tier that held them."""
+        self._hits.labels(tier.name).inc(pages)
+
+    def miss(self, reason: str, pages: int = 1) -> None:
+        """Pages that an acquire could not serve."""
+        self._misses.labels(reason).inc(pages)
+
+    def dropped(self, tier: Tier, reason: str, number: int) -> None:
+        """Copies left a tier. Reason "saved": their pages are still readable elsewhere."""
+        self._dropped.labels(tier.name, reason).inc(number)
+
+    def moved(self, transfer: Transfer, ack: Ack, page_nbytes: int) -> None:
+        """A transfer ended."""
+        edge = (transfer.src.name, transfer.dst.name)
+        self._bytes.labels(*edge).inc(ack.num_ready * page_nbytes)
+        self._seconds.labels(*edge).inc(ack.seconds)
+        for _, failure in ack.failures:
+            self._failures.labels(*edge, failure.value).inc()
+
+    def hinted(self, result: str) -> None:
+        """A hint was answered."""
+        self._hints.labels(result).inc()
+
+    def fault(self) -> None:
+        """An error reached a thread's top; it was logged there."""
+        self._faults.inc()
+
+    def waited(self, seconds: float) -> None:
+        """A ``Lease.wait`` returned."""
+        self._wait.observe(seconds)
+
+    def pages(self, tier: Tier, state: str, number: int) -> None:
+        """Pages of a tier in a state now: free, resident, pinned, owned, quarantined."""
+        self._pages.labels(tier.name, state).set(number)
+
+    def snapshot(self) -> dict[str, dict[str, float]]:
+        """Totals since open by metric (without the prefix), then by label values joined with ``,``."""
+        found: dict[str, dict[str, float]] = {}
+        for metric in self.registry.collect():
+            rows: dict[str, float] = {}
+            for sample in metric.samples:
+                if sample.name.endswith(("_created", "_bucket")):
+                    continue
+                labels = ",".join(sample.labels.values())
+                rows[labels or sample.name.rsplit("_", 1)[-1]] = sample.value
+            found[metric.name.removeprefix("tierstore_")] = rows
+        return found
+
+    def text(self) -> str:
+        """The Prometheus exposition of all counters."""
+        return generate_latest(self.registry).decode()

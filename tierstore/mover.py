@@ -1,0 +1,101 @@
+"""The mover: carries out transfers with the tiers' bytes and reports what became of them. No residency, no policy."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING, Protocol
+
+from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tierstore.gpu.copy_engine import CopyEngine
+
+
+class SlotBytes(Protocol):
+    """A tier whose slots are memory."""
+
+    def view(self, slot: int) -> NDArray[np.uint8]:
+        """The slot's page in place, flat uint8."""
+        ...
+
+
+class RecordTier(Protocol):
+    """A tier that keeps pages by key, behind queues."""
+
+    def submit_write(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
+        """Stores pages; never blocks; the views belong to the transfer until its ack."""
+        ...
+
+    def submit_read(self, transfer: Transfer, out: Sequence[NDArray[np.uint8]]) -> None:
+        """Fetches and verifies pages; never blocks; the views belong to the transfer until its ack."""
+        ...
+
+    def submit_erase(self, keys: Sequence[PageKey]) -> None:
+        """Removes records, in order with the writes around it."""
+        ...
+
+    def poll(self) -> list[Ack]:
+        """Transfers that ended since the last call."""
+        ...
+
+    def sync(self, timeout_s: float) -> bool:
+        """Whether everything submitted before is durable, or acked as failed, in time."""
+        ...
+
+    def close(self, timeout_s: float) -> bool:
+        """Ends the tier; whether its threads ended in time."""
+        ...
+
+
+class Mover:
+    """Executes ``Transfer`` and ``Erase`` in the order given. ``memory``: the tiers whose slots are plain memory."""
+
+    def __init__(
+        self, memory: dict[Tier, SlotBytes], copies: CopyEngine | None, records: RecordTier | None
+    ) -> None:
+        self._memory = memory
+        self._copies = copies
+        self._records = records
+
+    def attach(self, copies: CopyEngine) -> None:
+        """The copy engine for HBM slots that an engine registered after open."""
+        self._copies = copies
+
+    def submit(self, command: Transfer | Erase) -> None:
+        """Starts one command; never blocks."""
+        if isinstance(command, Erase):
+            assert self._records is not None
+            self._records.submit_erase(command.keys)
+        elif command.dst == Tier.NVME:
+            assert self._records is not None
+            memory = self._memory[command.src]
+            self._records.submit_write(command, [memory.view(slot) for slot in command.src_slots])
+        elif command.src == Tier.NVME:
+            assert self._records is not None
+            memory = self._memory[command.dst]
+            self._records.submit_read(command, [memory.view(slot) for slot in command.dst_slots])
+        else:
+            assert self._copies is not None
+            self._copies.submit(command)
+
+    def poll(self) -> list[Ack]:
+        """Transfers that ended since the last call."""
+        acks = [] if self._copies is None else self._copies.poll()
+        return acks if self._records is None else acks + self._records.poll()
+
+    def sync(self, timeout_s: float) -> bool:
+        """Whether all records submitted before are durable, or acked as failed, in time."""
+        return self._records is None or self._records.sync(timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Ends copy engine and tiers; whether all threads ended in time. A stuck thread is left behind."""
+        deadline = monotonic() + timeout_s
+        ended = self._copies is None or self._copies.close(timeout_s)
+        if self._records is not None:
+            ended &= self._records.close(max(0.0, deadline - monotonic()))
+        return ended

@@ -1,0 +1,103 @@
+"""What waits for an event of the caller: slots still written or read by work that was launched and has not ended."""
+
+from __future__ import annotations
+
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from tierstore.traffic import BATCH_PAGES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tierstore.directory import Directory
+    from tierstore.lease import Event, LeaseRecord
+    from tierstore.types import PageKey
+
+Pages = tuple[tuple["PageKey", ...], tuple[int, ...]]
+
+
+class PendingEvents:
+    """Directory calls deferred until an event has happened. Used under the store's lock."""
+
+    def __init__(self, directory: Directory) -> None:
+        self.writing: list[Pages] = []
+        """Pages sealed before their bytes are written: each holds a pin."""
+        self.retired: list[int] = []
+        """Slots given up whose last use has not ended."""
+        self._directory = directory
+        self._waiting: list[tuple[Event, Callable[[], bool]]] = []
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an event is awaited."""
+        return bool(self._waiting)
+
+    def poll(self) -> None:
+        """Does what events that have happened allow, a bounded amount."""
+        if self._waiting:
+            self._waiting = [(e, act) for e, act in self._waiting if not e.query() or act()]
+
+    def seal(
+        self,
+        keys: tuple[PageKey, ...],
+        slots: tuple[int, ...],
+        lease: LeaseRecord | None,
+        after: Event | None,
+    ) -> list[int]:
+        """``put``: the pages are matchable at once, copies of them start once they are written."""
+        written = after is None or after.query()
+        kept, duplicates = self._directory.put(keys, slots, lease, written=written)
+        if after is None or written:
+            self._directory.free(duplicates)
+            return kept
+        self.retired.extend(duplicates)
+        self._defer(after, partial(self._freed, duplicates))
+        fresh = [(k, s) for k, s in zip(keys, slots, strict=True) if s not in set(duplicates)]
+        if fresh:
+            pages: Pages = (tuple(k for k, _ in fresh), tuple(s for _, s in fresh))
+            self.writing.append(pages)
+            self._defer(after, partial(self._written, pages))
+        return kept
+
+    def copy_out(self, keys: tuple[PageKey, ...], slots: tuple[int, ...], after: Event | None) -> None:
+        """``put`` of an engine's slots: the copy starts once they are written."""
+        if after is None or after.query():
+            self._directory.copy_out(keys, slots, monotonic())
+        else:
+            self._defer(after, partial(self._copied_out, keys, slots))
+
+    def free(self, slots: tuple[int, ...], after: Event | None) -> None:
+        """``free``: nobody owns the slots from now on; they are reused after the event."""
+        self._directory.retire(slots)
+        if after is None or after.query():
+            self._directory.free(slots)
+        else:
+            self.retired.extend(slots)
+            self._defer(after, partial(self._freed, slots))
+
+    def release(self, lease: LeaseRecord, after: Event | None) -> bool:
+        """``release``: ends some pins, or defers that; whether to call again."""
+        if after is None or after.query():
+            return self._directory.release_some(lease, BATCH_PAGES)
+        self._defer(after, partial(self._directory.release_some, lease, BATCH_PAGES))
+        return False
+
+    def _defer(self, after: Event, act: Callable[[], bool]) -> None:
+        self._waiting.append((after, act))
+
+    def _written(self, pages: Pages) -> bool:
+        self.writing.remove(pages)
+        self._directory.written(*pages)
+        return False
+
+    def _freed(self, slots: Sequence[int]) -> bool:
+        for slot in slots:
+            self.retired.remove(slot)
+        self._directory.free(slots)
+        return False
+
+    def _copied_out(self, keys: tuple[PageKey, ...], slots: tuple[int, ...]) -> bool:
+        self._directory.copy_out(keys, slots, monotonic())
+        return False

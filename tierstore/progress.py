@@ -1,0 +1,126 @@
+"""What drives a store: finished work in, decisions out to the mover, and the thread that does it when nobody calls."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from threading import Lock, Thread
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from tierstore.errors import StoreClosed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tierstore.directory import Directory
+    from tierstore.metrics import Metrics
+    from tierstore.mover import Mover
+    from tierstore.pending import PendingEvents
+    from tierstore.types import Ack
+    from tierstore.wakeup import Wakeup
+
+_log = logging.getLogger(__name__)
+
+_EVENT_POLL_S = 0.001
+_IDLE_S = 0.25
+_ACKS_PER_HOLD = 2
+
+
+class Progress:
+    """The store's lock and everything that happens under it between calls. Nothing waits while holding it."""
+
+    def __init__(
+        self, directory: Directory, mover: Mover, pending: PendingEvents, wakeup: Wakeup, metrics: Metrics
+    ) -> None:
+        self.lock = Lock()
+        self.closed = False
+        self._directory = directory
+        self._mover = mover
+        self._pending = pending
+        self._wakeup = wakeup
+        self._metrics = metrics
+        self._acks: deque[Ack] = deque()
+        self._thread: Thread | None = None
+
+    def start_pump(self) -> None:
+        """Starts the thread that advances the store when nobody calls."""
+        self._thread = Thread(target=self._run, name="tierstore-pump", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """No call and no thread advances the store from now on."""
+        self.closed = True
+        self._wakeup.bump()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def require_open(self) -> None:
+        """StoreClosed after ``stop``."""
+        if self.closed:
+            raise StoreClosed("the store is closed")
+
+    def advance(self) -> None:
+        """Takes in everything that has finished, a few transfers at each hold of the lock."""
+        self.require_open()
+        more = True
+        while more:
+            with self.lock:
+                more = self.step()
+
+    def step(self) -> bool:
+        """With the lock held: applies some finished transfers, decides, submits; whether more have finished."""
+        self._acks.extend(self._mover.poll())
+        batch = [self._acks.popleft() for _ in range(min(len(self._acks), _ACKS_PER_HOLD))]
+        self._pending.poll()
+        self._directory.advance(batch, monotonic())
+        self.submit()
+        if batch:
+            self._wakeup.bump()
+        return bool(self._acks)
+
+    def submit(self) -> None:
+        """With the lock held: hands the directory's commands to the mover, in order."""
+        for command in self._directory.take_commands():
+            self._mover.submit(command)
+
+    def until(self, deadline: float | None) -> Iterator[None]:
+        """Advances the store before each turn of the caller's loop; ends at the monotonic ``deadline``."""
+        while True:
+            seen = self._wakeup.count
+            self.advance()
+            yield
+            if deadline is not None and monotonic() >= deadline:
+                return
+            self._wakeup.wait(seen, deadline, self._pause())
+
+    def notify(self) -> None:
+        """Somebody may be waiting for what a call has just changed."""
+        self._wakeup.bump()
+
+    @property
+    def settled(self) -> bool:
+        """With the lock held: nothing is in flight, queued, or waiting for an event."""
+        return not (self._directory.busy() or self._pending.waiting or self._acks)
+
+    def _pause(self) -> float:
+        if self._pending.waiting:
+            return _EVENT_POLL_S
+        due = [
+            t
+            for t in (self._directory.placement.next_spill, self._directory.hints.next_expiry)
+            if t is not None
+        ]
+        return max(_EVENT_POLL_S, min([_IDLE_S, *(t - monotonic() for t in due)]))
+
+    def _run(self) -> None:
+        turns = self.until(None)
+        while not self.closed:
+            try:
+                next(turns)
+            except StoreClosed:
+                return
+            except Exception:  # a thread's top: count it, log it, go on
+                self._metrics.fault()
+                _log.exception("the store's pump met an unexpected error")
+                turns = self.until(None)

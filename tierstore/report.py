@@ -1,0 +1,89 @@
+"""What a store says about itself: occupancy, one page's whereabouts, the snapshot behind ``stats()``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tierstore.types import Tier
+
+if TYPE_CHECKING:
+    from tierstore.assembly import Parts
+    from tierstore.config import StoreConfig
+    from tierstore.directory import Directory
+    from tierstore.residency import TierTable
+    from tierstore.types import PageKey
+
+
+def occupancy(directory: Directory, tier: Tier) -> str:
+    """One line for an error message: what the slots of a tier are doing."""
+    return ", ".join(
+        f"{number} {state}" for state, number in _states(directory.residency.tables[tier]).items()
+    )
+
+
+def explain_page(directory: Directory, key: PageKey) -> dict[str, object]:
+    """Copies by tier ("ready" or "arriving", pins), parent, and why the page went if it went lately."""
+    copies = {
+        tier.name: {"state": "ready" if copy.ready else "arriving", "pins": copy.pins}
+        for tier, table in directory.residency.tables.items()
+        if (copy := table.copies.get(key)) is not None
+    }
+    parent = directory.residency.lineage.parent(key)
+    sink = directory.placement.sinks.get(key)
+    return {
+        "key": key.hex(),
+        "readable": directory.residency.where(key) is not None,
+        "copies": copies,
+        "parent": None if parent is None else parent.hex(),
+        "going_down_to": None if sink is None else sink.target.name,
+        "lost": directory.fate(key),
+    }
+
+
+def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:
+    """Everything ``TierStore.stats`` returns; plain data."""
+    directory, layout = parts.directory, parts.layout
+    tiers: dict[str, dict[str, object]] = {}
+    for tier, table in directory.residency.tables.items():
+        states = _states(table)
+        for state, number in states.items():
+            parts.metrics.pages(tier, state, number)
+        tiers[tier.name] = {**states, **_sizes(table, layout.page_nbytes, layout.slot_nbytes)}
+    return {
+        "config": config.effective(),
+        "page_nbytes": layout.page_nbytes,
+        "slot_nbytes": layout.slot_nbytes,
+        "page_size": layout.page_size,
+        "fingerprint": layout.fingerprint,
+        "tiers": tiers,
+        "leases": len(directory.leases),
+        "in_flight": {f"{s.name}->{d.name}": n for (s, d), n in directory.traffic.pages.items() if n},
+        "bytes_per_s": {f"{s.name}->{d.name}": rate for (s, d), rate in directory.traffic.rates.items()},
+        "failing": sorted(tier.name for tier in directory.placement.failing),
+        "nvme": None if parts.nvme is None else parts.nvme.stats(),
+        "counters": parts.metrics.snapshot(),
+    }
+
+
+def _states(table: TierTable) -> dict[str, int]:
+    copies = table.copies.values()
+    return {
+        "free": len(table.free),
+        "resident": sum(1 for c in copies if c.ready),
+        "arriving": sum(1 for c in copies if not c.ready),
+        "pinned": sum(1 for c in copies if c.pins),
+        "unsaved": len(table.dirty),
+        "droppable": len(table.droppable),
+        "owned": len(table.owned),
+        "quarantined": len(table.quarantine),
+    }
+
+
+def _sizes(table: TierTable, page_nbytes: int, slot_nbytes: int) -> dict[str, object]:
+    if table.num_slots is None:
+        return {"budget_nbytes": table.budget_nbytes, "used_nbytes": table.used_nbytes}
+    return {
+        "num_slots": table.num_slots,
+        "payload_nbytes": table.num_slots * page_nbytes,
+        "allocated_nbytes": table.num_slots * slot_nbytes,
+    }

@@ -1,0 +1,397 @@
+"""Which tiers hold a readable copy of each page. Pure metadata: no torch, no I/O, no thread, no clock.
+
+One protocol on every edge: ``reserve`` takes an unreadable slot in the destination and pins the source, ``commit``
+makes it readable, ``abort`` marks the copy dead. A dead slot is quarantined until nothing can write or read it:
+its transfer has settled and its pins are gone. A slot is free, owned by a caller, in exactly one copy, or quarantined.
+
+A copy is evictable iff it is ready, unpinned, and not the last copy of a page with readable children. Evictable
+copies wait in one of two queues: ``droppable`` (the bytes are ready below, or there is no tier below to save them to)
+and ``dirty`` (they are to be copied below first).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from tierstore.errors import CapacityError, LeaseError
+from tierstore.lineage import Lineage
+from tierstore.policy import VictimQueue
+from tierstore.types import Copy, PageKey, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from tierstore.policy import Fifo
+
+
+class Drop(NamedTuple):
+    """A copy that left its tier. ``last``: no other tier holds the page now."""
+
+    tier: Tier
+    key: PageKey
+    last: bool
+
+
+@dataclass(slots=True)
+class _Dead:
+    """A quarantined slot: ``holders`` are the pins and the writer that can still touch it."""
+
+    key: PageKey | None
+    nbytes: int
+    holders: int
+
+
+class TierTable:
+    """Slots of one tier. ``num_slots`` None: the tier keeps bytes by key, bounded by ``budget_nbytes`` alone."""
+
+    def __init__(
+        self, policy: Fifo, *, num_slots: int | None = None, budget_nbytes: int | None = None
+    ) -> None:
+        self.policy = policy
+        self.num_slots = num_slots
+        self.budget_nbytes = budget_nbytes
+        self.used_nbytes = 0
+        self.free: list[int] = list(range(num_slots - 1, -1, -1)) if num_slots is not None else []
+        self.copies: dict[PageKey, Copy] = {}
+        self.owned: set[int] = set()
+        self.quarantine: dict[int, _Dead] = {}
+        self.droppable = VictimQueue()
+        self.dirty = VictimQueue()
+
+    def has_space(self, nbytes: int) -> bool:
+        """Whether a slot for ``nbytes`` can be taken without an eviction."""
+        if self.num_slots is not None:
+            return bool(self.free)
+        return self.budget_nbytes is None or self.used_nbytes + nbytes <= self.budget_nbytes
+
+    def ready(self, key: PageKey) -> bool:
+        """Whether this tier holds a readable copy."""
+        copy = self.copies.get(key)
+        return copy is not None and copy.ready
+
+    def _take(self, nbytes: int) -> tuple[int, int]:
+        rank = self.policy.enter()
+        slot = self.free.pop() if self.num_slots is not None else rank
+        self.used_nbytes += nbytes
+        return slot, rank
+
+    def _return(self, slot: int, nbytes: int) -> None:
+        self.used_nbytes -= nbytes
+        if self.num_slots is not None:
+            self.free.append(slot)
+
+    def _withdraw(self, copy: Copy) -> None:
+        self.droppable.withdraw(copy.rank)
+        self.dirty.withdraw(copy.rank)
+
+
+class Residency:
+    """The tables of all tiers and the lineage of their pages. The only code that changes residency."""
+
+    def __init__(self, tables: Mapping[Tier, TierTable]) -> None:
+        self.tables = {tier: tables[tier] for tier in sorted(tables)}
+        self.lineage = Lineage()
+        self.erased: deque[tuple[Tier, PageKey]] = deque()
+        """Records of key-addressed tiers whose bytes nobody needs any more."""
+        self.dropped: deque[Drop] = deque()
+        """Copies that ``reserve`` and ``take`` evicted to make room."""
+        self.orphans: deque[PageKey] = deque()
+        """Pages that lost their parent and are not yet at the front of the victim order."""
+        self._order = list(self.tables.items())
+
+    # -- questions ----------------------------------------------------------------------------------------------
+
+    def where(self, key: PageKey) -> Tier | None:
+        """Fastest tier with a readable copy, or None."""
+        for tier, table in self._order:
+            copy = table.copies.get(key)
+            if copy is not None and copy.ready:
+                return tier
+        return None
+
+    def match(self, keys: Sequence[PageKey]) -> list[Tier]:
+        """Tier of each page of the longest readable prefix. Changes nothing, is no use for the policy."""
+        tables = [(tier, table.copies) for tier, table in self._order]
+        found: list[Tier] = []
+        for key in keys:
+            for tier, copies in tables:
+                copy = copies.get(key)
+                if copy is not None and copy.ready:
+                    found.append(tier)
+                    break
+            else:
+                break
+        return found
+
+    def unpinned(self, tier: Tier) -> int:
+        """Readable copies of a tier that nothing holds; O(n)."""
+        return sum(1 for copy in self.tables[tier].copies.values() if copy.ready and copy.pins == 0)
+
+    def saved_below(self, key: PageKey, tier: Tier) -> bool:
+        """Whether a slower tier holds a readable copy."""
+        return any(table.ready(key) for below, table in self._order if below > tier)
+
+    # -- slots owned by callers ---------------------------------------------------------------------------------
+
+    def take(self, tier: Tier, nbytes: int = 0) -> int:
+        """A slot owned by the caller, by evicting a droppable copy if none is free. CapacityError changes nothing."""
+        table = self.tables[tier]
+        self._make_space(tier, table, nbytes)
+        slot, _ = table._take(nbytes)
+        table.owned.add(slot)
+        return slot
+
+    def retire(self, tier: Tier, slot: int) -> None:
+        """An owned slot is quarantined: given up, but something may still use it until ``release_retired``."""
+        table = self.tables[tier]
+        if slot not in table.owned:
+            raise LeaseError(f"slot {slot} of {tier.name} is not owned by a caller")
+        table.owned.discard(slot)
+        table.quarantine[slot] = _Dead(None, 0, 1)
+
+    def release_retired(self, tier: Tier, slot: int) -> None:
+        """A retired slot becomes free."""
+        self._let_go(tier, self.tables[tier], slot)
+
+    def adopt(self, key: PageKey, tier: Tier, slot: int, parent: PageKey | None) -> None:
+        """An owned slot becomes the page's readable copy. A copy that was being written is aborted, its pins move."""
+        table = self.tables[tier]
+        if slot not in table.owned or table.ready(key):
+            raise LeaseError(
+                f"slot {slot} of {tier.name} is not owned, or the page is readable there already"
+            )
+        pins = 0
+        if key in table.copies:
+            pins = table.copies[key].pins
+            table.copies[key].pins = 0
+            self.abort(key, tier)
+        table.owned.discard(slot)
+        table.copies[key] = Copy(slot, 0, table.policy.enter(), pins=pins)
+        self._make_ready(key, table.copies[key], parent)
+
+    # -- reserve, commit, abort ---------------------------------------------------------------------------------
+
+    def reserve(self, key: PageKey, dst: Tier, nbytes: int = 0, src: Tier | None = None) -> int:
+        """An unreadable slot in ``dst``; pins the copy in ``src``. CapacityError changes nothing."""
+        table = self.tables[dst]
+        if key in table.copies:
+            raise LeaseError(f"the page is already resident or on its way in {dst.name}")
+        if src is not None:
+            self.pin(key, src)
+        try:
+            self._make_space(dst, table, nbytes)
+        except CapacityError:
+            if src is not None:
+                self.unpin(key, src, self.tables[src].copies[key].slot)
+            raise
+        slot, rank = table._take(nbytes)
+        table.copies[key] = Copy(slot, nbytes, rank)
+        return slot
+
+    def commit(
+        self, key: PageKey, dst: Tier, slot: int, nbytes: int = 0, parent: PageKey | None = None
+    ) -> bool:
+        """The bytes are in the slot. True: the copy is readable now; False: it was aborted, its slot is let go."""
+        table = self.tables[dst]
+        copy = table.copies.get(key)
+        if copy is None or copy.slot != slot:
+            self._let_go(dst, table, slot)
+            return False
+        table.used_nbytes += nbytes - copy.nbytes
+        copy.nbytes = nbytes
+        self._make_ready(key, copy, parent)
+        return True
+
+    def fail(self, key: PageKey, dst: Tier, slot: int) -> None:
+        """The transfer ended without the bytes: nothing writes the slot any more."""
+        table = self.tables[dst]
+        copy = table.copies.get(key)
+        if copy is not None and copy.slot == slot and not copy.ready:
+            self.abort(key, dst)
+        self._let_go(dst, table, slot)
+
+    def abort(self, key: PageKey, dst: Tier) -> None:
+        """The copy on its way is dead. Its slot is quarantined until ``commit`` or ``fail`` says the writer is done."""
+        table = self.tables[dst]
+        copy = table.copies[key]
+        if copy.ready:
+            raise LeaseError(f"the copy in {dst.name} is readable; evict it")
+        del table.copies[key]
+        table.quarantine[copy.slot] = _Dead(key, copy.nbytes, copy.pins + 1)
+
+    # -- pins ---------------------------------------------------------------------------------------------------
+
+    def pin(self, key: PageKey, tier: Tier) -> int:
+        """Keeps a copy (readable, or on its way) where it is until ``unpin``; its slot."""
+        table = self.tables[tier]
+        copy = table.copies.get(key)
+        if copy is None:
+            raise LeaseError(f"pin of a page that is not in {tier.name}")
+        if copy.pins == 0 and copy.ready:
+            table._withdraw(copy)
+        copy.pins += 1
+        return copy.slot
+
+    def unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
+        """Ends one pin of the copy that held ``slot``, which may be dead by now."""
+        table = self.tables[tier]
+        copy = table.copies.get(key)
+        if copy is not None and copy.slot == slot:
+            if copy.pins == 0:
+                raise LeaseError(f"unpin below zero in {tier.name}")
+            copy.pins -= 1
+            if copy.pins == 0 and copy.ready:
+                self._settle(key, tier, table, copy)
+        else:
+            self._let_go(tier, table, slot)
+
+    def touch(self, keys: Sequence[PageKey]) -> None:
+        """The pages were used: renews their ranks in every tier, the last page oldest, so that tails go first."""
+        for key in reversed(keys):
+            for tier, table in self._order:
+                copy = table.copies.get(key)
+                if copy is not None:
+                    self._rerank(key, tier, table, copy, table.policy.touch(copy.rank))
+
+    def set_wanted(self, keys: Iterable[PageKey], *, wanted: bool) -> None:
+        """Moves pages after (wanted) or before (not wanted) all normal ones in every tier's victim order."""
+        for key in keys:
+            for tier, table in self._order:
+                copy = table.copies.get(key)
+                if copy is not None:
+                    rank = table.policy.retained() if wanted else table.policy.unwanted()
+                    self._rerank(key, tier, table, copy, rank)
+
+    def end_retention(self, keys: Iterable[PageKey]) -> None:
+        """Retained pages become normal ones."""
+        for key in keys:
+            for tier, table in self._order:
+                copy = table.copies.get(key)
+                if copy is not None:
+                    self._rerank(key, tier, table, copy, table.policy.ordinary(copy.rank))
+
+    # -- evict --------------------------------------------------------------------------------------------------
+
+    def evict(self, key: PageKey, tier: Tier) -> Drop:
+        """Drops a readable copy: unmatchable at once; a pinned copy's slot is quarantined until its last unpin."""
+        table = self.tables[tier]
+        copy = table.copies.get(key)
+        if copy is None or not copy.ready:
+            raise LeaseError(f"evict of a page that is not readable in {tier.name}")
+        table._withdraw(copy)
+        del table.copies[key]
+        if copy.pins:
+            table.quarantine[copy.slot] = _Dead(key, copy.nbytes, copy.pins)
+        else:
+            table._return(copy.slot, copy.nbytes)
+            self._note_erased(tier, table, key)
+        last = self.where(key) is None
+        if last:
+            self._lost(key)
+        else:
+            self._resettle(key)
+        return Drop(tier, key, last)
+
+    def load(self, tier: Tier, records: Iterable[tuple[PageKey, PageKey | None, int]]) -> None:
+        """Takes over what a tier found at open, oldest first: (key, parent, nbytes). Before anything else."""
+        table, lineage = self.tables[tier], self.lineage
+        enter, copies, used = table.policy.enter, table.copies, 0
+        for key, parent, nbytes in records:
+            rank = enter()
+            copies[key] = Copy(rank, nbytes, rank, True)
+            used += nbytes
+            if parent is not None:
+                lineage.link(key, parent)
+        table.used_nbytes += used
+        for key, parent in list(lineage.links()):
+            if parent not in copies:
+                self.orphans.append(key)
+        for key, copy in copies.items():
+            if not lineage.has_children(key):
+                table.droppable.offer(copy.rank, key)
+
+    def demote_orphans(self, limit: int) -> int:
+        """Puts up to ``limit`` unreachable pages before all others in the victim order; how many are left."""
+        for _ in range(min(limit, len(self.orphans))):
+            key = self.orphans.popleft()
+            parent = self.lineage.parent(key)
+            if parent is None or self.where(parent) is not None:
+                continue
+            self.set_wanted((key,), wanted=False)
+            self.orphans.extend(self.lineage.children(key))
+        return len(self.orphans)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _make_space(self, tier: Tier, table: TierTable, nbytes: int) -> None:
+        if table.budget_nbytes is not None and nbytes > table.budget_nbytes:
+            raise CapacityError(f"{tier.name}: {nbytes} bytes exceed its budget of {table.budget_nbytes}")
+        while not table.has_space(nbytes):
+            victim = table.droppable.first()
+            if victim is None:
+                raise CapacityError(f"{tier.name}: no free slot and nothing to drop")
+            self.dropped.append(self.evict(victim, tier))
+
+    def _make_ready(self, key: PageKey, copy: Copy, parent: PageKey | None) -> None:
+        first = self.where(key) is None
+        copy.ready = True
+        if parent is not None and (first or self.lineage.parent(key) is None):
+            self.lineage.link(key, parent)
+            if first:
+                self._resettle(parent)
+        self._resettle(key)
+
+    def _lost(self, key: PageKey) -> None:
+        parent = self.lineage.parent(key)
+        self.orphans.extend(self.lineage.children(key))
+        self.lineage.unlink(key)
+        if parent is not None and not self.lineage.has_children(parent):
+            self._resettle(parent)
+
+    def _resettle(self, key: PageKey) -> None:
+        for tier, table in self._order:
+            copy = table.copies.get(key)
+            if copy is not None and copy.ready and copy.pins == 0:
+                table._withdraw(copy)
+                self._settle(key, tier, table, copy)
+
+    def _settle(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy) -> None:
+        above = below = saved = False
+        for other, t in self._order:
+            if other != tier:
+                c = t.copies.get(key)
+                ready = c is not None and c.ready
+                above |= other < tier and ready
+                below |= other > tier
+                saved |= other > tier and ready
+        if saved or (above and not below):
+            table.droppable.offer(copy.rank, key)
+        elif below:
+            table.dirty.offer(copy.rank, key)
+        elif not self.lineage.has_children(key):
+            table.droppable.offer(copy.rank, key)
+
+    def _rerank(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy, rank: int) -> None:
+        if rank == copy.rank:
+            return
+        table._withdraw(copy)
+        copy.rank = rank
+        if copy.ready and copy.pins == 0:
+            self._settle(key, tier, table, copy)
+
+    def _let_go(self, tier: Tier, table: TierTable, slot: int) -> None:
+        dead = table.quarantine.get(slot)
+        if dead is None:
+            raise LeaseError(f"slot {slot} of {tier.name} has no such holder")
+        dead.holders -= 1
+        if dead.holders == 0:
+            del table.quarantine[slot]
+            table._return(slot, dead.nbytes)
+            self._note_erased(tier, table, dead.key)
+
+    def _note_erased(self, tier: Tier, table: TierTable, key: PageKey | None) -> None:
+        # A newer copy under the same key owns the record now: erasing it would lose that one.
+        if table.num_slots is None and key is not None and key not in table.copies:
+            self.erased.append((tier, key))

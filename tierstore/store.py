@@ -1,0 +1,394 @@
+"""``TierStore``: one directory and one mover in one process, behind one lock. No algorithm lives here."""
+
+from __future__ import annotations
+
+import logging
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from tierstore import invariants, report
+from tierstore.assembly import Parts, assemble
+from tierstore.errors import CapacityError, ConfigError
+from tierstore.gpu.copy_engine import CpuCopyEngine
+from tierstore.gpu.pool import EnginePool
+from tierstore.keys import namespace, page_keys
+from tierstore.layout import PageLayout
+from tierstore.lease import Lease, record_of
+from tierstore.pending import PendingEvents
+from tierstore.progress import Progress
+from tierstore.traffic import BATCH_PAGES
+from tierstore.types import LeaseState, Match, Tier
+from tierstore.wakeup import Wakeup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    import torch
+
+    from tierstore.config import StoreConfig
+    from tierstore.gpu.pool import EnginePages, GroupedPages
+    from tierstore.keys import Extra, TokenIds
+    from tierstore.lease import Event, LeaseRecord
+    from tierstore.placement import Ticket
+    from tierstore.types import Hint, HintResult, PageKey, PageSpec
+
+_log = logging.getLogger(__name__)
+
+_FLUSH_STALL_S = 10.0
+
+
+class TierStore:
+    """KV pages in tiers. Every method may be called from any thread; none waits while it holds the lock.
+
+    A miss is a value, never an exception. After ``close`` every call raises StoreClosed.
+    """
+
+    def __init__(self, config: StoreConfig, parts: Parts, wakeup: Wakeup, *, pump: bool) -> None:
+        """Takes over opened parts; use ``open``."""
+        self.metrics = parts.metrics
+        self._config = config
+        self._parts = parts
+        self._directory = parts.directory
+        self._mover = parts.mover
+        self._namespace = namespace(parts.layout.specs)
+        self._wake = wakeup.bump
+        self._pending = PendingEvents(self._directory)
+        self._progress = Progress(self._directory, self._mover, self._pending, wakeup, parts.metrics)
+        self._lock = self._progress.lock
+        self._engine_registered = False
+        if pump:
+            self._progress.start_pump()
+
+    @classmethod
+    def open(
+        cls, config: StoreConfig, spec: PageSpec | Sequence[PageSpec], *, pump: bool = True
+    ) -> TierStore:
+        """A store over the tiers of ``config`` for pages of ``spec`` (a sequence: KV groups that share each page).
+
+        ``pump=False``: nothing happens between calls; the host calls ``poll`` each step. ConfigError changes nothing.
+        """
+        wakeup = Wakeup()
+        try:
+            layout = PageLayout.of(spec)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        return cls(config, assemble(config, layout, wakeup.bump), wakeup, pump=pump)
+
+    # -- pages and keys -----------------------------------------------------------------------------------------
+
+    def keys(self, token_ids: TokenIds, salt: bytes = b"", extra: Sequence[Extra] = ()) -> list[PageKey]:
+        """Keys of the full pages of a sequence; equal in every process for equal input. Changes nothing."""
+        self._progress.require_open()
+        layout = self._parts.layout
+        return page_keys(
+            token_ids,
+            page_size=layout.page_size,
+            namespace=self._namespace,
+            group=layout.specs[0].group,
+            shard=layout.shard,
+            salt=salt,
+            extra=extra,
+        )
+
+    @property
+    def pages(self) -> torch.Tensor | GroupedPages:
+        """HBM pages by slot, ``[num_slots, num_layers, 2, page_size, num_kv_heads, head_dim]``, in place.
+
+        With KV groups ``pages[slot]`` is a tuple of tensors. ConfigError where an engine owns HBM.
+        """
+        self._progress.require_open()
+        self._require_own_hbm("pages")
+        assert self._parts.pool is not None
+        return self._parts.pool.pages
+
+    def allocate(self, n: int, timeout_s: float = 1.0) -> list[int]:
+        """``n`` HBM slots owned by the caller, contents undefined.
+
+        Takes free slots, then pages that are readable below, then saves victims below and waits up to ``timeout_s``.
+        CapacityError, nothing taken, if ``n`` exceeds HBM or the time ran out.
+        """
+        self._require_own_hbm("allocate")
+        self._require_fits(n)
+        deadline = monotonic() + timeout_s
+        for _ in self._progress.until(deadline):
+            with self._lock:
+                slots = self._directory.allocate(n)
+                if slots is None:
+                    self._directory.want_slots(n, monotonic())
+                    slots = self._directory.allocate(n)
+                self._progress.submit()
+            if slots is not None:
+                return slots
+        raise CapacityError(
+            f"{n} HBM pages were not to be had within {timeout_s} s: {report.occupancy(self._directory, Tier.HBM)}"
+        )
+
+    def put(
+        self,
+        keys: Sequence[PageKey],
+        slots: Sequence[int],
+        after: Event | None = None,
+        lease: Lease | None = None,
+    ) -> list[int]:
+        """Seals filled pages: they belong to the store and are matchable on return; the slot of each key now.
+
+        ``keys[i]`` is the parent of ``keys[i + 1]``. Where a key was readable in HBM already, its slot is returned and
+        yours is freed after ``after``. ``after``: the event that ends the writing. ``lease``: keeps the pages pinned
+        until its release. ValueError on unequal lengths; LeaseError, nothing changed, on a slot that is not yours.
+        Engine-owned HBM: the pages are copied out, your slots are returned, and ``poll`` tells when they are free.
+        """
+        self._progress.advance()
+        if len(keys) != len(slots):
+            raise ValueError(f"{len(keys)} keys with {len(slots)} slots; allowed: one slot a key")
+        record = None if lease is None else record_of(lease)
+        with self._lock:
+            if not self._directory.owns_hbm:
+                self._require_registered()
+                self._pending.copy_out(tuple(keys), tuple(slots), after)
+                kept = list(slots)
+            else:
+                kept = self._pending.seal(tuple(keys), tuple(slots), record, after)
+            self._progress.step()
+        self._progress.notify()
+        return kept
+
+    def free(self, slots: Sequence[int], after: Event | None = None) -> None:
+        """Gives back owned slots; they are reused once ``after`` has happened. LeaseError if one is not owned."""
+        self._progress.advance()
+        self._require_own_hbm("free")
+        with self._lock:
+            self._pending.free(tuple(slots), after)
+        self._progress.notify()
+
+    # -- finding and holding ------------------------------------------------------------------------------------
+
+    def match(self, keys: Sequence[PageKey]) -> Match:
+        """The longest readable prefix. Changes nothing, promises nothing, is no use for the policy."""
+        self._progress.advance()
+        with self._lock:
+            tiers = self._directory.residency.match(keys)
+        return Match(len(tiers), tuple(tiers))
+
+    def acquire(
+        self, keys: Sequence[PageKey], deadline_s: float | None = None, into: Sequence[int] | None = None
+    ) -> Lease:
+        """Pins the longest prefix that is readable and for which HBM has room now; starts to bring in what is below.
+
+        Never blocks, never raises for misses or lack of room. ``deadline_s``: pages that would come later are missing,
+        and a page that is not there by then ends the lease before it. ``into``: the engine's slots to load into, where
+        an engine owns HBM. ValueError on unequal lengths.
+        """
+        self._progress.advance()
+        self._check_into(keys, into)
+        now = monotonic()
+        with self._lock:
+            record = self._directory.open_lease(keys, None if deadline_s is None else now + deadline_s, into)
+        while not record.complete:
+            with self._lock:
+                self._directory.extend_lease(record, BATCH_PAGES, monotonic())
+                self._progress.submit()
+        return Lease(self, record)
+
+    def wait_until_settled(self, record: LeaseRecord, deadline: float | None) -> LeaseState:
+        """For ``Lease.wait``: drives the store until the lease is final or the time has come."""
+        start = monotonic()
+        for _ in self._progress.until(deadline):
+            if record.state is not LeaseState.PENDING:
+                break
+        self.metrics.waited(monotonic() - start)
+        return record.state
+
+    def release_lease(self, record: LeaseRecord, after: Event | None) -> None:
+        """For ``Lease.release``: ends the lease's pins, once ``after`` has happened."""
+        if self._progress.closed:
+            record.released = True
+            return
+        self._progress.advance()
+        record.released = True
+        more = True
+        while more:
+            with self._lock:
+                more = self._pending.release(record, after)
+        self._progress.notify()
+
+    # -- asking for moves ---------------------------------------------------------------------------------------
+
+    def hint(self, hint: Hint) -> HintResult:
+        """What a scheduler expects. wont_need and retain change the victim order at once; will_need waits for an
+        attached prefetcher. Never pins."""
+        self._progress.advance()
+        with self._lock:
+            result = self._directory.hints.apply(hint, monotonic())
+        self.metrics.hinted(result.value)
+        return result
+
+    def take_hints(self) -> list[Hint]:
+        """The waiting hints, for a prefetcher; the first call attaches it."""
+        self._progress.advance()
+        with self._lock:
+            return self._directory.hints.take()
+
+    def demote(self, keys: Sequence[PageKey], tier: Tier) -> int:
+        """Sends pages down to ``tier`` in the background and lets upper copies go once unpinned; pages accepted.
+
+        Missing keys are skipped. ValueError if the tier is not below HBM or not configured.
+        """
+        self._progress.advance()
+        below = [t for t in self._directory.residency.tables if t > Tier.HBM]
+        if tier not in below:
+            raise ValueError(
+                f"demote to {tier!r}; allowed: {', '.join(t.name for t in below) or 'no tier is below HBM'}"
+            )
+        accepted = 0
+        for chunk in _chunks(keys):
+            with self._lock:
+                accepted += self._directory.demote(chunk, tier)
+                self._progress.step()
+        return accepted
+
+    def evict(self, keys: Sequence[PageKey], tier: Tier | None = None) -> int:
+        """Drops copies without saving them, in one tier or in all; pages that had one.
+
+        They are unmatchable at once; leased ones go when released; records are gone from disk after ``flush``.
+        """
+        self._progress.advance()
+        tiers = [t for t in self._directory.residency.tables if tier is None or t == tier]
+        dropped = 0
+        for chunk in reversed(_chunks(keys)):
+            with self._lock:
+                dropped += self._directory.evict(chunk, tiers)
+                self._progress.step()
+        self._progress.notify()
+        return dropped
+
+    def flush(self) -> None:
+        """Returns when every page readable at the call, and every erase before it, is durable or counted as failed.
+
+        Gives up when the disk makes no progress for 10 s.
+        """
+        self._progress.advance()
+        ticket = self._save_everything()
+        last, since = ticket.open, monotonic()
+        for _ in self._progress.until(None):
+            if ticket.open == 0 or (ticket.open == last and monotonic() - since > _FLUSH_STALL_S):
+                break
+            if ticket.open != last:
+                last, since = ticket.open, monotonic()
+        self._mover.sync(_FLUSH_STALL_S)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until nothing is in flight, queued or waiting for an event; False if the time ran out."""
+        for _ in self._progress.until(monotonic() + timeout_s):
+            with self._lock:
+                if self._progress.settled:
+                    return True
+        return False
+
+    # -- progress and reports -----------------------------------------------------------------------------------
+
+    def poll(self) -> list[int]:
+        """Advances everything by what has finished. Engine-owned HBM: the slots whose copies out have ended."""
+        self._progress.advance()
+        with self._lock:
+            self._progress.step()
+            reusable, self._directory.reusable = self._directory.reusable, []
+        return reusable
+
+    def register(self, *pages: EnginePages) -> None:
+        """The engine's tensors, one EnginePages a KV group. ConfigError unless an engine owns HBM and they fit."""
+        self._progress.advance()
+        if self._directory.owns_hbm or self._parts.arena is None:
+            raise ConfigError("register: HBM belongs to the store; allowed with hbm.owner: engine")
+        pool = EnginePool(self._parts.layout, pages)
+        self._mover.attach(CpuCopyEngine(pool, self._parts.arena, self._parts.layout.page_nbytes, self._wake))
+        self._engine_registered = True
+
+    def check(self) -> None:
+        """AssertionError naming the first invariant that does not hold. O(pages); any time, in production too."""
+        self._progress.advance()
+        with self._lock:
+            invariants.check(self._directory, self._pending)
+
+    def explain(self, keys: Sequence[PageKey]) -> list[dict[str, object]]:
+        """For each key: where its copies are and in what state, its parent, and why it went if it went lately."""
+        self._progress.advance()
+        with self._lock:
+            return [report.explain_page(self._directory, key) for key in keys]
+
+    def stats(self) -> dict[str, object]:
+        """A snapshot: effective configuration, sizes, occupancy, counters, rates."""
+        self._progress.advance()
+        with self._lock:
+            return report.stats(self._config, self._parts)
+
+    def close(self, timeout_s: float = 30) -> None:
+        """Saves what only HBM and HOST hold, waits for copies, fails the rest, releases the directory. Idempotent."""
+        if self._progress.closed:
+            return
+        deadline = monotonic() + timeout_s
+        ticket = self._save_everything()
+        for _ in self._progress.until(deadline):
+            with self._lock:
+                if ticket.open == 0 and self._directory.traffic.idle():
+                    break
+        self._progress.stop(max(0.0, deadline - monotonic()))
+        if not self._mover.close(max(0.0, deadline - monotonic())):
+            _log.warning("a copy or I/O thread did not end within %s s and was left behind", timeout_s)
+
+    def __enter__(self) -> TierStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _save_everything(self) -> Ticket:
+        with self._lock:
+            keys, ticket = self._directory.begin_flush()
+        for chunk in _chunks(keys):
+            with self._lock:
+                self._directory.save(chunk, ticket)
+                self._progress.step()
+        return ticket
+
+    def _require_own_hbm(self, verb: str) -> None:
+        if not self._directory.owns_hbm:
+            raise ConfigError(f"{verb}: HBM belongs to the engine; allowed with hbm.owner: store")
+
+    def _require_registered(self) -> None:
+        if not self._engine_registered:
+            raise ConfigError(
+                "the engine's pages are not registered; allowed: register(EnginePages(...)) first"
+            )
+
+    def _require_fits(self, n: int) -> None:
+        slots = self._directory.residency.tables[Tier.HBM].num_slots
+        nbytes = self._parts.layout.page_nbytes
+        if n < 0:
+            raise ValueError(f"allocate({n}); allowed: 0 or more pages")
+        if slots is not None and n > slots:
+            raise CapacityError(
+                f"{n} pages ({n * nbytes} bytes) exceed HBM, which holds {slots} pages ({slots * nbytes} bytes)"
+            )
+
+    def _check_into(self, keys: Sequence[PageKey], into: Sequence[int] | None) -> None:
+        if self._directory.owns_hbm:
+            if into is not None:
+                raise ConfigError(
+                    "acquire(into=...): HBM belongs to the store; allowed with hbm.owner: engine"
+                )
+        elif into is None or len(into) != len(keys):
+            raise ValueError(
+                f"acquire of {len(keys)} keys; allowed where an engine owns HBM: into= one slot a key"
+            )
+        else:
+            self._require_registered()
+
+
+def _chunks(keys: Sequence[PageKey]) -> list[Sequence[PageKey]]:
+    """Pieces short enough for one hold of the lock."""
+    return [keys[i : i + BATCH_PAGES] for i in range(0, len(keys), BATCH_PAGES)]

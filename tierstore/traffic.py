@@ -1,0 +1,130 @@
+"""Transfers on their way: collects moves into batches, numbers them, remembers them until their ack. Metadata only.
+
+Commands leave in the order in which they were decided; an erase that made room leaves before the write that uses it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
+
+if TYPE_CHECKING:
+    from tierstore.residency import Residency
+
+BATCH_PAGES = 128
+"""Pages of one transfer at most, so that its first page is not kept waiting for its last."""
+
+_SMOOTHING = 0.2
+"""Weight of the newest transfer in the average rate of an edge."""
+
+
+class Move(NamedTuple):
+    """One page along one edge, its slots already reserved."""
+
+    key: PageKey
+    src_slot: int
+    dst_slot: int
+    nbytes: int
+    parent: PageKey | None
+
+
+Edge = tuple[Tier, Tier]
+
+
+class Traffic:
+    """The transfers between reserve and ack, and the commands not yet handed to the mover."""
+
+    def __init__(self, residency: Residency, page_nbytes: int) -> None:
+        self.transfers: dict[int, Transfer] = {}
+        self.outbox: deque[Transfer | Erase] = deque()
+        self.pages: Counter[Edge] = Counter()
+        """Pages in flight on each edge."""
+        self.rates: dict[Edge, float] = {}
+        """Bytes a second of each edge, averaged over its transfers; absent until the first one ends."""
+        self.moved_at: dict[Edge, float] = {}
+        """When the edge last made progress or began to carry something."""
+        self._residency = residency
+        self._page_nbytes = page_nbytes
+        self._moves: dict[Edge, list[Move]] = defaultdict(list)
+        self._next_id = 0
+
+    def add(self, src: Tier, dst: Tier, move: Move) -> None:
+        """Puts a reserved move into the current batch of its edge."""
+        self._moves[src, dst].append(move)
+
+    def emit(self, now: float) -> None:
+        """Turns the collected moves into transfers and queues them, with the erases decided before, for the mover."""
+        self.emit_erases()
+        for edge, moves in self._moves.items():
+            if moves and not self.pages[edge]:
+                self.moved_at[edge] = now
+            for start in range(0, len(moves), BATCH_PAGES):
+                self._queue(edge, moves[start : start + BATCH_PAGES])
+        self._moves.clear()
+
+    def emit_erases(self) -> None:
+        """Queues an erase for every record that residency let go."""
+        by_tier: dict[Tier, list[PageKey]] = defaultdict(list)
+        erased = self._residency.erased
+        while erased:
+            tier, key = erased.popleft()
+            by_tier[tier].append(key)
+        self.outbox.extend(Erase(tier, tuple(keys)) for tier, keys in by_tier.items())
+
+    def settle(self, ack: Ack, now: float) -> Transfer:
+        """The transfer has ended; forgets it and learns the edge's rate."""
+        transfer = self.transfers.pop(ack.transfer_id)
+        edge = (transfer.src, transfer.dst)
+        self.pages[edge] -= len(transfer.keys)
+        self.moved_at[edge] = now
+        if ack.num_ready and ack.seconds > 0:
+            rate = ack.num_ready * self._page_nbytes / ack.seconds
+            self.rates[edge] = self.rates.get(edge, rate) * (1 - _SMOOTHING) + rate * _SMOOTHING
+        return transfer
+
+    def carrying(self, src: Tier, dst: Tier) -> int:
+        """Pages reserved on the edge and not settled, those of the batch being collected included."""
+        return self.pages[src, dst] + len(self._moves.get((src, dst), ()))
+
+    def seconds_for(self, edge: Edge, pages: int) -> float:
+        """Expected time until ``pages`` more have crossed the edge; 0 while no rate is known."""
+        rate = self.rates.get(edge)
+        if rate is None:
+            return 0.0
+        return (self.carrying(*edge) + pages) * self._page_nbytes / rate
+
+    def stalled(self, edge: Edge, now: float, limit_s: float) -> bool:
+        """Whether the edge carries pages and has made no progress for ``limit_s``."""
+        return self.pages[edge] > 0 and now - self.moved_at[edge] > limit_s
+
+    def quiet(self, tier: Tier) -> bool:
+        """Whether nothing is on its way into or out of the tier."""
+        return not any(tier in edge and self.carrying(*edge) for edge in {*self.pages, *self._moves})
+
+    def take(self) -> list[Transfer | Erase]:
+        """Hands the queued commands to the mover, in order."""
+        commands = list(self.outbox)
+        self.outbox.clear()
+        return commands
+
+    def idle(self) -> bool:
+        """Whether nothing is in flight or waiting to be handed over."""
+        return not self.transfers and not self.outbox
+
+    def _queue(self, edge: Edge, moves: list[Move]) -> None:
+        transfer = Transfer(
+            id=self._next_id,
+            keys=tuple(m.key for m in moves),
+            src=edge[0],
+            src_slots=tuple(m.src_slot for m in moves),
+            dst=edge[1],
+            dst_slots=tuple(m.dst_slot for m in moves),
+            nbytes=sum(m.nbytes for m in moves),
+            parents=tuple(m.parent for m in moves),
+        )
+        self._next_id += 1
+        self.transfers[transfer.id] = transfer
+        self.pages[edge] += len(moves)
+        self.outbox.append(transfer)
