@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -60,15 +59,21 @@ def find_documents(
 
 
 def _machine_parts() -> Iterator[tuple[str, str]]:
-    """Licences and package texts in turn; a text met before, whatever its heading, is left out."""
-    seen: set[bytes] = set()
+    """Licences and package texts in turn; a text of which half was met before is left out."""
+    seen: set[str] = set()
     turns = zip_longest(_licences(), _package_files())
     for path in filter(None, chain.from_iterable(turns)):
         text = _read(path)
-        mark = hashlib.sha256(" ".join(text[2_000:5_000].split()).encode()).digest()
-        if len(text) >= _LONG_ENOUGH and mark not in seen:
-            seen.add(mark)
+        phrases = _phrases(text[:_LONG_ENOUGH])
+        if len(text) >= _LONG_ENOUGH and len(phrases & seen) * 2 < len(phrases):
+            seen |= phrases
             yield _name(path), text
+
+
+def _phrases(text: str) -> set[str]:
+    """Every run of six words."""
+    words = text.split()
+    return {" ".join(words[i : i + 6]) for i in range(len(words) - 5)}
 
 
 def _own_parts(paths: Sequence[Path]) -> Iterator[tuple[str, str]]:

@@ -232,12 +232,8 @@ class TierStoreCache(Cache):
             raise ValueError(
                 f"the model computes {keys.dtype} on {keys.device}, the pages hold {pages.dtype} on {pages.device}"
             )
-        # generate() feeds a warm cache the whole prompt again in assisted decoding, and would not notice.
-        if positions is not None and positions.ndim == 2 and int(positions[0, -1]) != start + width - 1:
-            raise ValueError(
-                f"tokens that end at position {int(positions[0, -1])} were fed to a cache of {start} tokens. "
-                "With assisted decoding, pass only the tokens the cache lacks, and a mask for the whole prompt"
-            )
+        if positions is not None and positions.ndim == 2:
+            _check_positions(int(positions[0, -1]), start, width)
         if self._fed is not None and len(self._fed) != width:
             self._fed = None
         self.table = self.sequence.extend(width)
@@ -258,6 +254,20 @@ def _check_model(model: PreTrainedModel, store: TierStore) -> None:
         raise ValueError(
             f"the store's pages have {pages.shape[1]} layers, the model {config.num_hidden_layers}"
         )
+
+
+def _check_positions(last: int, start: int, width: int) -> None:
+    """generate() feeds a warm cache the whole prompt again in assisted decoding, and would not notice."""
+    if last == start + width - 1:
+        return
+    if start == 0:
+        raise ValueError(
+            "TierStoreCache supports no padding and no positions of your own: pass one unpadded prompt"
+        )
+    raise ValueError(
+        f"tokens that end at position {last} were fed to a cache of {start} tokens. With assisted decoding, pass "
+        "only the tokens the cache lacks, and an attention mask for the whole prompt"
+    )
 
 
 def _one_prompt(input_ids: torch.Tensor | Sequence[int]) -> list[int]:

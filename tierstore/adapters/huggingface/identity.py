@@ -15,10 +15,11 @@ _NOT_IDENTITY = (
     "_name_or_path",
     "_attn_implementation",
     "attn_implementation",
+    "architectures",
     "transformers_version",
     "dtype",
 )
-"""Config entries that say how a model is stored or run, not what it computes (dtype is hashed with the weights)."""
+"""Config entries that say how a model is stored or run, not what it computes (class and dtype are hashed apart)."""
 
 
 def page_spec(config: PreTrainedConfig, page_size: int, dtype: torch.dtype | str, model_id: str) -> PageSpec:

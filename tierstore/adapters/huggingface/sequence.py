@@ -49,6 +49,7 @@ class PagedSequence:
         self.reused_by_tier: Counter[Tier] = Counter()
         self._store, self._salt, self._extra, self._timeout_s = store, salt, tuple(extra), timeout_s
         self._owned: set[int] = set()
+        self._rolled_back = False
         self._expected = list(prompt)
         self._lease: Lease | None = None
         self._fed: list[int] = []
@@ -85,14 +86,16 @@ class PagedSequence:
         table = len(self.slots)
         first = self.num_tokens // self.page_size
         copied = first < table and self.slots[first] not in self._owned
-        new = -(-(self.num_tokens + count) // self.page_size) - table + copied
-        slots = self._store.allocate(new, timeout_s=self._timeout_s) if new > 0 else []
+        new = max(0, -(-(self.num_tokens + count) // self.page_size) - table) + copied
+        slots = self._store.allocate(new, timeout_s=self._timeout_s) if new else []
         self._owned.update(slots)
         if copied:
             target = slots.pop()
             self.pages[target].copy_(self.pages[self.slots[first]])
             self.slots[first] = target
         self.slots += slots
+        if self._rolled_back:
+            self._shorten_lease()
         return self._table()
 
     def places(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,6 +116,8 @@ class PagedSequence:
     def truncate(self, num_tokens: int) -> None:
         """Forget all but the first ``num_tokens`` tokens; pages of our own beyond them return to the store."""
         keep = -(-num_tokens // self.page_size)
+        touched = self.slots[num_tokens // self.page_size :]
+        self._rolled_back |= any(slot not in self._owned for slot in touched)
         self._give_back([slot for slot in self.slots[keep:] if slot in self._owned])
         del self.slots[keep:]
         del self._fed[num_tokens:], self._expected[num_tokens:]
@@ -162,6 +167,15 @@ class PagedSequence:
         self.pages[slot].copy_(self.pages[self.slots[-1]])
         self.slots[-1] = slot
         return True
+
+    def _shorten_lease(self) -> None:
+        """After a rollback below sealed pages: hold only those that are left. The store takes the last page of a
+        lease for the parent of the next one sealed under it."""
+        lease = self._store.acquire(self._keys(self._fed))
+        old, self._rolled_back = self._lease, False
+        if old is not None and lease.slots == self.slots[: len(lease.keys)]:
+            self._lease, lease = lease, old
+        lease.release()
 
     def _seal(self) -> None:
         """Give every full page of ours whose tokens are known to the store, and take the slots it answers with."""

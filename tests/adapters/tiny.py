@@ -1,0 +1,130 @@
+"""A small random Llama in float32, a store with room for a few of its prompts, and the questions tests ask of both."""
+
+# transformers leaves some of its functions untyped:
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tierstore.adapters.huggingface import (
+    ATTENTION,
+    TierStoreCache,
+    cache_argument,
+    model_identity,
+    page_spec,
+)
+from tierstore.adapters.huggingface.cache import TierStoreLayer
+from tierstore.config import load_config
+from tierstore.store import TierStore
+
+PAGE = 8
+VOCABULARY = 97
+
+
+def tiny_llama(num_kv_heads: int = 2, num_layers: int = 3, seed: int = 0) -> LlamaForCausalLM:
+    """4 query heads of 8 dimensions. Large weights, so that logits lie far apart and equal answers mean something."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=num_kv_heads,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = LlamaForCausalLM(config)
+    model.eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)
+    model.set_attn_implementation(ATTENTION)
+    return model
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return [int(token) for token in torch.randint(2, VOCABULARY, (length,), generator=generator)]
+
+
+@contextmanager
+def open_store(
+    model: LlamaForCausalLM, hbm: int = 32, host: int = 0, disk: Path | None = None, page_size: int = PAGE
+) -> Iterator[TierStore]:
+    """A store of ``hbm`` and ``host`` pages, and a disk tier in ``disk``. At the end nothing may have leaked."""
+    spec = page_spec(model.config, page_size, model.dtype, model_identity(model))
+    config: dict[str, Any] = {"hbm": {"capacity": hbm * spec.page_nbytes, "device": "cpu"}}
+    if host:
+        config["host"] = {"capacity": host * spec.page_nbytes}
+    if disk is not None:
+        config["nvme"] = {"path": str(disk), "capacity": "64MiB"}
+    with TierStore.open(load_config(config), spec) as store:
+        yield store
+        store.check()
+        # Nothing is owned or leased any more: the whole of HBM can be had.
+        store.free(store.allocate(hbm, timeout_s=20.0))
+
+
+@dataclass
+class Fed:
+    """Widths of the forward passes of a model."""
+
+    widths: list[int]
+
+
+@contextmanager
+def watch(model: LlamaForCausalLM) -> Iterator[Fed]:
+    """What the model is fed while this is open."""
+    fed = Fed([])
+
+    def note(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        fed.widths.append(kwargs["input_ids"].shape[1])
+
+    hook = model.model.register_forward_pre_hook(note, with_kwargs=True)
+    yield fed
+    hook.remove()
+
+
+def generate(
+    model: LlamaForCausalLM, prompt: list[int], cache: TierStoreCache | None, **options: Any
+) -> list[int]:
+    """The new tokens, greedy unless ``options`` say otherwise."""
+    given: dict[str, Any] = {"do_sample": False, "max_new_tokens": 11, "pad_token_id": 0} | options
+    if cache is not None:
+        given[cache_argument(model)] = cache
+    out: torch.Tensor = model.generate(torch.tensor([prompt]), **given)
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+def plain(model: LlamaForCausalLM, prompt: list[int], **options: Any) -> list[int]:
+    """What transformers answers by itself."""
+    model.set_attn_implementation("sdpa")
+    try:
+        return generate(model, prompt, None, **options)
+    finally:
+        model.set_attn_implementation(ATTENTION)
+
+
+def ask(
+    store: TierStore, model: LlamaForCausalLM, prompt: list[int], **options: Any
+) -> tuple[list[int], TierStoreCache]:
+    """Answer over the store and close the cache. Asserts that exactly the tokens not reused were fed, once each."""
+    with watch(model) as fed, TierStoreCache(store, prompt, model=model) as cache:
+        answer = generate(model, prompt, cache, **options)
+        assert cache.get_seq_length() == len(prompt) + len(answer) - 1
+        assert sum(fed.widths) == cache.get_seq_length() - cache.reused_tokens
+        handles = [layer for layer in cache.layers if isinstance(layer, TierStoreLayer)]
+        assert len(handles) == model.config.num_hidden_layers
+        assert all(handle.keys is None and handle.values is None for handle in handles)
+    return answer, cache
