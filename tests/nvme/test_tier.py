@@ -119,7 +119,10 @@ def test_everything_on_disk_stays_within_the_capacity_under_churn(rig: Rig) -> N
     following = count
     for step in range(120):
         size = 1 + step % 17
-        gone, live = live[:: count // size][:size], [n for n in live if n not in set(live[:: count // size][:size])]
+        gone, live = (
+            live[:: count // size][:size],
+            [n for n in live if n not in set(live[:: count // size][:size])],
+        )
         rig.erase(gone)
         fresh = list(range(following, following + len(gone)))
         following += len(gone)

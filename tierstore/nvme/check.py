@@ -75,10 +75,11 @@ def examine(directory: Path, timeout_s: float = 600.0) -> Examination:
         return Examination(
             fault=f"data.mdb has {data.stat().st_size} bytes where its last page ends at {end}"
         )
-    return _walk(directory, timeout_s)
+    return walk_apart(directory, timeout_s)
 
 
-def _walk(directory: Path, timeout_s: float) -> Examination:
+def walk_apart(directory: Path, timeout_s: float) -> Examination:
+    """Walk the trees in a child process, which a damaged one may kill. ConfigError if none can be started."""
     package_root = str(Path(tierstore.__file__).resolve().parent.parent)
     command = [sys.executable, "-c", _PROGRAM, package_root, str(directory)]
     try:
@@ -87,10 +88,11 @@ def _walk(directory: Path, timeout_s: float) -> Examination:
         return Examination(fault=f"walking its catalogue took over {timeout_s:.0f} s")
     except OSError as error:
         raise ConfigError(f"nvme.path: the process that checks it could not be started ({error})") from error
+    begun, _, count = child.stdout.partition("\n")
+    if begun != "walking":
+        raise ConfigError(f"nvme.path: the process that checks it failed: {child.stderr.strip()[-300:]}")
     if child.returncode == 0:
-        return Examination(records=int(child.stdout))
+        return Examination(records=int(count))
     if child.returncode < 0:
         return Examination(fault=f"walking its catalogue ended in {signal.Signals(-child.returncode).name}")
-    if child.returncode != 3:
-        raise ConfigError(f"nvme.path: the process that checks it failed: {child.stderr.strip()[-300:]}")
-    return Examination(fault=child.stderr.strip())
+    return Examination(fault=child.stderr.strip()[-300:])

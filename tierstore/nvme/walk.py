@@ -43,7 +43,12 @@ def walk(directory: str) -> int | str:
 
 
 def main() -> int:
-    """Exit code 0 with the number of records on stdout, or 3 with the fault on stderr."""
+    """Exit code 0 with the number of records on stdout, or another with the fault at the end of stderr.
+
+    Whatever goes wrong after the first line of stdout is the directory's fault, before it this program's.
+    """
+    sys.stdout.write("walking\n")
+    sys.stdout.flush()
     try:
         found = walk(sys.argv[1])
     except lmdb.Error as error:

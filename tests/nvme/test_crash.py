@@ -1,0 +1,122 @@
+"""Killed at any moment, forked, left open: what was promised is there, and nothing that is there is wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+from tests.nvme.rig import CAPACITY, Rig, blank, key
+from tierstore.errors import StoreClosed
+
+
+def fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # newer Pythons warn of forking beside threads: the point
+        return os.fork()
+
+
+def start_victim(home: Path, first: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.nvme.victim", str(home), str(first)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+
+
+def kill_after(victim: subprocess.Popen[str], lines: int, pause_s: float) -> list[tuple[str, int]]:
+    """Kill it ``pause_s`` after so many lines; everything it said."""
+    assert victim.stdout is not None
+    said = [victim.stdout.readline() for _ in range(1 + lines)]
+    assert said[0] == "open\n"
+    time.sleep(pause_s)
+    victim.send_signal(signal.SIGKILL)
+    said += victim.stdout.readlines()
+    victim.wait()
+    victim.stdout.close()
+    words = [line.split() for line in said[1:] if line.endswith("\n")]
+    return [(word, int(number)) for word, number in words]
+
+
+def test_a_killed_process_leaves_what_was_synced_and_nothing_wrong(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    chance = random.Random(20)
+    for turn in range(5):
+        first = turn * 100_000
+        said = kill_after(start_victim(home, first), chance.randint(0, 12), chance.random() * 0.03)
+        synced = max([first, *(number for word, number in said if word == "sync")])
+        gone = max([first, *(number for word, number in said if word == "gone")])
+        erased_at_most = max(gone, first + 27 * ((synced + 9 - first) // 27) - 100)
+        rig = Rig(home)
+        counted = {record[0] for record in rig.tier.records()}
+        numbers = range(first, synced + 50)
+        there = rig.present(numbers)
+        assert {key(n) for n in there} == counted & {key(n) for n in numbers}
+        assert there >= set(range(erased_at_most, synced))
+        assert there.isdisjoint(range(first, gone))
+        assert len(counted) * rig.tier.record_nbytes <= rig.tier.budget_nbytes
+        rig.tier.submit_erase(list(counted))
+        rig.close()
+    assert sum(path.lstat().st_blocks * 512 for path in home.rglob("*")) <= CAPACITY
+
+
+def test_a_killed_holder_leaves_no_lock(tmp_path: Path) -> None:
+    kill_after(start_victim(tmp_path / "home", 0), 1, 0.0)
+    Rig(tmp_path / "home").close()
+
+
+def test_a_forked_child_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "home")
+    rig.write([0])
+    transfer = rig.transfer([key(0)])
+    child = fork()
+    if child == 0:
+        refused = 0
+        for call in (
+            lambda: rig.tier.submit_write(transfer, [blank()]),
+            lambda: rig.tier.submit_read(transfer, [blank()]),
+            lambda: rig.tier.submit_erase([key(0)]),
+            rig.tier.poll,
+            lambda: rig.tier.sync(1.0),
+            rig.tier.stats,
+        ):
+            try:
+                call()
+            except StoreClosed:
+                refused += 1
+        os._exit(0 if refused == 6 and rig.tier.close(1.0) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert rig.write([1]).ok
+    assert rig.present([0, 1]) == {0, 1}
+    rig.close()
+
+
+def test_a_forked_child_does_not_keep_the_lock_of_a_closed_tier(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "home")
+    ready, go_on = os.pipe()
+    child = fork()
+    if child == 0:
+        os.close(go_on)
+        os.read(ready, 1)
+        os._exit(0)
+    os.close(ready)
+    rig.close()
+    Rig(tmp_path / "home").close()
+    os.close(go_on)
+    os.waitpid(child, 0)
+
+
+def test_a_process_that_never_closes_ends_and_loses_nothing_it_synced(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from tests.nvme.rig import Rig\n"
+        "rig = Rig(Path(sys.argv[1])); rig.write(range(20)); rig.tier.sync(60.0); rig.submit_write(range(20, 90))\n"
+    )
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "home")], check=True, cwd=root, timeout=60)
+    rig = Rig(tmp_path / "home")
+    assert rig.present(range(90)) >= set(range(20))
+    rig.close()

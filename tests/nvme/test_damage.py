@@ -1,0 +1,283 @@
+"""Bytes that changed on disk: a miss, a count, or a fresh start; never wrong bytes, never a signal in this process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import random
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from tests.nvme.rig import CAPACITY, FINGERPRINT, PAGE, Rig, data_file, key, page
+from tierstore import codec
+from tierstore.nvme import entry
+from tierstore.nvme.check import walk_apart
+from tierstore.types import Failure
+
+ROOT = Path(__file__).parents[2]
+COUNT = 60
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A closed home with COUNT pages."""
+    rig = Rig(tmp_path / "home")
+    assert rig.write(range(COUNT)).ok
+    rig.close()
+    return rig.home
+
+
+@contextmanager
+def by_hand(home: Path) -> Iterator[tuple[lmdb.Transaction[bytes], lmdb._Database, lmdb._Database]]:
+    """A write transaction on a closed home, with its catalogue and its pages."""
+    with lmdb.open(str(data_file(home).parent), map_size=CAPACITY, max_dbs=entry.MAX_DBS) as env:
+        catalogue, pages = env.open_db(entry.CATALOGUE_DB), env.open_db(entry.PAGES_DB)
+        with env.begin(write=True) as txn:
+            yield txn, catalogue, pages
+
+
+def position_of(home: Path, needle: bytes) -> int:
+    data = data_file(home).read_bytes()
+    assert data.count(needle) == 1
+    return data.index(needle)
+
+
+def change(path: Path, position: int, new: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(position)
+        file.write(new)
+
+
+def test_a_flipped_bit_costs_one_page_and_is_counted(home: Path) -> None:
+    where = position_of(home, page(7).tobytes())
+    change(data_file(home), where + 5000, bytes([page(7)[5000] ^ 1]))
+    rig = Rig(home)
+    ack, out = rig.read(range(COUNT))
+    assert ack.failures == ((7, Failure.INTEGRITY),)
+    for number in set(range(COUNT)) - {7}:
+        np.testing.assert_array_equal(out[number], page(number))
+    assert rig.tier.stats()["read_integrity"] == 1
+    rig.erase([7])
+    assert rig.write([7]).ok
+    assert rig.present([7]) == {7}
+    rig.close()
+
+
+@pytest.mark.parametrize("offset", [0, 8, 40, 80, 200, 4000, 4079])
+def test_a_changed_head_costs_one_page(home: Path, offset: int) -> None:
+    where = position_of(home, page(7).tobytes()) - codec.HEAD_NBYTES + offset
+    old = data_file(home).read_bytes()[where]
+    change(data_file(home), where, bytes([old ^ 0x10]))
+    rig = Rig(home)
+    assert rig.present(range(COUNT)) == set(range(COUNT)) - {7}
+    rig.close()
+
+
+def test_a_changed_entry_sets_the_directory_aside_with_one_warning(
+    home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with by_hand(home) as (txn, catalogue, _):
+        raw = txn.get(key(7), db=catalogue)
+        assert raw is not None
+        txn.put(key(7), raw[:50] + bytes([raw[50] ^ 1]) + raw[51:], db=catalogue)
+    with caplog.at_level(logging.WARNING):
+        rig = Rig(home)
+    assert len(caplog.records) == 1
+    assert "checksum" in caplog.text
+    assert list(rig.tier.records()) == []
+    assert rig.write([7]).ok
+    others = rig.tier.stats()["others"]
+    assert isinstance(others, list)
+    assert [(other["name"], other["damaged"]) for other in others] == [(f"{FINGERPRINT}-0.damaged-1", True)]
+    rig.close()
+    Rig(home).close()
+
+
+@pytest.mark.parametrize("share", [0.0005, 0.01, 0.5, 0.99])
+def test_a_cut_file_is_set_aside_without_a_signal(home: Path, share: float) -> None:
+    data = data_file(home)
+    os.truncate(data, int(data.stat().st_size * share))
+    rig = Rig(home)
+    assert list(rig.tier.records()) == []
+    assert rig.write(range(COUNT)).ok
+    assert rig.present(range(COUNT)) == set(range(COUNT))
+    rig.close()
+
+
+def test_a_file_of_noise_is_set_aside(home: Path) -> None:
+    data_file(home).write_bytes(random.Random(3).randbytes(100_000))
+    rig = Rig(home)
+    assert list(rig.tier.records()) == []
+    rig.close()
+
+
+def test_two_damaged_directories_are_kept_apart(home: Path) -> None:
+    for _ in range(2):
+        os.truncate(data_file(home), 10_000)
+        Rig(home).close()
+    names = sorted(path.name for path in home.iterdir() if path.is_dir())
+    assert names == [FINGERPRINT + "-0" + suffix for suffix in ("", ".damaged-1", ".damaged-2")]
+
+
+def test_a_walk_that_ends_in_a_signal_costs_a_child(home: Path) -> None:
+    data = data_file(home)
+    os.truncate(data, 3 * 4096)  # what the look at its length would have found
+    fault = walk_apart(data.parent, timeout_s=60.0).fault
+    assert fault is not None
+    assert "SIGBUS" in fault
+
+
+def test_a_tree_whose_nodes_lie_sets_the_directory_aside(home: Path) -> None:
+    data = data_file(home)
+    with by_hand(home) as (txn, catalogue, _):
+        stored = txn.get(key(0), db=catalogue)
+    assert stored is not None
+    raw = bytearray(data.read_bytes())
+    node = raw.find(key(0) + stored)
+    while node >= 0:  # old copies of the leaf too: only one of them is in the tree
+        struct.pack_into("<H", raw, node - 6, 0x0FFF)  # upper half of the length: 268 MB, past the file's end
+        node = raw.find(key(0) + stored, node + 1)
+    data.write_bytes(raw)
+    rig = Rig(home)
+    assert list(rig.tier.records()) == []
+    rig.close()
+
+
+def test_records_deleted_behind_our_back_are_not_found(home: Path) -> None:
+    rig = Rig(home)
+    command = (
+        "import lmdb, sys\n"
+        "env = lmdb.open(sys.argv[1], map_size=int(sys.argv[2]), max_dbs=4)\n"
+        "with env.begin(write=True) as txn:\n"
+        "    for name in sys.argv[3:]:\n"
+        "        for db in (b'catalogue', b'pages'):\n"
+        "            assert txn.delete(bytes.fromhex(name), db=env.open_db(db, txn))\n"
+    )
+    arguments = [str(data_file(home).parent), str(CAPACITY), key(3).hex(), key(5).hex()]
+    subprocess.run([sys.executable, "-c", command, *arguments], check=True, timeout=60)
+    ack, _ = rig.read([3, 4, 5])
+    assert ack.failures == ((0, Failure.NOT_FOUND), (2, Failure.NOT_FOUND))
+    rig.close()
+
+
+def test_a_page_deleted_under_its_entry_never_gives_other_bytes(home: Path) -> None:
+    with by_hand(home) as (txn, _, pages):
+        for number in range(0, COUNT, 2):
+            txn.delete(key(number), db=pages)
+    rig = Rig(home)
+    rig.write(range(COUNT, COUNT + 40))
+    rig.write(range(COUNT + 40, COUNT + 80))
+    there = rig.present(range(COUNT + 80))
+    assert there >= set(range(1, COUNT, 2)) | set(range(COUNT, COUNT + 80))
+    rig.close()
+
+
+def test_an_entry_that_points_to_another_page_is_an_integrity_failure(home: Path) -> None:
+    with by_hand(home) as (txn, catalogue, _):
+        raw = txn.get(key(1), db=catalogue)
+        assert raw is not None
+        txn.put(key(0), entry.pack(key(0), entry.unpack(key(1), raw)), db=catalogue)
+    rig = Rig(home)
+    ack, _ = rig.read([0, 1])
+    assert ack.failures == ((0, Failure.INTEGRITY),)
+    rig.close()
+
+
+@pytest.mark.parametrize("page_number", [1, 3, 10**6, 2**51, 2**63])
+def test_an_entry_that_points_nowhere_is_an_integrity_failure(home: Path, page_number: int) -> None:
+    with by_hand(home) as (txn, catalogue, _):
+        raw = txn.get(key(0), db=catalogue)
+        assert raw is not None
+        wrong = entry.unpack(key(0), raw)._replace(page_number=page_number)
+        txn.put(key(0), entry.pack(key(0), wrong), db=catalogue)
+    rig = Rig(home)
+    ack, _ = rig.read([0])
+    assert ack.failures[0][1] in (Failure.INTEGRITY, Failure.IO_ERROR)
+    rig.close()
+
+
+def test_entries_without_a_page_number_are_read_through_lmdb(home: Path) -> None:
+    with by_hand(home) as (txn, catalogue, pages):
+        for number in range(COUNT):
+            raw = txn.get(key(number), db=catalogue)
+            assert raw is not None
+            plain = entry.unpack(key(number), raw)._replace(page_number=0)
+            txn.put(key(number), entry.pack(key(number), plain), db=catalogue)
+        txn.delete(key(1), db=pages)
+        txn.put(key(2), b"short", db=pages)
+        value = txn.get(key(3), db=pages)
+        assert value is not None
+        txn.put(key(4), value, db=pages)
+    rig = Rig(home)
+    ack, _ = rig.read(range(5))
+    assert ack.failures == ((1, Failure.NOT_FOUND), (2, Failure.INTEGRITY), (4, Failure.INTEGRITY))
+    assert rig.present(range(5, COUNT)) == set(range(5, COUNT))
+    rig.close()
+
+
+def test_a_record_of_another_model_is_an_integrity_failure(home: Path) -> None:
+    with by_hand(home) as (txn, catalogue, pages):
+        record = np.empty(codec.record_nbytes(PAGE), dtype=np.uint8)
+        codec.encode(page(0), record, fingerprint=codec.fingerprint_digest("cd34"), key=key(0), parent=None)
+        txn.put(key(0), record.tobytes(), db=pages)
+        txn.put(key(0), entry.pack(key(0), entry.Entry(None, PAGE, PAGE, 0)), db=catalogue)
+    rig = Rig(home)
+    ack, _ = rig.read([0])
+    assert ack.failures == ((0, Failure.INTEGRITY),)
+    rig.close()
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, ("bomb-went-off",)
+
+
+def test_a_planted_pickle_executes_nothing(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bomb = pickle.dumps(Bomb())
+    with by_hand(home) as (txn, catalogue, pages):
+        txn.put(key(0), bomb.ljust(codec.record_nbytes(PAGE), b"."), db=pages)
+        txn.put(key(0), entry.pack(key(0), entry.Entry(None, PAGE, PAGE, 0)), db=catalogue)
+    (data_file(home).parent / "tierstore-shard.json").write_bytes(bomb)
+    monkeypatch.chdir(tmp_path)
+    Rig(home).close()
+    assert not (tmp_path / "bomb-went-off").exists()
+    pickle.loads(bomb)
+    assert (tmp_path / "bomb-went-off").exists()  # the bomb was a real one
+
+
+FLIPS = """
+import random, sys
+from pathlib import Path
+from tests.nvme.rig import Rig, data_file
+home, data = Path(sys.argv[1]), None
+chance = random.Random(int(sys.argv[2]))
+clean = data_file(home).read_bytes()
+for turn in range(int(sys.argv[3])):
+    raw = bytearray(clean)
+    for _ in range(chance.choice((1, 4))):
+        raw[chance.choice((chance.randrange(len(raw)), chance.randrange(20 * 4096)))] ^= 1 << chance.randrange(8)
+    data_file(home).write_bytes(raw)
+    rig = Rig(home)
+    rig.present(range(60))
+    rig.erase(range(0, 60, 3))
+    rig.write(range(100, 120))
+    rig.present(range(120))
+    rig.close()
+"""
+
+
+def test_random_flips_anywhere_in_the_file_give_no_wrong_byte_and_no_signal(home: Path) -> None:
+    command = [sys.executable, "-c", FLIPS, str(home), "7", "25"]
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert child.returncode == 0, child.stderr[-3000:]

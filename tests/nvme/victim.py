@@ -1,0 +1,37 @@
+"""A process to be killed: writes, erases and syncs for ever, and says on stdout what it was promised.
+
+Lines: ``sync N`` when pages below N are durable, ``gone N`` when the erase of pages below N is.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.nvme.rig import PATIENCE_S, Rig
+
+
+def main() -> None:
+    home, first = Path(sys.argv[1]), int(sys.argv[2])
+    rig = Rig(home)
+    for _ in rig.tier.records():
+        pass
+    number = first
+    sys.stdout.write("open\n")
+    sys.stdout.flush()
+    while True:
+        writes = [rig.submit_write(range(number + i, number + i + 3)) for i in range(0, 9, 3)]
+        number += 9
+        if (number - first) % 27 == 0 and number - first > 100:
+            rig.erase(range(first, number - 100))
+        for write in writes:
+            assert rig.ack(write).ok
+        if rig.tier.sync(PATIENCE_S):
+            sys.stdout.write(f"sync {number}\n")
+            if (number - first) % 27 == 0 and number - first > 100:
+                sys.stdout.write(f"gone {number - 100}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
