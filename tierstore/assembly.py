@@ -18,7 +18,7 @@ from tierstore.metrics import Metrics
 from tierstore.mover import Mover
 from tierstore.nvme.tier import NvmeTier
 from tierstore.policy import make_policy
-from tierstore.residency import TierTable
+from tierstore.tier_table import TierTable
 from tierstore.types import Tier
 
 if TYPE_CHECKING:

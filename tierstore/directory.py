@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tierstore.errors import CapacityError, LeaseError
 from tierstore.hints import HintTable
-from tierstore.lease import LeaseRecord
+from tierstore.leasing import Leasing, last_key
 from tierstore.loads import Loads
 from tierstore.placement import Placement, Ticket
 from tierstore.residency import Residency
@@ -21,9 +21,9 @@ from tierstore.types import Ack, Erase, Failure, PageKey, Tier, Transfer
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tierstore.loads import Load
+    from tierstore.lease import LeaseRecord
     from tierstore.metrics import Metrics
-    from tierstore.residency import TierTable
+    from tierstore.tier_table import TierTable
 
 _FATES = 8192
 
@@ -43,15 +43,17 @@ class Directory:
         self.residency = Residency(tables)
         self.traffic = Traffic(self.residency, page_nbytes)
         self.owns_hbm = Tier.HBM in tables
+        self._fates: OrderedDict[PageKey, str] = OrderedDict()
         self.loads = Loads(self.residency, self.traffic, owned=self.owns_hbm)
         self.placement = Placement(self.residency, self.traffic, record_nbytes, flush_s)
         self.hints = HintTable(self.residency)
-        self.leases: set[LeaseRecord] = set()
+        self.leasing = Leasing(
+            self.residency, self.traffic, self.loads, self.placement, metrics, self._fates.get
+        )
         self.reusable: list[int] = []
         """Engine slots that no copy reads any more."""
         self._metrics = metrics
         self._page_nbytes = page_nbytes
-        self._fates: OrderedDict[PageKey, str] = OrderedDict()
 
     # -- HBM slots ----------------------------------------------------------------------------------------------
 
@@ -107,7 +109,7 @@ class Directory:
         table = self.residency.tables[Tier.HBM]
         kept: list[int] = []
         duplicates: list[int] = []
-        parent = _last_key(lease)
+        parent = last_key(lease)
         for key, slot in zip(keys, slots, strict=True):
             if table.ready(key):
                 self.residency.retire(Tier.HBM, slot)
@@ -116,7 +118,7 @@ class Directory:
                 self._seal(key, slot, parent, written=written)
             kept.append(table.copies[key].slot)
             if lease is not None:
-                lease.held.append((key, self.residency.pin(key, Tier.HBM)))
+                self.leasing.hold(lease, key)
             parent = key
         self.residency.touch(keys)
         return kept, duplicates
@@ -142,60 +144,10 @@ class Directory:
             self.placement.make_room(dst, 1, now)
         self._finish(now)
 
-    # -- leases -------------------------------------------------------------------------------------------------
-
-    def open_lease(
-        self, keys: Sequence[PageKey], deadline: float | None, into: Sequence[int] | None
-    ) -> LeaseRecord:
-        """A lease that covers nothing yet."""
-        lease = LeaseRecord(tuple(keys), None if into is None else tuple(into), deadline)
-        self.leases.add(lease)
-        return lease
-
     def extend_lease(self, lease: LeaseRecord, limit: int, now: float) -> None:
-        """Adds up to ``limit`` pages; the lease is complete when the next page cannot be had."""
-        for _ in range(limit):
-            index = len(lease.slots)
-            if lease.cut or index == len(lease.keys):
-                lease.complete = True
-                break
-            reason = self._attach(lease, index, lease.keys[index], now)
-            if reason is not None:
-                lease.miss_reason = reason
-                lease.complete = True
-                break
+        """Adds up to ``limit`` pages to a lease and starts what they need."""
+        self.leasing.extend(lease, limit, now)
         self._finish(now)
-
-    def release_some(self, lease: LeaseRecord, limit: int) -> bool:
-        """Ends up to ``limit`` pins of a lease, last pages first; whether some are left.
-
-        Loads that nobody waits for any more go on by themselves.
-        """
-        self._count(lease)
-        lease.waiting.clear()
-        if lease.held:
-            pins = lease.held[-limit:]
-            self.residency.touch([key for key, _ in pins])
-            del lease.held[-limit:]
-        else:
-            start = max(0, len(lease.slots) - limit)
-            pins = list(zip(lease.keys[start:], lease.slots[start:], strict=False)) if self.owns_hbm else []
-            self.residency.touch(lease.keys[start : len(lease.slots)])
-            del lease.slots[start:]
-        for key, slot in reversed(pins):
-            self._unpin(key, Tier.HBM, slot)
-        more = bool(lease.held or lease.slots)
-        if not more:
-            self.leases.discard(lease)
-        return more
-
-    def cut_lease(self, lease: LeaseRecord, index: int, reason: str) -> None:
-        """The lease ends before page ``index``: later pages are let go."""
-        if lease not in self.leases or index >= len(lease.slots):
-            return
-        lease.cut, lease.complete, lease.miss_reason = True, True, reason
-        self._drop_pins(lease, index)
-        lease.waiting = {i for i in lease.waiting if i < index}
 
     # -- moves asked for ----------------------------------------------------------------------------------------
 
@@ -228,8 +180,7 @@ class Directory:
         """Applies finished transfers and decides what to do next, a bounded amount."""
         for ack in acks:
             self._apply(ack, now)
-        for lease in [x for x in self.leases if x.deadline is not None and x.waiting and x.deadline <= now]:
-            self.cut_lease(lease, min(lease.waiting), "deadline")
+        self.leasing.expire(now)
         self.hints.expire(now)
         self.residency.demote_orphans(256)
         self.placement.advance(now)
@@ -264,68 +215,11 @@ class Directory:
         old_slot = None if copy is None else copy.slot
         self.residency.adopt(key, Tier.HBM, slot, parent)
         if old_slot is not None and old_slot in self.loads.by_slot:
-            for lease, index in self.loads.cancel(old_slot).waiters:
-                if lease in self.leases and index < len(lease.slots):
-                    lease.slots[index] = slot
-                    lease.waiting.discard(index)
+            self.leasing.moved(self.loads.cancel(old_slot), slot)
         if written:
             self.placement.sealed(key)
         else:
             self.placement.unwritten[key] = self.residency.pin(key, Tier.HBM)
-
-    def _attach(self, lease: LeaseRecord, index: int, key: PageKey, now: float) -> str | None:
-        """Adds one page to a lease; the reason if it cannot."""
-        if self.owns_hbm:
-            copy = self.residency.tables[Tier.HBM].copies.get(key)
-            if copy is not None:
-                lease.slots.append(self.residency.pin(key, Tier.HBM))
-                lease.sources.append(Tier.HBM)
-                if not copy.ready:
-                    load = self.loads.by_slot[copy.slot]
-                    lease.sources[-1] = load.source
-                    self._await(lease, index, load)
-                return None
-        source = self.residency.where(key)
-        if source is None:
-            return self._fates.get(key, "not_found")
-        if lease.deadline is not None and self._too_late(source, lease.deadline, now):
-            return "deadline"
-        if lease.into is not None:
-            slot = lease.into[index]
-        else:
-            try:
-                slot = self._reserve_hbm(key, source)
-            except CapacityError:
-                return "no_room"
-        lease.slots.append(slot)
-        lease.sources.append(source)
-        self._await(lease, index, self.loads.start(key, slot, source))
-        return None
-
-    def _reserve_hbm(self, key: PageKey, source: Tier) -> int:
-        # The source pin keeps this very page from being dropped to make room for itself.
-        source_slot = self.residency.pin(key, source)
-        try:
-            slot = self.residency.reserve(key, Tier.HBM)
-            self.residency.pin(key, Tier.HBM)
-            return slot
-        finally:
-            self.residency.unpin(key, source, source_slot)
-
-    def _await(self, lease: LeaseRecord, index: int, load: Load) -> None:
-        lease.waiting.add(index)
-        load.waiters.append((lease, index))
-
-    def _too_late(self, source: Tier, deadline: float, now: float) -> bool:
-        hops = [tier for tier in self.residency.tables if Tier.HBM < tier <= source]
-        edges = zip(reversed(hops), [*reversed(hops[:-1]), Tier.HBM], strict=True)
-        return deadline <= now or now + sum(self.traffic.seconds_for(e, 1) for e in edges) > deadline
-
-    def _drop_pins(self, lease: LeaseRecord, start: int) -> None:
-        if self.owns_hbm:
-            for key, slot in zip(lease.keys[start:], lease.slots[start:], strict=False):
-                self._unpin(key, Tier.HBM, slot)
-        del lease.slots[start:]
 
     def _unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
         self.residency.unpin(key, tier, slot)
@@ -350,8 +244,7 @@ class Directory:
     def _abort(self, key: PageKey, tier: Tier, slot: int) -> None:
         self.residency.abort(key, tier)
         if tier == Tier.HBM:
-            for lease, index in self.loads.cancel(slot).waiters:
-                self.cut_lease(lease, index, "evicted")
+            self.leasing.lost(self.loads.cancel(slot), "evicted")
         elif tier == Tier.HOST:
             self.loads.lost(key)
 
@@ -413,11 +306,10 @@ class Directory:
             if self.loads.queued and self.placement.blocked(Tier.HOST):
                 self.loads.give_up_queued()
         for load, arrived in self.loads.ended:
-            for lease, index in load.waiters:
-                if arrived:
-                    lease.waiting.discard(index)
-                else:
-                    self.cut_lease(lease, index, "failed")
+            if arrived:
+                self.leasing.arrived(load)
+            else:
+                self.leasing.lost(load, "failed")
         self.loads.ended.clear()
         self._note_drops()
         self.traffic.emit(now)
@@ -436,28 +328,3 @@ class Directory:
             self._metrics.dropped(tier, why, number)
         while len(self._fates) > _FATES:
             self._fates.popitem(last=False)
-
-    def _count(self, lease: LeaseRecord) -> None:
-        """Counts every page asked for, once: a hit where it was found, or a miss with its reason."""
-        if lease.counted:
-            return
-        lease.counted = True
-        served = [tier for i, tier in enumerate(lease.sources[: len(lease.slots)]) if i not in lease.waiting]
-        for tier, pages in Counter(served).items():
-            self._metrics.hit(tier, pages)
-        if lease.waiting:
-            self._metrics.miss("released_early", len(lease.waiting))
-        missed = len(lease.keys) - len(lease.slots)
-        if missed:
-            self._metrics.miss(lease.miss_reason)
-        if missed > 1:
-            self._metrics.miss("after_gap", missed - 1)
-
-
-def _last_key(lease: LeaseRecord | None) -> PageKey | None:
-    """The page that the next one sealed under this lease follows."""
-    if lease is None:
-        return None
-    if lease.held:
-        return lease.held[-1][0]
-    return lease.keys[len(lease.slots) - 1] if lease.slots else None

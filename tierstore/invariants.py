@@ -10,7 +10,9 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from tierstore.directory import Directory
     from tierstore.pending import PendingEvents
-    from tierstore.residency import Residency, TierTable
+    from tierstore.residency import Residency
+    from tierstore.tier_table import TierTable
+    from tierstore.types import PageKey
 
 Slots = Counter[tuple[Tier, int]]
 
@@ -57,7 +59,8 @@ def _check_slots(tier: Tier, table: TierTable) -> None:
 
 def _check_queues(residency: Residency, tier: Tier, table: TierTable) -> None:
     lowest = tier == max(residency.tables)
-    droppable, dirty = set(), set()
+    droppable: set[PageKey] = set()
+    dirty: set[PageKey] = set()
     for key, copy in table.copies.items():
         if not copy.ready or copy.pins:
             continue
@@ -113,7 +116,7 @@ def _expected_pins(directory: Directory, pending: PendingEvents) -> Slots:
         (load.source, load.source_slot) for load in directory.loads.by_slot.values() if not load.submitted
     )
     if directory.owns_hbm:
-        for lease in directory.leases:
+        for lease in directory.leasing.open:
             want.update((Tier.HBM, slot) for slot in lease.slots)
             want.update((Tier.HBM, slot) for _, slot in lease.held)
         want.update((Tier.HBM, slot) for _, slots in pending.writing for slot in slots)
@@ -124,7 +127,7 @@ def _check_leases(directory: Directory) -> None:
     if not directory.owns_hbm:
         return
     table = directory.residency.tables[Tier.HBM]
-    for lease in directory.leases:
+    for lease in directory.leasing.open:
         for i, slot in enumerate(lease.slots):
             copy = table.copies.get(lease.keys[i])
             current = copy is not None and copy.slot == slot

@@ -80,8 +80,8 @@ class PendingEvents:
     def release(self, lease: LeaseRecord, after: Event | None) -> bool:
         """``release``: ends some pins, or defers that; whether to call again."""
         if after is None or after.query():
-            return self._directory.release_some(lease, BATCH_PAGES)
-        self._defer(after, partial(self._directory.release_some, lease, BATCH_PAGES))
+            return self._directory.leasing.release_some(lease, BATCH_PAGES)
+        self._defer(after, partial(self._directory.leasing.release_some, lease, BATCH_PAGES))
         return False
 
     def _defer(self, after: Event, act: Callable[[], bool]) -> None:

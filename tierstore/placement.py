@@ -19,7 +19,8 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tierstore.residency import Residency, TierTable
+    from tierstore.residency import Residency
+    from tierstore.tier_table import TierTable
     from tierstore.traffic import Traffic
     from tierstore.types import PageKey
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tierstore.assembly import Parts
     from tierstore.config import StoreConfig
     from tierstore.directory import Directory
-    from tierstore.residency import TierTable
+    from tierstore.tier_table import TierTable
     from tierstore.types import PageKey
 
 
@@ -56,7 +56,7 @@ def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:
         "page_size": layout.page_size,
         "fingerprint": layout.fingerprint,
         "tiers": tiers,
-        "leases": len(directory.leases),
+        "leases": len(directory.leasing.open),
         "in_flight": {f"{s.name}->{d.name}": n for (s, d), n in directory.traffic.pages.items() if n},
         "bytes_per_s": {f"{s.name}->{d.name}": rate for (s, d), rate in directory.traffic.rates.items()},
         "failing": sorted(tier.name for tier in directory.placement.failing),

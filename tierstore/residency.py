@@ -12,18 +12,17 @@ and ``dirty`` (they are to be copied below first).
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.errors import CapacityError, LeaseError
 from tierstore.lineage import Lineage
-from tierstore.policy import VictimQueue
+from tierstore.tier_table import Dead
 from tierstore.types import Copy, PageKey, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from tierstore.policy import Fifo
+    from tierstore.tier_table import TierTable
 
 
 class Drop(NamedTuple):
@@ -32,59 +31,6 @@ class Drop(NamedTuple):
     tier: Tier
     key: PageKey
     last: bool
-
-
-@dataclass(slots=True)
-class _Dead:
-    """A quarantined slot: ``holders`` are the pins and the writer that can still touch it."""
-
-    key: PageKey | None
-    nbytes: int
-    holders: int
-
-
-class TierTable:
-    """Slots of one tier. ``num_slots`` None: the tier keeps bytes by key, bounded by ``budget_nbytes`` alone."""
-
-    def __init__(
-        self, policy: Fifo, *, num_slots: int | None = None, budget_nbytes: int | None = None
-    ) -> None:
-        self.policy = policy
-        self.num_slots = num_slots
-        self.budget_nbytes = budget_nbytes
-        self.used_nbytes = 0
-        self.free: list[int] = list(range(num_slots - 1, -1, -1)) if num_slots is not None else []
-        self.copies: dict[PageKey, Copy] = {}
-        self.owned: set[int] = set()
-        self.quarantine: dict[int, _Dead] = {}
-        self.droppable = VictimQueue()
-        self.dirty = VictimQueue()
-
-    def has_space(self, nbytes: int) -> bool:
-        """Whether a slot for ``nbytes`` can be taken without an eviction."""
-        if self.num_slots is not None:
-            return bool(self.free)
-        return self.budget_nbytes is None or self.used_nbytes + nbytes <= self.budget_nbytes
-
-    def ready(self, key: PageKey) -> bool:
-        """Whether this tier holds a readable copy."""
-        copy = self.copies.get(key)
-        return copy is not None and copy.ready
-
-    def _take(self, nbytes: int) -> tuple[int, int]:
-        rank = self.policy.enter()
-        slot = self.free.pop() if self.num_slots is not None else rank
-        self.used_nbytes += nbytes
-        return slot, rank
-
-    def _return(self, slot: int, nbytes: int) -> None:
-        self.used_nbytes -= nbytes
-        if self.num_slots is not None:
-            self.free.append(slot)
-
-    def _withdraw(self, copy: Copy) -> None:
-        self.droppable.withdraw(copy.rank)
-        self.dirty.withdraw(copy.rank)
 
 
 class Residency:
@@ -139,7 +85,7 @@ class Residency:
         """A slot owned by the caller, by evicting a droppable copy if none is free. CapacityError changes nothing."""
         table = self.tables[tier]
         self._make_space(tier, table, nbytes)
-        slot, _ = table._take(nbytes)
+        slot, _ = table.take(nbytes)
         table.owned.add(slot)
         return slot
 
@@ -149,7 +95,7 @@ class Residency:
         if slot not in table.owned:
             raise LeaseError(f"slot {slot} of {tier.name} is not owned by a caller")
         table.owned.discard(slot)
-        table.quarantine[slot] = _Dead(None, 0, 1)
+        table.quarantine[slot] = Dead(None, 0, 1)
 
     def release_retired(self, tier: Tier, slot: int) -> None:
         """A retired slot becomes free."""
@@ -186,7 +132,7 @@ class Residency:
             if src is not None:
                 self.unpin(key, src, self.tables[src].copies[key].slot)
             raise
-        slot, rank = table._take(nbytes)
+        slot, rank = table.take(nbytes)
         table.copies[key] = Copy(slot, nbytes, rank)
         return slot
 
@@ -219,7 +165,7 @@ class Residency:
         if copy.ready:
             raise LeaseError(f"the copy in {dst.name} is readable; evict it")
         del table.copies[key]
-        table.quarantine[copy.slot] = _Dead(key, copy.nbytes, copy.pins + 1)
+        table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins + 1)
 
     # -- pins ---------------------------------------------------------------------------------------------------
 
@@ -230,7 +176,7 @@ class Residency:
         if copy is None:
             raise LeaseError(f"pin of a page that is not in {tier.name}")
         if copy.pins == 0 and copy.ready:
-            table._withdraw(copy)
+            table.withdraw(copy)
         copy.pins += 1
         return copy.slot
 
@@ -280,12 +226,12 @@ class Residency:
         copy = table.copies.get(key)
         if copy is None or not copy.ready:
             raise LeaseError(f"evict of a page that is not readable in {tier.name}")
-        table._withdraw(copy)
+        table.withdraw(copy)
         del table.copies[key]
         if copy.pins:
-            table.quarantine[copy.slot] = _Dead(key, copy.nbytes, copy.pins)
+            table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins)
         else:
-            table._return(copy.slot, copy.nbytes)
+            table.put_back(copy.slot, copy.nbytes)
             self._note_erased(tier, table, key)
         last = self.where(key) is None
         if last:
@@ -354,7 +300,7 @@ class Residency:
         for tier, table in self._order:
             copy = table.copies.get(key)
             if copy is not None and copy.ready and copy.pins == 0:
-                table._withdraw(copy)
+                table.withdraw(copy)
                 self._settle(key, tier, table, copy)
 
     def _settle(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy) -> None:
@@ -376,7 +322,7 @@ class Residency:
     def _rerank(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy, rank: int) -> None:
         if rank == copy.rank:
             return
-        table._withdraw(copy)
+        table.withdraw(copy)
         copy.rank = rank
         if copy.ready and copy.pins == 0:
             self._settle(key, tier, table, copy)
@@ -388,7 +334,7 @@ class Residency:
         dead.holders -= 1
         if dead.holders == 0:
             del table.quarantine[slot]
-            table._return(slot, dead.nbytes)
+            table.put_back(slot, dead.nbytes)
             self._note_erased(tier, table, dead.key)
 
     def _note_erased(self, tier: Tier, table: TierTable, key: PageKey | None) -> None:

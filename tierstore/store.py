@@ -11,13 +11,15 @@ from tierstore.assembly import Parts, assemble
 from tierstore.errors import CapacityError, ConfigError
 from tierstore.gpu.copy_engine import CpuCopyEngine
 from tierstore.gpu.pool import EnginePool
+from tierstore.holding import Holding
 from tierstore.keys import namespace, page_keys
 from tierstore.layout import PageLayout
 from tierstore.lease import Lease, record_of
 from tierstore.pending import PendingEvents
 from tierstore.progress import Progress
+from tierstore.saving import save_unsaved, wait_settled
 from tierstore.traffic import BATCH_PAGES
-from tierstore.types import LeaseState, Match, Tier
+from tierstore.types import Match, Tier
 from tierstore.wakeup import Wakeup
 
 if TYPE_CHECKING:
@@ -29,8 +31,7 @@ if TYPE_CHECKING:
     from tierstore.config import StoreConfig
     from tierstore.gpu.pool import EnginePages, GroupedPages
     from tierstore.keys import Extra, TokenIds
-    from tierstore.lease import Event, LeaseRecord
-    from tierstore.placement import Ticket
+    from tierstore.lease import Event
     from tierstore.types import Hint, HintResult, PageKey, PageSpec
 
 _log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class TierStore:
         self._wake = wakeup.bump
         self._pending = PendingEvents(self._directory)
         self._progress = Progress(self._directory, self._mover, self._pending, wakeup, parts.metrics)
+        self._holding = Holding(self._directory, self._pending, self._progress, parts.metrics)
         self._lock = self._progress.lock
         self._engine_registered = False
         if pump:
@@ -181,36 +183,7 @@ class TierStore:
         """
         self._progress.advance()
         self._check_into(keys, into)
-        now = monotonic()
-        with self._lock:
-            record = self._directory.open_lease(keys, None if deadline_s is None else now + deadline_s, into)
-        while not record.complete:
-            with self._lock:
-                self._directory.extend_lease(record, BATCH_PAGES, monotonic())
-                self._progress.submit()
-        return Lease(self, record)
-
-    def wait_until_settled(self, record: LeaseRecord, deadline: float | None) -> LeaseState:
-        """For ``Lease.wait``: drives the store until the lease is final or the time has come."""
-        start = monotonic()
-        for _ in self._progress.until(deadline):
-            if record.state is not LeaseState.PENDING:
-                break
-        self.metrics.waited(monotonic() - start)
-        return record.state
-
-    def release_lease(self, record: LeaseRecord, after: Event | None) -> None:
-        """For ``Lease.release``: ends the lease's pins, once ``after`` has happened."""
-        if self._progress.closed:
-            record.released = True
-            return
-        self._progress.advance()
-        record.released = True
-        more = True
-        while more:
-            with self._lock:
-                more = self._pending.release(record, after)
-        self._progress.notify()
+        return self._holding.acquire(keys, deadline_s, into)
 
     # -- asking for moves ---------------------------------------------------------------------------------------
 
@@ -268,22 +241,13 @@ class TierStore:
         Gives up when the disk makes no progress for 10 s.
         """
         self._progress.advance()
-        ticket = self._save_everything()
-        last, since = ticket.open, monotonic()
-        for _ in self._progress.until(None):
-            if ticket.open == 0 or (ticket.open == last and monotonic() - since > _FLUSH_STALL_S):
-                break
-            if ticket.open != last:
-                last, since = ticket.open, monotonic()
+        ticket = save_unsaved(self._directory, self._progress)
+        wait_settled(ticket, self._progress, deadline=None, stall_s=_FLUSH_STALL_S)
         self._mover.sync(_FLUSH_STALL_S)
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until nothing is in flight, queued or waiting for an event; False if the time ran out."""
-        for _ in self._progress.until(monotonic() + timeout_s):
-            with self._lock:
-                if self._progress.settled:
-                    return True
-        return False
+        return self._wait_idle(monotonic() + timeout_s)
 
     # -- progress and reports -----------------------------------------------------------------------------------
 
@@ -327,11 +291,9 @@ class TierStore:
         if self._progress.closed:
             return
         deadline = monotonic() + timeout_s
-        ticket = self._save_everything()
-        for _ in self._progress.until(deadline):
-            with self._lock:
-                if ticket.open == 0 and self._directory.traffic.idle():
-                    break
+        ticket = save_unsaved(self._directory, self._progress)
+        wait_settled(ticket, self._progress, deadline=deadline, stall_s=timeout_s)
+        self._wait_idle(deadline)
         self._progress.stop(max(0.0, deadline - monotonic()))
         if not self._mover.close(max(0.0, deadline - monotonic())):
             _log.warning("a copy or I/O thread did not end within %s s and was left behind", timeout_s)
@@ -346,14 +308,12 @@ class TierStore:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _save_everything(self) -> Ticket:
-        with self._lock:
-            keys, ticket = self._directory.begin_flush()
-        for chunk in _chunks(keys):
+    def _wait_idle(self, deadline: float) -> bool:
+        for _ in self._progress.until(deadline):
             with self._lock:
-                self._directory.save(chunk, ticket)
-                self._progress.step()
-        return ticket
+                if self._progress.settled:
+                    return True
+        return False
 
     def _require_own_hbm(self, verb: str) -> None:
         if not self._directory.owns_hbm:

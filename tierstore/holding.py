@@ -1,0 +1,64 @@
+"""What leases need of a running store: to be filled, waited for and released, a bounded piece per hold of the lock."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from tierstore.lease import Event, Lease, LeaseRecord
+from tierstore.traffic import BATCH_PAGES
+from tierstore.types import LeaseState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tierstore.directory import Directory
+    from tierstore.metrics import Metrics
+    from tierstore.pending import PendingEvents
+    from tierstore.progress import Progress
+    from tierstore.types import PageKey
+
+
+class Holding:
+    """The host of all leases of a store. Any thread."""
+
+    def __init__(
+        self, directory: Directory, pending: PendingEvents, progress: Progress, metrics: Metrics
+    ) -> None:
+        self._directory = directory
+        self._pending = pending
+        self._progress = progress
+        self._metrics = metrics
+
+    def acquire(self, keys: Sequence[PageKey], deadline_s: float | None, into: Sequence[int] | None) -> Lease:
+        """A lease over the longest prefix that can be had; its first pages move before its last are reserved."""
+        deadline = None if deadline_s is None else monotonic() + deadline_s
+        with self._progress.lock:
+            record = self._directory.leasing.begin(keys, deadline, into)
+        while not record.complete:
+            with self._progress.lock:
+                self._directory.extend_lease(record, BATCH_PAGES, monotonic())
+                self._progress.submit()
+        return Lease(self, record)
+
+    def wait_until_settled(self, record: LeaseRecord, deadline: float | None) -> LeaseState:
+        """Drives the store until the lease is final or the time has come."""
+        start = monotonic()
+        for _ in self._progress.until(deadline):
+            if record.state is not LeaseState.PENDING:
+                break
+        self._metrics.waited(monotonic() - start)
+        return record.state
+
+    def release_lease(self, record: LeaseRecord, after: Event | None) -> None:
+        """Ends the lease's pins, once ``after`` has happened. After close there is nothing left to end."""
+        if self._progress.closed:
+            record.released = True
+            return
+        self._progress.advance()
+        record.released = True
+        more = True
+        while more:
+            with self._progress.lock:
+                more = self._pending.release(record, after)
+        self._progress.notify()

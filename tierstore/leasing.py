@@ -1,0 +1,200 @@
+"""Leases and what they hold: pins of pages in HBM, and waits for those on their way. Metadata only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from tierstore.errors import CapacityError
+from tierstore.lease import LeaseRecord
+from tierstore.types import PageKey, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tierstore.loads import Load, Loads
+    from tierstore.metrics import Metrics
+    from tierstore.placement import Placement
+    from tierstore.residency import Residency
+    from tierstore.traffic import Traffic
+
+
+class Leasing:
+    """The open leases of a store. ``fate`` tells why a page is gone, for the reason of a miss."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        traffic: Traffic,
+        loads: Loads,
+        placement: Placement,
+        metrics: Metrics,
+        fate: Callable[[PageKey], str | None],
+    ) -> None:
+        self.open: set[LeaseRecord] = set()
+        self._residency = residency
+        self._traffic = traffic
+        self._loads = loads
+        self._placement = placement
+        self._metrics = metrics
+        self._fate = fate
+        self._hbm = residency.tables.get(Tier.HBM)
+        """None where an engine owns HBM: leases pin nothing there."""
+
+    def begin(
+        self, keys: Sequence[PageKey], deadline: float | None, into: Sequence[int] | None
+    ) -> LeaseRecord:
+        """A lease that covers nothing yet."""
+        lease = LeaseRecord(tuple(keys), None if into is None else tuple(into), deadline)
+        self.open.add(lease)
+        return lease
+
+    def extend(self, lease: LeaseRecord, limit: int, now: float) -> None:
+        """Adds up to ``limit`` pages; the lease is complete when the next page cannot be had."""
+        for _ in range(limit):
+            index = len(lease.slots)
+            if lease.cut or index == len(lease.keys):
+                lease.complete = True
+                return
+            reason = self._attach(lease, index, lease.keys[index], now)
+            if reason is not None:
+                lease.miss_reason = reason
+                lease.complete = True
+                return
+
+    def hold(self, lease: LeaseRecord, key: PageKey) -> None:
+        """Pins a page sealed under the lease until its release."""
+        lease.held.append((key, self._residency.pin(key, Tier.HBM)))
+
+    def moved(self, load: Load, slot: int) -> None:
+        """Another slot became the page's copy while it was being loaded: it is there for all who wait."""
+        for lease, index in load.waiters:
+            if lease in self.open and index < len(lease.slots):
+                lease.slots[index] = slot
+                lease.waiting.discard(index)
+
+    def arrived(self, load: Load) -> None:
+        """The page is there for all who wait for this load."""
+        for lease, index in load.waiters:
+            lease.waiting.discard(index)
+
+    def lost(self, load: Load, reason: str) -> None:
+        """The page will not come: every lease that waits for it ends before it."""
+        for lease, index in load.waiters:
+            self.cut(lease, index, reason)
+
+    def cut(self, lease: LeaseRecord, index: int, reason: str) -> None:
+        """The lease ends before page ``index``: later pages are let go."""
+        if lease not in self.open or index >= len(lease.slots):
+            return
+        lease.cut, lease.complete, lease.miss_reason = True, True, reason
+        self._unpin_from(lease, index)
+        lease.waiting = {i for i in lease.waiting if i < index}
+
+    def expire(self, now: float) -> None:
+        """Cuts leases whose deadline has come before the first page that is not there."""
+        for lease in [x for x in self.open if x.deadline is not None and x.waiting and x.deadline <= now]:
+            self.cut(lease, min(lease.waiting), "deadline")
+
+    def release_some(self, lease: LeaseRecord, limit: int) -> bool:
+        """Ends up to ``limit`` pins of a lease, last pages first; whether some are left.
+
+        Loads that nobody waits for any more go on by themselves.
+        """
+        self._count(lease)
+        lease.waiting.clear()
+        if lease.held:
+            pins = lease.held[-limit:]
+            del lease.held[-limit:]
+            self._residency.touch([key for key, _ in pins])
+            for key, slot in reversed(pins):
+                self._unpin(key, slot)
+        else:
+            start = max(0, len(lease.slots) - limit)
+            self._residency.touch(lease.keys[start : len(lease.slots)])
+            self._unpin_from(lease, start)
+        more = bool(lease.held or lease.slots)
+        if not more:
+            self.open.discard(lease)
+        return more
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _attach(self, lease: LeaseRecord, index: int, key: PageKey, now: float) -> str | None:
+        """Adds one page to a lease; the reason if it cannot."""
+        copy = None if self._hbm is None else self._hbm.copies.get(key)
+        if copy is not None:
+            lease.slots.append(self._residency.pin(key, Tier.HBM))
+            if copy.ready:
+                lease.sources.append(Tier.HBM)
+            else:
+                self._await(lease, index, self._loads.by_slot[copy.slot])
+            return None
+        source = self._residency.where(key)
+        if source is None:
+            return self._fate(key) or "not_found"
+        if lease.deadline is not None and self._too_late(source, lease.deadline, now):
+            return "deadline"
+        try:
+            slot = self._reserve(key, source) if lease.into is None else lease.into[index]
+        except CapacityError:
+            return "no_room"
+        lease.slots.append(slot)
+        self._await(lease, index, self._loads.start(key, slot, source))
+        return None
+
+    def _await(self, lease: LeaseRecord, index: int, load: Load) -> None:
+        lease.sources.append(load.source)
+        lease.waiting.add(index)
+        load.waiters.append((lease, index))
+
+    def _reserve(self, key: PageKey, source: Tier) -> int:
+        # The source pin keeps this very page from being dropped to make room for itself.
+        source_slot = self._residency.pin(key, source)
+        try:
+            slot = self._residency.reserve(key, Tier.HBM)
+            self._residency.pin(key, Tier.HBM)
+            return slot
+        finally:
+            self._residency.unpin(key, source, source_slot)
+
+    def _too_late(self, source: Tier, deadline: float, now: float) -> bool:
+        hops = [tier for tier in self._residency.tables if Tier.HBM < tier <= source]
+        edges = zip(reversed(hops), [*reversed(hops[:-1]), Tier.HBM], strict=True)
+        return deadline <= now or now + sum(self._traffic.seconds_for(e, 1) for e in edges) > deadline
+
+    def _unpin_from(self, lease: LeaseRecord, start: int) -> None:
+        if self._hbm is not None:
+            pins = list(zip(lease.keys[start:], lease.slots[start:], strict=False))
+            for key, slot in reversed(pins):
+                self._unpin(key, slot)
+        del lease.slots[start:]
+
+    def _unpin(self, key: PageKey, slot: int) -> None:
+        self._residency.unpin(key, Tier.HBM, slot)
+        self._placement.unpinned(key, Tier.HBM)
+
+    def _count(self, lease: LeaseRecord) -> None:
+        """Counts every page asked for, once: a hit where it was found, or a miss with its reason."""
+        if lease.counted:
+            return
+        lease.counted = True
+        served = [tier for i, tier in enumerate(lease.sources[: len(lease.slots)]) if i not in lease.waiting]
+        for tier, pages in Counter(served).items():
+            self._metrics.hit(tier, pages)
+        if lease.waiting:
+            self._metrics.miss("released_early", len(lease.waiting))
+        missed = len(lease.keys) - len(lease.slots)
+        if missed:
+            self._metrics.miss(lease.miss_reason)
+        if missed > 1:
+            self._metrics.miss("after_gap", missed - 1)
+
+
+def last_key(lease: LeaseRecord | None) -> PageKey | None:
+    """The page that the next one sealed under this lease follows."""
+    if lease is None:
+        return None
+    if lease.held:
+        return lease.held[-1][0]
+    return lease.keys[len(lease.slots) - 1] if lease.slots else None

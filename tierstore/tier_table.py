@@ -1,0 +1,68 @@
+"""The slots and copies of one tier, and the queues of those that may leave. Changed by residency alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tierstore.policy import VictimQueue
+
+if TYPE_CHECKING:
+    from tierstore.policy import Fifo
+    from tierstore.types import Copy, PageKey
+
+
+@dataclass(slots=True)
+class Dead:
+    """A quarantined slot: ``holders`` are the pins and the writer that can still touch it."""
+
+    key: PageKey | None
+    nbytes: int
+    holders: int
+
+
+class TierTable:
+    """Slots of one tier. ``num_slots`` None: the tier keeps bytes by key, bounded by ``budget_nbytes`` alone."""
+
+    def __init__(
+        self, policy: Fifo, *, num_slots: int | None = None, budget_nbytes: int | None = None
+    ) -> None:
+        self.policy = policy
+        self.num_slots = num_slots
+        self.budget_nbytes = budget_nbytes
+        self.used_nbytes = 0
+        self.free: list[int] = list(range(num_slots - 1, -1, -1)) if num_slots is not None else []
+        self.copies: dict[PageKey, Copy] = {}
+        self.owned: set[int] = set()
+        self.quarantine: dict[int, Dead] = {}
+        self.droppable = VictimQueue()
+        self.dirty = VictimQueue()
+
+    def has_space(self, nbytes: int) -> bool:
+        """Whether a slot for ``nbytes`` can be taken without an eviction."""
+        if self.num_slots is not None:
+            return bool(self.free)
+        return self.budget_nbytes is None or self.used_nbytes + nbytes <= self.budget_nbytes
+
+    def ready(self, key: PageKey) -> bool:
+        """Whether this tier holds a readable copy."""
+        copy = self.copies.get(key)
+        return copy is not None and copy.ready
+
+    def take(self, nbytes: int) -> tuple[int, int]:
+        """A slot that is free, and the rank of the page that goes there; there must be space."""
+        rank = self.policy.enter()
+        slot = self.free.pop() if self.num_slots is not None else rank
+        self.used_nbytes += nbytes
+        return slot, rank
+
+    def put_back(self, slot: int, nbytes: int) -> None:
+        """The slot is free again."""
+        self.used_nbytes -= nbytes
+        if self.num_slots is not None:
+            self.free.append(slot)
+
+    def withdraw(self, copy: Copy) -> None:
+        """The copy may not leave any more."""
+        self.droppable.withdraw(copy.rank)
+        self.dirty.withdraw(copy.rank)
