@@ -17,10 +17,20 @@ from tierstore.types import Ack, Failure, Tier, Transfer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from tierstore.gpu.pool import HbmBytes
-    from tierstore.host.arena import HostArena
 
 _log = logging.getLogger(__name__)
+
+
+class HostBytes(Protocol):
+    """Page slots in host memory."""
+
+    def view(self, slot: int) -> NDArray[np.uint8]:
+        """The slot's page in place, flat uint8 ``[blob_nbytes]``, writable."""
+        ...
 
 
 class CopyEngine(Protocol):
@@ -42,7 +52,7 @@ class CopyEngine(Protocol):
 class CpuCopyEngine:
     """One thread a direction, first in first out. ``wake`` is called after each ack, from that thread."""
 
-    def __init__(self, hbm: HbmBytes, host: HostArena, page_nbytes: int, wake: Callable[[], None]) -> None:
+    def __init__(self, hbm: HbmBytes, host: HostBytes, page_nbytes: int, wake: Callable[[], None]) -> None:
         self._hbm = hbm
         self._host = host
         self._page_nbytes = page_nbytes

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import tierstore
 from tierstore.errors import ConfigError
 from tierstore.nvme.home import DATA_FILE
 
@@ -80,7 +79,7 @@ def examine(directory: Path, timeout_s: float = 600.0) -> Examination:
 
 def walk_apart(directory: Path, timeout_s: float) -> Examination:
     """Walk the trees in a child process, which a damaged one may kill. ConfigError if none can be started."""
-    package_root = str(Path(tierstore.__file__).resolve().parent.parent)
+    package_root = str(Path(__file__).resolve().parents[2])
     command = [sys.executable, "-c", _PROGRAM, package_root, str(directory)]
     try:
         child = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
