@@ -57,9 +57,9 @@ class Directory:
 
     # -- HBM slots ----------------------------------------------------------------------------------------------
 
-    def allocate(self, n: int) -> list[int] | None:
-        """``n`` owned HBM slots, or None, changing nothing, if that many are not free or droppable now."""
-        if self.placement.room(Tier.HBM) < n and not self._could_drop(n):
+    def allocate(self, n: int, *, reserve: int) -> list[int] | None:
+        """``n`` owned HBM slots, or None, changing nothing, if ``reserve`` are not free or droppable now."""
+        if self.placement.room(Tier.HBM) < reserve and not self._could_drop(reserve):
             return None
         slots: list[int] = []
         try:
@@ -102,14 +102,22 @@ class Directory:
     # -- put ----------------------------------------------------------------------------------------------------
 
     def put(
-        self, keys: Sequence[PageKey], slots: Sequence[int], lease: LeaseRecord | None, *, written: bool
+        self,
+        keys: Sequence[PageKey],
+        slots: Sequence[int],
+        parent: PageKey | None,
+        lease: LeaseRecord | None,
+        *,
+        written: bool,
     ) -> tuple[list[int], list[int]]:
-        """Seals owned slots: the slot that holds each key now, and the duplicates among yours (retired)."""
-        self.require_owned(slots)
+        """Seals owned slots: the slot that holds each key now, and the duplicates among yours (retired).
+
+        ``parent`` is the page before the first key; None: the last page of the lease, if there is one.
+        """
         table = self.residency.tables[Tier.HBM]
         kept: list[int] = []
         duplicates: list[int] = []
-        parent = last_key(lease)
+        parent = parent or last_key(lease)
         for key, slot in zip(keys, slots, strict=True):
             if table.ready(key):
                 self.residency.retire(Tier.HBM, slot)

@@ -51,10 +51,7 @@ class Holding:
         return record.state
 
     def release_lease(self, record: LeaseRecord, after: Event | None) -> None:
-        """Ends the lease's pins, once ``after`` has happened. After close there is nothing left to end."""
-        if self._progress.closed:
-            record.released = True
-            return
+        """Ends the lease's pins, once ``after`` has happened."""
         self._progress.advance()
         record.released = True
         more = True

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
-from tierstore.errors import LeaseError
+from tierstore.errors import LeaseError, StoreClosed
 from tierstore.types import LeaseState, PageKey, Tier
 
 if TYPE_CHECKING:
@@ -131,7 +132,9 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._record.released:
-            self._host.release_lease(self._record, None)
+            # A store closed in the meantime has ended all leases; leaving the block is no mistake of the caller.
+            with suppress(StoreClosed):
+                self._host.release_lease(self._record, None)
 
     def _require_open(self, verb: str) -> None:
         if self._record.released:

@@ -41,14 +41,15 @@ class PendingEvents:
 
     def seal(
         self,
-        keys: tuple[PageKey, ...],
-        slots: tuple[int, ...],
+        keys: Sequence[PageKey],
+        slots: Sequence[int],
+        parent: PageKey | None,
         lease: LeaseRecord | None,
         after: Event | None,
     ) -> list[int]:
         """``put``: the pages are matchable at once, copies of them start once they are written."""
         written = after is None or after.query()
-        kept, duplicates = self._directory.put(keys, slots, lease, written=written)
+        kept, duplicates = self._directory.put(keys, slots, parent, lease, written=written)
         if after is None or written:
             self._directory.free(duplicates)
             return kept

@@ -120,7 +120,7 @@ class Progress:
                 next(turns)
             except StoreClosed:
                 return
-            except Exception:  # a thread's top: count it, log it, go on
+            except Exception:  # noqa: BLE001 - a thread's top: count it, log it, go on
                 self._metrics.fault()
                 _log.exception("the store's pump met an unexpected error")
                 turns = self.until(None)

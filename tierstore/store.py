@@ -114,13 +114,8 @@ class TierStore:
         self._require_fits(n)
         deadline = monotonic() + timeout_s
         for _ in self._progress.until(deadline):
-            with self._lock:
-                slots = self._directory.allocate(n)
-                if slots is None:
-                    self._directory.want_slots(n, monotonic())
-                    slots = self._directory.allocate(n)
-                self._progress.submit()
-            if slots is not None:
+            slots = self._try_allocate(n)
+            if len(slots) == n:
                 return slots
         raise CapacityError(
             f"{n} HBM pages were not to be had within {timeout_s} s: {report.occupancy(self._directory, Tier.HBM)}"
@@ -144,14 +139,17 @@ class TierStore:
         if len(keys) != len(slots):
             raise ValueError(f"{len(keys)} keys with {len(slots)} slots; allowed: one slot a key")
         record = None if lease is None else record_of(lease)
+        if not self._directory.owns_hbm:
+            return self._copy_out(keys, slots, after)
         with self._lock:
-            if not self._directory.owns_hbm:
-                self._require_registered()
-                self._pending.copy_out(tuple(keys), tuple(slots), after)
-                kept = list(slots)
-            else:
-                kept = self._pending.seal(tuple(keys), tuple(slots), record, after)
-            self._progress.step()
+            self._directory.require_owned(slots)
+        kept: list[int] = []
+        for i in range(0, len(keys), BATCH_PAGES):
+            parent = keys[i - 1] if i else None
+            chunk = slice(i, i + BATCH_PAGES)
+            with self._lock:
+                kept += self._pending.seal(keys[chunk], slots[chunk], parent, record, after)
+                self._progress.step()
         self._progress.notify()
         return kept
 
@@ -314,6 +312,30 @@ class TierStore:
                 if self._progress.settled:
                     return True
         return False
+
+    def _try_allocate(self, n: int) -> list[int]:
+        """``n`` slots a chunk at a time, or none: what was taken goes back when the rest is not to be had."""
+        slots: list[int] = []
+        while len(slots) < n:
+            with self._lock:
+                taken = self._directory.allocate(min(n - len(slots), BATCH_PAGES), reserve=n - len(slots))
+                if taken is None:
+                    self._directory.retire(slots)
+                    self._directory.free(slots)
+                    self._directory.want_slots(n, monotonic())
+                    self._progress.submit()
+                    return []
+                slots += taken
+                self._progress.submit()
+        return slots
+
+    def _copy_out(self, keys: Sequence[PageKey], slots: Sequence[int], after: Event | None) -> list[int]:
+        self._require_registered()
+        with self._lock:
+            self._pending.copy_out(tuple(keys), tuple(slots), after)
+            self._progress.submit()
+        self._progress.notify()
+        return list(slots)
 
     def _require_own_hbm(self, verb: str) -> None:
         if not self._directory.owns_hbm:

@@ -95,7 +95,7 @@ class CpuCopyEngine:
         while (transfer := queue.get()) is not None:
             try:
                 ack = self._failed(transfer, Failure.CLOSED) if self._closing else self._copy(transfer)
-            except Exception:  # a thread's top: the transfer fails, the thread goes on
+            except Exception:  # noqa: BLE001 - a thread's top: the transfer fails, the thread goes on
                 _log.exception("copy %s -> %s failed", transfer.src.name, transfer.dst.name)
                 ack = self._failed(transfer, Failure.IO_ERROR)
             self._acks.append(ack)
