@@ -60,6 +60,13 @@ class Catalogue:
             readahead=False,
             mode=0o600,
         )
+        try:
+            self._set_up(page_nbytes, fingerprint)
+        except BaseException:
+            self._env.close()
+            raise
+
+    def _set_up(self, page_nbytes: int, fingerprint: str) -> None:
         self._env.reader_check()
         self._catalogue = self._env.open_db(CATALOGUE_DB)
         self._pages = self._env.open_db(PAGES_DB)

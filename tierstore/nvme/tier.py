@@ -13,12 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.codec import KEY_NBYTES
-from tierstore.errors import ConfigError, StoreClosed
+from tierstore.errors import StoreClosed
 from tierstore.nvme import home
 from tierstore.nvme.acks import Outbox
-from tierstore.nvme.catalogue import Catalogue
-from tierstore.nvme.check import examine
-from tierstore.nvme.lock import FileLock
+from tierstore.nvme.opening import OpenShard, open_shard
 from tierstore.nvme.readers import Readers
 from tierstore.nvme.sizing import Sizing, size
 from tierstore.nvme.writer import Writer
@@ -41,25 +39,18 @@ class NvmeTier:
     """Sum of record bytes the tier may hold so that everything on disk stays within the capacity."""
 
     def __init__(
-        self,
-        directory: Path,
-        lock: FileLock,
-        catalogue: Catalogue,
-        sizing: Sizing,
-        outbox: Outbox,
-        readers: Readers,
-        page_nbytes: int,
+        self, shard: OpenShard, sizing: Sizing, outbox: Outbox, *, readers: int, page_nbytes: int
     ) -> None:
         self.record_nbytes = sizing.record_nbytes
         self.budget_nbytes = sizing.budget_nbytes
         self._page_nbytes = page_nbytes
-        self._directory = directory
-        self._lock = lock
-        self._catalogue = catalogue
+        self._directory = shard.directory
+        self._lock = shard.lock
+        self._catalogue = shard.catalogue
         self._sizing = sizing
         self._outbox = outbox
-        self._readers = readers
-        self._writer = Writer(catalogue, outbox, sizing)
+        self._readers = Readers(shard.catalogue.reader, outbox, count=readers, page_nbytes=page_nbytes)
+        self._writer = Writer(shard.catalogue, outbox, sizing)
         self._pid = os.getpid()
         self._closed = False
 
@@ -83,32 +74,15 @@ class NvmeTier:
         ConfigError if the directory is not ours, in use, or the capacity cannot be had; nothing is changed then.
         """
         sizing = size(capacity, page_nbytes)
-        name = home.shard_name(fingerprint, shard)
-        directory = home.claim(path) / name
-        lock = _lock(directory)
-        try:
-            marker = home.ShardMarker(
-                fingerprint=fingerprint,
-                shard=shard,
-                page_nbytes=page_nbytes,
-                capacity=capacity,
-                description=dict(description or {}),
-            )
-            _prepare(directory, marker, sizing)
-            catalogue = Catalogue(
-                directory, sizing, fingerprint=fingerprint, page_nbytes=page_nbytes, readers=readers
-            )
-        except (OSError, lmdb.Error) as error:
-            lock.release()
-            raise ConfigError(
-                f"nvme.path is {path}, where the tier cannot be opened ({error}); allowed: a writable directory"
-            ) from error
-        except BaseException:
-            lock.release()
-            raise
-        outbox = Outbox(wake)
-        pool = Readers(catalogue.reader, outbox, count=readers, page_nbytes=page_nbytes)
-        return cls(directory, lock, catalogue, sizing, outbox, pool, page_nbytes)
+        marker = home.ShardMarker(
+            fingerprint=fingerprint,
+            shard=shard,
+            page_nbytes=page_nbytes,
+            capacity=capacity,
+            description=dict(description or {}),
+        )
+        shard_home = open_shard(path, marker, sizing, readers=readers)
+        return cls(shard_home, sizing, Outbox(wake), readers=readers, page_nbytes=page_nbytes)
 
     def records(self) -> Iterator[tuple[PageKey, PageKey | None, int]]:
         """Key, parent and bytes on disk of every record that was there at open. Once, before any ``submit_*``.
@@ -118,12 +92,15 @@ class NvmeTier:
         self._guard()
         room = self.budget_nbytes
         surplus: list[PageKey] = []
-        for record in self._catalogue.reader.summaries():
-            room -= record[2]
-            if room < 0:
-                surplus.append(record[0])
-            else:
-                yield record
+        try:
+            for record in self._catalogue.reader.summaries():
+                room -= record[2]
+                if room < 0:
+                    surplus.append(record[0])
+                else:
+                    yield record
+        except lmdb.Error as error:
+            _log.warning("the NVMe tier at %s cannot list all of its records: %s", self._directory, error)
         self._writer.submit_erase(surplus)
 
     def submit_write(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
@@ -233,61 +210,3 @@ _COUNTERS = (
     "write_io_error",
     "write_no_space",
 )
-
-
-def _lock(directory: Path) -> FileLock:
-    try:
-        lock = FileLock.acquire(home.lock_path(directory))
-    except OSError as error:
-        raise ConfigError(
-            f"nvme.path is {directory.parent}, which cannot be locked ({error}); allowed: a writable directory"
-        ) from error
-    if isinstance(lock, FileLock):
-        return lock
-    raise ConfigError(
-        f"nvme.path is {directory.parent}, in use by process {lock or 'unknown'}; allowed: one user at a time"
-    )
-
-
-def _prepare(directory: Path, marker: home.ShardMarker, sizing: Sizing) -> None:
-    """Leave a directory that may be opened: checked, or set aside and made anew, with a marker of this opening."""
-    if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
-        raise ConfigError(
-            f"nvme.path holds {directory}, which is no directory; allowed: one that TierStore made"
-        )
-    own = home.disk_nbytes(directory)
-    disk = os.statvfs(directory.parent)
-    free = disk.f_bavail * disk.f_frsize
-    if marker.capacity > free + own:
-        raise ConfigError(
-            f"nvme.capacity is {marker.capacity} bytes; allowed: at most {free + own}, free disk and what it has"
-        )
-    data = directory / home.DATA_FILE
-    if data.exists() and data.stat().st_size > sizing.map_size:
-        _log.warning(
-            "the NVMe tier at %s starts empty: the old one is larger than its capacity now", directory
-        )
-        home.remove(directory)
-    fault = _fault(directory, marker)
-    if fault is not None:
-        aside = home.set_aside(directory)
-        _log.warning(
-            "the NVMe tier at %s starts empty, the old one is now %s: %s", directory, aside.name, fault
-        )
-    directory.mkdir(mode=0o700, exist_ok=True)
-    home.write_marker(directory, marker)
-
-
-def _fault(directory: Path, marker: home.ShardMarker) -> str | None:
-    if not (directory / home.DATA_FILE).exists():
-        return None
-    old = home.read_marker(directory)
-    if old is None or (old.fingerprint, old.shard, old.format_version) != (
-        marker.fingerprint,
-        marker.shard,
-        marker.format_version,
-    ):
-        return "its marker is missing or names something else"
-    if old.page_nbytes != marker.page_nbytes:
-        return f"its pages have {old.page_nbytes} bytes, not {marker.page_nbytes}"
-    return examine(directory).fault

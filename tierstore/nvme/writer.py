@@ -146,6 +146,7 @@ class Writer:
         if self._abandoned:
             return [Failure.CLOSED] * len(batch.writes)
         if self.refusal.active and self.refusal.remaining_s() > 0:
+            self._doubt(batch.writes)
             return [self.refusal.failure] * len(batch.writes)
         try:
             self._erase_owed()

@@ -1,0 +1,126 @@
+"""A disk that refuses: failures instead of pages, one warning, reads go on, and it mends by itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.nvme.rig import PATIENCE_S, Rig, data_file
+from tierstore.types import Ack, Failure
+
+
+@contextmanager
+def files_end_at(nbytes: int) -> Iterator[None]:
+    """No file of this process can be written beyond ``nbytes``, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def data_file_is_read_only(home: Path) -> Iterator[None]:
+    """LMDB's descriptors refuse writes with an error that is not for lack of room."""
+    path = data_file(home).resolve()
+    open_now = [int(name) for name in os.listdir("/proc/self/fd")]
+    ours = [fd for fd in open_now if os.path.realpath(f"/proc/self/fd/{fd}") == str(path)]
+    assert ours
+    reading = os.open(path, os.O_RDONLY)
+    swapped = {fd: os.dup(fd) for fd in ours}
+    for fd in ours:
+        os.dup2(reading, fd)
+    try:
+        yield
+    finally:
+        for fd, kept in swapped.items():
+            os.dup2(kept, fd)
+            os.close(kept)
+        os.close(reading)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path / "home")
+    assert rig.write(range(20)).ok
+    yield rig
+    rig.close()
+
+
+def wait_until_writable(rig: Rig) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while rig.tier.stats()["read_only"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def all_failed(ack: Ack, failure: Failure) -> bool:
+    return ack.num_ready == 0 and {found for _, found in ack.failures} == {failure}
+
+
+def test_a_full_disk_fails_writes_keeps_reading_and_mends_by_itself(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), files_end_at(data_file(rig.home).stat().st_size):
+        for first in (100, 200, 300):
+            assert all_failed(rig.write(range(first, first + 50)), Failure.NO_SPACE)
+            assert rig.tier.stats()["read_only"] is True
+        assert rig.present(range(20)) == set(range(20))
+        assert rig.tier.sync(PATIENCE_S)  # all was acked, as failed
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    wait_until_writable(rig)
+    assert rig.write(range(100, 150)).ok
+    assert rig.present(range(400)) == {*range(20), *range(100, 150)}
+    assert rig.tier.stats()["records"] == 70
+    assert rig.tier.stats()["write_no_space"] != 0
+
+
+def test_an_erase_that_a_refusing_disk_missed_is_made_up_for(rig: Rig) -> None:
+    with data_file_is_read_only(rig.home):
+        assert all_failed(rig.write([50]), Failure.IO_ERROR)
+        rig.erase([3])
+        assert rig.tier.sync(PATIENCE_S) is False
+        assert rig.present(range(20)) >= set(range(20)) - {3}
+    wait_until_writable(rig)
+    assert rig.tier.sync(PATIENCE_S)
+    assert rig.present([3, 50]) == set()
+    assert rig.write([3, 50], version=1).ok
+    assert rig.present([3, 50], version=1) == {3, 50}
+
+
+def test_a_write_error_is_an_io_error_and_passes(rig: Rig) -> None:
+    with data_file_is_read_only(rig.home):
+        assert all_failed(rig.write(range(100, 110)), Failure.IO_ERROR)
+        assert rig.tier.stats()["read_only"] is True
+    wait_until_writable(rig)
+    assert rig.write(range(100, 110)).ok
+    assert rig.present(range(100, 110)) == set(range(100, 110))
+
+
+def test_a_tier_that_cannot_write_still_closes(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "home")
+    rig.write([0])
+    with data_file_is_read_only(rig.home):
+        write = rig.submit_write(range(1, 100))
+        rig.erase([0])
+        rig.close()
+        assert all_failed(rig.ack(write), Failure.IO_ERROR)
+    rig = Rig(tmp_path / "home")
+    assert rig.present(range(100)) <= {0}
+    rig.close()
+
+
+def test_an_overwrite_that_failed_leaves_no_record(rig: Rig) -> None:
+    with files_end_at(data_file(rig.home).stat().st_size):
+        assert all_failed(rig.write(range(200), version=1), Failure.NO_SPACE)
+    wait_until_writable(rig)
+    assert rig.present(range(200), version=1) == set()
+    assert rig.tier.stats()["records"] == 0
