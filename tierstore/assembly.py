@@ -47,15 +47,15 @@ class Parts:
 def assemble(config: StoreConfig, layout: PageLayout, wake: Callable[[], None]) -> Parts:
     """Opens every tier the configuration names. ConfigError changes nothing."""
     _check(config, layout)
-    hbm_slots = _slots("hbm", None if config.hbm is None else config.hbm.capacity, layout)
-    host_slots = _slots("host", None if config.host is None else config.host.capacity, layout)
+    hbm_slots = _slots("hbm", config.hbm.capacity if _owns_hbm(config) and config.hbm else None, layout)
+    host_slots = _slots("host", config.host.capacity if config.host else None, layout)
     _check_memory(layout, hbm_slots, host_slots)
-    nvme = None if config.nvme is None else _open_nvme(config.nvme, layout, wake)
     pool = None if hbm_slots is None else CpuPool(layout, hbm_slots)
     arena = None if host_slots is None else HostArena(layout, host_slots)
+    nvme = None if config.nvme is None else _open_nvme(config.nvme, layout, wake)
     metrics = Metrics()
     directory = Directory(
-        _tables(config, hbm_slots, host_slots, nvme),
+        _tables(config, pool, arena, nvme),
         metrics,
         page_nbytes=layout.page_nbytes,
         record_nbytes=0 if nvme is None else nvme.record_nbytes,
@@ -63,15 +63,27 @@ def assemble(config: StoreConfig, layout: PageLayout, wake: Callable[[], None]) 
     )
     if nvme is not None:
         directory.residency.load(Tier.NVME, nvme.records())
+    return Parts(layout, pool, arena, nvme, directory, _mover(layout, pool, arena, nvme, wake), metrics)
+
+
+def _owns_hbm(config: StoreConfig) -> bool:
+    return config.hbm is not None and config.hbm.owner == "store"
+
+
+def _mover(
+    layout: PageLayout,
+    pool: CpuPool | None,
+    arena: HostArena | None,
+    nvme: NvmeTier | None,
+    wake: Callable[[], None],
+) -> Mover:
     memory: dict[Tier, SlotBytes] = {}
-    copies = None
     if pool is not None:
         memory[Tier.HBM] = pool
     if arena is not None:
         memory[Tier.HOST] = arena
-    if pool is not None and arena is not None:
-        copies = CpuCopyEngine(pool, arena, layout.page_nbytes, wake)
-    return Parts(layout, pool, arena, nvme, directory, Mover(memory, copies, nvme), metrics)
+    copies = CpuCopyEngine(pool, arena, layout.page_nbytes, wake) if pool and arena else None
+    return Mover(memory, copies, nvme)
 
 
 def _check(config: StoreConfig, layout: PageLayout) -> None:
@@ -81,20 +93,21 @@ def _check(config: StoreConfig, layout: PageLayout) -> None:
         )
     if config.hbm is None and config.host is None and config.nvme is None:
         raise ConfigError("the configuration names no tier; allowed: at least one of hbm, host, nvme")
-    engine_owned = config.hbm is None or config.hbm.owner == "engine"
-    if engine_owned and config.host is None:
+    if not _owns_hbm(config) and config.host is None:
         raise ConfigError(
             "host is missing; allowed with an engine that owns HBM: a host section with a capacity"
         )
     if config.hbm is not None and config.hbm.device != "cpu":
-        _check_device(config.hbm.device)
+        _refuse_device(config.hbm.device)
+    if config.prefetch is not None:
+        _log.info("the prefetch section is for an attached prefetcher; this version has none")
     if config.host is not None and config.host.pin == "always" and not torch.cuda.is_available():
         raise ConfigError(
             "host.pin is 'always', but no CUDA device is there to pin for; allowed here: auto, never"
         )
 
 
-def _check_device(device: str) -> None:
+def _refuse_device(device: str) -> None:
     if not torch.cuda.is_available():
         raise ConfigError(f"hbm.device is {device!r}, but torch finds no CUDA device; allowed here: cpu")
     raise ConfigError(
@@ -138,13 +151,13 @@ def _open_nvme(config: NvmeConfig, layout: PageLayout, wake: Callable[[], None])
 
 
 def _tables(
-    config: StoreConfig, hbm_slots: int | None, host_slots: int | None, nvme: NvmeTier | None
+    config: StoreConfig, pool: CpuPool | None, arena: HostArena | None, nvme: NvmeTier | None
 ) -> dict[Tier, TierTable]:
     tables: dict[Tier, TierTable] = {}
-    if config.hbm is not None and hbm_slots is not None and config.hbm.owner == "store":
-        tables[Tier.HBM] = TierTable(make_policy(config.hbm.policy), num_slots=hbm_slots)
-    if config.host is not None and host_slots is not None:
-        tables[Tier.HOST] = TierTable(make_policy(config.host.policy), num_slots=host_slots)
+    if config.hbm is not None and pool is not None:
+        tables[Tier.HBM] = TierTable(make_policy(config.hbm.policy), num_slots=pool.num_slots)
+    if config.host is not None and arena is not None:
+        tables[Tier.HOST] = TierTable(make_policy(config.host.policy), num_slots=arena.num_slots)
     if config.nvme is not None and nvme is not None:
         tables[Tier.NVME] = TierTable(make_policy(config.nvme.policy), budget_nbytes=nvme.budget_nbytes)
     return tables

@@ -263,6 +263,10 @@ class TierStore:
         if self._directory.owns_hbm or self._parts.arena is None:
             raise ConfigError("register: HBM belongs to the store; allowed with hbm.owner: engine")
         pool = EnginePool(self._parts.layout, pages)
+        capacity = None if self._config.hbm is None else self._config.hbm.capacity
+        nbytes = pool.num_slots * self._parts.layout.page_nbytes
+        if capacity is not None and nbytes > capacity:
+            raise ConfigError(f"the engine's pages hold {nbytes} bytes; allowed by hbm.capacity: {capacity}")
         self._mover.attach(CpuCopyEngine(pool, self._parts.arena, self._parts.layout.page_nbytes, self._wake))
         self._engine_registered = True
 
