@@ -153,8 +153,13 @@ class Directory:
         self._finish(now)
 
     def extend_lease(self, lease: LeaseRecord, limit: int, now: float) -> None:
-        """Adds up to ``limit`` pages to a lease and starts what they need."""
+        """Adds up to ``limit`` pages to a lease and starts what they need.
+
+        Where HBM is full of unsaved pages the lease ends; they are saved for whoever asks next.
+        """
         self.leasing.extend(lease, limit, now)
+        if lease.complete and lease.miss_reason == "no_room":
+            self.placement.make_room(Tier.HBM, len(lease.keys) - len(lease.slots), now)
         self._finish(now)
 
     # -- moves asked for ----------------------------------------------------------------------------------------
