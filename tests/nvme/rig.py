@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -118,3 +120,30 @@ class Rig:
 
     def close(self) -> None:
         assert self.tier.close(PATIENCE_S)
+
+
+def wait_until_writable(rig: Rig) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while rig.tier.stats()["read_only"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@contextmanager
+def data_file_is_read_only(home: Path) -> Iterator[None]:
+    """LMDB's descriptors refuse writes with an error that is not for lack of room."""
+    path = data_file(home).resolve()
+    open_now = [int(name) for name in os.listdir("/proc/self/fd")]
+    ours = [fd for fd in open_now if os.path.realpath(f"/proc/self/fd/{fd}") == str(path)]
+    assert ours
+    reading = os.open(path, os.O_RDONLY)
+    swapped = {fd: os.dup(fd) for fd in ours}
+    for fd in ours:
+        os.dup2(reading, fd)
+    try:
+        yield
+    finally:
+        for fd, kept in swapped.items():
+            os.dup2(kept, fd)
+            os.close(kept)
+        os.close(reading)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import resource
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.nvme.rig import PATIENCE_S, Rig, data_file
+from tests.nvme.rig import PATIENCE_S, Rig, data_file, data_file_is_read_only, wait_until_writable
 from tierstore.types import Ack, Failure
 
 
@@ -27,39 +25,12 @@ def files_end_at(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@contextmanager
-def data_file_is_read_only(home: Path) -> Iterator[None]:
-    """LMDB's descriptors refuse writes with an error that is not for lack of room."""
-    path = data_file(home).resolve()
-    open_now = [int(name) for name in os.listdir("/proc/self/fd")]
-    ours = [fd for fd in open_now if os.path.realpath(f"/proc/self/fd/{fd}") == str(path)]
-    assert ours
-    reading = os.open(path, os.O_RDONLY)
-    swapped = {fd: os.dup(fd) for fd in ours}
-    for fd in ours:
-        os.dup2(reading, fd)
-    try:
-        yield
-    finally:
-        for fd, kept in swapped.items():
-            os.dup2(kept, fd)
-            os.close(kept)
-        os.close(reading)
-
-
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
     rig = Rig(tmp_path / "home")
     assert rig.write(range(20)).ok
     yield rig
     rig.close()
-
-
-def wait_until_writable(rig: Rig) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while rig.tier.stats()["read_only"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def all_failed(ack: Ack, failure: Failure) -> bool:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tierstore.errors import IntegrityError
 from tierstore.nvme.acks import Job, Outbox, failed
 from tierstore.nvme.reading import SCRATCH_NBYTES, RecordReader
-from tierstore.types import Failure, Transfer
+from tierstore.types import Failure, PageKey, Transfer
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ class Readers:
         self._changed = threading.Condition()
         self._jobs: deque[Job] = deque()
         self._closing = False
+        self._told = False
         self._threads = [
             threading.Thread(target=self._run, name=f"tierstore-nvme-read-{number}", daemon=True)
             for number in range(count)
@@ -89,10 +90,10 @@ class Readers:
             failure = Failure.NOT_FOUND
         except IntegrityError as error:
             failure = Failure.INTEGRITY
-            _log.warning("page %s on disk is not what was written: %s", key.hex(), error)
+            self._tell("page %s on disk is not what was written: %s", key, error)
         except (OSError, lmdb.Error) as error:
             failure = Failure.IO_ERROR
-            _log.warning("page %s could not be read: %s", key.hex(), error)
+            self._tell("page %s could not be read: %s", key, error)
         except Exception:  # noqa: BLE001  the thread's top: one page fails, the thread goes on
             failure = Failure.IO_ERROR
             _log.exception("reading page %s failed", key.hex())
@@ -101,3 +102,9 @@ class Readers:
             return None
         self._outbox.count(f"read_{failure.value}")
         return failure
+
+    def _tell(self, message: str, key: PageKey, error: Exception) -> None:
+        """Warn of the first bad page; a failing disk has thousands, and they are counted."""
+        level = logging.DEBUG if self._told else logging.WARNING
+        self._told = True
+        _log.log(level, message, key.hex(), error)

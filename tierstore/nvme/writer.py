@@ -21,7 +21,7 @@ from tierstore.types import Failure, PageKey, Transfer
 _log = logging.getLogger(__name__)
 
 _FULL = frozenset({errno.ENOSPC, errno.EFBIG, errno.EDQUOT})
-_FIRST_PAUSE_S = 0.25
+_FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 30.0
 
 

@@ -1,0 +1,75 @@
+"""The state machine finds nothing in the tier, and finds each bug that is planted in a copy of it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.nvme.machine import search
+
+ROOT = Path(__file__).parents[2]
+
+EXAMPLES, STEPS = 12, 20
+
+BUGS = {
+    "checksum not compared": (
+        "codec.py",
+        "if _checksum(raw[:_SUMMED], payload) != raw[_SUMMED:]:",
+        "if False:",
+    ),
+    "key not compared": ("codec.py", "if found.key != key:", "if False:"),
+    "fingerprint not compared": ("codec.py", "if found.fingerprint != fingerprint:", "if False:"),
+    "erase skipped": ("nvme/catalogue.py", "txn.delete(key, db=self._catalogue)", "pass"),
+    "erase moved before a write of its key": (
+        "nvme/work.py",
+        "if not written.isdisjoint(item.keys):",
+        "if False:",
+    ),
+    "write acked before commit": (
+        "nvme/writer.py",
+        "failures = self._serve(batch)",
+        "self._settle(batch, [None] * len(batch.writes)); self._serve(batch); batch.writes.clear(); failures = []",
+    ),
+    "an old record is not replaced": (
+        "nvme/catalogue.py",
+        ".data, db=self._pages)",
+        ".data, overwrite=False, db=self._pages)",
+    ),
+    "a failed write leaves the old record": (
+        "nvme/writer.py",
+        "self._owed.setdefault(job.transfer.keys[index], False)",
+        "pass",
+    ),
+    "an erase that failed is forgotten": (
+        "nvme/writer.py",
+        "self._catalogue.erase(keys)\n",
+        "self._owed.clear(); self._catalogue.erase(keys); self._owed.update(dict.fromkeys(keys))\n",
+    ),
+    "parent lost": (
+        "nvme/catalogue.py",
+        "parent=page.parent,\n            nbytes",
+        "parent=None,\n            nbytes",
+    ),
+}
+
+
+def test_the_tier_behaves_as_a_dict_whatever_happens_to_its_disk() -> None:
+    search(EXAMPLES, STEPS, shrink=True)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug: str, tmp_path: Path) -> None:
+    name, right, wrong = BUGS[bug]
+    for package in ("tierstore", "tests/nvme"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    source = (tmp_path / "tierstore" / name).read_text()
+    assert source.count(right) == 1
+    (tmp_path / "tierstore" / name).write_text(source.replace(right, wrong))
+    command = [sys.executable, "-m", "tests.nvme.machine", str(EXAMPLES), str(STEPS)]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode != 0
+    assert "AssertionError" in found.stderr, found.stderr[-2000:]
