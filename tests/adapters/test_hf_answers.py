@@ -187,6 +187,19 @@ def test_two_open_caches_of_one_model_do_not_mix(model: LlamaForCausalLM) -> Non
             assert (answer, cache.reused_tokens) == (plain(model, prompt), 2 * PAGE)
 
 
+def test_prompt_that_holds_the_pad_token_needs_a_mask_and_then_works(model: LlamaForCausalLM) -> None:
+    prompt = random_prompt(20)
+    prompt[4] = 0
+    mask = torch.ones(1, 20, dtype=torch.long)
+    with open_store(model) as store:
+        for _ in range(2):
+            with TierStoreCache(store, prompt, model=model) as cache:
+                with pytest.raises(ValueError, match="attention_mask of ones"):
+                    generate(model, prompt, cache)
+                answer = generate(model, prompt, cache, attention_mask=mask)
+            assert answer == plain(model, prompt, attention_mask=mask)
+
+
 def test_model_with_this_attention_still_works_without_the_store(model: LlamaForCausalLM) -> None:
     prompt = random_prompt(21)
     for options in ({}, {"use_cache": False}, {"prefill_chunk_size": 6}):

@@ -28,11 +28,13 @@ PAGE = 8
 VOCABULARY = 97
 
 
-def tiny_llama(num_kv_heads: int = 2, num_layers: int = 3, seed: int = 0) -> LlamaForCausalLM:
+def tiny_llama(
+    num_kv_heads: int = 2, num_layers: int = 3, seed: int = 0, vocabulary: int = VOCABULARY
+) -> LlamaForCausalLM:
     """4 query heads of 8 dimensions. Large weights, so that logits lie far apart and equal answers mean something."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=num_layers,

