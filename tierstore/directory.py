@@ -285,10 +285,9 @@ class Directory:
             return
         sized = self.residency.tables[dst].budget_nbytes is not None
         readable = self.residency.commit(key, dst, slot, nbytes if sized else 0, transfer.parents[i])
-        if transfer.src > dst:
-            (self.loads.promoted if readable else self.loads.lost)(key)
-        elif readable:
+        if readable and transfer.src < dst:
             self.placement.saved(key, dst)
+        self._settled(key, dst, readable=readable)
 
     def _failed(self, transfer: Transfer, i: int, failure: Failure) -> None:
         key, slot, dst = transfer.keys[i], transfer.dst_slots[i], transfer.dst
@@ -298,10 +297,17 @@ class Directory:
             self.loads.failed(key, slot)
             return
         self.residency.fail(key, dst, slot)
-        if transfer.src > dst:
-            self.loads.lost(key)
-        else:
+        if transfer.src < dst:
             self.placement.not_saved(key, transfer.src, dst)
+        self._settled(key, dst, readable=False)
+
+    def _settled(self, key: PageKey, dst: Tier, *, readable: bool) -> None:
+        """A copy came to its end in a tier below HBM: tells all who wait for the page there, whoever sent it."""
+        if dst == Tier.HOST and key not in self.residency.tables[dst].copies:
+            self.loads.lost(key)
+        elif dst == Tier.HOST and readable:
+            self.loads.promoted(key)
+        self.placement.wake(key)
 
     def _drop_broken(self, key: PageKey, slot: int, failure: Failure) -> None:
         copy = self.residency.tables[Tier.NVME].copies.get(key)

@@ -23,8 +23,14 @@ class Holding:
     """The host of all leases of a store. Any thread."""
 
     def __init__(
-        self, directory: Directory, pending: PendingEvents, progress: Progress, metrics: Metrics
+        self,
+        directory: Directory,
+        pending: PendingEvents,
+        progress: Progress,
+        metrics: Metrics,
+        num_layers: int,
     ) -> None:
+        self.num_layers = num_layers
         self._directory = directory
         self._pending = pending
         self._progress = progress
@@ -49,6 +55,11 @@ class Holding:
                 break
         self._metrics.waited(monotonic() - start)
         return record.state
+
+    def unwritten(self, record: LeaseRecord) -> Event | None:
+        """The event that ends the writing of the lease's pages; None: they are written."""
+        with self._progress.lock:
+            return self._pending.writers(record.slots)
 
     def release_lease(self, record: LeaseRecord, after: Event | None) -> None:
         """Ends the lease's pins, once ``after`` has happened."""

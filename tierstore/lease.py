@@ -57,8 +57,14 @@ class LeaseRecord:
 class LeaseHost(Protocol):
     """What a lease needs of its store."""
 
+    num_layers: int
+
     def wait_until_settled(self, record: LeaseRecord, deadline: float | None) -> LeaseState:
         """Drives the store until the lease is final or the time has come."""
+        ...
+
+    def unwritten(self, record: LeaseRecord) -> Event | None:
+        """The event that ends the writing of the lease's pages; None: they are written."""
         ...
 
     def release_lease(self, record: LeaseRecord, after: Event | None) -> None:
@@ -76,6 +82,7 @@ class Lease:
     def __init__(self, host: LeaseHost, record: LeaseRecord) -> None:
         self._host = host
         self._record = record
+        self._covered: list[int] | None = None
 
     @property
     def keys(self) -> tuple[PageKey, ...]:
@@ -85,12 +92,12 @@ class Lease:
     @property
     def num_pages(self) -> int:
         """How many pages from the first on this lease covers."""
-        return len(self._record.slots)
+        return len(self.slots)
 
     @property
     def slots(self) -> list[int]:
         """HBM slot of each covered page; readable once ``wait`` returned READY."""
-        return list(self._record.slots)
+        return list(self._record.slots if self._covered is None else self._covered)
 
     @property
     def tiers(self) -> list[Tier]:
@@ -110,20 +117,24 @@ class Lease:
         self._require_open("wait")
         return self._host.wait_until_settled(self._record, _deadline(timeout_s))
 
-    def ready(self, layer: int, timeout_s: float | None = None) -> None:
-        """Blocks until this layer of all covered pages can be read; None: the bytes are there now.
+    def ready(self, layer: int, timeout_s: float | None = None) -> Event | None:
+        """Blocks until this layer of all covered pages has been brought in; None: the bytes are there now.
 
+        An event: a page was sealed by ``put(..., after=event)`` and is still being written; wait for it before reading.
         The CPU copy engine moves whole pages, so every layer is ready when the pages are. TimeoutError when
-        ``timeout_s`` ran out; LeaseError after release.
+        ``timeout_s`` ran out; ValueError for a layer that is not there; LeaseError after release.
         """
         self._require_open(f"ready({layer})")
+        if not 0 <= layer < self._host.num_layers:
+            raise ValueError(f"layer {layer}; allowed: 0 to {self._host.num_layers - 1}")
         if self._host.wait_until_settled(self._record, _deadline(timeout_s)) is LeaseState.PENDING:
             raise TimeoutError(f"layer {layer} of the leased pages did not arrive within {timeout_s} s")
+        return self._host.unwritten(self._record)
 
     def release(self, after: Event | None = None) -> None:
         """Ends the hold; the slots may be reused once ``after`` has happened. LeaseError on a second release."""
         self._require_open("release")
-        self._host.release_lease(self._record, after)
+        self._let_go(after)
 
     def __enter__(self) -> Lease:
         return self
@@ -134,7 +145,11 @@ class Lease:
         if not self._record.released:
             # A store closed in the meantime has ended all leases; leaving the block is no mistake of the caller.
             with suppress(StoreClosed):
-                self._host.release_lease(self._record, None)
+                self._let_go(None)
+
+    def _let_go(self, after: Event | None) -> None:
+        self._covered = list(self._record.slots)
+        self._host.release_lease(self._record, after)
 
     def _require_open(self, verb: str) -> None:
         if self._record.released:

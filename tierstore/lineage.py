@@ -32,7 +32,7 @@ class Lineage:
 
     def link(self, key: PageKey, parent: PageKey | None) -> None:
         """The page got its first readable copy. ``parent`` None: it starts a sequence, or its parent is unknown."""
-        if parent is None or parent == key:
+        if parent is None or parent == key or self._precedes(key, parent):
             return
         nodes = self._nodes
         node = nodes.get(key)
@@ -88,6 +88,15 @@ class Lineage:
         if node is None or node.children is None:
             return ()
         return tuple(node.children) if isinstance(node.children, set) else (node.children,)
+
+    def _precedes(self, key: PageKey, other: PageKey) -> bool:
+        """Whether ``other`` descends from ``key``: a ring of pages would have no leaf and could never leave."""
+        if not self.has_children(key):
+            return False
+        above = self.parent(other)
+        while above is not None and above != key:
+            above = self.parent(above)
+        return above == key
 
     def links(self) -> Iterator[tuple[PageKey, PageKey]]:
         """Every (child, parent) pair; for checks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -9,13 +10,29 @@ from typing import TYPE_CHECKING
 from tierstore.traffic import BATCH_PAGES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from tierstore.directory import Directory
     from tierstore.lease import Event, LeaseRecord
     from tierstore.types import PageKey
 
 Pages = tuple[tuple["PageKey", ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class AllOf:
+    """Several events as one."""
+
+    events: tuple[Event, ...]
+
+    def query(self) -> bool:
+        """Whether all have happened."""
+        return all(event.query() for event in self.events)
+
+    def synchronize(self) -> None:
+        """Blocks until all have happened."""
+        for event in self.events:
+            event.synchronize()
 
 
 class PendingEvents:
@@ -28,6 +45,7 @@ class PendingEvents:
         """Slots given up whose last use has not ended."""
         self._directory = directory
         self._waiting: list[tuple[Event, Callable[[], bool]]] = []
+        self._writers: dict[int, Event] = {}
 
     @property
     def waiting(self) -> bool:
@@ -59,8 +77,14 @@ class PendingEvents:
         if fresh:
             pages: Pages = (tuple(k for k, _ in fresh), tuple(s for _, s in fresh))
             self.writing.append(pages)
+            self._writers.update(dict.fromkeys(pages[1], after))
             self._defer(after, partial(self._written, pages))
         return kept
+
+    def writers(self, slots: Iterable[int]) -> Event | None:
+        """What ends the writing of these slots; None: their bytes are there."""
+        events = {id(e): e for e in map(self._writers.get, slots) if e is not None and not e.query()}
+        return AllOf(tuple(events.values())) if events else None
 
     def copy_out(self, keys: tuple[PageKey, ...], slots: tuple[int, ...], after: Event | None) -> None:
         """``put`` of an engine's slots: the copy starts once they are written."""
@@ -90,6 +114,8 @@ class PendingEvents:
 
     def _written(self, pages: Pages) -> bool:
         self.writing.remove(pages)
+        for slot in pages[1]:
+            del self._writers[slot]
         self._directory.written(*pages)
         return False
 

@@ -151,6 +151,10 @@ class Placement:
             self._unsaved[key] = None
         self._settle_sink(key, failed=True)
 
+    def wake(self, key: PageKey) -> None:
+        """A copy of the page ended, well or not: its way down may go on from another tier now."""
+        self._wake_sink(key)
+
     def unpinned(self, key: PageKey, tier: Tier) -> None:
         """A copy lost a pin: lets go what only waited for that."""
         if (tier, key) not in self._leaving:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tierstore import invariants, report
 from tierstore.assembly import Parts, assemble
+from tierstore.codec import KEY_NBYTES
 from tierstore.errors import CapacityError, ConfigError
 from tierstore.gpu.copy_engine import CpuCopyEngine
 from tierstore.gpu.pool import EnginePool
@@ -56,7 +57,8 @@ class TierStore:
         self._wake = wakeup.bump
         self._pending = PendingEvents(self._directory)
         self._progress = Progress(self._directory, self._mover, self._pending, wakeup, parts.metrics)
-        self._holding = Holding(self._directory, self._pending, self._progress, parts.metrics)
+        layers = max(spec.num_layers for spec in parts.layout.specs)
+        self._holding = Holding(self._directory, self._pending, self._progress, parts.metrics, layers)
         self._lock = self._progress.lock
         self._engine_registered = False
         if pump:
@@ -117,9 +119,9 @@ class TierStore:
             slots = self._try_allocate(n)
             if len(slots) == n:
                 return slots
-        raise CapacityError(
-            f"{n} HBM pages were not to be had within {timeout_s} s: {report.occupancy(self._directory, Tier.HBM)}"
-        )
+        with self._lock:
+            occupied = report.occupancy(self._directory, Tier.HBM)
+        raise CapacityError(f"{n} HBM pages were not to be had within {timeout_s} s: {occupied}")
 
     def put(
         self,
@@ -132,12 +134,16 @@ class TierStore:
 
         ``keys[i]`` is the parent of ``keys[i + 1]``. Where a key was readable in HBM already, its slot is returned and
         yours is freed after ``after``. ``after``: the event that ends the writing. ``lease``: keeps the pages pinned
-        until its release. ValueError on unequal lengths; LeaseError, nothing changed, on a slot that is not yours.
+        until its release. ValueError on unequal lengths or what is no key; LeaseError on a slot that is not yours;
+        nothing changed then.
         Engine-owned HBM: the pages are copied out, your slots are returned, and ``poll`` tells when they are free.
         """
         self._progress.advance()
         if len(keys) != len(slots):
             raise ValueError(f"{len(keys)} keys with {len(slots)} slots; allowed: one slot a key")
+        strange = next((key for key in keys if len(key) != KEY_NBYTES), None)
+        if strange is not None:
+            raise ValueError(f"{strange!r} is no page key; allowed: the {KEY_NBYTES} bytes that keys() gives")
         record = None if lease is None else record_of(lease)
         if not self._directory.owns_hbm:
             return self._copy_out(keys, slots, after)
@@ -241,6 +247,9 @@ class TierStore:
         self._progress.advance()
         ticket = save_unsaved(self._directory, self._progress)
         wait_settled(ticket, self._progress, deadline=None, stall_s=_FLUSH_STALL_S)
+        self._mover.sync(_FLUSH_STALL_S)
+        # Pages evicted while they were being written are erased only now that their writes have ended.
+        self._progress.advance()
         self._mover.sync(_FLUSH_STALL_S)
 
     def drain(self, timeout_s: float) -> bool:

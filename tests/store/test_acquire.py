@@ -1,0 +1,323 @@
+"""acquire and its lease: what is covered, what is missing, when it is ready, how it is cut and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.bench import Bench, open_bench
+from tests.support.events import ManualEvent
+from tests.support.pages import (
+    PATIENCE_S,
+    SPEC,
+    chain,
+    counter,
+    read,
+    require_right,
+    tier_stats,
+    tiers,
+    where,
+    write,
+)
+from tests.support.stalls import IN
+from tierstore.errors import CapacityError, LeaseError
+from tierstore.store import TierStore
+from tierstore.types import LeaseState, PageKey, Tier
+
+UP = (Tier.NVME, Tier.HOST)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = open_bench(tiers(hbm=4, host=8, nvme=tmp_path / "disk"), SPEC)
+    yield bench
+    bench.store.check()
+    bench.close()
+
+
+@pytest.fixture
+def store(bench: Bench) -> TierStore:
+    return bench.store
+
+
+def write_down(store: TierStore, keys: list[PageKey], tier: Tier) -> None:
+    """The pages are in one tier alone."""
+    write(store, keys)
+    store.demote(keys, tier)
+    assert store.drain(PATIENCE_S)
+    assert {tuple(where(store, key)) for key in keys} == {(tier,)}
+
+
+def test_a_miss_is_a_value(store: TierStore) -> None:
+    keys = chain(3)
+    with store.acquire(keys) as lease:
+        assert lease.wait(0.0) is LeaseState.READY
+        assert (lease.num_pages, lease.slots, lease.missing) == (0, [], tuple(keys))
+
+
+def test_no_keys_are_a_lease_of_nothing(store: TierStore) -> None:
+    with store.acquire([]) as lease:
+        assert lease.wait(0.0) is LeaseState.READY
+        assert (lease.num_pages, lease.missing) == (0, ())
+
+
+def test_pages_in_hbm_are_ready_at_once_and_the_rest_is_missing(store: TierStore) -> None:
+    keys = chain(4)
+    slots = write(store, keys[:3])
+    with store.acquire(keys) as lease:
+        assert lease.wait(0.0) is LeaseState.READY
+        assert lease.slots == slots
+        assert lease.missing == (keys[3],)
+        assert lease.ready(0) is None
+        require_right(store, lease)
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
+def test_pages_from_below_arrive_with_their_bytes(store: TierStore, tier: Tier) -> None:
+    keys = chain(3)
+    write_down(store, keys, tier)
+    with store.acquire(keys) as lease:
+        assert lease.tiers == [tier] * 3
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
+        assert lease.num_pages == 3
+        require_right(store, lease)
+    assert store.match(keys).tiers == (Tier.HBM,) * 3
+
+
+def test_a_page_read_from_disk_is_in_host_for_the_next_time(store: TierStore) -> None:
+    # F093
+    keys = chain(2)
+    write_down(store, keys, Tier.NVME)
+    assert read(store, keys) == 2
+    store.evict(keys, Tier.HBM)
+    assert store.match(keys).tiers == (Tier.HOST, Tier.HOST)
+
+
+def test_wait_that_times_out_is_pending_and_changes_nothing(bench: Bench) -> None:
+    keys = chain(3)
+    write_down(bench.store, keys, Tier.HOST)
+    bench.copies.hold(IN)
+    lease = bench.store.acquire(keys)
+    slots = lease.slots
+    for timeout_s in (0.0, 0.02):
+        assert lease.wait(timeout_s) is LeaseState.PENDING
+        assert (lease.num_pages, lease.slots, lease.missing) == (3, slots, ())
+    with pytest.raises(TimeoutError):
+        lease.ready(1, timeout_s=0.0)
+    bench.copies.open()
+    assert lease.ready(1, timeout_s=PATIENCE_S) is None
+    assert lease.wait(0.0) is LeaseState.READY
+    require_right(bench.store, lease)
+    lease.release()
+
+
+@pytest.mark.parametrize("layer", [-1, 2, 99])
+def test_ready_of_a_layer_that_is_not_there_is_a_value_error(store: TierStore, layer: int) -> None:
+    with store.acquire([]) as lease, pytest.raises(ValueError, match="layer"):
+        lease.ready(layer)
+
+
+def test_what_has_no_room_is_missing_and_acquire_does_not_wait(bench: Bench) -> None:
+    keys = chain(4)
+    write_down(bench.store, keys, Tier.HOST)
+    mine = bench.store.allocate(2)
+    with bench.store.acquire(keys) as lease:
+        assert lease.num_pages == 2
+        assert lease.missing == tuple(keys[2:])
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
+        require_right(bench.store, lease)
+    bench.store.free(mine)
+    assert read(bench.store, keys) == 4
+
+
+def test_two_leases_share_the_pages_and_one_load(bench: Bench) -> None:
+    keys = chain(3)
+    write_down(bench.store, keys, Tier.HOST)
+    bench.copies.hold(IN)
+    first, second = bench.store.acquire(keys), bench.store.acquire(keys)
+    assert first.slots == second.slots
+    first.release()
+    bench.store.check()
+    bench.copies.open()
+    assert second.wait(PATIENCE_S) is LeaseState.READY
+    require_right(bench.store, second)
+    second.release()
+    assert counter(bench.store, "transfer_bytes", "HOST,HBM") == 3 * SPEC.page_nbytes
+
+
+def test_a_leased_page_keeps_its_slot_under_pressure(store: TierStore) -> None:
+    keys = chain(2)
+    write(store, keys)
+    with store.acquire(keys) as lease:
+        for i in range(6):
+            write(store, chain(2, f"other{i}"))
+            require_right(store, lease)
+    assert store.drain(PATIENCE_S)
+
+
+@pytest.mark.parametrize("lane", [IN, UP])
+def test_a_page_that_fails_cuts_the_lease_before_it(bench: Bench, lane: tuple[Tier, Tier]) -> None:
+    # F017, F019: pages >= k are not exposed, nothing stale is readable
+    keys = chain(4)
+    write_down(bench.store, keys, lane[0])
+    gate = bench.copies if lane == IN else bench.records
+    gate.fail_next(lane, 2)
+    with bench.store.acquire(keys) as lease:
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
+        assert lease.num_pages == 2
+        assert lease.missing == tuple(keys[2:])
+        require_right(bench.store, lease)
+    bench.store.check()
+    found = read(bench.store, keys)
+    assert found == (4 if lane == IN else 2)
+
+
+@pytest.mark.parametrize("lane", [IN, UP])
+def test_a_lease_whose_first_page_fails_is_failed(bench: Bench, lane: tuple[Tier, Tier]) -> None:
+    keys = chain(2)
+    write_down(bench.store, keys, lane[0])
+    (bench.copies if lane == IN else bench.records).fail_next(lane, 0)
+    with bench.store.acquire(keys) as lease:
+        assert lease.wait(PATIENCE_S) is LeaseState.FAILED
+        assert (lease.num_pages, lease.slots, lease.missing) == (0, [], tuple(keys))
+        assert lease.wait(0.0) is LeaseState.FAILED
+    assert bench.store.drain(PATIENCE_S)
+    assert tier_stats(bench.store, Tier.HBM)["pinned"] == 0
+
+
+def test_a_page_that_failed_its_read_is_gone_from_the_catalogue_and_told(bench: Bench) -> None:
+    keys = chain(2)
+    write_down(bench.store, keys, Tier.NVME)
+    bench.records.fail_next(UP, 0)
+    assert read(bench.store, keys) == 0
+    assert bench.store.match(keys).num_pages == 0
+    assert bench.store.explain(keys)[0]["lost"] == "io_error"
+    assert read(bench.store, keys) == 0
+    assert counter(bench.store, "misses_pages", "io_error") == 1
+    write(bench.store, keys)
+    assert read(bench.store, keys) == 2
+
+
+def test_figures_are_final_after_wait_and_stay_so_after_release(store: TierStore) -> None:
+    keys = chain(3)
+    slots = write(store, keys[:2])
+    with store.acquire(keys) as lease:
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
+    assert (lease.num_pages, lease.slots, lease.missing) == (2, slots, (keys[2],))
+    assert lease.tiers == [Tier.HBM, Tier.HBM]
+
+
+def test_a_second_release_and_any_use_after_it_is_a_lease_error(store: TierStore) -> None:
+    write(store, chain(1))
+    lease = store.acquire(chain(1))
+    lease.release()
+    for use in (lease.release, lambda: lease.wait(0.0), lambda: lease.ready(0)):
+        with pytest.raises(LeaseError):
+            use()
+    with store.acquire(chain(1)) as lease:
+        lease.release()
+
+
+def test_released_slots_are_reused_only_after_the_event(bench: Bench) -> None:
+    # F004: the last round that was launched still reads the pages
+    store = bench.store
+    keys = chain(4)
+    write(store, keys)
+    assert store.drain(PATIENCE_S)
+    lease = store.acquire(keys)
+    event = ManualEvent()
+    lease.release(after=event)
+    store.check()
+    with pytest.raises(CapacityError):
+        store.allocate(1, timeout_s=0.02)
+    assert store.drain(0.02) is False
+    event.happen()
+    assert len(store.allocate(4, timeout_s=PATIENCE_S)) == 4
+
+
+def test_leaving_the_block_with_an_error_releases_too(store: TierStore) -> None:
+    write(store, chain(2))
+    with pytest.raises(KeyError), store.acquire(chain(2)):
+        raise KeyError
+    assert store.drain(PATIENCE_S)
+    assert tier_stats(store, Tier.HBM)["pinned"] == 0
+
+
+def test_a_deadline_that_has_passed_leaves_what_is_below_missing(bench: Bench) -> None:
+    keys = chain(3)
+    write_down(bench.store, keys, Tier.HOST)
+    top = write(bench.store, keys[:1])
+    with bench.store.acquire(keys, deadline_s=0.0) as lease:
+        assert lease.slots == top
+        assert lease.missing == tuple(keys[1:])
+        assert lease.wait(0.0) is LeaseState.READY
+
+
+def test_pages_that_are_late_cut_the_lease_at_the_deadline(bench: Bench) -> None:
+    keys = chain(3)
+    write_down(bench.store, keys, Tier.HOST)
+    top = write(bench.store, keys[:1])
+    bench.copies.hold(IN)
+    with bench.store.acquire(keys, deadline_s=0.05) as lease:
+        assert lease.num_pages == 3
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
+        assert lease.slots == top
+        assert lease.missing == tuple(keys[1:])
+        bench.store.check()
+        with pytest.raises(CapacityError):
+            bench.store.allocate(2, timeout_s=0.02)
+        bench.copies.open()
+        bench.settle()
+        require_right(bench.store, lease)
+    assert read(bench.store, keys) == 3
+
+
+def test_a_lease_released_while_pages_are_on_their_way_leaks_nothing(bench: Bench) -> None:
+    # F037: abort during an async load, in both orders of release and completion
+    keys = chain(4)
+    write_down(bench.store, keys, Tier.NVME)
+    for turn in range(6):
+        bench.records.hold(UP)
+        bench.copies.hold(IN)
+        lease = bench.store.acquire(keys)
+        if turn % 3 == 0:
+            lease.release()
+        bench.records.open()
+        bench.settle()
+        if turn % 3 == 1:
+            lease.release()
+        bench.copies.open()
+        bench.settle()
+        if turn % 3 == 2:
+            lease.release()
+        assert bench.store.drain(PATIENCE_S)
+        bench.store.check()
+        bench.store.evict(keys, Tier.HBM)
+        bench.store.evict(keys, Tier.HOST)
+        assert tier_stats(bench.store, Tier.HBM)["free"] == 4
+        assert tier_stats(bench.store, Tier.HOST)["free"] == 8
+
+
+def test_what_matched_may_be_gone_and_acquire_says_how_much_is_left(store: TierStore) -> None:
+    # F044
+    keys = chain(4)
+    write(store, keys)
+    for victim, left in ((3, 3), (1, 1), (0, 0)):
+        assert store.match(keys).num_pages > left
+        store.evict([keys[victim]])
+        assert read(store, keys) == left
+
+
+def test_hits_and_misses_add_up_to_the_pages_asked(bench: Bench) -> None:
+    # F110, F112
+    keys = chain(4)
+    write_down(bench.store, keys[:2], Tier.HOST)
+    write(bench.store, keys[:1])
+    assert read(bench.store, keys) == 2
+    store = bench.store
+    hits = [counter(store, "hits_pages", tier.name) for tier in (Tier.HBM, Tier.HOST, Tier.NVME)]
+    assert hits == [1, 1, 0]
+    assert counter(store, "misses_pages", "not_found") == 1
+    assert counter(store, "misses_pages", "after_gap") == 1

@@ -1,0 +1,175 @@
+"""allocate and free: who owns a slot, what makes room, and what an exhausted HBM says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.bench import Bench, open_bench
+from tests.support.events import ManualEvent
+from tests.support.pages import SPEC, chain, content, page_tensor, read, tier_stats, tiers, where, write
+from tests.support.stalls import OUT
+from tierstore.errors import CapacityError, LeaseError
+from tierstore.store import TierStore
+from tierstore.types import Tier
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = open_bench(tiers(hbm=4, host=8), SPEC)
+    yield bench
+    bench.store.check()
+    bench.close()
+
+
+@pytest.fixture
+def store(bench: Bench) -> TierStore:
+    return bench.store
+
+
+def test_allocated_slots_are_distinct_and_the_callers_alone(store: TierStore) -> None:
+    slots = store.allocate(3) + store.allocate(1)
+    assert sorted(slots) == [0, 1, 2, 3]
+    assert tier_stats(store, Tier.HBM)["owned"] == 4
+    store.free(slots)
+    assert tier_stats(store, Tier.HBM)["free"] == 4
+
+
+def test_allocate_none_is_allowed_and_takes_nothing(store: TierStore) -> None:
+    assert store.allocate(0) == []
+    with pytest.raises(ValueError, match="-1"):
+        store.allocate(-1)
+
+
+def test_a_slot_has_the_shape_of_the_page(store: TierStore) -> None:
+    assert page_tensor(store).shape == (4, 2, 2, 4, 2, 8)
+    assert page_tensor(store)[3].is_contiguous()
+
+
+def test_more_than_hbm_holds_is_refused_at_once_with_both_sizes(store: TierStore) -> None:
+    with pytest.raises(CapacityError, match=rf"{5 * SPEC.page_nbytes}.*{4 * SPEC.page_nbytes}"):
+        store.allocate(5, timeout_s=60.0)
+
+
+def test_slots_owned_by_callers_end_in_capacity_error_and_nothing_is_taken(store: TierStore) -> None:
+    slots = store.allocate(3)
+    with pytest.raises(CapacityError):
+        store.allocate(2, timeout_s=0.0)
+    assert len(store.allocate(1, timeout_s=0.0)) == 1
+    assert tier_stats(store, Tier.HBM)["owned"] == 4
+    store.free(slots)
+
+
+def test_leased_pages_are_never_taken(store: TierStore) -> None:
+    keys = chain(4)
+    write(store, keys)
+    with store.acquire(keys) as lease:
+        with pytest.raises(CapacityError):
+            store.allocate(1, timeout_s=0.05)
+        assert lease.num_pages == 4
+    assert len(store.allocate(4)) == 4
+
+
+def test_free_slots_go_before_pages(store: TierStore) -> None:
+    keys = chain(2)
+    write(store, keys)
+    assert store.drain(10.0)
+    store.allocate(2, timeout_s=0.0)
+    assert store.match(keys).tiers == (Tier.HBM, Tier.HBM)
+
+
+def test_pages_saved_below_make_room_at_once_and_stay_readable(store: TierStore) -> None:
+    keys = chain(4)
+    write(store, keys)
+    assert store.drain(10.0)
+    slots = store.allocate(4, timeout_s=0.0)
+    assert store.match(keys).tiers == (Tier.HOST,) * 4
+    store.free(slots)
+    assert read(store, keys) == 4
+
+
+def test_pages_not_yet_saved_are_saved_first_while_the_caller_waits(bench: Bench) -> None:
+    keys = chain(4)
+    bench.copies.hold(OUT)
+    write(bench.store, keys)
+    with pytest.raises(CapacityError):
+        bench.store.allocate(1, timeout_s=0.0)
+    assert bench.store.match(keys).num_pages == 4
+    bench.open_gates()
+    assert len(bench.store.allocate(4, timeout_s=10.0)) == 4
+    assert bench.store.match(keys).tiers == (Tier.HOST,) * 4
+
+
+def test_a_stalled_save_ends_in_capacity_error_not_in_a_hang(bench: Bench) -> None:
+    keys = chain(4)
+    bench.copies.hold(OUT)
+    write(bench.store, keys)
+    with pytest.raises(CapacityError):
+        bench.store.allocate(2, timeout_s=0.1)
+    bench.store.check()
+    assert bench.store.match(keys).num_pages == 4
+
+
+def test_the_least_recently_used_sequence_goes_first_and_its_tail_before_its_head() -> None:
+    with TierStore.open(tiers(hbm=4, host=None), SPEC) as store:
+        old, new = chain(2, "old"), chain(2, "new")
+        write(store, old)
+        write(store, new)
+        assert read(store, old) == 2
+        store.allocate(1)
+        assert (store.match(old).num_pages, store.match(new).num_pages) == (2, 1)
+        store.allocate(1)
+        assert (store.match(old).num_pages, store.match(new).num_pages) == (2, 0)
+        store.allocate(1)
+        assert store.match(old).num_pages == 1
+
+
+def test_fifo_ignores_use() -> None:
+    config = tiers(hbm=4, host=None, hbm_more={"policy": "fifo"})
+    with TierStore.open(config, SPEC) as store:
+        first, second = chain(1, "a"), chain(1, "b")
+        write(store, first)
+        write(store, second)
+        assert read(store, first) == 1
+        store.allocate(3)
+        assert store.match(first).num_pages == 0
+        assert store.match(second).num_pages == 1
+
+
+def test_a_freed_slot_is_reused_only_after_its_event(store: TierStore) -> None:
+    slots = store.allocate(4)
+    event = ManualEvent()
+    store.free(slots[:1], after=event)
+    with pytest.raises(CapacityError):
+        store.allocate(1, timeout_s=0.02)
+    store.check()
+    event.happen()
+    assert store.allocate(1, timeout_s=1.0) == slots[:1]
+
+
+def test_free_of_what_is_not_owned_is_an_error_that_changes_nothing(store: TierStore) -> None:
+    sealed = write(store, chain(1))
+    assert store.drain(10.0)
+    slots = store.allocate(2)
+    before = store.stats()["tiers"]
+    for wrong in (99, -1, slots[0], sealed[0]):
+        with pytest.raises(LeaseError):
+            store.free([*slots, wrong])
+        assert store.stats()["tiers"] == before
+    store.free(slots)
+    with pytest.raises(LeaseError):
+        store.free(slots)
+
+
+def test_contents_survive_a_tour_through_every_tier(tmp_path: Path) -> None:
+    with TierStore.open(tiers(hbm=2, host=2, nvme=tmp_path), SPEC) as store:
+        sequences = [chain(2, str(i)) for i in range(8)]
+        for keys in sequences:
+            write(store, keys)
+        assert store.drain(30.0)
+        for keys in reversed(sequences):
+            assert read(store, keys) == 2
+        assert set(where(store, sequences[3][0])) >= {Tier.NVME}
+    assert content(sequences[0][0]).shape == SPEC.shape

@@ -1,0 +1,106 @@
+"""A store put together from its parts, with gates at the copy engine and the disk, and a wire between the halves."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tests.support.stalls import GatedCopies, GatedRecords
+from tierstore.assembly import Parts, assemble
+from tierstore.config import StoreConfig
+from tierstore.directory import Directory
+from tierstore.gpu.copy_engine import CopyEngine
+from tierstore.layout import PageLayout
+from tierstore.mover import Mover
+from tierstore.store import TierStore
+from tierstore.types import Ack, Erase, PageSpec, Transfer
+from tierstore.wakeup import Wakeup
+
+
+class WiredMover(Mover):
+    """A mover in another process, as far as the directory can tell: everything crosses as pickled bytes."""
+
+    copies: GatedCopies | None = None
+
+    @classmethod
+    def around(cls, parts: Parts) -> WiredMover:
+        mover = parts.mover
+        records = None if mover._records is None else GatedRecords(mover._records)
+        wired = cls(mover._memory, None, records)
+        wired.records = records
+        if mover._copies is not None:
+            wired.attach(mover._copies)
+        return wired
+
+    records: GatedRecords | None = None
+
+    def attach(self, copies: CopyEngine) -> None:
+        self.copies = GatedCopies(copies)
+        super().attach(self.copies)
+
+    def submit(self, command: Transfer | Erase) -> None:
+        sent = pickle.loads(pickle.dumps(command))
+        assert sent == command
+        super().submit(sent)
+
+    def poll(self) -> list[Ack]:
+        acks: list[Ack] = pickle.loads(pickle.dumps(super().poll()))
+        return acks
+
+
+@dataclass
+class Bench:
+    """An open store and the handles on its inside."""
+
+    store: TierStore
+    parts: Parts
+    mover: WiredMover
+
+    @property
+    def copies(self) -> GatedCopies:
+        assert self.mover.copies is not None
+        return self.mover.copies
+
+    @property
+    def records(self) -> GatedRecords:
+        assert self.mover.records is not None
+        return self.mover.records
+
+    @property
+    def directory(self) -> Directory:
+        return self.parts.directory
+
+    def open_gates(self) -> None:
+        """Everything moves from now on."""
+        for gate in (self.mover.copies, self.mover.records):
+            if gate is not None:
+                gate.open()
+
+    def settle(self) -> None:
+        """Whatever has passed the gates ends and is known to the store."""
+        for gate in (self.mover.copies, self.mover.records):
+            if gate is not None:
+                gate.settle()
+        self.store.poll()
+
+    def close(self) -> None:
+        self.open_gates()
+        self.store.close()
+
+
+def open_bench(
+    config: StoreConfig, spec: PageSpec | Sequence[PageSpec], *, pump: bool = False, spill: bool = False
+) -> Bench:
+    """A store whose directory and mover talk over a wire; gates are open until a test holds a lane.
+
+    Without ``spill`` no timed spill happens: pages go to disk only when they are sent there.
+    """
+    wakeup = Wakeup()
+    parts = assemble(config, PageLayout.of(spec), wakeup.bump)
+    mover = WiredMover.around(parts)
+    parts.mover = mover
+    if not spill:
+        parts.directory.placement._next_spill = math.inf
+    return Bench(TierStore(config, parts, wakeup, pump=pump), parts, mover)

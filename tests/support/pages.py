@@ -1,0 +1,149 @@
+"""Pages whose every byte follows from their key, small configurations, and a caller that fills and reads a store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hashlib import shake_128
+from pathlib import Path
+
+import torch
+
+from tierstore.codec import record_nbytes
+from tierstore.config import StoreConfig, load_config
+from tierstore.gpu.pool import GroupedPages
+from tierstore.lease import Lease
+from tierstore.store import TierStore
+from tierstore.types import DTYPE_NBYTES, LeaseState, PageKey, PageSpec, Tier
+
+PATIENCE_S = 60.0
+
+SPEC = PageSpec(num_layers=2, page_size=4, num_kv_heads=2, head_dim=8, dtype="float16", model="test")
+
+
+def chain(length: int, name: str = "") -> list[PageKey]:
+    """Keys of one sequence, as ``TierStore.keys`` would make them: 36 bytes each, no two alike."""
+    return [PageKey(shake_128(f"{name}/{i}".encode()).digest(32) + bytes(4)) for i in range(length)]
+
+
+def content(key: PageKey, spec: PageSpec = SPEC) -> torch.Tensor:
+    """The page of a key: raw bytes seen as the spec's dtype (compare with ``same``: some are NaN)."""
+    raw = shake_128(key + spec.fingerprint.encode()).digest(spec.page_nbytes)
+    dtype = getattr(torch, spec.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return torch.frombuffer(bytearray(raw), dtype=dtype).view(spec.shape)
+
+
+def same(page: torch.Tensor, key: PageKey, spec: PageSpec = SPEC) -> bool:
+    """Whether a page holds exactly the bytes of its key."""
+    want = content(key, spec)
+    return torch.equal(page.contiguous().view(torch.uint8), want.view(torch.uint8))
+
+
+def nvme_capacity(pages: int, nbytes: int = SPEC.page_nbytes) -> int:
+    """A capacity on disk that holds at least ``pages`` pages."""
+    return (512 << 10) + pages * 4 * (record_nbytes(nbytes) + 4096)
+
+
+def tiers(
+    hbm: int | None = 4,
+    host: int | None = 8,
+    nvme: Path | None = None,
+    *,
+    nvme_pages: int = 200,
+    page_nbytes: int = SPEC.page_nbytes,
+    hbm_more: Mapping[str, object] | None = None,
+    host_more: Mapping[str, object] | None = None,
+    nvme_more: Mapping[str, object] | None = None,
+) -> StoreConfig:
+    """A configuration with so many pages in each tier; None: the tier is not there."""
+    source: dict[str, object] = {}
+    if hbm is not None:
+        source["hbm"] = {"capacity": hbm * page_nbytes, "device": "cpu", **(hbm_more or {})}
+    if host is not None:
+        source["host"] = {"capacity": host * page_nbytes, "pin": "never", **(host_more or {})}
+    if nvme is not None:
+        capacity = nvme_capacity(nvme_pages, page_nbytes)
+        source["nvme"] = {"path": nvme, "capacity": capacity, "flush": "10ms", **(nvme_more or {})}
+    return load_config(source)
+
+
+def page_tensor(store: TierStore) -> torch.Tensor:
+    """``store.pages`` of a store with one KV group."""
+    pages = store.pages
+    assert not isinstance(pages, GroupedPages)
+    return pages
+
+
+def fill(store: TierStore, keys: Sequence[PageKey], slots: Sequence[int], spec: PageSpec = SPEC) -> None:
+    """Writes each key's content into its slot."""
+    pages = page_tensor(store)
+    assert DTYPE_NBYTES[spec.dtype] == pages.element_size()
+    for key, slot in zip(keys, slots, strict=True):
+        pages[slot].copy_(content(key, spec))
+
+
+def write(
+    store: TierStore, keys: Sequence[PageKey], lease: Lease | None = None, timeout_s: float = PATIENCE_S
+) -> list[int]:
+    """What an engine does: allocate, compute, seal. The slots that hold the pages."""
+    slots = store.allocate(len(keys), timeout_s)
+    fill(store, keys, slots)
+    return store.put(keys, slots, lease=lease)
+
+
+def write_each(store: TierStore, keys: Sequence[PageKey]) -> None:
+    """Writes a sequence page by page, each after the one before, so that it may be longer than HBM less one."""
+    for i, key in enumerate(keys):
+        with store.acquire(keys[max(0, i - 1) : i]) as lease:
+            lease.wait(PATIENCE_S)
+            write(store, [key], lease)
+
+
+def require_right(store: TierStore, lease: Lease, spec: PageSpec = SPEC) -> None:
+    """Every covered page of a READY lease has the bytes of its key."""
+    pages = page_tensor(store)
+    for key, slot in zip(lease.keys, lease.slots, strict=False):
+        assert same(pages[slot], key, spec)
+
+
+def read(store: TierStore, keys: Sequence[PageKey], spec: PageSpec = SPEC) -> int:
+    """Acquires, waits, checks every byte, releases; how many pages were served."""
+    with store.acquire(keys) as lease:
+        assert lease.wait(PATIENCE_S) is not LeaseState.PENDING
+        require_right(store, lease, spec)
+        return lease.num_pages
+
+
+def read_soon(store: TierStore, keys: Sequence[PageKey], spec: PageSpec = SPEC) -> int:
+    """Reads until HBM had room for all that matched, as a scheduler does; how many pages were served."""
+    for _ in range(200):
+        served = read(store, keys, spec)
+        if served == store.match(keys).num_pages:
+            return served
+        store.drain(0.05)
+    return served
+
+
+def where(store: TierStore, key: PageKey) -> dict[Tier, str]:
+    """Tiers that have a copy of the page, and its state: "ready" or "arriving"."""
+    copies = store.explain([key])[0]["copies"]
+    assert isinstance(copies, dict)
+    return {Tier[name]: copy["state"] for name, copy in copies.items()}
+
+
+def tier_stats(store: TierStore, tier: Tier) -> dict[str, int]:
+    """The figures ``stats()`` gives of one tier."""
+    found = store.stats()["tiers"]
+    assert isinstance(found, dict)
+    figures = found[tier.name]
+    assert isinstance(figures, dict)
+    return figures
+
+
+def counter(store: TierStore, name: str, labels: str) -> float:
+    """One counter of ``stats()``, 0 if it never counted."""
+    found = store.stats()["counters"]
+    assert isinstance(found, dict)
+    value = found[name].get(labels, 0.0)
+    assert isinstance(value, float)
+    return value

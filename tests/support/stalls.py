@@ -1,0 +1,185 @@
+"""The real copy engine and a real tier behind a gate: what is held back, failed or lost is the test's choice."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from threading import Lock
+from time import monotonic, sleep
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.gpu.copy_engine import CopyEngine
+from tierstore.mover import RecordTier
+from tierstore.types import Ack, Failure, PageKey, Tier, Transfer
+
+Lane = tuple[Tier, Tier]
+
+OUT: Lane = (Tier.HBM, Tier.HOST)
+IN: Lane = (Tier.HOST, Tier.HBM)
+
+
+class Gate:
+    """Transfers by lane, each lane first in first out. ``hold`` stops a lane, ``let_go`` lets some of it pass.
+
+    A transfer that starts runs in the real part behind the gate; nothing is simulated but time and failure.
+    """
+
+    def __init__(self) -> None:
+        self.holding: set[Lane] = set()
+        self.losing: set[Lane] = set()
+        """Lanes whose transfers run and are never acknowledged, as with a dead peer."""
+        self.failing: dict[Lane, list[frozenset[int]]] = {}
+        """For each lane the pages that fail in its next transfers, by position."""
+        self._held: dict[Lane, deque[Callable[[], None]]] = {}
+        self._begun: dict[int, tuple[Transfer, tuple[int, ...], frozenset[int]]] = {}
+        self._acks: list[Ack] = []
+        self._lock = Lock()
+
+    def hold(self, *lanes: Lane) -> None:
+        self.holding.update(lanes)
+
+    def waiting(self, lane: Lane) -> int:
+        """Transfers that stand at the gate."""
+        return len(self._held.get(lane, ()))
+
+    def let_go(self, lane: Lane, number: int | None = None) -> None:
+        """Starts the first ``number`` held transfers of a lane, all of them if None."""
+        held = self._held.get(lane, deque())
+        for _ in range(len(held) if number is None else min(number, len(held))):
+            held.popleft()()
+
+    def open(self) -> None:
+        """Nothing is held, failed or lost from now on."""
+        self.holding.clear()
+        self.losing.clear()
+        self.failing.clear()
+        for lane in list(self._held):
+            self.let_go(lane)
+
+    def fail_next(self, lane: Lane, *pages: int) -> None:
+        """These pages of the lane's next transfer that starts will not arrive."""
+        self.failing.setdefault(lane, []).append(frozenset(pages))
+
+    def settle(self) -> None:
+        """Waits until everything that has passed the gate has ended."""
+        deadline = monotonic() + 60.0
+        while self.running:
+            assert monotonic() < deadline, "a transfer does not end"
+            self._collect()
+            sleep(0.0002)
+
+    @property
+    def running(self) -> int:
+        """Transfers that passed the gate and have not ended."""
+        with self._lock:
+            return len(self._begun)
+
+    def _enter(self, transfer: Transfer, begin: Callable[[Transfer, tuple[int, ...]], None]) -> None:
+        lane = (transfer.src, transfer.dst)
+
+        def start() -> None:
+            broken = self._next_failure(lane, len(transfer.keys))
+            good = tuple(i for i in range(len(transfer.keys)) if i not in broken)
+            with self._lock:
+                self._begun[transfer.id] = (transfer, good, broken)
+            if good:
+                begin(_part(transfer, good), good)
+            else:
+                self._ended([Ack(transfer.id, True, 0, 0)])
+
+        if lane in self.holding or self._held.get(lane):
+            self._held.setdefault(lane, deque()).append(start)
+        else:
+            start()
+
+    def _next_failure(self, lane: Lane, pages: int) -> frozenset[int]:
+        planned = self.failing.get(lane)
+        return planned.pop(0) & frozenset(range(pages)) if planned else frozenset()
+
+    def _ended(self, acks: Sequence[Ack]) -> None:
+        with self._lock:
+            for ack in acks:
+                transfer, good, broken = self._begun.pop(ack.transfer_id)
+                if (transfer.src, transfer.dst) in self.losing:
+                    continue
+                failures = [(good[i], why) for i, why in ack.failures]
+                failures += [(i, Failure.IO_ERROR) for i in broken]
+                whole = replace(ack, ok=not failures, failures=tuple(sorted(failures)))
+                self._acks.append(whole)
+
+    def _take(self) -> list[Ack]:
+        self._collect()
+        with self._lock:
+            acks, self._acks = self._acks, []
+        return acks
+
+    def _collect(self) -> None:
+        raise NotImplementedError
+
+
+class GatedCopies(Gate):
+    """A copy engine behind a gate; its two directions pass each other as the test likes."""
+
+    def __init__(self, inner: CopyEngine) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def submit(self, transfer: Transfer) -> None:
+        self._enter(transfer, lambda part, _: self.inner.submit(part))
+
+    def poll(self) -> list[Ack]:
+        return self._take()
+
+    def close(self, timeout_s: float) -> bool:
+        return self.inner.close(timeout_s)
+
+    def _collect(self) -> None:
+        self._ended(self.inner.poll())
+
+
+class GatedRecords(Gate):
+    """A tier that keeps pages by key behind a gate. A read that fails leaves rubbish in its slot, as disks do."""
+
+    def __init__(self, inner: RecordTier) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def submit_write(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
+        self._enter(transfer, lambda part, good: self.inner.submit_write(part, [pages[i] for i in good]))
+
+    def submit_read(self, transfer: Transfer, out: Sequence[NDArray[np.uint8]]) -> None:
+        def begin(part: Transfer, good: tuple[int, ...]) -> None:
+            for i in set(range(len(out))) - set(good):
+                out[i].fill(0xEE)
+            self.inner.submit_read(part, [out[i] for i in good])
+
+        self._enter(transfer, begin)
+
+    def submit_erase(self, keys: Sequence[PageKey]) -> None:
+        self.inner.submit_erase(keys)
+
+    def poll(self) -> list[Ack]:
+        return self._take()
+
+    def sync(self, timeout_s: float) -> bool:
+        return self.inner.sync(timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        return self.inner.close(timeout_s)
+
+    def _collect(self) -> None:
+        self._ended(self.inner.poll())
+
+
+def _part(transfer: Transfer, pages: tuple[int, ...]) -> Transfer:
+    """The same transfer with only some of its pages."""
+    return replace(
+        transfer,
+        keys=tuple(transfer.keys[i] for i in pages),
+        src_slots=tuple(transfer.src_slots[i] for i in pages),
+        dst_slots=tuple(transfer.dst_slots[i] for i in pages),
+        parents=tuple(transfer.parents[i] for i in pages),
+    )
