@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import queue
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
 
-from tests.nvme.rig import CAPACITY, Rig, blank, key
-from tierstore.errors import StoreClosed
+import pytest
+
+from tests.nvme.rig import CAPACITY, PAGE, Rig, blank, data_file, key, page
+from tierstore.errors import ConfigError, StoreClosed
+from tierstore.nvme.tier import NvmeTier
+from tierstore.types import Ack, Failure, Tier, Transfer
 
 
 def fork() -> int:
@@ -120,3 +126,78 @@ def test_a_process_that_never_closes_ends_and_loses_nothing_it_synced(tmp_path: 
     rig = Rig(tmp_path / "home")
     assert rig.present(range(90)) >= set(range(20))
     rig.close()
+
+
+HOLD = """
+import lmdb, sys
+env = lmdb.open(sys.argv[1], map_size=int(sys.argv[2]), max_dbs=4)
+with env.begin(write=True):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_thread_that_does_not_end_is_left_behind_and_holds_up_nobody(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "home")
+    assert rig.write([0]).ok
+    command = [sys.executable, "-c", HOLD, str(data_file(tmp_path / "home").parent), str(CAPACITY)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        begun = rig.submit_write([1])
+        assert rig.tier.sync(0.1) is False
+        late = rig.submit_write([2])
+        assert rig.present([0]) == {0}
+        assert rig.tier.close(0.1) is False
+        with pytest.raises(ConfigError, match="in use by process"):
+            Rig(tmp_path / "home")
+        holder.communicate()
+    rig.close()
+    assert rig.ack(begun).ok
+    assert rig.ack(late).failures == ((0, Failure.CLOSED),)
+    rig = Rig(tmp_path / "home")
+    assert rig.present([0, 1, 2]) == {0, 1}
+    rig.close()
+
+
+def test_wake_may_call_back_into_the_tier(tmp_path: Path) -> None:
+    acks: queue.SimpleQueue[Ack] = queue.SimpleQueue()
+    opened = threading.Event()
+
+    def wake() -> None:
+        assert opened.wait(60.0)
+        tier.submit_erase([key(9)])
+        for ack in tier.poll():
+            acks.put(ack)
+
+    tier = NvmeTier.open(
+        tmp_path / "home", capacity=CAPACITY, fingerprint="ab12", shard=0, page_nbytes=PAGE, wake=wake
+    )
+    opened.set()
+    transfer = Transfer(
+        id=7,
+        keys=(key(0),),
+        src=Tier.HOST,
+        src_slots=(),
+        dst=Tier.NVME,
+        dst_slots=(),
+        nbytes=0,
+        parents=(None,),
+    )
+    tier.submit_write(transfer, [page(0)])
+    assert acks.get(timeout=60.0).ok
+    tier.submit_read(transfer, [blank()])
+    assert acks.get(timeout=60.0).ok
+    assert tier.close(60.0)
+
+
+def test_the_checking_child_imports_nothing_heavy() -> None:
+    program = "import sys, tierstore.nvme.walk; sys.exit(' '.join({'numpy', 'torch'} & set(sys.modules)))"
+    child = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.stderr.strip() == ""

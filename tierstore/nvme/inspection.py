@@ -11,7 +11,7 @@ import lmdb
 from tierstore.nvme import home
 from tierstore.nvme.check import examine
 from tierstore.nvme.entry import CATALOGUE_DB, MAX_DBS, PAGES_DB
-from tierstore.nvme.lock import FileLock, holder_pid
+from tierstore.nvme.lock import FileLock, watched
 from tierstore.nvme.reading import RecordReader
 from tierstore.types import PageKey
 
@@ -127,9 +127,8 @@ def _home(path: Path) -> Path:
 
 def _report(directory: Path, fingerprint: str, damaged: bool) -> ShardReport:
     marker = home.read_marker(directory)
-    holder = None if damaged else holder_pid(home.lock_path(directory))
-    closed = not damaged and holder is None
-    examination = examine(directory) if closed else None
+    with watched(home.lock_path(directory)) as holder:
+        examination = examine(directory) if holder is None and not damaged else None
     return ShardReport(
         name=directory.name,
         fingerprint=fingerprint,

@@ -6,9 +6,11 @@ import fcntl
 import os
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-_GLANCE_S = 0.1  # holder_pid locks for an instant; an open beside it must not take that for a user
+_GLANCE_S = 0.5  # who only looks is soon gone; an open beside it must not take that for a user
 
 _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
@@ -24,7 +26,7 @@ class FileLock:
     def acquire(cls, path: Path) -> FileLock | int | None:
         """The lock on ``path`` (made if missing), or the PID of who holds it, or None if it does not say.
 
-        Waits a tenth of a second at most, for one who only looks. OSError if the file cannot be opened.
+        Waits half a second at most, for one who only looks. OSError if the file cannot be opened.
         """
         deadline = time.monotonic() + _GLANCE_S
         while True:
@@ -36,8 +38,11 @@ class FileLock:
                 os.close(fd)
                 if time.monotonic() > deadline:
                     return holder
-                time.sleep(_GLANCE_S / 10)
+                time.sleep(_GLANCE_S / 20)
                 continue
+            except OSError:
+                os.close(fd)
+                raise
             if _same_file(fd, path):
                 break
             os.close(fd)  # unlinked between open and flock: that lock would exclude nobody
@@ -59,18 +64,24 @@ class FileLock:
             self._fd = -1
 
 
-def holder_pid(path: Path) -> int | None:
-    """PID of the process that holds the lock at ``path``; 0 if it is held by one that does not say; None if free."""
+@contextmanager
+def watched(path: Path) -> Iterator[int | None]:
+    """Look at a lock without taking it: the holder's PID, 0 if it does not say, or None if it is free.
+
+    If it is free it stays so until the ``with`` ends. The file is not changed, nor made.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
-        return None
+        yield None
+        return
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _read_pid(fd) or 0
-    else:
-        return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield _read_pid(fd) or 0
+        else:
+            yield None
     finally:
         os.close(fd)
 
