@@ -6,7 +6,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -33,6 +33,7 @@ def read(record: NDArray[np.uint8], key: PageKey = KEY, fingerprint: bytes = FIN
     return codec.verify(head, payload, fingerprint=fingerprint, key=key)
 
 
+@settings(deadline=None)
 @given(payloads, st.sampled_from([None, PARENT]))
 def test_a_record_gives_back_page_and_head(payload: bytes, parent: PageKey | None) -> None:
     record = record_of(payload, parent)
@@ -48,6 +49,7 @@ def test_a_record_gives_back_page_and_head(payload: bytes, parent: PageKey | Non
     )
 
 
+@settings(deadline=None)
 @given(payloads, st.data())
 def test_any_changed_byte_is_found(payload: bytes, data: st.DataObject) -> None:
     record = record_of(payload)
@@ -67,6 +69,7 @@ def test_each_byte_of_the_head_is_covered() -> None:
     read(record)
 
 
+@settings(deadline=None)
 @given(payloads, st.data())
 def test_a_cut_record_is_found(payload: bytes, data: st.DataObject) -> None:
     record = record_of(payload)
@@ -74,6 +77,7 @@ def test_a_cut_record_is_found(payload: bytes, data: st.DataObject) -> None:
         read(record[: data.draw(st.integers(0, record.nbytes - 1))])
 
 
+@settings(deadline=None)
 @given(payloads, st.binary(min_size=1, max_size=50))
 def test_a_longer_record_is_found(payload: bytes, more: bytes) -> None:
     record = np.concatenate([record_of(payload), np.frombuffer(more, dtype=np.uint8)])
@@ -81,6 +85,7 @@ def test_a_longer_record_is_found(payload: bytes, more: bytes) -> None:
         read(record)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=5000))
 def test_noise_is_no_record(noise: bytes) -> None:
     with pytest.raises(IntegrityError):
@@ -110,9 +115,12 @@ def test_a_head_and_its_place_in_lmdb_fill_one_block() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fingerprint", "key", "parent"), [(b"", KEY, None), (FINGERPRINT, b"", None), (FINGERPRINT, KEY, b"short")]
+    ("fingerprint", "key", "parent"),
+    [(b"", KEY, None), (FINGERPRINT, b"", None), (FINGERPRINT, KEY, b"short")],
 )
-def test_a_head_of_the_wrong_shape_is_not_written(fingerprint: bytes, key: bytes, parent: bytes | None) -> None:
+def test_a_head_of_the_wrong_shape_is_not_written(
+    fingerprint: bytes, key: bytes, parent: bytes | None
+) -> None:
     head = codec.Head(
         fingerprint=fingerprint,
         key=PageKey(key),
