@@ -1,0 +1,219 @@
+"""A state machine over residency, with a model of what every slot really holds beside it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.core.model import KEYS, PARENTS, RECORD, SLOTTED, TIERS, Code, ResidencyModel
+from tierstore.invariants import check_residency
+from tierstore.residency import Residency
+from tierstore.tier_table import TierTable
+from tierstore.types import PageKey, Tier
+
+key_lists = st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True)
+
+
+class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
+    """Every call of residency in any order; ``code`` is what is tested."""
+
+    code: ClassVar[Code] = Code(Residency, TierTable)
+
+    @initialize(
+        hbm=st.integers(2, 3),
+        host=st.integers(2, 3),
+        budget=st.sampled_from((20, 25, 34)),
+        policy=st.sampled_from(("lru", "fifo")),
+    )
+    def start(self, hbm: int, host: int, budget: int, policy: str) -> None:
+        self.begin(self.code, hbm, host, budget, policy)
+
+    # -- slots of callers ---------------------------------------------------------------------------------------
+
+    @precondition(lambda self: not self.owned)
+    @rule()
+    def take(self) -> None:
+        self._take()
+
+    @rule(data=st.data(), told=st.booleans())
+    def put(self, data: st.DataObject, told: bool) -> None:
+        if not self.owned:
+            self._take()
+        keys = [key for key in KEYS if key not in self.ready[Tier.HBM]]
+        if self.owned and keys:
+            key = data.draw(st.sampled_from(keys))
+            self._adopt(data.draw(st.sampled_from(self.owned)), key, PARENTS[key] if told else None)
+
+    @precondition(lambda self: any(f.live and f.dst is Tier.HBM for f in self.flights))
+    @rule(data=st.data())
+    def put_what_is_arriving(self, data: st.DataObject) -> None:
+        if self.owned or self._take() is not None:
+            keys = [f.key for f in self.flights if f.live and f.dst is Tier.HBM]
+            self._adopt(self.owned[0], data.draw(st.sampled_from(keys)), None)
+
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data())
+    def retire(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(self.owned))
+        self.residency.retire(Tier.HBM, slot)
+        self.owned.remove(slot)
+        self.retired.append(slot)
+
+    @precondition(lambda self: self.retired)
+    @rule(data=st.data())
+    def release_retired(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(self.retired))
+        self.residency.release_retired(Tier.HBM, slot)
+        self.retired.remove(slot)
+
+    # -- copies -------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self._edges())
+    @rule(data=st.data(), nbytes=st.sampled_from((4, RECORD)), told=st.booleans())
+    def start_copy(self, data: st.DataObject, nbytes: int, told: bool) -> None:
+        self._reserve(*data.draw(st.sampled_from(self._edges())), nbytes, told)
+
+    @precondition(lambda self: self._edges())
+    @rule(data=st.data(), nbytes=st.sampled_from((4, RECORD)), told=st.booleans())
+    def whole_copy(self, data: st.DataObject, nbytes: int, told: bool) -> None:
+        flight = self._reserve(*data.draw(st.sampled_from(self._edges())), nbytes, told)
+        if flight is not None:
+            self._settle(flight, well=True)
+
+    @rule(data=st.data(), dst=st.sampled_from(TIERS), nbytes=st.sampled_from((4, RECORD)))
+    def start_write(self, data: st.DataObject, dst: Tier, nbytes: int) -> None:
+        """An engine writes straight into a tier."""
+        keys = [key for key in KEYS if key not in self.ready[dst] and not self._arriving(key, dst)]
+        if keys:
+            self._reserve(data.draw(st.sampled_from(keys)), None, dst, nbytes, told=True)
+
+    @precondition(lambda self: self.flights)
+    @rule(data=st.data(), well=st.sampled_from((True, True, False)))
+    def settle(self, data: st.DataObject, well: bool) -> None:
+        self._settle(data.draw(st.sampled_from(self.flights)), well=well)
+
+    @precondition(lambda self: any(f.live for f in self.flights))
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        flight = data.draw(st.sampled_from([f for f in self.flights if f.live]))
+        self.residency.abort(flight.key, flight.dst)
+        flight.live = False
+
+    @precondition(lambda self: self.hardware.queue)
+    @rule()
+    def disk_works(self) -> None:
+        self.hardware.turn()
+
+    # -- holds, order, evictions --------------------------------------------------------------------------------
+
+    @precondition(lambda self: self._places())
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        hold = data.draw(st.sampled_from(self._places()))
+        assert self.residency.pin(hold.key, hold.tier) == hold.slot
+        self.holds.append(hold)
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        hold = data.draw(st.sampled_from(self.holds))
+        self.residency.unpin(*hold)
+        self.holds.remove(hold)
+
+    @rule(keys=key_lists)
+    def touch(self, keys: list[PageKey]) -> None:
+        self.residency.touch(keys)
+
+    @rule(keys=key_lists, wanted=st.booleans())
+    def set_wanted(self, keys: list[PageKey], wanted: bool) -> None:
+        self.residency.set_wanted(keys, wanted=wanted)
+
+    @rule(keys=key_lists)
+    def end_retention(self, keys: list[PageKey]) -> None:
+        self.residency.end_retention(keys)
+
+    @precondition(lambda self: any(self.ready.values()))
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        tier, key = data.draw(st.sampled_from([(tier, key) for tier in TIERS for key in self.ready[tier]]))
+        drop = self.residency.evict(key, tier)
+        assert (drop.tier, drop.key) == (tier, key)
+        self._left(key, tier, last=drop.last)
+
+    @rule(key=st.sampled_from(KEYS), tier=st.sampled_from(TIERS))
+    def misuse(self, key: PageKey, tier: Tier) -> None:
+        """What must not be asked is refused and changes nothing."""
+        residency, parent = self.residency, PARENTS[key]
+        if key in self.ready[tier]:
+            self._refused(partial(residency.abort, key, tier))
+        else:
+            self._refused(partial(residency.evict, key, tier))
+        if any(place[:2] == (key, tier) for place in self._places()):
+            self._refused(partial(residency.reserve, key, tier))
+        else:
+            self._refused(partial(residency.pin, key, tier))
+        if key in self.ready[Tier.HBM]:
+            for slot in self.owned:
+                self._refused(partial(residency.adopt, key, Tier.HBM, slot, parent))
+        for slot in self.ready[Tier.HBM].values():
+            self._refused(partial(residency.retire, Tier.HBM, slot))
+
+    @precondition(lambda self: self.orphans)
+    @rule()
+    def demote_orphans(self) -> None:
+        while self.residency.demote_orphans(1):
+            pass
+        for key in self.orphans:
+            if key in self.parents and not self._readable(self.parents[key]):
+                ranks = [t.copies[key].rank for t in self.residency.tables.values() if key in t.copies]
+                assert all(rank < 0 for rank in ranks), "an unreachable page is not at the front"
+        self.orphans.clear()
+
+    # -- what always holds --------------------------------------------------------------------------------------
+
+    @invariant()
+    def accounts_balance(self) -> None:
+        self._take_erases()
+        check_residency(self.residency)
+
+    @invariant()
+    def every_readable_copy_holds_its_own_page(self) -> None:
+        for tier in SLOTTED:
+            for key, slot in self.ready[tier].items():
+                assert self.hardware.memory[tier, slot] == key
+        for key in self.ready[Tier.NVME]:
+            assert key in self.hardware.disk, "the record of a readable page was erased"
+            assert key in self.hardware.after_queue(), "the record of a readable page will be erased"
+
+    @invariant()
+    def tables_say_what_the_model_says(self) -> None:
+        for tier, table in self.residency.tables.items():
+            assert {k: c.slot for k, c in table.copies.items() if c.ready} == self.ready[tier]
+            arriving = {f.key: f.dst_slot for f in self.flights if f.live and f.dst is tier}
+            assert {k: c.slot for k, c in table.copies.items() if not c.ready} == arriving
+        for key in KEYS:
+            tiers = [tier for tier in TIERS if key in self.ready[tier]]
+            assert self.residency.where(key) == (tiers[0] if tiers else None)
+            assert self.residency.lineage.parent(key) == self.parents.get(key)
+            children = {child for child, parent in self.parents.items() if parent == key}
+            assert set(self.residency.lineage.children(key)) == children
+
+    @invariant()
+    def a_slot_has_exactly_its_holders(self) -> None:
+        pins, users = self._pins(), self._users()
+        for tier, table in self.residency.tables.items():
+            assert {c.slot: c.pins for c in table.copies.values() if c.pins} == {
+                slot: pins[tier, slot] for slot in (c.slot for c in table.copies.values()) if pins[tier, slot]
+            }
+            live = {c.slot for c in table.copies.values()}
+            dead = {slot: n for (t, slot), n in users.items() if t is tier and slot not in live}
+            assert {slot: d.holders for slot, d in table.quarantine.items()} == dead
+        assert self.residency.tables[Tier.HBM].owned == set(self.owned)
+
+    @invariant()
+    def the_disk_keeps_nothing_unaccounted(self) -> None:
+        table = self.residency.tables[Tier.NVME]
+        assert self.hardware.after_queue() <= {*table.copies, *(d.key for d in table.quarantine.values())}

@@ -1,0 +1,212 @@
+"""A model of residency: what every tier, slot and record holds, told by the calls alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.core.hardware import Flight, Hardware
+from tierstore.errors import CapacityError, LeaseError
+from tierstore.policy import make_policy
+from tierstore.residency import Residency
+from tierstore.tier_table import TierTable
+from tierstore.types import PageKey, Tier
+
+RECORD = 10
+TREE = {"a": None, "ab": "a", "abc": "ab", "ad": "a", "e": None, "ef": "e"}
+KEYS = [PageKey(name.encode()) for name in TREE]
+PARENTS = {PageKey(k.encode()): None if p is None else PageKey(p.encode()) for k, p in TREE.items()}
+SLOTTED = (Tier.HBM, Tier.HOST)
+TIERS = (*SLOTTED, Tier.NVME)
+
+
+class Code(NamedTuple):
+    """The code under test, so that a changed copy can be tested as well."""
+
+    residency: type[Residency]
+    table: type[TierTable]
+
+
+class Hold(NamedTuple):
+    """A pin that somebody will end."""
+
+    key: PageKey
+    tier: Tier
+    slot: int
+
+
+class ResidencyModel:
+    """Does a step to residency and to itself, and says what residency should say. It reads no table."""
+
+    def begin(self, code: Code, hbm: int, host: int, budget: int, policy: str) -> None:
+        """Everything empty."""
+        table = code.table
+        self.residency = code.residency(
+            {
+                Tier.HBM: table(make_policy(policy), num_slots=hbm),
+                Tier.HOST: table(make_policy(policy), num_slots=host),
+                Tier.NVME: table(make_policy(policy), budget_nbytes=budget),
+            }
+        )
+        self.hardware = Hardware(budget)
+        self.ready: dict[Tier, dict[PageKey, int]] = {tier: {} for tier in TIERS}
+        self.parents: dict[PageKey, PageKey] = {}
+        self.orphans: set[PageKey] = set()
+        self.flights: list[Flight] = []
+        self.holds: list[Hold] = []
+        self.owned: list[int] = []
+        self.retired: list[int] = []
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def _take(self) -> int | None:
+        slot = self._attempt(lambda: self.residency.take(Tier.HBM))
+        if slot is not None:
+            self._scribble(Tier.HBM, slot)
+            self.owned.append(slot)
+        return slot
+
+    def _adopt(self, slot: int, key: PageKey, parent: PageKey | None) -> None:
+        self.residency.adopt(key, Tier.HBM, slot, parent)
+        self.owned.remove(slot)
+        self.hardware.memory[Tier.HBM, slot] = key
+        arriving = self._arriving(key, Tier.HBM)
+        if arriving is not None:
+            arriving.live = False
+            moved, old = Hold(key, Tier.HBM, slot), Hold(key, Tier.HBM, arriving.dst_slot)
+            self.holds = [moved if hold == old else hold for hold in self.holds]
+        self._now_readable(key, Tier.HBM, slot, parent)
+
+    def _reserve(self, key: PageKey, src: Tier | None, dst: Tier, nbytes: int, told: bool) -> Flight | None:
+        reserved = RECORD if dst is Tier.NVME else 0
+        slot = self._attempt(lambda: self.residency.reserve(key, dst, reserved, src))
+        if slot is None:
+            return None
+        self._scribble(dst, slot)
+        src_slot = -1 if src is None else self.ready[src][key]
+        flight = Flight(key, src, src_slot, dst, slot, min(nbytes, reserved), PARENTS[key] if told else None)
+        self.flights.append(flight)
+        if dst is Tier.NVME:
+            self._take_erases()
+            self.hardware.enqueue(flight)
+        return flight
+
+    def _settle(self, flight: Flight, *, well: bool) -> None:
+        """The flight ends; the source is let go first, as an ack does it."""
+        source_live = flight.src is not None and self.ready[flight.src].get(flight.key) == flight.src_slot
+        arrived = self.hardware.run(flight, well=well) and well
+        assert arrived or not well or not source_live, "the bytes of a pinned source went away"
+        self.flights.remove(flight)
+        key, dst, slot = flight.key, flight.dst, flight.dst_slot
+        if flight.src is not None:
+            self.residency.unpin(key, flight.src, flight.src_slot)
+        if not arrived:
+            self.residency.fail(key, dst, slot)
+            return
+        assert self.residency.commit(key, dst, slot, flight.nbytes, flight.parent) is flight.live
+        if flight.live:
+            self._now_readable(key, dst, slot, flight.parent)
+
+    # -- the model ----------------------------------------------------------------------------------------------
+
+    def _places(self) -> list[Hold]:
+        """Every copy, readable or arriving."""
+        readable = [Hold(key, tier, slot) for tier in TIERS for key, slot in self.ready[tier].items()]
+        return readable + [Hold(f.key, f.dst, f.dst_slot) for f in self.flights if f.live]
+
+    def _edges(self) -> list[tuple[PageKey, Tier, Tier]]:
+        """Copies that could be started."""
+        return [
+            (key, src, dst)
+            for src in TIERS
+            for key in self.ready[src]
+            for dst in TIERS
+            if key not in self.ready[dst] and not self._arriving(key, dst)
+        ]
+
+    def _attempt(self, act: Callable[[], int]) -> int | None:
+        """Takes room; None for CapacityError, which must change nothing."""
+        before = self._everything()
+        try:
+            slot = act()
+        except CapacityError:
+            assert self._everything() == before, "CapacityError changed something"
+            return None
+        pins = self._pins()
+        while self.residency.dropped:
+            tier, key, last = self.residency.dropped.popleft()
+            assert not pins[tier, self.ready[tier][key]], "a pinned copy was dropped"
+            self._left(key, tier, last=last)
+            if last:
+                assert tier is Tier.NVME, "a page was dropped that could have been saved below"
+                assert key not in self.parents.values(), "a page left before its readable child"
+        return slot
+
+    def _refused(self, act: Callable[[], object]) -> None:
+        before = self._everything()
+        with pytest.raises(LeaseError):
+            act()
+        assert self._everything() == before, "LeaseError changed something"
+
+    def _scribble(self, tier: Tier, slot: int) -> None:
+        """Whoever gets a slot writes into it at once: nobody else may have a use for it."""
+        assert (tier, slot) not in self._users(), f"{tier.name} slot {slot} was handed out while in use"
+        assert slot not in self.ready[tier].values()
+        assert tier is not Tier.HBM or slot not in self.owned
+        self.hardware.memory[tier, slot] = None
+
+    def _now_readable(self, key: PageKey, tier: Tier, slot: int, parent: PageKey | None) -> None:
+        self.ready[tier][key] = slot
+        if parent is not None:
+            self.parents.setdefault(key, parent)
+
+    def _left(self, key: PageKey, tier: Tier, *, last: bool) -> None:
+        del self.ready[tier][key]
+        assert last is not self._readable(key)
+        if last:
+            self.parents.pop(key, None)
+            self.orphans |= {child for child, parent in self.parents.items() if parent == key}
+
+    def _readable(self, key: PageKey) -> bool:
+        return any(key in copies for copies in self.ready.values())
+
+    def _arriving(self, key: PageKey, tier: Tier) -> Flight | None:
+        return next((f for f in self.flights if f.live and (f.key, f.dst) == (key, tier)), None)
+
+    def _take_erases(self) -> None:
+        erased = self.residency.erased
+        while erased:
+            tier, key = erased.popleft()
+            assert tier is Tier.NVME
+            assert key not in self.ready[tier], "a readable record is erased"
+            assert not self._arriving(key, tier), "a record being written is erased"
+            self.hardware.enqueue(key)
+
+    def _pins(self) -> Counter[tuple[Tier, int]]:
+        pins = Counter((hold.tier, hold.slot) for hold in self.holds)
+        pins.update((f.src, f.src_slot) for f in self.flights if f.src is not None)
+        return pins
+
+    def _users(self) -> Counter[tuple[Tier, int]]:
+        """Everything that may still write or read a slot, the copies' own readiness aside."""
+        users = self._pins()
+        users.update((f.dst, f.dst_slot) for f in self.flights)
+        users.update((Tier.HBM, slot) for slot in self.retired)
+        return users
+
+    def _everything(self) -> Any:
+        r = self.residency
+        tables = [
+            (
+                list(t.free),
+                {k: (c.slot, c.nbytes, c.rank, c.ready, c.pins) for k, c in t.copies.items()},
+                set(t.owned),
+                {s: (d.key, d.nbytes, d.holders) for s, d in t.quarantine.items()},
+                (list(t.droppable), list(t.dirty), t.used_nbytes),
+            )
+            for t in r.tables.values()
+        ]
+        return tables, sorted(r.lineage.links()), list(r.dropped), list(r.erased), list(r.orphans)

@@ -1,0 +1,14 @@
+"""Residency under every order of takes, copies, pins, failures and evictions that hypothesis can think of."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.core.machine import ResidencyMachine
+
+
+def test_no_order_of_calls_breaks_residency() -> None:
+    run_state_machine_as_test(
+        ResidencyMachine, settings=settings(max_examples=400, stateful_step_count=50, deadline=None)
+    )

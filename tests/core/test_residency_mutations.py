@@ -1,0 +1,225 @@
+"""The state machine notices planted bugs: each of these changes to the source makes it fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+from hypothesis import Phase, Verbosity, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.core.machine import ResidencyMachine
+from tests.core.model import Code
+from tierstore import lineage, policy, residency, tier_table
+from tierstore.errors import TierStoreError
+
+# As many and as long as it takes; the first failure ends a run, and the choices are the same every time.
+SEARCH = settings(
+    max_examples=1000,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
+    verbosity=Verbosity.quiet,
+)
+
+
+class Bug(NamedTuple):
+    """``old`` must occur exactly once in the module's source."""
+
+    name: str
+    module: ModuleType
+    old: str
+    new: str
+
+
+BUGS = [
+    Bug(
+        "abort frees at once",
+        residency,
+        "table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins + 1)",
+        "table.put_back(copy.slot, copy.nbytes)",
+    ),
+    Bug(
+        "abort frees at once and the writer's end is not missed",
+        residency,
+        """        table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins + 1)
+""",
+        """        table.put_back(copy.slot, copy.nbytes)
+        self._let_go = lambda *_: None
+""",
+    ),
+    Bug(
+        "a dead copy forgets its writer",
+        residency,
+        "Dead(key, copy.nbytes, copy.pins + 1)",
+        "Dead(key, copy.nbytes, max(1, copy.pins))",
+    ),
+    Bug(
+        "evict ignores pins",
+        residency,
+        "        if copy.pins:\n            table.quarantine",
+        "        if False:\n            table.quarantine",
+    ),
+    Bug(
+        "the source is not pinned",
+        residency,
+        "            self.pin(key, src)\n        try:",
+        "            pass\n        try:",
+    ),
+    Bug(
+        "a copy is readable before commit",
+        residency,
+        "table.copies[key] = Copy(slot, nbytes, rank)",
+        "table.copies[key] = Copy(slot, nbytes, rank, True)",
+    ),
+    Bug(
+        "a capacity failure keeps the source pinned",
+        residency,
+        "                self.unpin(key, src, self.tables[src].copies[key].slot)\n            raise",
+        "                pass\n            raise",
+    ),
+    Bug(
+        "an evicted slot is not freed",
+        residency,
+        "            table.put_back(copy.slot, copy.nbytes)\n",
+        "",
+    ),
+    Bug("lineage is not unlinked", residency, "        self.lineage.unlink(key)\n", ""),
+    Bug(
+        "leaf first is ignored",
+        residency,
+        "        elif not self.lineage.has_children(key):\n",
+        "        else:\n",
+    ),
+    Bug(
+        "a parent that becomes known is not protected",
+        residency,
+        "            self._resettle(parent)\n        self._resettle(key)",
+        "            pass\n        self._resettle(key)",
+    ),
+    Bug(
+        "the parent of a lost page stays protected",
+        residency,
+        "not self.lineage.has_children(parent):\n            self._resettle(parent)\n",
+        "not self.lineage.has_children(parent):\n            pass\n",
+    ),
+    Bug(
+        "commit does not return what it did not need",
+        residency,
+        "        table.used_nbytes += nbytes - copy.nbytes\n",
+        "",
+    ),
+    Bug("a freed slot keeps its bytes", tier_table, "        self.used_nbytes -= nbytes\n", ""),
+    Bug(
+        "the record of a newer copy is erased",
+        residency,
+        "key is not None and key not in table.copies:",
+        "key is not None:",
+    ),
+    Bug(
+        "the record of a dead copy is never erased",
+        residency,
+        "            table.put_back(slot, dead.nbytes)\n            self._note_erased(tier, table, dead.key)",
+        "            table.put_back(slot, dead.nbytes)",
+    ),
+    Bug(
+        "a dead slot is freed with one holder left",
+        residency,
+        "        if dead.holders == 0:",
+        "        if dead.holders <= 1:",
+    ),
+    Bug(
+        "a pinned copy stays in the victim order",
+        residency,
+        "            table.withdraw(copy)\n        copy.pins += 1",
+        "            pass\n        copy.pins += 1",
+    ),
+    Bug(
+        "adopt loses the pins of the copy it replaces",
+        residency,
+        "pins = table.copies[key].pins\n",
+        "pins = 0\n",
+    ),
+    Bug(
+        "the end of a dead transfer aborts the newer copy",
+        residency,
+        "if copy is not None and copy.slot == slot and not copy.ready:",
+        "if copy is not None and not copy.ready:",
+    ),
+    Bug(
+        "the end of a dead transfer makes the newer copy readable",
+        residency,
+        "        if copy is None or copy.slot != slot:\n            self._let_go(dst",
+        "        if copy is None:\n            self._let_go(dst",
+    ),
+    Bug(
+        "orphans are not noted",
+        residency,
+        "        self.orphans.extend(self.lineage.children(key))\n        self.lineage",
+        "        self.lineage",
+    ),
+    Bug(
+        "a copy saved below stays unsaved",
+        residency,
+        "        else:\n            self._resettle(key)\n        return Drop",
+        "        return Drop",
+    ),
+    Bug(
+        "a trial of victims is not undone",
+        residency,
+        "        for key in (*victims, *parents):\n",
+        "        for key in ():\n",
+    ),
+    Bug(
+        "too few victims are dropped",
+        residency,
+        "        return self._several_victims(tier, table, nbytes)",
+        "        return [victim]",
+    ),
+    Bug(
+        "a new rank leaves the old one in the order",
+        residency,
+        "        table.withdraw(copy)\n        copy.rank = rank",
+        "        copy.rank = rank",
+    ),
+    Bug("a second child hides the first", lineage, "{above.children, key}", "key"),
+    Bug("a lost child stays in its parent's set", lineage, "            above.children.discard(key)\n", ""),
+    Bug("a withdrawn victim is found", policy, "        self._keys.pop(rank, None)\n", "        pass\n"),
+]
+
+
+def with_bug(bug: Bug) -> Code:
+    """The code with the bug in it; the loaded modules stay as they are."""
+    rooms = {module: ModuleType(module.__name__) for module in (policy, lineage, tier_table, residency)}
+    for module, room in rooms.items():
+        assert module.__file__ is not None
+        source = Path(module.__file__).read_text(encoding="utf-8")
+        if module is bug.module:
+            assert source.count(bug.old) == 1, f"the source no longer has, once: {bug.old!r}"
+            source = source.replace(bug.old, bug.new)
+        exec(compile(source, module.__file__, "exec"), room.__dict__)
+    vars(rooms[tier_table])["VictimQueue"] = vars(rooms[policy])["VictimQueue"]
+    vars(rooms[residency])["Lineage"] = vars(rooms[lineage])["Lineage"]
+    vars(rooms[residency])["Dead"] = vars(rooms[tier_table])["Dead"]
+    return Code(vars(rooms[residency])["Residency"], vars(rooms[tier_table])["TierTable"])
+
+
+def machine(code: Code) -> type[ResidencyMachine]:
+    return type("Mutant", (ResidencyMachine,), {"code": code})
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_the_machine_notices(bug: Bug) -> None:
+    with pytest.raises((AssertionError, LookupError, ValueError, TierStoreError)):
+        run_state_machine_as_test(machine(with_bug(bug)), settings=SEARCH)
+
+
+def test_the_loaded_copy_without_a_bug_passes() -> None:
+    """So it is the bugs that are noticed, and not the way the code is loaded."""
+    same = Bug("none", residency, "class Residency:", "class Residency:")
+    run_state_machine_as_test(machine(with_bug(same)), settings=settings(SEARCH, max_examples=30))
