@@ -31,8 +31,11 @@ class Lineage:
         self._nodes: dict[PageKey, _Node] = {}
 
     def link(self, key: PageKey, parent: PageKey | None) -> None:
-        """The page got its first readable copy. ``parent`` None: it starts a sequence, or its parent is unknown."""
-        if parent is None or parent == key or self._precedes(key, parent):
+        """The page got its first readable copy. ``parent`` None: it starts a sequence, or its parent is unknown.
+
+        The caller has seen to it that ``key`` does not ``precede`` its parent.
+        """
+        if parent is None or parent == key:
             return
         nodes = self._nodes
         node = nodes.get(key)
@@ -89,7 +92,7 @@ class Lineage:
             return ()
         return tuple(node.children) if isinstance(node.children, set) else (node.children,)
 
-    def _precedes(self, key: PageKey, other: PageKey) -> bool:
+    def precedes(self, key: PageKey, other: PageKey) -> bool:
         """Whether ``other`` descends from ``key``: a ring of pages would have no leaf and could never leave."""
         if not self.has_children(key):
             return False
