@@ -13,6 +13,7 @@ from tierstore.errors import CapacityError, LeaseError
 from tierstore.hints import HintTable
 from tierstore.leasing import Leasing, last_key
 from tierstore.loads import Loads
+from tierstore.outgoing import Outgoing
 from tierstore.placement import Placement, Ticket
 from tierstore.residency import Residency
 from tierstore.traffic import Traffic
@@ -50,8 +51,7 @@ class Directory:
         self.leasing = Leasing(
             self.residency, self.traffic, self.loads, self.placement, metrics, self._fates.get
         )
-        self.reusable: list[int] = []
-        """Engine slots that no copy reads any more."""
+        self.outgoing = Outgoing(self.residency, self.placement, self.loads)
         self._metrics = metrics
         self._page_nbytes = page_nbytes
 
@@ -141,16 +141,15 @@ class Directory:
                 self.placement.sealed(key)
 
     def copy_out(self, keys: Sequence[PageKey], slots: Sequence[int], now: float) -> None:
-        """Engine-owned HBM: copies pages below; ``reusable`` lists each slot once nothing reads it any more."""
-        dst = self.placement.below(Tier.HBM)
-        parent: PageKey | None = None
-        for key, slot in zip(keys, slots, strict=True):
-            if dst is None or not self.placement.copy_from_engine(key, slot, dst, parent):
-                self.reusable.append(slot)
-            parent = key
-        if dst is not None:
-            self.placement.make_room(dst, 1, now)
+        """Engine-owned HBM: copies pages below from slots accepted by ``outgoing``, as room comes."""
+        self.outgoing.add(keys, slots)
         self._finish(now)
+
+    def take_reusable(self) -> list[int]:
+        """Engine slots that no copy reads or writes any more, each reported once."""
+        slots = self.outgoing.reusable + self.loads.abandoned
+        self.outgoing.reusable, self.loads.abandoned = [], []
+        return slots
 
     def extend_lease(self, lease: LeaseRecord, limit: int, now: float) -> None:
         """Adds up to ``limit`` pages to a lease and starts what they need.
@@ -207,7 +206,11 @@ class Directory:
         """Whether something is in flight, queued, or on its way down."""
         placement = self.placement
         return bool(
-            not self.traffic.idle() or self.loads.by_slot or placement.sinks or placement.writing_behind
+            not self.traffic.idle()
+            or self.loads.by_slot
+            or placement.sinks
+            or placement.writing_behind
+            or self.outgoing.waiting
         )
 
     def fate(self, key: PageKey) -> str | None:
@@ -272,7 +275,7 @@ class Directory:
             if transfer.src in self.residency.tables:
                 self._unpin(transfer.keys[i], transfer.src, src_slot)
             else:
-                self.reusable.append(src_slot)
+                self.outgoing.ended(src_slot)
             if i in failures:
                 self._failed(transfer, i, failures[i])
             else:
@@ -317,6 +320,10 @@ class Directory:
 
     def _finish(self, now: float) -> None:
         """Settles what the last decisions entail, until nothing more follows, and queues the transfers."""
+        self.outgoing.advance(now)
+        if self.outgoing.given_up:
+            self._metrics.dropped(Tier.HBM, "no_room", self.outgoing.given_up)
+            self.outgoing.given_up = 0
         self.loads.promote_queued()
         if self.loads.queued:
             self.placement.make_room(Tier.HOST, self.loads.queued, now)

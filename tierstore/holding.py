@@ -40,6 +40,8 @@ class Holding:
         """A lease over the longest prefix that can be had; its first pages move before its last are reserved."""
         deadline = None if deadline_s is None else monotonic() + deadline_s
         with self._progress.lock:
+            if into is not None:
+                self._directory.outgoing.require_usable(into)
             record = self._directory.leasing.begin(keys, deadline, into)
         while not record.complete:
             with self._progress.lock:

@@ -36,6 +36,8 @@ class LeaseRecord:
     slots: list[int] = field(default_factory=list)
     sources: list[Tier] = field(default_factory=list)
     waiting: set[int] = field(default_factory=set)
+    landing: set[int] = field(default_factory=set)
+    """Pages already given up whose copies still write an engine's slots."""
     held: list[tuple[PageKey, int]] = field(default_factory=list)
     """Pages sealed under this lease by ``put``."""
     complete: bool = False
@@ -49,7 +51,7 @@ class LeaseRecord:
     @property
     def state(self) -> LeaseState:
         """READY and FAILED are final."""
-        if not self.complete or self.waiting:
+        if not self.complete or self.waiting or self.landing:
             return LeaseState.PENDING
         return LeaseState.FAILED if self.cut and not self.slots else LeaseState.READY
 
@@ -132,7 +134,10 @@ class Lease:
         return self._host.unwritten(self._record)
 
     def release(self, after: Event | None = None) -> None:
-        """Ends the hold; the slots may be reused once ``after`` has happened. LeaseError on a second release."""
+        """Ends the hold; the slots may be reused once ``after`` has happened. LeaseError on a second release.
+
+        Engine-owned HBM: slots whose pages had not arrived come back through ``poll``, once nothing writes them.
+        """
         self._require_open("release")
         self._let_go(after)
 

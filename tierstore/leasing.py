@@ -77,16 +77,23 @@ class Leasing:
         """The page is there for all who wait for this load."""
         for lease, index in load.waiters:
             lease.waiting.discard(index)
+            lease.landing.discard(index)
 
     def lost(self, load: Load, reason: str) -> None:
         """The page will not come: every lease that waits for it ends before it."""
         for lease, index in load.waiters:
+            lease.landing.discard(index)
             self.cut(lease, index, reason)
 
     def cut(self, lease: LeaseRecord, index: int, reason: str) -> None:
-        """The lease ends before page ``index``: later pages are let go."""
+        """The lease ends before page ``index``: later pages are let go.
+
+        An engine computes into the slots of missing pages, so its lease is final only when no copy writes them.
+        """
         if lease not in self.open or index >= len(lease.slots):
             return
+        if self._hbm is None:
+            lease.landing |= {i for i in lease.waiting if i >= index and self._still_landing(lease, i)}
         lease.cut, lease.complete, lease.miss_reason = True, True, reason
         self._unpin_from(lease, index)
         lease.waiting = {i for i in lease.waiting if i < index}
@@ -96,13 +103,21 @@ class Leasing:
         for lease in [x for x in self.open if x.deadline is not None and x.waiting and x.deadline <= now]:
             self.cut(lease, min(lease.waiting), "deadline")
 
+    def stop_waiting(self, lease: LeaseRecord) -> None:
+        """The lease is being released: nobody waits for its pages any more."""
+        self._count(lease)
+        if lease.into is not None:
+            for index in lease.waiting | lease.landing:
+                self._loads.abandon(lease.into[index])
+        lease.waiting.clear()
+        lease.landing.clear()
+
     def release_some(self, lease: LeaseRecord, limit: int) -> bool:
         """Ends up to ``limit`` pins of a lease, last pages first; whether some are left.
 
         Loads that nobody waits for any more go on by themselves.
         """
-        self._count(lease)
-        lease.waiting.clear()
+        self.stop_waiting(lease)
         if lease.held:
             pins = lease.held[-limit:]
             del lease.held[-limit:]
@@ -162,6 +177,14 @@ class Leasing:
         hops = [tier for tier in self._residency.tables if Tier.HBM < tier <= source]
         edges = zip(reversed(hops), [*reversed(hops[:-1]), Tier.HBM], strict=True)
         return deadline <= now or now + sum(self._traffic.seconds_for(e, 1) for e in edges) > deadline
+
+    def _still_landing(self, lease: LeaseRecord, index: int) -> bool:
+        load = self._loads.by_slot.get(lease.slots[index])
+        if load is None:
+            return False
+        if not load.submitted:
+            self._loads.cancel(load.slot)
+        return load.submitted
 
     def _unpin_from(self, lease: LeaseRecord, start: int) -> None:
         if self._hbm is not None:

@@ -30,6 +30,7 @@ class Load:
     source: Tier
     source_slot: int
     submitted: bool = False
+    abandoned: bool = False
     waiters: list[tuple[LeaseRecord, int]] = field(default_factory=list)
 
 
@@ -39,6 +40,8 @@ class Loads:
     def __init__(self, residency: Residency, traffic: Traffic, *, owned: bool) -> None:
         self.by_slot: dict[int, Load] = {}
         self.ended: list[tuple[Load, bool]] = []
+        self.abandoned: list[int] = []
+        """An engine's slots whose lease was released before they were loaded, once nothing writes them."""
         self._residency = residency
         self._traffic = traffic
         self._owned = owned
@@ -136,6 +139,14 @@ class Loads:
                 self._residency.fail(load.key, Tier.HBM, slot)
         return load
 
+    def abandon(self, slot: int) -> None:
+        """Engine-owned HBM: nobody waits for this load any more; its slot is told once nothing writes it."""
+        load = self.by_slot[slot]
+        load.abandoned = True
+        if not load.submitted:
+            self.cancel(slot)
+            self.abandoned.append(slot)
+
     def _submit(self, load: Load) -> None:
         load.submitted = True
         parent = self._residency.lineage.parent(load.key)
@@ -144,6 +155,8 @@ class Loads:
 
     def _end(self, load: Load, *, arrived: bool) -> None:
         del self.by_slot[load.slot]
+        if load.abandoned:
+            self.abandoned.append(load.slot)
         if self._owned and not arrived:
             self._residency.fail(load.key, Tier.HBM, load.slot)
         self.ended.append((load, arrived))

@@ -88,6 +88,7 @@ class PendingEvents:
 
     def copy_out(self, keys: tuple[PageKey, ...], slots: tuple[int, ...], after: Event | None) -> None:
         """``put`` of an engine's slots: the copy starts once they are written."""
+        self._directory.outgoing.accept(slots)
         if after is None or after.query():
             self._directory.copy_out(keys, slots, monotonic())
         else:
@@ -106,6 +107,7 @@ class PendingEvents:
         """``release``: ends some pins, or defers that; whether to call again."""
         if after is None or after.query():
             return self._directory.leasing.release_some(lease, BATCH_PAGES)
+        self._directory.leasing.stop_waiting(lease)
         self._defer(after, partial(self._directory.leasing.release_some, lease, BATCH_PAGES))
         return False
 

@@ -184,9 +184,7 @@ class Placement:
                 self.make_room(tier, max(1, table.num_slots // _AHEAD), now)
 
     def copy_from_engine(self, key: PageKey, slot: int, dst: Tier, parent: PageKey | None) -> bool:
-        """Plans the copy of a page out of an engine's slot; False if it is there already or there is no room."""
-        if any(key in table.copies for table in self._tables.values()):
-            return False
+        """Plans the copy of a page that no tier has out of an engine's slot; False if there is no room."""
         nbytes = self._nbytes(dst)
         try:
             dst_slot = self._residency.reserve(key, dst, nbytes)

@@ -60,7 +60,6 @@ class TierStore:
         layers = max(spec.num_layers for spec in parts.layout.specs)
         self._holding = Holding(self._directory, self._pending, self._progress, parts.metrics, layers)
         self._lock = self._progress.lock
-        self._engine_registered = False
         if pump:
             self._progress.start_pump()
 
@@ -259,25 +258,26 @@ class TierStore:
     # -- progress and reports -----------------------------------------------------------------------------------
 
     def poll(self) -> list[int]:
-        """Advances everything by what has finished. Engine-owned HBM: the slots whose copies out have ended."""
+        """Advances everything by what has finished. Engine-owned HBM: slots no copy uses any more."""
         self._progress.advance()
         with self._lock:
             self._progress.step()
-            reusable, self._directory.reusable = self._directory.reusable, []
-        return reusable
+            return self._directory.take_reusable()
 
     def register(self, *pages: EnginePages) -> None:
         """The engine's tensors, one EnginePages a KV group. ConfigError unless an engine owns HBM and they fit."""
         self._progress.advance()
         if self._directory.owns_hbm or self._parts.arena is None:
             raise ConfigError("register: HBM belongs to the store; allowed with hbm.owner: engine")
+        if self._directory.outgoing.num_slots:
+            raise ConfigError("register: the engine's pages are registered already; allowed: once a store")
         pool = EnginePool(self._parts.layout, pages)
         capacity = None if self._config.hbm is None else self._config.hbm.capacity
         nbytes = pool.num_slots * self._parts.layout.page_nbytes
         if capacity is not None and nbytes > capacity:
             raise ConfigError(f"the engine's pages hold {nbytes} bytes; allowed by hbm.capacity: {capacity}")
         self._mover.attach(CpuCopyEngine(pool, self._parts.arena, self._parts.layout.page_nbytes, self._wake))
-        self._engine_registered = True
+        self._directory.outgoing.num_slots = pool.num_slots
 
     def check(self) -> None:
         """AssertionError naming the first invariant that does not hold. O(pages); any time, in production too."""
@@ -355,7 +355,7 @@ class TierStore:
             raise ConfigError(f"{verb}: HBM belongs to the engine; allowed with hbm.owner: store")
 
     def _require_registered(self) -> None:
-        if not self._engine_registered:
+        if not self._directory.outgoing.num_slots:
             raise ConfigError(
                 "the engine's pages are not registered; allowed: register(EnginePages(...)) first"
             )

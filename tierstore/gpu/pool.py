@@ -173,7 +173,7 @@ def _canonical(tensor: torch.Tensor, layer: int, layout: str, spec: PageSpec) ->
     letters = layout.replace("L", "")
     if tensor.ndim != len(letters):
         raise ConfigError(
-            f"tensor of layer {layer} has {tensor.ndim} dimensions; layout {layout!r} names others"
+            f"tensor of layer {layer} has {tensor.ndim} dimensions; allowed by layout {layout!r}: {len(letters)}"
         )
     if "C" in letters:
         at = letters.index("C")

@@ -1,0 +1,314 @@
+"""HBM that belongs to an engine: its tensors in their own layouts, copies out and in, and slots that come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.bench import Bench, open_bench
+from tests.support.engine import DIM, ENGINES, HEADS, PLANES, SLOTS, TOKENS, Engine, page_major
+from tests.support.events import ManualEvent
+from tests.support.pages import PATIENCE_S, SPEC, chain, tiers, where
+from tests.support.stalls import IN, OUT
+from tierstore.errors import ConfigError, LeaseError
+from tierstore.gpu.pool import EnginePages
+from tierstore.store import TierStore
+from tierstore.types import LeaseState, PageKey, Tier
+
+UP = (Tier.NVME, Tier.HOST)
+OWNED_BY_ENGINE: dict[str, object] = {"owner": "engine"}
+
+
+def open_engine_bench(engine: Engine, host: int = 8, nvme: Path | None = None) -> Bench:
+    bench = open_bench(tiers(SLOTS, host, nvme, hbm_more=OWNED_BY_ENGINE), SPEC)
+    bench.store.register(engine.pages)
+    return bench
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return page_major()
+
+
+@pytest.fixture
+def bench(engine: Engine, tmp_path: Path) -> Iterator[Bench]:
+    bench = open_engine_bench(engine, nvme=tmp_path / "disk")
+    yield bench
+    bench.store.check()
+    bench.close()
+
+
+def save(bench: Bench, engine: Engine, keys: list[PageKey], slots: list[int]) -> None:
+    """Fills slots, puts them, waits until they may be reused."""
+    for key, slot in zip(keys, slots, strict=True):
+        engine.fill(slot, key)
+    assert bench.store.put(keys, slots) == slots
+    assert bench.store.drain(PATIENCE_S)
+    assert sorted(bench.store.poll()) == sorted(slots)
+
+
+@pytest.mark.parametrize("build", ENGINES)
+@pytest.mark.parametrize("nvme", [False, True])
+def test_pages_come_back_in_any_layout(build: Callable[[], Engine], nvme: bool, tmp_path: Path) -> None:
+    # F074
+    engine = build()
+    bench = open_engine_bench(engine, nvme=tmp_path if nvme else None)
+    keys = chain(4)
+    save(bench, engine, keys, [5, 0, 3, 1])
+    if nvme:
+        bench.store.demote(keys, Tier.NVME)
+        assert bench.store.drain(PATIENCE_S)
+    engine.wipe()
+    with bench.store.acquire(keys, into=[2, 4, 0, 5]) as lease:
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
+        assert lease.slots == [2, 4, 0, 5]
+        assert all(engine.holds(slot, key) for slot, key in zip(lease.slots, keys, strict=True))
+        assert not any(engine.holds(slot, key) for slot in (1, 3) for key in keys)
+    bench.close()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "layout"),
+    [
+        ([torch.zeros(SLOTS, PLANES, TOKENS, HEADS, DIM, dtype=torch.float16)], "BKNHD"),
+        ([torch.zeros(SLOTS, 2, PLANES, TOKENS, HEADS, DIM, dtype=torch.float32)], "BLKNHD"),
+        ([torch.zeros(SLOTS, 2, PLANES, HEADS, TOKENS, DIM, dtype=torch.float16)], "BLKNHD"),
+        ([torch.zeros(SLOTS, 2, PLANES, TOKENS, HEADS, DIM, dtype=torch.float16)], "BLKNH"),
+        ([torch.zeros(SLOTS, 2, PLANES, TOKENS, HEADS, DIM, dtype=torch.float16)], "BLKNHX"),
+        ([torch.zeros(SLOTS, 2, 3, dtype=torch.float16)], "BLC"),
+        ([], "BKNHD"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(tensors: list[torch.Tensor], layout: str) -> None:
+    with TierStore.open(tiers(SLOTS, 2, hbm_more=OWNED_BY_ENGINE), SPEC) as store:
+        with pytest.raises(ConfigError, match="allowed"):
+            store.register(EnginePages(tensors, layout))
+        with pytest.raises(ConfigError, match="register"):
+            store.put(chain(1), [0])
+
+
+def test_more_tensors_than_kv_groups_and_a_second_register_are_refused(engine: Engine) -> None:
+    with TierStore.open(tiers(SLOTS, 2, hbm_more=OWNED_BY_ENGINE), SPEC) as store:
+        with pytest.raises(ConfigError, match="one a group"):
+            store.register(engine.pages, engine.pages)
+        store.register(engine.pages)
+        with pytest.raises(ConfigError, match="registered"):
+            store.register(engine.pages)
+
+
+def test_what_needs_hbm_of_the_stores_own_is_refused(bench: Bench) -> None:
+    store = bench.store
+    for call in (lambda: store.allocate(1), lambda: store.free([0]), lambda: store.pages):
+        with pytest.raises(ConfigError, match="engine"):
+            call()
+    assert "HBM" not in str(store.stats()["tiers"])
+
+
+def test_into_belongs_to_engines_alone() -> None:
+    with TierStore.open(tiers(2, 2), SPEC) as store:
+        with pytest.raises(ConfigError, match="into"):
+            store.acquire([], into=[])
+        with pytest.raises(ConfigError, match="register"):
+            store.register(page_major().pages)
+
+
+@pytest.mark.parametrize("into", [None, [0], [0, 1, 2]])
+def test_acquire_needs_one_slot_a_key(bench: Bench, into: list[int] | None) -> None:
+    with pytest.raises(ValueError, match="one slot a key"):
+        bench.store.acquire(chain(2), into=into)
+
+
+@pytest.mark.parametrize("slots", [[0, SLOTS], [-1, 0], [1, 1]])
+def test_slots_the_engine_does_not_have_are_refused_and_nothing_changes(
+    bench: Bench, engine: Engine, slots: list[int]
+) -> None:
+    keys = chain(2)
+    with pytest.raises(LeaseError, match="slot"):
+        bench.store.put(keys, slots)
+    assert bench.store.match(keys).num_pages == 0
+    save(bench, engine, keys, [0, 1])
+    engine.wipe()
+    with pytest.raises(LeaseError, match="slot"):
+        bench.store.acquire(keys, into=slots)
+    assert bench.store.stats()["leases"] == 0
+    assert not any(engine.holds(slot, key) for slot in range(SLOTS) for key in keys)
+
+
+def test_a_slot_that_is_being_loaded_into_is_refused_and_nothing_changes(
+    bench: Bench, engine: Engine
+) -> None:
+    keys = chain(3)
+    save(bench, engine, keys, [0, 1, 2])
+    bench.copies.hold(IN)
+    with bench.store.acquire(keys[:1], into=[3]) as lease:
+        with pytest.raises(LeaseError, match="slot 3"):
+            bench.store.acquire(keys, into=[4, 3, 5])
+        assert bench.store.stats()["leases"] == 1
+        bench.copies.open()
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
+        assert engine.holds(3, keys[0])
+
+
+def test_poll_returns_a_slot_only_when_its_copy_has_ended(bench: Bench, engine: Engine) -> None:
+    keys = chain(2)
+    bench.copies.hold(OUT)
+    for slot, key in enumerate(keys):
+        engine.fill(slot, key)
+    bench.store.put(keys, [0, 1])
+    assert bench.store.poll() == []
+    assert bench.store.match(keys).num_pages == 0
+    bench.copies.open()
+    assert bench.store.drain(PATIENCE_S)
+    assert sorted(bench.store.poll()) == [0, 1]
+    assert bench.store.poll() == []
+    assert bench.store.match(keys).tiers == (Tier.HOST, Tier.HOST)
+
+
+def test_a_copy_out_starts_only_after_the_event(bench: Bench, engine: Engine) -> None:
+    keys = chain(1)
+    event = ManualEvent()
+    bench.store.put(keys, [2], after=event)
+    assert bench.store.drain(0.02) is False
+    assert bench.store.poll() == []
+    engine.fill(2, keys[0])
+    event.happen()
+    assert bench.store.drain(PATIENCE_S)
+    assert bench.store.poll() == [2]
+    engine.wipe()
+    with bench.store.acquire(keys, into=[4]) as lease:
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
+        assert engine.holds(4, keys[0])
+
+
+def test_what_is_there_already_comes_back_at_once_and_is_not_copied_again(
+    bench: Bench, engine: Engine
+) -> None:
+    keys = chain(2)
+    save(bench, engine, keys, [0, 1])
+    bench.copies.hold(OUT)
+    bench.store.put(keys, [4, 5])
+    assert sorted(bench.store.poll()) == [4, 5]
+    assert bench.copies.waiting(OUT) == 0
+
+
+def test_a_failed_copy_out_is_a_miss_and_the_slot_comes_back(bench: Bench, engine: Engine) -> None:
+    keys = chain(3)
+    bench.copies.fail_next(OUT, 1)
+    save(bench, engine, keys, [0, 1, 2])
+    assert bench.store.match(keys).num_pages == 1
+    save(bench, engine, keys, [0, 1, 2])
+    assert bench.store.match(keys).num_pages == 3
+
+
+def test_more_pages_than_host_holds_go_down_as_host_gets_room(tmp_path: Path, engine: Engine) -> None:
+    bench = open_engine_bench(engine, host=2, nvme=tmp_path)
+    keys = chain(6)
+    save(bench, engine, keys, list(range(6)))
+    assert bench.store.match(keys).num_pages == 6
+    engine.wipe()
+    with bench.store.acquire(keys, into=[5, 4, 3, 2, 1, 0]) as lease:
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
+        assert lease.num_pages == 6
+        assert all(engine.holds(slot, key) for slot, key in zip(lease.slots, keys, strict=True))
+    bench.store.check()
+    bench.close()
+
+
+def test_more_pages_than_fit_anywhere_end_and_every_slot_comes_back(engine: Engine) -> None:
+    bench = open_engine_bench(engine, host=2)
+    for i in range(3):
+        save(bench, engine, chain(6, str(i)), list(range(6)))
+        bench.store.check()
+    save(bench, engine, chain(2, "last"), [0, 1])
+    assert bench.store.match(chain(2, "last")).num_pages == 2
+    bench.close()
+
+
+def test_a_cut_lease_is_final_only_when_nothing_writes_its_slots_any_more(
+    bench: Bench, engine: Engine
+) -> None:
+    # F024: the engine computes into the slots of missing pages at once
+    keys, others = chain(4), chain(4, "other")
+    save(bench, engine, keys, [0, 1, 2, 3])
+    bench.store.demote(keys[1:], Tier.NVME)
+    assert bench.store.drain(PATIENCE_S)
+    engine.wipe()
+    bench.records.fail_next(UP, 0)
+    bench.records.hold(UP)
+    with bench.store.acquire(keys, into=[0, 1, 2, 3]) as lease:
+        bench.copies.settle()
+        bench.copies.hold(IN)
+        bench.records.let_go(UP)
+        bench.settle()
+        assert bench.copies.waiting(IN) == 1
+        assert lease.wait(0.02) is LeaseState.PENDING
+        assert lease.num_pages == 1
+        bench.store.check()
+        bench.copies.open()
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
+        for slot in (1, 2, 3):
+            engine.fill(slot, others[slot])
+        assert bench.store.drain(PATIENCE_S)
+        assert engine.holds(0, keys[0])
+        assert all(engine.holds(slot, others[slot]) for slot in (1, 2, 3))
+    assert bench.store.poll() == []
+
+
+def test_a_cut_lease_does_not_start_copies_into_slots_given_up(bench: Bench, engine: Engine) -> None:
+    keys = chain(4)
+    save(bench, engine, keys, [0, 1, 2, 3])
+    bench.store.demote(keys, Tier.NVME)
+    assert bench.store.drain(PATIENCE_S)
+    engine.wipe()
+    bench.records.hold(UP)
+    with bench.store.acquire(keys, deadline_s=0.02, into=[0, 1, 2, 3]) as lease:
+        assert lease.wait(PATIENCE_S) is LeaseState.FAILED
+        bench.records.open()
+        assert bench.store.drain(PATIENCE_S)
+        assert not any(engine.holds(slot, key) for slot, key in enumerate(keys))
+    assert bench.store.match(keys).num_pages == 4
+
+
+def test_a_deadline_cuts_when_the_late_copies_have_ended(bench: Bench, engine: Engine) -> None:
+    keys = chain(2)
+    save(bench, engine, keys, [0, 1])
+    bench.copies.hold(IN)
+    with bench.store.acquire(keys, deadline_s=0.02, into=[2, 3]) as lease:
+        assert lease.wait(0.1) is LeaseState.PENDING
+        bench.copies.open()
+        assert lease.wait(PATIENCE_S) is LeaseState.FAILED
+        assert lease.missing == tuple(keys)
+
+
+def test_slots_of_a_lease_released_early_come_back_through_poll(bench: Bench, engine: Engine) -> None:
+    # F037
+    keys = chain(2)
+    save(bench, engine, keys, [0, 1])
+    bench.copies.hold(IN)
+    bench.store.acquire(keys, into=[2, 3]).release()
+    assert bench.store.poll() == []
+    bench.store.check()
+    bench.copies.open()
+    assert bench.store.drain(PATIENCE_S)
+    assert sorted(bench.store.poll()) == [2, 3]
+
+
+def test_slots_of_a_lease_that_was_ready_are_the_engines_at_once(bench: Bench, engine: Engine) -> None:
+    keys = chain(2)
+    save(bench, engine, keys, [0, 1])
+    with bench.store.acquire(keys, into=[2, 3]) as lease:
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
+    assert bench.store.poll() == []
+
+
+def test_evicted_pages_are_not_loaded(bench: Bench, engine: Engine) -> None:
+    keys = chain(3)
+    save(bench, engine, keys, [0, 1, 2])
+    assert bench.store.evict(keys[1:]) == 2
+    with bench.store.acquire(keys, into=[3, 4, 5]) as lease:
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
+        assert lease.missing == tuple(keys[1:])
+    assert where(bench.store, keys[0]) == {Tier.HOST: "ready"}

@@ -1,0 +1,90 @@
+"""An engine's own KV tensors in the layouts engines use, each with a view of one layer of one page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tests.support.pages import SPEC, content
+from tierstore.gpu.pool import EnginePages
+from tierstore.types import PageKey
+
+SLOTS = 6
+LAYERS, PLANES, TOKENS, HEADS, DIM = SPEC.shape
+
+
+@dataclass
+class Engine:
+    """``layer(slot, i)`` is ``[planes, tokens, heads, dim]``, in place."""
+
+    pages: EnginePages
+    layer: Callable[[int, int], torch.Tensor]
+
+    def fill(self, slot: int, key: PageKey) -> None:
+        """Computes the page of a key into a slot."""
+        for i, layer in enumerate(content(key)):
+            self.layer(slot, i).copy_(layer)
+
+    def holds(self, slot: int, key: PageKey) -> bool:
+        """Whether the slot has exactly the bytes of the key."""
+        return all(
+            torch.equal(self.layer(slot, i).contiguous().view(torch.uint8), layer.view(torch.uint8))
+            for i, layer in enumerate(content(key))
+        )
+
+    def wipe(self) -> None:
+        for slot in range(SLOTS):
+            for i in range(LAYERS):
+                self.layer(slot, i).zero_()
+
+
+def _empty(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float16)
+
+
+def page_major() -> Engine:
+    whole = _empty(SLOTS, LAYERS, PLANES, TOKENS, HEADS, DIM)
+    return Engine(EnginePages([whole], "BLKNHD"), lambda slot, i: whole[slot, i])
+
+
+def planes_first() -> Engine:
+    layers = [_empty(PLANES, SLOTS, TOKENS, HEADS, DIM) for _ in range(LAYERS)]
+    return Engine(EnginePages(layers, "KBNHD"), lambda slot, i: layers[i][:, slot])
+
+
+def blocks_first() -> Engine:
+    layers = [_empty(SLOTS, PLANES, TOKENS, HEADS, DIM) for _ in range(LAYERS)]
+    return Engine(EnginePages(layers, "BKNHD"), lambda slot, i: layers[i][slot])
+
+
+def planes_merged_with_dim() -> Engine:
+    layers = [_empty(SLOTS, HEADS, TOKENS, PLANES * DIM) for _ in range(LAYERS)]
+
+    def layer(slot: int, i: int) -> torch.Tensor:
+        return layers[i][slot].view(HEADS, TOKENS, PLANES, DIM).permute(2, 1, 0, 3)
+
+    return Engine(EnginePages(layers, "BHNC"), layer)
+
+
+def permuted_with_an_offset() -> Engine:
+    storage = _empty(3 + SLOTS * LAYERS * PLANES * TOKENS * HEADS * DIM)
+    whole = storage[3:].view(HEADS, SLOTS, TOKENS, LAYERS, DIM, PLANES).permute(1, 3, 5, 2, 0, 4)
+    assert not whole.is_contiguous()
+    return Engine(EnginePages([whole], "BLKNHD"), lambda slot, i: whole[slot, i])
+
+
+def every_other_block() -> Engine:
+    whole = _empty(2 * SLOTS, LAYERS, PLANES, TOKENS, HEADS, DIM)[1::2]
+    return Engine(EnginePages([whole], "BLKNHD"), lambda slot, i: whole[slot, i])
+
+
+ENGINES = (
+    page_major,
+    planes_first,
+    blocks_first,
+    planes_merged_with_dim,
+    permuted_with_an_offset,
+    every_other_block,
+)

@@ -1,0 +1,86 @@
+"""Pages on their way out of an engine's slots: queued until HOST has room, told of when their slots are free again.
+
+Metadata only. Between ``put`` and the report a slot may neither be put again nor be loaded into.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from tierstore.errors import LeaseError
+from tierstore.types import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tierstore.loads import Loads
+    from tierstore.placement import Placement
+    from tierstore.residency import Residency
+    from tierstore.types import PageKey
+
+
+class Outgoing:
+    """What an engine that owns HBM has put and not got back. ``num_slots``: 0 until its tensors are registered."""
+
+    def __init__(self, residency: Residency, placement: Placement, loads: Loads) -> None:
+        self.num_slots = 0
+        self.reusable: list[int] = []
+        """Slots that no copy reads or writes any more, for ``poll`` to report."""
+        self.given_up = 0
+        """Pages that found no room below since this was last looked at."""
+        self._slots: set[int] = set()
+        self._queue: deque[tuple[PageKey, int, PageKey | None]] = deque()
+        self._residency = residency
+        self._placement = placement
+        self._loads = loads
+
+    @property
+    def waiting(self) -> bool:
+        """Whether pages wait for room."""
+        return bool(self._queue)
+
+    def require_usable(self, slots: Sequence[int]) -> None:
+        """LeaseError unless the engine has these slots, each is named once, and no copy reads or writes them."""
+        for slot in slots:
+            if not 0 <= slot < self.num_slots:
+                raise LeaseError(f"slot {slot} is none of the engine's {self.num_slots}")
+            if slot in self._slots or slot in self._loads.by_slot:
+                raise LeaseError(f"slot {slot} is still being copied")
+        if len(set(slots)) != len(slots):
+            raise LeaseError("a slot is named twice")
+
+    def accept(self, slots: Sequence[int]) -> None:
+        """The slots are the store's to read until they are reported."""
+        self.require_usable(slots)
+        self._slots.update(slots)
+
+    def add(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
+        """The accepted slots are written: their copies may start."""
+        parent: PageKey | None = None
+        for key, slot in zip(keys, slots, strict=True):
+            self._queue.append((key, slot, parent))
+            parent = key
+
+    def ended(self, slot: int) -> None:
+        """Nothing reads the slot any more."""
+        self._slots.discard(slot)
+        self.reusable.append(slot)
+
+    def advance(self, now: float) -> None:
+        """Starts the copies for which there is room; gives pages up only where no room will come."""
+        dst = self._placement.below(Tier.HBM)
+        while self._queue and dst is not None:
+            key, slot, parent = self._queue[0]
+            if any(key in table.copies for table in self._residency.tables.values()):
+                self.ended(slot)
+            elif not self._placement.copy_from_engine(key, slot, dst, parent):
+                self._placement.make_room(dst, len(self._queue), now)
+                self._placement.relieve(dst, 1, now)
+                if self._placement.room(dst) > 0:
+                    continue
+                if not self._placement.blocked(dst):
+                    return
+                self.given_up += 1
+                self.ended(slot)
+            self._queue.popleft()
