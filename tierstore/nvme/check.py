@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -12,44 +11,13 @@ from typing import NamedTuple
 
 from tierstore.errors import ConfigError
 from tierstore.nvme.home import DATA_FILE
+from tierstore.nvme.rawtree import read_meta
 
-_META = struct.Struct("<IIQQ48s48sQQ")  # magic, version, address, map size, two trees, last page, transaction
-_META_OFFSET = 16
-_MAGIC = 0xBEEFC0DE
-_DATA_VERSION = 1
 _PROGRAM = """
 import runpy, sys
 sys.path.append(sys.argv.pop(1))
 runpy.run_module("tierstore.nvme.walk", run_name="__main__")
 """
-_MIN_PAGE, _MAX_PAGE = 512, 1 << 16
-
-
-def last_page_end(data: Path) -> int | None:
-    """Bytes that data.mdb must have, by its newest meta page; None if no meta page can be read.
-
-    Reads two pages with ``pread``; no mapping, so a cut file costs nothing but the answer.
-    """
-    fd = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        first = os.pread(fd, _META_OFFSET + _META.size, 0)
-        if len(first) < _META_OFFSET + _META.size:
-            return None
-        page = int.from_bytes(first[_META_OFFSET + 24 : _META_OFFSET + 28], "little")
-        if not _MIN_PAGE <= page <= _MAX_PAGE:
-            return None
-        second = os.pread(fd, _META_OFFSET + _META.size, page)
-    finally:
-        os.close(fd)
-    ends: dict[int, int] = {}
-    for raw in (first, second):
-        if len(raw) < _META_OFFSET + _META.size:
-            return None
-        magic, version, _, _, _, _, last, transaction = _META.unpack_from(raw, _META_OFFSET)
-        if magic != _MAGIC or version != _DATA_VERSION:
-            return None
-        ends[transaction] = (last + 1) * page
-    return ends[max(ends)]
 
 
 class Examination(NamedTuple):
@@ -67,7 +35,7 @@ def examine(directory: Path, timeout_s: float = 600.0) -> Examination:
     data = directory / DATA_FILE
     if not data.exists() or data.stat().st_size == 0:
         return Examination()
-    end = last_page_end(data)
+    end = _end_of_last_page(data)
     if end is None:
         return Examination(fault="its meta pages cannot be read")
     if data.stat().st_size < end:
@@ -95,3 +63,12 @@ def walk_apart(directory: Path, timeout_s: float) -> Examination:
     if child.returncode < 0:
         return Examination(fault=f"walking its catalogue ended in {signal.Signals(-child.returncode).name}")
     return Examination(fault=child.stderr.strip()[-300:])
+
+
+def _end_of_last_page(data: Path) -> int | None:
+    fd = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        meta = read_meta(fd)
+    finally:
+        os.close(fd)
+    return None if meta is None else meta.end

@@ -6,6 +6,7 @@ intact and both trees can be walked. Anything else, a signal included: the direc
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import deque
 
@@ -13,6 +14,7 @@ import lmdb
 from xxhash import xxh3_64_digest
 
 from tierstore.nvme.entry import BODY_NBYTES, CATALOGUE_DB, ENTRY_NBYTES, MAX_DBS, PAGES_DB
+from tierstore.nvme.rawtree import prefetch
 
 
 def walk(directory: str) -> int | str:
@@ -21,6 +23,7 @@ def walk(directory: str) -> int | str:
     lmdb.Error as it comes.
     """
     records = 0
+    _warm(directory)
     with lmdb.open(
         directory, readonly=True, lock=False, create=False, readahead=False, max_dbs=MAX_DBS
     ) as env:
@@ -40,6 +43,14 @@ def walk(directory: str) -> int | str:
             records = txn.stat(catalogue)["entries"]
             deque(txn.cursor(db=pages).iternext(keys=True, values=False), maxlen=0)
     return records
+
+
+def _warm(directory: str) -> None:
+    fd = os.open(os.path.join(directory, "data.mdb"), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        prefetch(fd, (CATALOGUE_DB, PAGES_DB))
+    finally:
+        os.close(fd)
 
 
 def main() -> int:
