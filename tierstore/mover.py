@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from tierstore.gpu.copy_engine import CopyEngine
 
 
+_GRACE_S = 0.5
+"""Within this an idle thread ends for certain."""
+
+
 class SlotBytes(Protocol):
     """A tier whose slots are memory."""
 
@@ -93,9 +97,12 @@ class Mover:
         return self._records is None or self._records.sync(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Ends copy engine and tiers; whether all threads ended in time. A stuck thread is left behind."""
+        """Ends copy engine and tiers; whether all threads ended in time. A stuck thread is left behind.
+
+        Each gets a moment even when the time is up: one stuck thread must not keep the directory locked.
+        """
         deadline = monotonic() + timeout_s
-        ended = self._copies is None or self._copies.close(timeout_s)
+        ended = self._copies is None or self._copies.close(max(_GRACE_S, timeout_s))
         if self._records is not None:
-            ended &= self._records.close(max(0.0, deadline - monotonic()))
+            ended &= self._records.close(max(_GRACE_S, deadline - monotonic()))
         return ended

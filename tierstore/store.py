@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from threading import Lock
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,7 @@ class TierStore:
         layers = max(spec.num_layers for spec in parts.layout.specs)
         self._holding = Holding(self._directory, self._pending, self._progress, parts.metrics, layers)
         self._lock = self._progress.lock
+        self._closing = Lock()
         if pump:
             self._progress.start_pump()
 
@@ -111,6 +113,7 @@ class TierStore:
         Takes free slots, then pages that are readable below, then saves victims below and waits up to ``timeout_s``.
         CapacityError, nothing taken, if ``n`` exceeds HBM or the time ran out.
         """
+        self._progress.require_open()
         self._require_own_hbm("allocate")
         self._require_fits(n)
         deadline = monotonic() + timeout_s
@@ -299,8 +302,11 @@ class TierStore:
 
     def close(self, timeout_s: float = 30) -> None:
         """Saves what only HBM and HOST hold, waits for copies, fails the rest, releases the directory. Idempotent."""
-        if self._progress.closed:
-            return
+        with self._closing:
+            if not self._progress.closed:
+                self._close(timeout_s)
+
+    def _close(self, timeout_s: float) -> None:
         deadline = monotonic() + timeout_s
         ticket = save_unsaved(self._directory, self._progress)
         wait_settled(ticket, self._progress, deadline=deadline, stall_s=timeout_s)

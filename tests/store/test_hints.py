@@ -1,0 +1,125 @@
+"""hint and take_hints: what a scheduler may say, what it changes at once, and what waits for a prefetcher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.bench import Bench, open_bench
+from tests.support.pages import SPEC, chain, counter, tier_stats, tiers, write
+from tierstore.store import TierStore
+from tierstore.types import Hint, HintResult, Tier
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = open_bench(tiers(hbm=4, host=None), SPEC)
+    yield bench
+    bench.store.check()
+    bench.close()
+
+
+@pytest.fixture
+def store(bench: Bench) -> TierStore:
+    return bench.store
+
+
+def test_will_need_without_a_prefetcher_is_rejected(store: TierStore) -> None:
+    assert store.hint(Hint("r", 1, tuple(chain(2)))) is HintResult.REJECTED
+    assert counter(store, "hints", "rejected") == 1
+
+
+def test_will_need_waits_for_an_attached_prefetcher_the_newest_revision_of_each_request(
+    store: TierStore,
+) -> None:
+    assert store.take_hints() == []
+    first, second = Hint("a", 1, tuple(chain(2))), Hint("b", 1, tuple(chain(3)))
+    newer = Hint("a", 2, tuple(chain(1)), deadline_s=0.5, priority=3)
+    assert [store.hint(h) for h in (first, second, newer)] == [HintResult.DEFERRED] * 3
+    assert store.take_hints() == [second, newer]
+    assert store.take_hints() == []
+
+
+@pytest.mark.parametrize("revision", [0, 4, 5])
+def test_a_revision_not_above_the_last_is_a_duplicate(store: TierStore, revision: int) -> None:
+    store.take_hints()
+    assert store.hint(Hint("r", 5, tuple(chain(2)))) is HintResult.DEFERRED
+    assert store.hint(Hint("r", revision, ())) is HintResult.DUPLICATE
+    assert [hint.revision for hint in store.take_hints()] == [5]
+
+
+def test_a_rejected_hint_is_no_revision(store: TierStore) -> None:
+    hint = Hint("r", 1, tuple(chain(2)))
+    assert store.hint(hint) is HintResult.REJECTED
+    store.take_hints()
+    assert store.hint(hint) is HintResult.DEFERRED
+
+
+def test_no_keys_with_a_higher_revision_cancel_and_the_prefetcher_is_told(store: TierStore) -> None:
+    store.take_hints()
+    store.hint(Hint("r", 1, tuple(chain(2))))
+    cancel = Hint("r", 2, ())
+    assert store.hint(cancel) is HintResult.APPLIED
+    assert store.take_hints() == [cancel]
+    assert store.hint(Hint("r", 1, tuple(chain(2)))) is HintResult.DUPLICATE
+
+
+def test_wont_need_pages_go_first_and_retained_ones_last(store: TierStore) -> None:
+    a, b, c, d = (chain(1, name) for name in "abcd")
+    for keys in (a, b, c, d):
+        write(store, keys)
+    assert store.hint(Hint("r1", 1, tuple(a), "retain")) is HintResult.APPLIED
+    assert store.hint(Hint("r2", 1, tuple(d), "wont_need")) is HintResult.APPLIED
+    order = []
+    for _ in range(4):
+        store.allocate(1)
+        gone = [k for k in (a, b, c, d) if store.match(k).num_pages == 0]
+        order += [keys for keys in gone if keys not in order]
+    assert order == [d, b, c, a]
+
+
+def test_of_pages_nobody_will_need_the_tail_goes_before_the_head(store: TierStore) -> None:
+    keys = chain(3)
+    write(store, keys)
+    store.hint(Hint("r", 1, tuple(keys), "wont_need"))
+    for left in (2, 1, 0):
+        store.allocate(1 if left < 2 else 2)
+        assert store.match(keys).num_pages == left
+
+
+def test_a_retention_ends_with_its_time(store: TierStore) -> None:
+    old, new = chain(1, "old"), chain(1, "new")
+    write(store, old)
+    store.hint(Hint("r", 1, tuple(old), "retain", ttl_s=0.0))
+    write(store, new)
+    store.poll()
+    assert store.hint(Hint("s", 1, tuple(new), "retain", ttl_s=3600.0)) is HintResult.APPLIED
+    store.allocate(3)
+    assert store.match(old).num_pages == 0
+    assert store.match(new).num_pages == 1
+
+
+def test_a_cancelled_retention_ends_at_once(store: TierStore) -> None:
+    kept, other = chain(1, "kept"), chain(1, "other")
+    write(store, kept)
+    store.hint(Hint("r", 1, tuple(kept), "retain"))
+    store.hint(Hint("r", 2, ()))
+    write(store, other)
+    store.hint(Hint("s", 1, tuple(other), "retain"))
+    store.allocate(3)
+    assert store.match(kept).num_pages == 0
+
+
+def test_a_hint_never_pins(store: TierStore) -> None:
+    keys = chain(4)
+    write(store, keys)
+    store.hint(Hint("r", 1, tuple(keys), "retain"))
+    assert tier_stats(store, Tier.HBM)["pinned"] == 0
+    assert len(store.allocate(4, timeout_s=0.0)) == 4
+
+
+def test_hints_on_pages_nobody_has_are_harmless(store: TierStore) -> None:
+    assert store.hint(Hint("r", 1, tuple(chain(3)), "wont_need")) is HintResult.APPLIED
+    assert store.hint(Hint("r", 2, tuple(chain(3)), "retain")) is HintResult.APPLIED
+    assert store.match(chain(3)).num_pages == 0

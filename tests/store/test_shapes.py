@@ -1,0 +1,185 @@
+"""Stores of every shape: tiers left out, tiers of one slot, hosts that poll, pools that are far too small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+
+from tests.support.bench import open_bench
+from tests.support.pages import (
+    PATIENCE_S,
+    SPEC,
+    chain,
+    counter,
+    nvme_capacity,
+    read,
+    read_soon,
+    require_right,
+    tier_stats,
+    tiers,
+    write,
+    write_each,
+)
+from tierstore.config import StoreConfig
+from tierstore.errors import CapacityError
+from tierstore.store import TierStore
+from tierstore.types import LeaseState, Tier
+
+Shape = tuple[int, int | None, bool]
+
+SHAPES: list[Shape] = [
+    (1, 1, True),
+    (1, None, True),
+    (1, 1, False),
+    (2, 1, True),
+    (1, 3, True),
+    (3, None, True),
+    (3, 2, True),
+    (4, 8, False),
+]
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    deadline = monotonic() + PATIENCE_S
+    while not holds():
+        assert monotonic() < deadline
+        sleep(0.002)
+
+
+def config_of(shape: Shape, tmp_path: Path) -> StoreConfig:
+    hbm, host, nvme = shape
+    return tiers(hbm, host, tmp_path if nvme else None)
+
+
+@pytest.mark.parametrize("pump", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_single_pages_come_back_from_a_store_of_any_shape(shape: Shape, pump: bool, tmp_path: Path) -> None:
+    with TierStore.open(config_of(shape, tmp_path), SPEC, pump=pump) as store:
+        keys = [chain(1, str(i))[0] for i in range(12)]
+        for key in keys:
+            write(store, [key])
+        found = sum(read_soon(store, [key]) for key in reversed(keys))
+        store.check()
+        assert store.drain(PATIENCE_S)
+        hbm, host, nvme = shape
+        assert found == 12 if nvme else found >= max(hbm, host or 0)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, True), (2, None, True), (3, 2, True), (3, 12, False)])
+def test_a_sequence_far_longer_than_hbm_is_kept_whole(shape: Shape, tmp_path: Path) -> None:
+    with TierStore.open(config_of(shape, tmp_path), SPEC) as store:
+        keys = chain(14)
+        write_each(store, keys)
+        assert store.match(keys).num_pages == 14
+        served = read_soon(store, keys[: shape[0]])
+        assert served == shape[0]
+        store.check()
+
+
+def test_hbm_alone_drops_what_it_has_no_room_for_and_counts_it() -> None:
+    with TierStore.open(tiers(4, None), SPEC) as store:
+        for i in range(3):
+            write(store, chain(2, str(i)), timeout_s=0.0)
+        assert [store.match(chain(2, str(i))).num_pages for i in range(3)] == [0, 2, 2]
+        assert store.explain(chain(1, "0"))[0]["lost"] == "capacity"
+        assert counter(store, "dropped_copies", "HBM,capacity") == 2
+        assert store.drain(0.0)
+        store.flush()
+        with pytest.raises(ValueError, match="no tier"):
+            store.demote(chain(1, "1"), Tier.HOST)
+
+
+@pytest.mark.parametrize("host", [1, 2])
+def test_a_lease_of_any_size_streams_through_a_tiny_host(tmp_path: Path, host: int) -> None:
+    # F030
+    with TierStore.open(tiers(10, host, tmp_path), SPEC) as store:
+        keys = chain(10)
+        write(store, keys)
+        store.demote(keys, Tier.NVME)
+        assert store.drain(PATIENCE_S)
+        with store.acquire(keys) as lease:
+            assert lease.wait(PATIENCE_S) is LeaseState.READY
+            assert lease.num_pages == 10
+            require_right(store, lease)
+
+
+def test_a_host_smaller_than_hbm_lets_everything_through_to_disk(tmp_path: Path) -> None:
+    # F034
+    with TierStore.open(tiers(8, 2, tmp_path), SPEC) as store:
+        sequences = [chain(4, str(i)) for i in range(8)]
+        for keys in sequences:
+            write(store, keys)
+        store.flush()
+        nvme = store.stats()["nvme"]
+        assert isinstance(nvme, dict)
+        assert nvme["records"] == 32
+        assert all(read(store, keys) == 4 for keys in sequences)
+
+
+def test_returning_sessions_get_their_own_bytes(tmp_path: Path) -> None:
+    # F021: eight sessions, HOST fits two, NVMe all; they come back in another order
+    with TierStore.open(tiers(5, 10, tmp_path), SPEC) as store:
+        sessions = [chain(5, str(i)) for i in range(8)]
+        for i, keys in enumerate(sessions):
+            write(store, keys)
+            write(store, chain(1, f"short{i}"))
+        for i in (3, 0, 7, 5, 1, 6, 2, 4):
+            assert read_soon(store, sessions[i]) == 5
+            assert read_soon(store, chain(1, f"short{i}")) == 1
+
+
+def test_a_disk_too_small_keeps_to_its_budget_and_serves_what_it_has(tmp_path: Path) -> None:
+    # F052
+    with TierStore.open(tiers(4, 4, tmp_path, nvme_pages=6), SPEC) as store:
+        sequences = [chain(2, str(i)) for i in range(100)]
+        for keys in sequences:
+            write(store, keys)
+            store.check()
+        store.flush()
+        nvme = store.stats()["nvme"]
+        assert isinstance(nvme, dict)
+        assert nvme["disk_nbytes"] <= nvme_capacity(6)
+        found = [read_soon(store, keys) for keys in sequences]
+        assert found[-1] == 2
+        assert 0 < sum(found) < 200
+
+
+def test_without_a_pump_nothing_moves_between_calls(tmp_path: Path) -> None:
+    bench = open_bench(tiers(4, 4, tmp_path), SPEC)
+    write(bench.store, chain(2))
+    moving = dict(bench.directory.traffic.transfers)
+    assert moving
+    bench.copies.settle()
+    assert bench.directory.traffic.transfers == moving
+    bench.store.poll()
+    assert not set(bench.directory.traffic.transfers) & set(moving)
+    bench.close()
+
+
+def test_with_a_pump_everything_moves_although_nobody_calls(tmp_path: Path) -> None:
+    bench = open_bench(tiers(4, 4, tmp_path), SPEC, pump=True, spill=True)
+    keys = chain(2)
+    write(bench.store, keys)
+    wait_for(lambda: all(bench.directory.residency.tables[Tier.NVME].ready(key) for key in keys))
+    bench.close()
+
+
+def test_a_request_larger_than_hbm_is_refused_naming_the_sizes() -> None:
+    with (
+        TierStore.open(tiers(2, 4), SPEC) as store,
+        pytest.raises(CapacityError, match=f"{3 * SPEC.page_nbytes} bytes.*{2 * SPEC.page_nbytes} bytes"),
+    ):
+        store.allocate(3)
+
+
+def test_capacities_are_payload_bytes_and_stats_tell_what_was_taken() -> None:
+    # F094, F100
+    with TierStore.open(tiers(3, 7), SPEC) as store:
+        for tier, slots in ((Tier.HBM, 3), (Tier.HOST, 7)):
+            figures = tier_stats(store, tier)
+            assert figures["num_slots"] == slots
+            assert figures["payload_nbytes"] == slots * SPEC.page_nbytes
+            assert figures["allocated_nbytes"] == slots * 4096
