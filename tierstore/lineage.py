@@ -55,25 +55,29 @@ class Lineage:
         elif above.children != key:
             above.children = {above.children, key}
 
-    def unlink(self, key: PageKey) -> None:
-        """The page lost its last readable copy; it forgets its parent, its children still name it."""
+    def unlink(self, key: PageKey) -> PageKey | None:
+        """The page lost its last readable copy; it forgets its parent, its children still name it.
+
+        Returns the parent if this was its last child.
+        """
         node = self._nodes.get(key)
         if node is None:
-            return
+            return None
         parent, node.parent = node.parent, None
         if node.children is None:
             del self._nodes[key]
         if parent is None:
-            return
+            return None
         above = self._nodes[parent]
         if isinstance(above.children, set):
             above.children.discard(key)
             if len(above.children) == 1:
                 above.children = above.children.pop()
-        else:
-            above.children = None
-        if above.children is None and above.parent is None:
+            return None
+        above.children = None
+        if above.parent is None:
             del self._nodes[parent]
+        return parent
 
     def parent(self, key: PageKey) -> PageKey | None:
         """The page before this one, if known."""

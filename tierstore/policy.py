@@ -77,7 +77,9 @@ class VictimQueue:
         return (self._keys[rank] for rank in sorted(self._keys))
 
     def offer(self, rank: int, key: PageKey) -> None:
-        """The page may leave from now on."""
+        """The page may leave from now on; no effect if it was offered already."""
+        if rank in self._keys:
+            return
         self._keys[rank] = key
         heappush(self._heap, rank)
         if len(self._heap) > 2 * len(self._keys) + 64:

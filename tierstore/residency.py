@@ -46,6 +46,8 @@ class Residency:
         self.orphans: deque[PageKey] = deque()
         """Pages that lost their parent and are not yet at the front of the victim order."""
         self._order = list(self.tables.items())
+        self._above = {tier: [t.copies for o, t in self._order if o < tier] for tier in self.tables}
+        self._below = {tier: [t.copies for o, t in self._order if o > tier] for tier in self.tables}
 
     # -- questions ----------------------------------------------------------------------------------------------
 
@@ -77,7 +79,7 @@ class Residency:
 
     def saved_below(self, key: PageKey, tier: Tier) -> bool:
         """Whether a slower tier holds a readable copy."""
-        return any(table.ready(key) for below, table in self._order if below > tier)
+        return _ready_in(self._below[tier], key)
 
     # -- slots owned by callers ---------------------------------------------------------------------------------
 
@@ -316,40 +318,39 @@ class Residency:
     def _make_ready(self, key: PageKey, copy: Copy, parent: PageKey | None) -> None:
         first = self.where(key) is None
         copy.ready = True
-        if parent is not None and (first or self.lineage.parent(key) is None):
-            self.lineage.link(key, parent)
+        lineage = self.lineage
+        if (
+            parent is not None
+            and (first or lineage.parent(key) is None)
+            and not lineage.precedes(key, parent)
+        ):
+            lineage.link(key, parent)
             self._resettle(parent)
         self._resettle(key)
 
     def _lost(self, key: PageKey) -> None:
-        parent = self.lineage.parent(key)
         self.orphans.extend(self.lineage.children(key))
-        self.lineage.unlink(key)
-        if parent is not None and not self.lineage.has_children(parent):
-            self._resettle(parent)
+        bare = self.lineage.unlink(key)
+        if bare is not None:
+            self._resettle(bare)
 
     def _resettle(self, key: PageKey) -> None:
         for tier, table in self._order:
             copy = table.copies.get(key)
             if copy is not None and copy.ready and copy.pins == 0:
-                table.withdraw(copy)
                 self._settle(key, tier, table, copy)
 
     def _settle(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy) -> None:
-        above = below = saved = False
-        for other, t in self._order:
-            if other != tier:
-                c = t.copies.get(key)
-                ready = c is not None and c.ready
-                above |= other < tier and ready
-                below |= other > tier
-                saved |= other > tier and ready
-        if saved or (above and not below):
-            table.droppable.offer(copy.rank, key)
-        elif below:
+        """Puts a readable, unpinned copy into the queue it belongs to, and out of the other."""
+        below = self._below[tier]
+        if below and not _ready_in(below, key):
+            table.droppable.withdraw(copy.rank)
             table.dirty.offer(copy.rank, key)
-        elif not self.lineage.has_children(key):
+        elif below or not self.lineage.has_children(key) or _ready_in(self._above[tier], key):
+            table.dirty.withdraw(copy.rank)
             table.droppable.offer(copy.rank, key)
+        else:
+            table.droppable.withdraw(copy.rank)
 
     def _rerank(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy, rank: int) -> None:
         if rank == copy.rank:
@@ -373,3 +374,11 @@ class Residency:
         # A newer copy under the same key owns the record now: erasing it would lose that one.
         if table.num_slots is None and key is not None and key not in table.copies:
             self.erased.append((tier, key))
+
+
+def _ready_in(tiers: Sequence[Mapping[PageKey, Copy]], key: PageKey) -> bool:
+    for copies in tiers:
+        copy = copies.get(key)
+        if copy is not None and copy.ready:
+            return True
+    return False

@@ -89,12 +89,12 @@ BUGS = [
         "            table.put_back(copy.slot, copy.nbytes)\n",
         "",
     ),
-    Bug("lineage is not unlinked", residency, "        self.lineage.unlink(key)\n", ""),
+    Bug("lineage is not unlinked", residency, "bare = self.lineage.unlink(key)\n", "bare = None\n"),
     Bug(
         "leaf first is ignored",
         residency,
-        "        elif not self.lineage.has_children(key):\n",
-        "        else:\n",
+        "not self.lineage.has_children(key) or",
+        "True or",
     ),
     Bug(
         "a parent that becomes known is not protected",
@@ -105,8 +105,8 @@ BUGS = [
     Bug(
         "the parent of a lost page stays protected",
         residency,
-        "not self.lineage.has_children(parent):\n            self._resettle(parent)\n",
-        "not self.lineage.has_children(parent):\n            pass\n",
+        "            self._resettle(bare)\n",
+        "            pass\n",
     ),
     Bug(
         "commit does not return what it did not need",
@@ -160,8 +160,8 @@ BUGS = [
     Bug(
         "orphans are not noted",
         residency,
-        "        self.orphans.extend(self.lineage.children(key))\n        self.lineage",
-        "        self.lineage",
+        "        self.orphans.extend(self.lineage.children(key))\n",
+        "",
     ),
     Bug(
         "a copy saved below stays unsaved",
