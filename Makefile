@@ -8,7 +8,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: demo test lint
+.PHONY: demo test lint bench soak
 
 ## demo: a real model answers questions over more documents than HBM and host memory hold (ARGS=--json)
 demo: $(READY)
@@ -24,6 +24,14 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
+
+## bench: the core's speed and memory (ARGS=--json)
+bench: $(READY)
+	@$(BIN)/tierstore bench core $(ARGS)
+
+## soak: half an hour of random clients, kills and reopens (ARGS="--minutes 5")
+soak: $(READY)
+	@$(BIN)/python -m tests.soak $(ARGS)
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("TierStore needs Python 3.11 or newer; say make PYTHON=..." if sys.version_info < (3, 11) else 0)'
