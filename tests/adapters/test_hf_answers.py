@@ -4,15 +4,45 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
-from tests.adapters.tiny import PAGE, ask, generate, open_store, plain, random_prompt, tiny_llama, watch
+from tests.adapters.tiny import (
+    PAGE,
+    VOCABULARY,
+    ask,
+    generate,
+    open_store,
+    plain,
+    random_prompt,
+    tiny_llama,
+    watch,
+)
 from tierstore.adapters.huggingface import TierStoreCache, cache_argument
 from tierstore.store import TierStore
 from tierstore.types import Tier
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +199,52 @@ def test_prompt_lookup_rolls_back_and_answers_are_equal(model: LlamaForCausalLM)
             assert max(fed.widths[1:]) > 1, "no candidates were ever tried: this shows nothing"
         assert answer == plain(model, prompt, max_new_tokens=24)
         assert ask(store, model, prompt, max_new_tokens=24)[0] == answer
+
+
+def test_pages_written_after_a_rollback_follow_the_right_page(model: LlamaForCausalLM) -> None:
+    prompt, other = random_prompt(5 * PAGE), random_prompt(2 * PAGE, seed=7)
+    name = cache_argument(model)
+    with open_store(model) as store, torch.no_grad():
+        with TierStoreCache(store, prompt, model=model) as cache:
+            model(torch.tensor([prompt]), **{name: cache})
+            cache.crop(-(3 * PAGE + 3))
+            assert cache.get_seq_length() == 2 * PAGE - 3
+            model(torch.tensor([other]), **{name: cache})
+            assert cache.get_seq_length() == 4 * PAGE - 3
+        branch = prompt[: 2 * PAGE - 3] + other
+        keys = store.keys(branch)
+        parents = [page["parent"] for page in store.explain(keys)]
+        assert parents == [None, *(key.hex() for key in keys[:-1])]
+        for ids in (branch, prompt):
+            answer, cache = ask(store, model, ids)
+            assert answer == plain(model, ids)
+            assert cache.reused_tokens == min(len(ids) // PAGE * PAGE, len(ids) - 1)
+
+
+def test_pages_that_cannot_meet_the_deadline_are_computed(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    prompt = random_prompt(5 * PAGE)
+    with open_store(model, disk=tmp_path) as store:
+        ask(store, model, prompt)
+        _send_down(store, prompt, Tier.NVME)
+        with TierStoreCache(store, prompt, model=model, deadline_s=0.0) as cache:
+            assert cache.reused_tokens == 0
+            assert generate(model, prompt, cache) == plain(model, prompt)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [MistralConfig(sliding_window=None, **_SMALL), Qwen2Config(**_SMALL), Qwen3Config(head_dim=8, **_SMALL)],
+    ids=["Mistral", "Qwen2", "Qwen3"],
+)
+def test_models_built_like_llama_work_too(config: PreTrainedConfig) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="tierstore")
+    model.eval()
+    prompt = random_prompt(3 * PAGE + 2)
+    with open_store(model) as store:
+        for reused in (0, 3 * PAGE):
+            answer, cache = ask(store, model, prompt)
+            assert (answer, cache.reused_tokens) == (plain(model, prompt), reused)
 
 
 def test_two_open_caches_of_one_model_do_not_mix(model: LlamaForCausalLM) -> None:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from tierstore.demo.run import Outcome
 
 REFUSED = 2
+WIDE = 150
+"""Columns of the table where there is no terminal to ask."""
 
 
 def demo(
@@ -50,11 +52,13 @@ def demo(
     if find_spec("transformers") is None:
         _refuse("the demo needs transformers: pip install 'tierstore[hf]'")
     console = Console(stderr=as_json)
+    if not console.is_terminal:
+        console.width = WIDE
     with Status("starting", console=console) as status:
 
         def say(line: str) -> None:
             status.update(line)
-            console.print(line, style="dim", markup=False, highlight=False)
+            console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
         outcome, claims = _play(docs or [], model, wheel, place, questions, say)
     from tierstore.demo import report

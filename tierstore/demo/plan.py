@@ -123,7 +123,7 @@ def mixed_order(num_documents: int, per_document: int) -> list[int]:
 def tier_sizes(
     documents: Sequence[Sequence[int]], questions: Sequence[Question], settings: Settings
 ) -> Sizes:
-    """HBM for one request and little more, host for two; both smaller than the documents.
+    """HBM for one request and little more, host for three; together smaller than the documents.
 
     Raises PlanError if the documents are too few for that.
     """
@@ -131,7 +131,7 @@ def tier_sizes(
     total = sum(len(ids) // page for ids in documents)
     request = max(-(-(len(question.ids) + settings.answer_tokens) // page) for question in questions)
     hbm = request + 2
-    host = min(2 * hbm, (total - hbm) * 2 // 3)
+    host = min(3 * hbm, (total - hbm) * 2 // 3)
     if host < request or hbm + host >= total:
         raise PlanError(
             f"{total} pages of documents do not exceed an HBM of {hbm} pages and as much host memory"
