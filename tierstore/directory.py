@@ -16,7 +16,7 @@ from tierstore.loads import Loads
 from tierstore.outgoing import Outgoing
 from tierstore.placement import Placement, Ticket
 from tierstore.residency import Residency
-from tierstore.traffic import Traffic
+from tierstore.traffic import BATCH_PAGES, Traffic
 from tierstore.types import Ack, Erase, Failure, PageKey, Tier, Transfer
 
 if TYPE_CHECKING:
@@ -170,11 +170,14 @@ class Directory:
         return len(accepted)
 
     def begin_flush(self) -> tuple[list[PageKey], Ticket]:
-        """The pages that may have to be saved, and a ticket to count them with."""
+        """The pages that may have to be saved, some of them twice, and a ticket to count them with."""
         if Tier.NVME not in self.residency.tables:
             return [], Ticket()
-        upper = [t.copies for tier, t in self.residency.tables.items() if tier < Tier.NVME]
-        return list(dict.fromkeys(key for copies in upper for key in list(copies))), Ticket()
+        keys: list[PageKey] = []
+        for tier, table in self.residency.tables.items():
+            if tier < Tier.NVME:
+                keys += table.copies
+        return keys, Ticket()
 
     def save(self, keys: Sequence[PageKey], ticket: Ticket) -> None:
         """Sends the readable ones of ``keys`` that NVMe does not hold down there, keeping the copies above."""
@@ -184,19 +187,22 @@ class Directory:
 
     def evict(self, keys: Sequence[PageKey], tiers: Sequence[Tier]) -> int:
         """Drops copies without saving them; pages that lost at least one."""
-        return sum(self._evict_page(key, tiers) for key in reversed(list(dict.fromkeys(keys))))
+        dropped = sum(self._evict_page(key, tiers) for key in reversed(list(dict.fromkeys(keys))))
+        self._note_drops("evicted")
+        return dropped
 
     # -- progress -----------------------------------------------------------------------------------------------
 
-    def advance(self, acks: Sequence[Ack], now: float) -> None:
-        """Applies finished transfers and decides what to do next, a bounded amount."""
+    def advance(self, acks: Sequence[Ack], now: float) -> bool:
+        """Applies finished transfers and decides what to do next, a bounded amount; whether there is more to decide."""
         for ack in acks:
             self._apply(ack, now)
         self.leasing.expire(now)
         self.hints.expire(now)
-        self.residency.demote_orphans(256)
-        self.placement.advance(now)
+        self.residency.demote_orphans(BATCH_PAGES)
+        more = self.placement.advance(now)
         self._finish(now)
+        return more
 
     def take_commands(self) -> list[Transfer | Erase]:
         """What the mover is to do, in order."""
@@ -254,7 +260,6 @@ class Directory:
                 self._abort(key, tier, copy.slot)
         if found and self.residency.where(key) is None:
             self.placement.forgotten(key)
-        self._note_drops("evicted")
         return found
 
     def _abort(self, key: PageKey, tier: Tier, slot: int) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tierstore.errors import CapacityError, LeaseError
-from tierstore.traffic import Move
+from tierstore.traffic import BATCH_PAGES, Move
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
@@ -71,9 +71,10 @@ class Loads:
         return load
 
     def promote_queued(self) -> None:
-        """Starts the queued promotions for which HOST has room now."""
+        """Starts queued promotions for which HOST has room now, a bounded number."""
         residency, queue = self._residency, self._queue
-        while queue:
+        most = self._traffic.carrying(Tier.NVME, Tier.HOST) + BATCH_PAGES
+        while queue and self._traffic.carrying(Tier.NVME, Tier.HOST) < most:
             key = queue[0]
             if key in self._promoting and key not in residency.tables[Tier.HOST].copies:
                 if not residency.tables[Tier.NVME].ready(key):

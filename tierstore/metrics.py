@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tierstore.types import Ack, Tier, Transfer
 
 _WAIT_BUCKETS = (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0)
@@ -34,6 +36,9 @@ class Metrics:
         )
         self._hints = Counter("tierstore_hints", "Hints, by what became of them", ["result"], registry=r)
         self._faults = Counter("tierstore_faults", "Unexpected errors in the store's threads", registry=r)
+        self._holds = Gauge(
+            "tierstore_lock_longest_hold_seconds", "Longest hold of the store's lock", ["clock"], registry=r
+        )
         self._pages = Gauge("tierstore_pages", "Pages now, by tier and state", ["tier", "state"], registry=r)
         self._wait = Histogram(
             "tierstore_lease_wait_seconds", "Time in Lease.wait", buckets=_WAIT_BUCKETS, registry=r
@@ -70,6 +75,11 @@ class Metrics:
     def waited(self, seconds: float) -> None:
         """A ``Lease.wait`` returned."""
         self._wait.observe(seconds)
+
+    def watch_lock(self, elapsed: Callable[[], float], cpu: Callable[[], float]) -> None:
+        """Reports a lock's longest hold, in seconds, from now on: elapsed, and CPU time of its holder."""
+        self._holds.labels("elapsed").set_function(elapsed)
+        self._holds.labels("cpu").set_function(cpu)
 
     def pages(self, tier: Tier, state: str, number: int) -> None:
         """Pages of a tier in a state now: free, resident, pinned, owned, quarantined."""

@@ -93,11 +93,11 @@ class Placement:
         return len(table.free) + len(table.droppable)
 
     def make_room(self, tier: Tier, wanted: int, now: float) -> None:
-        """Starts to save as many dirty victims below as ``wanted`` pages need beyond room and saves in flight."""
+        """Starts to save dirty victims below, up to what ``wanted`` pages need beyond room and saves in flight."""
         table, below = self._tables[tier], self.below(tier)
         if below is None or below in self.failing:
             return
-        for _ in range(wanted - self.room(tier) - self._traffic.carrying(tier, below)):
+        for _ in range(min(BATCH_PAGES, wanted - self.room(tier) - self._traffic.carrying(tier, below))):
             key = table.dirty.first()
             if key is None:
                 return
@@ -174,14 +174,18 @@ class Placement:
 
     # -- what to do next ----------------------------------------------------------------------------------------
 
-    def advance(self, now: float) -> None:
-        """Plans a bounded number of copies: sinks, write-behind, timed spills, room ahead of need."""
-        self._advance_sinks(now)
-        self._write_behind(now)
-        self._spill(now)
+    def advance(self, now: float) -> bool:
+        """Plans a bounded number of copies: sinks, write-behind, timed spills, room ahead of need.
+
+        Whether there is more to plan at once.
+        """
+        more = self._advance_sinks(now)
+        more |= self._write_behind(now)
+        more |= self._spill(now)
         for tier, table in self._tables.items():
             if table.num_slots is not None and len(table.dirty):
                 self.make_room(tier, max(1, table.num_slots // _AHEAD), now)
+        return more
 
     def copy_from_engine(self, key: PageKey, slot: int, dst: Tier, parent: PageKey | None) -> bool:
         """Plans the copy of a page that no tier has out of an engine's slot; False if there is no room."""
@@ -248,10 +252,11 @@ class Placement:
         self._evict(key, tier)
         return True
 
-    def _write_behind(self, now: float) -> None:
+    def _write_behind(self, now: float) -> bool:
         host = self._tables.get(Tier.HOST)
         if host is None or not self._fresh:
-            return
+            return False
+        before = len(self._fresh)
         for key in list(islice(self._fresh, BATCH_PAGES)):
             if not self._tables[Tier.HBM].ready(key) or self._residency.saved_below(key, Tier.HBM):
                 del self._fresh[key]
@@ -262,7 +267,8 @@ class Placement:
                 self._copy(key, Tier.HBM, Tier.HOST)
             else:
                 self.make_room(Tier.HOST, min(len(self._fresh), BATCH_PAGES), now)
-                return
+                return False
+        return 0 < len(self._fresh) < before
 
     def _has_spare(self, host: TierTable) -> bool:
         """Whether HOST can take a copy made ahead of need: it never costs another page its last copy below HBM."""
@@ -271,15 +277,16 @@ class Placement:
         victim = host.droppable.first()
         return victim is not None and self._residency.saved_below(victim, Tier.HOST)
 
-    def _spill(self, now: float) -> None:
+    def _spill(self, now: float) -> bool:
         src = self._spill_from
         if src is None or not self._unsaved:
-            return
+            return False
         if now >= self._next_spill:
             self._next_spill = now + self._flush_s
             self._due = len(self._unsaved)
         slots = self._tables[src].num_slots or 1
-        budget = max(1, slots // 2) - self._traffic.carrying(src, Tier.NVME)
+        allowed = max(1, slots // 2) - self._traffic.carrying(src, Tier.NVME)
+        budget = min(BATCH_PAGES, allowed)
         while self._due > 0 and budget > 0 and self._unsaved:
             key = next(iter(self._unsaved))
             self._due -= 1
@@ -291,19 +298,23 @@ class Placement:
                 budget -= 1
                 if not self._copy(key, src, Tier.NVME):
                     self._unsaved[key] = None
-                    return
+                    return False
+        return self._due > 0 and budget == 0 and allowed > BATCH_PAGES and bool(self._unsaved)
 
-    def _advance_sinks(self, now: float) -> None:
+    def _advance_sinks(self, now: float) -> bool:
+        stepped = False
         for _ in range(min(len(self._sink_queue), BATCH_PAGES)):
             key = self._sink_queue.popleft()
             sink = self.sinks.get(key)
             if sink is None:
                 continue
             step = self._sink_step(key, sink, now)
+            stepped |= step is not _Step.BLOCKED
             if step is _Step.BLOCKED:
                 self._sink_queue.append(key)
             elif step is not _Step.MOVING:
                 self._settle_sink(key, failed=step is _Step.FAILED)
+        return stepped and bool(self._sink_queue)
 
     def _sink_step(self, key: PageKey, sink: Sink, now: float) -> _Step:
         holders = [tier for tier in self._tiers if self._tables[tier].ready(key)]

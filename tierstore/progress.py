@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from threading import Lock, Thread
+from threading import Thread
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from tierstore.errors import StoreClosed
+from tierstore.wakeup import TimedLock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 _EVENT_POLL_S = 0.001
 _IDLE_S = 0.25
-_ACKS_PER_HOLD = 2
+_ACKS_PER_HOLD = 1
 
 
 class Progress:
@@ -33,7 +34,8 @@ class Progress:
     def __init__(
         self, directory: Directory, mover: Mover, pending: PendingEvents, wakeup: Wakeup, metrics: Metrics
     ) -> None:
-        self.lock = Lock()
+        self.lock = TimedLock()
+        metrics.watch_lock(lambda: self.lock.longest_s, lambda: self.lock.longest_cpu_s)
         self.closed = False
         self._directory = directory
         self._mover = mover
@@ -73,9 +75,9 @@ class Progress:
         self._acks.extend(self._mover.poll())
         batch = [self._acks.popleft() for _ in range(min(len(self._acks), _ACKS_PER_HOLD))]
         self._pending.poll()
-        self._directory.advance(batch, monotonic())
+        more = self._directory.advance(batch, monotonic())
         self.submit()
-        if batch:
+        if batch or more:
             self._wakeup.bump()
         return bool(self._acks)
 

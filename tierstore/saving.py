@@ -17,6 +17,7 @@ def save_unsaved(directory: Directory, progress: Progress) -> Ticket:
     """Every page readable now and not in NVMe is on its way there; the ticket counts those that are not settled."""
     with progress.lock:
         keys, ticket = directory.begin_flush()
+    keys = list(dict.fromkeys(keys))
     for start in range(0, len(keys), BATCH_PAGES):
         with progress.lock:
             directory.save(keys[start : start + BATCH_PAGES], ticket)

@@ -13,8 +13,8 @@ from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
 if TYPE_CHECKING:
     from tierstore.residency import Residency
 
-BATCH_PAGES = 128
-"""Pages of one transfer at most, so that its first page is not kept waiting for its last."""
+BATCH_PAGES = 32
+"""Pages of one transfer, and of one hold of the store's lock, at most: a hold is to take no longer than 1 ms."""
 
 _SMOOTHING = 0.2
 """Weight of the newest transfer in the average rate of an edge."""

@@ -1,9 +1,13 @@
-"""How threads of one store wait for each other without losing a wake-up."""
+"""How threads of one store wait for each other: a wake-up that is not lost, and a lock that knows its longest hold."""
 
 from __future__ import annotations
 
-from threading import Condition
-from time import monotonic
+from threading import Condition, Lock
+from time import monotonic, perf_counter, thread_time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 
 class Wakeup:
@@ -25,3 +29,26 @@ class Wakeup:
         with self._condition:
             if self.count == seen:
                 self._condition.wait(timeout)
+
+
+class TimedLock:
+    """A lock for ``with``, not reentrant. Its figures are in seconds and may be read without it."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self.longest_cpu_s = 0.0
+        """Of the holder's own CPU time: what a hold costs when nothing else runs."""
+        self._lock = Lock()
+        self._since = 0.0
+        self._cpu_since = 0.0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._since, self._cpu_since = perf_counter(), thread_time()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.longest_cpu_s = max(self.longest_cpu_s, thread_time() - self._cpu_since)
+        self.longest_s = max(self.longest_s, perf_counter() - self._since)
+        self._lock.release()
