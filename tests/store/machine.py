@@ -1,0 +1,358 @@
+"""A state machine over a whole store against a plain model: what each page holds, who holds it, what was flushed.
+
+Nothing is simulated: the copies, the arena and LMDB are the real ones, with gates between; commands and acks cross a
+wire as pickled bytes. The model knows only what a caller may rely on.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.support.bench import Bench, open_bench
+from tests.support.events import ManualEvent
+from tests.support.pages import PATIENCE_S, SPEC, chain, content, page_tensor, same, tier_stats, tiers
+from tests.support.stalls import IN, OUT, Gate, Lane
+from tierstore.errors import CapacityError
+from tierstore.lease import Lease
+from tierstore.types import Hint, LeaseState, PageKey, Tier
+
+HBM, HOST = 4, 3
+SEQUENCES = [chain(3, "a"), chain(3, "b"), chain(2, "c"), chain(1, "d")]
+DOWN: Lane = (Tier.HOST, Tier.NVME)
+UP: Lane = (Tier.NVME, Tier.HOST)
+DIRECT: list[Lane] = [(Tier.HBM, Tier.NVME), (Tier.NVME, Tier.HBM)]
+RUBBISH = torch.full(SPEC.shape, 77.0, dtype=torch.float16)
+
+Shape = tuple[int | None, int | None]
+
+sequences = st.sampled_from(SEQUENCES)
+prefixes = st.tuples(sequences, st.integers(1, 3)).map(lambda drawn: drawn[0][: drawn[1]])
+below = st.sampled_from([Tier.HOST, Tier.NVME])
+lanes = st.sampled_from([OUT, IN, DOWN, UP, *DIRECT])
+
+
+@dataclass
+class Held:
+    """An open lease, and the pages put under it with their slots."""
+
+    lease: Lease
+    sealed: list[tuple[PageKey, int]]
+    settled: tuple[int, ...] | None = None
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """``written``: keys ever put; ``flushed``: those a restart must find; ``gone``: those that must not come back."""
+
+    shapes: ClassVar[list[Shape]] = [(HOST, None), (HOST, 200), (1, 200), (None, 200), (1, 3)]
+    """Pages of HOST and of NVMe, None where there is no such tier."""
+
+    patience_s = PATIENCE_S
+    """How long something may take before it counts as hanging."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.home = Path(tempfile.mkdtemp(prefix="tierstore-machine-"))
+        self.bench: Bench | None = None
+        self.owned: list[int] = []
+        self.held: list[Held] = []
+        self.events: list[ManualEvent] = []
+        self.unwritten: list[tuple[ManualEvent, list[PageKey], list[int]]] = []
+        self.written: set[PageKey] = set()
+        self.flushed: set[PageKey] = set()
+        self.gone: set[PageKey] = set()
+        self.revision = 0
+
+    # -- parts --------------------------------------------------------------------------------------------------
+
+    @initialize(data=st.data())
+    def open(self, data: st.DataObject) -> None:
+        host, nvme = data.draw(st.sampled_from(self.shapes))
+        self.config = tiers(HBM, host, None if nvme is None else self.home, nvme_pages=nvme or 0)
+        self.roomy = nvme == 200
+        self.reopened = False
+        self._open()
+
+    def _open(self) -> None:
+        self.bench = open_bench(self.config, SPEC, spill=True)
+
+    @property
+    def running(self) -> Bench:
+        assert self.bench is not None
+        return self.bench
+
+    def gates(self) -> list[Gate]:
+        return [gate for gate in (self.running.mover.copies, self.running.mover.records) if gate is not None]
+
+    def gate(self, lane: Lane) -> Gate | None:
+        """The gate at which a lane of this store stands; None if it has no such lane."""
+        records = Tier.NVME in lane
+        return self.running.mover.records if records else self.running.mover.copies
+
+    # -- what callers do ----------------------------------------------------------------------------------------
+
+    @rule(n=st.integers(1, 3))
+    def allocate(self, n: int) -> None:
+        try:
+            slots = self.running.store.allocate(n, timeout_s=0.0)
+        except CapacityError:
+            return
+        assert not set(slots) & set(self.pinned_slots())
+        assert not set(slots) & set(self.owned)
+        assert len(set(slots)) == n
+        for slot in slots:
+            page_tensor(self.running.store)[slot].copy_(RUBBISH)
+        self.owned += slots
+
+    def pinned_slots(self) -> list[int]:
+        """Slots whose bytes somebody relies on."""
+        leased = [slot for held in self.held for slot in (held.settled or ())]
+        return leased + [slot for held in self.held for _, slot in held.sealed]
+
+    @rule(keys=sequences, tier=below, stall=st.booleans(), broken=st.integers(0, 9))
+    def acquire_from_below(self, keys: list[PageKey], tier: Tier, stall: bool, broken: int) -> None:
+        """The pages are written, sent down, and asked for while the ways up are stalled or break."""
+        if tier not in self.running.directory.residency.tables:
+            return
+        with suppress(CapacityError):
+            slots = self.running.store.allocate(len(keys), timeout_s=0.0)
+            self.fill(keys, slots)
+            self.running.store.put(keys, slots)
+            self.written.update(keys)
+            self.gone.difference_update(keys)
+        self.running.store.demote(keys, tier)
+        self.calm()
+        up = (
+            IN
+            if tier == Tier.HOST
+            else (UP if Tier.HOST in self.running.directory.residency.tables else DIRECT[1])
+        )
+        if stall:
+            self.stall(up)
+        if broken < len(keys):
+            self.fail(up, broken)
+        self.acquire(keys, None)
+
+    @precondition(lambda self: self.owned)
+    @rule(keys=prefixes, under=st.booleans(), late=st.booleans())
+    def put(self, keys: list[PageKey], under: bool, late: bool) -> None:
+        keys = keys[: len(self.owned)]
+        slots = [self.owned.pop() for _ in keys]
+        held = self.held[-1] if under and self.held else None
+        event = ManualEvent() if late else None
+        if event is None:
+            self.fill(keys, slots)
+        lease = None if held is None else held.lease
+        kept = self.running.store.put(keys, slots, after=event, lease=lease)
+        if held is not None:
+            held.sealed += zip(keys, kept, strict=True)
+        if event is not None:
+            mine = [(k, s) for k, s, now in zip(keys, slots, kept, strict=True) if s == now]
+            self.unwritten.append((event, [k for k, _ in mine], [s for _, s in mine]))
+        assert self.running.store.match(keys).num_pages >= len(keys) or not self.roomy
+        self.written.update(keys)
+        self.gone.difference_update(keys)
+
+    def fill(self, keys: list[PageKey], slots: list[int]) -> None:
+        for key, slot in zip(keys, slots, strict=True):
+            page_tensor(self.running.store)[slot].copy_(content(key))
+
+    @precondition(lambda self: self.unwritten)
+    @rule()
+    def finish_writing(self) -> None:
+        event, keys, slots = self.unwritten.pop(0)
+        self.fill(keys, slots)
+        event.happen()
+
+    @precondition(lambda self: self.owned)
+    @rule(late=st.booleans())
+    def free(self, late: bool) -> None:
+        self.running.store.free([self.owned.pop()], after=self.later() if late else None)
+
+    def later(self) -> ManualEvent:
+        self.events.append(ManualEvent())
+        return self.events[-1]
+
+    @precondition(lambda self: self.events)
+    @rule()
+    def an_event_happens(self) -> None:
+        self.events.pop(0).happen()
+
+    @rule(keys=prefixes, deadline_s=st.sampled_from([None, None, None, 0.0]))
+    def acquire(self, keys: list[PageKey], deadline_s: float | None) -> None:
+        lease = self.running.store.acquire(keys, deadline_s=deadline_s)
+        assert set(keys[: lease.num_pages]) <= self.written
+        self.held.append(Held(lease, []))
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 9), late=st.booleans())
+    def release(self, which: int, late: bool) -> None:
+        held = self.held.pop(which % len(self.held))
+        held.lease.release(after=self.later() if late else None)
+
+    @rule(keys=prefixes, tier=below)
+    def demote(self, keys: list[PageKey], tier: Tier) -> None:
+        if tier in self.running.directory.residency.tables:
+            self.running.store.demote(keys, tier)
+
+    @rule(
+        keys=sequences, tier=st.sampled_from([None, Tier.HBM, Tier.HOST, Tier.NVME]), which=st.integers(0, 2)
+    )
+    def evict(self, keys: list[PageKey], tier: Tier | None, which: int) -> None:
+        self.running.store.evict(keys[which:], tier)
+        if tier in (None, Tier.NVME):
+            self.flushed.difference_update(keys[which:])
+        if tier is None:
+            self.gone.update(keys[which:])
+            assert self.running.store.match(keys).num_pages <= which
+
+    @rule(keys=sequences, need=st.sampled_from(["will_need", "wont_need", "retain"]))
+    def hint(self, keys: list[PageKey], need: str) -> None:
+        self.revision += 1
+        assert need in ("will_need", "wont_need", "retain")
+        self.running.store.hint(Hint("r", self.revision, tuple(keys), need))  # type: ignore[arg-type]
+
+    # -- what the world does ------------------------------------------------------------------------------------
+
+    @rule(lane=lanes)
+    def stall(self, lane: Lane) -> None:
+        if (gate := self.gate(lane)) is not None:
+            gate.hold(lane)
+
+    @rule(lane=lanes, number=st.sampled_from([1, 1, 9]))
+    def let_go(self, lane: Lane, number: int) -> None:
+        if (gate := self.gate(lane)) is not None:
+            gate.let_go(lane, number)
+
+    @rule()
+    def open_gates(self) -> None:
+        self.running.open_gates()
+
+    @rule(lane=lanes, page=st.integers(0, 2))
+    def fail(self, lane: Lane, page: int) -> None:
+        if (gate := self.gate(lane)) is not None:
+            gate.fail_next(lane, page)
+        if lane[0] == Tier.NVME:
+            self.flushed.clear()  # a record that cannot be read is dropped
+
+    @rule()
+    def everything_begun_ends(self) -> None:
+        self.running.settle()
+
+    @rule()
+    def everything_moves_until_nothing_is_left_to_do(self) -> None:
+        self.calm()
+        if not (self.events or self.unwritten):
+            for held in self.held:
+                assert held.lease.wait(0.0) is not LeaseState.PENDING
+
+    def calm(self) -> None:
+        """All gates are open; whatever can end has ended."""
+        self.running.open_gates()
+        if self.events or self.unwritten:
+            self.running.store.drain(0.0)
+            self.running.settle()
+        else:
+            assert self.running.store.drain(self.patience_s), "something never ends"
+
+    @precondition(lambda self: self.roomy)
+    @rule()
+    def flush(self) -> None:
+        self.running.open_gates()
+        for event, keys, slots in self.unwritten:
+            self.fill(keys, slots)
+            event.happen()
+        self.unwritten.clear()
+        readable = {key for key in self.written if self.running.store.match([key]).num_pages}
+        self.running.store.flush()
+        nvme = self.running.directory.residency.tables[Tier.NVME]
+        self.flushed = {key for key in readable if nvme.ready(key)}
+        assert self.flushed == readable, "a page was not flushed"
+
+    @precondition(lambda self: not self.reopened and Tier.NVME in self.running.directory.residency.tables)
+    @rule()
+    def reopen(self) -> None:
+        self.reopened = True
+        self.let_everyone_go()
+        parents = {page["key"]: page["parent"] for page in self.running.store.explain(sorted(self.flushed))}
+        self.running.store.close()
+        self._open()
+        for key in self.flushed:
+            assert self.running.store.match([key]).num_pages == 1, "a flushed page did not come back"
+        for key in self.gone:
+            assert self.running.store.match([key]).num_pages == 0, "an evicted page came back"
+        found = self.running.store.explain(sorted(self.flushed))
+        assert parents == {page["key"]: page["parent"] for page in found}
+
+    def let_everyone_go(self) -> None:
+        """Nobody holds anything any more; everything written is done."""
+        self.running.open_gates()
+        for event, keys, slots in self.unwritten:
+            self.fill(keys, slots)
+            event.happen()
+        for event in self.events:
+            event.happen()
+        for held in self.held:
+            held.lease.release()
+        self.running.store.free(self.owned)
+        self.unwritten, self.events, self.held, self.owned = [], [], [], []
+
+    # -- what always holds --------------------------------------------------------------------------------------
+
+    @invariant()
+    def every_leased_page_has_the_bytes_of_its_key(self) -> None:
+        if self.bench is None:
+            return
+        pages = page_tensor(self.running.store)
+        writing = {slot for _, _, slots in self.unwritten for slot in slots}
+        for held in self.held:
+            if held.lease.wait(0.0) is LeaseState.PENDING:
+                assert held.settled is None, "a final lease became pending again"
+                continue
+            slots = tuple(held.lease.slots)
+            assert held.settled in (None, slots), "a leased page moved"
+            held.settled = slots
+            for key, slot in [*zip(held.lease.keys, slots, strict=False), *held.sealed]:
+                assert slot in writing or same(pages[slot], key), "wrong bytes"
+
+    @invariant()
+    def accounts_balance(self) -> None:
+        if self.bench is not None:
+            self.running.store.check()
+
+    @invariant()
+    def no_copy_of_an_unwritten_page_exists(self) -> None:
+        for event, keys, slots in self.unwritten:
+            assert not event.query()
+            for key, slot in zip(keys, slots, strict=True):
+                copy = self.running.directory.residency.tables[Tier.HBM].copies.get(key)
+                if copy is not None and copy.slot == slot:
+                    assert self.running.store.match([key]).num_pages == 1
+
+    def teardown(self) -> None:
+        try:
+            if self.bench is not None:
+                self.at_the_end_nothing_is_held()
+        finally:
+            if self.bench is not None:
+                self.bench.open_gates()
+                self.bench.store.close(timeout_s=self.patience_s)
+            shutil.rmtree(self.home)
+
+    def at_the_end_nothing_is_held(self) -> None:
+        self.let_everyone_go()
+        assert self.running.store.drain(self.patience_s), "something never ends"
+        for tier in self.running.directory.residency.tables:
+            figures = tier_stats(self.running.store, tier)
+            held = {name: figures[name] for name in ("pinned", "owned", "quarantined", "arriving")}
+            assert not any(held.values()), f"{tier.name} still holds {held}"
+        assert len(self.running.store.allocate(HBM, timeout_s=self.patience_s)) == HBM
+        self.running.store.check()

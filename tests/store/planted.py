@@ -1,0 +1,194 @@
+"""Bugs to plant in the store, each a small change of what the code does, by the name of what goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from tierstore import store as store_module
+from tierstore.directory import Directory
+from tierstore.lease import Event, LeaseRecord
+from tierstore.leasing import Leasing
+from tierstore.loads import Load
+from tierstore.pending import PendingEvents
+from tierstore.residency import Residency
+from tierstore.tier_table import TierTable
+from tierstore.traffic import Traffic
+from tierstore.types import Erase, Failure, PageKey, Tier, Transfer
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def abort_frees_at_once(patch: pytest.MonkeyPatch) -> None:
+    let_go = Residency._let_go
+
+    def abort(self: Residency, key: PageKey, dst: Tier) -> None:
+        table = self.tables[dst]
+        copy = table.copies.pop(key)
+        table.put_back(copy.slot, copy.nbytes)
+
+    def tolerant(self: Residency, tier: Tier, table: TierTable, slot: int) -> None:
+        if slot in table.quarantine:
+            let_go(self, tier, table, slot)
+
+    patch.setattr(Residency, "abort", abort)
+    patch.setattr(Residency, "_let_go", tolerant)
+
+
+def a_load_is_ready_when_it_is_submitted(patch: pytest.MonkeyPatch) -> None:
+    take = Directory.take_commands
+
+    def eager(self: Directory) -> list[Transfer | Erase]:
+        commands = take(self)
+        for command in commands:
+            if isinstance(command, Transfer) and command.dst == Tier.HBM:
+                for slot in command.dst_slots:
+                    if slot in self.loads.by_slot:
+                        self.leasing.arrived(self.loads.by_slot[slot])
+        return commands
+
+    patch.setattr(Directory, "take_commands", eager)
+
+
+def a_failed_page_is_served(patch: pytest.MonkeyPatch) -> None:
+    def failed(self: Directory, transfer: Transfer, i: int, failure: Failure) -> None:
+        self._arrived(transfer, i, 0)
+
+    patch.setattr(Directory, "_failed", failed)
+
+
+def a_source_is_unpinned_at_submit(patch: pytest.MonkeyPatch) -> None:
+    take, unpin = Directory.take_commands, Directory._unpin
+
+    def early(self: Directory) -> list[Transfer | Erase]:
+        commands = take(self)
+        for command in commands:
+            if isinstance(command, Transfer):
+                for key, slot in zip(command.keys, command.src_slots, strict=True):
+                    unpin(self, key, command.src, slot)
+        return commands
+
+    def never(self: Directory, key: PageKey, tier: Tier, slot: int) -> None:
+        if slot in {copy.slot for copy in self.residency.tables[tier].copies.values() if copy.pins}:
+            return
+
+    patch.setattr(Directory, "take_commands", early)
+    patch.setattr(Directory, "_unpin", never)
+
+
+def a_lease_is_not_cut(patch: pytest.MonkeyPatch) -> None:
+    def cut(self: Leasing, lease: LeaseRecord, index: int, reason: str) -> None:
+        lease.waiting.discard(index)
+
+    patch.setattr(Leasing, "cut", cut)
+
+
+def evict_forgets_a_tier(patch: pytest.MonkeyPatch) -> None:
+    evict = Directory.evict
+
+    def forgetful(self: Directory, keys: Sequence[PageKey], tiers: Sequence[Tier]) -> int:
+        return evict(self, keys, tiers[:1])
+
+    patch.setattr(Directory, "evict", forgetful)
+
+
+def an_adopted_page_keeps_the_old_slot(patch: pytest.MonkeyPatch) -> None:
+    def moved(self: Leasing, load: Load, slot: int) -> None:
+        for lease, index in load.waiters:
+            lease.waiting.discard(index)
+
+    patch.setattr(Leasing, "moved", moved)
+
+
+def a_duplicate_is_not_freed(patch: pytest.MonkeyPatch) -> None:
+    put = Directory.put
+
+    def leaky(self: Directory, *args: Any, **named: Any) -> tuple[list[int], list[int]]:
+        return put(self, *args, **named)[0], []
+
+    patch.setattr(Directory, "put", leaky)
+
+
+def parents_are_lost_at_reopen(patch: pytest.MonkeyPatch) -> None:
+    load = Residency.load
+
+    def orphaned(self: Residency, tier: Tier, records: Iterable[tuple[PageKey, PageKey | None, int]]) -> None:
+        load(self, tier, ((key, None, nbytes) for key, _, nbytes in records))
+
+    patch.setattr(Residency, "load", orphaned)
+
+
+def flush_does_not_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(store_module, "wait_settled", lambda *_, **__: None)
+
+
+def release_ignores_its_event(patch: pytest.MonkeyPatch) -> None:
+    release = PendingEvents.release
+
+    def hasty(self: PendingEvents, lease: LeaseRecord, after: Event | None) -> bool:
+        return release(self, lease, None)
+
+    patch.setattr(PendingEvents, "release", hasty)
+
+
+def free_ignores_its_event(patch: pytest.MonkeyPatch) -> None:
+    free = PendingEvents.free
+
+    def hasty(self: PendingEvents, slots: tuple[int, ...], after: Event | None) -> None:
+        free(self, slots, None)
+
+    patch.setattr(PendingEvents, "free", hasty)
+
+
+def a_page_is_copied_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
+    put = Directory.put
+
+    def hasty(self: Directory, *args: Any, written: bool) -> tuple[list[int], list[int]]:
+        return put(self, *args, written=True)
+
+    def pages_of(self: PendingEvents, pages: Any) -> bool:
+        self.writing.remove(pages)
+        return False
+
+    patch.setattr(Directory, "put", hasty)
+    patch.setattr(PendingEvents, "_written", pages_of)
+
+
+def erased_records_stay_on_disk(patch: pytest.MonkeyPatch) -> None:
+    def silent(self: Traffic) -> None:
+        self._residency.erased.clear()
+
+    patch.setattr(Traffic, "emit_erases", silent)
+
+
+def a_dropped_page_is_still_listed(patch: pytest.MonkeyPatch) -> None:
+    evict = Residency.evict
+
+    def half(self: Residency, key: PageKey, tier: Tier) -> Any:
+        copy = self.tables[tier].copies.get(key)
+        drop = evict(self, key, tier)
+        if copy is not None and tier == Tier.HOST and copy.pins == 0:
+            self.tables[tier].copies[key] = copy
+        return drop
+
+    patch.setattr(Residency, "evict", half)
+
+
+BUGS_IN_MEMORY: list[Plant] = [
+    abort_frees_at_once,
+    a_load_is_ready_when_it_is_submitted,
+    a_failed_page_is_served,
+    a_source_is_unpinned_at_submit,
+    a_lease_is_not_cut,
+    evict_forgets_a_tier,
+    an_adopted_page_keeps_the_old_slot,
+    a_duplicate_is_not_freed,
+    release_ignores_its_event,
+    free_ignores_its_event,
+    a_page_is_copied_before_it_is_written,
+    a_dropped_page_is_still_listed,
+]
+
+BUGS_ON_DISK: list[Plant] = [parents_are_lost_at_reopen, flush_does_not_wait, erased_records_stay_on_disk]

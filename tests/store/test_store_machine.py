@@ -1,0 +1,54 @@
+"""The store's state machine runs clean, and finds every bug that is planted."""
+
+from __future__ import annotations
+
+import logging
+from typing import ClassVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.store.machine import HOST, Shape, StoreMachine
+from tests.store.planted import BUGS_IN_MEMORY, BUGS_ON_DISK, Plant
+
+QUIET = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+HUNT = settings(
+    QUIET, max_examples=150, stateful_step_count=30, derandomize=True, database=None, phases=[Phase.generate]
+)
+
+
+class InMemory(StoreMachine):
+    """Most bugs need no disk. A store that hangs is not waited for long."""
+
+    shapes: ClassVar[list[Shape]] = [(HOST, None)]
+    patience_s = 1.0
+
+
+class OnDisk(StoreMachine):
+    """For bugs of what stays on disk."""
+
+    shapes: ClassVar[list[Shape]] = [(HOST, 200)]
+    patience_s = 1.0
+
+
+def test_any_order_of_calls_stalls_and_failures_keeps_every_promise() -> None:
+    run_state_machine_as_test(StoreMachine, settings=QUIET)
+
+
+@pytest.mark.parametrize(
+    ("plant", "machine"),
+    [(plant, InMemory) for plant in BUGS_IN_MEMORY] + [(plant, OnDisk) for plant in BUGS_ON_DISK],
+)
+def test_a_planted_bug_is_found(
+    plant: Plant, machine: type[StoreMachine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logging.disable(logging.CRITICAL)
+    plant(monkeypatch)
+    try:
+        with pytest.raises(BaseException):  # noqa: B017, PT011  whatever the bug breaks
+            run_state_machine_as_test(machine, settings=HUNT)
+    finally:
+        logging.disable(logging.NOTSET)

@@ -1,0 +1,154 @@
+"""Every tier held to the tier contract: slots of our own, an engine's tensors, the host arena, the disk."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import torch
+
+from tests.nvme.rig import PATIENCE_S, Rig, blank, key
+from tests.tier_contract import Page, TierContract, TierUnderTest
+from tierstore.codec import HEAD_NBYTES
+from tierstore.gpu.pool import CpuPool, EnginePages, EnginePool, GroupedPages
+from tierstore.host.arena import HostArena
+from tierstore.layout import PageLayout
+from tierstore.types import PageSpec
+
+
+class PoolUnderTest(TierUnderTest):
+    """Looked at through the tensors that callers get."""
+
+    def __init__(self, spec: PageSpec, num_slots: int) -> None:
+        self._pool = CpuPool(PageLayout.of(spec), num_slots)
+        self._nbytes = spec.page_nbytes
+
+    def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+        for slot, page in zip(slots, pages, strict=True):
+            self._pool.write(slot, page)
+
+    def read(self, slots: Sequence[int]) -> list[Page]:
+        found = [np.empty(self._nbytes, dtype=np.uint8) for _ in slots]
+        for slot, page in zip(slots, found, strict=True):
+            self._pool.read(slot, page)
+        return found
+
+    def look(self, slot: int) -> Page:
+        pages = self._pool.pages
+        assert not isinstance(pages, GroupedPages)
+        return np.array(pages[slot].flatten().numpy())
+
+    def close(self) -> None: ...
+
+
+class EngineUnderTest(TierUnderTest):
+    """Layer by layer, heads before tokens; looked at through the engine's own tensors."""
+
+    def __init__(self, spec: PageSpec, num_slots: int) -> None:
+        layers, planes, tokens, heads, dim = spec.shape
+        self._tensors = [
+            torch.zeros(num_slots, heads, tokens, planes, dim, dtype=torch.uint8) for _ in range(layers)
+        ]
+        self._pool = EnginePool(PageLayout.of(spec), [EnginePages(self._tensors, "BHNKD")])
+        self._nbytes = spec.page_nbytes
+
+    def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+        for slot, page in zip(slots, pages, strict=True):
+            self._pool.write(slot, page)
+
+    def read(self, slots: Sequence[int]) -> list[Page]:
+        found = [np.empty(self._nbytes, dtype=np.uint8) for _ in slots]
+        for slot, page in zip(slots, found, strict=True):
+            self._pool.read(slot, page)
+        return found
+
+    def look(self, slot: int) -> Page:
+        layers = [tensor[slot].numpy().transpose(2, 1, 0, 3) for tensor in self._tensors]
+        return np.array(np.stack(layers).reshape(-1), dtype=np.uint8)
+
+    def close(self) -> None: ...
+
+
+class ArenaUnderTest(TierUnderTest):
+    """Looked at through the memory under all slots, at the distance that the layout says."""
+
+    def __init__(self, spec: PageSpec, num_slots: int) -> None:
+        layout = PageLayout.of(spec)
+        self._arena = HostArena(layout, num_slots)
+        self._stride, self._nbytes = layout.slot_nbytes, spec.page_nbytes
+
+    def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+        for slot, page in zip(slots, pages, strict=True):
+            np.copyto(self._arena.view(slot), page)
+
+    def read(self, slots: Sequence[int]) -> list[Page]:
+        return [self._arena.view(slot).copy() for slot in slots]
+
+    def look(self, slot: int) -> Page:
+        first = self._arena.view(0)
+        memory = np.lib.stride_tricks.as_strided(
+            first, shape=(self._arena.num_slots, self._nbytes), strides=(self._stride, 1)
+        )
+        return np.array(memory[slot])
+
+    def close(self) -> None: ...
+
+
+class DiskUnderTest(TierUnderTest):
+    """Looked at in a copy of the file, with LMDB alone."""
+
+    def __init__(self, spec: PageSpec, home: Path) -> None:
+        self._home, self._nbytes = home / "disk", spec.page_nbytes
+        self._copy = home / "copy"
+        self._rig = Rig(self._home, page_nbytes=spec.page_nbytes)
+
+    def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+        transfer = self._rig.transfer([key(slot) for slot in slots])
+        self._rig.tier.submit_write(transfer, pages)
+        assert self._rig.ack(transfer.id).ok
+        assert self._rig.tier.sync(PATIENCE_S)
+
+    def read(self, slots: Sequence[int]) -> list[Page]:
+        transfer = self._rig.transfer([key(slot) for slot in slots])
+        found = [blank(self._nbytes) for _ in slots]
+        self._rig.tier.submit_read(transfer, found)
+        assert self._rig.ack(transfer.id).num_ready == len(slots)
+        return found
+
+    def look(self, slot: int) -> Page:
+        shutil.rmtree(self._copy, ignore_errors=True)
+        self._copy.mkdir()
+        data = next(self._home.glob("*/data.mdb"))
+        shutil.copy(data, self._copy)
+        with lmdb.open(str(self._copy), readonly=True, lock=False, max_dbs=8) as env:
+            pages = env.open_db(b"pages", create=False)
+            with env.begin() as txn:
+                record = txn.get(key(slot), db=pages)
+        assert isinstance(record, bytes)
+        return np.frombuffer(record[HEAD_NBYTES:], dtype=np.uint8)
+
+    def close(self) -> None:
+        self._rig.close()
+
+
+class TestCpuPool(TierContract):
+    def open(self, spec: PageSpec, num_slots: int, home: Path) -> TierUnderTest:
+        return PoolUnderTest(spec, num_slots)
+
+
+class TestEnginePool(TierContract):
+    def open(self, spec: PageSpec, num_slots: int, home: Path) -> TierUnderTest:
+        return EngineUnderTest(spec, num_slots)
+
+
+class TestHostArena(TierContract):
+    def open(self, spec: PageSpec, num_slots: int, home: Path) -> TierUnderTest:
+        return ArenaUnderTest(spec, num_slots)
+
+
+class TestNvmeTier(TierContract):
+    def open(self, spec: PageSpec, num_slots: int, home: Path) -> TierUnderTest:
+        return DiskUnderTest(spec, home)
