@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tierstore.cli.bench import bench
 from tierstore.cli.data import inspect, purge, verify
 from tierstore.cli.output import Json, print_json
 from tierstore.config import config_schema
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 for command in (demo, inspect, verify, purge):
     app.command()(command)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:
