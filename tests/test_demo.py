@@ -37,7 +37,7 @@ from tierstore.demo.report import as_json, judge, show
 from tierstore.demo.run import Outcome, run_demo
 from tierstore.demo.session import PlainAnswer, differs
 
-SMALL = Settings(num_documents=6, min_tokens=60, max_tokens=90, answer_tokens=5, page_size=8)
+SMALL = Settings(num_documents=6, min_tokens=200, max_tokens=260, answer_tokens=5, page_size=8)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
     for number in range(7):
-        (folder / f"text{number}.txt").write_text(f"Text {number}. " + f"It says {number * 37}. " * 9)
+        (folder / f"text{number}.txt").write_text(f"Text {number}. " + f"It says {number * 37}. " * 20)
     return folder
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -14,6 +15,8 @@ from tierstore.demo.act import Row
 from tierstore.demo.run import Outcome
 
 TIERS = ("HBM", "HOST", "NVME")
+TEXTS = {"document": 0.2, "question": 0.3, "answer": 0.5}
+FIGURES = {"reused": 6, "of": 4, "tier": 4, "TTFT s": 7, "recompute s": 11, "equal": 8}
 LONG = 1000
 """A restore of at least this many tokens from NVMe must beat their recomputation."""
 
@@ -86,7 +89,9 @@ def as_json(outcome: Outcome, claims: Sequence[Claim]) -> dict[str, Any]:
 def show(console: Console, outcome: Outcome, claims: Sequence[Claim]) -> None:
     """Print the table and, in plain words, what held."""
     for title, after in (("Before the restart", False), ("After it, in a new process", True)):
-        console.print(_table(title, [row for row in outcome.rows if row.after_restart == after]))
+        console.print(
+            _table(title, [row for row in outcome.rows if row.after_restart == after], console.width)
+        )
     console.print(
         "Tier: the slowest one that pages of the prompt came from. TTFT: from the prompt's ids to the first token, "
         "restore included.\n"
@@ -96,12 +101,16 @@ def show(console: Console, outcome: Outcome, claims: Sequence[Claim]) -> None:
         console.print(mark + Text(claim.text, style=""))
 
 
-def _table(title: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for name in ("document", "question", "answer"):
-        table.add_column(name, overflow="ellipsis", no_wrap=True, ratio=1)
-    for name in ("reused", "of", "tier", "TTFT s", "recompute s", "equal"):
-        table.add_column(name, justify="right", no_wrap=True)
+def _table(title: str, rows: Sequence[Row], width: int) -> Table:
+    """The figures in full, the texts in what room is left."""
+    table = Table(
+        title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    room = max(20, width - sum(FIGURES.values()) - 16)
+    for name, share in TEXTS.items():
+        table.add_column(name, width=int(room * share), overflow="ellipsis", no_wrap=True)
+    for name, columns in FIGURES.items():
+        table.add_column(name, width=columns, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*map(Text, _cells(row)))
     return table
