@@ -1,0 +1,135 @@
+"""The hint table: revisions, the victim order, retention with an end, the queue for a prefetcher, its bounds."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+
+from tierstore import hints
+from tierstore.hints import HintTable
+from tierstore.policy import make_policy
+from tierstore.residency import Residency
+from tierstore.tier_table import TierTable
+from tierstore.types import Hint, HintResult, PageKey, Tier
+
+A, B, C = (PageKey(name) for name in (b"a", b"b", b"c"))
+Need = Literal["will_need", "wont_need", "retain"]
+
+
+@pytest.fixture
+def residency() -> Residency:
+    """A, B and C are in a tier, A the first to leave."""
+    residency = Residency({Tier.HBM: TierTable(make_policy("lru"), num_slots=3)})
+    for key in (A, B, C):
+        residency.adopt(key, Tier.HBM, residency.take(Tier.HBM), None)
+    return residency
+
+
+@pytest.fixture
+def table(residency: Residency) -> HintTable:
+    return HintTable(residency)
+
+
+def hint(need: Need, *keys: PageKey, revision: int = 1, who: str = "r", ttl_s: float | None = None) -> Hint:
+    return Hint(who, revision, keys, need, ttl_s=ttl_s)
+
+
+def order(residency: Residency) -> list[PageKey]:
+    return list(residency.tables[Tier.HBM].droppable)
+
+
+def test_what_nobody_wants_leaves_first_and_what_is_retained_last(
+    residency: Residency, table: HintTable
+) -> None:
+    assert table.apply(hint("retain", A), 0.0) is HintResult.APPLIED
+    assert table.apply(hint("wont_need", C, who="other"), 0.0) is HintResult.APPLIED
+    assert order(residency) == [C, B, A]
+
+
+def test_the_tail_of_what_nobody_wants_leaves_before_its_head(residency: Residency, table: HintTable) -> None:
+    table.apply(hint("wont_need", A, B, C), 0.0)
+    assert order(residency) == [C, B, A]
+
+
+def test_a_revision_that_is_not_newer_changes_nothing(residency: Residency, table: HintTable) -> None:
+    table.apply(hint("retain", A, revision=5), 0.0)
+    for revision in (5, 4):
+        assert table.apply(hint("wont_need", B, revision=revision), 0.0) is HintResult.DUPLICATE
+    assert order(residency) == [B, C, A]
+
+
+def test_a_retention_ends_in_time_or_with_the_next_revision(residency: Residency, table: HintTable) -> None:
+    table.apply(hint("retain", A, ttl_s=5.0), 10.0)
+    assert table.next_expiry == 15.0
+    table.expire(14.9)
+    assert order(residency) == [B, C, A]
+    table.apply(hint("retain", B, who="other"), 14.9)
+    table.expire(15.0)
+    assert order(residency) == [C, A, B]
+    assert table.next_expiry is None
+    table.apply(hint("retain", revision=2, who="other"), 16.0)
+    assert order(residency) == [C, A, B]
+    table.apply(hint("retain", C, who="third"), 17.0)
+    assert order(residency) == [A, B, C]
+
+
+def test_the_end_of_an_older_revision_does_not_end_the_newer_one(
+    residency: Residency, table: HintTable
+) -> None:
+    table.apply(hint("retain", A, ttl_s=5.0), 0.0)
+    table.apply(hint("retain", A, revision=2), 1.0)
+    table.expire(100.0)
+    assert order(residency) == [B, C, A]
+
+
+def test_will_need_waits_for_a_prefetcher_and_is_rejected_without_one(table: HintTable) -> None:
+    assert table.apply(hint("will_need", A), 0.0) is HintResult.REJECTED
+    assert table.take() == []
+    asked = hint("will_need", A)
+    assert table.apply(asked, 0.0) is HintResult.DEFERRED
+    assert table.apply(asked, 0.0) is HintResult.DUPLICATE
+    assert table.take() == [asked]
+    assert table.take() == []
+
+
+def test_a_newer_revision_replaces_the_waiting_hint_and_no_keys_cancel_it(table: HintTable) -> None:
+    table.take()
+    table.apply(hint("will_need", A), 0.0)
+    newer = hint("will_need", B, revision=2)
+    table.apply(newer, 0.0)
+    assert table.take() == [newer]
+    table.apply(hint("will_need", C, revision=3), 0.0)
+    cancel = hint("will_need", revision=4)
+    assert table.apply(cancel, 0.0) is HintResult.APPLIED
+    assert table.take() == [cancel]
+
+
+def test_a_full_queue_rejects_new_requests_and_takes_newer_revisions(
+    table: HintTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hints, "MAX_QUEUED", 2)
+    table.take()
+    for who in "ab":
+        assert table.apply(hint("will_need", A, who=who), 0.0) is HintResult.DEFERRED
+    assert table.apply(hint("will_need", A, who="c"), 0.0) is HintResult.REJECTED
+    assert table.apply(hint("will_need", B, who="a", revision=2), 0.0) is HintResult.DEFERRED
+    assert len(table.take()) == 2
+    assert table.apply(hint("will_need", A, who="c"), 0.0) is HintResult.DEFERRED
+
+
+def test_the_longest_unchanged_request_is_forgotten_with_its_retention(
+    residency: Residency, table: HintTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hints, "MAX_REQUESTS", 2)
+    table.apply(hint("retain", A, who="a"), 0.0)
+    table.apply(hint("retain", B, who="b"), 0.0)
+    table.apply(hint("retain", C, who="c"), 0.0)
+    assert order(residency) == [A, B, C]
+    assert table.apply(hint("wont_need", C, who="a"), 0.0) is HintResult.APPLIED
+
+
+def test_hints_never_pin(residency: Residency, table: HintTable) -> None:
+    table.apply(hint("retain", A, B, C), 0.0)
+    assert all(copy.pins == 0 for copy in residency.tables[Tier.HBM].copies.values())
+    assert residency.take(Tier.HBM) >= 0

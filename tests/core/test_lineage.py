@@ -1,0 +1,64 @@
+"""Lineage against a plain dictionary: links, losses and what is left of them."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierstore.lineage import Lineage
+from tierstore.types import PageKey
+
+KEYS = [PageKey(name.encode()) for name in ("a", "ab", "ac", "ad", "abc", "z")]
+keys = st.sampled_from(KEYS)
+steps = st.lists(st.one_of(st.tuples(keys, st.none() | keys), keys), max_size=40)
+
+
+@given(steps)
+def test_it_does_what_a_dictionary_of_parents_does(
+    steps: list[tuple[PageKey, PageKey | None] | PageKey],
+) -> None:
+    """A step is a link (key, parent) or the loss of a key. The first known parent stays until the loss."""
+    lineage, model = Lineage(), dict[PageKey, PageKey]()
+    for step in steps:
+        if isinstance(step, tuple):
+            key, parent = step
+            lineage.link(key, parent)
+            if parent is not None and parent != key:
+                model.setdefault(key, parent)
+        else:
+            before = model.pop(step, None)
+            bare = before is not None and before not in model.values()
+            assert lineage.unlink(step) == (before if bare else None)
+        assert dict(lineage.links()) == model
+        for key in KEYS:
+            children = {child for child, parent in model.items() if parent == key}
+            assert lineage.parent(key) == model.get(key)
+            assert lineage.has_children(key) == bool(children)
+            assert set(lineage.children(key)) == children
+            assert len(lineage.children(key)) == len(children)
+
+
+@given(st.lists(st.tuples(keys, keys), max_size=20))
+def test_precedes_says_who_descends_from_whom(links: list[tuple[PageKey, PageKey]]) -> None:
+    lineage, model = Lineage(), dict[PageKey, PageKey]()
+    for key, parent in links:
+        if key != parent and not lineage.precedes(key, parent):
+            lineage.link(key, parent)
+            model.setdefault(key, parent)
+    for old in KEYS:
+        for young in KEYS:
+            above = []
+            at = model.get(young)
+            while at is not None:
+                above.append(at)
+                at = model.get(at)
+            assert lineage.precedes(old, young) == (old in above)
+
+
+def test_nothing_is_left_of_pages_that_went() -> None:
+    lineage = Lineage()
+    for key, parent in zip(KEYS[1:], KEYS, strict=False):
+        lineage.link(key, parent)
+    for key in KEYS:
+        lineage.unlink(key)
+    assert not lineage._nodes

@@ -1,0 +1,84 @@
+"""Waiting between threads: a wake-up before the wait is not lost, and the lock excludes and knows its longest hold."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event, Thread
+from time import monotonic, sleep
+
+import pytest
+
+from tierstore.wakeup import TimedLock, Wakeup
+
+PATIENCE_S = 60.0
+
+
+def test_what_happened_between_the_look_and_the_wait_is_not_lost() -> None:
+    wakeup = Wakeup()
+    seen = wakeup.count
+    wakeup.bump()
+    start = monotonic()
+    wakeup.wait(seen, None, PATIENCE_S)
+    assert monotonic() - start < PATIENCE_S
+
+
+def test_every_waiter_is_woken() -> None:
+    wakeup = Wakeup()
+    seen = wakeup.count
+    with ThreadPoolExecutor(4) as pool:
+        waits = [pool.submit(wakeup.wait, seen, None, PATIENCE_S) for _ in range(4)]
+        wakeup.bump()
+        start = monotonic()
+        for wait in waits:
+            wait.result(PATIENCE_S)
+    assert monotonic() - start < PATIENCE_S
+
+
+@pytest.mark.parametrize("in_s", [-1.0, 0.01])
+def test_the_deadline_ends_a_wait_and_one_that_has_passed_ends_it_at_once(in_s: float) -> None:
+    wakeup = Wakeup()
+    deadline = monotonic() + in_s
+    wakeup.wait(wakeup.count, deadline, PATIENCE_S)
+    assert deadline - 0.005 <= monotonic() < deadline + PATIENCE_S / 2
+
+
+def test_a_wait_without_a_deadline_ends_after_at_most_the_time_given() -> None:
+    wakeup = Wakeup()
+    start = monotonic()
+    wakeup.wait(wakeup.count, None, 0.02)
+    assert 0.015 <= monotonic() - start < PATIENCE_S / 2
+
+
+def test_the_lock_lets_one_thread_in() -> None:
+    lock, inside, done = TimedLock(), Event(), Event()
+
+    def second() -> None:
+        inside.set()
+        with lock:
+            done.set()
+
+    with lock:
+        thread = Thread(target=second)
+        thread.start()
+        assert inside.wait(PATIENCE_S)
+        assert not done.wait(0.05)
+    assert done.wait(PATIENCE_S)
+    thread.join()
+
+
+def test_the_longest_hold_stays_and_sleep_is_no_cpu_time() -> None:
+    lock = TimedLock()
+    with lock:
+        sleep(0.02)
+    with lock:
+        pass
+    assert lock.longest_s >= 0.02
+    assert 0 <= lock.longest_cpu_s < lock.longest_s
+
+
+def test_an_error_inside_gives_the_lock_back() -> None:
+    lock = TimedLock()
+    with pytest.raises(ValueError, match="inside"), lock:
+        raise ValueError("inside")
+    with lock:
+        pass
