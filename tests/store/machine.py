@@ -19,7 +19,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.support.bench import Bench, open_bench
 from tests.support.events import ManualEvent
-from tests.support.pages import PATIENCE_S, SPEC, chain, content, page_tensor, same, tier_stats, tiers
+from tests.support.pages import (
+    PATIENCE_S,
+    SPEC,
+    chain,
+    content,
+    page_tensor,
+    require_nothing_held,
+    same,
+    tiers,
+)
 from tests.support.stalls import IN, OUT, Gate, Lane
 from tierstore.errors import CapacityError
 from tierstore.lease import Lease
@@ -122,12 +131,7 @@ class StoreMachine(RuleBasedStateMachine):
         """The pages are written, sent down, and asked for while the ways up are stalled or break."""
         if tier not in self.running.directory.residency.tables:
             return
-        with suppress(CapacityError):
-            slots = self.running.store.allocate(len(keys), timeout_s=0.0)
-            self.fill(keys, slots)
-            self.running.store.put(keys, slots)
-            self.written.update(keys)
-            self.gone.difference_update(keys)
+        self.write(keys)
         self.running.store.demote(keys, tier)
         self.calm()
         up = (
@@ -140,6 +144,16 @@ class StoreMachine(RuleBasedStateMachine):
         if broken < len(keys):
             self.fail(up, broken)
         self.acquire(keys, None)
+
+    @rule(keys=sequences)
+    def write(self, keys: list[PageKey]) -> None:
+        """What an engine does, if there is room."""
+        with suppress(CapacityError):
+            slots = self.running.store.allocate(len(keys), timeout_s=0.0)
+            self.fill(keys, slots)
+            self.running.store.put(keys, slots)
+            self.written.update(keys)
+            self.gone.difference_update(keys)
 
     @precondition(lambda self: self.owned)
     @rule(keys=prefixes, under=st.booleans(), late=st.booleans())
@@ -278,9 +292,14 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.flushed == readable, "a page was not flushed"
 
     @precondition(lambda self: not self.reopened and Tier.NVME in self.running.directory.residency.tables)
-    @rule()
-    def reopen(self) -> None:
+    @rule(keys=sequences, flush=st.booleans(), evict=st.integers(0, 5))
+    def reopen(self, keys: list[PageKey], flush: bool, evict: int) -> None:
         self.reopened = True
+        self.write(keys)
+        if flush and self.roomy:
+            self.flush()
+        if evict < 3:
+            self.evict(keys, None, evict)
         self.let_everyone_go()
         parents = {page["key"]: page["parent"] for page in self.running.store.explain(sorted(self.flushed))}
         self.running.store.close()
@@ -349,10 +368,4 @@ class StoreMachine(RuleBasedStateMachine):
 
     def at_the_end_nothing_is_held(self) -> None:
         self.let_everyone_go()
-        assert self.running.store.drain(self.patience_s), "something never ends"
-        for tier in self.running.directory.residency.tables:
-            figures = tier_stats(self.running.store, tier)
-            held = {name: figures[name] for name in ("pinned", "owned", "quarantined", "arriving")}
-            assert not any(held.values()), f"{tier.name} still holds {held}"
-        assert len(self.running.store.allocate(HBM, timeout_s=self.patience_s)) == HBM
-        self.running.store.check()
+        require_nothing_held(self.running.store, self.patience_s)

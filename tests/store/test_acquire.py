@@ -1,4 +1,4 @@
-"""acquire and its lease: what is covered, what is missing, when it is ready, how it is cut and how it ends."""
+"""acquire and wait: what is covered, what is missing, when it is ready, how a failure cuts it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.bench import Bench, open_bench
-from tests.support.events import ManualEvent
 from tests.support.pages import (
     PATIENCE_S,
     SPEC,
@@ -22,7 +21,6 @@ from tests.support.pages import (
     write,
 )
 from tests.support.stalls import IN
-from tierstore.errors import CapacityError, LeaseError
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
 
@@ -198,106 +196,6 @@ def test_a_page_that_failed_its_read_is_gone_from_the_catalogue_and_told(bench: 
     assert counter(bench.store, "misses_pages", "io_error") == 1
     write(bench.store, keys)
     assert read(bench.store, keys) == 2
-
-
-def test_figures_are_final_after_wait_and_stay_so_after_release(store: TierStore) -> None:
-    keys = chain(3)
-    slots = write(store, keys[:2])
-    with store.acquire(keys) as lease:
-        assert lease.wait(PATIENCE_S) is LeaseState.READY
-    assert (lease.num_pages, lease.slots, lease.missing) == (2, slots, (keys[2],))
-    assert lease.tiers == [Tier.HBM, Tier.HBM]
-
-
-def test_a_second_release_and_any_use_after_it_is_a_lease_error(store: TierStore) -> None:
-    write(store, chain(1))
-    lease = store.acquire(chain(1))
-    lease.release()
-    for use in (lease.release, lambda: lease.wait(0.0), lambda: lease.ready(0)):
-        with pytest.raises(LeaseError):
-            use()
-    with store.acquire(chain(1)) as lease:
-        lease.release()
-
-
-def test_released_slots_are_reused_only_after_the_event(bench: Bench) -> None:
-    # F004: the last round that was launched still reads the pages
-    store = bench.store
-    keys = chain(4)
-    write(store, keys)
-    assert store.drain(PATIENCE_S)
-    lease = store.acquire(keys)
-    event = ManualEvent()
-    lease.release(after=event)
-    store.check()
-    with pytest.raises(CapacityError):
-        store.allocate(1, timeout_s=0.02)
-    assert store.drain(0.02) is False
-    event.happen()
-    assert len(store.allocate(4, timeout_s=PATIENCE_S)) == 4
-
-
-def test_leaving_the_block_with_an_error_releases_too(store: TierStore) -> None:
-    write(store, chain(2))
-    with pytest.raises(KeyError), store.acquire(chain(2)):
-        raise KeyError
-    assert store.drain(PATIENCE_S)
-    assert tier_stats(store, Tier.HBM)["pinned"] == 0
-
-
-def test_a_deadline_that_has_passed_leaves_what_is_below_missing(bench: Bench) -> None:
-    keys = chain(3)
-    write_down(bench.store, keys, Tier.HOST)
-    top = write(bench.store, keys[:1])
-    with bench.store.acquire(keys, deadline_s=0.0) as lease:
-        assert lease.slots == top
-        assert lease.missing == tuple(keys[1:])
-        assert lease.wait(0.0) is LeaseState.READY
-
-
-def test_pages_that_are_late_cut_the_lease_at_the_deadline(bench: Bench) -> None:
-    keys = chain(3)
-    write_down(bench.store, keys, Tier.HOST)
-    top = write(bench.store, keys[:1])
-    bench.copies.hold(IN)
-    with bench.store.acquire(keys, deadline_s=0.05) as lease:
-        assert lease.num_pages == 3
-        assert lease.wait(PATIENCE_S) is LeaseState.READY
-        assert lease.slots == top
-        assert lease.missing == tuple(keys[1:])
-        bench.store.check()
-        with pytest.raises(CapacityError):
-            bench.store.allocate(2, timeout_s=0.02)
-        bench.copies.open()
-        bench.settle()
-        require_right(bench.store, lease)
-    assert read(bench.store, keys) == 3
-
-
-def test_a_lease_released_while_pages_are_on_their_way_leaks_nothing(bench: Bench) -> None:
-    # F037: abort during an async load, in both orders of release and completion
-    keys = chain(4)
-    write_down(bench.store, keys, Tier.NVME)
-    for turn in range(6):
-        bench.records.hold(UP)
-        bench.copies.hold(IN)
-        lease = bench.store.acquire(keys)
-        if turn % 3 == 0:
-            lease.release()
-        bench.records.open()
-        bench.settle()
-        if turn % 3 == 1:
-            lease.release()
-        bench.copies.open()
-        bench.settle()
-        if turn % 3 == 2:
-            lease.release()
-        assert bench.store.drain(PATIENCE_S)
-        bench.store.check()
-        bench.store.evict(keys, Tier.HBM)
-        bench.store.evict(keys, Tier.HOST)
-        assert tier_stats(bench.store, Tier.HBM)["free"] == 4
-        assert tier_stats(bench.store, Tier.HOST)["free"] == 8
 
 
 def test_what_matched_may_be_gone_and_acquire_says_how_much_is_left(store: TierStore) -> None:

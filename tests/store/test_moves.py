@@ -1,4 +1,4 @@
-"""demote, evict, flush and drain: what each promises, and what it does while something stands still."""
+"""demote, and copies on their way: what is promised while something stands still."""
 
 from __future__ import annotations
 
@@ -12,19 +12,15 @@ from tests.support.pages import (
     PATIENCE_S,
     SPEC,
     chain,
-    counter,
     fill,
     read,
-    read_soon,
     require_right,
     tier_stats,
     tiers,
     where,
     write,
-    write_each,
 )
 from tests.support.stalls import IN, OUT
-from tierstore.errors import CapacityError
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, Tier
 
@@ -43,12 +39,6 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 @pytest.fixture
 def store(bench: Bench) -> TierStore:
     return bench.store
-
-
-def records(store: TierStore) -> object:
-    nvme = store.stats()["nvme"]
-    assert isinstance(nvme, dict)
-    return nvme["records"]
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
@@ -154,93 +144,6 @@ def test_a_load_does_not_wait_for_ever_for_a_copy_that_came_from_above(bench: Be
         require_right(store, lease)
 
 
-def test_evict_unmatches_at_once_in_one_tier_or_in_all(store: TierStore) -> None:
-    keys = chain(3)
-    write(store, keys)
-    store.flush()
-    assert store.drain(PATIENCE_S)
-    assert store.evict([*keys, *chain(1, "missing")], Tier.HBM) == 3
-    assert store.match(keys).tiers == (Tier.HOST,) * 3
-    assert store.evict(keys[2:]) == 1
-    assert store.match(keys).num_pages == 2
-    assert store.evict(keys) == 2
-    assert store.evict(keys) == 0
-    assert store.match(keys).num_pages == 0
-    assert store.explain(keys)[0]["lost"] == "evicted"
-
-
-def test_an_evicted_leased_page_keeps_its_bytes_until_released(store: TierStore) -> None:
-    keys = chain(2)
-    write(store, keys)
-    with store.acquire(keys) as lease:
-        assert store.evict(keys) == 2
-        assert store.match(keys).num_pages == 0
-        store.allocate(2)
-        with pytest.raises(CapacityError):
-            store.allocate(1, timeout_s=0.02)
-        require_right(store, lease)
-    assert len(store.allocate(2)) == 2
-
-
-def test_an_evicted_page_can_be_written_anew_under_the_old_lease(store: TierStore) -> None:
-    # F079
-    keys = chain(1)
-    write(store, keys)
-    with store.acquire(keys) as lease:
-        store.evict(keys)
-        assert write(store, keys) != lease.slots
-        store.check()
-        require_right(store, lease)
-    assert read(store, keys) == 1
-
-
-def test_evicted_pages_are_gone_from_disk_after_flush(store: TierStore) -> None:
-    keys = chain(4)
-    write(store, keys)
-    store.flush()
-    assert records(store) == 4
-    store.evict(keys[2:])
-    store.flush()
-    assert records(store) == 2
-
-
-def test_a_page_evicted_while_it_is_written_is_gone_from_disk_after_flush(bench: Bench) -> None:
-    keys = chain(2)
-    write(bench.store, keys)
-    assert bench.store.drain(PATIENCE_S)
-    bench.records.hold(DOWN)
-    bench.store.demote(keys, Tier.NVME)
-    assert bench.store.drain(0.05) is False
-    assert bench.records.waiting(DOWN)
-    assert bench.store.evict(keys) == 2
-    bench.records.open()
-    bench.store.flush()
-    assert records(bench.store) == 0
-
-
-def test_evict_during_a_load_cuts_the_lease_and_nothing_lands_elsewhere(bench: Bench) -> None:
-    # F022, F024
-    keys = chain(3)
-    write(bench.store, keys)
-    bench.store.demote(keys, Tier.HOST)
-    assert bench.store.drain(PATIENCE_S)
-    bench.copies.hold(IN)
-    lease = bench.store.acquire(keys)
-    bench.store.evict(keys[1:])
-    assert lease.num_pages == 1
-    others = chain(1, "other")
-    mine = bench.store.allocate(1, timeout_s=0.0)
-    fill(bench.store, others, mine)
-    with pytest.raises(CapacityError):
-        bench.store.allocate(1, timeout_s=0.02)
-    bench.copies.open()
-    assert lease.wait(PATIENCE_S) is LeaseState.READY
-    require_right(bench.store, lease)
-    lease.release()
-    bench.store.put(others, mine)
-    assert read(bench.store, others) == 1
-
-
 def test_a_source_stays_until_its_load_is_acknowledged(bench: Bench) -> None:
     # F022: host pressure while the copy stands still
     keys = chain(4)
@@ -260,63 +163,6 @@ def test_a_source_stays_until_its_load_is_acknowledged(bench: Bench) -> None:
     assert read(bench.store, keys) == 4
 
 
-def test_flush_makes_every_page_durable_and_keeps_the_upper_copies(store: TierStore) -> None:
-    keys = chain(4)
-    write(store, keys)
-    store.flush()
-    assert where(store, keys[0]) == {Tier.HBM: "ready", Tier.HOST: "ready", Tier.NVME: "ready"}
-    assert records(store) == 4
-
-
-def test_flush_returns_when_writes_fail_and_loses_nothing(bench: Bench) -> None:
-    keys = chain(4)
-    write(bench.store, keys)
-    assert bench.store.drain(PATIENCE_S)
-    for _ in range(4):
-        bench.records.fail_next(DOWN, 0, 1, 2, 3)
-    bench.store.flush()
-    assert bench.store.match(keys).tiers == (Tier.HBM,) * 4
-    assert counter(bench.store, "failed_pages", "HOST,NVME,io_error") > 0
-    bench.open_gates()
-    bench.store.flush()
-    assert records(bench.store) == 4
-
-
-def test_flush_gives_up_on_a_disk_that_stands_still(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierstore.store._FLUSH_STALL_S", 0.2)
-    write(bench.store, chain(2))
-    assert bench.store.drain(PATIENCE_S)
-    bench.records.hold(DOWN)
-    bench.store.flush()
-    assert bench.store.match(chain(2)).num_pages == 2
-
-
-def test_flush_without_a_disk_returns(tmp_path: Path) -> None:
-    with TierStore.open(tiers(hbm=2, host=2), SPEC) as store:
-        write(store, chain(2))
-        store.flush()
-        assert store.match(chain(2)).num_pages == 2
-
-
-def test_everything_written_is_on_disk_sooner_or_later_without_being_asked(tmp_path: Path) -> None:
-    # F088: a turnover faster than the spill still leaves something useful
-    with TierStore.open(tiers(hbm=4, host=8, nvme=tmp_path), SPEC) as store:
-        keys = [key for i in range(30) for key in chain(2, str(i))]
-        for i in range(0, 60, 2):
-            write(store, keys[i : i + 2])
-        assert store.match(keys[-2:]).num_pages == 2
-        assert sum(read_soon(store, keys[i : i + 2]) for i in range(0, 60, 2)) == 60
-
-
-def test_drain_waits_for_what_is_under_way_and_says_so(bench: Bench) -> None:
-    assert bench.store.drain(0.0) is True
-    bench.copies.hold(OUT)
-    write(bench.store, chain(2))
-    assert bench.store.drain(0.02) is False
-    bench.copies.open()
-    assert bench.store.drain(PATIENCE_S) is True
-
-
 def test_a_page_is_served_from_above_while_its_record_is_being_written(bench: Bench) -> None:
     # F028
     keys = chain(2)
@@ -332,14 +178,6 @@ def test_a_page_is_served_from_above_while_its_record_is_being_written(bench: Be
     bench.records.open()
     assert bench.store.drain(PATIENCE_S)
     assert read(bench.store, keys) in (0, 2)
-
-
-def test_a_sequence_longer_than_hbm_comes_back_whole_page_by_page(store: TierStore) -> None:
-    keys = chain(20)
-    write_each(store, keys)
-    assert store.match(keys).num_pages == 20
-    for key in reversed(keys):
-        assert read_soon(store, [key]) == 1
 
 
 def test_slots_swapped_between_tiers_under_random_stalls_keep_their_bytes(bench: Bench) -> None:

@@ -13,7 +13,7 @@ from tests.store.machine import HOST, Shape, StoreMachine
 from tests.store.planted import BUGS_IN_MEMORY, BUGS_ON_DISK, Plant
 
 QUIET = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 HUNT = settings(
     QUIET, max_examples=150, stateful_step_count=30, derandomize=True, database=None, phases=[Phase.generate]
@@ -36,6 +36,11 @@ class OnDisk(StoreMachine):
 
 def test_any_order_of_calls_stalls_and_failures_keeps_every_promise() -> None:
     run_state_machine_as_test(StoreMachine, settings=QUIET)
+
+
+@pytest.mark.parametrize("machine", [InMemory, OnDisk])
+def test_where_nothing_is_planted_nothing_is_found(machine: type[StoreMachine]) -> None:
+    run_state_machine_as_test(machine, settings=settings(HUNT, max_examples=40))
 
 
 @pytest.mark.parametrize(

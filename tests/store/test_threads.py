@@ -10,7 +10,7 @@ from threading import Barrier, Thread
 
 import pytest
 
-from tests.support.pages import PATIENCE_S, SPEC, chain, fill, require_right, tier_stats, tiers
+from tests.support.pages import PATIENCE_S, SPEC, chain, fill, require_nothing_held, require_right, tiers
 from tierstore.errors import CapacityError
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
@@ -38,16 +38,6 @@ def together(work: Callable[[int], None]) -> None:
         thread.join()
     if errors:
         raise errors[0]
-
-
-def require_nothing_held(store: TierStore, hbm: int) -> None:
-    assert store.drain(PATIENCE_S)
-    store.check()
-    for tier in store._directory.residency.tables:
-        figures = tier_stats(store, tier)
-        assert not any(figures[name] for name in ("pinned", "owned", "quarantined", "arriving"))
-    assert store.stats()["leases"] == 0
-    assert len(store.allocate(hbm, timeout_s=PATIENCE_S)) == hbm
 
 
 @pytest.mark.parametrize(("hbm", "host", "nvme"), [(6, 4, True), (5, None, True), (6, 8, False)])
@@ -87,7 +77,7 @@ def test_random_calls_from_many_threads_keep_every_byte(
                     store.put(keys, slots)
 
         together(work)
-        require_nothing_held(store, hbm)
+        require_nothing_held(store)
 
 
 def test_allocate_is_one_step_for_many_threads() -> None:
@@ -102,7 +92,7 @@ def test_allocate_is_one_step_for_many_threads() -> None:
                     store.free(slots)
 
         together(work)
-        require_nothing_held(store, 6)
+        require_nothing_held(store)
 
 
 def test_waiting_callers_all_get_their_slots(tmp_path: Path) -> None:
@@ -120,4 +110,4 @@ def test_waiting_callers_all_get_their_slots(tmp_path: Path) -> None:
         store.flush()
         sequences = [chain(2, f"{index}/{i}") for index in range(THREADS) for i in range(10)]
         assert all(store.match(keys).num_pages == 2 for keys in sequences)
-        require_nothing_held(store, 4)
+        require_nothing_held(store)

@@ -147,3 +147,23 @@ def counter(store: TierStore, name: str, labels: str) -> float:
     value = found[name].get(labels, 0.0)
     assert isinstance(value, float)
     return value
+
+
+def require_nothing_held(store: TierStore, patience_s: float = PATIENCE_S) -> None:
+    """With no lease open and no slot owned, nothing is pinned or on its way for good, and all of HBM can be had."""
+    held: dict[str, int] = {}
+    for _ in range(20):  # a timed spill may begin at any call
+        assert store.drain(patience_s), "something never ends"
+        tiers = store.stats()["tiers"]
+        assert isinstance(tiers, dict)
+        held = {
+            f"{name} {state}": figures[state]
+            for name, figures in tiers.items()
+            for state in ("pinned", "owned", "quarantined", "arriving")
+        }
+        if not any(held.values()):
+            break
+    assert not any(held.values()), f"still held: {held}"
+    store.check()
+    slots = len(page_tensor(store))
+    assert len(store.allocate(slots, timeout_s=patience_s)) == slots

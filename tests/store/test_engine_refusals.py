@@ -1,0 +1,131 @@
+"""HBM that belongs to an engine: tensors, slots and calls that cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.bench import Bench, open_bench
+from tests.support.engine import DIM, HEADS, PLANES, SLOTS, TOKENS, Engine, page_major
+from tests.support.pages import PATIENCE_S, SPEC, chain, tiers
+from tests.support.stalls import IN
+from tierstore.errors import ConfigError, LeaseError
+from tierstore.gpu.pool import EnginePages
+from tierstore.store import TierStore
+from tierstore.types import LeaseState, PageKey, Tier
+
+UP = (Tier.NVME, Tier.HOST)
+OWNED_BY_ENGINE: dict[str, object] = {"owner": "engine"}
+
+
+def open_engine_bench(engine: Engine, host: int = 8, nvme: Path | None = None) -> Bench:
+    bench = open_bench(tiers(SLOTS, host, nvme, hbm_more=OWNED_BY_ENGINE), SPEC)
+    bench.store.register(engine.pages)
+    return bench
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return page_major()
+
+
+@pytest.fixture
+def bench(engine: Engine, tmp_path: Path) -> Iterator[Bench]:
+    bench = open_engine_bench(engine, nvme=tmp_path / "disk")
+    yield bench
+    bench.store.check()
+    bench.close()
+
+
+def save(bench: Bench, engine: Engine, keys: list[PageKey], slots: list[int]) -> None:
+    """Fills slots, puts them, waits until they may be reused."""
+    for key, slot in zip(keys, slots, strict=True):
+        engine.fill(slot, key)
+    assert bench.store.put(keys, slots) == slots
+    assert bench.store.drain(PATIENCE_S)
+    assert sorted(bench.store.poll()) == sorted(slots)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "layout"),
+    [
+        ([torch.zeros(SLOTS, PLANES, TOKENS, HEADS, DIM, dtype=torch.float16)], "BKNHD"),
+        ([torch.zeros(SLOTS, 2, PLANES, TOKENS, HEADS, DIM, dtype=torch.float32)], "BLKNHD"),
+        ([torch.zeros(SLOTS, 2, PLANES, HEADS, TOKENS, DIM, dtype=torch.float16)], "BLKNHD"),
+        ([torch.zeros(SLOTS, 2, PLANES, TOKENS, HEADS, DIM, dtype=torch.float16)], "BLKNH"),
+        ([torch.zeros(SLOTS, 2, PLANES, TOKENS, HEADS, DIM, dtype=torch.float16)], "BLKNHX"),
+        ([torch.zeros(SLOTS, 2, 3, dtype=torch.float16)], "BLC"),
+        ([], "BKNHD"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(tensors: list[torch.Tensor], layout: str) -> None:
+    with TierStore.open(tiers(SLOTS, 2, hbm_more=OWNED_BY_ENGINE), SPEC) as store:
+        with pytest.raises(ConfigError, match="allowed"):
+            store.register(EnginePages(tensors, layout))
+        with pytest.raises(ConfigError, match="register"):
+            store.put(chain(1), [0])
+
+
+def test_more_tensors_than_kv_groups_and_a_second_register_are_refused(engine: Engine) -> None:
+    with TierStore.open(tiers(SLOTS, 2, hbm_more=OWNED_BY_ENGINE), SPEC) as store:
+        with pytest.raises(ConfigError, match="one a group"):
+            store.register(engine.pages, engine.pages)
+        store.register(engine.pages)
+        with pytest.raises(ConfigError, match="registered"):
+            store.register(engine.pages)
+
+
+def test_what_needs_hbm_of_the_stores_own_is_refused(bench: Bench) -> None:
+    store = bench.store
+    for call in (lambda: store.allocate(1), lambda: store.free([0]), lambda: store.pages):
+        with pytest.raises(ConfigError, match="engine"):
+            call()
+    assert "HBM" not in str(store.stats()["tiers"])
+
+
+def test_into_belongs_to_engines_alone() -> None:
+    with TierStore.open(tiers(2, 2), SPEC) as store:
+        with pytest.raises(ConfigError, match="into"):
+            store.acquire([], into=[])
+        with pytest.raises(ConfigError, match="register"):
+            store.register(page_major().pages)
+
+
+@pytest.mark.parametrize("into", [None, [0], [0, 1, 2]])
+def test_acquire_needs_one_slot_a_key(bench: Bench, into: list[int] | None) -> None:
+    with pytest.raises(ValueError, match="one slot a key"):
+        bench.store.acquire(chain(2), into=into)
+
+
+@pytest.mark.parametrize("slots", [[0, SLOTS], [-1, 0], [1, 1]])
+def test_slots_the_engine_does_not_have_are_refused_and_nothing_changes(
+    bench: Bench, engine: Engine, slots: list[int]
+) -> None:
+    keys = chain(2)
+    with pytest.raises(LeaseError, match="slot"):
+        bench.store.put(keys, slots)
+    assert bench.store.match(keys).num_pages == 0
+    save(bench, engine, keys, [0, 1])
+    engine.wipe()
+    with pytest.raises(LeaseError, match="slot"):
+        bench.store.acquire(keys, into=slots)
+    assert bench.store.stats()["leases"] == 0
+    assert not any(engine.holds(slot, key) for slot in range(SLOTS) for key in keys)
+
+
+def test_a_slot_that_is_being_loaded_into_is_refused_and_nothing_changes(
+    bench: Bench, engine: Engine
+) -> None:
+    keys = chain(3)
+    save(bench, engine, keys, [0, 1, 2])
+    bench.copies.hold(IN)
+    with bench.store.acquire(keys[:1], into=[3]) as lease:
+        with pytest.raises(LeaseError, match="slot 3"):
+            bench.store.acquire(keys, into=[4, 3, 5])
+        assert bench.store.stats()["leases"] == 1
+        bench.copies.open()
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
+        assert engine.holds(3, keys[0])
