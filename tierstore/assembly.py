@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +24,7 @@ from tierstore.tier_table import TierTable
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tierstore.config import NvmeConfig, StoreConfig
     from tierstore.layout import PageLayout
@@ -62,7 +64,8 @@ def assemble(config: StoreConfig, layout: PageLayout, wake: Callable[[], None]) 
         flush_s=0.0 if config.nvme is None else config.nvme.flush,
     )
     if nvme is not None:
-        directory.residency.load(Tier.NVME, nvme.records())
+        with _collector_paused():
+            directory.residency.load(Tier.NVME, nvme.records())
     return Parts(layout, pool, arena, nvme, directory, _mover(layout, pool, arena, nvme, wake), metrics)
 
 
@@ -84,6 +87,18 @@ def _mover(
         memory[Tier.HOST] = arena
     copies = CpuCopyEngine(pool, arena, layout.page_nbytes, wake) if pool and arena else None
     return Mover(memory, copies, nvme)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """A million new objects make Python's cyclic collector walk all of them again and again: half of an open's time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _check(config: StoreConfig, layout: PageLayout) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator
 
     from tierstore.types import PageKey
 
@@ -104,6 +104,12 @@ class Lineage:
         while above is not None and above != key:
             above = self.parent(above)
         return above == key
+
+    def without_parent_in(self, present: Container[PageKey]) -> list[PageKey]:
+        """The pages whose parent is known and not ``present``."""
+        return [
+            key for key, node in self._nodes.items() if node.parent is not None and node.parent not in present
+        ]
 
     def links(self) -> Iterator[tuple[PageKey, PageKey]]:
         """Every (child, parent) pair; for checks."""

@@ -253,12 +253,11 @@ class Residency:
             if parent is not None:
                 lineage.link(key, parent)
         table.used_nbytes += used
-        for key, parent in list(lineage.links()):
-            if parent not in copies:
-                self.orphans.append(key)
+        self.orphans.extend(lineage.without_parent_in(copies))
+        has_children, offer = lineage.has_children, table.droppable.offer
         for key, copy in copies.items():
-            if not lineage.has_children(key):
-                table.droppable.offer(copy.rank, key)
+            if not has_children(key):
+                offer(copy.rank, key)
 
     def demote_orphans(self, limit: int) -> int:
         """Puts up to ``limit`` unreachable pages before all others in the victim order; how many are left."""
