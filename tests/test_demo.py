@@ -19,6 +19,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from tests.adapters.tiny import tiny_llama
+from tierstore.demo import command
 from tierstore.demo.act import Row
 from tierstore.demo.command import demo
 from tierstore.demo.documents import Document, DocumentError, find_documents
@@ -228,3 +229,19 @@ def test_command_says_in_one_line_what_it_cannot_do(model: Path, tmp_path: Path)
     assert "nowhere does not exist" in result.stderr
     assert "Traceback" not in result.output
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(("verdict", "code"), [("same", 0), ("near-tie", 0), ("other", 1)])
+def test_exit_code_and_last_line_tell_whether_the_claims_held(
+    monkeypatch: pytest.MonkeyPatch, verdict: str, code: int
+) -> None:
+    outcome = Outcome([], Sizes(9, 4, 4), 1, [*_good_rows(), _row(verdict=verdict)])
+    monkeypatch.setattr(command, "_play", lambda *_: (outcome, judge(outcome)))
+    app = Typer(pretty_exceptions_enable=False)
+    app.command()(demo)
+    result = CliRunner().invoke(app, ["--json"])
+    assert result.exit_code == code
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert last["answers_equal"] is (code == 0)
+    assert len(last["failed"]) == code
+    assert last["near_ties"] == (verdict == "near-tie")
