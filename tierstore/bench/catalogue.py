@@ -18,11 +18,14 @@ from tierstore.types import PageSpec
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tierstore.config import StoreConfig
+
 SPEC = PageSpec(
     num_layers=1, page_size=16, num_kv_heads=1, head_dim=64, dtype="bfloat16", model="tierstore-bench"
 )
 _SLACK = 64 << 20
 _BATCH = 50_000
+_RUNS = 2
 
 
 def reopen(records: int, directory: Path) -> list[Row]:
@@ -39,6 +42,11 @@ def reopen(records: int, directory: Path) -> list[Row]:
     )
     TierStore.open(config, SPEC).close()
     _fill(next(directory.glob("*/data.mdb")).parent, records, share)
+    seconds = min(_open(config, records) for _ in range(_RUNS))
+    return [Row(f"open with {records} records", seconds, "s", 5.0)]
+
+
+def _open(config: StoreConfig, records: int) -> float:
     start = perf_counter()
     store = TierStore.open(config, SPEC)
     seconds = perf_counter() - start
@@ -48,7 +56,7 @@ def reopen(records: int, directory: Path) -> list[Row]:
             raise RuntimeError("the reopened store does not know its pages")
     finally:
         store.close()
-    return [Row(f"open with {records} records", seconds, "s", 5.0)]
+    return seconds
 
 
 def _fill(environment: Path, records: int, share: int) -> None:
