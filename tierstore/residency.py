@@ -18,6 +18,7 @@ from tierstore.errors import CapacityError, LeaseError
 from tierstore.lineage import Lineage
 from tierstore.tier_table import Dead
 from tierstore.types import Copy, PageKey, Tier
+from tierstore.victims import choose_victims
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -276,43 +277,8 @@ class Residency:
         if table.budget_nbytes is not None and nbytes > table.budget_nbytes:
             raise CapacityError(f"{tier.name}: {nbytes} bytes exceed its budget of {table.budget_nbytes}")
         if not table.has_space(nbytes):
-            for victim in self._victims(tier, table, nbytes):
+            for victim in choose_victims(self, tier, nbytes):
                 self.dropped.append(self.evict(victim, tier))
-
-    def _victims(self, tier: Tier, table: TierTable, nbytes: int) -> list[PageKey]:
-        """Whom to drop, in order, so that ``nbytes`` fit; CapacityError, and nobody is dropped, if that cannot be."""
-        victim = table.droppable.first()
-        if victim is None:
-            raise CapacityError(f"{tier.name}: no free slot and nothing to drop")
-        if table.num_slots is not None or table.has_space(nbytes - table.copies[victim].nbytes):
-            return [victim]
-        return self._several_victims(tier, table, nbytes)
-
-    def _several_victims(self, tier: Tier, table: TierTable, nbytes: int) -> list[PageKey]:
-        # A trial: parents are offered as if their children had left, and all are settled again before the answer.
-        victims: dict[PageKey, None] = {}
-        parents: list[PageKey] = []
-        freed = 0
-        while not table.has_space(nbytes - freed) and (victim := table.droppable.first()) is not None:
-            victims[victim] = None
-            freed += table.copies[victim].nbytes
-            table.withdraw(table.copies[victim])
-            parent = self.lineage.parent(victim)
-            if parent is not None and self._left_bare(parent, tier, table, victims):
-                table.droppable.offer(table.copies[parent].rank, parent)
-                parents.append(parent)
-        for key in (*victims, *parents):
-            self._resettle(key)
-        if not table.has_space(nbytes - freed):
-            raise CapacityError(f"{tier.name}: not enough to drop for {nbytes} bytes")
-        return list(victims)
-
-    def _left_bare(self, key: PageKey, tier: Tier, table: TierTable, victims: Mapping[PageKey, None]) -> bool:
-        """Whether the page could leave the lowest tier once ``victims`` have."""
-        copy = table.copies.get(key)
-        if copy is None or not copy.ready or copy.pins or key in victims:
-            return False
-        return all(c in victims and self.where(c) == tier for c in self.lineage.children(key))
 
     def _make_ready(self, key: PageKey, copy: Copy, parent: PageKey | None) -> None:
         first = self.where(key) is None

@@ -12,7 +12,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.core.machine import ResidencyMachine
 from tests.core.model import Code
-from tierstore import lineage, policy, residency, tier_table
+from tierstore import lineage, policy, residency, tier_table, victims
 from tierstore.errors import TierStoreError
 
 # As many and as long as it takes; the first failure ends a run, and the choices are the same every time.
@@ -170,16 +170,10 @@ BUGS = [
         "        return Drop",
     ),
     Bug(
-        "a trial of victims is not undone",
-        residency,
-        "        for key in (*victims, *parents):\n",
-        "        for key in ():\n",
-    ),
-    Bug(
         "too few victims are dropped",
-        residency,
-        "        return self._several_victims(tier, table, nbytes)",
-        "        return [victim]",
+        victims,
+        "    victims: dict[PageKey, None] = {}\n",
+        "    return [first]\n",
     ),
     Bug(
         "a new rank leaves the old one in the order",
@@ -195,7 +189,9 @@ BUGS = [
 
 def with_bug(bug: Bug) -> Code:
     """The code with the bug in it; the loaded modules stay as they are."""
-    rooms = {module: ModuleType(module.__name__) for module in (policy, lineage, tier_table, residency)}
+    rooms = {
+        module: ModuleType(module.__name__) for module in (policy, lineage, tier_table, victims, residency)
+    }
     for module, room in rooms.items():
         assert module.__file__ is not None
         source = Path(module.__file__).read_text(encoding="utf-8")
@@ -205,6 +201,7 @@ def with_bug(bug: Bug) -> Code:
         exec(compile(source, module.__file__, "exec"), room.__dict__)
     vars(rooms[tier_table])["VictimQueue"] = vars(rooms[policy])["VictimQueue"]
     vars(rooms[residency])["Lineage"] = vars(rooms[lineage])["Lineage"]
+    vars(rooms[residency])["choose_victims"] = vars(rooms[victims])["choose_victims"]
     vars(rooms[residency])["Dead"] = vars(rooms[tier_table])["Dead"]
     return Code(vars(rooms[residency])["Residency"], vars(rooms[tier_table])["TierTable"])
 

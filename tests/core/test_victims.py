@@ -1,0 +1,54 @@
+"""Which records go so that a larger one fits a byte budget."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.pages import chain
+from tierstore.errors import CapacityError
+from tierstore.policy import Lru
+from tierstore.residency import Residency
+from tierstore.tier_table import TierTable
+from tierstore.types import PageKey, Tier
+from tierstore.victims import choose_victims
+
+ROOT, OLD_CHILD, NEW_CHILD, LONER = chain(4, "victims")
+
+
+def family(budget: int) -> Residency:
+    """A root of rank between its two children, and a lone page newer than all; 10 bytes each."""
+    residency = Residency({Tier.NVME: TierTable(Lru(), budget_nbytes=budget)})
+    parents: dict[PageKey, PageKey] = {OLD_CHILD: ROOT, NEW_CHILD: ROOT}
+    for key in (OLD_CHILD, ROOT, NEW_CHILD, LONER):
+        slot = residency.reserve(key, Tier.NVME, 10)
+        residency.commit(key, Tier.NVME, slot, 10, parents.get(key))
+    return residency
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "victims"),
+    [
+        (10, [OLD_CHILD]),
+        (20, [OLD_CHILD, NEW_CHILD]),
+        (30, [OLD_CHILD, NEW_CHILD, ROOT]),
+        (40, [OLD_CHILD, NEW_CHILD, ROOT, LONER]),
+    ],
+)
+def test_a_parent_goes_after_its_last_child_and_then_at_its_own_rank(
+    nbytes: int, victims: list[PageKey]
+) -> None:
+    assert choose_victims(family(40), Tier.NVME, nbytes) == victims
+
+
+def test_choosing_changes_nothing() -> None:
+    residency = family(40)
+    before = (list(residency.tables[Tier.NVME].droppable), residency.tables[Tier.NVME].used_nbytes)
+    choose_victims(residency, Tier.NVME, 30)
+    assert (list(residency.tables[Tier.NVME].droppable), residency.tables[Tier.NVME].used_nbytes) == before
+
+
+def test_pinned_records_leave_too_little() -> None:
+    residency = family(40)
+    residency.pin(NEW_CHILD, Tier.NVME)
+    with pytest.raises(CapacityError, match="not enough to drop"):
+        choose_victims(residency, Tier.NVME, 30)
