@@ -99,7 +99,7 @@ class Placement:
             return
         for _ in range(min(BATCH_PAGES, wanted - self.room(tier) - self._traffic.carrying(tier, below))):
             key = table.dirty.first()
-            if key is None:
+            if key is None or self._swaps(tier, below):
                 return
             if not self._copy(key, tier, below):
                 self.make_room(below, wanted, now)
@@ -111,7 +111,9 @@ class Placement:
         below = self.below(tier)
         if below is None or self.room(tier) >= wanted:
             return
-        if not self.stuck(tier, below, now):
+        if self._swaps(tier, below):
+            wanted -= self._traffic.carrying(tier, below)
+        elif not self.stuck(tier, below, now):
             self.relieve(below, wanted - self.room(tier), now)
             if not self.blocked(below):
                 return
@@ -236,6 +238,14 @@ class Placement:
         self._traffic.add(src, dst, Move(key, tables[src].copies[key].slot, slot, nbytes, parent))
         return True
 
+    def _swaps(self, tier: Tier, below: Tier) -> bool:
+        """Whether saving one page in the lowest tier would cost another page of ``tier`` its saved copy: no gain."""
+        table = self._tables[below]
+        if self.below(below) is not None or table.has_space(self._nbytes(below)):
+            return False
+        victim = table.droppable.first()
+        return victim is not None and self._tables[tier].ready(victim) and self._leaf(tier) is not None
+
     def _nbytes(self, tier: Tier) -> int:
         return self._record_nbytes if self._tables[tier].budget_nbytes is not None else 0
 
@@ -243,14 +253,18 @@ class Placement:
         self._residency.dropped.append(self._residency.evict(key, tier))
 
     def _drop_one(self, tier: Tier) -> bool:
-        residency = self._residency
-        key = self._tables[tier].dirty.first_where(
-            lambda k: residency.where(k) != tier or not residency.lineage.has_children(k)
-        )
+        key = self._leaf(tier)
         if key is None:
             return False
         self._evict(key, tier)
         return True
+
+    def _leaf(self, tier: Tier) -> PageKey | None:
+        """The first unsaved page that may be dropped without cutting off others."""
+        residency = self._residency
+        return self._tables[tier].dirty.first_where(
+            lambda k: residency.where(k) != tier or not residency.lineage.has_children(k)
+        )
 
     def _write_behind(self, now: float) -> bool:
         host = self._tables.get(Tier.HOST)

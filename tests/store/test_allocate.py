@@ -126,6 +126,17 @@ def test_the_least_recently_used_sequence_goes_first_and_its_tail_before_its_hea
         assert store.match(old).num_pages == 1
 
 
+@pytest.mark.parametrize("host", [1, 3])
+def test_all_of_hbm_can_be_had_although_the_tier_below_is_smaller(host: int) -> None:
+    # F034: saving every page would push out the saved copies of the others for ever
+    with TierStore.open(tiers(hbm=4, host=host), SPEC) as store:
+        for i in range(6):
+            write(store, chain(2, str(i)), timeout_s=5.0)
+            store.check()
+        assert len(store.allocate(4, timeout_s=5.0)) == 4
+        assert sum(store.match(chain(2, str(i))).num_pages for i in range(6)) > 0
+
+
 def test_fifo_ignores_use() -> None:
     config = tiers(hbm=4, host=None, hbm_more={"policy": "fifo"})
     with TierStore.open(config, SPEC) as store:

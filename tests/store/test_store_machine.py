@@ -13,7 +13,7 @@ from tests.store.machine import HOST, Shape, StoreMachine
 from tests.store.planted import BUGS_IN_MEMORY, BUGS_ON_DISK, Plant
 
 QUIET = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 HUNT = settings(
     QUIET, max_examples=150, stateful_step_count=30, derandomize=True, database=None, phases=[Phase.generate]
