@@ -82,6 +82,9 @@ def _check_transfers(directory: Directory) -> None:
     targets = Counter((t.dst, slot) for t in directory.traffic.transfers.values() for slot in t.dst_slots)
     targets.update((Tier.HBM, load.slot) for load in directory.loads.by_slot.values() if not load.submitted)
     for tier, table in directory.residency.tables.items():
+        taken = {copy.slot for copy in table.copies.values()} | table.quarantine.keys()
+        written = {slot for target, slot in targets if target == tier}
+        _require(written <= taken, f"{tier.name}: a slot that is still being written is not held for it")
         for copy in table.copies.values():
             writers = targets[tier, copy.slot]
             _require(writers == (0 if copy.ready else 1), f"{tier.name} slot {copy.slot}: {writers} writers")

@@ -359,8 +359,9 @@ class Placement:
                 self.unpinned(key, tier)
 
     def _wake_sink(self, key: PageKey) -> None:
+        # Before those that wait for room: the next of them might take the slot that this page has just reached.
         if key in self.sinks:
-            self._sink_queue.append(key)
+            self._sink_queue.appendleft(key)
 
     def _settle_sink(self, key: PageKey, *, failed: bool) -> None:
         sink = self.sinks.pop(key, None)

@@ -74,6 +74,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.owned: list[int] = []
         self.held: list[Held] = []
         self.events: list[ManualEvent] = []
+        self.lingering: list[tuple[ManualEvent, list[int]]] = []
         self.unwritten: list[tuple[ManualEvent, list[PageKey], list[int]]] = []
         self.written: set[PageKey] = set()
         self.flushed: set[PageKey] = set()
@@ -111,15 +112,20 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(n=st.integers(1, 3))
     def allocate(self, n: int) -> None:
         try:
-            slots = self.running.store.allocate(n, timeout_s=0.0)
+            slots = self.take(n)
         except CapacityError:
             return
-        assert not set(slots) & set(self.pinned_slots())
-        assert not set(slots) & set(self.owned)
-        assert len(set(slots)) == n
         for slot in slots:
             page_tensor(self.running.store)[slot].copy_(RUBBISH)
         self.owned += slots
+
+    def take(self, n: int) -> list[int]:
+        """Slots that nobody else can be using."""
+        slots = self.running.store.allocate(n, timeout_s=0.0)
+        used = {slot for event, late in self.lingering if not event.query() for slot in late}
+        assert used.union(self.pinned_slots(), self.owned).isdisjoint(slots), "a slot in use was handed out"
+        assert len(set(slots)) == n
+        return slots
 
     def pinned_slots(self) -> list[int]:
         """Slots whose bytes somebody relies on."""
@@ -149,7 +155,7 @@ class StoreMachine(RuleBasedStateMachine):
     def write(self, keys: list[PageKey]) -> None:
         """What an engine does, if there is room."""
         with suppress(CapacityError):
-            slots = self.running.store.allocate(len(keys), timeout_s=0.0)
+            slots = self.take(len(keys))
             self.fill(keys, slots)
             self.running.store.put(keys, slots)
             self.written.update(keys)
@@ -192,10 +198,13 @@ class StoreMachine(RuleBasedStateMachine):
     def free(self, late: bool) -> None:
         if not self.owned:
             return
-        self.running.store.free([self.owned.pop()], after=self.later() if late else None)
+        slot = self.owned.pop()
+        self.running.store.free([slot], after=self.later([slot]) if late else None)
 
-    def later(self) -> ManualEvent:
+    def later(self, slots: list[int]) -> ManualEvent:
+        """An event to come; until then the slots are in use."""
         self.events.append(ManualEvent())
+        self.lingering.append((self.events[-1], slots))
         return self.events[-1]
 
     @rule()
@@ -214,7 +223,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9), late=st.booleans())
     def release(self, which: int, late: bool) -> None:
         held = self.held.pop(which % len(self.held))
-        held.lease.release(after=self.later() if late else None)
+        used = [*(held.settled or ()), *(slot for _, slot in held.sealed)]
+        held.lease.release(after=self.later(used) if late else None)
 
     @rule(keys=prefixes, tier=below)
     def demote(self, keys: list[PageKey], tier: Tier) -> None:

@@ -222,3 +222,14 @@ def test_a_page_overwritten_after_its_slot_was_given_up_is_copied_as_it_was(benc
     assert found in (0, 2)
     assert tier_stats(bench.store, Tier.HBM)["quarantined"] == 0
     bench.store.free(slots)
+
+
+def test_demoting_more_pages_than_the_lowest_tier_holds_ends(tmp_path: Path) -> None:
+    bench = open_bench(tiers(hbm=4, host=2), SPEC)
+    keys = [chain(1, str(i))[0] for i in range(4)]
+    write(bench.store, keys)
+    bench.store.demote(keys, Tier.HOST)
+    assert bench.store.drain(5.0)
+    assert bench.store.match(keys[-1:]).num_pages + bench.store.match(keys[:1]).num_pages > 0
+    bench.store.check()
+    bench.close()

@@ -40,7 +40,7 @@ def test_any_order_of_calls_stalls_and_failures_keeps_every_promise() -> None:
 
 @pytest.mark.parametrize("machine", [InMemory, OnDisk])
 def test_where_nothing_is_planted_nothing_is_found(machine: type[StoreMachine]) -> None:
-    run_state_machine_as_test(machine, settings=settings(HUNT, max_examples=40))
+    run_state_machine_as_test(machine, settings=HUNT)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ class WiredMover(Mover):
     records: GatedRecords | None = None
 
     def attach(self, copies: CopyEngine) -> None:
-        self.copies = GatedCopies(copies)
+        self.copies = GatedCopies(copies, self._memory)
         super().attach(self.copies)
 
     def submit(self, command: Transfer | Erase) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
 from time import monotonic, sleep
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.gpu.copy_engine import CopyEngine
-from tierstore.mover import RecordTier
+from tierstore.mover import RecordTier, SlotBytes
 from tierstore.types import Ack, Failure, PageKey, Tier, Transfer
 
 Lane = tuple[Tier, Tier]
@@ -83,6 +83,7 @@ class Gate:
         def start() -> None:
             broken = self._next_failure(lane, len(transfer.keys))
             good = tuple(i for i in range(len(transfer.keys)) if i not in broken)
+            self._spoil(transfer, broken)
             with self._lock:
                 self._begun[transfer.id] = (transfer, good, broken)
             if good:
@@ -116,16 +117,27 @@ class Gate:
             acks, self._acks = self._acks, []
         return acks
 
+    def _spoil(self, transfer: Transfer, pages: frozenset[int]) -> None:
+        """A copy that breaks may have written anything."""
+
     def _collect(self) -> None:
         raise NotImplementedError
 
 
 class GatedCopies(Gate):
-    """A copy engine behind a gate; its two directions pass each other as the test likes."""
+    """A copy engine behind a gate; its two directions pass each other as the test likes.
 
-    def __init__(self, inner: CopyEngine) -> None:
+    ``memory``: the tiers whose slots are memory, to leave rubbish where a copy breaks.
+    """
+
+    def __init__(self, inner: CopyEngine, memory: Mapping[Tier, SlotBytes]) -> None:
         super().__init__()
         self.inner = inner
+        self._memory = memory
+
+    def _spoil(self, transfer: Transfer, pages: frozenset[int]) -> None:
+        for page in pages if transfer.dst in self._memory else ():
+            self._memory[transfer.dst].view(transfer.dst_slots[page]).fill(0xEE)
 
     def submit(self, transfer: Transfer) -> None:
         self._enter(transfer, lambda part, _: self.inner.submit(part))
