@@ -95,11 +95,12 @@ class Placement:
     def make_room(self, tier: Tier, wanted: int, now: float) -> None:
         """Starts to save dirty victims below, up to what ``wanted`` pages need beyond room and saves in flight."""
         table, below = self._tables[tier], self.below(tier)
-        if below is None or below in self.failing:
+        if below is None or below in self.failing or self.room(tier) >= wanted:
             return
+        wanted = self._savable(tier, below, wanted)
         for _ in range(min(BATCH_PAGES, wanted - self.room(tier) - self._traffic.carrying(tier, below))):
             key = table.dirty.first()
-            if key is None or self._swaps(tier, below):
+            if key is None:
                 return
             if not self._copy(key, tier, below):
                 self.make_room(below, wanted, now)
@@ -111,7 +112,7 @@ class Placement:
         below = self.below(tier)
         if below is None or self.room(tier) >= wanted:
             return
-        if self._swaps(tier, below):
+        if self._savable(tier, below, wanted) < wanted:
             wanted -= self._traffic.carrying(tier, below)
         elif not self.stuck(tier, below, now):
             self.relieve(below, wanted - self.room(tier), now)
@@ -238,13 +239,16 @@ class Placement:
         self._traffic.add(src, dst, Move(key, tables[src].copies[key].slot, slot, nbytes, parent))
         return True
 
-    def _swaps(self, tier: Tier, below: Tier) -> bool:
-        """Whether saving one page in the lowest tier would cost another page of ``tier`` its saved copy: no gain."""
+    def _savable(self, tier: Tier, below: Tier, wanted: int) -> int:
+        """How many of ``wanted`` pages of a tier the one below can hold saved at once.
+
+        In a full lowest tier each page saved costs another its copy: beyond this number they push each other out.
+        """
         table = self._tables[below]
-        if self.below(below) is not None or table.has_space(self._nbytes(below)):
-            return False
-        victim = table.droppable.first()
-        return victim is not None and self._tables[tier].ready(victim) and self._leaf(tier) is not None
+        if wanted <= 1 or self.below(below) is not None or table.has_space(self._nbytes(below)):
+            return wanted
+        held = max(1, sum(key in table.copies for key in self._tables[tier].copies))
+        return wanted if held >= wanted or self._leaf(tier) is None else held
 
     def _nbytes(self, tier: Tier) -> int:
         return self._record_nbytes if self._tables[tier].budget_nbytes is not None else 0
