@@ -77,6 +77,7 @@ class Directory:
         """Somebody waits for ``n`` HBM slots: saves victims below, drops some where saving is stuck."""
         self.placement.make_room(Tier.HBM, n, now)
         self.placement.relieve(Tier.HBM, n, now)
+        self.placement.make_room(Tier.HBM, n, now)
         self._finish(now)
 
     def retire(self, slots: Sequence[int]) -> None:

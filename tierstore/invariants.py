@@ -66,7 +66,10 @@ def _check_queues(residency: Residency, tier: Tier, table: TierTable) -> None:
             continue
         if not lowest:
             (droppable if residency.saved_below(key, tier) else dirty).add(key)
-        elif residency.where(key) != tier or not residency.lineage.has_children(key):
+        elif residency.where(key) != tier:
+            above = [t.copies[key] for t in residency.tables.values() if t is not table and t.ready(key)]
+            (droppable if any(c.pins for c in above) else dirty).add(key)
+        elif not residency.lineage.has_children(key):
             droppable.add(key)
     _require(set(table.droppable) == droppable, f"{tier.name}: droppable pages out of step")
     _require(set(table.dirty) == dirty, f"{tier.name}: unsaved evictable pages out of step")

@@ -97,29 +97,28 @@ class Placement:
         table, below = self._tables[tier], self.below(tier)
         if below is None or below in self.failing or self.room(tier) >= wanted:
             return
-        wanted = self._savable(tier, below, wanted)
         for _ in range(min(BATCH_PAGES, wanted - self.room(tier) - self._traffic.carrying(tier, below))):
             key = table.dirty.first()
             if key is None:
                 return
-            if not self._copy(key, tier, below):
+            if not self._has_room(below):
                 self.make_room(below, wanted, now)
-                if not self._copy(key, tier, below):
-                    return
+            if not self._has_room(below) or not self._copy(key, tier, below):
+                return
 
     def relieve(self, tier: Tier, wanted: int, now: float) -> None:
         """Where pages cannot be saved, drops as many of them, leaf first, as ``wanted`` pages need."""
         below = self.below(tier)
         if below is None or self.room(tier) >= wanted:
             return
-        if self._savable(tier, below, wanted) < wanted:
-            wanted -= self._traffic.carrying(tier, below)
-        elif not self.stuck(tier, below, now):
+        if not self.stuck(tier, below, now):
             self.relieve(below, wanted - self.room(tier), now)
             if not self.blocked(below):
                 return
         while self.room(tier) < wanted and self._drop_one(tier):
             pass
+        if self.room(tier) < wanted:
+            self._drop_mirrored_leaf(tier, below)
 
     def blocked(self, tier: Tier) -> bool:
         """Whether the tier is full of pages that cannot leave, and nothing under way will change that."""
@@ -239,16 +238,10 @@ class Placement:
         self._traffic.add(src, dst, Move(key, tables[src].copies[key].slot, slot, nbytes, parent))
         return True
 
-    def _savable(self, tier: Tier, below: Tier, wanted: int) -> int:
-        """How many of ``wanted`` pages of a tier the one below can hold saved at once.
-
-        In a full lowest tier each page saved costs another its copy: beyond this number they push each other out.
-        """
-        table = self._tables[below]
-        if wanted <= 1 or self.below(below) is not None or table.has_space(self._nbytes(below)):
-            return wanted
-        held = max(1, sum(key in table.copies for key in self._tables[tier].copies))
-        return wanted if held >= wanted or self._leaf(tier) is None else held
+    def _has_room(self, tier: Tier) -> bool:
+        """Whether a page can be taken in without dropping a mirror of a page above."""
+        table = self._tables[tier]
+        return table.has_space(self._nbytes(tier)) or len(table.droppable) > 0
 
     def _nbytes(self, tier: Tier) -> int:
         return self._record_nbytes if self._tables[tier].budget_nbytes is not None else 0
@@ -262,6 +255,18 @@ class Placement:
             return False
         self._evict(key, tier)
         return True
+
+    def _drop_mirrored_leaf(self, tier: Tier, lowest: Tier) -> None:
+        """Drops a last page of a sequence from both tiers, so that an earlier one can be saved in its place."""
+        if self.below(lowest) is not None or self._has_room(lowest):
+            return
+        copies, lineage = self._tables[tier].copies, self._residency.lineage
+        key = self._tables[lowest].dirty.first_where(
+            lambda k: k in copies and copies[k].ready and not copies[k].pins and not lineage.has_children(k)
+        )
+        if key is not None:
+            self._evict(key, lowest)
+            self._evict(key, tier)
 
     def _leaf(self, tier: Tier) -> PageKey | None:
         """The first unsaved page that may be dropped without cutting off others."""

@@ -90,6 +90,13 @@ class VictimQueue:
         """The page may not leave any more; no effect if it was not offered."""
         self._keys.pop(rank, None)
 
+    def shift(self, rank: int, key: PageKey, *, offered: bool) -> None:
+        """Offers or withdraws the page, whichever is asked."""
+        if offered:
+            self.offer(rank, key)
+        else:
+            self.withdraw(rank)
+
     def first(self) -> PageKey | None:
         """The next victim, still offered; None if there is none."""
         heap, keys = self._heap, self._keys

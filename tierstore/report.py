@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 def occupancy(directory: Directory, tier: Tier) -> str:
     """One line for an error message: what the slots of a tier are doing."""
-    return ", ".join(
-        f"{number} {state}" for state, number in _states(directory.residency.tables[tier]).items()
-    )
+    return ", ".join(f"{number} {state}" for state, number in _states(directory, tier).items())
 
 
 def explain_page(directory: Directory, key: PageKey) -> dict[str, object]:
@@ -45,7 +43,7 @@ def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:
     directory, layout = parts.directory, parts.layout
     tiers: dict[str, dict[str, object]] = {}
     for tier, table in directory.residency.tables.items():
-        states = _states(table)
+        states = _states(directory, tier)
         for state, number in states.items():
             parts.metrics.pages(tier, state, number)
         tiers[tier.name] = {**states, **_sizes(table, layout.page_nbytes, layout.slot_nbytes)}
@@ -65,14 +63,16 @@ def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:
     }
 
 
-def _states(table: TierTable) -> dict[str, int]:
+def _states(directory: Directory, tier: Tier) -> dict[str, int]:
+    tables = directory.residency.tables
+    table, lowest = tables[tier], tier == max(tables)
     copies = table.copies.values()
     return {
         "free": len(table.free),
         "resident": sum(1 for c in copies if c.ready),
         "arriving": sum(1 for c in copies if not c.ready),
         "pinned": sum(1 for c in copies if c.pins),
-        "unsaved": len(table.dirty),
+        "mirrors" if lowest else "unsaved": len(table.dirty),
         "droppable": len(table.droppable),
         "owned": len(table.owned),
         "quarantined": len(table.quarantine),

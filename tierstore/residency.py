@@ -5,8 +5,9 @@ makes it readable, ``abort`` marks the copy dead. A dead slot is quarantined unt
 its transfer has settled and its pins are gone. A slot is free, owned by a caller, in exactly one copy, or quarantined.
 
 A copy is evictable iff it is ready, unpinned, and not the last copy of a page with readable children. Evictable
-copies wait in one of two queues: ``droppable`` (the bytes are ready below, or there is no tier below to save them to)
-and ``dirty`` (they are to be copied below first).
+copies wait in one of two queues: ``droppable`` (the bytes are ready below, or the tier is the lowest and holds the
+only copy) and ``dirty`` (to be copied below first). In the lowest tier ``dirty`` are mirrors of unpinned copies above,
+which go last: dropping one makes no more room above than it takes.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Residency:
         self.orphans: deque[PageKey] = deque()
         """Pages that lost their parent and are not yet at the front of the victim order."""
         self._order = list(self.tables.items())
+        self._lowest = max(self.tables)
         self._above = {tier: [t.copies for o, t in self._order if o < tier] for tier in self.tables}
         self._below = {tier: [t.copies for o, t in self._order if o > tier] for tier in self.tables}
 
@@ -178,9 +180,11 @@ class Residency:
         copy = table.copies.get(key)
         if copy is None:
             raise LeaseError(f"pin of a page that is not in {tier.name}")
-        if copy.pins == 0 and copy.ready:
-            table.withdraw(copy)
         copy.pins += 1
+        if copy.pins == 1 and copy.ready:
+            table.withdraw(copy)
+            if tier != self._lowest:
+                self._settle_mirror(key)
         return copy.slot
 
     def unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
@@ -193,6 +197,8 @@ class Residency:
             copy.pins -= 1
             if copy.pins == 0 and copy.ready:
                 self._settle(key, tier, table, copy)
+                if tier != self._lowest:
+                    self._settle_mirror(key)
         else:
             self._let_go(tier, table, slot)
 
@@ -305,17 +311,26 @@ class Residency:
             if copy is not None and copy.ready and copy.pins == 0:
                 self._settle(key, tier, table, copy)
 
+    def _settle_mirror(self, key: PageKey) -> None:
+        """A copy above the lowest tier was pinned or let go: the one in the lowest may change its queue."""
+        table = self.tables[self._lowest]
+        copy = table.copies.get(key)
+        if copy is not None and copy.ready and copy.pins == 0:
+            self._settle(key, self._lowest, table, copy)
+
     def _settle(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy) -> None:
         """Puts a readable, unpinned copy into the queue it belongs to, and out of the other."""
         below = self._below[tier]
-        if below and not _ready_in(below, key):
-            table.droppable.withdraw(copy.rank)
-            table.dirty.offer(copy.rank, key)
-        elif below or not self.lineage.has_children(key) or _ready_in(self._above[tier], key):
-            table.dirty.withdraw(copy.rank)
-            table.droppable.offer(copy.rank, key)
+        if below:
+            unsaved = not _ready_in(below, key)
         else:
-            table.droppable.withdraw(copy.rank)
+            above = [c for copies in self._above[tier] if (c := copies.get(key)) is not None and c.ready]
+            if not above and self.lineage.has_children(key):
+                table.withdraw(copy)
+                return
+            unsaved = bool(above) and not any(c.pins for c in above)
+        table.droppable.shift(copy.rank, key, offered=not unsaved)
+        table.dirty.shift(copy.rank, key, offered=unsaved)
 
     def _rerank(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy, rank: int) -> None:
         if rank == copy.rank:

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 def choose_victims(residency: Residency, tier: Tier, nbytes: int) -> list[PageKey]:
     """Copies to drop from ``tier``, in order, so that ``nbytes`` fit. CapacityError if that cannot be.
 
-    One victim is enough where all records are of one size. Else lowest rank first, a parent after its last child.
+    Mirrors in the lowest tier go last. One victim is enough where all records are of one size; else lowest rank first,
+    a parent after its last child.
     """
     table = residency.tables[tier]
-    first = table.droppable.first()
+    lowest = tier == max(residency.tables)
+    first = table.droppable.first() or (table.dirty.first() if lowest else None)
     if first is None:
         raise CapacityError(f"{tier.name}: no free slot and nothing to drop")
     if table.num_slots is not None or table.has_space(nbytes - table.copies[first].nbytes):

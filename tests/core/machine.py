@@ -90,6 +90,18 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
         if keys:
             self._reserve(data.draw(st.sampled_from(keys)), None, dst, nbytes, told=True)
 
+    @rule(
+        child=st.sampled_from([key for key in KEYS if PARENTS[key] is not None]),
+        nbytes=st.sampled_from((4, RECORD)),
+    )
+    def write_a_family_below(self, child: PageKey, nbytes: int) -> None:
+        """A page and the one after it land in the lowest tier: all its rules for leaves come into play."""
+        for key in (PARENTS[child], child):
+            if key is not None and key not in self.ready[Tier.NVME] and not self._arriving(key, Tier.NVME):
+                flight = self._reserve(key, None, Tier.NVME, nbytes, told=True)
+                if flight is not None:
+                    self._settle(flight, well=True)
+
     @precondition(lambda self: self.flights)
     @rule(data=st.data(), well=st.sampled_from((True, True, False)))
     def settle(self, data: st.DataObject, well: bool) -> None:
@@ -101,6 +113,16 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
         flight = data.draw(st.sampled_from([f for f in self.flights if f.live]))
         self.residency.abort(flight.key, flight.dst)
         flight.live = False
+
+    @precondition(lambda self: any(f.live and f.src is None for f in self.flights))
+    @rule(data=st.data(), well=st.booleans())
+    def abort_and_start_again(self, data: st.DataObject, well: bool) -> None:
+        """The first transfer ends after the second began: its end must not touch the newer copy."""
+        first = data.draw(st.sampled_from([f for f in self.flights if f.live and f.src is None]))
+        self.residency.abort(first.key, first.dst)
+        first.live = False
+        self._reserve(first.key, None, first.dst, RECORD, told=True)
+        self._settle(first, well=well)
 
     @precondition(lambda self: self.hardware.queue)
     @rule()

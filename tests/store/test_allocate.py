@@ -9,7 +9,18 @@ import pytest
 
 from tests.support.bench import Bench, open_bench
 from tests.support.events import ManualEvent
-from tests.support.pages import SPEC, chain, content, page_tensor, read, tier_stats, tiers, where, write
+from tests.support.pages import (
+    PATIENCE_S,
+    SPEC,
+    chain,
+    content,
+    page_tensor,
+    read,
+    tier_stats,
+    tiers,
+    where,
+    write,
+)
 from tests.support.stalls import OUT
 from tierstore.errors import CapacityError, LeaseError
 from tierstore.store import TierStore
@@ -184,3 +195,29 @@ def test_contents_survive_a_tour_through_every_tier(tmp_path: Path) -> None:
             assert read(store, keys) == 2
         assert set(where(store, sequences[3][0])) >= {Tier.NVME}
     assert content(sequences[0][0]).shape == SPEC.shape
+
+
+def test_a_full_tier_below_gives_up_its_oldest_pages_for_newer_ones() -> None:
+    """HOST is the lowest tier and full of older pages: what HBM held is saved there, not dropped."""
+    with TierStore.open(tiers(4, 8), SPEC) as store:
+        old, middle, new = chain(4, "old"), chain(4, "middle"), chain(4, "new")
+        for keys in (old, middle, new):
+            write(store, keys)
+            store.drain(PATIENCE_S)
+        store.free(store.allocate(4, PATIENCE_S))
+        assert store.match(new).num_pages == 4
+        assert store.match(middle).num_pages == 4
+        store.check()
+
+
+def test_a_sequence_longer_than_all_tiers_keeps_its_beginning() -> None:
+    with TierStore.open(tiers(4, 2), SPEC) as store:
+        keys = chain(6)
+        write(store, keys[:4])
+        store.demote(keys[:4], Tier.HOST)
+        store.drain(PATIENCE_S)
+        assert store.match(keys).num_pages == 4
+        for key in keys[4:]:
+            write(store, [key])
+        assert store.match(keys).num_pages >= 2
+        store.check()
