@@ -14,8 +14,9 @@ from tierstore.hints import HintTable
 from tierstore.leasing import Leasing, last_key
 from tierstore.loads import Loads
 from tierstore.outgoing import Outgoing
-from tierstore.placement import Placement, Ticket
+from tierstore.placement import Placement
 from tierstore.residency import Residency
+from tierstore.sinks import Ticket
 from tierstore.traffic import BATCH_PAGES, Traffic
 from tierstore.types import Ack, Erase, Failure, PageKey, Tier, Transfer
 
@@ -47,11 +48,12 @@ class Directory:
         self._fates: OrderedDict[PageKey, str] = OrderedDict()
         self.loads = Loads(self.residency, self.traffic, owned=self.owns_hbm)
         self.placement = Placement(self.residency, self.traffic, record_nbytes, flush_s)
+        self.space = self.placement.space
         self.hints = HintTable(self.residency)
         self.leasing = Leasing(
-            self.residency, self.traffic, self.loads, self.placement, metrics, self._fates.get
+            self.residency, self.traffic, self.loads, self.placement.sinks, metrics, self._fates.get
         )
-        self.outgoing = Outgoing(self.residency, self.placement, self.loads)
+        self.outgoing = Outgoing(self.residency, self.space, self.loads)
         self._metrics = metrics
         self._page_nbytes = page_nbytes
 
@@ -59,7 +61,7 @@ class Directory:
 
     def allocate(self, n: int, *, reserve: int) -> list[int] | None:
         """``n`` owned HBM slots, or None, changing nothing, if ``reserve`` are not free or droppable now."""
-        if self.placement.room(Tier.HBM) < reserve and not self._could_drop(reserve):
+        if self.space.room(Tier.HBM) < reserve and not self._could_drop(reserve):
             return None
         slots: list[int] = []
         try:
@@ -75,9 +77,9 @@ class Directory:
 
     def want_slots(self, n: int, now: float) -> None:
         """Somebody waits for ``n`` HBM slots: saves victims below, drops some where saving is stuck."""
-        self.placement.make_room(Tier.HBM, n, now)
-        self.placement.relieve(Tier.HBM, n, now)
-        self.placement.make_room(Tier.HBM, n, now)
+        self.space.make_room(Tier.HBM, n, now)
+        self.space.relieve(Tier.HBM, n, now)
+        self.space.make_room(Tier.HBM, n, now)
         self._finish(now)
 
     def retire(self, slots: Sequence[int]) -> None:
@@ -159,7 +161,7 @@ class Directory:
         """
         self.leasing.extend(lease, limit, now)
         if lease.complete and lease.miss_reason == "no_room":
-            self.placement.make_room(Tier.HBM, len(lease.keys) - len(lease.slots), now)
+            self.space.make_room(Tier.HBM, len(lease.keys) - len(lease.slots), now)
         self._finish(now)
 
     # -- moves asked for ----------------------------------------------------------------------------------------
@@ -167,7 +169,7 @@ class Directory:
     def demote(self, keys: Sequence[PageKey], target: Tier) -> int:
         """Sends readable pages down to ``target`` and lets their upper copies go; how many it accepted."""
         accepted = [key for key in keys if self.residency.where(key) is not None]
-        self.placement.sink(accepted, target, Ticket(), keep=False)
+        self.placement.sinks.add(accepted, target, Ticket(), keep=False)
         return len(accepted)
 
     def begin_flush(self) -> tuple[list[PageKey], Ticket]:
@@ -184,7 +186,7 @@ class Directory:
         """Sends the readable ones of ``keys`` that NVMe does not hold down there, keeping the copies above."""
         nvme = self.residency.tables[Tier.NVME]
         unsaved = [k for k in keys if not nvme.ready(k) and self.residency.where(k) is not None]
-        self.placement.sink(unsaved, Tier.NVME, ticket, keep=True)
+        self.placement.sinks.add(unsaved, Tier.NVME, ticket, keep=True)
 
     def evict(self, keys: Sequence[PageKey], tiers: Sequence[Tier]) -> int:
         """Drops copies without saving them; pages that lost at least one."""
@@ -215,7 +217,7 @@ class Directory:
         return bool(
             not self.traffic.idle()
             or self.loads.by_slot
-            or placement.sinks
+            or placement.sinks.open
             or placement.writing_behind
             or self.outgoing.waiting
         )
@@ -228,7 +230,7 @@ class Directory:
 
     def _could_drop(self, n: int) -> bool:
         """With no tier below, a page becomes droppable when its last child goes: room() does not count it yet."""
-        if self.placement.below(Tier.HBM) is not None:
+        if self.space.below(Tier.HBM) is not None:
             return False
         return len(self.residency.tables[Tier.HBM].free) + self.residency.unpinned(Tier.HBM) >= n
 
@@ -246,7 +248,7 @@ class Directory:
 
     def _unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
         self.residency.unpin(key, tier, slot)
-        self.placement.unpinned(key, tier)
+        self.placement.sinks.unpinned(key, tier)
 
     def _evict_page(self, key: PageKey, tiers: Sequence[Tier]) -> int:
         found = 0
@@ -316,7 +318,7 @@ class Directory:
             self.loads.lost(key)
         elif dst == Tier.HOST and readable:
             self.loads.promoted(key)
-        self.placement.wake(key)
+        self.placement.sinks.wake(key)
 
     def _drop_broken(self, key: PageKey, slot: int, failure: Failure) -> None:
         copy = self.residency.tables[Tier.NVME].copies.get(key)
@@ -332,10 +334,10 @@ class Directory:
             self.outgoing.given_up = 0
         self.loads.promote_queued()
         if self.loads.queued:
-            self.placement.make_room(Tier.HOST, self.loads.queued, now)
-            self.placement.relieve(Tier.HOST, 1, now)
+            self.space.make_room(Tier.HOST, self.loads.queued, now)
+            self.space.relieve(Tier.HOST, 1, now)
             self.loads.promote_queued()
-            if self.loads.queued and self.placement.blocked(Tier.HOST):
+            if self.loads.queued and self.space.blocked(Tier.HOST):
                 self.loads.give_up_queued()
         for load, arrived in self.loads.ended:
             if arrived:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from tierstore.loads import Load, Loads
     from tierstore.metrics import Metrics
-    from tierstore.placement import Placement
     from tierstore.residency import Residency
+    from tierstore.sinks import Sinks
     from tierstore.traffic import Traffic
 
 
@@ -27,7 +27,7 @@ class Leasing:
         residency: Residency,
         traffic: Traffic,
         loads: Loads,
-        placement: Placement,
+        sinks: Sinks,
         metrics: Metrics,
         fate: Callable[[PageKey], str | None],
     ) -> None:
@@ -35,7 +35,7 @@ class Leasing:
         self._residency = residency
         self._traffic = traffic
         self._loads = loads
-        self._placement = placement
+        self._sinks = sinks
         self._metrics = metrics
         self._fate = fate
         self._hbm = residency.tables.get(Tier.HBM)
@@ -195,7 +195,7 @@ class Leasing:
 
     def _unpin(self, key: PageKey, slot: int) -> None:
         self._residency.unpin(key, Tier.HBM, slot)
-        self._placement.unpinned(key, Tier.HBM)
+        self._sinks.unpinned(key, Tier.HBM)
 
     def _count(self, lease: LeaseRecord) -> None:
         """Counts every page asked for, once: a hit where it was found, or a miss with its reason."""

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierstore.loads import Loads
-    from tierstore.placement import Placement
     from tierstore.residency import Residency
+    from tierstore.space import Space
     from tierstore.types import PageKey
 
 
 class Outgoing:
     """What an engine that owns HBM has put and not got back. ``num_slots``: 0 until its tensors are registered."""
 
-    def __init__(self, residency: Residency, placement: Placement, loads: Loads) -> None:
+    def __init__(self, residency: Residency, space: Space, loads: Loads) -> None:
         self.num_slots = 0
         self.reusable: list[int] = []
         """Slots that no copy reads or writes any more, for ``poll`` to report."""
@@ -32,7 +32,7 @@ class Outgoing:
         self._slots: set[int] = set()
         self._queue: deque[tuple[PageKey, int, PageKey | None]] = deque()
         self._residency = residency
-        self._placement = placement
+        self._space = space
         self._loads = loads
 
     @property
@@ -69,17 +69,17 @@ class Outgoing:
 
     def advance(self, now: float) -> None:
         """Starts the copies for which there is room; gives pages up only where no room will come."""
-        dst = self._placement.below(Tier.HBM)
+        dst = self._space.below(Tier.HBM)
         while self._queue and dst is not None:
             key, slot, parent = self._queue[0]
             if any(key in table.copies for table in self._residency.tables.values()):
                 self.ended(slot)
-            elif not self._placement.copy_from_engine(key, slot, dst, parent):
-                self._placement.make_room(dst, len(self._queue), now)
-                self._placement.relieve(dst, 1, now)
-                if self._placement.room(dst) > 0:
+            elif not self._space.copy_from_engine(key, slot, dst, parent):
+                self._space.make_room(dst, len(self._queue), now)
+                self._space.relieve(dst, 1, now)
+                if self._space.room(dst) > 0:
                     continue
-                if not self._placement.blocked(dst):
+                if not self._space.blocked(dst):
                     return
                 self.given_up += 1
                 self.ended(slot)

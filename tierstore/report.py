@@ -27,7 +27,7 @@ def explain_page(directory: Directory, key: PageKey) -> dict[str, object]:
         if (copy := table.copies.get(key)) is not None
     }
     parent = directory.residency.lineage.parent(key)
-    sink = directory.placement.sinks.get(key)
+    sink = directory.placement.sinks.open.get(key)
     return {
         "key": key.hex(),
         "readable": directory.residency.where(key) is not None,
@@ -57,7 +57,7 @@ def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:
         "leases": len(directory.leasing.open),
         "in_flight": {f"{s.name}->{d.name}": n for (s, d), n in directory.traffic.pages.items() if n},
         "bytes_per_s": {f"{s.name}->{d.name}": rate for (s, d), rate in directory.traffic.rates.items()},
-        "failing": sorted(tier.name for tier in directory.placement.failing),
+        "failing": sorted(tier.name for tier in directory.space.failing),
         "nvme": None if parts.nvme is None else parts.nvme.stats(),
         "counters": parts.metrics.snapshot(),
     }

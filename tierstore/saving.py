@@ -9,8 +9,8 @@ from tierstore.traffic import BATCH_PAGES
 
 if TYPE_CHECKING:
     from tierstore.directory import Directory
-    from tierstore.placement import Ticket
     from tierstore.progress import Progress
+    from tierstore.sinks import Ticket
 
 
 def save_unsaved(directory: Directory, progress: Progress) -> Ticket:

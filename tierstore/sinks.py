@@ -1,0 +1,139 @@
+"""Pages sent down to a tier, by ``demote`` and ``flush``: one tier at a time, until each has arrived or failed."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from tierstore.traffic import BATCH_PAGES
+from tierstore.types import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tierstore.residency import Residency
+    from tierstore.space import Space
+    from tierstore.types import PageKey
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """Counts the pages of one flush or demote that are not settled yet, and those that failed."""
+
+    open: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class Sink:
+    """A page on its way down to ``target``; ``keep``: copies above stay."""
+
+    target: Tier
+    keep: bool
+    tickets: list[Ticket] = field(default_factory=list)
+
+
+class _Step(Enum):
+    DONE = "done"
+    FAILED = "failed"
+    MOVING = "moving"
+    BLOCKED = "blocked"
+
+
+class Sinks:
+    """The pages on their way down. ``unwritten``: pages, by HBM slot, from which no copy may start yet."""
+
+    def __init__(self, residency: Residency, space: Space, unwritten: dict[PageKey, int]) -> None:
+        self.open: dict[PageKey, Sink] = {}
+        self._residency = residency
+        self._tables = residency.tables
+        self._tiers = list(residency.tables)
+        self._space = space
+        self._unwritten = unwritten
+        self._queue: deque[PageKey] = deque()
+        self._leaving: set[tuple[Tier, PageKey]] = set()
+
+    def add(self, keys: Iterable[PageKey], target: Tier, ticket: Ticket, *, keep: bool) -> None:
+        """Sends pages down to ``target``; the ticket counts those that are not there yet."""
+        for key in keys:
+            sink = self.open.get(key)
+            if sink is None:
+                sink = self.open[key] = Sink(target, keep)
+                self._queue.append(key)
+            elif target > sink.target or not keep:
+                sink.target, sink.keep = max(target, sink.target), keep and sink.keep
+                self._queue.append(key)
+            sink.tickets.append(ticket)
+            ticket.open += 1
+
+    def advance(self, now: float) -> bool:
+        """Takes a bounded number of pages one step further; whether more could go on at once."""
+        stepped = False
+        for _ in range(min(len(self._queue), BATCH_PAGES)):
+            key = self._queue.popleft()
+            sink = self.open.get(key)
+            if sink is None:
+                continue
+            step = self._step(key, sink, now)
+            stepped |= step is not _Step.BLOCKED
+            if step is _Step.BLOCKED:
+                self._queue.append(key)
+            elif step is not _Step.MOVING:
+                self.settle(key, failed=step is _Step.FAILED)
+        return stepped and bool(self._queue)
+
+    def wake(self, key: PageKey) -> None:
+        """A copy of the page ended, well or not: its way down may go on from another tier now."""
+        # Before those that wait for room: the next of them might take the slot that this page has just reached.
+        if key in self.open:
+            self._queue.appendleft(key)
+
+    def settle(self, key: PageKey, *, failed: bool) -> None:
+        """Nothing more is to be done for the page."""
+        sink = self.open.pop(key, None)
+        if sink is None:
+            return
+        for ticket in sink.tickets:
+            ticket.open -= 1
+            ticket.failed += failed
+
+    def unpinned(self, key: PageKey, tier: Tier) -> None:
+        """A copy lost a pin: lets go what only waited for that."""
+        if (tier, key) not in self._leaving:
+            return
+        copy = self._tables[tier].copies.get(key)
+        if copy is None or not self._residency.saved_below(key, tier):
+            self._leaving.discard((tier, key))
+        elif copy.ready and copy.pins == 0:
+            self._leaving.discard((tier, key))
+            self._space.drop(key, tier)
+
+    def _step(self, key: PageKey, sink: Sink, now: float) -> _Step:
+        holders = [tier for tier in self._tiers if self._tables[tier].ready(key)]
+        if not holders:
+            return _Step.FAILED
+        src = holders[-1]
+        if src >= sink.target:
+            if not sink.keep:
+                self._leave(key, sink.target)
+            return _Step.DONE
+        dst = self._space.below(src)
+        if dst is None:
+            return _Step.FAILED
+        if key in self._tables[dst].copies or (src == Tier.HBM and key in self._unwritten):
+            return _Step.MOVING
+        if self._space.copy(key, src, dst):
+            return _Step.MOVING
+        self._space.make_room(dst, 1, now)
+        further = self._space.below(dst)
+        if self._space.blocked(dst) or (further is not None and self._space.stuck(dst, further, now)):
+            return _Step.FAILED
+        return _Step.BLOCKED
+
+    def _leave(self, key: PageKey, target: Tier) -> None:
+        for tier in self._tiers:
+            if tier < target and self._tables[tier].ready(key):
+                self._leaving.add((tier, key))
+                self.unpinned(key, tier)

@@ -1,0 +1,143 @@
+"""Room in the tiers: who is saved below, and who is dropped where saving is not possible. Decides, copies nothing.
+
+A readable page is dropped only when there is no tier below, when that tier refuses or fails or is full of pages that
+cannot leave, or when its bytes are readable elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tierstore.errors import CapacityError
+from tierstore.traffic import BATCH_PAGES, Move
+from tierstore.types import Tier
+
+if TYPE_CHECKING:
+    from tierstore.residency import Residency
+    from tierstore.traffic import Traffic
+    from tierstore.types import PageKey
+
+STALL_S = 2.0
+"""An edge that carries pages and has not moved one for this long counts as failing until it moves again."""
+
+
+class Space:
+    """Plans copies downwards that make room above, and drops what cannot be saved."""
+
+    def __init__(self, residency: Residency, traffic: Traffic, record_nbytes: int) -> None:
+        self.failing: set[Tier] = set()
+        """Tiers whose last write failed."""
+        self._residency = residency
+        self._tables = residency.tables
+        self._tiers = list(residency.tables)
+        self._traffic = traffic
+        self._record_nbytes = record_nbytes
+
+    def below(self, tier: Tier) -> Tier | None:
+        """The next slower tier there is."""
+        return next((other for other in self._tiers if other > tier), None)
+
+    def room(self, tier: Tier) -> int:
+        """Pages that ``tier`` can take in without waiting."""
+        table = self._tables[tier]
+        if table.budget_nbytes is not None:
+            return (table.budget_nbytes - table.used_nbytes) // self._record_nbytes + len(table.droppable)
+        return len(table.free) + len(table.droppable)
+
+    def make_room(self, tier: Tier, wanted: int, now: float) -> None:
+        """Starts to save dirty victims below, up to what ``wanted`` pages need beyond room and saves in flight."""
+        table, below = self._tables[tier], self.below(tier)
+        if below is None or below in self.failing or self.room(tier) >= wanted:
+            return
+        for _ in range(min(BATCH_PAGES, wanted - self.room(tier) - self._traffic.carrying(tier, below))):
+            key = table.dirty.first()
+            if key is None:
+                return
+            if not self._has_room(below):
+                self.make_room(below, wanted, now)
+            if not self._has_room(below) or not self.copy(key, tier, below):
+                return
+
+    def relieve(self, tier: Tier, wanted: int, now: float) -> None:
+        """Where pages cannot be saved, drops as many of them, leaf first, as ``wanted`` pages need."""
+        below = self.below(tier)
+        if below is None or self.room(tier) >= wanted:
+            return
+        if not self.stuck(tier, below, now):
+            self.relieve(below, wanted - self.room(tier), now)
+            if not self.blocked(below):
+                return
+        while self.room(tier) < wanted and self._drop_one(tier):
+            pass
+        if self.room(tier) < wanted:
+            self._drop_mirrored_leaf(tier, below)
+
+    def blocked(self, tier: Tier) -> bool:
+        """Whether the tier is full of pages that cannot leave, and nothing under way will change that."""
+        return self.room(tier) == 0 and self._traffic.quiet(tier)
+
+    def stuck(self, src: Tier, dst: Tier, now: float) -> bool:
+        """Whether the edge down cannot be counted on: its last write failed, or it carries pages and stands still."""
+        return dst in self.failing or self._traffic.stalled((src, dst), now, STALL_S)
+
+    def copy_from_engine(self, key: PageKey, slot: int, dst: Tier, parent: PageKey | None) -> bool:
+        """Plans the copy of a page that no tier has out of an engine's slot; False if there is no room."""
+        nbytes = self._nbytes(dst)
+        try:
+            dst_slot = self._residency.reserve(key, dst, nbytes)
+        except CapacityError:
+            return False
+        self._traffic.add(Tier.HBM, dst, Move(key, slot, dst_slot, nbytes, parent))
+        return True
+
+    def copy(self, key: PageKey, src: Tier, dst: Tier) -> bool:
+        """Plans the copy of a page one tier down; False if there is no room. True if it is there or on its way."""
+        tables = self._tables
+        if key in tables[dst].copies:
+            return True
+        nbytes = self._nbytes(dst)
+        try:
+            slot = self._residency.reserve(key, dst, nbytes, src)
+        except CapacityError:
+            return False
+        parent = self._residency.lineage.parent(key)
+        self._traffic.add(src, dst, Move(key, tables[src].copies[key].slot, slot, nbytes, parent))
+        return True
+
+    def _has_room(self, tier: Tier) -> bool:
+        """Whether a page can be taken in without dropping a mirror of a page above."""
+        table = self._tables[tier]
+        return table.has_space(self._nbytes(tier)) or len(table.droppable) > 0
+
+    def _nbytes(self, tier: Tier) -> int:
+        return self._record_nbytes if self._tables[tier].budget_nbytes is not None else 0
+
+    def drop(self, key: PageKey, tier: Tier) -> None:
+        """Lets a readable copy go."""
+        self._residency.dropped.append(self._residency.evict(key, tier))
+
+    def _drop_one(self, tier: Tier) -> bool:
+        key = self._leaf(tier)
+        if key is None:
+            return False
+        self.drop(key, tier)
+        return True
+
+    def _drop_mirrored_leaf(self, tier: Tier, lowest: Tier) -> None:
+        """Drops a last page of a sequence from both tiers, so that an earlier one can be saved in its place."""
+        if self.below(lowest) is not None or self._has_room(lowest):
+            return
+        copies, lineage = self._tables[tier].copies, self._residency.lineage
+        key = self._tables[lowest].dirty.first_where(
+            lambda k: k in copies and copies[k].ready and not copies[k].pins and not lineage.has_children(k)
+        )
+        if key is not None:
+            self.drop(key, lowest)
+            self.drop(key, tier)
+
+    def _leaf(self, tier: Tier) -> PageKey | None:
+        """The first unsaved page that may be dropped without cutting off others."""
+        residency = self._residency
+        return self._tables[tier].dirty.first_where(
+            lambda k: residency.where(k) != tier or not residency.lineage.has_children(k)
+        )
