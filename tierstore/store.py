@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from tierstore import invariants, report
 from tierstore.assembly import Parts, assemble
-from tierstore.codec import KEY_NBYTES
-from tierstore.errors import CapacityError, ConfigError
+from tierstore.errors import ConfigError
 from tierstore.gpu.copy_engine import CpuCopyEngine
 from tierstore.gpu.pool import EnginePool
 from tierstore.holding import Holding
@@ -20,6 +19,7 @@ from tierstore.lease import Lease, record_of
 from tierstore.pending import PendingEvents
 from tierstore.progress import Progress
 from tierstore.saving import save_unsaved, wait_settled
+from tierstore.slots import EngineSlots, OwnSlots
 from tierstore.traffic import BATCH_PAGES
 from tierstore.types import Match, Tier
 from tierstore.wakeup import Wakeup
@@ -60,6 +60,10 @@ class TierStore:
         self._progress = Progress(self._directory, self._mover, self._pending, wakeup, parts.metrics)
         layers = max(spec.num_layers for spec in parts.layout.specs)
         self._holding = Holding(self._directory, self._pending, self._progress, parts.metrics, layers)
+        shared = (self._directory, self._pending, self._progress)
+        self._slots = (
+            EngineSlots(*shared) if parts.pool is None else OwnSlots(*shared, parts.layout.page_nbytes)
+        )
         self._lock = self._progress.lock
         self._closing = Lock()
         if pump:
@@ -103,8 +107,8 @@ class TierStore:
         With KV groups ``pages[slot]`` is a tuple of tensors. ConfigError where an engine owns HBM.
         """
         self._progress.require_open()
-        self._require_own_hbm("pages")
-        assert self._parts.pool is not None
+        if self._parts.pool is None:
+            raise ConfigError("pages: HBM belongs to the engine; allowed with hbm.owner: store")
         return self._parts.pool.pages
 
     def allocate(self, n: int, timeout_s: float = 1.0) -> list[int]:
@@ -114,16 +118,7 @@ class TierStore:
         CapacityError, nothing taken, if ``n`` exceeds HBM or the time ran out.
         """
         self._progress.require_open()
-        self._require_own_hbm("allocate")
-        self._require_fits(n)
-        deadline = monotonic() + timeout_s
-        for _ in self._progress.until(deadline):
-            slots = self._try_allocate(n)
-            if len(slots) == n:
-                return slots
-        with self._lock:
-            occupied = report.occupancy(self._directory, Tier.HBM)
-        raise CapacityError(f"{n} HBM pages were not to be had within {timeout_s} s: {occupied}")
+        return self._slots.allocate(n, timeout_s)
 
     def put(
         self,
@@ -141,33 +136,12 @@ class TierStore:
         Engine-owned HBM: the pages are copied out, your slots are returned, and ``poll`` tells when they are free.
         """
         self._progress.advance()
-        if len(keys) != len(slots):
-            raise ValueError(f"{len(keys)} keys with {len(slots)} slots; allowed: one slot a key")
-        strange = next((key for key in keys if len(key) != KEY_NBYTES), None)
-        if strange is not None:
-            raise ValueError(f"{strange!r} is no page key; allowed: the {KEY_NBYTES} bytes that keys() gives")
-        record = None if lease is None else record_of(lease)
-        if not self._directory.owns_hbm:
-            return self._copy_out(keys, slots, after)
-        with self._lock:
-            self._directory.require_owned(slots)
-        kept: list[int] = []
-        for i in range(0, len(keys), BATCH_PAGES):
-            parent = keys[i - 1] if i else None
-            chunk = slice(i, i + BATCH_PAGES)
-            with self._lock:
-                kept += self._pending.seal(keys[chunk], slots[chunk], parent, record, after)
-                self._progress.step()
-        self._progress.notify()
-        return kept
+        return self._slots.put(keys, slots, after, None if lease is None else record_of(lease))
 
     def free(self, slots: Sequence[int], after: Event | None = None) -> None:
         """Gives back owned slots; they are reused once ``after`` has happened. LeaseError if one is not owned."""
         self._progress.advance()
-        self._require_own_hbm("free")
-        with self._lock:
-            self._pending.free(tuple(slots), after)
-        self._progress.notify()
+        self._slots.free(slots, after)
 
     # -- finding and holding ------------------------------------------------------------------------------------
 
@@ -188,7 +162,7 @@ class TierStore:
         an engine owns HBM. ValueError on unequal lengths.
         """
         self._progress.advance()
-        self._check_into(keys, into)
+        self._slots.check_into(keys, into)
         return self._holding.acquire(keys, deadline_s, into)
 
     # -- asking for moves ---------------------------------------------------------------------------------------
@@ -331,63 +305,6 @@ class TierStore:
                 if self._progress.settled:
                     return True
         return False
-
-    def _try_allocate(self, n: int) -> list[int]:
-        """``n`` slots a chunk at a time, or none: what was taken goes back when the rest is not to be had."""
-        slots: list[int] = []
-        while len(slots) < n:
-            with self._lock:
-                taken = self._directory.allocate(min(n - len(slots), BATCH_PAGES), reserve=n - len(slots))
-                if taken is None:
-                    self._directory.retire(slots)
-                    self._directory.free(slots)
-                    self._directory.want_slots(n, monotonic())
-                    self._progress.submit()
-                    return []
-                slots += taken
-                self._progress.submit()
-        return slots
-
-    def _copy_out(self, keys: Sequence[PageKey], slots: Sequence[int], after: Event | None) -> list[int]:
-        self._require_registered()
-        with self._lock:
-            self._pending.copy_out(tuple(keys), tuple(slots), after)
-            self._progress.submit()
-        self._progress.notify()
-        return list(slots)
-
-    def _require_own_hbm(self, verb: str) -> None:
-        if not self._directory.owns_hbm:
-            raise ConfigError(f"{verb}: HBM belongs to the engine; allowed with hbm.owner: store")
-
-    def _require_registered(self) -> None:
-        if not self._directory.outgoing.num_slots:
-            raise ConfigError(
-                "the engine's pages are not registered; allowed: register(EnginePages(...)) first"
-            )
-
-    def _require_fits(self, n: int) -> None:
-        slots = self._directory.residency.tables[Tier.HBM].num_slots
-        nbytes = self._parts.layout.page_nbytes
-        if n < 0:
-            raise ValueError(f"allocate({n}); allowed: 0 or more pages")
-        if slots is not None and n > slots:
-            raise CapacityError(
-                f"{n} pages ({n * nbytes} bytes) exceed HBM, which holds {slots} pages ({slots * nbytes} bytes)"
-            )
-
-    def _check_into(self, keys: Sequence[PageKey], into: Sequence[int] | None) -> None:
-        if self._directory.owns_hbm:
-            if into is not None:
-                raise ConfigError(
-                    "acquire(into=...): HBM belongs to the store; allowed with hbm.owner: engine"
-                )
-        elif into is None or len(into) != len(keys):
-            raise ValueError(
-                f"acquire of {len(keys)} keys; allowed where an engine owns HBM: into= one slot a key"
-            )
-        else:
-            self._require_registered()
 
 
 def _chunks(keys: Sequence[PageKey]) -> list[Sequence[PageKey]]:

@@ -1,0 +1,157 @@
+"""HBM slots between callers and the store: taken, filled, sealed and given back, or an engine's own, copied out.
+
+The two classes answer to the same calls; a store has one of them. Any thread.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from tierstore import report
+from tierstore.codec import KEY_NBYTES
+from tierstore.errors import CapacityError, ConfigError
+from tierstore.traffic import BATCH_PAGES
+from tierstore.types import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tierstore.directory import Directory
+    from tierstore.lease import Event, LeaseRecord
+    from tierstore.pending import PendingEvents
+    from tierstore.progress import Progress
+    from tierstore.types import PageKey
+
+
+class OwnSlots:
+    """Slots of the store's own pool."""
+
+    def __init__(
+        self, directory: Directory, pending: PendingEvents, progress: Progress, page_nbytes: int
+    ) -> None:
+        self._directory = directory
+        self._pending = pending
+        self._progress = progress
+        self._page_nbytes = page_nbytes
+
+    def allocate(self, n: int, timeout_s: float) -> list[int]:
+        """``TierStore.allocate``."""
+        self._require_fits(n)
+        deadline = monotonic() + timeout_s
+        for _ in self._progress.until(deadline):
+            slots = self._try_allocate(n)
+            if len(slots) == n:
+                return slots
+        with self._progress.lock:
+            occupied = report.occupancy(self._directory, Tier.HBM)
+        raise CapacityError(f"{n} HBM pages were not to be had within {timeout_s} s: {occupied}")
+
+    def put(
+        self, keys: Sequence[PageKey], slots: Sequence[int], after: Event | None, lease: LeaseRecord | None
+    ) -> list[int]:
+        """``TierStore.put``, a chunk at each hold of the lock."""
+        _require_keys(keys, slots)
+        with self._progress.lock:
+            self._directory.require_owned(slots)
+        kept: list[int] = []
+        for i in range(0, len(keys), BATCH_PAGES):
+            parent = keys[i - 1] if i else None
+            chunk = slice(i, i + BATCH_PAGES)
+            with self._progress.lock:
+                kept += self._pending.seal(keys[chunk], slots[chunk], parent, lease, after)
+                self._progress.step()
+        self._progress.notify()
+        return kept
+
+    def free(self, slots: Sequence[int], after: Event | None) -> None:
+        """``TierStore.free``."""
+        with self._progress.lock:
+            self._pending.free(tuple(slots), after)
+        self._progress.notify()
+
+    def check_into(self, keys: Sequence[PageKey], into: Sequence[int] | None) -> None:
+        """The store chooses the slots of a lease: ConfigError if the caller names some."""
+        if into is not None:
+            raise ConfigError("acquire(into=...): HBM belongs to the store; allowed with hbm.owner: engine")
+
+    def _try_allocate(self, n: int) -> list[int]:
+        """``n`` slots a chunk at a time, or none: what was taken goes back when the rest is not to be had."""
+        slots: list[int] = []
+        while len(slots) < n:
+            with self._progress.lock:
+                taken = self._directory.allocate(min(n - len(slots), BATCH_PAGES), reserve=n - len(slots))
+                if taken is None:
+                    self._directory.retire(slots)
+                    self._directory.free(slots)
+                    self._directory.want_slots(n, monotonic())
+                self._progress.submit()
+            if taken is None:
+                return []
+            slots += taken
+        return slots
+
+    def _require_fits(self, n: int) -> None:
+        slots = self._directory.residency.tables[Tier.HBM].num_slots
+        nbytes = self._page_nbytes
+        if n < 0:
+            raise ValueError(f"allocate({n}); allowed: 0 or more pages")
+        if slots is not None and n > slots:
+            raise CapacityError(
+                f"{n} pages ({n * nbytes} bytes) exceed HBM, which holds {slots} pages ({slots * nbytes} bytes)"
+            )
+
+
+class EngineSlots:
+    """Slots of an engine's tensors: the store copies pages out of them and into them, and owns none."""
+
+    def __init__(self, directory: Directory, pending: PendingEvents, progress: Progress) -> None:
+        self._directory = directory
+        self._pending = pending
+        self._progress = progress
+
+    def allocate(self, n: int, timeout_s: float) -> list[int]:
+        """ConfigError: an engine takes its slots from itself."""
+        raise _not_ours("allocate")
+
+    def put(
+        self, keys: Sequence[PageKey], slots: Sequence[int], after: Event | None, lease: LeaseRecord | None
+    ) -> list[int]:
+        """``TierStore.put``: the pages are copied out, the slots stay the engine's."""
+        _require_keys(keys, slots)
+        self._require_registered()
+        with self._progress.lock:
+            self._pending.copy_out(tuple(keys), tuple(slots), after)
+            self._progress.submit()
+        self._progress.notify()
+        return list(slots)
+
+    def free(self, slots: Sequence[int], after: Event | None) -> None:
+        """ConfigError: an engine frees its slots itself."""
+        raise _not_ours("free")
+
+    def check_into(self, keys: Sequence[PageKey], into: Sequence[int] | None) -> None:
+        """The engine chooses the slots of a lease: ValueError unless it names one a key."""
+        if into is None or len(into) != len(keys):
+            raise ValueError(
+                f"acquire of {len(keys)} keys; allowed where an engine owns HBM: into= one slot a key"
+            )
+        self._require_registered()
+
+    def _require_registered(self) -> None:
+        if not self._directory.outgoing.num_slots:
+            raise ConfigError(
+                "the engine's pages are not registered; allowed: register(EnginePages(...)) first"
+            )
+
+
+def _not_ours(verb: str) -> ConfigError:
+    return ConfigError(f"{verb}: HBM belongs to the engine; allowed with hbm.owner: store")
+
+
+def _require_keys(keys: Sequence[PageKey], slots: Sequence[int]) -> None:
+    if len(keys) != len(slots):
+        raise ValueError(f"{len(keys)} keys with {len(slots)} slots; allowed: one slot a key")
+    strange = next((key for key in keys if len(key) != KEY_NBYTES), None)
+    if strange is not None:
+        raise ValueError(f"{strange!r} is no page key; allowed: the {KEY_NBYTES} bytes that keys() gives")
