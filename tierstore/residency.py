@@ -283,7 +283,7 @@ class Residency:
         if table.budget_nbytes is not None and nbytes > table.budget_nbytes:
             raise CapacityError(f"{tier.name}: {nbytes} bytes exceed its budget of {table.budget_nbytes}")
         if not table.has_space(nbytes):
-            for victim in choose_victims(self, tier, nbytes):
+            for victim in choose_victims(self.tables, self.lineage, tier, nbytes):
                 self.dropped.append(self.evict(victim, tier))
 
     def _make_ready(self, key: PageKey, copy: Copy, parent: PageKey | None) -> None:

@@ -8,18 +8,23 @@ from typing import TYPE_CHECKING
 from tierstore.errors import CapacityError
 
 if TYPE_CHECKING:
-    from tierstore.residency import Residency
+    from collections.abc import Mapping
+
+    from tierstore.lineage import Lineage
+    from tierstore.tier_table import TierTable
     from tierstore.types import PageKey, Tier
 
 
-def choose_victims(residency: Residency, tier: Tier, nbytes: int) -> list[PageKey]:
+def choose_victims(
+    tables: Mapping[Tier, TierTable], lineage: Lineage, tier: Tier, nbytes: int
+) -> list[PageKey]:
     """Copies to drop from ``tier``, in order, so that ``nbytes`` fit. CapacityError if that cannot be.
 
     Mirrors in the lowest tier go last. One victim is enough where all records are of one size; else lowest rank first,
     a parent after its last child.
     """
-    table = residency.tables[tier]
-    lowest = tier == max(residency.tables)
+    table = tables[tier]
+    lowest = tier == max(tables)
     first = table.droppable.first() or (table.dirty.first() if lowest else None)
     if first is None:
         raise CapacityError(f"{tier.name}: no free slot and nothing to drop")
@@ -33,17 +38,27 @@ def choose_victims(residency: Residency, tier: Tier, nbytes: int) -> list[PageKe
         _, victim = heappop(heap)
         victims[victim] = None
         freed += table.copies[victim].nbytes
-        parent = residency.lineage.parent(victim)
-        if parent is not None and _left_bare(residency, tier, parent, victims):
+        parent = lineage.parent(victim)
+        if parent is not None and _left_bare(tables, lineage, tier, parent, victims):
             heappush(heap, (table.copies[parent].rank, parent))
     if not table.has_space(nbytes - freed):
         raise CapacityError(f"{tier.name}: not enough to drop for {nbytes} bytes")
     return list(victims)
 
 
-def _left_bare(residency: Residency, tier: Tier, key: PageKey, victims: dict[PageKey, None]) -> bool:
+def _left_bare(
+    tables: Mapping[Tier, TierTable],
+    lineage: Lineage,
+    tier: Tier,
+    key: PageKey,
+    victims: dict[PageKey, None],
+) -> bool:
     """Whether the page's last copy could leave the lowest tier once ``victims`` have, and not before."""
-    copy = residency.tables[tier].copies.get(key)
-    if copy is None or not copy.ready or copy.pins or key in victims or residency.where(key) != tier:
+
+    def only_here(page: PageKey) -> bool:
+        return not any(table.ready(page) for other, table in tables.items() if other != tier)
+
+    copy = tables[tier].copies.get(key)
+    if copy is None or not copy.ready or copy.pins or key in victims or not only_here(key):
         return False
-    return all(c in victims and residency.where(c) == tier for c in residency.lineage.children(key))
+    return all(child in victims and only_here(child) for child in lineage.children(key))

@@ -25,6 +25,10 @@ def family(budget: int) -> Residency:
     return residency
 
 
+def chosen(residency: Residency, nbytes: int) -> list[PageKey]:
+    return choose_victims(residency.tables, residency.lineage, Tier.NVME, nbytes)
+
+
 @pytest.mark.parametrize(
     ("nbytes", "victims"),
     [
@@ -37,13 +41,13 @@ def family(budget: int) -> Residency:
 def test_a_parent_goes_after_its_last_child_and_then_at_its_own_rank(
     nbytes: int, victims: list[PageKey]
 ) -> None:
-    assert choose_victims(family(40), Tier.NVME, nbytes) == victims
+    assert chosen(family(40), nbytes) == victims
 
 
 def test_choosing_changes_nothing() -> None:
     residency = family(40)
     before = (list(residency.tables[Tier.NVME].droppable), residency.tables[Tier.NVME].used_nbytes)
-    choose_victims(residency, Tier.NVME, 30)
+    chosen(residency, 30)
     assert (list(residency.tables[Tier.NVME].droppable), residency.tables[Tier.NVME].used_nbytes) == before
 
 
@@ -51,4 +55,4 @@ def test_pinned_records_leave_too_little() -> None:
     residency = family(40)
     residency.pin(NEW_CHILD, Tier.NVME)
     with pytest.raises(CapacityError, match="not enough to drop"):
-        choose_victims(residency, Tier.NVME, 30)
+        chosen(residency, 30)

@@ -6,15 +6,12 @@ no copy of the context outlives a group. A prompt without a reused prefix is pla
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
-
-if TYPE_CHECKING:
-    from tierstore.adapters.huggingface.cache import TierStoreLayer
 
 ATTENTION = "tierstore"
 """The name to give as ``attn_implementation``."""
@@ -26,6 +23,35 @@ KEYS_AT_ONCE = 1024
 QUERIES_AT_ONCE = 256
 
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
+
+
+class PagedLayer(Protocol):
+    """One model layer's handle on a sequence in the pages of a store."""
+
+    index: int
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """All pages: ``[num_slots, num_layers, 2, page_size, num_kv_heads, head_dim]``."""
+        ...
+
+    @property
+    def start(self) -> int:
+        """Tokens before those of the forward pass under way."""
+        ...
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """The block table of the forward pass under way, int64 ``[pages]``."""
+        ...
+
+    def check_mask(self, mask: torch.Tensor | None) -> None:
+        """Raise ValueError for a mask that hides a token."""
+        ...
+
+    def mark_read(self) -> None:
+        """The attention function reads this layer from the pages."""
+        ...
 
 
 def attend_pages(
@@ -103,7 +129,7 @@ def tierstore_attention(
     With a TierStoreCache, ``key`` and ``value`` are those of the new tokens and the rest is read from the pages.
     With another cache, or none, it is plain SDPA. Raises ValueError for what the pages cannot express.
     """
-    layer: TierStoreLayer | None = kwargs.pop(HANDLE, None)
+    layer: PagedLayer | None = kwargs.pop(HANDLE, None)
     if layer is None:
         mask = _sdpa_mask(query, key, attention_mask)
         return sdpa_attention_forward(
