@@ -6,9 +6,10 @@ It holds residency, traffic, loads, placement and hints of one store. It knows n
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
+from tierstore.arrivals import Arrivals
+from tierstore.drops import Drops
 from tierstore.errors import CapacityError, LeaseError
 from tierstore.hints import HintTable
 from tierstore.leasing import Leasing, last_key
@@ -18,7 +19,7 @@ from tierstore.placement import Placement
 from tierstore.residency import Residency
 from tierstore.sinks import Ticket
 from tierstore.traffic import BATCH_PAGES, Traffic
-from tierstore.types import Ack, Erase, Failure, PageKey, Tier, Transfer
+from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from tierstore.lease import LeaseRecord
     from tierstore.metrics import Metrics
     from tierstore.tier_table import TierTable
-
-_FATES = 8192
 
 
 class Directory:
@@ -45,17 +44,26 @@ class Directory:
         self.residency = Residency(tables)
         self.traffic = Traffic(self.residency, page_nbytes)
         self.owns_hbm = Tier.HBM in tables
-        self._fates: OrderedDict[PageKey, str] = OrderedDict()
+        self.drops = Drops(self.residency, metrics)
         self.loads = Loads(self.residency, self.traffic, owned=self.owns_hbm)
         self.placement = Placement(self.residency, self.traffic, record_nbytes, flush_s)
         self.space = self.placement.space
         self.hints = HintTable(self.residency)
         self.leasing = Leasing(
-            self.residency, self.traffic, self.loads, self.placement.sinks, metrics, self._fates.get
+            self.residency, self.traffic, self.loads, self.placement.sinks, metrics, self.drops.fate
         )
         self.outgoing = Outgoing(self.residency, self.space, self.loads)
+        self.arrivals = Arrivals(
+            self.residency,
+            self.traffic,
+            self.loads,
+            self.placement,
+            self.outgoing,
+            self.drops,
+            metrics,
+            page_nbytes,
+        )
         self._metrics = metrics
-        self._page_nbytes = page_nbytes
 
     # -- HBM slots ----------------------------------------------------------------------------------------------
 
@@ -72,7 +80,7 @@ class Directory:
             self.free(slots)
             return None
         finally:
-            self._note_drops()
+            self.drops.note()
         return slots
 
     def want_slots(self, n: int, now: float) -> None:
@@ -191,7 +199,7 @@ class Directory:
     def evict(self, keys: Sequence[PageKey], tiers: Sequence[Tier]) -> int:
         """Drops copies without saving them; pages that lost at least one."""
         dropped = sum(self._evict_page(key, tiers) for key in reversed(list(dict.fromkeys(keys))))
-        self._note_drops("evicted")
+        self.drops.note("evicted")
         return dropped
 
     # -- progress -----------------------------------------------------------------------------------------------
@@ -199,7 +207,7 @@ class Directory:
     def advance(self, acks: Sequence[Ack], now: float) -> bool:
         """Applies finished transfers and decides what to do next, a bounded amount; whether there is more to decide."""
         for ack in acks:
-            self._apply(ack, now)
+            self.arrivals.apply(ack, now)
         self.leasing.expire(now)
         self.hints.expire(now)
         self.residency.demote_orphans(BATCH_PAGES)
@@ -221,10 +229,6 @@ class Directory:
             or placement.writing_behind
             or self.outgoing.waiting
         )
-
-    def fate(self, key: PageKey) -> str | None:
-        """Why the page's last copy went, if it went recently and has not come back."""
-        return None if self.residency.where(key) is not None else self._fates.get(key)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -272,60 +276,6 @@ class Directory:
         elif tier == Tier.HOST:
             self.loads.lost(key)
 
-    def _apply(self, ack: Ack, now: float) -> None:
-        transfer = self.traffic.settle(ack, now)
-        self._metrics.moved(transfer, ack, self._page_nbytes)
-        failures = dict(ack.failures)
-        if not ack.ok and not failures:
-            failures = dict.fromkeys(range(len(transfer.keys)), Failure.IO_ERROR)
-        share = ack.nbytes // ack.num_ready if ack.num_ready else 0
-        for i, src_slot in enumerate(transfer.src_slots):
-            if transfer.src in self.residency.tables:
-                self._unpin(transfer.keys[i], transfer.src, src_slot)
-            else:
-                self.outgoing.ended(src_slot)
-            if i in failures:
-                self._failed(transfer, i, failures[i])
-            else:
-                self._arrived(transfer, i, share)
-
-    def _arrived(self, transfer: Transfer, i: int, nbytes: int) -> None:
-        key, slot, dst = transfer.keys[i], transfer.dst_slots[i], transfer.dst
-        if dst == Tier.HBM:
-            self.loads.arrived(key, slot)
-            return
-        sized = self.residency.tables[dst].budget_nbytes is not None
-        readable = self.residency.commit(key, dst, slot, nbytes if sized else 0, transfer.parents[i])
-        if readable and transfer.src < dst:
-            self.placement.saved(key, dst)
-        self._settled(key, dst, readable=readable)
-
-    def _failed(self, transfer: Transfer, i: int, failure: Failure) -> None:
-        key, slot, dst = transfer.keys[i], transfer.dst_slots[i], transfer.dst
-        if transfer.src == Tier.NVME and failure is not Failure.CLOSED:
-            self._drop_broken(key, transfer.src_slots[i], failure)
-        if dst == Tier.HBM:
-            self.loads.failed(key, slot)
-            return
-        self.residency.fail(key, dst, slot)
-        if transfer.src < dst:
-            self.placement.not_saved(key, transfer.src, dst)
-        self._settled(key, dst, readable=False)
-
-    def _settled(self, key: PageKey, dst: Tier, *, readable: bool) -> None:
-        """A copy came to its end in a tier below HBM: tells all who wait for the page there, whoever sent it."""
-        if dst == Tier.HOST and key not in self.residency.tables[dst].copies:
-            self.loads.lost(key)
-        elif dst == Tier.HOST and readable:
-            self.loads.promoted(key)
-        self.placement.sinks.wake(key)
-
-    def _drop_broken(self, key: PageKey, slot: int, failure: Failure) -> None:
-        copy = self.residency.tables[Tier.NVME].copies.get(key)
-        if copy is not None and copy.ready and copy.slot == slot:
-            self.residency.dropped.append(self.residency.evict(key, Tier.NVME))
-            self._note_drops(failure.value)
-
     def _finish(self, now: float) -> None:
         """Settles what the last decisions entail, until nothing more follows, and queues the transfers."""
         self.outgoing.advance(now)
@@ -345,20 +295,5 @@ class Directory:
             else:
                 self.leasing.lost(load, "failed")
         self.loads.ended.clear()
-        self._note_drops()
+        self.drops.note()
         self.traffic.emit(now)
-
-    def _note_drops(self, reason: str | None = None) -> None:
-        dropped = self.residency.dropped
-        counts: Counter[tuple[Tier, str]] = Counter()
-        while dropped:
-            drop = dropped.popleft()
-            why = reason or ("capacity" if drop.last else "saved")
-            counts[drop.tier, why] += 1
-            if drop.last:
-                self._fates[drop.key] = why
-                self._fates.move_to_end(drop.key)
-        for (tier, why), number in counts.items():
-            self._metrics.dropped(tier, why, number)
-        while len(self._fates) > _FATES:
-            self._fates.popitem(last=False)

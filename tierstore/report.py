@@ -34,7 +34,7 @@ def explain_page(directory: Directory, key: PageKey) -> dict[str, object]:
         "copies": copies,
         "parent": None if parent is None else parent.hex(),
         "going_down_to": None if sink is None else sink.target.name,
-        "lost": directory.fate(key),
+        "lost": directory.drops.fate(key),
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tierstore import store as store_module
+from tierstore.arrivals import Arrivals
 from tierstore.directory import Directory
 from tierstore.lease import Event, LeaseRecord
 from tierstore.leasing import Leasing
@@ -53,29 +54,29 @@ def a_load_is_ready_when_it_is_submitted(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_failed_page_is_served(patch: pytest.MonkeyPatch) -> None:
-    def failed(self: Directory, transfer: Transfer, i: int, failure: Failure) -> None:
+    def failed(self: Arrivals, transfer: Transfer, i: int, failure: Failure) -> None:
         self._arrived(transfer, i, 0)
 
-    patch.setattr(Directory, "_failed", failed)
+    patch.setattr(Arrivals, "_failed", failed)
 
 
 def a_source_is_unpinned_at_submit(patch: pytest.MonkeyPatch) -> None:
-    take, unpin = Directory.take_commands, Directory._unpin
+    take, unpin = Directory.take_commands, Arrivals._unpin
 
     def early(self: Directory) -> list[Transfer | Erase]:
         commands = take(self)
         for command in commands:
             if isinstance(command, Transfer):
                 for key, slot in zip(command.keys, command.src_slots, strict=True):
-                    unpin(self, key, command.src, slot)
+                    unpin(self.arrivals, key, command.src, slot)
         return commands
 
-    def never(self: Directory, key: PageKey, tier: Tier, slot: int) -> None:
-        if slot in {copy.slot for copy in self.residency.tables[tier].copies.values() if copy.pins}:
+    def never(self: Arrivals, key: PageKey, tier: Tier, slot: int) -> None:
+        if slot in {copy.slot for copy in self._residency.tables[tier].copies.values() if copy.pins}:
             return
 
     patch.setattr(Directory, "take_commands", early)
-    patch.setattr(Directory, "_unpin", never)
+    patch.setattr(Arrivals, "_unpin", never)
 
 
 def a_lease_is_not_cut(patch: pytest.MonkeyPatch) -> None:

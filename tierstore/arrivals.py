@@ -1,0 +1,99 @@
+"""Applies what became of transfers: copies that arrived, copies that failed, and who waited for them. Metadata only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tierstore.types import Ack, Failure, PageKey, Tier, Transfer
+
+if TYPE_CHECKING:
+    from tierstore.drops import Drops
+    from tierstore.loads import Loads
+    from tierstore.metrics import Metrics
+    from tierstore.outgoing import Outgoing
+    from tierstore.placement import Placement
+    from tierstore.residency import Residency
+    from tierstore.traffic import Traffic
+
+
+class Arrivals:
+    """The end of every transfer. ``page_nbytes``: payload of a page, for the counters."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        traffic: Traffic,
+        loads: Loads,
+        placement: Placement,
+        outgoing: Outgoing,
+        drops: Drops,
+        metrics: Metrics,
+        page_nbytes: int,
+    ) -> None:
+        self._residency = residency
+        self._traffic = traffic
+        self._loads = loads
+        self._placement = placement
+        self._outgoing = outgoing
+        self._drops = drops
+        self._metrics = metrics
+        self._page_nbytes = page_nbytes
+
+    def apply(self, ack: Ack, now: float) -> None:
+        """Every page of the transfer is settled: its source let go, its destination readable or free again."""
+        transfer = self._traffic.settle(ack, now)
+        self._metrics.moved(transfer, ack, self._page_nbytes)
+        failures = dict(ack.failures)
+        if not ack.ok and not failures:
+            failures = dict.fromkeys(range(len(transfer.keys)), Failure.IO_ERROR)
+        share = ack.nbytes // ack.num_ready if ack.num_ready else 0
+        for i, src_slot in enumerate(transfer.src_slots):
+            if transfer.src in self._residency.tables:
+                self._unpin(transfer.keys[i], transfer.src, src_slot)
+            else:
+                self._outgoing.ended(src_slot)
+            if i in failures:
+                self._failed(transfer, i, failures[i])
+            else:
+                self._arrived(transfer, i, share)
+
+    def _arrived(self, transfer: Transfer, i: int, nbytes: int) -> None:
+        key, slot, dst = transfer.keys[i], transfer.dst_slots[i], transfer.dst
+        if dst == Tier.HBM:
+            self._loads.arrived(key, slot)
+            return
+        sized = self._residency.tables[dst].budget_nbytes is not None
+        readable = self._residency.commit(key, dst, slot, nbytes if sized else 0, transfer.parents[i])
+        if readable and transfer.src < dst:
+            self._placement.saved(key, dst)
+        self._settled(key, dst, readable=readable)
+
+    def _failed(self, transfer: Transfer, i: int, failure: Failure) -> None:
+        key, slot, dst = transfer.keys[i], transfer.dst_slots[i], transfer.dst
+        if transfer.src == Tier.NVME and failure is not Failure.CLOSED:
+            self._drop_broken(key, transfer.src_slots[i], failure)
+        if dst == Tier.HBM:
+            self._loads.failed(key, slot)
+            return
+        self._residency.fail(key, dst, slot)
+        if transfer.src < dst:
+            self._placement.not_saved(key, transfer.src, dst)
+        self._settled(key, dst, readable=False)
+
+    def _settled(self, key: PageKey, dst: Tier, *, readable: bool) -> None:
+        """A copy came to its end in a tier below HBM: tells all who wait for the page there, whoever sent it."""
+        if dst == Tier.HOST and key not in self._residency.tables[dst].copies:
+            self._loads.lost(key)
+        elif dst == Tier.HOST and readable:
+            self._loads.promoted(key)
+        self._placement.sinks.wake(key)
+
+    def _drop_broken(self, key: PageKey, slot: int, failure: Failure) -> None:
+        copy = self._residency.tables[Tier.NVME].copies.get(key)
+        if copy is not None and copy.ready and copy.slot == slot:
+            self._residency.dropped.append(self._residency.evict(key, Tier.NVME))
+            self._drops.note(failure.value)
+
+    def _unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
+        self._residency.unpin(key, tier, slot)
+        self._placement.sinks.unpinned(key, tier)
