@@ -83,12 +83,17 @@ class Directory:
             self.drops.note()
         return slots
 
-    def want_slots(self, n: int, now: float) -> None:
-        """Somebody waits for ``n`` HBM slots: saves victims below, drops some where saving is stuck."""
+    def want_slots(self, n: int, now: float) -> bool:
+        """Somebody waits for ``n`` HBM slots: saves victims below, drops some where saving is stuck.
+
+        Whether there is more room at once.
+        """
+        before = self.space.room(Tier.HBM)
         self.space.make_room(Tier.HBM, n, now)
         self.space.relieve(Tier.HBM, n, now)
         self.space.make_room(Tier.HBM, n, now)
         self._finish(now)
+        return self.space.room(Tier.HBM) > before
 
     def retire(self, slots: Sequence[int]) -> None:
         """Owned slots may not be used any more by their owner, and not yet by others; ``free`` ends that."""

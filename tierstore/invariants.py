@@ -61,6 +61,7 @@ def _check_queues(residency: Residency, tier: Tier, table: TierTable) -> None:
     lowest = tier == max(residency.tables)
     droppable: set[PageKey] = set()
     dirty: set[PageKey] = set()
+    leaves: set[PageKey] = set()
     for key, copy in table.copies.items():
         if not copy.ready or copy.pins:
             continue
@@ -71,8 +72,11 @@ def _check_queues(residency: Residency, tier: Tier, table: TierTable) -> None:
             (droppable if any(c.pins for c in above) else dirty).add(key)
         elif not residency.lineage.has_children(key):
             droppable.add(key)
+        if key in dirty and (residency.where(key) != tier or not residency.lineage.has_children(key)):
+            leaves.add(key)
     _require(set(table.droppable) == droppable, f"{tier.name}: droppable pages out of step")
     _require(set(table.dirty) == dirty, f"{tier.name}: unsaved evictable pages out of step")
+    _require(set(table.leaves) == leaves, f"{tier.name}: unsaved leaves out of step")
 
 
 def _check_lineage(residency: Residency) -> None:

@@ -132,7 +132,8 @@ class Placement:
             return False
         if now >= self._next_spill:
             self._next_spill = now + self._flush_s
-            self._due = len(self._unsaved)
+            # A tier that fails is asked a little at a time: all would only come back, again and again.
+            self._due = BATCH_PAGES if Tier.NVME in self.space.failing else len(self._unsaved)
         slots = self._tables[src].num_slots or 1
         allowed = max(1, slots // 2) - self._traffic.carrying(src, Tier.NVME)
         budget = min(BATCH_PAGES, allowed)

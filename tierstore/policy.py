@@ -108,5 +108,10 @@ class VictimQueue:
         return None
 
     def first_where(self, allowed: Callable[[PageKey], bool]) -> PageKey | None:
-        """The first victim that is allowed; O(n log n), for the rare path."""
-        return next((key for key in self if allowed(key)), None)
+        """The first victim that is allowed; O(n) to begin with, O(log n) for each that is not."""
+        heap, keys = self._heap.copy(), self._keys
+        while heap:
+            key = keys.get(heappop(heap))
+            if key is not None and allowed(key):
+                return key
+        return None

@@ -63,15 +63,19 @@ class Progress:
             raise StoreClosed("the store is closed")
 
     def advance(self) -> None:
-        """Takes in everything that has finished, a few transfers at each hold of the lock."""
-        self.require_open()
-        more = True
-        while more:
-            with self.lock:
-                more = self.step()
+        """Takes in everything that has finished by now, a few transfers at each hold of the lock.
 
-    def step(self) -> bool:
-        """With the lock held: applies some finished transfers, decides, submits; whether more have finished."""
+        Not what finishes meanwhile: a failing disk ends writes as fast as they are decided.
+        """
+        self.require_open()
+        with self.lock:
+            left = self.step()
+        while left > 0:
+            with self.lock:
+                left = min(left - _ACKS_PER_HOLD, self.step())
+
+    def step(self) -> int:
+        """With the lock held: applies some finished transfers, decides, submits; how many more have finished."""
         self._acks.extend(self._mover.poll())
         batch = [self._acks.popleft() for _ in range(min(len(self._acks), _ACKS_PER_HOLD))]
         self._pending.poll()
@@ -79,7 +83,7 @@ class Progress:
         self.submit()
         if batch or more:
             self._wakeup.bump()
-        return bool(self._acks)
+        return len(self._acks)
 
     def submit(self) -> None:
         """With the lock held: hands the directory's commands to the mover, in order."""

@@ -320,17 +320,18 @@ class Residency:
 
     def _settle(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy) -> None:
         """Puts a readable, unpinned copy into the queue it belongs to, and out of the other."""
-        below = self._below[tier]
+        below, above = self._below[tier], [c for x in self._above[tier] if (c := x.get(key)) and c.ready]
+        bare = not above and self.lineage.has_children(key)
         if below:
             unsaved = not _ready_in(below, key)
         else:
-            above = [c for copies in self._above[tier] if (c := copies.get(key)) is not None and c.ready]
-            if not above and self.lineage.has_children(key):
+            if bare:
                 table.withdraw(copy)
                 return
             unsaved = bool(above) and not any(c.pins for c in above)
         table.droppable.shift(copy.rank, key, offered=not unsaved)
         table.dirty.shift(copy.rank, key, offered=unsaved)
+        table.leaves.shift(copy.rank, key, offered=unsaved and not bare)
 
     def _rerank(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy, rank: int) -> None:
         if rank == copy.rank:

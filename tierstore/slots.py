@@ -76,20 +76,32 @@ class OwnSlots:
             raise ConfigError("acquire(into=...): HBM belongs to the store; allowed with hbm.owner: engine")
 
     def _try_allocate(self, n: int) -> list[int]:
-        """``n`` slots a chunk at a time, or none: what was taken goes back when the rest is not to be had."""
+        """``n`` slots, or none; again at once where room was made, a batch at a time."""
+        for _ in range(2 + n // BATCH_PAGES):
+            slots, made_room = self._take(n)
+            if slots or not made_room:
+                return slots
+        return []
+
+    def _take(self, n: int) -> tuple[list[int], bool]:
+        """``n`` slots a chunk at a time, or none: what was taken goes back when the rest is not to be had.
+
+        With none: whether there is more room now.
+        """
         slots: list[int] = []
+        made_room = False
         while len(slots) < n:
             with self._progress.lock:
                 taken = self._directory.allocate(min(n - len(slots), BATCH_PAGES), reserve=n - len(slots))
                 if taken is None:
                     self._directory.retire(slots)
                     self._directory.free(slots)
-                    self._directory.want_slots(n, monotonic())
+                    made_room = self._directory.want_slots(n, monotonic())
                 self._progress.submit()
             if taken is None:
-                return []
+                return [], made_room
             slots += taken
-        return slots
+        return slots, False
 
     def _require_fits(self, n: int) -> None:
         slots = self._directory.residency.tables[Tier.HBM].num_slots

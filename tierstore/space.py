@@ -59,7 +59,7 @@ class Space:
                 return
 
     def relieve(self, tier: Tier, wanted: int, now: float) -> None:
-        """Where pages cannot be saved, drops as many of them, leaf first, as ``wanted`` pages need."""
+        """Where pages cannot be saved, drops what ``wanted`` pages need, leaf first, a batch at most."""
         below = self.below(tier)
         if below is None or self.room(tier) >= wanted:
             return
@@ -67,8 +67,11 @@ class Space:
             self.relieve(below, wanted - self.room(tier), now)
             if not self.blocked(below):
                 return
-        while self.room(tier) < wanted and self._drop_one(tier):
-            pass
+        for _ in range(min(BATCH_PAGES, wanted - self.room(tier))):
+            key = self._tables[tier].leaves.first()
+            if key is None:
+                break
+            self.drop(key, tier)
         if self.room(tier) < wanted:
             self._drop_mirrored_leaf(tier, below)
 
@@ -116,13 +119,6 @@ class Space:
         """Lets a readable copy go."""
         self._residency.dropped.append(self._residency.evict(key, tier))
 
-    def _drop_one(self, tier: Tier) -> bool:
-        key = self._leaf(tier)
-        if key is None:
-            return False
-        self.drop(key, tier)
-        return True
-
     def _drop_mirrored_leaf(self, tier: Tier, lowest: Tier) -> None:
         """Drops a last page of a sequence from both tiers, so that an earlier one can be saved in its place."""
         if self.below(lowest) is not None or self._has_room(lowest):
@@ -134,10 +130,3 @@ class Space:
         if key is not None:
             self.drop(key, lowest)
             self.drop(key, tier)
-
-    def _leaf(self, tier: Tier) -> PageKey | None:
-        """The first unsaved page that may be dropped without cutting off others."""
-        residency = self._residency
-        return self._tables[tier].dirty.first_where(
-            lambda k: residency.where(k) != tier or not residency.lineage.has_children(k)
-        )

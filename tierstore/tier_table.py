@@ -37,6 +37,8 @@ class TierTable:
         self.quarantine: dict[int, Dead] = {}
         self.droppable = VictimQueue()
         self.dirty = VictimQueue()
+        self.leaves = VictimQueue()
+        """Those of ``dirty`` that can be dropped without cutting off other pages."""
 
     def has_space(self, nbytes: int) -> bool:
         """Whether a slot for ``nbytes`` can be taken without an eviction."""
@@ -66,3 +68,4 @@ class TierTable:
         """The copy may not leave any more."""
         self.droppable.withdraw(copy.rank)
         self.dirty.withdraw(copy.rank)
+        self.leaves.withdraw(copy.rank)

@@ -32,18 +32,24 @@ class Wakeup:
 
 
 class TimedLock:
-    """A lock for ``with``, not reentrant. Its figures are in seconds and may be read without it."""
+    """A lock for ``with``, not reentrant. Its figures are in seconds and may be read without it.
+
+    Who holds it again and again lets those in that wait: a plain lock would be taken back before they wake.
+    """
 
     def __init__(self) -> None:
         self.longest_s = 0.0
         self.longest_cpu_s = 0.0
         """Of the holder's own CPU time: what a hold costs when nothing else runs."""
         self._lock = Lock()
+        self._turn = Lock()
+        """Held by the next in line while it waits; all others queue behind it."""
         self._since = 0.0
         self._cpu_since = 0.0
 
     def __enter__(self) -> None:
-        self._lock.acquire()
+        with self._turn:
+            self._lock.acquire()
         self._since, self._cpu_since = perf_counter(), thread_time()
 
     def __exit__(

@@ -82,3 +82,27 @@ def test_an_error_inside_gives_the_lock_back() -> None:
         raise ValueError("inside")
     with lock:
         pass
+
+
+def test_who_takes_the_lock_again_and_again_lets_in_who_waits() -> None:
+    lock, done = TimedLock(), Event()
+    holds = 0
+
+    def hog() -> None:
+        nonlocal holds
+        while not done.is_set():
+            with lock:
+                holds += 1
+                sum(range(10_000))
+
+    thread = Thread(target=hog)
+    thread.start()
+    missed, turns = 0, 50
+    for _ in range(turns):
+        before = holds
+        with lock:
+            missed += holds - before
+        sleep(0.001)
+    done.set()
+    thread.join(PATIENCE_S)
+    assert missed < 20 * turns

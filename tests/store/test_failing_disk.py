@@ -1,0 +1,49 @@
+"""A disk that refuses for long: the store goes on at its usual pace, and no call waits for what cannot be done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.nvme.rig import data_file_is_read_only
+from tests.support.bench import open_bench
+from tests.support.pages import SPEC, chain, tiers
+from tierstore.store import TierStore
+from tierstore.traffic import BATCH_PAGES
+from tierstore.types import Tier
+
+SPILL = (Tier.HBM, Tier.NVME)
+
+
+def test_a_call_takes_in_what_has_failed_by_now_and_not_what_fails_meanwhile(tmp_path: Path) -> None:
+    """A refusing disk ends writes at once, and the pages are due again: a call that waits for quiet never returns."""
+    pages, writes = 512, 5000
+    config = tiers(hbm=pages, host=None, nvme=tmp_path / "disk", nvme_more={"flush": 1e-6}, nvme_pages=600)
+    bench = open_bench(config, SPEC, spill=True)
+    for _ in range(writes):
+        bench.records.fail_next(SPILL, *range(BATCH_PAGES))
+    bench.records.hold(SPILL)
+    bench.store.put(chain(pages), bench.store.allocate(pages))
+    assert bench.records.waiting(SPILL) > 4
+    bench.records.holding.clear()
+    bench.records.let_go(SPILL)
+    bench.store.poll()
+    assert bench.store.stats()["failing"] == ["NVME"]
+    assert len(bench.records.failing[SPILL]) > writes - 100
+    bench.records.failing.clear()
+    bench.close()
+
+
+def test_pages_that_cannot_be_saved_make_room_at_once_however_many_are_wanted(tmp_path: Path) -> None:
+    wanted = 5 * BATCH_PAGES
+    config = tiers(hbm=wanted + 40, host=None, nvme=tmp_path / "disk", nvme_pages=400)
+    with TierStore.open(config, SPEC) as store, data_file_is_read_only(tmp_path / "disk", SPEC.fingerprint):
+        for name in ("old", "new"):
+            keys = chain(wanted // 2 + 20, name)
+            store.put(keys, store.allocate(len(keys)))
+        store.flush()
+        assert store.stats()["failing"] == ["NVME"]
+        slots = store.allocate(wanted, timeout_s=0)
+        assert len(slots) == wanted
+        assert store.match(chain(wanted, "new")).num_pages == 40  # all of the old one went first
+        store.check()
+        store.free(slots)
