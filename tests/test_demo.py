@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,8 +20,9 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from tests.adapters.tiny import tiny_llama
+from tierstore.config import load_config
 from tierstore.demo import command
-from tierstore.demo.act import Row
+from tierstore.demo.act import Row, measured
 from tierstore.demo.command import demo
 from tierstore.demo.documents import Document, DocumentError, find_documents
 from tierstore.demo.model import ModelError, is_prepared, prepare_model, write_marker
@@ -36,7 +38,9 @@ from tierstore.demo.plan import (
 )
 from tierstore.demo.report import as_json, judge, show
 from tierstore.demo.run import Outcome, run_demo
-from tierstore.demo.session import PlainAnswer, differs
+from tierstore.demo.session import PlainAnswer, Session, differs
+from tierstore.store import TierStore
+from tierstore.types import Tier
 
 SMALL = Settings(num_documents=6, min_tokens=200, max_tokens=260, answer_tokens=5, page_size=8)
 
@@ -245,3 +249,26 @@ def test_exit_code_and_last_line_tell_whether_the_claims_held(
     assert last["answers_equal"] is (code == 0)
     assert len(last["failed"]) == code
     assert last["near_ties"] == (verdict == "near-tie")
+
+
+def test_a_restore_slower_than_an_old_plain_run_is_measured_again_beside_a_new_one(
+    model: Path, tmp_path: Path
+) -> None:
+    session = Session(model)
+    ids = session.prompt("Where the bee sucks, there suck I. " * 4, "Who sucks?")
+    store_config = {
+        "hbm": {"capacity": "8MiB", "device": "cpu"},
+        "host": {"capacity": "8MiB"},
+        "nvme": {"path": tmp_path / "again", "capacity": "64MiB"},
+    }
+    with TierStore.open(load_config(store_config), session.spec(SMALL.page_size)) as store:
+        session.ingest(store, ids)
+        store.demote(store.keys(ids), Tier.NVME)
+        store.drain(60.0)
+        answer = session.stored(store, ids, 1)
+        assert answer.tier is Tier.NVME
+        impossible = replace(session.plain(ids, 1), ttft_s=0.0)
+        times = measured(session, store, ids, answer, impossible)
+        assert times.again >= 1
+        assert times.recompute_s > 0
+        assert measured(session, store, ids, answer, replace(impossible, ttft_s=1e9)).again == 0

@@ -57,7 +57,8 @@ def judge(outcome: Outcome) -> list[Claim]:
         Claim(f"after the restart, hits from disk: {_counts(after)}", after["NVME"] > 0),
         Claim(
             f"{len(slow)} restores of at least {LONG} tokens from NVMe, {len(late)} of them slower than recomputing"
-            + _speedup(slow),
+            + _speedup(slow)
+            + _disturbed(slow),
             not late,
         ),
     ]
@@ -75,6 +76,7 @@ def as_json(outcome: Outcome, claims: Sequence[Claim]) -> dict[str, Any]:
         "recompute_ttft_s",
         "after_restart",
         "answer",
+        "measured_again",
     )
     return {
         "answers_equal": all(row.verdict != "other" for row in rows),
@@ -128,6 +130,13 @@ def _cells(row: Row) -> Iterator[str]:
 
 def _counts(by_tier: dict[str, int]) -> str:
     return ", ".join(f"{count} {tier}" for tier, count in by_tier.items())
+
+
+def _disturbed(rows: Sequence[Row]) -> str:
+    again = sum(row.measured_again > 0 for row in rows)
+    if not again:
+        return ""
+    return f"; {again} measured again, restore and recompute side by side: the machine was busy with something else"
 
 
 def _speedup(rows: Sequence[Row]) -> str:
