@@ -17,7 +17,7 @@ from tierstore.errors import TierStoreError
 
 # As many and as long as it takes; the first failure ends a run, and the choices are the same every time.
 SEARCH = settings(
-    max_examples=1000,
+    max_examples=4000,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,

@@ -242,6 +242,14 @@ class StoreMachine(RuleBasedStateMachine):
             self.gone.update(keys[which:])
             assert self.running.store.match(keys).num_pages <= which
 
+    @rule(which=st.integers(0, 9))
+    def evict_what_is_arriving(self, which: int) -> None:
+        """Its slot must wait for the copy that still writes it."""
+        hbm = self.running.directory.residency.tables[Tier.HBM]
+        arriving = sorted(key for key, copy in hbm.copies.items() if not copy.ready)
+        if arriving:
+            self.running.store.evict([arriving[which % len(arriving)]], Tier.HBM)
+
     @rule(keys=sequences, need=st.sampled_from(["will_need", "wont_need", "retain"]))
     def hint(self, keys: list[PageKey], need: str) -> None:
         self.revision += 1
@@ -377,10 +385,12 @@ class StoreMachine(RuleBasedStateMachine):
             if self.bench is not None:
                 self.at_the_end_nothing_is_held()
         finally:
-            if self.bench is not None:
-                self.bench.open_gates()
-                self.bench.store.close(timeout_s=self.patience_s)
-            shutil.rmtree(self.home)
+            try:
+                if self.bench is not None:
+                    self.bench.open_gates()
+                    self.bench.store.close(timeout_s=self.patience_s)
+            finally:
+                shutil.rmtree(self.home)
 
     def at_the_end_nothing_is_held(self) -> None:
         self.let_everyone_go()
