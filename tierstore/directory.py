@@ -174,6 +174,8 @@ class Directory:
         """
         self.leasing.extend(lease, limit, now)
         if lease.complete and lease.miss_reason == "no_room":
+            # Whoever asks next is likely to want the same: saving others must not push these out.
+            self.residency.touch(lease.keys[len(lease.slots) : len(lease.slots) + limit])
             self.space.make_room(Tier.HBM, len(lease.keys) - len(lease.slots), now)
         self._finish(now)
 
@@ -216,7 +218,8 @@ class Directory:
         self.leasing.expire(now)
         self.hints.expire(now)
         self.residency.demote_orphans(BATCH_PAGES)
-        more = self.placement.advance(now)
+        more = self.hints.pending
+        more |= self.placement.advance(now)
         self._finish(now)
         return more
 

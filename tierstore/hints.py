@@ -6,15 +6,20 @@ Metadata only. Bounded: at ``MAX_REQUESTS`` the longest unchanged request is for
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from heapq import heappop, heappush
-from typing import TYPE_CHECKING
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, TypeAlias
 
+from tierstore.traffic import BATCH_PAGES
 from tierstore.types import Hint, HintResult
 
 if TYPE_CHECKING:
     from tierstore.residency import Residency
     from tierstore.types import PageKey
+
+_Change: TypeAlias = "Callable[[Iterable[PageKey]], None]"
 
 MAX_REQUESTS = 65536
 MAX_QUEUED = 4096
@@ -30,9 +35,53 @@ class HintTable:
         self._queue: OrderedDict[str, Hint] = OrderedDict()
         self._retained: dict[str, tuple[int, tuple[PageKey, ...]]] = {}
         self._expiries: list[tuple[float, str, int]] = []
+        self._holders: Counter[PageKey] = Counter()
+        """How many requests retain each page."""
+        self._changes: deque[tuple[_Change, list[PageKey]]] = deque()
 
     def apply(self, hint: Hint, now: float) -> HintResult:
-        """Takes in one hint. It never pins and never moves a page by itself."""
+        """Takes in one hint; ``advance`` carries out what concerns more than a batch of pages. It never pins."""
+        result = self._take_in(hint, now)
+        self.advance(BATCH_PAGES)
+        return result
+
+    @property
+    def pending(self) -> bool:
+        """Whether ``advance`` has something to do."""
+        return bool(self._changes)
+
+    def advance(self, limit: int) -> None:
+        """Moves up to ``limit`` pages in the victim order, a hint's last ones first."""
+        while self._changes and limit > 0:
+            change, keys = self._changes[0]
+            change(reversed(keys[-limit:]))
+            done = min(limit, len(keys))
+            del keys[-limit:]
+            limit -= done
+            if not keys:
+                self._changes.popleft()
+
+    def take(self) -> list[Hint]:
+        """The waiting hints, oldest first; from the first call on a prefetcher counts as attached."""
+        self.attached = True
+        hints = list(self._queue.values())
+        self._queue.clear()
+        return hints
+
+    def expire(self, now: float) -> None:
+        """Ends the retentions whose time has come."""
+        while self._expiries and self._expiries[0][0] <= now:
+            _, request_id, revision = heappop(self._expiries)
+            if self._retained.get(request_id, (None,))[0] == revision:
+                self._forget(request_id)
+        self.advance(BATCH_PAGES)
+
+    @property
+    def next_expiry(self) -> float | None:
+        """When the next retention ends."""
+        return self._expiries[0][0] if self._expiries else None
+
+    def _take_in(self, hint: Hint, now: float) -> HintResult:
         last = self._revisions.get(hint.request_id)
         if last is not None and hint.revision <= last:
             return HintResult.DUPLICATE
@@ -50,40 +99,31 @@ class HintTable:
         if hint.need == "will_need":
             self._queue[hint.request_id] = hint
             return HintResult.DEFERRED
-        self._residency.set_wanted(reversed(hint.keys), wanted=hint.need == "retain")
         if hint.need == "retain":
+            self._changes.append((partial(self._residency.set_wanted, wanted=True), list(hint.keys)))
             self._retain(hint, now)
+        else:
+            self._changes.append((partial(self._residency.set_wanted, wanted=False), list(hint.keys)))
         return HintResult.APPLIED
-
-    def take(self) -> list[Hint]:
-        """The waiting hints, oldest first; from the first call on a prefetcher counts as attached."""
-        self.attached = True
-        hints = list(self._queue.values())
-        self._queue.clear()
-        return hints
-
-    def expire(self, now: float) -> None:
-        """Ends the retentions whose time has come."""
-        while self._expiries and self._expiries[0][0] <= now:
-            _, request_id, revision = heappop(self._expiries)
-            if self._retained.get(request_id, (None,))[0] == revision:
-                self._forget(request_id)
-
-    @property
-    def next_expiry(self) -> float | None:
-        """When the next retention ends."""
-        return self._expiries[0][0] if self._expiries else None
 
     def _can_queue(self, request_id: str) -> bool:
         return self.attached and (request_id in self._queue or len(self._queue) < MAX_QUEUED)
 
     def _retain(self, hint: Hint, now: float) -> None:
         self._retained[hint.request_id] = (hint.revision, hint.keys)
+        self._holders.update(hint.keys)
         if hint.ttl_s is not None:
             heappush(self._expiries, (now + hint.ttl_s, hint.request_id, hint.revision))
+        if len(self._expiries) > 2 * len(self._retained) + 64:
+            self._expiries = [x for x in self._expiries if self._retained.get(x[1], (None,))[0] == x[2]]
+            heapify(self._expiries)
 
     def _forget(self, request_id: str) -> None:
         self._queue.pop(request_id, None)
         retained = self._retained.pop(request_id, None)
         if retained is not None:
-            self._residency.end_retention(retained[1])
+            self._holders.subtract(retained[1])
+            free = [key for key in dict.fromkeys(retained[1]) if self._holders[key] == 0]
+            for key in free:
+                del self._holders[key]
+            self._changes.append((self._residency.end_retention, free))

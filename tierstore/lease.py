@@ -161,9 +161,11 @@ class Lease:
             raise LeaseError(f"{verb} of a released lease")
 
 
-def record_of(lease: Lease) -> LeaseRecord:
-    """The record behind an open lease; LeaseError if it was released."""
+def record_of(lease: Lease, host: LeaseHost) -> LeaseRecord:
+    """The record behind an open lease of this host; LeaseError if it was released, or is another store's."""
     lease._require_open("put under")
+    if lease._host is not host:
+        raise LeaseError("put under a lease of another store")
     return lease._record
 
 

@@ -32,6 +32,8 @@ class Leasing:
         fate: Callable[[PageKey], str | None],
     ) -> None:
         self.open: set[LeaseRecord] = set()
+        self.next_deadline: float | None = None
+        """When the next lease is to be cut, as of the last ``expire``."""
         self._residency = residency
         self._traffic = traffic
         self._loads = loads
@@ -102,6 +104,9 @@ class Leasing:
         """Cuts leases whose deadline has come before the first page that is not there."""
         for lease in [x for x in self.open if x.deadline is not None and x.waiting and x.deadline <= now]:
             self.cut(lease, min(lease.waiting), "deadline")
+        self.next_deadline = min(
+            (x.deadline for x in self.open if x.deadline is not None and x.waiting), default=None
+        )
 
     def stop_waiting(self, lease: LeaseRecord) -> None:
         """The lease is being released: nobody waits for its pages any more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from threading import Thread
 from time import monotonic
@@ -37,6 +38,7 @@ class Progress:
         self.lock = TimedLock()
         metrics.watch_lock(lambda: self.lock.longest_s, lambda: self.lock.longest_cpu_s)
         self.closed = False
+        self._pid = os.getpid()
         self._directory = directory
         self._mover = mover
         self._pending = pending
@@ -58,9 +60,16 @@ class Progress:
             self._thread.join(timeout_s)
 
     def require_open(self) -> None:
-        """StoreClosed after ``stop``."""
+        """StoreClosed after ``stop``, and in a forked child: the threads, and who held the lock, are the parent's."""
+        if self.inherited:
+            raise StoreClosed(f"this store belongs to process {self._pid}; open another after a fork")
         if self.closed:
             raise StoreClosed("the store is closed")
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this is a forked child's copy of another process's store."""
+        return os.getpid() != self._pid
 
     def advance(self) -> None:
         """Takes in everything that has finished by now, a few transfers at each hold of the lock.
@@ -114,7 +123,11 @@ class Progress:
             return _EVENT_POLL_S
         due = [
             t
-            for t in (self._directory.placement.next_spill, self._directory.hints.next_expiry)
+            for t in (
+                self._directory.placement.next_spill,
+                self._directory.hints.next_expiry,
+                self._directory.leasing.next_deadline,
+            )
             if t is not None
         ]
         return max(_EVENT_POLL_S, min([_IDLE_S, *(t - monotonic() for t in due)]))

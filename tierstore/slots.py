@@ -164,6 +164,6 @@ def _not_ours(verb: str) -> ConfigError:
 def _require_keys(keys: Sequence[PageKey], slots: Sequence[int]) -> None:
     if len(keys) != len(slots):
         raise ValueError(f"{len(keys)} keys with {len(slots)} slots; allowed: one slot a key")
-    strange = next((key for key in keys if len(key) != KEY_NBYTES), None)
+    strange = next((k for k in keys if not isinstance(k, bytes) or len(k) != KEY_NBYTES), None)
     if strange is not None:
         raise ValueError(f"{strange!r} is no page key; allowed: the {KEY_NBYTES} bytes that keys() gives")

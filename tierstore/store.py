@@ -136,7 +136,7 @@ class TierStore:
         Engine-owned HBM: the pages are copied out, your slots are returned, and ``poll`` tells when they are free.
         """
         self._progress.advance()
-        return self._slots.put(keys, slots, after, None if lease is None else record_of(lease))
+        return self._slots.put(keys, slots, after, None if lease is None else record_of(lease, self._holding))
 
     def free(self, slots: Sequence[int], after: Event | None = None) -> None:
         """Gives back owned slots; they are reused once ``after`` has happened. LeaseError if one is not owned."""
@@ -173,6 +173,9 @@ class TierStore:
         self._progress.advance()
         with self._lock:
             result = self._directory.hints.apply(hint, monotonic())
+        while self._directory.hints.pending:
+            with self._lock:
+                self._directory.hints.advance(BATCH_PAGES)
         self.metrics.hinted(result.value)
         return result
 
@@ -275,7 +278,12 @@ class TierStore:
             return report.stats(self._config, self._parts)
 
     def close(self, timeout_s: float = 30) -> None:
-        """Saves what only HBM and HOST hold, waits for copies, fails the rest, releases the directory. Idempotent."""
+        """Saves what only HBM and HOST hold, waits for copies, fails the rest, releases the directory. Idempotent.
+
+        Does nothing in a forked child: the store is its parent's.
+        """
+        if self._progress.inherited:
+            return
         with self._closing:
             if not self._progress.closed:
                 self._close(timeout_s)
@@ -290,6 +298,7 @@ class TierStore:
             _log.warning("a copy or I/O thread did not end within %s s and was left behind", timeout_s)
 
     def __enter__(self) -> TierStore:
+        self._progress.require_open()
         return self
 
     def __exit__(

@@ -209,3 +209,7 @@ class Hint:
     deadline_s: float | None = None
     priority: int = 0
     ttl_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.need not in ("will_need", "wont_need", "retain"):
+            raise ValueError(f"Hint.need is {self.need!r}; allowed: 'will_need', 'wont_need', 'retain'")

@@ -11,6 +11,7 @@ from tierstore.hints import HintTable
 from tierstore.policy import make_policy
 from tierstore.residency import Residency
 from tierstore.tier_table import TierTable
+from tierstore.traffic import BATCH_PAGES
 from tierstore.types import Hint, HintResult, PageKey, Tier
 
 A, B, C = (PageKey(name) for name in (b"a", b"b", b"c"))
@@ -133,3 +134,42 @@ def test_hints_never_pin(residency: Residency, table: HintTable) -> None:
     table.apply(hint("retain", A, B, C), 0.0)
     assert all(copy.pins == 0 for copy in residency.tables[Tier.HBM].copies.values())
     assert residency.take(Tier.HBM) >= 0
+
+
+def test_a_page_that_two_requests_retain_stays_until_both_have_ended(
+    residency: Residency, table: HintTable
+) -> None:
+    table.apply(hint("retain", A, B, who="one", ttl_s=1.0), 0.0)
+    table.apply(hint("retain", A, who="two", ttl_s=5.0), 0.0)
+    table.expire(2.0)
+    residency.touch([C])
+    assert order(residency) == [B, C, A]
+    table.expire(6.0)
+    residency.touch([B, C])
+    assert order(residency) == [A, C, B]
+
+
+def test_a_request_that_renews_its_retention_keeps_one_end(table: HintTable) -> None:
+    for revision in range(5000):
+        table.apply(hint("retain", A, revision=revision, ttl_s=3600.0), float(revision))
+    assert len(table._expiries) < 200
+    assert table.next_expiry is not None
+
+
+def test_a_hint_about_many_pages_is_carried_out_a_batch_at_a_time_and_whole() -> None:
+    keys = [PageKey(i.to_bytes(4, "big")) for i in range(3 * BATCH_PAGES)]
+    many = Residency({Tier.HBM: TierTable(make_policy("lru"), num_slots=len(keys) + 1)})
+    for key in [*keys, A]:
+        many.adopt(key, Tier.HBM, many.take(Tier.HBM), None)
+    table = HintTable(many)
+    table.apply(hint("retain", *keys), 0.0)
+    assert table.pending
+    table.advance(BATCH_PAGES)
+    table.advance(BATCH_PAGES)
+    assert not table.pending
+    assert order(many) == [A, *reversed(keys)]
+
+
+def test_a_need_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Hint\.need is 'retian'; allowed: 'will_need'"):
+        Hint("r", 1, (A,), "retian")  # type: ignore[arg-type]

@@ -138,6 +138,14 @@ def test_an_open_that_died_half_way_is_taken_up_again(tmp_path: Path) -> None:
     rig.close()
 
 
+def test_a_home_whose_making_was_killed_is_made_again(tmp_path: Path) -> None:
+    """The marker is written beside its place first: a kill in between leaves that and nothing else."""
+    (tmp_path / "tierstore-home.json.new").write_text('{"form')
+    rig = Rig(tmp_path)
+    assert rig.write([0]).ok
+    rig.close()
+
+
 def test_another_page_size_under_the_same_name_starts_empty_and_keeps_the_old_aside(tmp_path: Path) -> None:
     home = tmp_path / "home"
     rig = Rig(home)

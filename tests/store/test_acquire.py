@@ -219,3 +219,17 @@ def test_hits_and_misses_add_up_to_the_pages_asked(bench: Bench) -> None:
     assert hits == [1, 1, 0]
     assert counter(store, "misses_pages", "not_found") == 1
     assert counter(store, "misses_pages", "after_gap") == 1
+
+
+def test_what_had_no_room_is_not_pushed_out_by_the_room_made_for_it() -> None:
+    """HBM is full of unsaved pages: they go down before the next try, in place of others than those asked for."""
+    with TierStore.open(tiers(4, 8), SPEC) as store:
+        wanted, other, last = chain(3, "wanted"), chain(4, "other"), chain(4, "last")
+        for keys in (wanted, other, last):
+            write(store, keys)
+            store.drain(PATIENCE_S)
+        assert store.match(wanted).num_pages == 3
+        for _ in range(3):
+            served = read(store, wanted)
+            store.drain(PATIENCE_S)
+        assert served == 3

@@ -147,3 +147,18 @@ def test_a_lease_released_while_pages_are_on_their_way_leaks_nothing(bench: Benc
         bench.store.evict(keys, Tier.HOST)
         assert tier_stats(bench.store, Tier.HBM)["free"] == 4
         assert tier_stats(bench.store, Tier.HOST)["free"] == 8
+
+
+def test_a_deadline_wakes_whoever_waits(bench: Bench) -> None:
+    """Nothing else may happen for long: the next turn of the wait is due when the deadline is."""
+    keys = chain(2)
+    write_down(bench.store, keys, Tier.NVME)
+    bench.records.hold(UP)
+    with bench.store.acquire(keys, deadline_s=0.01) as lease:
+        bench.store.poll()
+        assert bench.store._progress._pause() < 0.02
+        assert lease.wait(PATIENCE_S) is LeaseState.FAILED
+    with bench.store.acquire(keys, deadline_s=3600.0):
+        bench.store.poll()
+        assert bench.store._progress._pause() > 0.1
+    bench.open_gates()

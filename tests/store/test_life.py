@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
+from time import sleep
 
 import pytest
 
@@ -57,6 +60,7 @@ CALLS: list[Callable[[TierStore], object]] = [
     lambda s: s.explain([]),
     lambda s: s.stats(),
     lambda s: s.register(),
+    lambda s: s.__enter__(),
 ]
 
 
@@ -227,3 +231,58 @@ def test_nothing_is_taken_when_time_runs_out_and_the_message_says_what_fills_hbm
             with pytest.raises(CapacityError, match="2 pinned"):
                 store.allocate(1, timeout_s=0.0)
         assert where(store, chain(1)[0])
+
+
+def test_a_forked_child_is_refused_at_once_even_if_the_lock_was_held(tmp_path: Path) -> None:
+    """Neither the threads nor whoever held the lock are there: a child that took it would wait for ever."""
+    for config in (tiers(), tiers(nvme=tmp_path / "disk")):
+        with TierStore.open(config, SPEC) as store:
+            keys = chain(2)
+            write(store, keys)
+            with store.acquire(keys) as lease:
+                with store._lock:
+                    child = os.fork()
+                    if child == 0:
+                        os._exit(_what_a_child_gets(store))
+                assert _exit_code_in_time(child) == 0
+                assert lease.wait(PATIENCE_S) is LeaseState.READY
+            assert read(store, keys) == 2
+
+
+def _exit_code_in_time(child: int) -> int | None:
+    """None for a child that hangs; it is killed then."""
+    for _ in range(1000):
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def _what_a_child_gets(store: TierStore) -> int:
+    """0: every call is refused, and close does nothing."""
+    refused = 0
+    for call in CALLS:
+        try:
+            call(store)
+        except StoreClosed as error:
+            refused += "after a fork" in str(error)
+    store.close()
+    return 0 if refused == len(CALLS) else 1
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_directory_that_goes_away_under_a_store_breaks_no_call(tmp_path: Path, whole: bool) -> None:
+    disk = tmp_path / "disk"
+    with TierStore.open(tiers(nvme=disk), SPEC) as store:
+        keys = chain(3)
+        write(store, keys)
+        store.flush()
+        for path in [disk] if whole else [p for p in disk.iterdir() if p.is_dir()]:
+            path.rename(tmp_path / "elsewhere")
+        assert store.stats()["nvme"] is not None
+        write(store, chain(3, "more"))
+        store.flush()
+        assert read(store, keys) == 3

@@ -291,3 +291,24 @@ def test_pages_rewritten_under_one_lease_do_not_become_their_own_ancestors() -> 
                 write(store, [key], lease)
         store.check()
         assert len(store.allocate(6, timeout_s=1.0)) == 6
+
+
+def test_a_lease_of_another_store_is_refused_and_nothing_is_changed(store: TierStore) -> None:
+    keys = chain(2)
+    with TierStore.open(tiers(), SPEC) as other, other.acquire([]) as lease:
+        slots = store.allocate(2)
+        with pytest.raises(LeaseError, match="another store"):
+            store.put(keys, slots, lease=lease)
+        other.check()
+    store.check()
+    assert store.match(keys).num_pages == 0
+    store.free(slots)
+
+
+@pytest.mark.parametrize("strange", ["a" * 36, b"a" * 35, [0] * 36])
+def test_what_is_no_key_is_a_value_error_and_nothing_is_changed(store: TierStore, strange: PageKey) -> None:
+    slots = store.allocate(2)
+    with pytest.raises(ValueError, match="is no page key"):
+        store.put([chain(1)[0], strange], slots)
+    assert store.match(chain(1)).num_pages == 0
+    store.free(slots)

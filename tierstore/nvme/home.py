@@ -50,7 +50,8 @@ class ShardMarker:
 def claim(path: Path) -> Path:
     """Make ``path`` a home, or check that it is one, and return it resolved.
 
-    Only a missing or empty directory becomes a home; ConfigError for anything else, which is left as it was.
+    Only a missing or empty directory becomes a home, or one whose making was cut short; ConfigError for anything
+    else, which is left as it was.
     """
     try:
         home = path.expanduser().resolve()
@@ -58,7 +59,7 @@ def claim(path: Path) -> Path:
         with _alone(home):
             if (home / HOME_MARKER).exists():
                 require_home(home)
-            elif any(home.iterdir()):
+            elif any(path.name != _on_its_way(home / HOME_MARKER).name for path in home.iterdir()):
                 raise _foreign(home)
             else:
                 write_json(home / HOME_MARKER, {"format": "tierstore-nvme", "version": FORMAT_VERSION})
@@ -76,6 +77,8 @@ def require_home(home: Path) -> None:
     try:
         marker = json.loads((home / HOME_MARKER).read_text())
     except FileNotFoundError:
+        if home.is_dir() and not any(home.iterdir()):
+            raise ConfigError(f"{home} is empty: no store has used it yet") from None
         raise _foreign(home) from None
     except OSError as error:
         raise _unusable(home, error) from error
@@ -158,13 +161,18 @@ def disk_nbytes(directory: Path) -> int:
 
 def write_json(path: Path, value: object) -> None:
     """Replace ``path`` by ``value`` as JSON, mode 0600, whole or not at all."""
-    temporary = path.with_name(path.name + ".new")
+    temporary = _on_its_way(path)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "w") as file:
         json.dump(value, file, default=str)
         file.flush()
         os.fsync(fd)
     temporary.replace(path)
+
+
+def _on_its_way(path: Path) -> Path:
+    """What ``write_json`` writes first, and a kill or a full disk may leave behind."""
+    return path.with_name(path.name + ".new")
 
 
 @contextmanager

@@ -164,14 +164,12 @@ class NvmeTier:
         return True
 
     def stats(self) -> dict[str, object]:
-        """Sizes, counters and state, for people and metrics. Reads a few directory entries."""
+        """Sizes, counters and state, for people and metrics. Reads a few directory entries.
+
+        A directory that was moved or deleted under the open tier takes no bytes and has no others.
+        """
         self._guard()
         counts = self._outbox.counts()
-        others = [
-            {"name": path.name, "nbytes": home.disk_nbytes(path), "damaged": damaged}
-            for path, _, damaged in home.shard_directories(self._directory.parent)
-            if path != self._directory
-        ]
         return {
             "path": str(self._directory),
             "disk_nbytes": home.disk_nbytes(self._directory),
@@ -181,13 +179,23 @@ class NvmeTier:
             "records": self._catalogue.num_records,
             "read_only": self._writer.refusal.active,
             "o_direct": False,
-            "others": others,
+            "others": self._others(),
             **{name: counts.get(name, 0) for name in _COUNTERS},
         }
 
     def _guard(self) -> None:
         if os.getpid() != self._pid:
             raise StoreClosed(f"this NVMe tier belongs to process {self._pid}; open another after a fork")
+
+    def _others(self) -> list[dict[str, object]]:
+        try:
+            return [
+                {"name": path.name, "nbytes": home.disk_nbytes(path), "damaged": damaged}
+                for path, _, damaged in home.shard_directories(self._directory.parent)
+                if path != self._directory
+            ]
+        except OSError:
+            return []
 
     def _check(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
         if len(pages) != len(transfer.keys) or len(transfer.parents) != len(transfer.keys):
