@@ -38,5 +38,6 @@ $(READY): pyproject.toml
 	@echo "Setting up .venv (once, a few minutes)" >&2
 	@$(PYTHON) -m venv .venv
 	@$(PIP) install $(TORCH)
-	@$(PIP) install --editable ".[hf,dev]"
+	@# compat: a plain path entry, which a folder named tierstore beside the user's script does not hide
+	@$(PIP) install --config-settings editable_mode=compat --editable ".[hf,dev]"
 	@touch $(READY)

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from tierstore.cli import probes
-from tierstore.config import config_schema
+from tierstore.config import config_schema, load_config
 from tierstore.keys import page_keys
 from tierstore.nvme.tier import NvmeTier
-from tierstore.types import PageKey, Tier, Transfer
+from tierstore.store import TierStore
+from tierstore.types import PageKey, PageSpec, Tier, Transfer
 
 
 def tierstore(*arguments: str | Path, answer: str = "") -> subprocess.CompletedProcess[str]:
@@ -166,6 +167,24 @@ def test_inspect_shows_what_a_directory_holds(home: Path) -> None:
     (shard,) = last_line(result)["shards"]
     assert (shard["name"], shard["records"], shard["page_nbytes"]) == (SHARD, 5, PAGE_NBYTES)
     assert (shard["fault"], shard["in_use_by"], shard["damaged"]) == (None, None, False)
+
+
+def test_the_model_of_a_store_is_in_the_table_and_an_empty_directory_is_called_empty(tmp_path: Path) -> None:
+    spec = PageSpec(
+        num_layers=1, page_size=4, num_kv_heads=1, head_dim=8, dtype="float32", model="my-model@7"
+    )
+    path = tmp_path / "store"
+    config = {
+        "hbm": {"capacity": "64KiB", "device": "cpu"},
+        "host": {"capacity": "64KiB"},
+        "nvme": {"path": path, "capacity": "8MiB"},
+    }
+    TierStore.open(load_config(config), spec).close()
+    assert "my-model@7" in tierstore("inspect", path).stdout
+    (tmp_path / "empty").mkdir()
+    result = tierstore("inspect", tmp_path / "empty")
+    assert result.returncode == 2
+    assert "is empty" in result.stderr
 
 
 def test_inspect_names_the_process_that_uses_a_directory(home: Path) -> None:

@@ -55,6 +55,11 @@ prompts = [torch.tensor([{random_prompt(40)}]), torch.tensor([{[*random_prompt(4
     assert result.splitlines()[-2:] == ["0 of 40 tokens reused", "32 of 43 tokens reused"]
 
 
+def test_the_engine_example_copies_pages_out_and_in(tmp_path: Path) -> None:
+    printed = run(block("python", 2), tmp_path, "-W", "error")
+    assert printed.splitlines() == ["[1, 3, 4, 15]", "4 True"]
+
+
 def test_the_configuration_loads(tmp_path: Path) -> None:
     (tmp_path / "store.yaml").write_text(block("yaml"), encoding="utf-8")
     assert load_config(tmp_path / "store.yaml").page_size == 64

@@ -110,7 +110,8 @@ def _check(config: StoreConfig, layout: PageLayout) -> None:
         raise ConfigError("the configuration names no tier; allowed: at least one of hbm, host, nvme")
     if not _owns_hbm(config) and config.host is None:
         raise ConfigError(
-            "host is missing; allowed with an engine that owns HBM: a host section with a capacity"
+            "host is missing; without HBM of its own the store serves an engine, and copies through host memory; "
+            "allowed: an hbm section, or a host section with a capacity"
         )
     if config.hbm is not None and config.hbm.device != "cpu":
         _refuse_device(config.hbm.device)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 def occupancy(directory: Directory, tier: Tier) -> str:
     """One line for an error message: what the slots of a tier are doing."""
-    return ", ".join(f"{number} {state}" for state, number in _states(directory, tier).items())
+    states = ", ".join(f"{number} {state}" for state, number in _states(directory, tier).items())
+    return f"{states}; {len(directory.leasing.open)} leases are open"
 
 
 def explain_page(directory: Directory, key: PageKey) -> dict[str, object]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from tests.adapters.tiny import tiny_llama
 from tierstore.adapters.huggingface import model_identity, page_spec
@@ -26,6 +26,11 @@ def test_latent_attention_is_refused() -> None:
     config.kv_lora_rank = 64
     with pytest.raises(ValueError, match="kv_lora_rank"):
         page_spec(config, 16, "float32", "m")
+
+
+def test_a_model_of_another_family_is_refused_by_what_it_lacks() -> None:
+    with pytest.raises(ValueError, match="has no num_hidden_layers"):
+        page_spec(GPT2Config(), 16, "float32", "m")
 
 
 def test_identity_survives_saving_loading_and_the_choice_of_attention(tmp_path: Path) -> None:

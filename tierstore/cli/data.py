@@ -101,13 +101,20 @@ def _row(shard: ShardReport) -> tuple[str, ...]:
         state = f"damaged: {shard.fault}" if shard.fault else "closed"
     return (
         f"{shard.fingerprint[:12]}-{shard.name.partition('-')[2]}",
-        str(shard.description.get("model", "")),
+        _model(shard),
         "" if shard.records is None else str(shard.records),
         "" if shard.page_nbytes is None else format_size(shard.page_nbytes),
         format_size(shard.disk_nbytes),
         "" if shard.capacity is None else format_size(shard.capacity),
         state,
     )
+
+
+def _model(shard: ShardReport) -> str:
+    """The models named by the shard's KV groups, each once."""
+    groups = shard.description.get("groups")
+    names = [str(group.get("model", "")) for group in groups] if isinstance(groups, list) else []
+    return ", ".join(dict.fromkeys(names))
 
 
 def _say(verdict: ShardVerdict) -> None:

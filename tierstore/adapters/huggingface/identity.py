@@ -43,6 +43,13 @@ def page_spec(config: PreTrainedConfig, page_size: int, dtype: torch.dtype | str
 
 def check_supported(text: dict[str, Any]) -> None:
     """Raise ValueError, naming the reason, unless every layer keeps K and V per head of all tokens."""
+    missing = [
+        name for name in ("num_hidden_layers", "num_attention_heads", "hidden_size") if name not in text
+    ]
+    if missing:
+        raise ValueError(
+            f"the model's configuration has no {', '.join(missing)}: only models of the Llama family are supported"
+        )
     if text.get("kv_lora_rank") is not None:
         raise ValueError(
             "multi-head latent attention (kv_lora_rank) is not supported: its cache is not K and V per head"
