@@ -146,6 +146,10 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, object]) -> StoreC
     """
     if isinstance(source, Mapping):
         return _checked("configuration", dict(source))
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            f"configuration is {_shown(source)}; allowed: the path of a YAML file, or a mapping"
+        )
     name = os.fspath(source)
     return _checked(name, _read(name))
 

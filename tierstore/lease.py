@@ -107,9 +107,18 @@ class Lease:
         return self._record.sources[: self.num_pages]
 
     @property
-    def missing(self) -> tuple[PageKey, ...]:
+    def missing(self) -> list[PageKey]:
         """The keys that are not covered: recompute them."""
-        return self._record.keys[self.num_pages :]
+        return list(self._record.keys[self.num_pages :])
+
+    @property
+    def missing_because(self) -> str | None:
+        """Why the first missing page is missing; None if none is.
+
+        "not_found"; "no_room": HBM was full of pages that are held or not saved yet, ask again or compute; "deadline";
+        "failed": it could not be read; "evicted", "capacity", or what else became of it.
+        """
+        return self._record.miss_reason if self.missing else None
 
     def wait(self, timeout_s: float | None = None) -> LeaseState:
         """READY: the covered pages are in HBM. FAILED: none is left. PENDING: the time ran out, nothing changed.

@@ -161,7 +161,14 @@ def _not_ours(verb: str) -> ConfigError:
     return ConfigError(f"{verb}: HBM belongs to the engine; allowed with hbm.owner: store")
 
 
+def require_key_list(keys: Sequence[PageKey]) -> None:
+    """TypeError for a single key, or for what holds no keys: it would only look like a miss."""
+    if isinstance(keys, bytes | str) or any(not isinstance(key, bytes) for key in keys[:1]):
+        raise TypeError(f"keys is {keys!r:.60}; allowed: a sequence of page keys, as keys() gives")
+
+
 def _require_keys(keys: Sequence[PageKey], slots: Sequence[int]) -> None:
+    require_key_list(keys)
     if len(keys) != len(slots):
         raise ValueError(f"{len(keys)} keys with {len(slots)} slots; allowed: one slot a key")
     strange = next((k for k in keys if not isinstance(k, bytes) or len(k) != KEY_NBYTES), None)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tierstore import invariants, report
 from tierstore.assembly import Parts, assemble
+from tierstore.config import StoreConfig
 from tierstore.errors import ConfigError
 from tierstore.gpu.copy_engine import CpuCopyEngine
 from tierstore.gpu.pool import EnginePool
@@ -19,7 +20,7 @@ from tierstore.lease import Lease, record_of
 from tierstore.pending import PendingEvents
 from tierstore.progress import Progress
 from tierstore.saving import save_unsaved, wait_settled
-from tierstore.slots import EngineSlots, OwnSlots
+from tierstore.slots import EngineSlots, OwnSlots, require_key_list
 from tierstore.traffic import BATCH_PAGES
 from tierstore.types import Match, Tier
 from tierstore.wakeup import Wakeup
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tierstore.config import StoreConfig
     from tierstore.gpu.pool import EnginePages, GroupedPages
     from tierstore.keys import Extra, TokenIds
     from tierstore.lease import Event
@@ -77,6 +77,8 @@ class TierStore:
 
         ``pump=False``: nothing happens between calls; the host calls ``poll`` each step. ConfigError changes nothing.
         """
+        if not isinstance(config, StoreConfig):
+            raise ConfigError(f"config is a {type(config).__name__}; allowed: what load_config gives")
         wakeup = Wakeup()
         try:
             layout = PageLayout.of(spec)
@@ -148,6 +150,7 @@ class TierStore:
     def match(self, keys: Sequence[PageKey]) -> Match:
         """The longest readable prefix. Changes nothing, promises nothing, is no use for the policy."""
         self._progress.advance()
+        require_key_list(keys)
         with self._lock:
             tiers = self._directory.residency.match(keys)
         return Match(len(tiers), tuple(tiers))
@@ -162,6 +165,7 @@ class TierStore:
         an engine owns HBM. ValueError on unequal lengths.
         """
         self._progress.advance()
+        require_key_list(keys)
         self._slots.check_into(keys, into)
         return self._holding.acquire(keys, deadline_s, into)
 
@@ -191,6 +195,7 @@ class TierStore:
         Missing keys are skipped. ValueError if the tier is not below HBM or not configured.
         """
         self._progress.advance()
+        require_key_list(keys)
         below = [t for t in self._directory.residency.tables if t > Tier.HBM]
         if tier not in below:
             raise ValueError(
@@ -209,6 +214,7 @@ class TierStore:
         They are unmatchable at once; leased ones go when released; records are gone from disk after ``flush``.
         """
         self._progress.advance()
+        require_key_list(keys)
         tiers = [t for t in self._directory.residency.tables if tier is None or t == tier]
         dropped = 0
         for chunk in reversed(_chunks(keys)):
@@ -268,6 +274,7 @@ class TierStore:
     def explain(self, keys: Sequence[PageKey]) -> list[dict[str, object]]:
         """For each key: where its copies are and in what state, its parent, and why it went if it went lately."""
         self._progress.advance()
+        require_key_list(keys)
         with self._lock:
             return [report.explain_page(self._directory, key) for key in keys]
 

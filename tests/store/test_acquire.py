@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from tests.support.pages import (
     tiers,
     where,
     write,
+    write_each,
 )
 from tests.support.stalls import IN
 from tierstore.store import TierStore
@@ -52,13 +54,13 @@ def test_a_miss_is_a_value(store: TierStore) -> None:
     keys = chain(3)
     with store.acquire(keys) as lease:
         assert lease.wait(0.0) is LeaseState.READY
-        assert (lease.num_pages, lease.slots, lease.missing) == (0, [], tuple(keys))
+        assert (lease.num_pages, lease.slots, lease.missing) == (0, [], list(keys))
 
 
 def test_no_keys_are_a_lease_of_nothing(store: TierStore) -> None:
     with store.acquire([]) as lease:
         assert lease.wait(0.0) is LeaseState.READY
-        assert (lease.num_pages, lease.missing) == (0, ())
+        assert (lease.num_pages, lease.missing) == (0, [])
 
 
 def test_pages_in_hbm_are_ready_at_once_and_the_rest_is_missing(store: TierStore) -> None:
@@ -67,7 +69,7 @@ def test_pages_in_hbm_are_ready_at_once_and_the_rest_is_missing(store: TierStore
     with store.acquire(keys) as lease:
         assert lease.wait(0.0) is LeaseState.READY
         assert lease.slots == slots
-        assert lease.missing == (keys[3],)
+        assert lease.missing == [keys[3]]
         assert lease.ready(0) is None
         require_right(store, lease)
 
@@ -101,7 +103,7 @@ def test_wait_that_times_out_is_pending_and_changes_nothing(bench: Bench) -> Non
     slots = lease.slots
     for timeout_s in (0.0, 0.02):
         assert lease.wait(timeout_s) is LeaseState.PENDING
-        assert (lease.num_pages, lease.slots, lease.missing) == (3, slots, ())
+        assert (lease.num_pages, lease.slots, lease.missing) == (3, slots, [])
     with pytest.raises(TimeoutError):
         lease.ready(1, timeout_s=0.0)
     bench.copies.open()
@@ -123,7 +125,7 @@ def test_what_has_no_room_is_missing_and_acquire_does_not_wait(bench: Bench) -> 
     mine = bench.store.allocate(2)
     with bench.store.acquire(keys) as lease:
         assert lease.num_pages == 2
-        assert lease.missing == tuple(keys[2:])
+        assert lease.missing == list(keys[2:])
         assert lease.wait(PATIENCE_S) is LeaseState.READY
         require_right(bench.store, lease)
     bench.store.free(mine)
@@ -165,7 +167,7 @@ def test_a_page_that_fails_cuts_the_lease_before_it(bench: Bench, lane: tuple[Ti
     with bench.store.acquire(keys) as lease:
         assert lease.wait(PATIENCE_S) is LeaseState.READY
         assert lease.num_pages == 2
-        assert lease.missing == tuple(keys[2:])
+        assert lease.missing == list(keys[2:])
         require_right(bench.store, lease)
     bench.store.check()
     found = read(bench.store, keys)
@@ -179,7 +181,7 @@ def test_a_lease_whose_first_page_fails_is_failed(bench: Bench, lane: tuple[Tier
     (bench.copies if lane == IN else bench.records).fail_next(lane, 0)
     with bench.store.acquire(keys) as lease:
         assert lease.wait(PATIENCE_S) is LeaseState.FAILED
-        assert (lease.num_pages, lease.slots, lease.missing) == (0, [], tuple(keys))
+        assert (lease.num_pages, lease.slots, lease.missing) == (0, [], list(keys))
         assert lease.wait(0.0) is LeaseState.FAILED
     assert bench.store.drain(PATIENCE_S)
     assert tier_stats(bench.store, Tier.HBM)["pinned"] == 0
@@ -233,3 +235,30 @@ def test_what_had_no_room_is_not_pushed_out_by_the_room_made_for_it() -> None:
             served = read(store, wanted)
             store.drain(PATIENCE_S)
         assert served == 3
+
+
+def test_a_lease_says_why_its_first_missing_page_is_missing(tmp_path: Path) -> None:
+    with TierStore.open(tiers(2, 8, tmp_path / "store"), SPEC) as store:
+        keys = chain(4)
+        write_each(store, keys)
+        store.flush()
+        with store.acquire(keys) as all_that_fits:
+            assert all_that_fits.wait(PATIENCE_S) is LeaseState.READY
+            assert (all_that_fits.num_pages, all_that_fits.missing_because) == (2, "no_room")
+        with store.acquire(chain(1, "unknown")) as lease:
+            assert lease.missing_because == "not_found"
+        with store.acquire(keys[:2]) as lease:
+            assert lease.missing_because is None
+        store.evict(keys)
+        with store.acquire(keys) as lease:
+            assert lease.missing_because == "evicted"
+
+
+def test_what_is_no_list_of_keys_is_refused_and_does_not_look_like_a_miss() -> None:
+    with TierStore.open(tiers(2, 2), SPEC) as store:
+        (key,) = chain(1)
+        wrong_keys: list[Any] = [key, [1, 2], "text"]
+        for call in (store.match, store.acquire, store.evict, store.explain):
+            for wrong in wrong_keys:
+                with pytest.raises(TypeError, match="allowed: a sequence of page keys"):
+                    call(wrong)
