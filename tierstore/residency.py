@@ -319,19 +319,28 @@ class Residency:
             self._settle(key, self._lowest, table, copy)
 
     def _settle(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy) -> None:
-        """Puts a readable, unpinned copy into the queue it belongs to, and out of the other."""
-        below, above = self._below[tier], [c for x in self._above[tier] if (c := x.get(key)) and c.ready]
-        bare = not above and self.lineage.has_children(key)
-        if below:
-            unsaved = not _ready_in(below, key)
-        else:
-            if bare:
+        """Puts a readable, unpinned copy into the queue it belongs to, and out of the others."""
+        rank = copy.rank
+        if tier == self._lowest:
+            above = self._above[tier]
+            mirror = _ready_in(above, key)
+            if not mirror and self.lineage.has_children(key):
                 table.withdraw(copy)
                 return
-            unsaved = bool(above) and not any(c.pins for c in above)
-        table.droppable.shift(copy.rank, key, offered=not unsaved)
-        table.dirty.shift(copy.rank, key, offered=unsaved)
-        table.leaves.shift(copy.rank, key, offered=unsaved and not bare)
+            unsaved = mirror and not any(x[key].pins for x in above if _ready_in((x,), key))
+        else:
+            unsaved = not _ready_in(self._below[tier], key)
+        if not unsaved:
+            table.dirty.withdraw(rank)
+            table.leaves.withdraw(rank)
+            table.droppable.offer(rank, key)
+            return
+        table.droppable.withdraw(rank)
+        table.dirty.offer(rank, key)
+        if self.lineage.has_children(key) and not _ready_in(self._above[tier], key):
+            table.leaves.withdraw(rank)
+        else:
+            table.leaves.offer(rank, key)
 
     def _rerank(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy, rank: int) -> None:
         if rank == copy.rank:
