@@ -80,7 +80,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.flushed: set[PageKey] = set()
         self.gone: set[PageKey] = set()
         self.revision = 0
-        self.failures_planned = False
+        self.failures_planned = 0
 
     # -- parts --------------------------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(lane=lanes, page=st.integers(0, 2))
     def fail(self, lane: Lane, page: int) -> None:
-        self.failures_planned = True
+        self.failures_planned += 1
         if (gate := self.gate(lane)) is not None:
             gate.fail_next(lane, page)
         if lane[0] == Tier.NVME:
@@ -311,14 +311,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.unwritten.clear()
         readable = {key for key in self.written if self.running.store.match([key]).num_pages}
         nvme = self.running.directory.residency.tables[Tier.NVME]
-        for _ in range(
-            8
-        ):  # a flush that meets a planned failure counts the page as failed; the next tries again
+        while (
+            self.failures_planned
+        ):  # these flushes meet the planned failures and count their pages as failed
+            self.failures_planned -= 1
             self.running.store.flush()
-            self.flushed = {key for key in readable if nvme.ready(key)}
-            if self.flushed == readable:
-                return
-        raise AssertionError("a page was not flushed")
+        self.running.store.flush()
+        self.flushed = {key for key in readable if nvme.ready(key)}
+        assert self.flushed == readable, "a page was not flushed"
 
     @precondition(lambda self: not self.reopened and Tier.NVME in self.running.directory.residency.tables)
     @rule(keys=sequences, flush=st.booleans(), evict=st.integers(0, 5))
