@@ -1,0 +1,219 @@
+"""A sequence and its pages: forks that share them, rollback, a window that moves on. Metadata only.
+
+A page of a table is one of
+
+    sealed    the store's, read only; a lease keeps it in its slot, the table only points at it
+    private   owned by this family of tables, writable while exactly one of them points at it
+    dropped   behind the window: NO_PAGE
+
+A family is a sequence and its forks. Who writes into a page that is sealed or shared gets a copy of it first
+(copy-on-write, as in vLLM's PagedAttention, Kwon et al. 2023). It knows tokens and slots; no tiers, keys or bytes.
+One thread at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+NO_PAGE = -1
+"""The slot of a page that was dropped behind the window."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """The bytes of one slot are to be copied into another before anything is written there."""
+
+    src: int
+    dst: int
+
+
+class PrivateSlots:
+    """The slots that a family of tables owns, and how many of its tables point at each."""
+
+    def __init__(self) -> None:
+        self._holders: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._holders
+
+    def sole(self, slot: int) -> bool:
+        """Whether the slot is private and one table alone points at it."""
+        return self._holders.get(slot) == 1
+
+    def take(self, slot: int) -> None:
+        """The family owns one more slot. ValueError if it owned it already."""
+        if slot in self._holders:
+            raise ValueError(f"slot {slot} is owned already")
+        self._holders[slot] = 1
+
+    def share(self, slots: Iterable[int]) -> None:
+        """One more table points at these; sealed and dropped pages are not counted."""
+        for slot in slots:
+            if slot in self._holders:
+                self._holders[slot] += 1
+
+    def let_go(self, slots: Iterable[int]) -> list[int]:
+        """One table less points at these. Returns those that nobody points at any more: they are owned no longer."""
+        unused = []
+        for slot in slots:
+            if slot in self._holders:
+                self._holders[slot] -= 1
+                if not self._holders[slot]:
+                    del self._holders[slot]
+                    unused.append(slot)
+        return unused
+
+    def hand_over(self, slot: int) -> None:
+        """The slot became the store's. ValueError unless one table alone points at it."""
+        if not self.sole(slot):
+            raise ValueError(f"slot {slot} is not owned by one table alone")
+        del self._holders[slot]
+
+
+class BlockTable:
+    """Page ``i`` holds tokens ``[i * page_size, (i + 1) * page_size)`` of the sequence, in slot ``slots[i]``.
+
+    Methods that free slots return them, each once: the caller gives them back to the store.
+    """
+
+    def __init__(self, page_size: int, private: PrivateSlots | None = None) -> None:
+        """An empty sequence. ``private``: the slots of its family; a new family without it."""
+        self.page_size = page_size
+        self.slots: list[int] = []
+        self.num_tokens = 0
+        """Tokens whose K/V is in the pages (those dropped behind the window included)."""
+        self.first_page = 0
+        """Pages before this one were dropped."""
+        self.generation = 0
+        """Grows with each ``clear``: what was begun in an earlier life of the sequence comes too late."""
+        self.private = PrivateSlots() if private is None else private
+
+    def reuse(self, slots: Sequence[int], num_tokens: int) -> None:
+        """Begin an empty table with sealed pages, ``num_tokens`` of which count. ValueError if it is not empty."""
+        if self.slots or self.num_tokens:
+            raise ValueError("the table is not empty")
+        if not 0 <= num_tokens <= len(slots) * self.page_size:
+            raise ValueError(f"{num_tokens} tokens in {len(slots)} pages of {self.page_size}")
+        self.slots, self.num_tokens = list(slots), num_tokens
+
+    def missing_slots(self, num_tokens: int) -> int:
+        """Slots that ``extend`` to ``num_tokens`` needs: new pages, and one for a copy of a page that is not ours."""
+        return max(0, self._pages(num_tokens) - len(self.slots)) + self._must_copy(num_tokens)
+
+    def extend(self, num_tokens: int, new: Sequence[int]) -> PageCopy | None:
+        """Make room for tokens up to ``num_tokens`` in ``new`` slots, ``missing_slots`` of them, private from now on.
+
+        Returns the copy that has to be made before anything is written. ``num_tokens`` itself does not change: say
+        ``advance`` once they are written. ValueError for another count of slots, nothing changed then.
+        """
+        if len(new) != self.missing_slots(num_tokens):
+            raise ValueError(f"{len(new)} slots; allowed: {self.missing_slots(num_tokens)}")
+        fresh = list(new)
+        copy = None
+        if self._must_copy(num_tokens):
+            page = self.num_tokens // self.page_size
+            copy = PageCopy(self.slots[page], fresh.pop())
+            self.private.take(copy.dst)
+            # Not the last holder of a private page: else there were nothing to copy, so nothing is freed here.
+            self.private.let_go([copy.src])
+            self.slots[page] = copy.dst
+        for slot in fresh:
+            self.private.take(slot)
+        self.slots += fresh
+        return copy
+
+    def place(self, position: int) -> tuple[int, int]:
+        """Slot and offset of the token at ``position``."""
+        return self.slots[position // self.page_size], position % self.page_size
+
+    def advance(self, num_tokens: int) -> None:
+        """The K/V of all tokens before ``num_tokens`` is in the pages. ValueError where there is no room for them."""
+        if not self.num_tokens <= num_tokens <= len(self.slots) * self.page_size:
+            raise ValueError(f"advance from {self.num_tokens} to {num_tokens} in {len(self.slots)} pages")
+        self.num_tokens = num_tokens
+
+    def truncate(self, num_tokens: int) -> list[int]:
+        """Forget all but the first ``num_tokens`` tokens (speculative decoding took them back); freed slots.
+
+        ValueError, nothing changed, below a page that was dropped, or beyond the end.
+        """
+        if not self.first_page * self.page_size <= num_tokens <= self.num_tokens:
+            raise ValueError(
+                f"truncate to {num_tokens}; allowed: {self.first_page * self.page_size} to {self.num_tokens}"
+            )
+        self.num_tokens = num_tokens
+        keep = self._pages(num_tokens)
+        freed = self.private.let_go(self.slots[keep:])
+        del self.slots[keep:]
+        return freed
+
+    def drop_before(self, position: int) -> list[int]:
+        """No token before ``position`` is read any more: pages that end at or before it are dropped; freed slots.
+
+        Positions beyond ``num_tokens`` count as it: a page that is still to be written stays.
+        """
+        stop = min(position, self.num_tokens) // self.page_size
+        if stop <= self.first_page:
+            return []
+        dropped = slice(self.first_page, stop)
+        freed = self.private.let_go(self.slots[dropped])
+        self.slots[dropped] = [NO_PAGE] * (stop - self.first_page)
+        self.first_page = stop
+        return freed
+
+    def sealable(self) -> range:
+        """The full pages that this table alone owns, from the first that is not the store's on."""
+        full = self.num_tokens // self.page_size
+        first = next((i for i in range(self.first_page, full) if self.slots[i] in self.private), full)
+        stop = next((i for i in range(first, full) if not self.private.sole(self.slots[i])), full)
+        return range(first, stop)
+
+    def seal(self, first: int, slots: Sequence[int], generation: int) -> bool:
+        """Pages from ``first`` on became the store's, and are in ``slots`` now. False: too late, nothing changed.
+
+        Too late is what was begun before the last ``clear``. ValueError for a page that was not owned alone.
+        """
+        if generation != self.generation:
+            return False
+        mine = self.slots[first : first + len(slots)]
+        if len(mine) != len(slots) or not all(self.private.sole(slot) for slot in mine):
+            raise ValueError(
+                f"pages {first} to {first + len(slots) - 1} are not all owned by this table alone"
+            )
+        for slot in mine:
+            self.private.hand_over(slot)
+        self.slots[first : first + len(slots)] = slots
+        return True
+
+    def fork(self) -> BlockTable:
+        """A second sequence of the family that begins like this one and shares all its pages."""
+        other = BlockTable(self.page_size, self.private)
+        other.slots, other.num_tokens, other.first_page = list(self.slots), self.num_tokens, self.first_page
+        self.private.share(self.slots)
+        return other
+
+    def clear(self) -> list[int]:
+        """Let go of everything: the sequence ends, or is preempted and will begin anew; freed slots."""
+        freed = self.private.let_go(self.slots)
+        self.slots, self.num_tokens, self.first_page = [], 0, 0
+        self.generation += 1
+        return freed
+
+    def _pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def _must_copy(self, num_tokens: int) -> bool:
+        """Whether the next token goes into a page that exists and is sealed or shared."""
+        page = self.num_tokens // self.page_size
+        return (
+            num_tokens > self.num_tokens
+            and page < len(self.slots)
+            and not self.private.sole(self.slots[page])
+        )
