@@ -103,31 +103,31 @@ class BlockTable:
             raise ValueError(f"{num_tokens} tokens in {len(slots)} pages of {self.page_size}")
         self.slots, self.num_tokens = list(slots), num_tokens
 
-    def missing_slots(self, num_tokens: int) -> int:
-        """Slots that ``extend`` to ``num_tokens`` needs: new pages, and one for a copy of a page that is not ours."""
-        return max(0, self._pages(num_tokens) - len(self.slots)) + self._must_copy(num_tokens)
+    def missing_slots(self, stop: int, first: int | None = None) -> int:
+        """Slots that ``extend`` with these needs: new pages, and one for the copy of each page that is not ours."""
+        return max(0, self._pages(stop) - len(self.slots)) + len(self._to_copy(stop, first))
 
-    def extend(self, num_tokens: int, new: Sequence[int]) -> PageCopy | None:
-        """Make room for tokens up to ``num_tokens`` in ``new`` slots, ``missing_slots`` of them, private from now on.
+    def extend(self, stop: int, new: Sequence[int], first: int | None = None) -> list[PageCopy]:
+        """Make tokens ``[first, stop)`` writable in ``new`` slots, ``missing_slots`` of them, private from now on.
 
-        Returns the copy that has to be made before anything is written. ``num_tokens`` itself does not change: say
-        ``advance`` once they are written. ValueError for another count of slots, nothing changed then.
+        ``first``: ``num_tokens`` unless said otherwise; a lower one overwrites. Returns the copies that have to be
+        made before anything is written. ``num_tokens`` does not change: say ``advance`` once they are written.
+        ValueError for another count of slots, or for tokens behind the window, nothing changed then.
         """
-        if len(new) != self.missing_slots(num_tokens):
-            raise ValueError(f"{len(new)} slots; allowed: {self.missing_slots(num_tokens)}")
+        if len(new) != self.missing_slots(stop, first):
+            raise ValueError(f"{len(new)} slots; allowed: {self.missing_slots(stop, first)}")
         fresh = list(new)
-        copy = None
-        if self._must_copy(num_tokens):
-            page = self.num_tokens // self.page_size
-            copy = PageCopy(self.slots[page], fresh.pop())
-            self.private.take(copy.dst)
-            # Not the last holder of a private page: else there were nothing to copy, so nothing is freed here.
-            self.private.let_go([copy.src])
-            self.slots[page] = copy.dst
+        copies = []
+        for page in self._to_copy(stop, first):
+            copies.append(PageCopy(self.slots[page], fresh.pop()))
+            # The source is sealed, or another table points at it too: letting go of it frees nothing.
+            self.private.let_go([self.slots[page]])
+            self.private.take(copies[-1].dst)
+            self.slots[page] = copies[-1].dst
         for slot in fresh:
             self.private.take(slot)
         self.slots += fresh
-        return copy
+        return copies
 
     def place(self, position: int) -> tuple[int, int]:
         """Slot and offset of the token at ``position``."""
@@ -168,9 +168,12 @@ class BlockTable:
         self.first_page = stop
         return freed
 
-    def sealable(self) -> range:
-        """The full pages that this table alone owns, from the first that is not the store's on."""
-        full = self.num_tokens // self.page_size
+    def sealable(self, num_tokens: int | None = None) -> range:
+        """The full pages that this table alone owns, from the first that is not the store's on.
+
+        ``num_tokens``: pages that end beyond it do not count; all tokens unless said otherwise.
+        """
+        full = min(self.num_tokens, self.num_tokens if num_tokens is None else num_tokens) // self.page_size
         first = next((i for i in range(self.first_page, full) if self.slots[i] in self.private), full)
         stop = next((i for i in range(first, full) if not self.private.sole(self.slots[i])), full)
         return range(first, stop)
@@ -209,11 +212,12 @@ class BlockTable:
     def _pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def _must_copy(self, num_tokens: int) -> bool:
-        """Whether the next token goes into a page that exists and is sealed or shared."""
-        page = self.num_tokens // self.page_size
-        return (
-            num_tokens > self.num_tokens
-            and page < len(self.slots)
-            and not self.private.sole(self.slots[page])
-        )
+    def _to_copy(self, stop: int, first: int | None) -> list[int]:
+        """The pages that hold tokens of ``[first, stop)``, exist, and are sealed or shared."""
+        start = self.num_tokens if first is None else first
+        if not self.first_page * self.page_size <= start <= self.num_tokens:
+            raise ValueError(
+                f"write from {start} on; allowed: {self.first_page * self.page_size} to {self.num_tokens}"
+            )
+        pages = range(start // self.page_size, min(self._pages(stop), len(self.slots)))
+        return [page for page in pages if not self.private.sole(self.slots[page])] if stop > start else []
