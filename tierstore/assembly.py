@@ -48,10 +48,10 @@ class Parts:
 
 def assemble(config: StoreConfig, layout: PageLayout, wake: Callable[[], None]) -> Parts:
     """Opens every tier the configuration names. ConfigError changes nothing."""
-    _check(config, layout)
-    hbm_slots = _slots("hbm", config.hbm.capacity if _owns_hbm(config) and config.hbm else None, layout)
-    host_slots = _slots("host", config.host.capacity if config.host else None, layout)
-    _check_memory(layout, hbm_slots, host_slots)
+    check_sections(config, layout)
+    hbm_slots = slots_of("hbm", config.hbm.capacity if owns_hbm(config) and config.hbm else None, layout)
+    host_slots = slots_of("host", config.host.capacity if config.host else None, layout)
+    check_memory(layout, hbm_slots, host_slots)
     pool = None if hbm_slots is None else CpuPool(layout, hbm_slots)
     arena = None if host_slots is None else HostArena(layout, host_slots)
     nvme = None if config.nvme is None else _open_nvme(config.nvme, layout, wake)
@@ -69,7 +69,8 @@ def assemble(config: StoreConfig, layout: PageLayout, wake: Callable[[], None]) 
     return Parts(layout, pool, arena, nvme, directory, _mover(layout, pool, arena, nvme, wake), metrics)
 
 
-def _owns_hbm(config: StoreConfig) -> bool:
+def owns_hbm(config: StoreConfig) -> bool:
+    """Whether HBM is the store's own, not an engine's."""
     return config.hbm is not None and config.hbm.owner == "store"
 
 
@@ -101,14 +102,15 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _check(config: StoreConfig, layout: PageLayout) -> None:
+def check_sections(config: StoreConfig, layout: PageLayout) -> None:
+    """ConfigError for sections that do not go together, or with these pages, or with this machine's devices."""
     if config.page_size is not None and config.page_size != layout.page_size:
         raise ConfigError(
             f"page_size is {config.page_size}; allowed: {layout.page_size}, the page_size of the PageSpec, or none"
         )
     if config.hbm is None and config.host is None and config.nvme is None:
         raise ConfigError("the configuration names no tier; allowed: at least one of hbm, host, nvme")
-    if not _owns_hbm(config) and config.host is None:
+    if not owns_hbm(config) and config.host is None:
         raise ConfigError(
             "host is missing; without HBM of its own the store serves an engine, and copies through host memory; "
             "allowed: an hbm section, or a host section with a capacity"
@@ -131,7 +133,8 @@ def _refuse_device(device: str) -> None:
     )
 
 
-def _slots(section: str, capacity: int | None, layout: PageLayout) -> int | None:
+def slots_of(section: str, capacity: int | None, layout: PageLayout) -> int | None:
+    """Pages of a memory tier, None without a capacity. ConfigError if not even one fits."""
     if capacity is None:
         return None
     slots = capacity // layout.page_nbytes
@@ -142,7 +145,8 @@ def _slots(section: str, capacity: int | None, layout: PageLayout) -> int | None
     return slots
 
 
-def _check_memory(layout: PageLayout, hbm_slots: int | None, host_slots: int | None) -> None:
+def check_memory(layout: PageLayout, hbm_slots: int | None, host_slots: int | None) -> None:
+    """ConfigError if so many slots need more memory than is available now."""
     available = available_nbytes()
     wanted = {"hbm.capacity": hbm_slots, "host.capacity": host_slots}
     total = sum(slots * layout.slot_nbytes for slots in wanted.values() if slots is not None)
