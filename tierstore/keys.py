@@ -34,7 +34,9 @@ TokenIds: TypeAlias = Sequence[int] | Array
 Extra: TypeAlias = str | bytes | int | tuple[int, bytes]
 """What else the KV depends on: an item for the whole sequence, or ``(token_offset, bytes)`` from that token on."""
 
-_SCHEME = b"tierstore-keys-1"  # changes whenever equal input would give another key
+SCHEME = "tierstore-keys-1"
+"""Changes whenever equal input would give another key: pages under keys of another scheme can never be found again."""
+
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
@@ -47,7 +49,7 @@ def namespace(specs: PageSpec | Sequence[PageSpec]) -> bytes:
     if not groups:
         raise ValueError("namespace needs at least one PageSpec")
     fields = [_field(b"f", spec.fingerprint.encode()) for spec in groups]
-    return sha256(b"".join((_field(b"N", _SCHEME), _count(len(fields)), *fields))).digest()
+    return sha256(b"".join((_field(b"N", SCHEME.encode()), _count(len(fields)), *fields))).digest()
 
 
 def page_keys(
@@ -77,7 +79,7 @@ def page_keys(
     suffix += _whole("shard", shard, range(1 << 16)).to_bytes(2, "big")
     shared, placed = _split(extra, page_size)
     fields = (
-        _field(b"R", _SCHEME),
+        _field(b"R", SCHEME.encode()),
         _field(b"n", _octets("namespace", namespace)),
         _field(b"s", _octets("salt", salt)),
     )

@@ -80,8 +80,8 @@ class PageSpec:
     """Geometry and identity of the pages of one KV group on one shard.
 
     ``kind``: "mha" (K and V per head; also GQA and MQA), "mla" (one latent plane) or "state" (one state a
-    page). ``dtype`` is torch's name of it. ``model`` must change whenever equal tokens would give other KV:
-    weights, revision, adapters, quantisation.
+    page). ``dtype`` is torch's name of it. ``model`` must change whenever equal tokens would give other KV in the same
+    shard: weights, revision, adapters, quantisation, and how the model is spread over its shards ("tp=4").
     """
 
     kind: Literal["mha", "mla", "state"] = "mha"
@@ -95,17 +95,19 @@ class PageSpec:
     model: str
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, str):
+            raise ValueError(f"PageSpec.model is {self.model!r}; allowed: a string")
         if self.kind not in ("mha", "mla", "state"):
             raise ValueError(f"PageSpec.kind is {self.kind!r}; allowed: 'mha', 'mla', 'state'")
         if self.dtype not in DTYPE_NBYTES:
             raise ValueError(f"PageSpec.dtype is {self.dtype!r}; allowed: {', '.join(sorted(DTYPE_NBYTES))}")
         for name in ("num_layers", "page_size", "num_kv_heads", "head_dim"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"PageSpec.{name} is {value!r}; allowed: an integer of at least 1")
         for name in ("group", "shard"):
             value = getattr(self, name)
-            if not isinstance(value, int) or not 0 <= value < 1 << 16:
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 16:
                 raise ValueError(f"PageSpec.{name} is {value!r}; allowed: an integer of 0 to 65535")
 
     @property
@@ -132,7 +134,7 @@ class PageSpec:
         parts += [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name != "shard"]
         digest = hashlib.sha256()
         for part in parts:
-            raw = part.encode()
+            raw = part.encode("utf-8", "surrogatepass")
             digest.update(len(raw).to_bytes(8, "little") + raw)
         return digest.hexdigest()
 

@@ -37,13 +37,17 @@ _BUSY_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardMarker:
-    """What a sub-directory says of itself; ``description`` is the caller's, for people."""
+    """What a sub-directory says of itself; ``description`` is the caller's, for people.
+
+    ``key_scheme``: how its pages' keys were made. A marker without one is older than this field.
+    """
 
     fingerprint: str
     shard: int
     page_nbytes: int
     capacity: int
     format_version: int = FORMAT_VERSION
+    key_scheme: str = "tierstore-keys-1"
     description: Mapping[str, object] = field(default_factory=dict)
 
 

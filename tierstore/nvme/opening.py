@@ -97,6 +97,7 @@ def _prepare(directory: Path, marker: home.ShardMarker, sizing: Sizing) -> None:
     if fault is not None:
         _set_aside(directory, fault)
     directory.mkdir(mode=0o700, exist_ok=True)
+    directory.chmod(0o700)  # one that others could write to before, and none that belongs to somebody else
     home.write_marker(directory, marker)
 
 
@@ -110,6 +111,8 @@ def _fault(directory: Path, marker: home.ShardMarker) -> str | None:
         marker.format_version,
     ):
         return "its marker is missing or names something else"
+    if old.key_scheme != marker.key_scheme:
+        return f"its keys are of scheme {old.key_scheme!r}, not {marker.key_scheme!r}: no look-up would find a page"
     if old.page_nbytes != marker.page_nbytes:
         return f"its pages have {old.page_nbytes} bytes, not {marker.page_nbytes}"
     return examine(directory).fault

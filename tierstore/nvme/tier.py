@@ -12,6 +12,7 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore import keys
 from tierstore.codec import KEY_NBYTES
 from tierstore.errors import StoreClosed
 from tierstore.nvme import home
@@ -79,6 +80,7 @@ class NvmeTier:
             shard=shard,
             page_nbytes=page_nbytes,
             capacity=capacity,
+            key_scheme=keys.SCHEME,
             description=dict(description or {}),
         )
         shard_home = open_shard(path, marker, sizing, readers=readers)
