@@ -1,0 +1,292 @@
+"""A load that fails, whole or in part, ends in a miss that names its pages; nothing stale is ever readable."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.nvme.rig import data_file
+from tests.support.bench import Bench, open_bench
+from tests.support.pages import (
+    PATIENCE_S,
+    SPEC,
+    chain,
+    content,
+    counter,
+    read,
+    require_nothing_held,
+    require_right,
+    tiers,
+    where,
+    write,
+)
+from tests.support.stalls import IN
+from tierstore.gpu.pool import CpuPool
+from tierstore.nvme import entry
+from tierstore.nvme.reading import RecordReader
+from tierstore.store import TierStore
+from tierstore.types import LeaseState, PageKey, Tier
+
+UP = (Tier.NVME, Tier.HOST)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = open_bench(tiers(hbm=4, host=8, nvme=tmp_path / "disk"), SPEC)
+    yield bench
+    bench.store.check()
+    bench.close()
+
+
+def write_down(store: TierStore, keys: list[PageKey], tier: Tier) -> None:
+    """The pages are in one tier alone."""
+    write(store, keys)
+    store.demote(keys, tier)
+    assert store.drain(PATIENCE_S)
+    assert {tuple(where(store, key)) for key in keys} == {(tier,)}
+
+
+def reading_fails(monkeypatch: pytest.MonkeyPatch, bad: PageKey, error: Exception) -> None:
+    """The disk gives half of another page and then the error, for this page."""
+    load = RecordReader.load
+
+    def failing(self: RecordReader, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]) -> None:
+        load(self, key, out, scratch)
+        if key == bad:
+            out[: out.nbytes // 2] = 0xEE
+            raise error
+
+    monkeypatch.setattr(RecordReader, "load", failing)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.EIO, "Input/output error"), "io_error"),
+        (OSError(errno.ESTALE, "Stale file handle"), "io_error"),
+        (lmdb.Error("reading"), "io_error"),
+        (MemoryError(), "io_error"),
+        (RuntimeError("nobody thought of this one"), "io_error"),
+        (KeyError("gone"), "not_found"),
+    ],
+)
+@pytest.mark.parametrize("position", [0, 1, 3])
+def test_a_page_the_disk_does_not_give_ends_the_hit_before_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str, position: int
+) -> None:
+    # F017: page k of n fails, whatever the error
+    store, keys = bench.store, chain(4)
+    write_down(store, keys, Tier.NVME)
+    reading_fails(monkeypatch, keys[position], error)
+    with store.acquire(keys) as lease:
+        assert lease.wait(PATIENCE_S) is (LeaseState.READY if position else LeaseState.FAILED)
+        assert lease.num_pages == position
+        assert lease.missing == keys[position:]
+        assert lease.missing_because == "failed"
+        require_right(store, lease)
+    assert counter(store, "failed_pages", f"NVME,HOST,{reason}") == 1
+    assert store.match(keys).num_pages == position
+    monkeypatch.undo()
+    write(store, keys[position:])
+    assert read(store, keys) == 4
+    require_nothing_held(store)
+
+
+def test_a_short_read_is_a_miss(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    # F017: the disk gives fewer bytes than the record has, and says it is all right
+    store, keys = bench.store, chain(2)
+    write_down(store, keys, Tier.NVME)
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, buffers, offset) - 1)
+    assert read(store, keys) == 0
+    monkeypatch.undo()
+    assert counter(store, "failed_pages", "NVME,HOST,integrity") == 2
+    assert store.match(keys).num_pages == 0
+
+
+def _copies_in_fail(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """The device refuses once it has taken so many pages, half of the next one included."""
+    taken: list[int] = []
+    into = CpuPool.write
+
+    def failing(self: CpuPool, slot: int, page: NDArray[np.uint8]) -> None:
+        if len(taken) == after:
+            self.view(slot)[: page.nbytes // 2] = 0xEE
+            raise RuntimeError("an illegal memory access was encountered")
+        taken.append(slot)
+        into(self, slot, page)
+
+    monkeypatch.setattr(CpuPool, "write", failing)
+
+
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
+def test_a_copy_into_hbm_that_breaks_exposes_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tier: Tier, after: int
+) -> None:
+    # F017: the error is the device's; the pages below are intact and come at the next try
+    store, keys = bench.store, chain(4)
+    write_down(store, keys, tier)
+    _copies_in_fail(monkeypatch, after)
+    with store.acquire(keys) as lease:
+        lease.wait(PATIENCE_S)
+        assert lease.num_pages <= after
+        assert lease.missing == keys[lease.num_pages :]
+        require_right(store, lease)
+    assert counter(store, "failed_pages", "HOST,HBM,io_error") > 0
+    assert all(Tier.HBM not in where(store, key) for key in keys[after:])
+    monkeypatch.undo()
+    assert read(store, keys) == 4
+    require_nothing_held(store)
+
+
+def test_a_copy_out_of_hbm_that_breaks_leaves_no_page_below(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # F017: and the other way; the page stays where it is whole
+    store, keys = bench.store, chain(3)
+
+    def failing(self: CpuPool, slot: int, out: NDArray[np.uint8]) -> None:
+        out[: out.nbytes // 2] = 0xEE
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(CpuPool, "read", failing)
+    write(store, keys)
+    store.demote(keys, Tier.HOST)
+    assert store.drain(PATIENCE_S)
+    assert store.match(keys).tiers == (Tier.HBM,) * 3
+    assert all(tuple(where(store, key)) == (Tier.HBM,) for key in keys)
+    monkeypatch.undo()
+    store.flush()
+    store.evict(keys, Tier.HBM)
+    assert read(store, keys) == 3
+
+
+def _between_match_and_acquire(bench: Bench, keys: list[PageKey], gone: PageKey) -> Callable[[], None]:
+    bench.records.inner.submit_erase([gone])
+    assert bench.records.inner.sync(PATIENCE_S)
+    return lambda: None
+
+
+def _between_acquire_and_the_read(bench: Bench, keys: list[PageKey], gone: PageKey) -> Callable[[], None]:
+    bench.records.hold(UP)
+
+    def later() -> None:
+        bench.records.inner.submit_erase([gone])
+        assert bench.records.inner.sync(PATIENCE_S)
+        bench.records.open()
+
+    return later
+
+
+@pytest.mark.parametrize("delete", [_between_match_and_acquire, _between_acquire_and_the_read])
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_the_caller_learns_which_pages_to_compute_and_why(
+    bench: Bench, delete: Callable[[Bench, list[PageKey], PageKey], Callable[[], None]], position: int
+) -> None:
+    # F019: deleted between lookup and load; a caller may compute what is missing, or fail the request
+    store, keys = bench.store, chain(3)
+    write_down(store, keys, Tier.NVME)
+    assert store.match(keys).num_pages == 3
+    later = delete(bench, keys, keys[position])
+    lease = store.acquire(keys)
+    later()
+    assert lease.wait(PATIENCE_S) is (LeaseState.READY if position else LeaseState.FAILED)
+    assert lease.missing == keys[position:]
+    assert lease.missing_because == "failed"
+    require_right(store, lease)
+    slots = write(store, lease.missing, lease)
+    assert len(slots) == 3 - position
+    lease.release()
+    assert read(store, keys) == 3
+    assert store.explain(keys)[position]["lost"] is None
+
+
+def test_a_failed_page_fails_for_every_lease_that_waits_for_it(bench: Bench) -> None:
+    # F017: two requests share a load; and one that comes later is told at once
+    store, keys = bench.store, chain(3)
+    write_down(store, keys, Tier.NVME)
+    bench.records.hold(UP)
+    bench.records.fail_next(UP, 1)
+    first, second = store.acquire(keys), store.acquire(keys[:2])
+    bench.records.let_go(UP)
+    for lease in (first, second):
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
+        assert lease.missing == list(lease.keys[1:])
+        require_right(store, lease)
+        lease.release()
+    bench.records.open()
+    with store.acquire(keys) as lease:
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
+        assert (lease.num_pages, lease.missing_because) == (1, "io_error")
+
+
+def test_a_failed_copy_does_not_end_the_lease_of_a_page_that_is_there_anyway(bench: Bench) -> None:
+    # F017: the page was computed while its load was under way, and then the load fails
+    store, keys = bench.store, chain(2)
+    write_down(store, keys, Tier.HOST)
+    bench.copies.hold(IN)
+    bench.copies.fail_next(IN, 0, 1)
+    lease = store.acquire(keys)
+    write(store, keys)
+    bench.copies.let_go(IN)
+    bench.settle()
+    assert not bench.copies.failing[IN]
+    assert lease.wait(PATIENCE_S) is LeaseState.READY
+    assert lease.num_pages == 2
+    require_right(store, lease)
+    lease.release()
+
+
+def test_sessions_whose_records_changed_places_get_nothing_of_each_other(tmp_path: Path) -> None:
+    # F021: each record carries its key, which is compared on every read
+    config = tiers(4, 8, tmp_path)
+    mine, yours = chain(3, "mine"), chain(3, "yours")
+    with TierStore.open(config, SPEC) as store:
+        write(store, mine)
+        write(store, yours)
+    path = data_file(tmp_path, SPEC.fingerprint)
+    raw = path.read_bytes()
+    bodies = {key: content(key).numpy().tobytes() for key in (mine[1], yours[1])}
+    at = {key: raw.index(body) for key, body in bodies.items()}
+    with path.open("r+b") as file:
+        for key, other in ((mine[1], yours[1]), (yours[1], mine[1])):
+            file.seek(at[key])
+            file.write(bodies[other])
+    with TierStore.open(config, SPEC) as store:
+        assert read(store, mine) == 1
+        assert read(store, yours) == 1
+        assert counter(store, "failed_pages", "NVME,HOST,integrity") == 2
+
+
+def test_sessions_whose_entries_changed_places_get_nothing_of_each_other(tmp_path: Path) -> None:
+    # F021: whole records, heads and checksums included, under the wrong keys
+    config = tiers(4, 8, tmp_path)
+    mine, yours = chain(3, "mine"), chain(3, "yours")
+    with TierStore.open(config, SPEC) as store:
+        write(store, mine)
+        write(store, yours)
+    home = data_file(tmp_path, SPEC.fingerprint).parent
+    with (
+        lmdb.open(
+            str(home), map_size=config.nvme.capacity if config.nvme else 0, max_dbs=entry.MAX_DBS
+        ) as env,
+        env.begin(write=True) as txn,
+    ):
+        catalogue = env.open_db(entry.CATALOGUE_DB, txn)
+        found = {key: txn.get(key, db=catalogue) for key in (mine[1], yours[1])}
+        for key, other in ((mine[1], yours[1]), (yours[1], mine[1])):
+            raw = found[other]
+            assert raw is not None
+            txn.put(key, entry.pack(key, entry.unpack(other, raw)), db=catalogue)
+    with TierStore.open(config, SPEC) as store:
+        assert read(store, mine) == 1
+        assert read(store, yours) == 1
+        assert counter(store, "failed_pages", "NVME,HOST,integrity") == 2
