@@ -15,6 +15,7 @@ from rich.text import Text
 from tierstore.cli.bench import bench
 from tierstore.cli.data import inspect, purge, verify
 from tierstore.cli.output import Json, print_json
+from tierstore.cli.plan import plan
 from tierstore.config import config_schema
 from tierstore.demo.command import demo
 
@@ -24,7 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, inspect, verify, purge):
+for command in (demo, plan, inspect, verify, purge):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

@@ -1,0 +1,484 @@
+"""Planning: the geometry that is read, the arithmetic, and what the command says. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.support.pages import chain, tier_stats, tiers, write
+from tierstore.cli import app
+from tierstore.config import StoreConfig, load_config
+from tierstore.errors import ConfigError
+from tierstore.plan.forecast import Plan, Rates, forecast, page_layout, restore_seconds
+from tierstore.plan.geometry import Geometry, geometry, known_models, read_model
+from tierstore.plan.measure import Rate, copy_rate, matmul_rate, read_rate
+from tierstore.plan.prefill import Prefill
+from tierstore.store import TierStore
+from tierstore.types import Tier
+
+GQA: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 100,
+    "torch_dtype": "float16",
+}
+MLA = GQA | {
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "q_lora_rank": 16,
+}
+WINDOWS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
+KNOWN = Rates(copy=Rate(1e10, ""), read=Rate(1e9, ""), prefill=Rate(1e12, ""), per_token=False)
+
+
+def read(fields: dict[str, Any]) -> Geometry:
+    return geometry("config.json", fields)
+
+
+def work(fields: dict[str, Any]) -> Prefill:
+    found = read(fields).prefill
+    assert isinstance(found, Prefill)
+    return found
+
+
+def planned(
+    config: StoreConfig, fields: dict[str, Any], *lengths: int, rates: Rates = KNOWN, page_size: int = 4
+) -> Plan:
+    model = read(fields)
+    config, layout = page_layout(config, model, page_size, None)
+    return forecast(config, model, layout, rates, lengths or (64,))
+
+
+@pytest.mark.parametrize(
+    ("change", "shape"),
+    [
+        ({}, (2, 2, 4, 2, 8)),
+        ({"num_key_value_heads": 1}, (2, 2, 4, 1, 8)),
+        ({"num_key_value_heads": None}, (2, 2, 4, 4, 8)),
+        ({"head_dim": 16}, (2, 2, 4, 2, 16)),
+        (WINDOWS, (2, 2, 4, 2, 8)),
+        (MLA, (2, 1, 4, 1, 16)),
+    ],
+    ids=["grouped heads", "one head", "no grouping", "a head_dim of its own", "windows", "latents"],
+)
+def test_pages_have_the_shape_that_the_config_describes(
+    change: dict[str, Any], shape: tuple[int, ...]
+) -> None:
+    assert read(GQA | change).spec(4).shape == shape
+
+
+def test_the_text_part_of_a_larger_config_is_read_and_its_dtype_may_stand_above() -> None:
+    text = {name: value for name, value in GQA.items() if name != "torch_dtype"}
+    top = {
+        "text_config": text,
+        "dtype": "torch.float32",
+        "hidden_size": 7,
+        "vision_config": {"hidden_size": 9},
+    }
+    assert read(top).spec(4).dtype == "float32"
+    assert read(top).spec(4).shape == (2, 2, 4, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        (WINDOWS, (3, None)),
+        ({"sliding_window": 3}, (3, 3)),
+        ({"sliding_window": 3, "use_sliding_window": False}, (None, None)),
+        ({"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1}, (None, 3)),
+        ({"sliding_window": 3, "sliding_window_pattern": 2}, (3, None)),
+        ({"sliding_window": 3, "model_type": "gemma2"}, (3, None)),
+        ({"sliding_window": None}, (None, None)),
+    ],
+)
+def test_each_layer_has_its_window(fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert read(GQA | fields).windows == windows
+
+
+def test_the_table_says_which_layers_of_gemma_see_all_tokens() -> None:
+    windows = read_model("gemma-3-270m").windows
+    assert [layer for layer, window in enumerate(windows) if window is None] == [5, 11, 17]
+    assert set(windows) == {None, 512}
+
+
+@pytest.mark.parametrize("name", sorted(known_models()))
+def test_every_known_model_has_pages_and_work(name: str) -> None:
+    model = read_model(name)
+    assert model.spec(64).page_nbytes > 0
+    assert isinstance(model.prefill, Prefill)
+    assert read_model(name.rpartition("/")[2].upper()) == model
+
+
+@pytest.mark.parametrize(
+    ("name", "nbytes"),
+    [
+        ("Llama-3.1-8B", 131072),
+        ("Llama-3.1-70B", 327680),
+        ("Qwen3-8B", 147456),
+        ("SmolLM2-135M", 23040),
+        ("DeepSeek-V3", 70272),
+    ],
+)
+def test_bytes_of_a_token(name: str, nbytes: int) -> None:
+    assert read_model(name).spec(1).page_nbytes == nbytes
+
+
+@pytest.mark.parametrize(
+    ("name", "active"),
+    [
+        ("Llama-3.1-8B", 8.03e9 - 128256 * 4096),
+        ("Qwen2.5-7B", 7.62e9 - 152064 * 3584),
+        ("Mixtral-8x7B-v0.1", 12.9e9 - 32000 * 4096),
+        ("Qwen3-30B-A3B", 3.35e9 - 151936 * 2048),
+        ("DeepSeek-V3", 36.6e9),
+    ],
+)
+def test_a_token_meets_as_many_weights_as_its_makers_say(name: str, active: float) -> None:
+    found = read_model(name).prefill
+    assert isinstance(found, Prefill)
+    assert found.weights + found.head == pytest.approx(active, rel=0.01)
+
+
+def test_work_of_a_dense_model_is_what_a_hand_counts() -> None:
+    layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64
+    assert work(GQA).weights == 2 * layer
+    full = 5 * 6 // 2
+    assert work(GQA).operations(5) == 2 * (2 * layer * 5 + 32 * 100 + 2 * full * 2 * 4 * 8)
+    window = 1 + 2 + 3 + 3 + 3
+    assert work(GQA | WINDOWS).operations(5) == 2 * (2 * layer * 5 + 32 * 100 + (full + window) * 2 * 4 * 8)
+
+
+def test_work_of_latent_attention_is_what_a_hand_counts() -> None:
+    query, latent = 32 * 16 + 16 * 4 * 12, 32 * 16 + 12 * 4 * 16
+    assert work(MLA).weights == 2 * (query + latent + 4 * 8 * 32 + 3 * 32 * 64)
+    assert work(MLA).score == 4 * (12 + 8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "feed_forward"),
+    [
+        ({"num_local_experts": 4, "num_experts_per_tok": 2}, 2 * (3 * 32 * 2 * 64 + 32 * 4)),
+        (
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [0]},
+            3 * 32 * 64 + 3 * 32 * 2 * 8 + 32 * 4,
+        ),
+        (
+            {
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 8,
+                "n_shared_experts": 1,
+                "first_k_dense_replace": 1,
+            },
+            3 * 32 * 64 + 3 * 32 * 3 * 8 + 32 * 4,
+        ),
+        (
+            {
+                "num_experts": 4,
+                "num_experts_per_tok": 1,
+                "moe_intermediate_size": 8,
+                "shared_expert_intermediate_size": 16,
+                "decoder_sparse_step": 2,
+            },
+            3 * 32 * 64 + 3 * 32 * (8 + 16) + 32 * 4,
+        ),
+    ],
+)
+def test_of_the_experts_only_the_chosen_ones_count(fields: dict[str, Any], feed_forward: int) -> None:
+    attention = 2 * (2 * 32 * 32 + 2 * 32 * 16)
+    assert work(GQA | fields).weights == attention + feed_forward
+
+
+def test_an_unknown_name_is_told_the_nearest_ones_and_what_is_allowed() -> None:
+    with pytest.raises(
+        ConfigError, match=r"did you mean Llama-3.1-8B.*\? allowed: such a folder, or .*DeepSeek-V3"
+    ):
+        read_model("llama-3.1-8")
+    with pytest.raises(ConfigError, match=r"a known name; allowed: such a folder"):
+        read_model("/nowhere/to/be/found")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; allowed: an integer of at least 1"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads is '2'"),
+        ({"num_attention_heads": None, "num_key_value_heads": None}, "num_attention_heads is missing"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": 30}, "30 is no multiple of num_attention_heads 4"),
+        ({"kv_lora_rank": 12}, "qk_rope_head_dim is missing"),
+        ({"layer_types": ["full_attention"]}, "no list of 2"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types has linear_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window is missing"),
+        ({"num_kv_shared_layers": 1}, "num_kv_shared_layers is 1: layers that share"),
+        ({"v_head_dim": 4, "head_dim": 8}, "v_head_dim is 4"),
+    ],
+)
+def test_a_config_that_is_not_understood_is_refused_by_field(change: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json: ") as refused:
+        read(GQA | change)
+    assert told in str(refused.value)
+    assert "allowed" in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", "\xff"])
+def test_a_file_that_holds_no_config_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match=r"config.json.*allowed"):
+        read_model(str(tmp_path))
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read.*allowed: a folder with the config.json"):
+        read_model(str(tmp_path))
+
+
+def test_a_dtype_that_pages_cannot_have_is_refused() -> None:
+    model = read({**GQA, "torch_dtype": "auto"})
+    with pytest.raises(ConfigError, match="names no dtype; allowed with --dtype: bfloat16"):
+        model.spec(4)
+    with pytest.raises(ConfigError, match="asked for in dtype 'float3'"):
+        model.spec(4, "float3")
+    assert model.spec(4, "int8").dtype == "int8"
+
+
+def test_work_is_unknown_with_its_reason_where_a_size_is_missing_and_pages_are_planned_all_the_same() -> None:
+    found = planned(tiers(64, 64), {**GQA, "intermediate_size": None}).documents[0]
+    assert found.recompute_s is None
+    assert read({**GQA, "intermediate_size": None}).prefill == "config.json has no intermediate_size"
+    assert (
+        read({**GQA, "num_experts": "8"}).prefill
+        == "config.json has num_experts '8', which is not understood"
+    )
+    assert found.tiers[1].seconds is not None
+    assert found.tiers[1].sooner is None
+
+
+def test_a_plan_counts_what_a_hand_counts() -> None:
+    page = 2 * 2 * 4 * 2 * 8 * 2
+    config = load_config(
+        {"hbm": {"capacity": 20 * page + 5, "device": "cpu"}, "host": {"capacity": 70 * page}}
+    )
+    plan = planned(config, GQA, 33, 33, 400).plain()
+    assert (plan["page_nbytes"], plan["bytes_per_token"], plan["page_padding_nbytes"]) == (
+        page,
+        128,
+        4096 - page,
+    )
+    assert [tier["pages"] for tier in plan["tiers"]] == [20, 70]
+    assert [tier["tokens"] for tier in plan["tiers"]] == [80, 280]
+    short, long = plan["documents"]
+    assert (short["pages"], short["nbytes"]) == (8, 8 * page)
+    assert [tier["documents"] for tier in short["tiers"]] == [2, 8]
+    assert short["recompute_s"] == work(GQA).operations(33) / 1e12
+    assert [tier["seconds"] for tier in short["tiers"]] == [0.0, pytest.approx(8 * page / 1e10)]
+    assert short["tiers"][1]["sooner"] == pytest.approx(short["recompute_s"] / (8 * page / 1e10))
+    assert [tier["documents"] for tier in long["tiers"]] == [0, 0]
+    assert [tier["seconds"] for tier in long["tiers"]] == [None, None]
+    assert plan["warnings"] == [
+        "a document of 400 tokens needs 100 pages (50 KiB), HBM holds 20 (10 KiB)",
+        "a document of 400 tokens needs 100 pages (50 KiB), HOST holds 70 (35 KiB)",
+    ]
+    assert plan["refused"] == []
+
+
+def test_a_restore_from_disk_takes_the_slower_hop_and_a_first_batch_of_the_other() -> None:
+    def seconds(pages: int, *, through_host: bool) -> float:
+        found = restore_seconds(Tier.NVME, pages, 10**6, KNOWN, through_host=through_host)
+        assert found is not None
+        return found
+
+    assert seconds(100, through_host=True) == pytest.approx(100e-3 + 32 * 1e-4)
+    assert seconds(10, through_host=True) == pytest.approx(10e-3 + 10 * 1e-4)
+    assert seconds(100, through_host=False) == pytest.approx(100e-3)
+
+
+def test_what_was_not_measured_is_not_predicted() -> None:
+    nothing = Rate(None, "not measured")
+    blind = Rates(copy=nothing, read=nothing, prefill=nothing, per_token=False)
+    for tier in (Tier.HOST, Tier.NVME):
+        assert restore_seconds(tier, 3, 10, blind, through_host=True) is None
+    document = planned(tiers(64, 64), GQA, 16, rates=blind).documents[0]
+    assert document.recompute_s is None
+    assert [(found.seconds, found.sooner) for found in document.tiers] == [(0.0, None), (None, None)]
+
+
+def test_a_given_speed_of_prefill_is_taken() -> None:
+    given = Rates(copy=KNOWN.copy, read=None, prefill=Rate(50.0, "given"), per_token=True)
+    assert planned(tiers(64, 64), GQA, 100, rates=given).documents[0].recompute_s == 2.0
+
+
+def test_what_will_disappoint_is_said(tmp_path: Path) -> None:
+    slow = Rates(copy=Rate(1.0, ""), read=Rate(1.0, ""), prefill=Rate(1e12, ""), per_token=False)
+    config = tiers(300, 300, tmp_path, nvme_pages=20)
+    told = " / ".join(planned(config, GQA | WINDOWS, 3, 8, rates=slow).warnings)
+    assert "1 of 2 layers attend to the last 3 tokens only" in told
+    assert "the tiers above it 600: not all of them can be saved" in told
+    assert "a document of 3 tokens is shorter than a page (4): nothing is kept" in told
+    assert "a document of 8 tokens is recomputed sooner than restored from NVME" in told
+
+
+def test_what_an_opening_would_refuse_is_refused_in_its_words(tmp_path: Path) -> None:
+    config = load_config(
+        {
+            "hbm": {"capacity": 500, "device": "cpu"},
+            "host": {"capacity": "1PiB"},
+            "nvme": {"path": tmp_path / "store", "capacity": "64KiB"},
+        }
+    )
+    hbm, memory, nvme = planned(config, GQA).sizes.refused
+    assert hbm == "hbm.capacity is 500 bytes; allowed: at least one page, 512 bytes"
+    assert "bytes of memory; allowed: at most" in memory
+    assert "nvme.capacity is 65536 bytes; allowed: at least" in nvme
+    spec = page_layout(config, read(GQA), 4, None)[1].specs
+    with pytest.raises(ConfigError) as refused:
+        TierStore.open(config, spec)
+    assert str(refused.value) == hbm
+
+
+def test_a_plan_for_more_disk_than_there_is_says_so(tmp_path: Path) -> None:
+    config = load_config(
+        {"host": {"capacity": "1MiB"}, "nvme": {"path": tmp_path / "x", "capacity": "4000PiB"}}
+    )
+    (refused,) = planned(config, GQA).sizes.refused
+    assert f"but {tmp_path} has" in refused
+
+
+def test_an_engine_that_brings_its_memory_leaves_hbm_open() -> None:
+    config = load_config({"hbm": {"device": "cpu", "owner": "engine"}, "host": {"capacity": "64KiB"}})
+    plan = planned(config, GQA, 8)
+    hbm, host = plan.documents[0].tiers
+    assert (plan.sizes.refused, plan.sizes.tiers[0].pages, hbm.documents) == ((), None, None)
+    assert host.documents == 64
+    assert host.seconds is not None
+
+
+def test_the_plan_holds_as_many_pages_as_the_opened_store(tmp_path: Path) -> None:
+    config = tiers(5, 9, tmp_path / "store", nvme_pages=20)
+    planned_pages = {size.tier: size.pages for size in planned(config, GQA).sizes.tiers}
+    with TierStore.open(config, page_layout(config, read(GQA), 4, None)[1].specs) as store:
+        assert tier_stats(store, Tier.HBM)["num_slots"] == planned_pages[Tier.HBM] == 5
+        assert tier_stats(store, Tier.HOST)["num_slots"] == planned_pages[Tier.HOST] == 9
+        for number in range(4 * (planned_pages[Tier.NVME] or 0)):
+            write(store, chain(1, str(number)))
+        store.flush()
+        assert tier_stats(store, Tier.NVME)["resident"] == planned_pages[Tier.NVME]
+
+
+def test_rates_of_this_machine_are_taken_and_leave_nothing_behind(tmp_path: Path) -> None:
+    for rate in (
+        copy_rate(5000, "cpu"),
+        read_rate(5000, tmp_path),
+        matmul_rate(16, 32, "float32", "cpu"),
+        matmul_rate(16, 32, "bfloat16", "cpu"),
+    ):
+        assert rate.per_s is not None
+        assert rate.per_s > 0
+        assert rate.how.startswith("measured")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rate_that_cannot_be_taken_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    file = tmp_path / "file"
+    file.touch()
+    for rate, why in (
+        (copy_rate(5000, "cuda:0"), "finds no CUDA device"),
+        (matmul_rate(16, 32, "float32", "cuda"), "finds no CUDA device"),
+        (read_rate(5000, file), "no scratch file in"),
+    ):
+        assert rate.per_s is None
+        assert why in rate.how
+        assert rate.seconds(1) is None
+
+
+CONFIG = """
+hbm: {{capacity: 64KiB, device: cpu}}
+host: {{capacity: 64KiB}}
+nvme: {{path: {path}, capacity: 1MiB}}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(GQA), encoding="utf-8")
+    (tmp_path / "store.yaml").write_text(CONFIG.format(path=tmp_path / "store"), encoding="utf-8")
+    return tmp_path
+
+
+def run(folder: Path, *more: str, model: str = "model") -> tuple[int, str, Any]:
+    options = ["--config", str(folder / "store.yaml"), "--model", str(folder / model), *more, "--json"]
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plan", *options])
+    return result.exit_code, result.stdout, json.loads(result.stdout.splitlines()[-1])
+
+
+def test_the_command_measures_and_ends_with_one_object(folder: Path) -> None:
+    code, told, plan = run(folder, "--page-size", "4", "--tokens", "100", "--tokens", "8")
+    assert code == 0, told
+    assert set(plan) == {
+        "model",
+        "bytes_per_token",
+        "page_size",
+        "smallest_reuse_tokens",
+        "page_nbytes",
+        "page_padding_nbytes",
+        "tiers",
+        "documents",
+        "rates",
+        "refused",
+        "warnings",
+    }
+    assert plan["model"]["name"] == str(folder / "model" / "config.json")
+    assert [tier["tier"] for tier in plan["tiers"]] == ["HBM", "HOST", "NVME"]
+    assert [document["tokens"] for document in plan["documents"]] == [100, 8]
+    assert all(tier["seconds"] > 0 for tier in plan["documents"][0]["tiers"][1:])
+    assert set(plan["rates"]) == {
+        "host_to_hbm_bytes_per_s",
+        "nvme_read_bytes_per_s",
+        "prefill_operations_per_s",
+    }
+    assert "predicted from the model's operations" in told
+    assert sorted(path.name for path in folder.iterdir()) == ["model", "store.yaml"]
+
+
+def test_the_command_takes_dtype_and_speed(folder: Path) -> None:
+    code, told, plan = run(folder, "--dtype", "float32", "--prefill-tokens-per-s", "64", "--page-size", "4")
+    assert code == 0, told
+    assert plan["bytes_per_token"] == 256
+    assert plan["documents"][0]["recompute_s"] == 8192 / 64
+    assert "given with --prefill-tokens-per-s" in told
+
+
+def test_pages_have_64_tokens_unless_something_says_otherwise(folder: Path) -> None:
+    assert run(folder)[2]["page_size"] == 64
+    with open(folder / "store.yaml", "a", encoding="utf-8") as file:
+        file.write("page_size: 8\n")
+    assert run(folder)[2]["page_size"] == 8
+    assert run(folder, "--page-size", "4")[2]["page_size"] == 4
+
+
+def test_a_configuration_that_would_not_open_ends_with_code_1(folder: Path) -> None:
+    code, told, plan = run(folder, "--page-size", "100000")
+    assert code == 1
+    assert "refused: hbm.capacity is 65536 bytes" in told
+    assert plan["tiers"][0]["pages"] == 0
+
+
+def test_what_cannot_be_planned_ends_with_code_2_and_one_line(folder: Path) -> None:
+    code, _, plan = run(folder, model="nothing")
+    assert (code, set(plan)) == (2, {"error"})
+    (folder / "store.yaml").write_text("hbmm: {}", encoding="utf-8")
+    code, _, plan = run(folder)
+    assert code == 2
+    assert "did you mean hbm?" in plan["error"]

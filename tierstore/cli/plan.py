@@ -1,0 +1,143 @@
+"""``plan``: what of a model's KV fits the tiers of a configuration, and how long it takes to bring it back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tierstore.cli.output import Json, print_json, progress, refusals
+from tierstore.config import load_config
+from tierstore.units import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tierstore.plan.forecast import Plan
+
+
+def plan(
+    config: Annotated[Path, typer.Option(help="The configuration file.")],
+    model: Annotated[str, typer.Option(help="A folder with a config.json, or the name of a known model.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="dtype of the pages; the model's own if not given.")
+    ] = None,
+    page_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a page, instead of the configuration's.")
+    ] = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Length of a document; may be repeated. 8192 if not given."),
+    ] = None,
+    prefill_tokens_per_s: Annotated[
+        float | None, typer.Option(min=1e-9, help="Speed of your engine's prefill, instead of a prediction.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """How many tokens and documents of a model fit each tier, and what a restore costs beside recomputing.
+
+    Measures a copy, the disk (with a scratch file of at most 256 MiB that is gone at the end) and a matrix product
+    on this machine; opens no store. Exit code 1 if this machine would refuse to open the configuration for the model.
+    """
+    with refusals(as_json):
+        loaded = load_config(config)
+        from tierstore.plan.forecast import (
+            forecast,
+            measure,
+            page_layout,
+        )  # torch loads here, not for each command
+        from tierstore.plan.geometry import read_model
+
+        geometry = read_model(model)
+        loaded, layout = page_layout(loaded, geometry, page_size, dtype)
+        rates = measure(loaded, geometry, layout, prefill_tokens_per_s, progress.print)
+        found = forecast(loaded, geometry, layout, rates, tokens or [8192])
+    _show(Console(), found)
+    if as_json:
+        print_json(found.plain())
+    raise typer.Exit(1 if found.sizes.refused else 0)
+
+
+def _show(console: Console, found: Plan) -> None:
+    for line in _head(found):
+        console.print(Text(line), soft_wrap=True)
+    console.print(_tiers(found))
+    console.print(_documents(found))
+    for line in _rates(found):
+        console.print(Text(line), soft_wrap=True)
+    for kind, lines in (("refused", found.sizes.refused), ("note", found.warnings)):
+        for line in lines:
+            console.print(Text(f"{kind}: {line}"), soft_wrap=True)
+
+
+def _head(found: Plan) -> Iterator[str]:
+    spec, layout = found.spec, found.layout
+    heads = f"{spec.num_kv_heads} KV heads of {spec.head_dim}"
+    kept = heads if spec.kind == "mha" else f"latents of {spec.head_dim}"
+    yield f"{found.geometry.name}: {spec.num_layers} layers, {kept}, {spec.dtype}"
+    padding = layout.slot_nbytes - layout.page_nbytes
+    yield (
+        f"{layout.page_nbytes // layout.page_size} bytes a token, pages of {layout.page_size} tokens = "
+        f"{format_size(layout.page_nbytes)}" + (f" (and {padding} bytes of padding)" if padding else "")
+    )
+
+
+def _tiers(found: Plan) -> Table:
+    table = Table("tier", box=None, header_style="bold")
+    for name in ("capacity", "pages", "tokens"):
+        table.add_column(name, justify="right")
+    for size in found.sizes.tiers:
+        tokens = None if size.pages is None else size.pages * found.layout.page_size
+        capacity = "the engine's" if size.capacity is None else format_size(size.capacity)
+        table.add_row(size.tier.name, capacity, _count(size.pages), _count(tokens))
+    return table
+
+
+def _documents(found: Plan) -> Table:
+    table = Table("document of", "tier", box=None, header_style="bold")
+    for name in ("documents", "restored in", "recomputed in", "times sooner"):
+        table.add_column(name, justify="right")
+    for document in found.documents:
+        for restore in document.tiers:
+            table.add_row(
+                f"{document.tokens} tokens",
+                restore.tier,
+                _count(restore.documents),
+                _seconds(restore.seconds),
+                _seconds(document.recompute_s),
+                "-" if restore.sooner is None else f"{restore.sooner:.1f}",
+            )
+    return table
+
+
+def _rates(found: Plan) -> Iterator[str]:
+    rates = found.rates
+    yield f"HOST -> HBM: {_speed(rates.copy.per_s)}{rates.copy.how}"
+    if rates.read is not None:
+        yield f"disk: {_speed(rates.read.per_s)}{rates.read.how}"
+    if rates.per_token:
+        yield f"prefill: {rates.prefill.per_s:g} tokens/s, {rates.prefill.how}"
+    elif rates.prefill.per_s is None:
+        yield f"prefill: {rates.prefill.how}"
+    else:
+        yield (
+            "prefill: predicted from the model's operations at the speed of one matrix product, so at best; "
+            f"{rates.prefill.per_s / 1e9:.0f} GFLOP/s, {rates.prefill.how}"
+        )
+    yield "restores: predicted from these rates"
+
+
+def _count(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.3g} s"
+
+
+def _speed(per_s: float | None) -> str:
+    return "" if per_s is None else f"{per_s / 1e9:.2f} GB/s, "

@@ -1,0 +1,236 @@
+"""What a plan says: pages, documents and times of each tier for one model, from what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from tierstore.layout import PageLayout
+from tierstore.plan.measure import Rate, copy_rate, matmul_rate, read_rate
+from tierstore.plan.sizes import Sizes, TierSize, nearest_directory, sizes
+from tierstore.traffic import BATCH_PAGES
+from tierstore.types import Tier
+from tierstore.units import format_size
+
+if TYPE_CHECKING:
+    from tierstore.config import StoreConfig
+    from tierstore.plan.geometry import Geometry
+    from tierstore.types import PageSpec
+
+PAGE_SIZE = 64
+"""Tokens of a page where neither the configuration nor the caller says."""
+
+_COMPUTED = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """``copy``: HOST -> HBM, ``read``: the disk, bytes a second. ``prefill``: tokens or operations a second, as
+    ``per_token`` says. ``read`` is None without an NVMe tier.
+    """
+
+    copy: Rate
+    read: Rate | None
+    prefill: Rate
+    per_token: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """One document length in one tier. ``documents``: how many fit, None where the tier's size is the engine's.
+
+    ``seconds``: until one is in HBM; None where it does not fit or a rate is missing. ``sooner``: times sooner than
+    recomputing it.
+    """
+
+    tier: str
+    documents: int | None
+    seconds: float | None
+    sooner: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """``pages``: full ones, which is what is kept. ``recompute_s``: None where it cannot be predicted."""
+
+    tokens: int
+    pages: int
+    nbytes: int
+    recompute_s: float | None
+    tiers: tuple[Restore, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``refused``: why this machine would not open the configuration; ``warnings``: what opens and will disappoint."""
+
+    geometry: Geometry
+    spec: PageSpec
+    layout: PageLayout
+    sizes: Sizes
+    rates: Rates
+    documents: tuple[Document, ...]
+    warnings: tuple[str, ...]
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON: bytes, tokens and seconds; null for what is not known."""
+        spec, layout, rates = self.spec, self.layout, self.rates
+        return {
+            "model": {
+                "name": self.geometry.name,
+                "kind": spec.kind,
+                "num_layers": spec.num_layers,
+                "window_layers": sum(window is not None for window in self.geometry.windows),
+                "num_kv_heads": spec.num_kv_heads,
+                "head_dim": spec.head_dim,
+                "dtype": spec.dtype,
+            },
+            "bytes_per_token": layout.page_nbytes // layout.page_size,
+            "page_size": layout.page_size,
+            "smallest_reuse_tokens": layout.page_size,
+            "page_nbytes": layout.page_nbytes,
+            "page_padding_nbytes": layout.slot_nbytes - layout.page_nbytes,
+            "tiers": [_plain_tier(tier, layout.page_size) for tier in self.sizes.tiers],
+            "documents": [asdict(document) for document in self.documents],
+            "rates": {
+                "host_to_hbm_bytes_per_s": asdict(rates.copy),
+                "nvme_read_bytes_per_s": None if rates.read is None else asdict(rates.read),
+                f"prefill_{'tokens' if rates.per_token else 'operations'}_per_s": asdict(rates.prefill),
+            },
+            "refused": list(self.sizes.refused),
+            "warnings": list(self.warnings),
+        }
+
+
+def page_layout(
+    config: StoreConfig, model: Geometry, page_size: int | None, dtype: str | None
+) -> tuple[StoreConfig, PageLayout]:
+    """The pages, and the configuration for them: ``page_size`` replaces that of the file. ConfigError for the dtype."""
+    tokens = page_size or config.page_size or PAGE_SIZE
+    layout = PageLayout.of(model.spec(tokens, dtype))
+    return config.model_copy(update={"page_size": tokens}), layout
+
+
+def measure(
+    config: StoreConfig,
+    model: Geometry,
+    layout: PageLayout,
+    tokens_per_s: float | None,
+    say: Callable[[str], None],
+) -> Rates:
+    """Takes this machine's rates for these pages, the disk's where ``nvme.path`` is or will be; some seconds."""
+    device = config.hbm.device if config.hbm is not None else "cpu"
+    say("a page from HOST to HBM")
+    copy = copy_rate(layout.blob_nbytes, device)
+    read = None
+    if config.nvme is not None:
+        say("a page from disk")
+        read = read_rate(layout.blob_nbytes, nearest_directory(config.nvme.path))
+    if tokens_per_s is not None:
+        given = Rate(tokens_per_s, "given with --prefill-tokens-per-s")
+        return Rates(copy=copy, read=read, prefill=given, per_token=True)
+    if isinstance(model.prefill, str):
+        unknown = Rate(None, f"not predicted: {model.prefill}; --prefill-tokens-per-s says it")
+        return Rates(copy=copy, read=read, prefill=unknown, per_token=False)
+    say("a matrix product")
+    wanted = (layout.specs[0].dtype, model.dtype, "bfloat16")
+    dtype = next(name for name in wanted if name in _COMPUTED)
+    rate = matmul_rate(model.prefill.hidden, model.prefill.inner, dtype, device)
+    return Rates(copy=copy, read=read, prefill=rate, per_token=False)
+
+
+def forecast(
+    config: StoreConfig, model: Geometry, layout: PageLayout, rates: Rates, lengths: Sequence[int]
+) -> Plan:
+    """The plan for documents of ``lengths`` tokens. Pure but for looking at free memory and disk."""
+    found = sizes(config, layout)
+    documents = tuple(_document(length, model, layout, found, rates) for length in dict.fromkeys(lengths))
+    warnings = (*_of_the_model(model), *_of_tiers(found), *_of_documents(documents, layout, found))
+    return Plan(model, layout.specs[0], layout, found, rates, documents, warnings)
+
+
+def restore_seconds(tier: Tier, pages: int, nbytes: int, rates: Rates, *, through_host: bool) -> float | None:
+    """Time until ``pages`` pages of ``nbytes`` are in HBM, from a tier that holds them all.
+
+    From NVMe through HOST two hops overlap batch by batch, so it is the slower one, and a first batch of the other.
+    """
+    up = rates.copy.seconds(nbytes)
+    if tier == Tier.HBM:
+        return 0.0
+    if tier == Tier.HOST:
+        return None if up is None else pages * up
+    read = None if rates.read is None else rates.read.seconds(nbytes)
+    if read is None or up is None:
+        return None
+    return pages * max(read, up) + min(pages, BATCH_PAGES) * min(read, up) if through_host else pages * read
+
+
+def _document(tokens: int, model: Geometry, layout: PageLayout, found: Sizes, rates: Rates) -> Document:
+    pages = tokens // layout.page_size
+    recompute = _recompute_seconds(tokens, model, rates)
+    hbm = found.of(Tier.HBM)
+    fits = pages > 0 and (hbm is None or hbm.pages is None or hbm.pages >= pages)
+    through_host = found.of(Tier.HOST) is not None
+    tiers = []
+    for size in found.tiers:
+        documents = None if size.pages is None or not pages else size.pages // pages
+        seconds = None
+        if fits and documents != 0:
+            seconds = restore_seconds(size.tier, pages, layout.blob_nbytes, rates, through_host=through_host)
+        sooner = recompute / seconds if recompute and seconds else None
+        tiers.append(Restore(size.tier.name, documents, seconds, sooner))
+    return Document(tokens, pages, pages * layout.page_nbytes, recompute, tuple(tiers))
+
+
+def _recompute_seconds(tokens: int, model: Geometry, rates: Rates) -> float | None:
+    if rates.per_token:
+        return rates.prefill.seconds(tokens)
+    return None if isinstance(model.prefill, str) else rates.prefill.seconds(model.prefill.operations(tokens))
+
+
+def _of_the_model(model: Geometry) -> Iterator[str]:
+    windows = sorted({window for window in model.windows if window is not None})
+    if windows:
+        count = sum(window is not None for window in model.windows)
+        yield (
+            f"{count} of {model.num_layers} layers attend to the last {windows[-1]} tokens only; pages hold all layers "
+            "of all tokens all the same"
+        )
+
+
+def _of_tiers(found: Sizes) -> Iterator[str]:
+    nvme = found.of(Tier.NVME)
+    above = sum(size.pages or 0 for size in found.tiers if size.tier < Tier.NVME)
+    if nvme is not None and nvme.pages is not None and nvme.pages < above:
+        yield f"NVME holds {nvme.pages} pages, the tiers above it {above}: not all of them can be saved"
+
+
+def _of_documents(documents: Sequence[Document], layout: PageLayout, found: Sizes) -> Iterator[str]:
+    for document in documents:
+        if not document.pages:
+            yield f"a document of {document.tokens} tokens is shorter than a page ({layout.page_size}): nothing is kept"
+        for size in found.tiers:
+            if size.pages is not None and size.pages < document.pages:
+                yield _too_small(document, size, layout)
+        for restore in document.tiers:
+            if restore.sooner is not None and restore.sooner < 1:
+                yield f"a document of {document.tokens} tokens is recomputed sooner than restored from {restore.tier}"
+
+
+def _too_small(document: Document, size: TierSize, layout: PageLayout) -> str:
+    holds = (size.pages or 0) * layout.page_nbytes
+    return (
+        f"a document of {document.tokens} tokens needs {document.pages} pages ({format_size(document.nbytes)}), "
+        f"{size.tier.name} holds {size.pages} ({format_size(holds)})"
+    )
+
+
+def _plain_tier(size: TierSize, page_size: int) -> dict[str, Any]:
+    return {
+        "tier": size.tier.name,
+        "capacity": size.capacity,
+        "pages": size.pages,
+        "tokens": None if size.pages is None else size.pages * page_size,
+        "nbytes_per_page": size.page_nbytes,
+    }

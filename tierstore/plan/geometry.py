@@ -1,0 +1,259 @@
+"""A model's geometry, from the config.json of its folder or from the table of known models. Reads files, no torch.
+
+The fields are those that transformers writes. What this reader does not understand it refuses by name: pages of a wrong
+size would make every other figure wrong.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from tierstore.errors import ConfigError
+from tierstore.plan.prefill import OPTIONAL, Prefill, prefill_of
+from tierstore.types import DTYPE_NBYTES, PageSpec
+
+_OTHER_CACHES = {
+    "layers_block_type": "layers that keep a state",
+    "hybrid_override_pattern": "layers that keep a state",
+    "attn_layer_period": "layers that keep a state",
+    "full_attention_interval": "layers that keep a state",
+    "num_kv_shared_layers": "layers that share another layer's K and V",
+    "kv_sharing_modes": "layers that share another layer's K and V",
+    "global_head_dim": "layers with heads of different sizes",
+    "num_global_key_value_heads": "layers with different numbers of heads",
+    "swa_num_key_value_heads": "layers with different numbers of heads",
+    "index_head_dim": "an index of its own beside the latents",
+    "is_encoder_decoder": "an encoder",
+}
+"""Fields that, when set, mean a cache this reader has no pages for."""
+
+_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
+"""Every how many layers one is full, where a config does not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """What a model keeps of one token. ``dtype`` is the model's own, None where its config names none.
+
+    ``windows``: a layer each, the tokens it attends to, None for all. ``prefill``: its work, or why it is not known.
+    """
+
+    name: str
+    kind: Literal["mha", "mla"]
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str | None
+    windows: tuple[int | None, ...]
+    prefill: Prefill | str
+
+    def spec(self, page_size: int, dtype: str | None = None) -> PageSpec:
+        """The pages, in ``dtype`` or the model's own. ConfigError if that is not one of a page's."""
+        chosen = dtype or self.dtype
+        if chosen not in DTYPE_NBYTES:
+            fault = "names no dtype" if chosen is None else f"has dtype {chosen!r}"
+            fault = fault if dtype is None else f"was asked for in dtype {dtype!r}"
+            raise ConfigError(
+                f"model {self.name} {fault}; allowed with --dtype: {', '.join(sorted(DTYPE_NBYTES))}"
+            )
+        return PageSpec(
+            kind=self.kind,
+            num_layers=self.num_layers,
+            page_size=page_size,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=chosen,
+            model=self.name,
+        )
+
+
+class Fields:
+    """The fields of one config, asked for by name; ConfigError names the source, the field and what is allowed."""
+
+    def __init__(self, source: str, tree: Mapping[str, Any]) -> None:
+        nested = tree.get("text_config")
+        self.source = source
+        self.top = tree
+        self.tree: Mapping[str, Any] = nested if isinstance(nested, Mapping) else tree
+
+    def get(self, name: str) -> Any:
+        """The value, or None."""
+        return self.tree.get(name)
+
+    def count(self, name: str) -> int | None:
+        """A whole number of at least 1, or None where the field is missing or null."""
+        value = self.tree.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{self.source}: {name} is {value!r}; allowed: an integer of at least 1")
+        return value
+
+    def needed(self, name: str) -> int:
+        """A whole number that must be there."""
+        value = self.count(name)
+        if value is None:
+            raise ConfigError(
+                f"{self.source}: {name} is missing; allowed: a decoder's config with num_hidden_layers, "
+                "num_attention_heads, hidden_size, and num_key_value_heads and head_dim where they differ"
+            )
+        return value
+
+
+def known_models() -> dict[str, Mapping[str, Any]]:
+    """The shipped table: repository name -> fields."""
+    text = (files("tierstore.plan") / "models.yaml").read_text(encoding="utf-8")
+    table: dict[str, Mapping[str, Any]] = yaml.safe_load(text)
+    return table
+
+
+def read_model(model: str) -> Geometry:
+    """The geometry of a folder with a config.json, of such a file, or of a known model by name (any case).
+
+    ConfigError for an unknown name, with the nearest ones, and for a config that cannot be read or understood.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file() or path.name == "config.json":
+        return geometry(str(path), _read(path))
+    names = {key.lower(): key for key in known_models()}
+    names |= {key.rpartition("/")[2]: full for key, full in names.items()}
+    full = names.get(model.lower())
+    if full is None:
+        raise _unknown(model, names)
+    return geometry(full.rpartition("/")[2], known_models()[full])
+
+
+def geometry(source: str, tree: Mapping[str, Any]) -> Geometry:
+    """The geometry in the fields of a config. ConfigError names ``source``, the field and what is allowed."""
+    fields = Fields(source, tree)
+    _require_pages(fields)
+    layers = fields.needed("num_hidden_layers")
+    windows = _windows(fields, layers)
+    latent = fields.count("kv_lora_rank")
+    if latent is not None:
+        kv_heads, head_dim = 1, latent + fields.needed("qk_rope_head_dim")
+    else:
+        kv_heads = fields.count("num_key_value_heads") or fields.needed("num_attention_heads")
+        head_dim = fields.count("head_dim") or _head_dim(fields)
+    return Geometry(
+        name=source,
+        kind="mha" if latent is None else "mla",
+        num_layers=layers,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=_dtype(fields),
+        windows=windows,
+        prefill=_prefill(fields, head_dim, windows),
+    )
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read: {error.strerror}; allowed: a folder with the config.json of a model"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not JSON ({error}); allowed: a model's config.json") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: holds a {type(tree).__name__}; allowed: a model's config.json")
+    return tree
+
+
+def _unknown(model: str, names: Mapping[str, str]) -> ConfigError:
+    known = sorted({key.rpartition("/")[2] for key in names.values()}, key=str.lower)
+    near = difflib.get_close_matches(model.lower().rpartition("/")[2], list(names), n=3, cutoff=0.5)
+    named = list(dict.fromkeys(names[key].rpartition("/")[2] for key in near))
+    guess = f"did you mean {' or '.join(named)}? " if named else ""
+    return ConfigError(
+        f"model {model!r} is neither a folder with a config.json nor a known name; {guess}"
+        f"allowed: such a folder, or {', '.join(known)}"
+    )
+
+
+def _require_pages(fields: Fields) -> None:
+    for name, what in _OTHER_CACHES.items():
+        value = fields.get(name)
+        if name == "kv_sharing_modes":
+            value = any(mode == "reuse" for mode in value or ())
+        if value:
+            raise ConfigError(
+                f"{fields.source}: {name} is {fields.get(name)!r}: {what}; allowed: models whose layers each keep "
+                "K and V, or one latent, of every token"
+            )
+    if fields.get("v_head_dim") not in (None, fields.get("head_dim")) and not fields.get("kv_lora_rank"):
+        raise ConfigError(
+            f"{fields.source}: v_head_dim is {fields.get('v_head_dim')!r}; allowed: head_dim, or none"
+        )
+
+
+def _head_dim(fields: Fields) -> int:
+    hidden, heads = fields.needed("hidden_size"), fields.needed("num_attention_heads")
+    if hidden % heads:
+        raise ConfigError(
+            f"{fields.source}: hidden_size {hidden} is no multiple of num_attention_heads {heads}; "
+            "allowed: one, or a head_dim"
+        )
+    return hidden // heads
+
+
+def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """A layer each: its window, None for all tokens."""
+    window = fields.count("sliding_window") if fields.get("use_sliding_window") is not False else None
+    kinds = fields.get("layer_types")
+    if kinds is not None:
+        return tuple(_window(fields, kind) for kind in _layer_types(fields, kinds, layers))
+    if window is None:
+        return (None,) * layers
+    pattern = fields.count("sliding_window_pattern") or fields.count("_sliding_window_pattern")
+    pattern = pattern or _PATTERNS.get(str(fields.get("model_type")))
+    if pattern is not None:
+        return tuple(None if (layer + 1) % pattern == 0 else window for layer in range(layers))
+    full = fields.count("max_window_layers") or 0 if fields.get("use_sliding_window") else 0
+    return tuple(None if layer < full else window for layer in range(layers))
+
+
+def _layer_types(fields: Fields, kinds: Any, layers: int) -> list[str]:
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise ConfigError(f"{fields.source}: layer_types is no list of {layers}; allowed: one type a layer")
+    others = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
+    if others:
+        raise ConfigError(
+            f"{fields.source}: layer_types has {', '.join(others)}; allowed: full_attention, sliding_attention"
+        )
+    return kinds
+
+
+def _window(fields: Fields, kind: str) -> int | None:
+    return fields.needed("sliding_window") if kind == "sliding_attention" else None
+
+
+def _dtype(fields: Fields) -> str | None:
+    trees = (fields.tree, fields.top)
+    found = next((t[n] for t in trees for n in ("dtype", "torch_dtype") if isinstance(t.get(n), str)), None)
+    return None if found in (None, "auto") else str(found).removeprefix("torch.")
+
+
+def _prefill(fields: Fields, head_dim: int, windows: tuple[int | None, ...]) -> Prefill | str:
+    names = ["hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"]
+    if fields.get("kv_lora_rank"):
+        names += ["qk_nope_head_dim", "v_head_dim"]
+    missing = [name for name in names if fields.count(name) is None]
+    if missing:
+        return f"{fields.source} has no {', '.join(missing)}"
+    for name in OPTIONAL:
+        value = fields.get(name)
+        if value is not None and (not isinstance(value, int) or value < 0):
+            return f"{fields.source} has {name} {value!r}, which is not understood"
+    return prefill_of(fields.tree, head_dim=head_dim, windows=windows)

@@ -1,0 +1,186 @@
+"""Rates of this machine: a page from HOST to HBM, a page from disk, a matrix multiplication.
+
+Each answers with a rate and how it was taken, or with no rate and why. Takes about a second each and at most some
+hundred megabytes of memory or disk; a scratch file has no name and is gone when it is closed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from xxhash import xxh3_128_digest
+
+from tierstore.types import ALIGNMENT
+from tierstore.units import format_size
+
+_SCRATCH_NBYTES = 256 << 20
+_LARGEST_SIDE = 4096
+_ENOUGH_S = 0.2
+_PASSES = 3
+_READERS = 2
+"""As many threads as read records in a store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """``per_s``: bytes or operations a second; None where it could not be taken. ``how``: in words, or why not."""
+
+    per_s: float | None
+    how: str
+
+    def seconds(self, amount: float) -> float | None:
+        """Time for that many bytes or operations."""
+        return None if self.per_s is None else amount / self.per_s
+
+
+def copy_rate(page_nbytes: int, device: str) -> Rate:
+    """Bytes a second from host memory into the fastest tier, page by page."""
+    count, piece = _pieces(page_nbytes, _SCRATCH_NBYTES // 2)
+    how = f"{count} pages of {format_size(piece)} copied"
+    if device == "cpu":
+        return Rate(
+            _copy_in_memory(count, piece), f"measured: {how} in memory, one thread, best of {_PASSES}"
+        )
+    if not torch.cuda.is_available():
+        return Rate(None, f"not measured: hbm.device is {device} and torch finds no CUDA device")
+    try:
+        rate = _copy_to_device(count, piece, torch.device(device))
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch's answer to an unknown device
+        return Rate(None, f"not measured: {str(error).splitlines()[0]}")
+    return Rate(rate, f"measured: {how} from pinned memory to {device}, best of {_PASSES}")
+
+
+def read_rate(page_nbytes: int, place: Path) -> Rate:
+    """Bytes a second from a scratch file in directory ``place``, read page by page and summed as the store does."""
+    count, piece = _pieces(page_nbytes, _SCRATCH_NBYTES)
+    disk = os.statvfs(place)
+    if disk.f_bavail * disk.f_frsize < 2 * count * piece:
+        return Rate(
+            None, f"not measured: {place} has no room for a scratch file of {format_size(count * piece)}"
+        )
+    try:
+        with tempfile.TemporaryFile(dir=place, buffering=0) as file:
+            _fill(file.fileno(), count, piece)
+            cache = "past the page cache" if _direct(file.fileno()) else "dropped from the page cache before"
+            rate = count * piece / min(_read_all(file.fileno(), count, piece) for _ in range(_PASSES))
+    except OSError as error:
+        return Rate(None, f"not measured: no scratch file in {place}: {error.strerror}")
+    return Rate(
+        rate,
+        f"measured: {count} pages of {format_size(piece)} read, {cache}, {_READERS} threads, best of {_PASSES}",
+    )
+
+
+def matmul_rate(hidden: int, inner: int, dtype: str, device: str) -> Rate:
+    """Operations a second of a ``[tokens, hidden] @ [hidden, inner]`` product in ``dtype``."""
+    if device != "cpu" and not torch.cuda.is_available():
+        return Rate(None, f"not measured: hbm.device is {device} and torch finds no CUDA device")
+    hidden, inner = min(hidden, _LARGEST_SIDE), min(inner, _LARGEST_SIDE)
+    kind: torch.dtype = getattr(torch, dtype)
+    weight = torch.rand(hidden, inner, device=device).to(kind)
+    tokens, seconds = 16, 0.0
+    while True:
+        rows = torch.rand(tokens, hidden, device=device).to(kind)
+        seconds = _best(lambda: torch.matmul(rows, weight), device)  # noqa: B023 - called before rows changes
+        if seconds >= _ENOUGH_S / 4 or tokens >= 2048:
+            break
+        tokens *= 2
+    how = f"measured: {tokens} x {hidden} x {inner} in {dtype} on {device}, best of {_PASSES}"
+    return Rate(2.0 * tokens * hidden * inner / seconds, how)
+
+
+def _pieces(page_nbytes: int, most: int) -> tuple[int, int]:
+    """How many pieces of what size: whole pages, aligned, unless one page is more than ``most``."""
+    piece = min(-(-page_nbytes // ALIGNMENT) * ALIGNMENT, most)
+    return max(1, min(most // piece, 1024)), piece
+
+
+def _best(act: Callable[[], object], device: str) -> float:
+    """Seconds of the fastest of some runs, after one that warms up."""
+    times = []
+    for _ in range(1 + _PASSES):
+        begin = perf_counter()
+        act()
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        times.append(perf_counter() - begin)
+    return min(times[1:])
+
+
+def _memory(nbytes: int) -> NDArray[np.uint8]:
+    """Page-aligned memory, every page of it touched."""
+    block = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
+    block[:: mmap.PAGESIZE] = 1
+    return block
+
+
+def _copy_in_memory(count: int, piece: int) -> float:
+    src, dst = (_memory(count * piece).reshape(count, piece) for _ in range(2))
+
+    def copy() -> None:
+        for index in range(count):
+            np.copyto(dst[index], src[index])
+
+    return count * piece / _best(copy, "cpu")
+
+
+def _copy_to_device(count: int, piece: int, device: torch.device) -> float:
+    src = torch.ones((count, piece), dtype=torch.uint8, pin_memory=True)
+    dst = torch.empty((count, piece), dtype=torch.uint8, device=device)
+
+    def copy() -> None:
+        for index in range(count):
+            dst[index].copy_(src[index], non_blocking=True)
+
+    return count * piece / _best(copy, str(device))
+
+
+def _fill(handle: int, count: int, piece: int) -> None:
+    """Bytes that no disk can compress away, on the disk when this returns."""
+    page = memoryview(os.urandom(piece))
+    for _ in range(count):
+        done = 0
+        while done < piece:
+            done += os.write(handle, page[done:])
+    os.fsync(handle)
+
+
+def _direct(handle: int) -> bool:
+    """Turns the page cache off for the file; whether the file system lets us read so."""
+    flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_DIRECT)
+        with mmap.mmap(-1, ALIGNMENT) as block:
+            os.preadv(handle, [block], 0)
+    except OSError:
+        fcntl.fcntl(handle, fcntl.F_SETFL, flags)
+        return False
+    return True
+
+
+def _read_all(handle: int, count: int, piece: int) -> float:
+    """Seconds to read every page once, the threads taking pages in turn."""
+    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    pages = [_memory(piece) for _ in range(_READERS)]
+
+    def read(number: int) -> None:
+        for index in range(number, count, _READERS):
+            if os.preadv(handle, [pages[number].data], index * piece) != piece:
+                raise OSError(0, "a short read")
+            xxh3_128_digest(pages[number].data)
+
+    begin = perf_counter()
+    with ThreadPoolExecutor(_READERS) as readers:
+        list(readers.map(read, range(_READERS)))
+    return perf_counter() - begin
