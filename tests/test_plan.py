@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.support.models import GQA, WINDOWS, read, work
-from tests.support.pages import chain, tier_stats, tiers, write
+from tests.support.models import GQA, MLA, WINDOWS, read, work
+from tests.support.pages import PATIENCE_S, chain, tier_stats, tiers
 from tierstore.cli import app
 from tierstore.config import StoreConfig, load_config
 from tierstore.errors import ConfigError
@@ -141,16 +141,23 @@ def test_an_engine_that_brings_its_memory_leaves_hbm_open() -> None:
     assert host.seconds is not None
 
 
-def test_the_plan_holds_as_many_pages_as_the_opened_store(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fields", [GQA, GQA | WINDOWS, MLA], ids=["one group", "two groups", "latents"])
+def test_the_plan_holds_as_many_pages_as_the_opened_store(tmp_path: Path, fields: dict[str, Any]) -> None:
     config = tiers(5, 9, tmp_path / "store", nvme_pages=20)
-    planned_pages = {size.tier: size.pages for size in planned(config, GQA).sizes.tiers}
-    with TierStore.open(config, page_layout(config, read(GQA), 4, None)[1].specs) as store:
-        assert tier_stats(store, Tier.HBM)["num_slots"] == planned_pages[Tier.HBM] == 5
-        assert tier_stats(store, Tier.HOST)["num_slots"] == planned_pages[Tier.HOST] == 9
-        for number in range(4 * (planned_pages[Tier.NVME] or 0)):
-            write(store, chain(1, str(number)))
+    plan = planned(config, fields)
+    pages = {size.tier: size.pages for size in plan.sizes.tiers}
+    with TierStore.open(config, plan.layout.specs) as store:
+        stats = store.stats()
+        assert (stats["page_nbytes"], stats["slot_nbytes"]) == (
+            plan.layout.page_nbytes,
+            plan.layout.slot_nbytes,
+        )
+        assert tier_stats(store, Tier.HBM)["num_slots"] == pages[Tier.HBM]
+        assert tier_stats(store, Tier.HOST)["num_slots"] == pages[Tier.HOST]
+        for number in range(2 * (pages[Tier.NVME] or 0)):
+            store.put(chain(1, str(number)), store.allocate(1, PATIENCE_S))
         store.flush()
-        assert tier_stats(store, Tier.NVME)["resident"] == planned_pages[Tier.NVME]
+        assert tier_stats(store, Tier.NVME)["resident"] == pages[Tier.NVME]
 
 
 def test_rates_of_this_machine_are_taken_and_leave_nothing_behind(tmp_path: Path) -> None:

@@ -20,15 +20,15 @@ from tierstore.plan.prefill import Prefill
         ({"num_key_value_heads": 1}, (2, 2, 4, 1, 8)),
         ({"num_key_value_heads": None}, (2, 2, 4, 4, 8)),
         ({"head_dim": 16}, (2, 2, 4, 2, 16)),
-        (WINDOWS, (2, 2, 4, 2, 8)),
         (MLA, (2, 1, 4, 1, 16)),
     ],
-    ids=["grouped heads", "one head", "no grouping", "a head_dim of its own", "windows", "latents"],
+    ids=["grouped heads", "one head", "no grouping", "a head_dim of its own", "latents"],
 )
 def test_pages_have_the_shape_that_the_config_describes(
     change: dict[str, Any], shape: tuple[int, ...]
 ) -> None:
-    assert read(GQA | change).spec(4).shape == shape
+    (spec,) = read(GQA | change).specs(4)
+    assert spec.shape == shape
 
 
 def test_the_text_part_of_a_larger_config_is_read_and_its_dtype_may_stand_above() -> None:
@@ -39,8 +39,17 @@ def test_the_text_part_of_a_larger_config_is_read_and_its_dtype_may_stand_above(
         "hidden_size": 7,
         "vision_config": {"hidden_size": 9},
     }
-    assert read(top).spec(4).dtype == "float32"
-    assert read(top).spec(4).shape == (2, 2, 4, 2, 8)
+    (spec,) = read(top).specs(4)
+    assert spec.dtype == "float32"
+    assert spec.shape == (2, 2, 4, 2, 8)
+
+
+def test_layers_with_a_window_are_a_group_of_their_own_after_the_full_ones() -> None:
+    full, windows = read_model("gemma-3-270m").specs(64)
+    assert (full.group, full.shape) == (0, (3, 2, 64, 1, 256))
+    assert (windows.group, windows.shape) == (1, (15, 2, 64, 1, 256))
+    (only,) = read(GQA | {"sliding_window": 3}).specs(4)
+    assert only.shape == (2, 2, 4, 2, 8)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +77,7 @@ def test_the_table_says_which_layers_of_gemma_see_all_tokens() -> None:
 @pytest.mark.parametrize("name", sorted(known_models()))
 def test_every_known_model_has_pages_and_work(name: str) -> None:
     model = read_model(name)
-    assert model.spec(64).page_nbytes > 0
+    assert sum(spec.page_nbytes for spec in model.specs(64)) > 0
     assert isinstance(model.prefill, Prefill)
     assert read_model(name.rpartition("/")[2].upper()) == model
 
@@ -84,7 +93,8 @@ def test_every_known_model_has_pages_and_work(name: str) -> None:
     ],
 )
 def test_bytes_of_a_token(name: str, nbytes: int) -> None:
-    assert read_model(name).spec(1).page_nbytes == nbytes
+    (spec,) = read_model(name).specs(1)
+    assert spec.page_nbytes == nbytes
 
 
 @pytest.mark.parametrize(
@@ -201,7 +211,7 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
 def test_a_dtype_that_pages_cannot_have_is_refused() -> None:
     model = read({**GQA, "torch_dtype": "auto"})
     with pytest.raises(ConfigError, match="names no dtype; allowed with --dtype: bfloat16"):
-        model.spec(4)
+        model.specs(4)
     with pytest.raises(ConfigError, match="asked for in dtype 'float3'"):
-        model.spec(4, "float3")
-    assert model.spec(4, "int8").dtype == "int8"
+        model.specs(4, "float3")
+    assert model.specs(4, "int8")[0].dtype == "int8"

@@ -75,10 +75,10 @@ def _show(console: Console, found: Plan) -> None:
 
 
 def _head(found: Plan) -> Iterator[str]:
-    spec, layout = found.spec, found.layout
-    heads = f"{spec.num_kv_heads} KV heads of {spec.head_dim}"
-    kept = heads if spec.kind == "mha" else f"latents of {spec.head_dim}"
-    yield f"{found.geometry.name}: {spec.num_layers} layers, {kept}, {spec.dtype}"
+    model, layout = found.geometry, found.layout
+    heads = f"{model.num_kv_heads} KV heads of {model.head_dim}"
+    kept = heads if model.kind == "mha" else f"latents of {model.head_dim}"
+    yield f"{model.name}: {model.num_layers} layers, {kept}, {layout.specs[0].dtype}"
     padding = layout.slot_nbytes - layout.page_nbytes
     yield (
         f"{layout.page_nbytes // layout.page_size} bytes a token, pages of {layout.page_size} tokens = "

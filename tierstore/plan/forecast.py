@@ -16,7 +16,6 @@ from tierstore.units import format_size
 if TYPE_CHECKING:
     from tierstore.config import StoreConfig
     from tierstore.plan.geometry import Geometry
-    from tierstore.types import PageSpec
 
 PAGE_SIZE = 64
 """Tokens of a page where neither the configuration nor the caller says."""
@@ -66,7 +65,6 @@ class Plan:
     """``refused``: why this machine would not open the configuration; ``warnings``: what opens and will disappoint."""
 
     geometry: Geometry
-    spec: PageSpec
     layout: PageLayout
     sizes: Sizes
     rates: Rates
@@ -75,16 +73,16 @@ class Plan:
 
     def plain(self) -> dict[str, Any]:
         """For JSON: bytes, tokens and seconds; null for what is not known."""
-        spec, layout, rates = self.spec, self.layout, self.rates
+        model, layout, rates = self.geometry, self.layout, self.rates
         return {
             "model": {
-                "name": self.geometry.name,
-                "kind": spec.kind,
-                "num_layers": spec.num_layers,
-                "window_layers": sum(window is not None for window in self.geometry.windows),
-                "num_kv_heads": spec.num_kv_heads,
-                "head_dim": spec.head_dim,
-                "dtype": spec.dtype,
+                "name": model.name,
+                "kind": model.kind,
+                "num_layers": model.num_layers,
+                "window_layers": sum(window is not None for window in model.windows),
+                "num_kv_heads": model.num_kv_heads,
+                "head_dim": model.head_dim,
+                "dtype": layout.specs[0].dtype,
             },
             "bytes_per_token": layout.page_nbytes // layout.page_size,
             "page_size": layout.page_size,
@@ -108,7 +106,7 @@ def page_layout(
 ) -> tuple[StoreConfig, PageLayout]:
     """The pages, and the configuration for them: ``page_size`` replaces that of the file. ConfigError for the dtype."""
     tokens = page_size or config.page_size or PAGE_SIZE
-    layout = PageLayout.of(model.spec(tokens, dtype))
+    layout = PageLayout.of(model.specs(tokens, dtype))
     return config.model_copy(update={"page_size": tokens}), layout
 
 
@@ -147,7 +145,7 @@ def forecast(
     found = sizes(config, layout)
     documents = tuple(_document(length, model, layout, found, rates) for length in dict.fromkeys(lengths))
     warnings = (*_of_the_model(model), *_of_tiers(found), *_of_documents(documents, layout, found))
-    return Plan(model, layout.specs[0], layout, found, rates, documents, warnings)
+    return Plan(model, layout, found, rates, documents, warnings)
 
 
 def restore_seconds(tier: Tier, pages: int, nbytes: int, rates: Rates, *, through_host: bool) -> float | None:

@@ -55,8 +55,11 @@ class Geometry:
     windows: tuple[int | None, ...]
     prefill: Prefill | str
 
-    def spec(self, page_size: int, dtype: str | None = None) -> PageSpec:
-        """The pages, in ``dtype`` or the model's own. ConfigError if that is not one of a page's."""
+    def specs(self, page_size: int, dtype: str | None = None) -> tuple[PageSpec, ...]:
+        """The pages, in ``dtype`` or the model's own: one KV group, or one of full layers and one of windows.
+
+        ConfigError if the dtype is not one that pages can have.
+        """
         chosen = dtype or self.dtype
         if chosen not in DTYPE_NBYTES:
             fault = "names no dtype" if chosen is None else f"has dtype {chosen!r}"
@@ -64,14 +67,20 @@ class Geometry:
             raise ConfigError(
                 f"model {self.name} {fault}; allowed with --dtype: {', '.join(sorted(DTYPE_NBYTES))}"
             )
-        return PageSpec(
-            kind=self.kind,
-            num_layers=self.num_layers,
-            page_size=page_size,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            dtype=chosen,
-            model=self.name,
+        full = sum(window is None for window in self.windows)
+        layers = [count for count in (full, self.num_layers - full) if count]
+        return tuple(
+            PageSpec(
+                kind=self.kind,
+                num_layers=count,
+                page_size=page_size,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                dtype=chosen,
+                group=group,
+                model=self.name,
+            )
+            for group, count in enumerate(layers)
         )
 
 
