@@ -175,11 +175,12 @@ def test_rates_of_this_machine_are_taken_and_leave_nothing_behind(tmp_path: Path
 
 def test_a_rate_that_cannot_be_taken_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     file = tmp_path / "file"
     file.touch()
     for rate, why in (
-        (copy_rate(5000, "cuda:0"), "finds no CUDA device"),
-        (matmul_rate(16, 32, "float32", "cuda"), "finds no CUDA device"),
+        (copy_rate(5000, "cuda:0"), "finds 0 CUDA devices"),
+        (matmul_rate(16, 32, "float32", "cuda"), "finds 0 CUDA devices"),
         (read_rate(5000, file), "no scratch file in"),
     ):
         assert rate.per_s is None

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -26,7 +27,8 @@ from tierstore.units import format_size
 
 _SCRATCH_NBYTES = 256 << 20
 _LARGEST_SIDE = 4096
-_ENOUGH_S = 0.2
+_MOST_TOKENS = 2048
+_ENOUGH_S = 0.05
 _PASSES = 3
 _READERS = 2
 """As many threads as read records in a store."""
@@ -49,16 +51,10 @@ def copy_rate(page_nbytes: int, device: str) -> Rate:
     count, piece = _pieces(page_nbytes, _SCRATCH_NBYTES // 2)
     how = f"{count} pages of {format_size(piece)} copied"
     if device == "cpu":
-        return Rate(
-            _copy_in_memory(count, piece), f"measured: {how} in memory, one thread, best of {_PASSES}"
-        )
-    if not torch.cuda.is_available():
-        return Rate(None, f"not measured: hbm.device is {device} and torch finds no CUDA device")
-    try:
-        rate = _copy_to_device(count, piece, torch.device(device))
-    except (RuntimeError, AssertionError) as error:  # AssertionError: torch's answer to an unknown device
-        return Rate(None, f"not measured: {str(error).splitlines()[0]}")
-    return Rate(rate, f"measured: {how} from pinned memory to {device}, best of {_PASSES}")
+        how = f"{how} in memory, one thread, best of {_PASSES}"
+        return Rate(_copy_in_memory(count, piece), f"measured: {how}")
+    how = f"{how} from pinned memory to {device}, best of {_PASSES}"
+    return _on(device, lambda: Rate(_copy_to_device(count, piece, device), f"measured: {how}"))
 
 
 def read_rate(page_nbytes: int, place: Path) -> Rate:
@@ -84,18 +80,30 @@ def read_rate(page_nbytes: int, place: Path) -> Rate:
 
 def matmul_rate(hidden: int, inner: int, dtype: str, device: str) -> Rate:
     """Operations a second of a ``[tokens, hidden] @ [hidden, inner]`` product in ``dtype``."""
-    if device != "cpu" and not torch.cuda.is_available():
-        return Rate(None, f"not measured: hbm.device is {device} and torch finds no CUDA device")
-    hidden, inner = min(hidden, _LARGEST_SIDE), min(inner, _LARGEST_SIDE)
+    sides = min(hidden, _LARGEST_SIDE), min(inner, _LARGEST_SIDE)
+    return _on(device, lambda: _multiply(*sides, dtype, device))
+
+
+def _on(device: str, act: Callable[[], Rate]) -> Rate:
+    """The rate, or why the device does not give one."""
+    index = torch.device(device).index or 0
+    if device != "cpu" and not (torch.cuda.is_available() and index < torch.cuda.device_count()):
+        found = torch.cuda.device_count()
+        return Rate(None, f"not measured: hbm.device is {device}, and torch finds {found} CUDA devices")
+    try:
+        return act()
+    except RuntimeError as error:  # the card is full of something else, or cannot do it in this dtype
+        return Rate(None, f"not measured: {str(error).splitlines()[0]}")
+
+
+def _multiply(hidden: int, inner: int, dtype: str, device: str) -> Rate:
     kind: torch.dtype = getattr(torch, dtype)
     weight = torch.rand(hidden, inner, device=device).to(kind)
-    tokens, seconds = 16, 0.0
-    while True:
-        rows = torch.rand(tokens, hidden, device=device).to(kind)
-        seconds = _best(lambda: torch.matmul(rows, weight), device)  # noqa: B023 - called before rows changes
-        if seconds >= _ENOUGH_S / 4 or tokens >= 2048:
-            break
+    tokens, seconds = 8, 0.0
+    while seconds < _ENOUGH_S and tokens < _MOST_TOKENS:
         tokens *= 2
+        rows = torch.rand(tokens, hidden, device=device).to(kind)
+        seconds = _best(partial(torch.matmul, rows, weight), device)
     how = f"measured: {tokens} x {hidden} x {inner} in {dtype} on {device}, best of {_PASSES}"
     return Rate(2.0 * tokens * hidden * inner / seconds, how)
 
@@ -135,7 +143,7 @@ def _copy_in_memory(count: int, piece: int) -> float:
     return count * piece / _best(copy, "cpu")
 
 
-def _copy_to_device(count: int, piece: int, device: torch.device) -> float:
+def _copy_to_device(count: int, piece: int, device: str) -> float:
     src = torch.ones((count, piece), dtype=torch.uint8, pin_memory=True)
     dst = torch.empty((count, piece), dtype=torch.uint8, device=device)
 
@@ -143,7 +151,7 @@ def _copy_to_device(count: int, piece: int, device: torch.device) -> float:
         for index in range(count):
             dst[index].copy_(src[index], non_blocking=True)
 
-    return count * piece / _best(copy, str(device))
+    return count * piece / _best(copy, device)
 
 
 def _fill(handle: int, count: int, piece: int) -> None:
