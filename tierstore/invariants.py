@@ -46,6 +46,14 @@ def _require(holds: bool, message: str) -> None:
 def _check_slots(tier: Tier, table: TierTable) -> None:
     used = [copy.slot for copy in table.copies.values()] + [*table.quarantine, *table.owned]
     _require(len(set(used)) == len(used), f"{tier.name}: a slot is used twice")
+    copies = table.copies.values()
+    counts = (
+        sum(not c.ready for c in copies),
+        sum(c.pins > 0 for c in copies),
+        sum(c.ready and not c.pins for c in copies),
+    )
+    counted = (table.arriving, table.pinned, table.idle)
+    _require(counted == counts, f"{tier.name}: {counted} copies arriving, pinned, idle; there are {counts}")
     if table.num_slots is not None:
         _require(
             sorted(used + table.free) == list(range(table.num_slots)),

@@ -67,12 +67,11 @@ def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:
 def _states(directory: Directory, tier: Tier) -> dict[str, int]:
     tables = directory.residency.tables
     table, lowest = tables[tier], tier == max(tables)
-    copies = table.copies.values()
     return {
         "free": len(table.free),
-        "resident": sum(1 for c in copies if c.ready),
-        "arriving": sum(1 for c in copies if not c.ready),
-        "pinned": sum(1 for c in copies if c.pins),
+        "resident": len(table.copies) - table.arriving,
+        "arriving": table.arriving,
+        "pinned": table.pinned,
         "mirrors" if lowest else "unsaved": len(table.dirty),
         "droppable": len(table.droppable),
         "owned": len(table.owned),

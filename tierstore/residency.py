@@ -77,8 +77,8 @@ class Residency:
         return found
 
     def unpinned(self, tier: Tier) -> int:
-        """Readable copies of a tier that nothing holds; O(n)."""
-        return sum(1 for copy in self.tables[tier].copies.values() if copy.ready and copy.pins == 0)
+        """Readable copies of a tier that nothing holds."""
+        return self.tables[tier].idle
 
     def saved_below(self, key: PageKey, tier: Tier) -> bool:
         """Whether a slower tier holds a readable copy."""
@@ -116,11 +116,14 @@ class Residency:
         pins = 0
         if key in table.copies:
             pins = table.copies[key].pins
+            table.count(table.copies[key], -1)
             table.copies[key].pins = 0
+            table.count(table.copies[key], 1)
             self.abort(key, tier)
         table.owned.discard(slot)
         table.copies[key] = Copy(slot, 0, table.policy.enter(), pins=pins)
-        self._make_ready(key, table.copies[key], parent)
+        table.count(table.copies[key], 1)
+        self._make_ready(table, key, parent)
 
     # -- reserve, commit, abort ---------------------------------------------------------------------------------
 
@@ -139,6 +142,7 @@ class Residency:
             raise
         slot, rank = table.take(nbytes)
         table.copies[key] = Copy(slot, nbytes, rank)
+        table.count(table.copies[key], 1)
         return slot
 
     def commit(
@@ -152,7 +156,7 @@ class Residency:
             return False
         table.used_nbytes += nbytes - copy.nbytes
         copy.nbytes = nbytes
-        self._make_ready(key, copy, parent)
+        self._make_ready(table, key, parent)
         return True
 
     def fail(self, key: PageKey, dst: Tier, slot: int) -> None:
@@ -169,6 +173,7 @@ class Residency:
         copy = table.copies[key]
         if copy.ready:
             raise LeaseError(f"the copy in {dst.name} is readable; evict it")
+        table.count(copy, -1)
         del table.copies[key]
         table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins + 1)
 
@@ -181,7 +186,11 @@ class Residency:
         if copy is None:
             raise LeaseError(f"pin of a page that is not in {tier.name}")
         copy.pins += 1
-        if copy.pins == 1 and copy.ready:
+        if copy.pins > 1:
+            return copy.slot
+        table.pinned += 1
+        if copy.ready:
+            table.idle -= 1
             table.withdraw(copy)
             if tier != self._lowest:
                 self._settle_mirror(key)
@@ -195,7 +204,11 @@ class Residency:
             if copy.pins == 0:
                 raise LeaseError(f"unpin below zero in {tier.name}")
             copy.pins -= 1
-            if copy.pins == 0 and copy.ready:
+            if copy.pins:
+                return
+            table.pinned -= 1
+            if copy.ready:
+                table.idle += 1
                 self._settle(key, tier, table, copy)
                 if tier != self._lowest:
                     self._settle_mirror(key)
@@ -236,6 +249,7 @@ class Residency:
         if copy is None or not copy.ready:
             raise LeaseError(f"evict of a page that is not readable in {tier.name}")
         table.withdraw(copy)
+        table.count(copy, -1)
         del table.copies[key]
         if copy.pins:
             table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins)
@@ -260,6 +274,7 @@ class Residency:
             if parent is not None:
                 lineage.link(key, parent)
         table.used_nbytes += used
+        table.idle += len(copies)
         self.orphans.extend(lineage.without_parent_in(copies))
         has_children, offer = lineage.has_children, table.droppable.offer
         for key, copy in copies.items():
@@ -286,9 +301,12 @@ class Residency:
             for victim in choose_victims(self.tables, self.lineage, tier, nbytes):
                 self.dropped.append(self.evict(victim, tier))
 
-    def _make_ready(self, key: PageKey, copy: Copy, parent: PageKey | None) -> None:
+    def _make_ready(self, table: TierTable, key: PageKey, parent: PageKey | None) -> None:
         first = self.where(key) is None
+        copy = table.copies[key]
+        table.count(copy, -1)
         copy.ready = True
+        table.count(copy, 1)
         lineage = self.lineage
         if (
             parent is not None

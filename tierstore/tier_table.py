@@ -33,6 +33,12 @@ class TierTable:
         self.used_nbytes = 0
         self.free: list[int] = list(range(num_slots - 1, -1, -1)) if num_slots is not None else []
         self.copies: dict[PageKey, Copy] = {}
+        self.arriving = 0
+        """Copies that are not readable yet."""
+        self.pinned = 0
+        """Copies with a pin, readable or not."""
+        self.idle = 0
+        """Readable copies without a pin."""
         self.owned: set[int] = set()
         self.quarantine: dict[int, Dead] = {}
         self.droppable = VictimQueue()
@@ -63,6 +69,12 @@ class TierTable:
         self.used_nbytes -= nbytes
         if self.num_slots is not None:
             self.free.append(slot)
+
+    def count(self, copy: Copy, number: int) -> None:
+        """Counts a copy as it is now: -1 before it changes or goes, 1 after it came or changed."""
+        self.arriving += 0 if copy.ready else number
+        self.pinned += number if copy.pins else 0
+        self.idle += number if copy.ready and not copy.pins else 0
 
     def withdraw(self, copy: Copy) -> None:
         """The copy may not leave any more."""

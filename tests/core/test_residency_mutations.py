@@ -93,8 +93,8 @@ BUGS = [
     Bug(
         "leaf first is ignored",
         residency,
-        "not self.lineage.has_children(key) or",
-        "True or",
+        "if not mirror and self.lineage.has_children(key):",
+        "if False:",
     ),
     Bug(
         "a parent that becomes known is not protected",
@@ -136,8 +136,8 @@ BUGS = [
     Bug(
         "a pinned copy stays in the victim order",
         residency,
-        "            table.withdraw(copy)\n        copy.pins += 1",
-        "            pass\n        copy.pins += 1",
+        "            table.idle -= 1\n            table.withdraw(copy)\n",
+        "            table.idle -= 1\n",
     ),
     Bug(
         "adopt loses the pins of the copy it replaces",
@@ -160,8 +160,8 @@ BUGS = [
     Bug(
         "orphans are not noted",
         residency,
-        "        self.orphans.extend(self.lineage.children(key))\n",
-        "",
+        "        self.orphans.extend(self.lineage.children(key))\n        bare",
+        "        bare",
     ),
     Bug(
         "a copy saved below stays unsaved",
@@ -212,8 +212,9 @@ def machine(code: Code) -> type[ResidencyMachine]:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_the_machine_notices(bug: Bug) -> None:
+    code = with_bug(bug)  # not below: an outdated ``old`` must fail the test
     with pytest.raises((AssertionError, LookupError, ValueError, TierStoreError)):
-        run_state_machine_as_test(machine(with_bug(bug)), settings=SEARCH)
+        run_state_machine_as_test(machine(code), settings=SEARCH)
 
 
 def test_the_loaded_copy_without_a_bug_passes() -> None:
