@@ -92,6 +92,7 @@ class Directory:
         self.space.make_room(Tier.HBM, n, now)
         self.space.relieve(Tier.HBM, n, now)
         self.space.make_room(Tier.HBM, n, now)
+        self.loads.give_back(n - self.space.room(Tier.HBM))
         self._finish(now)
         return self.space.room(Tier.HBM) > before
 
@@ -176,7 +177,9 @@ class Directory:
         if lease.complete and lease.miss_reason == "no_room":
             # Whoever asks next is likely to want the same: saving others must not push these out.
             self.residency.touch(lease.keys[len(lease.slots) : len(lease.slots) + limit])
-            self.space.make_room(Tier.HBM, len(lease.keys) - len(lease.slots), now)
+            short = len(lease.keys) - len(lease.slots)
+            self.space.make_room(Tier.HBM, short, now)
+            self.loads.give_back(short - self.space.room(Tier.HBM))
         self._finish(now)
 
     # -- moves asked for ----------------------------------------------------------------------------------------
@@ -295,7 +298,7 @@ class Directory:
             self.space.make_room(Tier.HOST, self.loads.queued, now)
             self.space.relieve(Tier.HOST, 1, now)
             self.loads.promote_queued()
-            if self.loads.queued and self.space.blocked(Tier.HOST):
+            if self.loads.queued and self.space.blocked(Tier.HOST, now):
                 self.loads.give_up_queued()
         for load, arrived in self.loads.ended:
             if arrived:

@@ -140,6 +140,19 @@ class Loads:
                 self._residency.fail(load.key, Tier.HBM, slot)
         return load
 
+    def give_back(self, wanted: int) -> None:
+        """Ends up to ``wanted`` loads that nobody holds and nothing has begun to write, the newest first.
+
+        They wait for a promotion, which may never come; their HBM slots are free at once.
+        """
+        if wanted <= 0 or not self._owned:
+            return
+        copies = self._residency.tables[Tier.HBM].copies
+        unheld = [x for loads in self._promoting.values() for x in loads if not copies[x.key].pins]
+        for load in unheld[-wanted:]:
+            self._residency.abort(load.key, Tier.HBM)
+            self.cancel(load.slot)
+
     def abandon(self, slot: int) -> None:
         """Engine-owned HBM: nobody waits for this load any more; its slot is told once nothing writes it."""
         load = self.by_slot[slot]

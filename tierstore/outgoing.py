@@ -79,7 +79,7 @@ class Outgoing:
                 self._space.relieve(dst, 1, now)
                 if self._space.room(dst) > 0:
                     continue
-                if not self._space.blocked(dst):
+                if not self._space.blocked(dst, now):
                     return
                 self.given_up += 1
                 self.ended(slot)

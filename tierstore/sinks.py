@@ -128,7 +128,7 @@ class Sinks:
             return _Step.MOVING
         self._space.make_room(dst, 1, now)
         further = self._space.below(dst)
-        if self._space.blocked(dst) or (further is not None and self._space.stuck(dst, further, now)):
+        if self._space.blocked(dst, now) or (further is not None and self._space.stuck(dst, further, now)):
             return _Step.FAILED
         return _Step.BLOCKED
 

@@ -65,7 +65,7 @@ class Space:
             return
         if not self.stuck(tier, below, now):
             self.relieve(below, wanted - self.room(tier), now)
-            if not self.blocked(below):
+            if not self.blocked(below, now):
                 return
         for _ in range(min(BATCH_PAGES, wanted - self.room(tier))):
             key = self._tables[tier].leaves.first()
@@ -75,9 +75,9 @@ class Space:
         if self.room(tier) < wanted:
             self._drop_mirrored_leaf(tier, below)
 
-    def blocked(self, tier: Tier) -> bool:
-        """Whether the tier is full of pages that cannot leave, and nothing under way will change that."""
-        return self.room(tier) == 0 and self._traffic.quiet(tier)
+    def blocked(self, tier: Tier, now: float) -> bool:
+        """Whether the tier is full of pages that cannot leave, and nothing that moves will change that."""
+        return self.room(tier) == 0 and self._traffic.quiet(tier, now, STALL_S)
 
     def stuck(self, src: Tier, dst: Tier, now: float) -> bool:
         """Whether the edge down cannot be counted on: its last write failed, or it carries pages and stands still."""

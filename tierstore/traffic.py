@@ -99,9 +99,12 @@ class Traffic:
         """Whether the edge carries pages and has made no progress for ``limit_s``."""
         return self.pages[edge] > 0 and now - self.moved_at[edge] > limit_s
 
-    def quiet(self, tier: Tier) -> bool:
-        """Whether nothing is on its way into or out of the tier."""
-        return not any(tier in edge and self.carrying(*edge) for edge in {*self.pages, *self._moves})
+    def quiet(self, tier: Tier, now: float, limit_s: float) -> bool:
+        """Whether nothing is on its way into or out of the tier, but on edges that have stood still for ``limit_s``."""
+        return not any(
+            tier in edge and self.carrying(*edge) and not self.stalled(edge, now, limit_s)
+            for edge in {*self.pages, *self._moves}
+        )
 
     def take(self) -> list[Transfer | Erase]:
         """Hands the queued commands to the mover, in order."""

@@ -74,13 +74,13 @@ def test_an_erase_leaves_before_the_write_that_uses_its_room(residency: Residenc
 def test_pages_are_carried_from_the_decision_to_the_ack(traffic: Traffic) -> None:
     add(traffic, 0, 1)
     assert traffic.carrying(*DOWN) == 2
-    assert not traffic.quiet(Tier.HOST)
+    assert not traffic.quiet(Tier.HOST, 0.0, 1.0)
     (transfer,) = emitted(traffic, 0.0)
     assert traffic.carrying(*DOWN) == 2
     assert traffic.settle(Ack(transfer.id, True, 2, 2 * PAGE, 1.0), 1.0) == transfer
     assert traffic.carrying(*DOWN) == 0
     assert traffic.idle()
-    assert traffic.quiet(Tier.NVME)
+    assert traffic.quiet(Tier.NVME, 1.0, 1.0)
     with pytest.raises(KeyError):
         traffic.settle(Ack(transfer.id, True, 2, 2 * PAGE, 1.0), 1.0)
 
