@@ -79,11 +79,9 @@ def _head(found: Plan) -> Iterator[str]:
     heads = f"{model.num_kv_heads} KV heads of {model.head_dim}"
     kept = heads if model.kind == "mha" else f"latents of {model.head_dim}"
     yield f"{model.name}: {model.num_layers} layers, {kept}, {layout.specs[0].dtype}"
-    padding = layout.slot_nbytes - layout.page_nbytes
-    yield (
-        f"{layout.page_nbytes // layout.page_size} bytes a token, pages of {layout.page_size} tokens = "
-        f"{format_size(layout.page_nbytes)}" + (f" (and {padding} bytes of padding)" if padding else "")
-    )
+    per_token, padding = layout.page_nbytes // layout.page_size, layout.slot_nbytes - layout.page_nbytes
+    size = format_size(layout.page_nbytes) + (f" (and {padding} bytes of padding)" if padding else "")
+    yield f"{per_token} bytes a token, kept and reused in pages of {layout.page_size} tokens = {size}"
 
 
 def _tiers(found: Plan) -> Table:
@@ -109,7 +107,7 @@ def _documents(found: Plan) -> Table:
                 _count(restore.documents),
                 _seconds(restore.seconds),
                 _seconds(document.recompute_s),
-                "-" if restore.sooner is None else f"{restore.sooner:.1f}",
+                "-" if restore.sooner is None else _short(restore.sooner),
             )
     return table
 
@@ -119,16 +117,13 @@ def _rates(found: Plan) -> Iterator[str]:
     yield f"HOST -> HBM: {_speed(rates.copy.per_s)}{rates.copy.how}"
     if rates.read is not None:
         yield f"disk: {_speed(rates.read.per_s)}{rates.read.how}"
+    speed = "" if rates.prefill.per_s is None else f"{rates.prefill.per_s / 1e9:.0f} GFLOP/s, "
     if rates.per_token:
-        yield f"prefill: {rates.prefill.per_s:g} tokens/s, {rates.prefill.how}"
-    elif rates.prefill.per_s is None:
-        yield f"prefill: {rates.prefill.how}"
-    else:
-        yield (
-            "prefill: predicted from the model's operations at the speed of one matrix product, so at best; "
-            f"{rates.prefill.per_s / 1e9:.0f} GFLOP/s, {rates.prefill.how}"
-        )
-    yield "restores: predicted from these rates"
+        speed = f"{rates.prefill.per_s:g} tokens/s, "
+    yield f"prefill: {speed}{rates.prefill.how}"
+    yield "restores are predicted from these rates, recomputing from " + (
+        "the tokens" if rates.per_token else "the model's operations at that speed, so at best"
+    )
 
 
 def _count(number: int | None) -> str:
@@ -136,8 +131,13 @@ def _count(number: int | None) -> str:
 
 
 def _seconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds:.3g} s"
+    return "-" if seconds is None else f"{_short(seconds)} s"
 
 
 def _speed(per_s: float | None) -> str:
     return "" if per_s is None else f"{per_s / 1e9:.2f} GB/s, "
+
+
+def _short(number: float) -> str:
+    """Three digits, and no power of ten."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
