@@ -34,6 +34,8 @@ class Leasing:
         self.open: set[LeaseRecord] = set()
         self.next_deadline: float | None = None
         """When the next lease is to be cut, as of the last ``expire``."""
+        self._timed: set[LeaseRecord] = set()
+        """Open leases with a deadline that may still have to be cut: the others cost ``expire`` nothing."""
         self._residency = residency
         self._traffic = traffic
         self._loads = loads
@@ -49,6 +51,8 @@ class Leasing:
         """A lease that covers nothing yet."""
         lease = LeaseRecord(tuple(keys), None if into is None else tuple(into), deadline)
         self.open.add(lease)
+        if deadline is not None:
+            self._timed.add(lease)
         return lease
 
     def extend(self, lease: LeaseRecord, limit: int, now: float) -> None:
@@ -102,10 +106,14 @@ class Leasing:
 
     def expire(self, now: float) -> None:
         """Cuts leases whose deadline has come before the first page that is not there."""
-        for lease in [x for x in self.open if x.deadline is not None and x.waiting and x.deadline <= now]:
+        if not self._timed:
+            self.next_deadline = None
+            return
+        for lease in [x for x in self._timed if x.deadline is not None and x.waiting and x.deadline <= now]:
             self.cut(lease, min(lease.waiting), "deadline")
+        self._timed = {x for x in self._timed if x in self.open and (x.waiting or not x.complete)}
         self.next_deadline = min(
-            (x.deadline for x in self.open if x.deadline is not None and x.waiting), default=None
+            (x.deadline for x in self._timed if x.deadline is not None and x.waiting), default=None
         )
 
     def stop_waiting(self, lease: LeaseRecord) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.support.pages import PATIENCE_S, SPEC, read, tier_stats, tiers, where, write
 from tierstore import keys as page_keys
 from tierstore.store import TierStore
-from tierstore.types import Tier
+from tierstore.types import PageKey, Tier
 
 CHECKOUT = Path(__file__).parents[2]
 TOKENS = range(16)
@@ -58,7 +58,7 @@ def test_with_every_option_set_each_tier_alone_finds_as_many_pages_as_were_put(
     spec = replace(SPEC, shard=shard, group=2)
     with TierStore.open(tiers(8, 8, tmp_path), spec) as store:
 
-        def keys() -> list[page_keys.PageKey]:
+        def keys() -> list[PageKey]:
             extra = ("lora-7", b"weights-3", 41, (5, b"image"), (9, b"other image"))
             return store.keys(TOKENS, salt=b"tenant", extra=extra)
 

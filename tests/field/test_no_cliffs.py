@@ -1,0 +1,235 @@
+"""Costs that must not grow with the store, counted in lines run, not in time; and work that must not be wasted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from tests.support.bench import Bench, open_bench
+from tests.support.engine import SLOTS, page_major
+from tests.support.pages import (
+    PATIENCE_S,
+    SPEC,
+    chain,
+    counter,
+    nvme_capacity,
+    read,
+    tier_stats,
+    tiers,
+    write,
+)
+from tierstore.config import load_config
+from tierstore.errors import CapacityError, ConfigError
+from tierstore.lease import Lease
+from tierstore.store import TierStore
+from tierstore.types import Hint, Tier
+
+FEW, MANY = 128, 2048
+
+
+def lines_run(act: Callable[[], object]) -> int:
+    """Lines of the product that ``act`` runs on this thread; every turn of a loop in Python counts."""
+    lines = 0
+
+    def line(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return line
+
+    def call(frame: FrameType, event: str, arg: Any) -> Any:
+        return line if "/tierstore/" in frame.f_code.co_filename else None
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    assert lines > 0
+    return lines
+
+
+def full_bench(pages: int, shape: str, tmp_path: Path, *, pinned: bool) -> tuple[Bench, list[Lease]]:
+    """HBM, and what is below, full of ``pages`` pages, all under one lease or none."""
+    nvme = tmp_path / str(pages) if shape == "nvme" else None
+    bench = open_bench(tiers(pages, None if shape == "hbm" else pages, nvme, nvme_pages=pages), SPEC)
+    lease = bench.store.acquire(())
+    for i in range(0, pages, FEW):
+        keys = chain(FEW, str(i))
+        bench.store.put(keys, bench.store.allocate(FEW), lease=lease if pinned else None)
+    assert bench.store.drain(PATIENCE_S)
+    return bench, [lease]
+
+
+def allocate_in_vain(store: TierStore) -> None:
+    slots: list[int] = []
+    try:
+        slots = store.allocate(1, timeout_s=0.0)
+    except CapacityError:
+        return
+    store.free(slots)
+
+
+CALLS: dict[str, Callable[[TierStore], object]] = {
+    "allocate": allocate_in_vain,
+    "acquire what is there": lambda store: store.acquire(chain(3, "0")).release(),
+    "acquire what is not": lambda store: store.acquire(chain(3, "none")).release(),
+    "match": lambda store: store.match(chain(3, "0")),
+    "evict what is not there": lambda store: store.evict(chain(3, "none")),
+    "hint": lambda store: store.hint(Hint("r", 1, tuple(chain(3, "0")), "wont_need")),
+    "explain": lambda store: store.explain(chain(3, "0")),
+    "poll": lambda store: store.poll(),
+    "stats": lambda store: store.stats(),
+}
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("shape", ["hbm", "host", "nvme"])
+def test_no_call_walks_the_pages_of_a_full_store(shape: str, pinned: bool, tmp_path: Path) -> None:
+    # F086: most of all the search for a victim where none can go
+    costs: list[dict[str, int]] = []
+    for pages in (FEW, MANY):
+        bench, leases = full_bench(pages, shape, tmp_path, pinned=pinned)
+        costs.append({name: lines_run(lambda c=call: c(bench.store)) for name, call in CALLS.items()})  # type: ignore[misc]
+        for lease in leases:
+            lease.release()
+        bench.close()
+    few, many = costs
+    assert {name: many[name] for name in CALLS if many[name] > 1.5 * few[name] + 100} == {}
+
+
+@pytest.mark.parametrize("deadline_s", [None, 3600.0])
+def test_no_call_walks_the_open_leases(deadline_s: float | None) -> None:
+    # F086
+    costs: list[dict[str, int]] = []
+    for number in (10, 1000):
+        bench = open_bench(tiers(8, None), SPEC)
+        write(bench.store, chain(3, "0"))
+        leases = [bench.store.acquire(chain(2, "0"), deadline_s=deadline_s) for _ in range(number)]
+        costs.append({name: lines_run(lambda c=call: c(bench.store)) for name, call in CALLS.items()})  # type: ignore[misc]
+        for lease in leases:
+            lease.release()
+        bench.close()
+    few, many = costs
+    assert {name: many[name] for name in CALLS if many[name] > 1.5 * few[name] + 100} == {}
+
+
+def test_a_put_of_many_pages_costs_the_same_for_each_however_full_the_store_is(tmp_path: Path) -> None:
+    # F086
+    def cost_of_a_turnover(pages: int) -> int:
+        bench, leases = full_bench(pages, "hbm", tmp_path, pinned=False)
+        leases[0].release()
+        keys = chain(64, "new")
+        cost = lines_run(lambda: bench.store.put(keys, bench.store.allocate(64)))
+        bench.close()
+        return cost
+
+    assert cost_of_a_turnover(MANY) < 1.5 * cost_of_a_turnover(FEW) + 100
+
+
+# -- F088: pages that leave faster than the tier below takes them ------------------------------------------------
+
+
+def test_an_engine_that_turns_over_faster_than_its_pages_drain_keeps_some_and_the_rest_is_counted() -> None:
+    # F088: each turn fills all slots of the engine, HOST has room for fewer
+    engine = page_major()
+    bench = open_bench(tiers(SLOTS, 4, hbm_more={"owner": "engine"}), SPEC)
+    bench.store.register(engine.pages)
+    for turn in range(10):
+        keys = chain(SLOTS, str(turn))
+        for slot, key in enumerate(keys):
+            engine.fill(slot, key)
+        bench.store.put(keys, range(SLOTS))
+        assert bench.store.drain(PATIENCE_S)
+        assert sorted(bench.store.poll()) == list(range(SLOTS))
+        assert bench.store.match(keys).num_pages > 0
+    kept = tier_stats(bench.store, Tier.HOST)["resident"]
+    dropped = [counter(bench.store, "dropped_copies", why) for why in ("HOST,capacity", "HBM,no_room")]
+    assert kept > 0
+    assert kept + sum(dropped) == 10 * SLOTS
+    bench.close()
+
+
+# -- F090: fragmentation ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", [Tier.HBM, Tier.HOST, Tier.NVME])
+def test_room_of_scattered_victims_is_room_for_as_many_pages(tmp_path: Path, tier: Tier) -> None:
+    # F090: every other page goes; a page is one slot or one record, so nothing stays behind half empty
+    bench = open_bench(tiers(64, 64, tmp_path / "disk", nvme_pages=64), SPEC)
+    store = bench.store
+    old = [chain(1, f"old{i}")[0] for i in range(48)]
+    write(store, old)
+    store.flush()
+    before = tier_stats(store, tier)
+    assert store.evict(old[::2]) == 24
+    store.flush()
+    new = [chain(1, f"new{i}")[0] for i in range(24)]
+    write(store, new)
+    store.flush()
+    after = tier_stats(store, tier)
+    assert {k: after[k] for k in ("resident", "free")} == {k: before[k] for k in ("resident", "free")}
+    nvme = store.stats()["nvme"]
+    assert isinstance(nvme, dict)
+    assert (nvme["write_no_space"], nvme["records"]) == (0, 48)
+    assert nvme["disk_nbytes"] <= nvme_capacity(64)
+    assert sum(read(store, [key]) for key in [*old[1::2], *new]) == 48
+    bench.close()
+
+
+# -- F091: what is written to the disk --------------------------------------------------------------------------
+
+
+def test_bytes_written_to_the_disk_are_a_metric_and_a_page_is_written_once(tmp_path: Path) -> None:
+    # F091: admission is later work; what exists must not write a page twice, however often it is used
+    with TierStore.open(tiers(8, 8, tmp_path), SPEC) as store:
+        keys = chain(4)
+        write(store, keys)
+        store.flush()
+        for _ in range(3):
+            store.evict(keys, Tier.HBM)
+            store.evict(keys, Tier.HOST)
+            assert read(store, keys) == 4
+            write(store, keys)
+            store.demote(keys, Tier.NVME)
+            store.flush()
+        nvme = store.stats()["nvme"]
+        assert isinstance(nvme, dict)
+        assert nvme["bytes_written"] == 4 * SPEC.page_nbytes
+        assert counter(store, "transfer_bytes", "HOST,NVME") == 4 * SPEC.page_nbytes
+        assert 'tierstore_transfer_bytes_total{dst="NVME",src="HOST"}' in store.metrics.text()
+
+
+@pytest.mark.parametrize("admission", ["second_hit", "cost"])
+def test_an_admission_that_this_version_does_not_have_is_refused(admission: str) -> None:
+    # F091
+    with pytest.raises(
+        ConfigError, match=rf"nvme\.admission is '{admission}'; allowed in this version: 'all'"
+    ):
+        load_config({"nvme": {"path": "somewhere", "capacity": "1GiB", "admission": admission}})
+
+
+# -- F093: what was read from the disk --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_pages_loaded_from_the_disk_are_served_by_host_from_then_on(tmp_path: Path, rounds: int) -> None:
+    # F093: the disk is read once, however often HBM is emptied in between
+    with TierStore.open(tiers(8, 8, tmp_path), SPEC) as store:
+        keys = chain(3)
+        write(store, keys)
+        store.demote(keys, Tier.NVME)
+        assert store.drain(PATIENCE_S)
+        for _ in range(1 + rounds):
+            assert read(store, keys) == 3
+            store.evict(keys, Tier.HBM)
+        nvme = store.stats()["nvme"]
+        assert isinstance(nvme, dict)
+        assert nvme["bytes_read"] == 3 * SPEC.page_nbytes
+        hits = [counter(store, "hits_pages", tier.name) for tier in (Tier.HBM, Tier.HOST, Tier.NVME)]
+        assert hits == [0, 3 * rounds, 3]
