@@ -126,6 +126,7 @@ class Directory:
         lease: LeaseRecord | None,
         *,
         written: bool,
+        memory_only: bool = False,
     ) -> tuple[list[int], list[int]]:
         """Seals owned slots: the slot that holds each key now, and the duplicates among yours (retired).
 
@@ -135,12 +136,16 @@ class Directory:
         kept: list[int] = []
         duplicates: list[int] = []
         parent = parent or last_key(lease)
+        if not memory_only and parent is not None:
+            self.residency.memory_only.permit(parent)
         for key, slot in zip(keys, slots, strict=True):
             if table.ready(key):
                 self.residency.retire(Tier.HBM, slot)
                 duplicates.append(slot)
             else:
-                self._seal(key, slot, parent, written=written)
+                self._seal(key, slot, parent, written=written, memory_only=memory_only)
+            if not memory_only:
+                self.residency.memory_only.permit(key)
             kept.append(table.copies[key].slot)
             if lease is not None:
                 self.leasing.hold(lease, key)
@@ -157,9 +162,11 @@ class Directory:
             if self.residency.tables[Tier.HBM].ready(key):
                 self.placement.sealed(key)
 
-    def copy_out(self, keys: Sequence[PageKey], slots: Sequence[int], now: float) -> None:
+    def copy_out(
+        self, keys: Sequence[PageKey], slots: Sequence[int], now: float, *, memory_only: bool = False
+    ) -> None:
         """Engine-owned HBM: copies pages below from slots accepted by ``outgoing``, as room comes."""
-        self.outgoing.add(keys, slots)
+        self.outgoing.add(keys, slots, memory_only=memory_only)
         self._finish(now)
 
     def take_reusable(self) -> list[int]:
@@ -201,9 +208,13 @@ class Directory:
         return keys, Ticket()
 
     def save(self, keys: Sequence[PageKey], ticket: Ticket) -> None:
-        """Sends the readable ones of ``keys`` that NVMe does not hold down there, keeping the copies above."""
-        nvme = self.residency.tables[Tier.NVME]
-        unsaved = [k for k in keys if not nvme.ready(k) and self.residency.where(k) is not None]
+        """Sends the readable ones of ``keys`` that NVMe does not hold and may, there, keeping the copies above."""
+        nvme, lowest_for = self.residency.tables[Tier.NVME], self.residency.memory_only.lowest_for
+        unsaved = [
+            k
+            for k in keys
+            if not nvme.ready(k) and self.residency.where(k) is not None and lowest_for(k) >= Tier.NVME
+        ]
         self.placement.sinks.add(unsaved, Tier.NVME, ticket, keep=True)
 
     def evict(self, keys: Sequence[PageKey], tiers: Sequence[Tier]) -> int:
@@ -221,7 +232,9 @@ class Directory:
         self.leasing.expire(now)
         self.hints.expire(now)
         self.residency.demote_orphans(BATCH_PAGES)
-        more = self.hints.pending
+        for key in self.residency.lift(BATCH_PAGES):
+            self.placement.permitted(key)
+        more = self.hints.pending or self.residency.memory_only.lifting
         more |= self.placement.advance(now)
         self._finish(now)
         return more
@@ -239,21 +252,23 @@ class Directory:
             or placement.sinks.open
             or placement.writing_behind
             or self.outgoing.waiting
+            or self.residency.memory_only.lifting
         )
 
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _could_drop(self, n: int) -> bool:
-        """With no tier below, a page becomes droppable when its last child goes: room() does not count it yet."""
-        if self.space.below(Tier.HBM) is not None:
-            return False
-        return len(self.residency.tables[Tier.HBM].free) + self.residency.unpinned(Tier.HBM) >= n
+        """With no tier below to go to, a page is droppable when its last child goes: room() does not count it yet."""
+        hbm = self.residency.tables[Tier.HBM]
+        return len(hbm.free) + self.residency.unpinned(Tier.HBM) - len(hbm.dirty) >= n
 
-    def _seal(self, key: PageKey, slot: int, parent: PageKey | None, *, written: bool) -> None:
+    def _seal(
+        self, key: PageKey, slot: int, parent: PageKey | None, *, written: bool, memory_only: bool
+    ) -> None:
         table = self.residency.tables[Tier.HBM]
         copy = table.copies.get(key)
         old_slot = None if copy is None else copy.slot
-        self.residency.adopt(key, Tier.HBM, slot, parent)
+        self.residency.adopt(key, Tier.HBM, slot, parent, memory_only=memory_only)
         if old_slot is not None and old_slot in self.loads.by_slot:
             self.leasing.moved(self.loads.cancel(old_slot), slot)
         if written:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tierstore.metrics import Metrics
-    from tierstore.residency import Residency
+    from tierstore.residency import Drop, Residency
     from tierstore.types import PageKey, Tier
 
 _REMEMBERED = 8192
@@ -27,7 +27,7 @@ class Drops:
         counts: Counter[tuple[Tier, str]] = Counter()
         while dropped:
             drop = dropped.popleft()
-            why = reason or ("capacity" if drop.last else "saved")
+            why = reason or _to_make_room(drop)
             counts[drop.tier, why] += 1
             if drop.last:
                 self._fates[drop.key] = why
@@ -40,3 +40,9 @@ class Drops:
     def fate(self, key: PageKey) -> str | None:
         """Why the page's last copy went, if it went recently and has not come back."""
         return None if self._residency.where(key) is not None else self._fates.get(key)
+
+
+def _to_make_room(drop: Drop) -> str:
+    if not drop.last:
+        return "saved"
+    return "memory_only" if drop.memory_only else "capacity"

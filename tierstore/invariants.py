@@ -24,6 +24,7 @@ def check(directory: Directory, pending: PendingEvents) -> None:
         _check_slots(tier, table)
         _check_queues(residency, tier, table)
     _check_lineage(residency)
+    _check_memory_only(residency)
     _check_transfers(directory)
     _check_pins(directory, pending)
     _check_leases(directory)
@@ -35,6 +36,7 @@ def check_residency(residency: Residency) -> None:
         _check_slots(tier, table)
         _check_queues(residency, tier, table)
     _check_lineage(residency)
+    _check_memory_only(residency)
 
 
 def _require(holds: bool, message: str) -> None:
@@ -66,24 +68,25 @@ def _check_slots(tier: Tier, table: TierTable) -> None:
 
 
 def _check_queues(residency: Residency, tier: Tier, table: TierTable) -> None:
-    lowest = tier == max(residency.tables)
     droppable: set[PageKey] = set()
     dirty: set[PageKey] = set()
+    mirrors: set[PageKey] = set()
     leaves: set[PageKey] = set()
     for key, copy in table.copies.items():
         if not copy.ready or copy.pins:
             continue
-        if not lowest:
+        if tier != residency.memory_only.lowest_for(key):
             (droppable if residency.saved_below(key, tier) else dirty).add(key)
         elif residency.where(key) != tier:
             above = [t.copies[key] for t in residency.tables.values() if t is not table and t.ready(key)]
-            (droppable if any(c.pins for c in above) else dirty).add(key)
+            (droppable if any(c.pins for c in above) else mirrors).add(key)
         elif not residency.lineage.has_children(key):
             droppable.add(key)
         if key in dirty and (residency.where(key) != tier or not residency.lineage.has_children(key)):
             leaves.add(key)
     _require(set(table.droppable) == droppable, f"{tier.name}: droppable pages out of step")
     _require(set(table.dirty) == dirty, f"{tier.name}: unsaved evictable pages out of step")
+    _require(set(table.mirrors) == mirrors, f"{tier.name}: mirrors out of step")
     _require(set(table.leaves) == leaves, f"{tier.name}: unsaved leaves out of step")
 
 
@@ -91,6 +94,19 @@ def _check_lineage(residency: Residency) -> None:
     for child, parent in residency.lineage.links():
         _require(residency.where(child) is not None, "a child without a readable copy is linked")
         _require(child in residency.lineage.children(parent), "a child is not among its parent's children")
+
+
+def _check_memory_only(residency: Residency) -> None:
+    memory_only = residency.memory_only
+    for key in memory_only.keys:
+        _require(residency.held(key), "a memory-only page that is gone is remembered")
+        for tier, table in residency.tables.items():
+            _require(
+                tier <= memory_only.floor or key not in table.copies, f"a memory-only page in {tier.name}"
+            )
+    for child, parent in residency.lineage.links():
+        if parent in memory_only and child not in memory_only:
+            _require(memory_only.will_lift(parent), "a page that may be stored follows one that may not")
 
 
 def _check_transfers(directory: Directory) -> None:

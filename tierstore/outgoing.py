@@ -30,7 +30,7 @@ class Outgoing:
         self.given_up = 0
         """Pages that found no room below since this was last looked at."""
         self._slots: set[int] = set()
-        self._queue: deque[tuple[PageKey, int, PageKey | None]] = deque()
+        self._queue: deque[tuple[PageKey, int, PageKey | None, bool]] = deque()
         self._residency = residency
         self._space = space
         self._loads = loads
@@ -55,11 +55,11 @@ class Outgoing:
         self.require_usable(slots)
         self._slots.update(slots)
 
-    def add(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
+    def add(self, keys: Sequence[PageKey], slots: Sequence[int], *, memory_only: bool) -> None:
         """The accepted slots are written: their copies may start."""
         parent: PageKey | None = None
         for key, slot in zip(keys, slots, strict=True):
-            self._queue.append((key, slot, parent))
+            self._queue.append((key, slot, parent, memory_only))
             parent = key
 
     def ended(self, slot: int) -> None:
@@ -71,10 +71,14 @@ class Outgoing:
         """Starts the copies for which there is room; gives pages up only where no room will come."""
         dst = self._space.below(Tier.HBM)
         while self._queue and dst is not None:
-            key, slot, parent = self._queue[0]
-            if any(key in table.copies for table in self._residency.tables.values()):
+            key, slot, parent, memory_only = self._queue[0]
+            if self._residency.held(key):
+                if not memory_only:
+                    self._residency.memory_only.permit(key)
                 self.ended(slot)
-            elif not self._space.copy_from_engine(key, slot, dst, parent):
+            elif memory_only and dst > self._residency.memory_only.floor:
+                self.ended(slot)
+            elif not self._space.copy_from_engine(key, slot, dst, parent, memory_only=memory_only):
                 self._space.make_room(dst, len(self._queue), now)
                 self._space.relieve(dst, 1, now)
                 if self._space.room(dst) > 0:

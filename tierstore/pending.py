@@ -64,10 +64,14 @@ class PendingEvents:
         parent: PageKey | None,
         lease: LeaseRecord | None,
         after: Event | None,
+        *,
+        memory_only: bool = False,
     ) -> list[int]:
         """``put``: the pages are matchable at once, copies of them start once they are written."""
         written = after is None or after.query()
-        kept, duplicates = self._directory.put(keys, slots, parent, lease, written=written)
+        kept, duplicates = self._directory.put(
+            keys, slots, parent, lease, written=written, memory_only=memory_only
+        )
         if after is None or written:
             self._directory.free(duplicates)
             return kept
@@ -86,13 +90,15 @@ class PendingEvents:
         events = {id(e): e for e in map(self._writers.get, slots) if e is not None and not e.query()}
         return AllOf(tuple(events.values())) if events else None
 
-    def copy_out(self, keys: tuple[PageKey, ...], slots: tuple[int, ...], after: Event | None) -> None:
+    def copy_out(
+        self, keys: tuple[PageKey, ...], slots: tuple[int, ...], after: Event | None, *, memory_only: bool
+    ) -> None:
         """``put`` of an engine's slots: the copy starts once they are written."""
         self._directory.outgoing.accept(slots)
         if after is None or after.query():
-            self._directory.copy_out(keys, slots, monotonic())
+            self._copied_out(keys, slots, memory_only)
         else:
-            self._defer(after, partial(self._copied_out, keys, slots))
+            self._defer(after, partial(self._copied_out, keys, slots, memory_only))
 
     def free(self, slots: tuple[int, ...], after: Event | None) -> None:
         """``free``: nobody owns the slots from now on; they are reused after the event."""
@@ -127,6 +133,6 @@ class PendingEvents:
         self._directory.free(slots)
         return False
 
-    def _copied_out(self, keys: tuple[PageKey, ...], slots: tuple[int, ...]) -> bool:
-        self._directory.copy_out(keys, slots, monotonic())
+    def _copied_out(self, keys: tuple[PageKey, ...], slots: tuple[int, ...], memory_only: bool) -> bool:
+        self._directory.copy_out(keys, slots, monotonic(), memory_only=memory_only)
         return False

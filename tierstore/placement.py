@@ -47,7 +47,7 @@ class Placement:
     def sealed(self, key: PageKey) -> None:
         """A page became readable in HBM and its bytes are written."""
         self.sinks.wake(key)
-        if not self._residency.saved_below(key, Tier.HBM):
+        if self._residency.unsaved(key, Tier.HBM):
             if self._spill_from == Tier.HBM:
                 self._unsaved[key] = None
             elif Tier.HOST in self._tables:
@@ -56,9 +56,16 @@ class Placement:
     def saved(self, key: PageKey, dst: Tier) -> None:
         """A copy downwards arrived in ``dst``."""
         self.space.failing.discard(dst)
-        if dst == self._spill_from and not self._residency.saved_below(key, dst):
-            self._unsaved[key] = None
+        self._await_spill(key, dst)
         self.sinks.wake(key)
+
+    def permitted(self, key: PageKey) -> None:
+        """A page that was memory-only may be saved below memory from now on."""
+        for tier, table in self._tables.items():
+            if table.ready(key) and tier == Tier.HBM:
+                self.sealed(key)
+            elif table.ready(key):
+                self._await_spill(key, tier)
 
     def not_saved(self, key: PageKey, src: Tier, dst: Tier) -> None:
         """A copy downwards failed: the source is intact and waits for the next timed spill."""
@@ -92,7 +99,7 @@ class Placement:
     def writing_behind(self) -> bool:
         """Whether sealed pages wait for a copy to HOST that HOST has room for."""
         host = self._tables.get(Tier.HOST)
-        return host is not None and bool(self._fresh) and self._has_spare(host)
+        return host is not None and any(self._has_spare(host, key) for key in islice(self._fresh, 1))
 
     @property
     def next_spill(self) -> float | None:
@@ -101,17 +108,21 @@ class Placement:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
+    def _await_spill(self, key: PageKey, tier: Tier) -> None:
+        if tier == self._spill_from and self._residency.unsaved(key, tier):
+            self._unsaved[key] = None
+
     def _write_behind(self, now: float) -> bool:
         host = self._tables.get(Tier.HOST)
         if host is None or not self._fresh:
             return False
         before = len(self._fresh)
         for key in list(islice(self._fresh, BATCH_PAGES)):
-            if not self._tables[Tier.HBM].ready(key) or self._residency.saved_below(key, Tier.HBM):
+            if not (self._tables[Tier.HBM].ready(key) and self._residency.unsaved(key, Tier.HBM)):
                 del self._fresh[key]
             elif key in self.unwritten:
                 self._fresh[key] = self._fresh.pop(key)
-            elif self._has_spare(host):
+            elif self._has_spare(host, key):
                 del self._fresh[key]
                 self.space.copy(key, Tier.HBM, Tier.HOST)
             else:
@@ -119,12 +130,19 @@ class Placement:
                 return False
         return 0 < len(self._fresh) < before
 
-    def _has_spare(self, host: TierTable) -> bool:
-        """Whether HOST can take a copy made ahead of need: it never costs another page its last copy below HBM."""
+    def _has_spare(self, host: TierTable, key: PageKey) -> bool:
+        """Whether HOST can take a copy made ahead of need: it never costs another page its last copy below HBM.
+
+        A memory-only page does give way to one on its way to disk: else those would not be saved in their time.
+        """
         if host.free:
             return True
         victim = host.droppable.first()
-        return victim is not None and self._residency.saved_below(victim, Tier.HOST)
+        if victim is None:
+            return False
+        memory_only = self._residency.memory_only
+        gives_way = self._spill_from == Tier.HOST and victim in memory_only and key not in memory_only
+        return gives_way or self._residency.saved_below(victim, Tier.HOST)
 
     def _spill(self, now: float) -> bool:
         src = self._spill_from
@@ -144,7 +162,7 @@ class Placement:
                 self._unsaved[key] = self._unsaved.pop(key)
                 continue
             del self._unsaved[key]
-            if self._tables[src].ready(key) and not self._residency.saved_below(key, src):
+            if self._tables[src].ready(key) and self._residency.unsaved(key, src):
                 budget -= 1
                 if not self.space.copy(key, src, Tier.NVME):
                     self._unsaved[key] = None

@@ -21,7 +21,7 @@ def occupancy(directory: Directory, tier: Tier) -> str:
 
 
 def explain_page(directory: Directory, key: PageKey) -> dict[str, object]:
-    """Copies by tier ("ready" or "arriving", pins), parent, and why the page went if it went lately."""
+    """Copies by tier ("ready" or "arriving", pins), parent, whether only memory may hold it, why it went if lately."""
     copies = {
         tier.name: {"state": "ready" if copy.ready else "arriving", "pins": copy.pins}
         for tier, table in directory.residency.tables.items()
@@ -34,6 +34,7 @@ def explain_page(directory: Directory, key: PageKey) -> dict[str, object]:
         "readable": directory.residency.where(key) is not None,
         "copies": copies,
         "parent": None if parent is None else parent.hex(),
+        "memory_only": key in directory.residency.memory_only,
         "going_down_to": None if sink is None else sink.target.name,
         "lost": directory.drops.fate(key),
     }
@@ -55,6 +56,7 @@ def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:
         "page_size": layout.page_size,
         "fingerprint": layout.fingerprint,
         "tiers": tiers,
+        "memory_only": len(directory.residency.memory_only.keys),
         "leases": len(directory.leasing.open),
         "in_flight": {f"{s.name}->{d.name}": n for (s, d), n in directory.traffic.pages.items() if n},
         "bytes_per_s": {f"{s.name}->{d.name}": rate for (s, d), rate in directory.traffic.rates.items()},
@@ -72,7 +74,7 @@ def _states(directory: Directory, tier: Tier) -> dict[str, int]:
         "resident": len(table.copies) - table.arriving,
         "arriving": table.arriving,
         "pinned": table.pinned,
-        "mirrors" if lowest else "unsaved": len(table.dirty),
+        "mirrors" if lowest else "unsaved": len(table.mirrors if lowest else table.dirty),
         "droppable": len(table.droppable),
         "owned": len(table.owned),
         "quarantined": len(table.quarantine),

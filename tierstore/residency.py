@@ -5,9 +5,9 @@ makes it readable, ``abort`` marks the copy dead. A dead slot is quarantined unt
 its transfer has settled and its pins are gone. A slot is free, owned by a caller, in exactly one copy, or quarantined.
 
 A copy is evictable iff it is ready, unpinned, and not the last copy of a page with readable children. Evictable
-copies wait in one of two queues: ``droppable`` (the bytes are ready below, or the tier is the lowest and holds the
-only copy) and ``dirty`` (to be copied below first). In the lowest tier ``dirty`` are mirrors of unpinned copies above,
-which go last: dropping one makes no more room above than it takes.
+copies wait in one of three queues: ``droppable`` (the bytes are ready below, or the tier is the lowest for this page
+and holds the only copy), ``dirty`` (to be copied below first) and, in the lowest tier for the page, ``mirrors`` of
+unpinned copies above, which go last: dropping one makes no more room above than it takes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.errors import CapacityError, LeaseError
 from tierstore.lineage import Lineage
+from tierstore.memory_only import MemoryOnly
 from tierstore.tier_table import Dead
 from tierstore.types import Copy, PageKey, Tier
 from tierstore.victims import choose_victims
@@ -28,11 +29,12 @@ if TYPE_CHECKING:
 
 
 class Drop(NamedTuple):
-    """A copy that left its tier. ``last``: no other tier holds the page now."""
+    """A copy that left its tier. ``last``: no other tier holds the page now. ``memory_only``: none below was to."""
 
     tier: Tier
     key: PageKey
     last: bool
+    memory_only: bool
 
 
 class Residency:
@@ -41,6 +43,7 @@ class Residency:
     def __init__(self, tables: Mapping[Tier, TierTable]) -> None:
         self.tables = {tier: tables[tier] for tier in sorted(tables)}
         self.lineage = Lineage()
+        self.memory_only = MemoryOnly(self.tables, self.lineage)
         self.erased: deque[tuple[Tier, PageKey]] = deque()
         """Records of key-addressed tiers whose bytes nobody needs any more."""
         self.dropped: deque[Drop] = deque()
@@ -48,7 +51,6 @@ class Residency:
         self.orphans: deque[PageKey] = deque()
         """Pages that lost their parent and are not yet at the front of the victim order."""
         self._order = list(self.tables.items())
-        self._lowest = max(self.tables)
         self._above = {tier: [t.copies for o, t in self._order if o < tier] for tier in self.tables}
         self._below = {tier: [t.copies for o, t in self._order if o > tier] for tier in self.tables}
 
@@ -84,6 +86,14 @@ class Residency:
         """Whether a slower tier holds a readable copy."""
         return _ready_in(self._below[tier], key)
 
+    def unsaved(self, key: PageKey, tier: Tier) -> bool:
+        """Whether a tier slower than this one may hold the page and none does."""
+        return tier < self.memory_only.lowest_for(key) and not self.saved_below(key, tier)
+
+    def held(self, key: PageKey) -> bool:
+        """Whether any tier has a copy, readable or on its way."""
+        return any(key in table.copies for _, table in self._order)
+
     # -- slots owned by callers ---------------------------------------------------------------------------------
 
     def take(self, tier: Tier, nbytes: int = 0) -> int:
@@ -106,20 +116,27 @@ class Residency:
         """A retired slot becomes free."""
         self._let_go(tier, self.tables[tier], slot)
 
-    def adopt(self, key: PageKey, tier: Tier, slot: int, parent: PageKey | None) -> None:
-        """An owned slot becomes the page's readable copy. A copy that was being written is aborted, its pins move."""
+    def adopt(
+        self, key: PageKey, tier: Tier, slot: int, parent: PageKey | None, *, memory_only: bool = False
+    ) -> None:
+        """An owned slot becomes the page's readable copy. A copy that was being written is aborted, its pins move.
+
+        ``memory_only``: as for ``reserve``.
+        """
         table = self.tables[tier]
         if slot not in table.owned or table.ready(key):
             raise LeaseError(
                 f"slot {slot} of {tier.name} is not owned, or the page is readable there already"
             )
+        if memory_only and not self.held(key):
+            self.memory_only.restrict(key)
         pins = 0
         if key in table.copies:
             pins = table.copies[key].pins
             table.count(table.copies[key], -1)
             table.copies[key].pins = 0
             table.count(table.copies[key], 1)
-            self.abort(key, tier)
+            self._kill(key, tier)
         table.owned.discard(slot)
         table.copies[key] = Copy(slot, 0, table.policy.enter(), pins=pins)
         table.count(table.copies[key], 1)
@@ -127,9 +144,22 @@ class Residency:
 
     # -- reserve, commit, abort ---------------------------------------------------------------------------------
 
-    def reserve(self, key: PageKey, dst: Tier, nbytes: int = 0, src: Tier | None = None) -> int:
-        """An unreadable slot in ``dst``; pins the copy in ``src``. CapacityError changes nothing."""
+    def reserve(
+        self,
+        key: PageKey,
+        dst: Tier,
+        nbytes: int = 0,
+        src: Tier | None = None,
+        *,
+        memory_only: bool = False,
+    ) -> int:
+        """An unreadable slot in ``dst``; pins the copy in ``src``. CapacityError and LeaseError change nothing.
+
+        ``memory_only``: if no tier holds the page yet, none but memory ever is to. LeaseError if ``dst`` is not to.
+        """
         table = self.tables[dst]
+        if dst > (self.memory_only.floor if memory_only else self.memory_only.lowest_for(key)):
+            raise LeaseError(f"the page is memory-only, and {dst.name} is not memory")
         if key in table.copies:
             raise LeaseError(f"the page is already resident or on its way in {dst.name}")
         if src is not None:
@@ -140,6 +170,8 @@ class Residency:
             if src is not None:
                 self.unpin(key, src, self.tables[src].copies[key].slot)
             raise
+        if memory_only and not self.held(key):
+            self.memory_only.restrict(key)
         slot, rank = table.take(nbytes)
         table.copies[key] = Copy(slot, nbytes, rank)
         table.count(table.copies[key], 1)
@@ -169,13 +201,10 @@ class Residency:
 
     def abort(self, key: PageKey, dst: Tier) -> None:
         """The copy on its way is dead. Its slot is quarantined until ``commit`` or ``fail`` says the writer is done."""
-        table = self.tables[dst]
-        copy = table.copies[key]
-        if copy.ready:
+        if self.tables[dst].copies[key].ready:
             raise LeaseError(f"the copy in {dst.name} is readable; evict it")
-        table.count(copy, -1)
-        del table.copies[key]
-        table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins + 1)
+        self._kill(key, dst)
+        self._forget_if_gone(key)
 
     # -- pins ---------------------------------------------------------------------------------------------------
 
@@ -192,8 +221,7 @@ class Residency:
         if copy.ready:
             table.idle -= 1
             table.withdraw(copy)
-            if tier != self._lowest:
-                self._settle_mirror(key)
+            self._settle_mirror(key, tier)
         return copy.slot
 
     def unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
@@ -210,8 +238,7 @@ class Residency:
             if copy.ready:
                 table.idle += 1
                 self._settle(key, tier, table, copy)
-                if tier != self._lowest:
-                    self._settle_mirror(key)
+                self._settle_mirror(key, tier)
         else:
             self._let_go(tier, table, slot)
 
@@ -256,12 +283,13 @@ class Residency:
         else:
             table.put_back(copy.slot, copy.nbytes)
             self._note_erased(tier, table, key)
-        last = self.where(key) is None
+        last, memory_only = self.where(key) is None, key in self.memory_only
         if last:
+            self._forget_if_gone(key)
             self._lost(key)
         else:
             self._resettle(key)
-        return Drop(tier, key, last)
+        return Drop(tier, key, last, memory_only)
 
     def load(self, tier: Tier, records: Iterable[tuple[PageKey, PageKey | None, int]]) -> None:
         """Takes over what a tier found at open, oldest first: (key, parent, nbytes). Before anything else."""
@@ -280,6 +308,13 @@ class Residency:
         for key, copy in copies.items():
             if not has_children(key):
                 offer(copy.rank, key)
+
+    def lift(self, limit: int) -> list[PageKey]:
+        """Up to ``limit`` permitted pages, and pages before them, that may be saved below memory from now on."""
+        lifted = self.memory_only.lift(limit)
+        for key in lifted:
+            self._resettle(key)
+        return lifted
 
     def demote_orphans(self, limit: int) -> int:
         """Puts up to ``limit`` unreachable pages before all others in the victim order; how many are left."""
@@ -314,6 +349,8 @@ class Residency:
             and not lineage.precedes(key, parent)
         ):
             lineage.link(key, parent)
+            if key not in self.memory_only:
+                self.memory_only.permit(parent)
             self._resettle(parent)
         self._resettle(key)
 
@@ -329,36 +366,33 @@ class Residency:
             if copy is not None and copy.ready and copy.pins == 0:
                 self._settle(key, tier, table, copy)
 
-    def _settle_mirror(self, key: PageKey) -> None:
-        """A copy above the lowest tier was pinned or let go: the one in the lowest may change its queue."""
-        table = self.tables[self._lowest]
+    def _settle_mirror(self, key: PageKey, above: Tier) -> None:
+        """A copy above was pinned or let go: the one in the lowest tier for the page may change its queue."""
+        lowest = self.memory_only.lowest_for(key)
+        if above == lowest:
+            return
+        table = self.tables[lowest]
         copy = table.copies.get(key)
         if copy is not None and copy.ready and copy.pins == 0:
-            self._settle(key, self._lowest, table, copy)
+            self._settle(key, lowest, table, copy)
 
     def _settle(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy) -> None:
         """Puts a readable, unpinned copy into the queue it belongs to, and out of the others."""
-        rank = copy.rank
-        if tier == self._lowest:
+        if tier == self.memory_only.lowest_for(key):
             above = self._above[tier]
             mirror = _ready_in(above, key)
             if not mirror and self.lineage.has_children(key):
                 table.withdraw(copy)
-                return
-            unsaved = mirror and not any(x[key].pins for x in above if _ready_in((x,), key))
+            elif mirror and not any(x[key].pins for x in above if _ready_in((x,), key)):
+                table.wait(copy, key, table.mirrors)
+            else:
+                table.wait(copy, key, table.droppable)
+        elif _ready_in(self._below[tier], key):
+            table.wait(copy, key, table.droppable)
         else:
-            unsaved = not _ready_in(self._below[tier], key)
-        if not unsaved:
-            table.dirty.withdraw(rank)
-            table.leaves.withdraw(rank)
-            table.droppable.offer(rank, key)
-            return
-        table.droppable.withdraw(rank)
-        table.dirty.offer(rank, key)
-        if self.lineage.has_children(key) and not _ready_in(self._above[tier], key):
-            table.leaves.withdraw(rank)
-        else:
-            table.leaves.offer(rank, key)
+            table.wait(copy, key, table.dirty)
+            inner = self.lineage.has_children(key) and not _ready_in(self._above[tier], key)
+            table.leaves.shift(copy.rank, key, offered=not inner)
 
     def _rerank(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy, rank: int) -> None:
         if rank == copy.rank:
@@ -367,6 +401,16 @@ class Residency:
         copy.rank = rank
         if copy.ready and copy.pins == 0:
             self._settle(key, tier, table, copy)
+
+    def _kill(self, key: PageKey, dst: Tier) -> None:
+        table = self.tables[dst]
+        copy = table.copies.pop(key)
+        table.count(copy, -1)
+        table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins + 1)
+
+    def _forget_if_gone(self, key: PageKey) -> None:
+        if key in self.memory_only and not self.held(key):
+            self.memory_only.forget(key)
 
     def _let_go(self, tier: Tier, table: TierTable, slot: int) -> None:
         dead = table.quarantine.get(slot)

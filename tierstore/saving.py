@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
 def save_unsaved(directory: Directory, progress: Progress) -> Ticket:
     """Every page readable now and not in NVMe is on its way there; the ticket counts those that are not settled."""
+    lifting = True
+    while lifting:
+        with progress.lock:
+            progress.step()
+            lifting = directory.residency.memory_only.lifting
     with progress.lock:
         keys, ticket = directory.begin_flush()
     keys = list(dict.fromkeys(keys))

@@ -28,7 +28,7 @@ class Ticket:
 
 @dataclass(slots=True)
 class Sink:
-    """A page on its way down to ``target``; ``keep``: copies above stay."""
+    """A page on its way down to ``target``, or as far as it may go; ``keep``: copies above stay."""
 
     target: Tier
     keep: bool
@@ -115,9 +115,10 @@ class Sinks:
         if not holders:
             return _Step.FAILED
         src = holders[-1]
-        if src >= sink.target:
+        target = min(sink.target, self._residency.memory_only.lowest_for(key))
+        if src >= target:
             if not sink.keep:
-                self._leave(key, sink.target)
+                self._leave(key, target)
             return _Step.DONE
         dst = self._space.below(src)
         if dst is None:

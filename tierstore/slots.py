@@ -48,7 +48,13 @@ class OwnSlots:
         raise CapacityError(f"{n} HBM pages were not to be had within {timeout_s} s: {occupied}")
 
     def put(
-        self, keys: Sequence[PageKey], slots: Sequence[int], after: Event | None, lease: LeaseRecord | None
+        self,
+        keys: Sequence[PageKey],
+        slots: Sequence[int],
+        after: Event | None,
+        lease: LeaseRecord | None,
+        *,
+        memory_only: bool,
     ) -> list[int]:
         """``TierStore.put``, a chunk at each hold of the lock."""
         _require_keys(keys, slots)
@@ -59,7 +65,9 @@ class OwnSlots:
             parent = keys[i - 1] if i else None
             chunk = slice(i, i + BATCH_PAGES)
             with self._progress.lock:
-                kept += self._pending.seal(keys[chunk], slots[chunk], parent, lease, after)
+                kept += self._pending.seal(
+                    keys[chunk], slots[chunk], parent, lease, after, memory_only=memory_only
+                )
                 self._progress.step()
         self._progress.notify()
         return kept
@@ -127,13 +135,19 @@ class EngineSlots:
         raise _not_ours("allocate")
 
     def put(
-        self, keys: Sequence[PageKey], slots: Sequence[int], after: Event | None, lease: LeaseRecord | None
+        self,
+        keys: Sequence[PageKey],
+        slots: Sequence[int],
+        after: Event | None,
+        lease: LeaseRecord | None,
+        *,
+        memory_only: bool,
     ) -> list[int]:
         """``TierStore.put``: the pages are copied out, the slots stay the engine's."""
         _require_keys(keys, slots)
         self._require_registered()
         with self._progress.lock:
-            self._pending.copy_out(tuple(keys), tuple(slots), after)
+            self._pending.copy_out(tuple(keys), tuple(slots), after, memory_only=memory_only)
             self._progress.submit()
         self._progress.notify()
         return list(slots)

@@ -1,7 +1,7 @@
 """Room in the tiers: who is saved below, and who is dropped where saving is not possible. Decides, copies nothing.
 
-A readable page is dropped only when there is no tier below, when that tier refuses or fails or is full of pages that
-cannot leave, or when its bytes are readable elsewhere.
+A readable page is dropped only when there is no tier below that may hold it, when that tier refuses or fails or is
+full of pages that cannot leave, or when its bytes are readable elsewhere.
 """
 
 from __future__ import annotations
@@ -83,11 +83,13 @@ class Space:
         """Whether the edge down cannot be counted on: its last write failed, or it carries pages and stands still."""
         return dst in self.failing or self._traffic.stalled((src, dst), now, STALL_S)
 
-    def copy_from_engine(self, key: PageKey, slot: int, dst: Tier, parent: PageKey | None) -> bool:
+    def copy_from_engine(
+        self, key: PageKey, slot: int, dst: Tier, parent: PageKey | None, *, memory_only: bool
+    ) -> bool:
         """Plans the copy of a page that no tier has out of an engine's slot; False if there is no room."""
         nbytes = self._nbytes(dst)
         try:
-            dst_slot = self._residency.reserve(key, dst, nbytes)
+            dst_slot = self._residency.reserve(key, dst, nbytes, memory_only=memory_only)
         except CapacityError:
             return False
         self._traffic.add(Tier.HBM, dst, Move(key, slot, dst_slot, nbytes, parent))
@@ -119,14 +121,14 @@ class Space:
         """Lets a readable copy go."""
         self._residency.dropped.append(self._residency.evict(key, tier))
 
-    def _drop_mirrored_leaf(self, tier: Tier, lowest: Tier) -> None:
+    def _drop_mirrored_leaf(self, tier: Tier, below: Tier) -> None:
         """Drops a last page of a sequence from both tiers, so that an earlier one can be saved in its place."""
-        if self.below(lowest) is not None or self._has_room(lowest):
+        if self._has_room(below):
             return
         copies, lineage = self._tables[tier].copies, self._residency.lineage
-        key = self._tables[lowest].dirty.first_where(
+        key = self._tables[below].mirrors.first_where(
             lambda k: k in copies and copies[k].ready and not copies[k].pins and not lineage.has_children(k)
         )
         if key is not None:
-            self.drop(key, lowest)
+            self.drop(key, below)
             self.drop(key, tier)

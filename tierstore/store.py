@@ -128,6 +128,8 @@ class TierStore:
         slots: Sequence[int],
         after: Event | None = None,
         lease: Lease | None = None,
+        *,
+        memory_only: bool = False,
     ) -> list[int]:
         """Seals filled pages: they belong to the store and are matchable on return; the slot of each key now.
 
@@ -136,9 +138,12 @@ class TierStore:
         until its release. ValueError on unequal lengths or what is no key; LeaseError on a slot that is not yours;
         nothing changed then.
         Engine-owned HBM: the pages are copied out, your slots are returned, and ``poll`` tells when they are free.
+        ``memory_only``: pages that no tier holds yet are never written to NVMe; where memory is needed they are
+        dropped. A page that is held already stays as it is. A put without it, of the page or of one after it, ends it.
         """
         self._progress.advance()
-        return self._slots.put(keys, slots, after, None if lease is None else record_of(lease, self._holding))
+        record = None if lease is None else record_of(lease, self._holding)
+        return self._slots.put(keys, slots, after, record, memory_only=memory_only)
 
     def free(self, slots: Sequence[int], after: Event | None = None) -> None:
         """Gives back owned slots; they are reused once ``after`` has happened. LeaseError if one is not owned."""
@@ -192,7 +197,8 @@ class TierStore:
     def demote(self, keys: Sequence[PageKey], tier: Tier) -> int:
         """Sends pages down to ``tier`` in the background and lets upper copies go once unpinned; pages accepted.
 
-        Missing keys are skipped. ValueError if the tier is not below HBM or not configured.
+        Missing keys are skipped. A memory-only page is accepted and goes to HOST at most; without HOST it stays where
+        it is. ValueError if the tier is not below HBM or not configured.
         """
         self._progress.advance()
         require_key_list(keys)

@@ -43,6 +43,7 @@ class TierTable:
         self.quarantine: dict[int, Dead] = {}
         self.droppable = VictimQueue()
         self.dirty = VictimQueue()
+        self.mirrors = VictimQueue()
         self.leaves = VictimQueue()
         """Those of ``dirty`` that can be dropped without cutting off other pages."""
 
@@ -76,8 +77,19 @@ class TierTable:
         self.pinned += number if copy.pins else 0
         self.idle += number if copy.ready and not copy.pins else 0
 
+    def wait(self, copy: Copy, key: PageKey, queue: VictimQueue) -> None:
+        """The copy may leave: it waits in this queue from now on and in none of the others."""
+        rank = copy.rank
+        for other in (self.droppable, self.dirty, self.mirrors):
+            if other is not queue:
+                other.withdraw(rank)
+        if queue is not self.dirty:
+            self.leaves.withdraw(rank)
+        queue.offer(rank, key)
+
     def withdraw(self, copy: Copy) -> None:
         """The copy may not leave any more."""
         self.droppable.withdraw(copy.rank)
         self.dirty.withdraw(copy.rank)
+        self.mirrors.withdraw(copy.rank)
         self.leaves.withdraw(copy.rank)

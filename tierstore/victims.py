@@ -20,12 +20,11 @@ def choose_victims(
 ) -> list[PageKey]:
     """Copies to drop from ``tier``, in order, so that ``nbytes`` fit. CapacityError if that cannot be.
 
-    Mirrors in the lowest tier go last. One victim is enough where all records are of one size; else lowest rank first,
+    Mirrors go last. One victim is enough where all records are of one size; else lowest rank first,
     a parent after its last child.
     """
     table = tables[tier]
-    lowest = tier == max(tables)
-    first = table.droppable.first() or (table.dirty.first() if lowest else None)
+    first = table.droppable.first() or table.mirrors.first()
     if first is None:
         raise CapacityError(f"{tier.name}: no free slot and nothing to drop")
     if table.num_slots is not None or table.has_space(nbytes - table.copies[first].nbytes):

@@ -38,21 +38,24 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
     def take(self) -> None:
         self._take()
 
-    @rule(data=st.data(), told=st.booleans())
-    def put(self, data: st.DataObject, told: bool) -> None:
+    @rule(data=st.data(), told=st.booleans(), confine=st.booleans())
+    def put(self, data: st.DataObject, told: bool, confine: bool) -> None:
         if not self.owned:
             self._take()
         keys = [key for key in KEYS if key not in self.ready[Tier.HBM]]
         if self.owned and keys:
             key = data.draw(st.sampled_from(keys))
-            self._adopt(data.draw(st.sampled_from(self.owned)), key, PARENTS[key] if told else None)
+            slot = data.draw(st.sampled_from(self.owned))
+            self._adopt(slot, key, PARENTS[key] if told else None, confine=confine)
 
     @precondition(lambda self: any(f.live and f.dst is Tier.HBM for f in self.flights))
     @rule(data=st.data())
     def put_what_is_arriving(self, data: st.DataObject) -> None:
         if self.owned or self._take() is not None:
             keys = [f.key for f in self.flights if f.live and f.dst is Tier.HBM]
-            self._adopt(self.owned[0], data.draw(st.sampled_from(keys)), None)
+            self._adopt(
+                self.owned[0], data.draw(st.sampled_from(keys)), None, confine=data.draw(st.booleans())
+            )
 
     @precondition(lambda self: self.owned)
     @rule(data=st.data())
@@ -87,8 +90,10 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
     def start_write(self, data: st.DataObject, dst: Tier, nbytes: int) -> None:
         """An engine writes straight into a tier."""
         keys = [key for key in KEYS if key not in self.ready[dst] and not self._arriving(key, dst)]
+        keys = [key for key in keys if self._may_be_in(key, dst)]
         if keys:
-            self._reserve(data.draw(st.sampled_from(keys)), None, dst, nbytes, told=True)
+            confine = dst is not Tier.NVME and data.draw(st.booleans())
+            self._reserve(data.draw(st.sampled_from(keys)), None, dst, nbytes, told=True, confine=confine)
 
     @rule(
         child=st.sampled_from([key for key in KEYS if PARENTS[key] is not None]),
@@ -97,7 +102,9 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
     def write_a_family_below(self, child: PageKey, nbytes: int) -> None:
         """A page and the one after it land in the lowest tier: all its rules for leaves come into play."""
         for key in (PARENTS[child], child):
-            if key is not None and key not in self.ready[Tier.NVME] and not self._arriving(key, Tier.NVME):
+            if key is None or not self._may_be_in(key, Tier.NVME):
+                continue
+            if key not in self.ready[Tier.NVME] and not self._arriving(key, Tier.NVME):
                 flight = self._reserve(key, None, Tier.NVME, nbytes, told=True)
                 if flight is not None:
                     self._settle(flight, well=True)
@@ -113,6 +120,7 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
         flight = data.draw(st.sampled_from([f for f in self.flights if f.live]))
         self.residency.abort(flight.key, flight.dst)
         flight.live = False
+        self._forget_if_gone(flight.key)
 
     @precondition(lambda self: any(f.live and f.src is None for f in self.flights))
     @rule(data=st.data(), well=st.booleans())
@@ -121,6 +129,7 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
         first = data.draw(st.sampled_from([f for f in self.flights if f.live and f.src is None]))
         self.residency.abort(first.key, first.dst)
         first.live = False
+        self._forget_if_gone(first.key)
         self._reserve(first.key, None, first.dst, RECORD, told=True)
         self._settle(first, well=well)
 
@@ -165,6 +174,34 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
         assert (drop.tier, drop.key) == (tier, key)
         self._left(key, tier, last=drop.last)
 
+    @rule(
+        child=st.sampled_from([key for key in KEYS if PARENTS[key] is not None]),
+        confined=st.sampled_from((2, 2, 1)),
+    )
+    def write_a_family_to_memory(self, child: PageKey, confined: int) -> None:
+        """A page and the one after it land in HOST, both to stay in memory, or only the first."""
+        for i, key in enumerate((PARENTS[child], child)):
+            if key is not None and key not in self.ready[Tier.HOST] and not self._arriving(key, Tier.HOST):
+                flight = self._reserve(key, None, Tier.HOST, 0, told=True, confine=i < confined)
+                if flight is not None:
+                    self._settle(flight, well=True)
+
+    @precondition(lambda self: self.confined)
+    @rule(data=st.data(), at_once=st.booleans())
+    def permit(self, data: st.DataObject, at_once: bool) -> None:
+        """A page may be stored after all, and with it those before it."""
+        key = data.draw(st.sampled_from(sorted(self.confined)))
+        self.residency.memory_only.permit(key)
+        self.permitted.add(key)
+        if at_once:
+            self.lift()
+
+    @rule()
+    def lift(self) -> None:
+        while self.residency.memory_only.lifting:
+            self.residency.lift(1)
+        self._lift()
+
     @rule(key=st.sampled_from(KEYS), tier=st.sampled_from(TIERS))
     def misuse(self, key: PageKey, tier: Tier) -> None:
         """What must not be asked is refused and changes nothing."""
@@ -177,6 +214,8 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
             self._refused(partial(residency.reserve, key, tier))
         else:
             self._refused(partial(residency.pin, key, tier))
+        if key in self.confined:
+            self._refused(partial(residency.reserve, key, Tier.NVME))
         if key in self.ready[Tier.HBM]:
             for slot in self.owned:
                 self._refused(partial(residency.adopt, key, Tier.HBM, slot, parent))
@@ -234,6 +273,13 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
             dead = {slot: n for (t, slot), n in users.items() if t is tier and slot not in live}
             assert {slot: d.holders for slot, d in table.quarantine.items()} == dead
         assert self.residency.tables[Tier.HBM].owned == set(self.owned)
+
+    @invariant()
+    def memory_only_pages_are_those_of_the_model_and_never_on_disk(self) -> None:
+        assert self.residency.memory_only.keys == self.confined
+        assert self.confined.isdisjoint(self.residency.tables[Tier.NVME].copies)
+        stored_after = {p for c, p in self.parents.items() if p in self.confined and c not in self.confined}
+        assert stored_after <= self.permitted
 
     @invariant()
     def the_disk_keeps_nothing_unaccounted(self) -> None:

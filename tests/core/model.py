@@ -59,6 +59,8 @@ class ResidencyModel:
         self.holds: list[Hold] = []
         self.owned: list[int] = []
         self.retired: list[int] = []
+        self.confined: set[PageKey] = set()
+        self.permitted: set[PageKey] = set()
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -69,8 +71,9 @@ class ResidencyModel:
             self.owned.append(slot)
         return slot
 
-    def _adopt(self, slot: int, key: PageKey, parent: PageKey | None) -> None:
-        self.residency.adopt(key, Tier.HBM, slot, parent)
+    def _adopt(self, slot: int, key: PageKey, parent: PageKey | None, *, confine: bool = False) -> None:
+        self.residency.adopt(key, Tier.HBM, slot, parent, memory_only=confine)
+        self._put(key, confine=confine)
         self.owned.remove(slot)
         self.hardware.memory[Tier.HBM, slot] = key
         arriving = self._arriving(key, Tier.HBM)
@@ -80,11 +83,14 @@ class ResidencyModel:
             self.holds = [moved if hold == old else hold for hold in self.holds]
         self._now_readable(key, Tier.HBM, slot, parent)
 
-    def _reserve(self, key: PageKey, src: Tier | None, dst: Tier, nbytes: int, told: bool) -> Flight | None:
+    def _reserve(
+        self, key: PageKey, src: Tier | None, dst: Tier, nbytes: int, told: bool, *, confine: bool = False
+    ) -> Flight | None:
         reserved = RECORD if dst is Tier.NVME else 0
-        slot = self._attempt(lambda: self.residency.reserve(key, dst, reserved, src))
+        slot = self._attempt(lambda: self.residency.reserve(key, dst, reserved, src, memory_only=confine))
         if slot is None:
             return None
+        self._put(key, confine=confine)
         self._scribble(dst, slot)
         src_slot = -1 if src is None else self.ready[src][key]
         flight = Flight(key, src, src_slot, dst, slot, min(nbytes, reserved), PARENTS[key] if told else None)
@@ -105,6 +111,7 @@ class ResidencyModel:
             self.residency.unpin(key, flight.src, flight.src_slot)
         if not arrived:
             self.residency.fail(key, dst, slot)
+            self._forget_if_gone(key)
             return
         assert self.residency.commit(key, dst, slot, flight.nbytes, flight.parent) is flight.live
         if flight.live:
@@ -124,8 +131,33 @@ class ResidencyModel:
             for src in TIERS
             for key in self.ready[src]
             for dst in TIERS
-            if key not in self.ready[dst] and not self._arriving(key, dst)
+            if key not in self.ready[dst] and not self._arriving(key, dst) and self._may_be_in(key, dst)
         ]
+
+    def _may_be_in(self, key: PageKey, tier: Tier) -> bool:
+        return tier is not Tier.NVME or key not in self.confined
+
+    def _put(self, key: PageKey, *, confine: bool) -> None:
+        """A page that nobody holds is confined to memory, unless one that is not follows it."""
+        children = {child for child, parent in self.parents.items() if parent == key}
+        if confine and not self._held(key) and children <= self.confined:
+            self.confined.add(key)
+
+    def _forget_if_gone(self, key: PageKey) -> None:
+        if not self._held(key):
+            self.confined.discard(key)
+            self.permitted.discard(key)
+
+    def _held(self, key: PageKey) -> bool:
+        return self._readable(key) or any(f.live and f.key == key for f in self.flights)
+
+    def _lift(self) -> None:
+        for key in self.permitted:
+            above: PageKey | None = key
+            while above in self.confined:
+                self.confined.discard(above)
+                above = self.parents.get(above)
+        self.permitted.clear()
 
     def _attempt(self, act: Callable[[], int]) -> int | None:
         """Takes room; None for CapacityError, which must change nothing."""
@@ -137,11 +169,13 @@ class ResidencyModel:
             return None
         pins = self._pins()
         while self.residency.dropped:
-            tier, key, last = self.residency.dropped.popleft()
+            tier, key, last, memory_only = self.residency.dropped.popleft()
+            assert memory_only is (key in self.confined)
             assert not pins[tier, self.ready[tier][key]], "a pinned copy was dropped"
             self._left(key, tier, last=last)
             if last:
-                assert tier is Tier.NVME, "a page was dropped that could have been saved below"
+                lowest = Tier.HOST if memory_only else Tier.NVME
+                assert tier is lowest, "a page was dropped that could have been saved below"
                 assert key not in self.parents.values(), "a page left before its readable child"
         return slot
 
@@ -162,9 +196,12 @@ class ResidencyModel:
         self.ready[tier][key] = slot
         if parent is not None:
             self.parents.setdefault(key, parent)
+            if key not in self.confined and self.parents[key] in self.confined:
+                self.permitted.add(self.parents[key])
 
     def _left(self, key: PageKey, tier: Tier, *, last: bool) -> None:
         del self.ready[tier][key]
+        self._forget_if_gone(key)
         assert last is not self._readable(key)
         if last:
             self.parents.pop(key, None)
@@ -205,8 +242,16 @@ class ResidencyModel:
                 {k: (c.slot, c.nbytes, c.rank, c.ready, c.pins) for k, c in t.copies.items()},
                 set(t.owned),
                 {s: (d.key, d.nbytes, d.holders) for s, d in t.quarantine.items()},
-                (list(t.droppable), list(t.dirty), t.used_nbytes),
+                (list(t.droppable), list(t.dirty), list(t.mirrors), t.used_nbytes),
             )
             for t in r.tables.values()
         ]
-        return tables, sorted(r.lineage.links()), list(r.dropped), list(r.erased), list(r.orphans)
+        memory_only = (set(r.memory_only.keys), r.memory_only.lifting)
+        return (
+            tables,
+            memory_only,
+            sorted(r.lineage.links()),
+            list(r.dropped),
+            list(r.erased),
+            list(r.orphans),
+        )

@@ -12,7 +12,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.core.machine import ResidencyMachine
 from tests.core.model import Code
-from tierstore import lineage, policy, residency, tier_table, victims
+from tierstore import lineage, memory_only, policy, residency, tier_table, victims
 from tierstore.errors import TierStoreError
 
 # As many and as long as it takes; the first failure ends a run, and the choices are the same every time.
@@ -183,6 +183,60 @@ BUGS = [
     ),
     Bug("a second child hides the first", lineage, "{above.children, key}", "key"),
     Bug("a lost child stays in its parent's set", lineage, "            above.children.discard(key)\n", ""),
+    Bug(
+        "a memory-only page may be stored",
+        memory_only,
+        "return self.floor if key in self.keys else self.lowest",
+        "return self.lowest",
+    ),
+    Bug(
+        "a memory-only page is forgotten while a copy is on its way",
+        residency,
+        "if key in self.memory_only and not self.held(key):",
+        "if key in self.memory_only:",
+    ),
+    Bug(
+        "a memory-only page that is gone is remembered",
+        memory_only,
+        "        self.keys.discard(key)\n        self._lifting.pop(key, None)\n",
+        "        pass\n",
+    ),
+    Bug(
+        "a page that is put again becomes memory-only",
+        residency,
+        "        if memory_only and not self.held(key):\n            self.memory_only.restrict(key)\n        pins",
+        "        if memory_only:\n            self.memory_only.restrict(key)\n        pins",
+    ),
+    Bug(
+        "a page before a stored one becomes memory-only",
+        memory_only,
+        "        if all(child in self.keys for child in self._lineage.children(key)):\n",
+        "        if True:\n",
+    ),
+    Bug(
+        "a stored page leaves the one before it memory-only",
+        residency,
+        "                self.memory_only.permit(parent)\n",
+        "                pass\n",
+    ),
+    Bug(
+        "lifting stops at the first page",
+        memory_only,
+        "            if parent is not None:\n                self.permit(parent)\n",
+        "",
+    ),
+    Bug(
+        "a lifted page stays in its queue",
+        residency,
+        "        for key in lifted:\n            self._resettle(key)\n",
+        "",
+    ),
+    Bug(
+        "a mirror of a memory-only page does not go last",
+        residency,
+        "        lowest = self.memory_only.lowest_for(key)\n        if above",
+        "        lowest = self.memory_only.lowest\n        if above",
+    ),
     Bug("a withdrawn victim is found", policy, "        self._keys.pop(rank, None)\n", "        pass\n"),
 ]
 
@@ -190,7 +244,8 @@ BUGS = [
 def with_bug(bug: Bug) -> Code:
     """The code with the bug in it; the loaded modules stay as they are."""
     rooms = {
-        module: ModuleType(module.__name__) for module in (policy, lineage, tier_table, victims, residency)
+        module: ModuleType(module.__name__)
+        for module in (policy, lineage, memory_only, tier_table, victims, residency)
     }
     for module, room in rooms.items():
         assert module.__file__ is not None
@@ -201,6 +256,7 @@ def with_bug(bug: Bug) -> Code:
         exec(compile(source, module.__file__, "exec"), room.__dict__)
     vars(rooms[tier_table])["VictimQueue"] = vars(rooms[policy])["VictimQueue"]
     vars(rooms[residency])["Lineage"] = vars(rooms[lineage])["Lineage"]
+    vars(rooms[residency])["MemoryOnly"] = vars(rooms[memory_only])["MemoryOnly"]
     vars(rooms[residency])["choose_victims"] = vars(rooms[victims])["choose_victims"]
     vars(rooms[residency])["Dead"] = vars(rooms[tier_table])["Dead"]
     return Code(vars(rooms[residency])["Residency"], vars(rooms[tier_table])["TierTable"])
@@ -213,7 +269,7 @@ def machine(code: Code) -> type[ResidencyMachine]:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_the_machine_notices(bug: Bug) -> None:
     code = with_bug(bug)  # not below: an outdated ``old`` must fail the test
-    with pytest.raises((AssertionError, LookupError, ValueError, TierStoreError)):
+    with pytest.raises((AssertionError, LookupError, ValueError, TierStoreError, pytest.fail.Exception)):
         run_state_machine_as_test(machine(code), settings=SEARCH)
 
 

@@ -146,8 +146,8 @@ def free_ignores_its_event(patch: pytest.MonkeyPatch) -> None:
 def a_page_is_copied_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
     put = Directory.put
 
-    def hasty(self: Directory, *args: Any, written: bool) -> tuple[list[int], list[int]]:
-        return put(self, *args, written=True)
+    def hasty(self: Directory, *args: Any, **named: Any) -> tuple[list[int], list[int]]:
+        return put(self, *args, **{**named, "written": True})
 
     def pages_of(self: PendingEvents, pages: Any) -> bool:
         self.writing.remove(pages)
