@@ -1,0 +1,135 @@
+"""The radix index under every order of calls that hypothesis can think of, and that planted bugs are noticed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+from hypothesis import Phase, Verbosity, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.core.radix_machine import RadixMachine
+from tierstore import radix
+
+# As many and as long as it takes; the first failure ends a run, and the choices are the same every time.
+SEARCH = settings(
+    max_examples=4000,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
+    verbosity=Verbosity.quiet,
+)
+
+
+class Bug(NamedTuple):
+    """``old`` must occur exactly once in the source."""
+
+    name: str
+    old: str
+    new: str
+
+
+BUGS = [
+    Bug(
+        "only the left neighbour is looked at",
+        "siblings[max(0, at - 1) : at + 1]",
+        "siblings[max(0, at - 1) : at]",
+    ),
+    Bug(
+        "only the right neighbour is looked at", "siblings[max(0, at - 1) : at + 1]", "siblings[at : at + 1]"
+    ),
+    Bug(
+        "siblings are not sorted",
+        "above.below.insert(bisect_left(above.below, label, key=_label), node)",
+        "above.below.append(node)",
+    ),
+    Bug(
+        "a token counts that agrees in some bytes only",
+        "(8 * size - differs.bit_length()) // (8 * _TOKEN_NBYTES)",
+        "-(-(8 * size - differs.bit_length()) // (8 * _TOKEN_NBYTES))",
+    ),
+    Bug(
+        "the rest counts although a full page comes before it",
+        "labels[len(path)] if len(path) < len(labels) else rest",
+        "rest",
+    ),
+    Bug(
+        "a prompt's rest is not looked up",
+        "labels[len(path)] if len(path) < len(labels) else rest",
+        'labels[len(path)] if len(path) < len(labels) else b""',
+    ),
+    Bug("looking up is no use", "        self._use([*path, best])\n", ""),
+    Bug("the page that begins alike is not used", "self._use([*path, best])", "self._use(path)"),
+    Bug(
+        "a prompt without a page that begins alike is no use",
+        "            self._use(path)\n            return RadixMatch",
+        "            return RadixMatch",
+    ),
+    Bug("inserting again is no use", "        self._use(path)\n        while", "        while"),
+    Bug("a page goes before those after it", "for node in reversed(path):", "for node in path:"),
+    Bug("the newest goes", "self._remove_leaf(next(iter", "self._remove_leaf(next(reversed"),
+    Bug("there is no bound", "while len(self._pages) > self._max_pages:", "while False:"),
+    Bug(
+        "one page too many",
+        "while len(self._pages) > self._max_pages:",
+        "while len(self._pages) > self._max_pages + 1:",
+    ),
+    Bug(
+        "what comes after a discarded page stays known",
+        "            doomed.extend(node.below)\n",
+        "            pass\n",
+    ),
+    Bug(
+        "roots are not told apart", "path = self._descend(root, labels)", 'path = self._descend(b"", labels)'
+    ),
+    Bug(
+        "a root goes while pages hang below it",
+        "if above.above is None and not above.below:",
+        "if above.above is None:",
+    ),
+    Bug(
+        "a removed page stays among its siblings",
+        "        del above.below[bisect_left(above.below, node.label, key=_label)]\n",
+        "",
+    ),
+    Bug("the path stops at the wrong page", " or node.below[at].label != label:", ":"),
+    Bug("a key of other tokens is taken", "            elif key in self._pages:", "            elif False:"),
+    Bug(
+        "known tokens take another key",
+        "                if path[index].key != key:",
+        "                if False:",
+    ),
+]
+
+
+def with_bug(bug: Bug) -> type[RadixMachine]:
+    """The machine over a copy of the code with the bug in it; the loaded module stays as it is."""
+    assert radix.__file__ is not None
+    source = Path(radix.__file__).read_text(encoding="utf-8")
+    assert source.count(bug.old) == 1, f"the source no longer has, once: {bug.old!r}"
+    room = ModuleType(radix.__name__)
+    exec(compile(source.replace(bug.old, bug.new), radix.__file__, "exec"), room.__dict__)
+    return type("Mutant", (RadixMachine,), {"index_type": vars(room)["RadixIndex"]})
+
+
+def test_no_order_of_calls_breaks_the_index() -> None:
+    run_state_machine_as_test(
+        RadixMachine, settings=settings(max_examples=200, stateful_step_count=30, deadline=None)
+    )
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_the_machine_notices(bug: Bug) -> None:
+    with pytest.raises((AssertionError, LookupError, ValueError, pytest.fail.Exception)):
+        run_state_machine_as_test(with_bug(bug), settings=SEARCH)
+
+
+def test_the_loaded_copy_without_a_bug_passes() -> None:
+    """So it is the bugs that are noticed, and not the way the code is loaded."""
+    same = Bug("none", "class RadixIndex:", "class RadixIndex:")
+    run_state_machine_as_test(with_bug(same), settings=settings(SEARCH, max_examples=30))
