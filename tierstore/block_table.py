@@ -95,13 +95,16 @@ class BlockTable:
         """Grows with each ``clear``: what was begun in an earlier life of the sequence comes too late."""
         self.private = PrivateSlots() if private is None else private
 
-    def reuse(self, slots: Sequence[int], num_tokens: int) -> None:
-        """Begin an empty table with sealed pages, ``num_tokens`` of which count. ValueError if it is not empty."""
+    def reuse(self, slots: Sequence[int], first_page: int = 0) -> None:
+        """Begin an empty table with sealed pages, all full. ``first_page``: those before it are behind the window.
+
+        ValueError if the table is not empty.
+        """
         if self.slots or self.num_tokens:
             raise ValueError("the table is not empty")
-        if not 0 <= num_tokens <= len(slots) * self.page_size:
-            raise ValueError(f"{num_tokens} tokens in {len(slots)} pages of {self.page_size}")
-        self.slots, self.num_tokens = list(slots), num_tokens
+        self.first_page = first_page
+        self.slots = [NO_PAGE] * first_page + list(slots)
+        self.num_tokens = len(self.slots) * self.page_size
 
     def missing_slots(self, stop: int, first: int | None = None) -> int:
         """Slots that ``extend`` with these needs: new pages, and one for the copy of each page that is not ours."""

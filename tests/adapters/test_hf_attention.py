@@ -22,22 +22,32 @@ def test_pages_read_in_groups_equal_contiguous_attention(
     page, layer, dim = 8, 1, 16
     pages = torch.full((12, 3, 2, page, kv_heads, dim), torch.nan)
     keys, values = (torch.randn(kv_heads, num_tokens, dim) * 3 for _ in range(2))
-    slots = torch.randperm(12)[: -(-num_tokens // page)]
+    table = torch.randperm(12)[: -(-num_tokens // page)]
+    slots = table.clone()
     for token in range(num_tokens):
         place = pages[int(slots[token // page]), layer, :, token % page]
         place[0], place[1] = keys[:, token], values[:, token]
-    query = torch.randn(1, heads, width, dim)
-    mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()[num_tokens - width :]
-    expected = scaled_dot_product_attention(query, keys[None], values[None], mask, scale=0.3, enable_gqa=True)
-    found = attention.attend_pages(query, pages, slots, layer, num_tokens, 0.3)
-    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
+    query = torch.randn(heads, width, dim)
+    for window in (None, 1, 5, page, 17, num_tokens):
+        mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
+        if window is not None:
+            mask &= ~mask.tril(-window)
+            # What lies behind every window is not even looked at.
+            first = max(0, num_tokens - width - window + 1) // page
+            slots[:first] = -1
+        expected = scaled_dot_product_attention(
+            query[None], keys[None], values[None], mask[num_tokens - width :], scale=0.3, enable_gqa=True
+        )
+        found = attention.attend_pages(query, pages[:, layer], slots.clone(), num_tokens, 0.3, window)
+        torch.testing.assert_close(found, expected[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
+        slots = table.clone()
 
 
 def test_half_precision_pages_are_summed_in_float32() -> None:
     torch.manual_seed(0)
     pages = torch.randn(4, 1, 2, 8, 1, 16).bfloat16()
-    query, slots = torch.randn(1, 2, 4, 16).bfloat16(), torch.arange(4)
-    found = attention.attend_pages(query, pages, slots, 0, 32, 0.25)
-    exact = attention.attend_pages(query.double(), pages.double(), slots, 0, 32, 0.25)
+    query, slots = torch.randn(2, 4, 16).bfloat16(), torch.arange(4)
+    found = attention.attend_pages(query, pages[:, 0], slots, 32, 0.25)
+    exact = attention.attend_pages(query.double(), pages[:, 0].double(), slots, 32, 0.25)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found, exact.bfloat16(), rtol=0.01, atol=1e-3)

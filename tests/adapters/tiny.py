@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tierstore.adapters.huggingface import (
     ATTENTION,
     TierStoreCache,
     cache_argument,
-    model_identity,
-    page_spec,
+    page_specs,
 )
-from tierstore.adapters.huggingface.cache import TierStoreLayer
+from tierstore.adapters.huggingface.layer import TierStoreLayer
 from tierstore.config import load_config
 from tierstore.store import TierStore
 
@@ -62,16 +61,22 @@ def random_prompt(length: int, seed: int = 0) -> list[int]:
 
 @contextmanager
 def open_store(
-    model: LlamaForCausalLM, hbm: int = 32, host: int = 0, disk: Path | None = None, page_size: int = PAGE
+    model: PreTrainedModel,
+    hbm: int = 32,
+    host: int = 0,
+    disk: Path | None = None,
+    page_size: int = PAGE,
+    draft: PreTrainedModel | None = None,
 ) -> Iterator[TierStore]:
     """A store of ``hbm`` and ``host`` pages, and a disk tier in ``disk``. At the end nothing may have leaked."""
-    spec = page_spec(model.config, page_size, model.dtype, model_identity(model))
-    config: dict[str, Any] = {"hbm": {"capacity": hbm * spec.page_nbytes, "device": "cpu"}}
+    specs = page_specs(model, page_size, draft=draft)
+    nbytes = sum(spec.page_nbytes for spec in specs)
+    config: dict[str, Any] = {"hbm": {"capacity": hbm * nbytes, "device": "cpu"}}
     if host:
-        config["host"] = {"capacity": host * spec.page_nbytes}
+        config["host"] = {"capacity": host * nbytes}
     if disk is not None:
         config["nvme"] = {"path": str(disk), "capacity": "64MiB"}
-    with TierStore.open(load_config(config), spec) as store:
+    with TierStore.open(load_config(config), specs) as store:
         yield store
         store.check()
         # Nothing is owned or leased any more: the whole of HBM can be had.
@@ -86,30 +91,55 @@ class Fed:
 
 
 @contextmanager
-def watch(model: LlamaForCausalLM) -> Iterator[Fed]:
-    """What the model is fed while this is open."""
+def watch(model: PreTrainedModel) -> Iterator[Fed]:
+    """What the model computes while this is open."""
     fed = Fed([])
 
-    def note(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        fed.widths.append(kwargs["input_ids"].shape[1])
+    def note(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        fed.widths.append(args[0].shape[1])
 
-    hook = model.model.register_forward_pre_hook(note, with_kwargs=True)
+    norm = model.base_model.get_submodule("norm")
+    hook = norm.register_forward_pre_hook(note)
     yield fed
     hook.remove()
 
 
 def generate(
-    model: LlamaForCausalLM, prompt: list[int], cache: TierStoreCache | None, **options: Any
+    model: PreTrainedModel, prompt: list[int], cache: TierStoreCache | None, **options: Any
 ) -> list[int]:
     """The new tokens, greedy unless ``options`` say otherwise."""
-    given: dict[str, Any] = {"do_sample": False, "max_new_tokens": 11, "pad_token_id": 0} | options
-    if cache is not None:
-        given[cache_argument(model)] = cache
-    out: torch.Tensor = model.generate(torch.tensor([prompt]), **given)
+    out = generate_batch(model, torch.tensor([prompt]), cache, **options)
     return [int(token) for token in out[0, len(prompt) :]]
 
 
-def plain(model: LlamaForCausalLM, prompt: list[int], **options: Any) -> list[int]:
+def generate_batch(
+    model: PreTrainedModel, ids: torch.Tensor, cache: TierStoreCache | None, **options: Any
+) -> torch.Tensor:
+    """All rows, prompts included."""
+    given: dict[str, Any] = {"do_sample": False, "max_new_tokens": 11, "pad_token_id": 0} | options
+    if cache is not None:
+        given[cache_argument(model)] = cache
+    out: torch.Tensor = model.generate(ids, **given)  # type: ignore[operator]
+    return out
+
+
+def plain_batch(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    """What transformers answers by itself, all rows, prompts included."""
+    model.set_attn_implementation("sdpa")
+    try:
+        return generate_batch(model, ids, None, **options)
+    finally:
+        model.set_attn_implementation(ATTENTION)
+
+
+def pad_left(prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts side by side, and their mask."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    return ids, torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+
+
+def plain(model: PreTrainedModel, prompt: list[int], **options: Any) -> list[int]:
     """What transformers answers by itself."""
     model.set_attn_implementation("sdpa")
     try:
@@ -119,7 +149,7 @@ def plain(model: LlamaForCausalLM, prompt: list[int], **options: Any) -> list[in
 
 
 def ask(
-    store: TierStore, model: LlamaForCausalLM, prompt: list[int], **options: Any
+    store: TierStore, model: PreTrainedModel, prompt: list[int], **options: Any
 ) -> tuple[list[int], TierStoreCache]:
     """Answer over the store and close the cache. Asserts that exactly the tokens not reused were fed, once each."""
     with watch(model) as fed, TierStoreCache(store, prompt, model=model) as cache:

@@ -6,12 +6,15 @@ no copy of the context outlives a group. A prompt without a reused prefix is pla
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
+
+from tierstore.adapters.huggingface.batch import Span
 
 ATTENTION = "tierstore"
 """The name to give as ``attn_implementation``."""
@@ -22,31 +25,29 @@ HANDLE = "tierstore_layer"
 KEYS_AT_ONCE = 1024
 QUERIES_AT_ONCE = 256
 
-_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
 class PagedLayer(Protocol):
-    """One model layer's handle on a sequence in the pages of a store."""
-
-    index: int
+    """One model layer's handle on the pages of a request."""
 
     @property
-    def pages(self) -> torch.Tensor:
-        """All pages: ``[num_slots, num_layers, 2, page_size, num_kv_heads, head_dim]``."""
+    def layer_pages(self) -> torch.Tensor:
+        """This layer of all pages: ``[num_slots, 2, page_size, num_kv_heads, head_dim]``."""
         ...
 
     @property
-    def start(self) -> int:
-        """Tokens before those of the forward pass under way."""
+    def window(self) -> int | None:
+        """Tokens a query sees, its own included; None: all before it."""
         ...
 
     @property
-    def slots(self) -> torch.Tensor:
-        """The block table of the forward pass under way, int64 ``[pages]``."""
+    def spans(self) -> Sequence[Span]:
+        """Of each row: which tokens the forward pass under way computes, and its block table."""
         ...
 
     def check_mask(self, mask: torch.Tensor | None) -> None:
-        """Raise ValueError for a mask that hides a token."""
+        """Raise ValueError for a mask that hides anything but the padding this request was opened with."""
         ...
 
     def mark_read(self) -> None:
@@ -55,63 +56,83 @@ class PagedLayer(Protocol):
 
 
 def attend_pages(
-    query: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, layer: int, num_tokens: int, scale: float
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    num_tokens: int,
+    scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """Return causal attention of the last tokens of a sequence over the whole of it. Changes nothing.
+    """Return causal attention of the last tokens of one sequence over what it sees of itself. Changes nothing.
 
-    ``query``: ``[1, num_heads, q, head_dim]``, the last ``q`` of ``num_tokens`` tokens;
-    ``pages``: ``[num_slots, num_layers, 2, page_size, num_kv_heads, head_dim]``;
-    ``slots``: int64 ``[ceil(num_tokens / page_size)]``, the sequence's block table.
-    Returns ``[1, q, num_heads, head_dim]``, contiguous, in the dtype of ``query``; sums are in float32 or wider.
+    ``query``: ``[num_heads, q, head_dim]``, the last ``q`` of ``num_tokens`` tokens;
+    ``pages``: one layer of all pages, ``[num_slots, 2, page_size, num_kv_heads, head_dim]``;
+    ``slots``: int64 ``[ceil(num_tokens / page_size)]`` or longer, the sequence's block table;
+    ``window``: tokens a query sees, its own included; None: all. Pages behind every window are not touched.
+    Returns ``[q, num_heads, head_dim]`` in the dtype of ``query``; sums are in float32 or wider.
     """
-    width = query.shape[2]
+    width = query.shape[1]
     blocks = []
     for first in range(0, width, QUERIES_AT_ONCE):
-        rows = query[0, :, first : first + QUERIES_AT_ONCE]
-        blocks.append(_attend_block(rows, pages, slots, layer, num_tokens - width + first, scale))
-    return torch.cat(blocks, dim=1).transpose(0, 1).unsqueeze(0).to(query.dtype).contiguous()
+        rows = query[:, first : first + QUERIES_AT_ONCE]
+        blocks.append(_attend_block(rows, pages, slots, num_tokens - width + first, scale, window))
+    return torch.cat(blocks, dim=1).transpose(0, 1).to(query.dtype)
 
 
 def _attend_block(
-    query: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, layer: int, position: int, scale: float
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    position: int,
+    scale: float,
+    window: int | None,
 ) -> torch.Tensor:
     """``query`` ``[num_heads, w, head_dim]``, its first row at ``position`` of the sequence -> the same shape."""
-    page_size, num_kv_heads = pages.shape[3], pages.shape[4]
+    page_size, num_kv_heads = pages.shape[2], pages.shape[3]
     heads, width, dim = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     rows = (query.to(wide) * scale).reshape(num_kv_heads, -1, dim)
     top = rows.new_full((*rows.shape[:2], 1), -torch.inf)
     total, mixed = torch.zeros_like(top), torch.zeros_like(rows)
     step = max(1, KEYS_AT_ONCE // page_size)
-    for start in range(0, position + width, step * page_size):
+    seen = 0 if window is None else max(0, position - window + 1) // page_size * page_size
+    for start in range(seen, position + width, step * page_size):
         stop = min(start + step * page_size, position + width)
         group = slots[start // page_size : -(-stop // page_size)]
-        keys, values = (_gather(pages, group, layer, plane, stop - start).to(wide) for plane in (0, 1))
+        keys, values = (_gather(pages, group, plane, stop - start).to(wide) for plane in (0, 1))
         scores = rows @ keys.transpose(1, 2)
-        if stop > position + 1:
-            scores.masked_fill_(_future(position, width, start, stop, scores), -torch.inf)
-        # The first group holds token 0, which every row sees: top is finite from there on.
+        hidden = _hidden(position, width, start, stop, window, scores)
+        if hidden is not None:
+            scores.masked_fill_(hidden, -torch.inf)
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
-        weights, decay = scores.sub_(new_top).exp_(), (top - new_top).exp_()
+        # A row that sees nothing yet (its window begins in a later group) has no finite maximum.
+        floor = new_top.masked_fill(new_top == -torch.inf, 0.0)
+        weights, decay = scores.sub_(floor).exp_(), (top - floor).exp_()
         total = total * decay + weights.sum(-1, keepdim=True)
         mixed = mixed * decay + weights @ values
         top = new_top
     return (mixed / total).reshape(heads, width, dim)
 
 
-def _gather(
-    pages: torch.Tensor, slots: torch.Tensor, layer: int, plane: int, num_tokens: int
-) -> torch.Tensor:
+def _gather(pages: torch.Tensor, slots: torch.Tensor, plane: int, num_tokens: int) -> torch.Tensor:
     """One plane (K or V) of some pages: ``[num_kv_heads, num_tokens, head_dim]``, a view of one gathered buffer."""
-    rows = pages[:, layer, plane].index_select(0, slots)
+    rows = pages[:, plane].index_select(0, slots)
     return rows.flatten(0, 1)[:num_tokens].transpose(0, 1)
 
 
-def _future(position: int, width: int, start: int, stop: int, scores: torch.Tensor) -> torch.Tensor:
-    """True where a key lies after its query, for the rows of ``scores`` ``[num_kv_heads, repeats * w, keys]``."""
-    where = torch.arange(position, position + width, device=scores.device)
-    keys = torch.arange(start, stop, device=scores.device)
-    return (keys[None] > where[:, None]).repeat(scores.shape[1] // width, 1)
+def _hidden(
+    position: int, width: int, start: int, stop: int, window: int | None, scores: torch.Tensor
+) -> torch.Tensor | None:
+    """True where a query does not see a key, ``[repeats * w, keys]`` as in ``scores``; None if it sees all."""
+    oldest = 0 if window is None else position + width - window
+    if stop <= position + 1 and start >= oldest:
+        return None
+    queries = torch.arange(position, position + width, device=scores.device)[:, None]
+    keys = torch.arange(start, stop, device=scores.device)[None]
+    hidden = keys > queries
+    if window is not None:
+        hidden |= keys <= queries - window
+    return hidden.repeat(scores.shape[1] // width, 1)
 
 
 def tierstore_attention(
@@ -131,7 +152,7 @@ def tierstore_attention(
     """
     layer: PagedLayer | None = kwargs.pop(HANDLE, None)
     if layer is None:
-        mask = _sdpa_mask(query, key, attention_mask)
+        mask = _sdpa_mask(query, key, attention_mask, kwargs.get("sliding_window"))
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -140,23 +161,60 @@ def tierstore_attention(
         raise ValueError(
             f"TierStoreCache does not support {', '.join(present) or 'dropout: call model.eval()'}"
         )
+    if kwargs.get("sliding_window") != layer.window:
+        raise ValueError(
+            f"the layer attends within {kwargs.get('sliding_window')} tokens, its configuration says {layer.window}"
+        )
     layer.check_mask(attention_mask)
     layer.mark_read()
-    if layer.start == 0:
-        out, _ = sdpa_attention_forward(module, query, key, value, None, scaling=scaling)
-        return out, None
+    out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend_pages(
-        query, layer.pages, layer.slots, layer.index, layer.start + query.shape[2], scale
-    ), None
+    for row, span in enumerate(layer.spans):
+        count = span.stop - span.start
+        if count:
+            new = slice(query.shape[2] - count, None)
+            out[row, new] = (
+                _attend_new(module, query[row, :, new], key[row, :, new], value[row, :, new], scale)
+                if span.start == 0 and (layer.window is None or count <= layer.window)
+                else attend_pages(
+                    query[row, :, new], layer.layer_pages, span.slots, span.stop, scale, layer.window
+                )
+            )
+    return out, None
 
 
-def _sdpa_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+def _attend_new(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """A prompt without a reused prefix: plain causal SDPA over its own K and V, ``[heads, q, dim]`` each."""
+    out, _ = sdpa_attention_forward(module, query[None], key[None], value[None], None, scaling=scale)
+    return out[0]
+
+
+def _sdpa_mask(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, window: int | None
+) -> torch.Tensor | None:
     """The 4D mask that plain SDPA needs; None where it would be causal, or all visible, by itself."""
     width, length = query.shape[2], key.shape[2]
-    if mask is None and width in (1, length):
+    if mask is not None and mask.ndim == 4:
+        return mask
+    if mask is None and width in (1, length) and (window is None or length <= window):
         return None
-    built = sdpa_mask(query.shape[0], width, length, length - width, attention_mask=mask, device=query.device)
+    # A sliding cache hands over the last keys only, the mask is that of all tokens.
+    before = 0 if mask is None else mask.shape[1] - length
+    more: dict[str, Any] = {}
+    if window is not None:
+        more = {"mask_function": sliding_window_causal_mask_function(window), "local_size": window}
+    built = sdpa_mask(
+        query.shape[0],
+        width,
+        length,
+        before + length - width,
+        before,
+        attention_mask=mask,
+        device=query.device,
+        **more,
+    )
     assert built is None or isinstance(built, torch.Tensor)
     return built
 

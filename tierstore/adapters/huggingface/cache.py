@@ -1,4 +1,4 @@
-"""The cache that transformers sees. Its K and V are in the store's pages and nowhere else."""
+"""The caches that transformers sees. Their K and V are in the store's pages and nowhere else."""
 
 # transformers leaves its own base classes untyped:
 # mypy: allow-untyped-calls
@@ -12,11 +12,19 @@ from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
-from tierstore.adapters.huggingface.attention import ATTENTION, HANDLE
-from tierstore.adapters.huggingface.identity import check_supported
-from tierstore.adapters.huggingface.sequence import PagedSequence
+from tierstore.adapters.huggingface.attention import ATTENTION
+from tierstore.adapters.huggingface.batch import PagedBatch, Places, Span
+from tierstore.adapters.huggingface.draft import DraftModel
+from tierstore.adapters.huggingface.feeding import fed_again, fed_tokens, from_column, last_positions
+from tierstore.adapters.huggingface.identity import KvShape, kv_shape
+from tierstore.adapters.huggingface.layer import TierStoreLayer
+from tierstore.adapters.huggingface.opening import Tail
+from tierstore.adapters.huggingface.pages import PageGroups
+from tierstore.adapters.huggingface.prefixes import prefixes_of
+from tierstore.adapters.huggingface.prompts import unpadded
+from tierstore.adapters.huggingface.terms import Storing, Terms
 from tierstore.keys import Extra
 from tierstore.store import TierStore
 from tierstore.types import Tier
@@ -27,84 +35,142 @@ def cache_argument(model: PreTrainedModel) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-class TierStoreLayer(CacheLayerMixin):
-    """One model layer's handle on the sequence. ``keys`` and ``values`` stay None for ever."""
+class PagedCache(Cache):
+    """What one model sees of a batch of sequences in the store's pages. For one thread at a time."""
 
-    is_sliding = False
-    is_croppable = True
-    is_compileable = False
-    supports_early_init = False
-
-    def __init__(self, owner: TierStoreCache, index: int) -> None:
-        super().__init__()
-        self._owner = owner
-        self.index = index
+    def __init__(self, batch: PagedBatch, model: PreTrainedModel, number: int, first_group: int) -> None:
+        """``number``: which of the models that share the pages; ``first_group``: the first of its KV groups."""
+        shape = kv_shape(model.config)
+        self.batch = batch
+        self.spans: Sequence[Span] = ()
+        self.unread = False
+        self._number = number
+        self._next_layer = 0
+        self._width = 0
+        self._fed: list[list[int]] | None = None
+        self._places: Places | None = None
+        self._closed = False
+        groups = batch.terms.pages.groups[first_group:]
+        layers: list[Any] = [
+            TierStoreLayer(self, i, groups[place.group], place.index, shape.windows[place.group])
+            for i, place in enumerate(shape.places)
+        ]
+        super().__init__(layers=layers)
+        self._hook = model.base_model.register_forward_pre_hook(self._see_tokens, with_kwargs=True)
 
     @property
-    def pages(self) -> torch.Tensor:
-        """All pages of the store."""
-        return self._owner.sequence.pages
+    def columns(self) -> int:
+        """Columns fed so far: tokens, and the padding before them."""
+        return self.batch.columns[self._number]
 
-    @property
-    def start(self) -> int:
-        """Tokens before those of the forward pass under way."""
-        return self._owner.start
-
-    @property
-    def slots(self) -> torch.Tensor:
-        """The block table of the forward pass under way, int64 ``[pages]``."""
-        return self._owner.table
-
-    def check_mask(self, mask: torch.Tensor | None) -> None:
-        """Raise ValueError for a mask that hides a token: batch 1 needs no padding, and the pages hold none."""
-        if self.index == 0 and mask is not None and not (mask.ndim == 2 and bool(mask.all())):
+    def write(
+        self, layer: TierStoreLayer, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None
+    ) -> None:
+        """Called by the layers in order: place new K/V. Layer 0 makes room first, the last one seals full pages."""
+        if layer.position == 0:
+            self._begin(layer, keys, positions)
+        elif layer.position != self._next_layer or self.unread:
             raise ValueError(
-                "TierStoreCache supports neither padding nor custom masks: pass one unpadded prompt"
+                f'load the model with attn_implementation="{ATTENTION}": its pages were written, not read'
+            )
+        to = self._places
+        assert to is not None
+        pages = layer.layer_pages
+        pages[to.slots, 0, to.offsets] = keys[to.rows, :, to.columns]
+        pages[to.slots, 1, to.offsets] = values[to.rows, :, to.columns]
+        self.unread = True
+        self._next_layer = layer.position + 1
+        if self._next_layer == len(self.layers):
+            self.batch.finish(self._number, self._width, self._fed)
+            self._fed = None
+
+    def check_padding(self, mask: torch.Tensor | None) -> None:
+        """Raise ValueError for a mask that hides anything but the padding this cache was made for."""
+        paddings = self.batch.paddings
+        visible = not any(paddings)
+        if mask is not None:
+            seen = mask != 0
+            hidden = [min(pad, mask.shape[-1]) for pad in paddings]
+            visible = mask.ndim == 2 and (~seen).sum(-1).tolist() == hidden
+            visible = visible and not bool((seen[:, :-1] & ~seen[:, 1:]).any())
+        if not visible:
+            raise ValueError(
+                f"the attention mask does not fit the padding this cache was made for, {paddings} columns on the "
+                "left: give TierStoreCache and generate the same attention_mask, with nothing hidden but padding"
             )
 
-    def mark_read(self) -> None:
-        """The attention function says that it reads this layer from the pages."""
-        self._owner.unread = False
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens; transformers passes a count that is zero or negative."""
+        count = int(tokens_to_remove)
+        if count > 0:
+            raise ValueError(f"crop takes the negative count of tokens to remove, not {count}")
+        if count:
+            self.batch.crop(self._number, -count)
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write K and V of the new tokens, ``[1, num_kv_heads, q, head_dim]`` each, into the pages and return them.
+    def reset(self) -> None:
+        """Forget every token."""
+        self.batch.crop(self._number, self.columns)
 
-        Puts this handle into the attention call's keywords, so that "tierstore" attention reads the rest itself.
-        Raises ValueError for wrong use, CapacityError if HBM has no room; then nothing was written.
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row ``i`` becomes what row ``beam_idx[i]`` is: pages are shared, none is copied."""
+        self.batch.select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row comes ``repeats`` times; pages are shared."""
+        self.batch.expand(len(self.batch.rows) * repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows."""
+        self.batch.select(indices.tolist())
+
+    def close(self) -> None:
+        """Take part in no forward pass any more. Idempotent."""
+        self._closed = True
+        self._hook.remove()
+
+    def _see_tokens(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before each forward pass of the model that was given this cache: remember the tokens it is fed.
+
+        Assisted decoding feeds a warm cache the whole prompt again: what the cache holds is left out here.
         """
-        attention: dict[str, Any] | None = kwargs.get("kwargs")
-        if attention is None:
+        if self is not kwargs.get("cache", kwargs.get("past_key_values")):
+            return None
+        changed = None
+        if fed_again(args, kwargs, self.columns, self.batch.paddings):
+            changed = args, kwargs = from_column(args, kwargs, self.columns)
+        self._fed = fed_tokens(args, kwargs)
+        if self._fed is not None:
+            self.batch.expect(self._number, self._fed)
+        return changed
+
+    def _begin(self, layer: TierStoreLayer, keys: torch.Tensor, positions: torch.Tensor | None) -> None:
+        """Refuse what would give wrong answers in silence, then make room for the new columns."""
+        if self._closed:
+            raise ValueError("this TierStoreCache is closed")
+        pages, width = layer.layer_pages, keys.shape[2]
+        if keys.dtype != pages.dtype or keys.device != pages.device:
             raise ValueError(
-                "this model does not hand its attention keywords to the cache: TierStoreCache cannot serve it"
+                f"the model computes {keys.dtype} on {keys.device}, the pages hold {pages.dtype} on {pages.device}"
             )
-        self._owner.write(self.index, key_states, value_states, attention.get("position_ids"))
-        attention[HANDLE] = self
-        return key_states, value_states
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the pages exist."""
-
-    def get_seq_length(self) -> int:
-        """Tokens in the cache."""
-        return self._owner.sequence.num_tokens
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of K/V for a mask."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        """-1: no maximum of its own; HBM's capacity ends in CapacityError."""
-        return -1
+        self.batch.expand(keys.shape[0])
+        last = last_positions(positions, keys.shape[0])
+        if last is not None:
+            _check_positions(last, self.batch.paddings, self.columns, width)
+        if self._fed is not None and [len(row) for row in self._fed] != [width] * keys.shape[0]:
+            self._fed = None
+        self._width = width
+        self.spans, self._places = self.batch.begin(self._number, width, self._fed)
+        self.unread, self._next_layer = False, 0
 
 
-class TierStoreCache(Cache):
-    """A transformers cache for one sequence, with its K/V in the store's pages and prefix reuse by itself.
+class TierStoreCache(PagedCache):
+    """A transformers cache with its K/V in the store's pages, and prefix reuse by itself.
 
-    Construction matches the prompt, brings the stored prefix into HBM and waits for it: ``get_seq_length()`` is then
-    the number of tokens that ``generate``, given the whole prompt, will not compute again. Pages are sealed as they
-    fill, prompt and answer, so that the next request reuses both. The model must have been loaded with
+    Construction matches the prompts, brings their stored prefixes into HBM and waits for them: ``get_seq_length()``
+    is then the number of columns that ``generate``, given the whole prompts, will not compute again. Pages are sealed
+    as they fill, prompt and answer, so that the next request reuses both. The model must have been loaded with
     ``attn_implementation="tierstore"``.
 
     It holds pages until ``close``: use it as a context manager. For one thread at a time.
@@ -114,94 +180,83 @@ class TierStoreCache(Cache):
         self,
         store: TierStore,
         input_ids: torch.Tensor | Sequence[int],
+        attention_mask: torch.Tensor | None = None,
         *,
         model: PreTrainedModel,
+        draft: PreTrainedModel | None = None,
         salt: bytes = b"",
         extra: Iterable[Extra] = (),
         deadline_s: float | None = None,
         timeout_s: float = 10.0,
+        storing: Storing = "all",
+        tail: Tail | None = None,
     ) -> None:
-        """``input_ids``: the whole prompt, ``[1, T]`` or ``[T]``. ``salt``, ``extra``: as in ``TierStore.keys``.
+        """``input_ids``: whole prompts, ``[B, T]`` padded on the left as ``attention_mask`` says, or one, ``[T]``.
+
+        ``draft``: the model that ``generate`` is given as assistant (see ``draft_model``); its K/V are in the same
+        pages, in the KV groups that ``page_specs(model, page_size, draft=draft)`` adds. ``salt``, ``extra``: as in
+        ``TierStore.keys``. ``storing``: "all", "memory-only" (never on disk), "read-only" (reuses, keeps nothing) or
+        "no-store" (neither). ``tail``: a half full page that a session kept.
 
         Pages that cannot be there by ``deadline_s``, or are not within ``timeout_s``, are computed instead; an
-        allocation waits up to ``timeout_s`` for room. Raises ValueError for a model or a prompt it cannot serve.
+        allocation waits up to ``timeout_s`` for room. Raises ValueError for a model or prompts it cannot serve.
         """
-        _check_model(model, store)
-        self.sequence = PagedSequence(
-            store, _one_prompt(input_ids), salt=salt, extra=extra, deadline_s=deadline_s, timeout_s=timeout_s
+        pages = PageGroups(store)
+        models = [model] if draft is None else [model, draft]
+        shapes = [_checked_shape(each) for each in models]
+        _check_pages(pages, shapes)
+        prompts, width = unpadded(input_ids, attention_mask)
+        terms = Terms(
+            store=store,
+            pages=pages,
+            prefixes=prefixes_of(store, pages.page_size),
+            num_models=len(models),
+            window=_common_window(shapes) if len(prompts) == 1 else None,
+            salt=salt,
+            extra=tuple(extra),
+            deadline_s=deadline_s,
+            timeout_s=timeout_s,
+            storing=storing,
         )
-        num_layers = self.sequence.pages.shape[1]
-        super().__init__(layers=[TierStoreLayer(self, index) for index in range(num_layers)])
-        self.start = self.sequence.num_tokens
-        self.table = torch.empty(0, dtype=torch.long)
-        self.unread = False
-        self._next_layer = 0
-        self._fed: list[int] | None = None
-        self._places = (self.table, self.table)
-        self._closed = False
-        self._hook = model.base_model.register_forward_pre_hook(self._see_tokens, with_kwargs=True)
+        batch = PagedBatch(terms, prompts, width, tail)
+        super().__init__(batch, model, number=0, first_group=0)
+        self._draft: DraftModel | None = None
+        if draft is not None:
+            paged = PagedCache(batch, draft, number=1, first_group=len(shapes[0].windows))
+            self._draft = DraftModel(draft, paged, cache_argument(draft))
+
+    @property
+    def draft_model(self) -> DraftModel:
+        """What to give ``generate`` as ``assistant_model``: the draft model, with its K/V in the same pages."""
+        if self._draft is None:
+            raise ValueError("this cache was made without a draft model")
+        return self._draft
 
     @property
     def reused_tokens(self) -> int:
-        """Tokens of the prompt that came from the store."""
-        return self.sequence.reused_tokens
+        """Tokens of the prompts that need no computation, of all rows."""
+        return sum(self.batch.reused_by_tier.values())
 
     @property
     def reused_by_tier(self) -> Counter[Tier]:
-        """``reused_tokens`` by the tier their pages were found in."""
-        return Counter(self.sequence.reused_by_tier)
+        """``reused_tokens`` by the tier they were found in."""
+        return Counter(self.batch.reused_by_tier)
 
-    def write(
-        self, index: int, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None
-    ) -> None:
-        """Called by the layers in order: place new K/V. Layer 0 makes room first, the last one seals full pages."""
-        width = keys.shape[2]
-        if index == 0:
-            self._begin(keys, width, positions)
-        elif index != self._next_layer or self.unread:
-            raise ValueError(
-                f'load the model with attn_implementation="{ATTENTION}": its pages were written, not read'
-            )
-        slots, offsets = self._places
-        pages = self.sequence.pages
-        pages[slots, index, 0, offsets] = keys[0].transpose(0, 1)
-        pages[slots, index, 1, offsets] = values[0].transpose(0, 1)
-        self.unread = True
-        self._next_layer = index + 1
-        if self._next_layer == len(self.layers):
-            self.sequence.advance(width, self._fed)
-            self._fed = None
+    @property
+    def shared_pages(self) -> int:
+        """Pages that at least two rows have in common now."""
+        return self.batch.shared_pages
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` tokens; transformers passes a count that is zero or negative."""
-        if tokens_to_remove == 0:
-            return
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes the negative count of tokens to remove, not {tokens_to_remove}")
-        self.sequence.truncate(max(0, self.sequence.num_tokens + int(tokens_to_remove)))
-
-    def reset(self) -> None:
-        """Forget every token."""
-        self.sequence.truncate(0)
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Refused: one sequence has no beams."""
-        raise ValueError("TierStoreCache holds one sequence: beam search is not supported")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refused unless it changes nothing."""
-        if repeats != 1:
-            raise ValueError("TierStoreCache holds one sequence: batches are not supported")
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Refused."""
-        raise ValueError("TierStoreCache holds one sequence: batches are not supported")
+    def take_tail(self) -> Tail | None:
+        """The half full last page of a single sequence, for ``tail`` of a later cache: the caller's from now on."""
+        return self.batch.take_tail()
 
     def close(self) -> None:
-        """Release the lease and free the pages that are not sealed. Sealed pages stay matchable. Idempotent."""
-        self._closed = True
-        self._hook.remove()
-        self.sequence.close()
+        """Release the leases and free the pages that are not sealed. Sealed pages stay matchable. Idempotent."""
+        super().close()
+        if self._draft is not None:
+            self._draft.cache.close()
+        self.batch.close()
 
     def __enter__(self) -> Self:
         return self
@@ -211,67 +266,44 @@ class TierStoreCache(Cache):
     ) -> None:
         self.close()
 
-    def _see_tokens(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before each forward pass of the model that was given this cache: remember the tokens it is fed."""
-        if self is not kwargs.get("cache", kwargs.get("past_key_values")):
-            return
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        self._fed = None
-        if isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[0] == 1:
-            self.sequence.expect(fed := ids[0].tolist())
-            self._fed = fed
 
-    def _begin(self, keys: torch.Tensor, width: int, positions: torch.Tensor | None) -> None:
-        """Refuse what would give wrong answers in silence, then make room for ``width`` tokens."""
-        if self._closed:
-            raise ValueError("this TierStoreCache is closed")
-        if keys.shape[0] != 1:
-            raise ValueError(f"TierStoreCache holds one sequence, the model runs a batch of {keys.shape[0]}")
-        pages, start = self.sequence.pages, self.sequence.num_tokens
-        if keys.dtype != pages.dtype or keys.device != pages.device:
-            raise ValueError(
-                f"the model computes {keys.dtype} on {keys.device}, the pages hold {pages.dtype} on {pages.device}"
-            )
-        if positions is not None and positions.ndim == 2:
-            _check_positions(int(positions[0, -1]), start, width)
-        if self._fed is not None and len(self._fed) != width:
-            self._fed = None
-        self.table = self.sequence.extend(width)
-        self._places = self.sequence.places(width)
-        self.start, self.unread, self._next_layer = start, False, 0
-
-
-def _check_model(model: PreTrainedModel, store: TierStore) -> None:
+def _checked_shape(model: PreTrainedModel) -> KvShape:
     config = model.config.get_text_config(decoder=True)
-    check_supported(config.to_dict())
-    chosen = config._attn_implementation
-    if chosen != ATTENTION:
+    if config._attn_implementation != ATTENTION:
         raise ValueError(
-            f'the model uses attention "{chosen}": load it with attn_implementation="{ATTENTION}"'
+            f'the model uses attention "{config._attn_implementation}": '
+            f'load it with attn_implementation="{ATTENTION}"'
         )
-    pages = store.pages
-    if isinstance(pages, torch.Tensor) and pages.ndim == 6 and pages.shape[1] != config.num_hidden_layers:
+    return kv_shape(model.config)
+
+
+def _check_pages(pages: PageGroups, shapes: Sequence[KvShape]) -> None:
+    """Raise ValueError unless the store's KV groups are those of these models."""
+    wanted = [
+        (sum(place.group == group for place in shape.places), shape.num_kv_heads, shape.head_dim)
+        for shape in shapes
+        for group in range(len(shape.windows))
+    ]
+    found = [(group.shape[1], group.shape[4], group.shape[5]) for group in pages.groups]
+    if wanted != found:
         raise ValueError(
-            f"the store's pages have {pages.shape[1]} layers, the model {config.num_hidden_layers}"
+            f"the store's KV groups have (layers, heads, head_dim) {found}, the model needs {wanted}: open the store "
+            "with page_spec or page_specs of this very model"
         )
 
 
-def _check_positions(last: int, start: int, width: int) -> None:
+def _common_window(shapes: Sequence[KvShape]) -> int | None:
+    windows = [shape.window for shape in shapes if shape.window is not None]
+    return max(windows) if len(windows) == len(shapes) else None
+
+
+def _check_positions(last: Sequence[int], paddings: Sequence[int], columns: int, width: int) -> None:
     """Positions tell padding, and a warm cache fed the whole prompt again, which generate() would not notice."""
-    if last != start + width - 1:
+    end = columns + width
+    # A row of which only padding was fed so far has no position yet.
+    if any(pad < end and position != end - 1 - pad for position, pad in zip(last, paddings, strict=True)):
         raise ValueError(
-            f"the last token fed has position {last}, but a cache of {start} tokens was fed {width} more. There may "
-            "be no padding (if the prompt holds the pad token, give generate an attention_mask of ones), and with "
-            "assisted decoding a warm cache takes only the tokens it lacks, with a mask for the whole prompt"
+            f"the last tokens fed have positions {list(last)}, but a cache of {columns} columns was fed {width} more, "
+            f"with padding of {list(paddings)}. If a prompt holds the pad token, or is padded, give TierStoreCache "
+            "and generate the same attention_mask of ones and zeros"
         )
-
-
-def _one_prompt(input_ids: torch.Tensor | Sequence[int]) -> list[int]:
-    ids = torch.as_tensor(input_ids)
-    if ids.ndim == 2 and ids.shape[0] == 1:
-        ids = ids[0]
-    if ids.ndim != 1:
-        raise ValueError(
-            f"TierStoreCache takes one prompt, [1, T] or [T], not a batch of shape {tuple(ids.shape)}"
-        )
-    return [int(token) for token in ids.tolist()]

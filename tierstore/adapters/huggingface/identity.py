@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,27 +23,103 @@ _NOT_IDENTITY = (
 """Config entries that say how a model is stored or run, not what it computes (class and dtype are hashed apart)."""
 
 
-def page_spec(config: PreTrainedConfig, page_size: int, dtype: torch.dtype | str, model_id: str) -> PageSpec:
-    """Return the page geometry of a model with full attention and K and V per head.
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """Where a model layer's K and V are: a KV group of the page, and the layer's index in it."""
 
-    ``page_size`` in tokens; ``dtype`` is that of the K/V the model computes (``model.dtype``); ``model_id`` must
-    change whenever equal tokens would give other K/V (``model_identity``). Raises ValueError for models that this
-    adapter cannot serve: sliding windows, linear or latent attention.
+    group: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """The K and V of a model: its layers by KV group, and how far back each group looks.
+
+    Full attention comes first, then sliding windows; a model of one kind has one group.
     """
+
+    places: tuple[LayerPlace, ...]
+    windows: tuple[int | None, ...]
+    """Of each group: the tokens a query sees, its own included; None: all."""
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def window(self) -> int | None:
+        """The tokens that any layer looks back; None if one of them looks back to the first."""
+        spans = [span for span in self.windows if span is not None]
+        return max(spans) if len(spans) == len(self.windows) else None
+
+
+def kv_shape(config: PreTrainedConfig) -> KvShape:
+    """Return the K and V of a model. ValueError, naming the reason, for what this adapter cannot serve."""
     text = config.get_text_config(decoder=True).to_dict()
-    check_supported(text)
-    return PageSpec(
-        num_layers=text["num_hidden_layers"],
-        page_size=page_size,
+    kinds = layer_kinds(text)
+    order: list[str] = [kind for kind in ("full_attention", "sliding_attention") if kind in kinds]
+    counts = dict.fromkeys(order, 0)
+    places = []
+    for kind in kinds:
+        places.append(LayerPlace(order.index(kind), counts[kind]))
+        counts[kind] += 1
+    return KvShape(
+        places=tuple(places),
+        windows=tuple(text["sliding_window"] if kind == "sliding_attention" else None for kind in order),
         num_kv_heads=text.get("num_key_value_heads") or text["num_attention_heads"],
         head_dim=text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],
-        dtype=str(dtype).removeprefix("torch."),
-        model=model_id,
     )
 
 
-def check_supported(text: dict[str, Any]) -> None:
-    """Raise ValueError, naming the reason, unless every layer keeps K and V per head of all tokens."""
+def page_spec(config: PreTrainedConfig, page_size: int, dtype: torch.dtype | str, model_id: str) -> PageSpec:
+    """Return the page geometry of a model whose layers are all of one kind, with K and V per head.
+
+    ``page_size`` in tokens; ``dtype`` is that of the K/V the model computes (``model.dtype``); ``model_id`` must
+    change whenever equal tokens would give other K/V (``model_identity``). Raises ValueError for models that this
+    adapter cannot serve, and for those that need several KV groups (``page_specs``).
+    """
+    specs = _specs(kv_shape(config), page_size, dtype, model_id, first_group=0)
+    if len(specs) > 1:
+        raise ValueError("the model has layers with and without a window: page_specs gives its KV groups")
+    return specs[0]
+
+
+def page_specs(
+    model: PreTrainedModel, page_size: int, *, draft: PreTrainedModel | None = None
+) -> tuple[PageSpec, ...]:
+    """Return the KV groups of a model's pages, and of those of the model that drafts for it, if there is one.
+
+    One group for a model of one kind of layers; two for full attention and sliding windows (Gemma 3). A draft model's
+    groups come after: a page then holds the K/V of both for the same tokens, under one key, so that they cannot part.
+    Reads every weight, as ``model_identity`` does. Raises ValueError for models that this adapter cannot serve.
+    """
+    specs: tuple[PageSpec, ...] = ()
+    for each in (model,) if draft is None else (model, draft):
+        shape = kv_shape(each.config)
+        specs += _specs(shape, page_size, each.dtype, model_identity(each), first_group=len(specs))
+    return specs
+
+
+def _specs(
+    shape: KvShape, page_size: int, dtype: torch.dtype | str, model_id: str, *, first_group: int
+) -> tuple[PageSpec, ...]:
+    return tuple(
+        PageSpec(
+            num_layers=sum(place.group == group for place in shape.places),
+            page_size=page_size,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=str(dtype).removeprefix("torch."),
+            group=first_group + group,
+            model=model_id,
+        )
+        for group in range(len(shape.windows))
+    )
+
+
+def layer_kinds(text: dict[str, Any]) -> list[str]:
+    """Return "full_attention" or "sliding_attention" for each layer of a text model's configuration.
+
+    Raises ValueError, naming the reason, unless every layer keeps K and V per head of the tokens it looks at.
+    """
     missing = [
         name for name in ("num_hidden_layers", "num_attention_heads", "hidden_size") if name not in text
     ]
@@ -54,14 +131,22 @@ def check_supported(text: dict[str, Any]) -> None:
         raise ValueError(
             "multi-head latent attention (kv_lora_rank) is not supported: its cache is not K and V per head"
         )
-    kinds = text.get("layer_types") or ["full_attention"]
-    if text.get("layer_types") is None and text.get("sliding_window") is not None:
-        kinds = ["sliding_attention"]
-    others = sorted({kind for kind in kinds if kind != "full_attention"})
-    if others:
-        raise ValueError(f"layers of type {', '.join(others)} are not supported: only full attention is")
-    if any(mode == "reuse" for mode in text.get("kv_sharing_modes") or ()):
+    if text.get("use_bidirectional_attention"):
+        raise ValueError("bidirectional attention is not supported: earlier K/V would depend on later tokens")
+    if any(mode == "reuse" for mode in text.get("kv_sharing_modes") or ()) or text.get(
+        "num_kv_shared_layers"
+    ):
         raise ValueError("layers that share another layer's K/V are not supported")
+    windowed = text.get("sliding_window") is not None and text.get("use_sliding_window", True)
+    kinds: list[str] = text.get("layer_types") or (
+        ["sliding_attention" if windowed else "full_attention"] * text["num_hidden_layers"]
+    )
+    others = sorted({*kinds} - {"full_attention", "sliding_attention"})
+    if others:
+        raise ValueError(f"layers of type {', '.join(others)} are not supported: only full and sliding are")
+    if "sliding_attention" in kinds and not text.get("sliding_window"):
+        raise ValueError("the model has sliding layers but its configuration no sliding_window")
+    return kinds
 
 
 def model_identity(model: PreTrainedModel) -> str:

@@ -1,210 +1,256 @@
-"""One open sequence on a store: its block table, who owns which of its pages, and when they are sealed.
+"""One sequence on a store: its block table, what each model has written of it, and when its pages are sealed.
 
-    pages [0, n)      sealed, or reused from earlier requests: the store's, pinned by this sequence's lease, read only
-    pages [n, end)    owned by this sequence: writable, not matchable, given back on close
+    sealed pages     the store's, held by this sequence's lease, read only; found by later requests
+    private pages    its own, or shared with its forks: writable by one alone, given back on close
 
-It knows tokens, keys and slots; nothing of transformers.
+It knows tokens, keys and slots; nothing of transformers. Feeding a token that the pages hold already at its place
+writes nothing: so a fully stored prompt computes its last token and leaves its pages alone.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-import torch
+from tierstore.adapters.huggingface.opening import (
+    SharedLease,
+    Tail,
+    common_prefix,
+    first_needed,
+    open_prefix,
+)
+from tierstore.adapters.huggingface.terms import Terms
+from tierstore.block_table import BlockTable, PrivateSlots
+from tierstore.errors import StoreClosed
+from tierstore.types import PageKey, Tier
 
-from tierstore.errors import CapacityError, StoreClosed
-from tierstore.keys import Extra
-from tierstore.lease import Lease
-from tierstore.store import TierStore
-from tierstore.types import LeaseState, PageKey, Tier
+
+@dataclass(slots=True)
+class Written:
+    """What one model has written: K/V of the first ``held`` tokens, of which the first ``len(tokens)`` are known."""
+
+    held: int = 0
+    tokens: list[int] = field(default_factory=list)
+    fed: int = 0
+    """Where its last forward pass ended."""
+
+    def cut(self, num_tokens: int) -> None:
+        """Only the first ``num_tokens`` count."""
+        self.held, self.fed = min(self.held, num_tokens), min(self.fed, num_tokens)
+        del self.tokens[num_tokens:]
 
 
 class PagedSequence:
-    """A block table that starts with the longest stored prefix of a prompt and grows page by page.
+    """A sequence that begins with the longest stored prefix of its prompt and grows page by page.
 
-    At least one token of the prompt is left to compute: of a fully stored prompt the last page is copied into a page
-    of our own, and its last token fed again. Not thread-safe; one sequence belongs to one thread at a time.
+    Writing takes three steps, so that a batch can make room for all of its sequences at once: ``begin`` says what is
+    to be written, ``missing_slots`` and ``grow`` make room, ``finish`` declares it written in all layers of a model.
+    Not thread-safe; one sequence belongs to one thread at a time.
     """
 
-    def __init__(
-        self,
-        store: TierStore,
-        prompt: Sequence[int],
-        *,
-        salt: bytes = b"",
-        extra: Iterable[Extra] = (),
-        deadline_s: float | None = None,
-        timeout_s: float = 10.0,
-    ) -> None:
-        """Match, acquire and wait for the stored prefix. Changes the store: pages come up and stay pinned.
+    def __init__(self, terms: Terms, table: BlockTable, prompt: Sequence[int]) -> None:
+        """Takes over a table; use ``open`` or ``fork``."""
+        self.table = table
+        self.written = [Written() for _ in range(terms.num_models)]
+        self.origins: list[tuple[Tier, int]] = []
+        """Where the tokens it began with were found, in order: a tier and how many."""
+        self.copied_tokens = 0
+        """Of these, tokens of a page that was copied because the prompt leaves it half way."""
+        self._terms = terms
+        self._expected = list(prompt)
+        self._keys: list[PageKey] = []
+        self._lease: SharedLease | None = None
+        self._leased = range(0)
 
-        A prefix that does not arrive within ``timeout_s`` is computed instead. Raises ValueError for an empty prompt.
+    @classmethod
+    def open(
+        cls, terms: Terms, private: PrivateSlots, prompt: Sequence[int], tail: Tail | None = None
+    ) -> PagedSequence:
+        """A sequence for ``prompt``; pages come up and stay pinned. A ``tail`` passes into its hands.
+
+        A prefix that does not arrive within ``terms.timeout_s`` is computed instead. ValueError for an empty prompt.
         """
         if not prompt:
             raise ValueError("the prompt is empty")
-        self.pages = _one_group(store)
-        self.slots: list[int] = []
-        self.num_tokens = 0
-        self.reused_by_tier: Counter[Tier] = Counter()
-        self._store, self._salt, self._extra, self._timeout_s = store, salt, tuple(extra), timeout_s
-        self._owned: set[int] = set()
-        self._rolled_back = False
-        self._expected = list(prompt)
-        self._lease: Lease | None = None
-        self._fed: list[int] = []
-        try:
-            self._open_prefix(deadline_s)
-        except BaseException:
-            self.close()
-            raise
+        sequence = cls(terms, BlockTable(terms.pages.page_size, private), prompt)
+        opening = open_prefix(terms, sequence.table, prompt, tail)
+        sequence._lease, sequence._leased = opening.lease, opening.leased
+        sequence.origins, sequence.copied_tokens = opening.origins, opening.copied_tokens
+        count = sequence.table.num_tokens
+        sequence.written = [Written(count, list(prompt[:count])) for _ in range(terms.num_models)]
+        return sequence
 
     @property
-    def page_size(self) -> int:
-        """Tokens a page holds."""
-        return self.pages.shape[3]
+    def held(self) -> int:
+        """Tokens from the first whose K/V every model has in the pages."""
+        return min(each.held for each in self.written)
 
     @property
-    def reused_tokens(self) -> int:
-        """Tokens of the prompt that need no computation."""
-        return sum(self.reused_by_tier.values())
+    def known(self) -> list[int]:
+        """The tokens that the first model was fed, as far as they are known."""
+        return self.written[0].tokens
 
-    def expect(self, token_ids: Sequence[int]) -> None:
-        """Raise ValueError if these tokens, fed next, contradict the prompt the sequence was opened for."""
-        known = self._expected[self.num_tokens : self.num_tokens + len(token_ids)]
+    def expect(self, start: int, token_ids: Sequence[int]) -> None:
+        """Raise ValueError if these tokens, fed from position ``start`` on, contradict the prompt."""
+        known = self._expected[start : start + len(token_ids)]
         if known != list(token_ids[: len(known)]):
             raise ValueError(
-                f"the tokens fed at position {self.num_tokens} are not those of the prompt this cache was made for"
+                f"the tokens fed at position {start} are not those of the prompt this cache was made for"
             )
 
-    def extend(self, count: int) -> torch.Tensor:
-        """Make room for ``count`` more tokens and return the block table, int64 ``[ceil(tokens / page_size)]``.
+    def begin(self, model: int, start: int, stop: int, token_ids: Sequence[int] | None) -> int:
+        """``model`` is fed tokens ``[start, stop)``: the first of them that has to be written.
 
-        A page that is not ours and would be written is replaced by a copy. Raises CapacityError, nothing changed,
-        if HBM has no room for them.
+        What the model wrote from there on counts no longer. ``token_ids``: None if they are not known.
         """
-        table = len(self.slots)
-        first = self.num_tokens // self.page_size
-        copied = first < table and self.slots[first] not in self._owned
-        new = max(0, -(-(self.num_tokens + count) // self.page_size) - table) + copied
-        slots = self._store.allocate(new, timeout_s=self._timeout_s) if new else []
-        self._owned.update(slots)
-        if copied:
-            target = slots.pop()
-            self.pages[target].copy_(self.pages[self.slots[first]])
-            self.slots[first] = target
-        self.slots += slots
-        if self._rolled_back:
-            self._shorten_lease()
-        return self._table()
+        written = self.written[model]
+        first = start
+        if token_ids is not None:
+            first += common_prefix(token_ids, written.tokens[start : min(stop, written.held)])
+        if first < stop:
+            written.cut(first)
+            self._cut_table(max(each.held for each in self.written))
+            del self._keys[len(self.known) // self.table.page_size :]
+        return first
 
-    def places(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slot and offset, int64 ``[count]`` each, of the next ``count`` tokens. ``extend`` made room for them."""
-        where = torch.arange(self.num_tokens, self.num_tokens + count, device=self.pages.device)
-        return self._table()[where // self.page_size], where % self.page_size
+    def missing_slots(self, first: int, stop: int) -> int:
+        """Slots that ``grow`` with these needs."""
+        return self.table.missing_slots(stop, first) if first < stop else 0
 
-    def advance(self, count: int, token_ids: Sequence[int] | None) -> None:
-        """Declare the next ``count`` tokens written in all layers, and seal the pages they filled.
+    def grow(self, first: int, stop: int, slots: Sequence[int]) -> None:
+        """Make tokens ``[first, stop)`` writable in ``slots``, which are ours from now on. Copies shared pages."""
+        if first < stop:
+            for copy in self.table.extend(stop, slots, first):
+                self._terms.pages.copy(copy.src, copy.dst)
 
-        ``token_ids``: what was fed, None if not known; pages with unknown tokens are never sealed.
-        """
-        if token_ids is not None and len(self._fed) == self.num_tokens:
-            self._fed += token_ids
-        self.num_tokens += count
-        self._seal()
+    def finish(self, model: int, start: int, stop: int, token_ids: Sequence[int] | None) -> None:
+        """``model`` has written tokens up to ``stop`` in all its layers: seal the pages that all models filled."""
+        written = self.written[model]
+        written.held, written.fed = max(written.held, stop), stop
+        if token_ids is not None and len(written.tokens) >= start:
+            written.tokens[start:stop] = token_ids
+        self.table.advance(max(self.table.num_tokens, stop))
+        if self._terms.keeps:
+            self._seal()
+        self._drop_behind_window()
 
     def truncate(self, num_tokens: int) -> None:
-        """Forget all but the first ``num_tokens`` tokens; pages of our own beyond them return to the store."""
-        keep = -(-num_tokens // self.page_size)
-        touched = self.slots[num_tokens // self.page_size :]
-        self._rolled_back |= any(slot not in self._owned for slot in touched)
-        self._give_back([slot for slot in self.slots[keep:] if slot in self._owned])
-        del self.slots[keep:]
-        del self._fed[num_tokens:], self._expected[num_tokens:]
-        self.num_tokens = num_tokens
+        """Forget all but the first ``num_tokens`` tokens, of every model; pages of our own return to the store.
+
+        ValueError, nothing changed, where the window behind them is gone.
+        """
+        if first_needed(self._terms, num_tokens + 1, self.table.page_size) < self.table.first_page:
+            raise ValueError(f"cannot go back to {num_tokens} tokens: the pages of their window were dropped")
+        for written in self.written:
+            written.cut(num_tokens)
+        del self._expected[num_tokens:], self._keys[num_tokens // self.table.page_size :]
+        self._cut_table(num_tokens)
+
+    def fork(self) -> PagedSequence:
+        """A second sequence that begins like this one: all pages are shared until one of them writes."""
+        other = PagedSequence(self._terms, self.table.fork(), self._expected)
+        other.written = [Written(each.held, list(each.tokens), each.fed) for each in self.written]
+        other._keys = list(self._keys)
+        other._lease = None if self._lease is None else self._lease.share()
+        other._leased = self._leased
+        return other
+
+    def equals(self, other: PagedSequence) -> bool:
+        """Whether both have the same tokens in the same pages."""
+        return self.table.slots == other.table.slots and self.written == other.written
+
+    def take_tail(self) -> Tail | None:
+        """The half full last page, if it is ours alone and all models wrote the same: the caller's from now on."""
+        page, count = divmod(min(len(self.known), self.held), self.table.page_size)
+        start = page * self.table.page_size
+        tokens = self.known[start : start + count]
+        same = all(each.tokens[start : start + count] == tokens for each in self.written)
+        if not count or not same or not self.table.private.sole(slot := self.table.slots[page]):
+            return None
+        self._cut_table(start + count)
+        self.table.private.hand_over(slot)
+        del self.table.slots[page:]
+        self.table.truncate(start)
+        for written in self.written:
+            written.cut(start)
+        return Tail(slot, page, tuple(tokens))
 
     def close(self) -> None:
-        """Give back the pages that are not sealed and release the lease. The second call does nothing."""
+        """Give back the pages that are not sealed and let go of the lease. The second call does nothing."""
         lease, self._lease = self._lease, None
         if lease is None:
             return
-        self.slots = []
         try:
-            self._give_back(sorted(self._owned))
-            lease.release()
+            self._give_back(self.table.clear())
+            lease.let_go()
         except StoreClosed:
-            self._owned.clear()
+            pass
 
-    def _open_prefix(self, deadline_s: float | None) -> None:
-        keys = self._keys(self._expected)
-        lease = self._acquire(keys, deadline_s)
-        if len(lease.slots) * self.page_size == len(self._expected) and not self._copy_last():
-            # No room for the copy of the last page: leave that page out, and compute all of it.
-            lease.release()
-            lease = self._acquire(keys[:-1], deadline_s)
-        self.num_tokens = min(len(lease.slots) * self.page_size, len(self._expected) - 1)
-        self._fed = self._expected[: self.num_tokens]
-        for index, tier in enumerate(lease.tiers):
-            self.reused_by_tier[tier] += min(self.page_size, self.num_tokens - index * self.page_size)
-
-    def _acquire(self, keys: list[PageKey], deadline_s: float | None) -> Lease:
-        """A lease on what arrived of ``keys``; on nothing if the time ran out."""
-        lease = self._store.acquire(keys, deadline_s=deadline_s)
-        if lease.wait(self._timeout_s) is LeaseState.PENDING:
-            lease.release()
-            lease = self._store.acquire([])
-        self.slots = lease.slots
-        self._lease = lease
-        return lease
-
-    def _copy_last(self) -> bool:
-        """Replace the last page of the prefix by a copy of our own; False if HBM has no room for it."""
-        try:
-            (slot,) = self._store.allocate(1, timeout_s=self._timeout_s)
-        except CapacityError:
-            return False
-        self._owned.add(slot)
-        self.pages[slot].copy_(self.pages[self.slots[-1]])
-        self.slots[-1] = slot
-        return True
-
-    def _shorten_lease(self) -> None:
-        """After a rollback below sealed pages: hold only those that are left. The store takes the last page of a
-        lease for the parent of the next one sealed under it."""
-        lease = self._store.acquire(self._keys(self._fed))
-        old, self._rolled_back = self._lease, False
-        if old is not None and lease.slots == self.slots[: len(lease.keys)]:
-            self._lease, lease = lease, old
-        lease.release()
+    # -- inside -------------------------------------------------------------------------------------------------
 
     def _seal(self) -> None:
         """Give every full page of ours whose tokens are known to the store, and take the slots it answers with."""
-        full = min(self.num_tokens, len(self._fed)) // self.page_size
-        first = next((i for i in range(full) if self.slots[i] in self._owned), full)
-        if first == full:
+        tokens = self.known
+        limit = min(self.held, *(common_prefix(each.tokens, tokens) for each in self.written))
+        pages = self.table.sealable(limit)
+        if not pages or not self._own_lease(pages.start):
             return
-        keys = self._keys(self._fed[: full * self.page_size])
-        mine = self.slots[first:full]
-        self.slots[first:full] = self._store.put(keys[first:], mine, lease=self._lease)
-        self._owned.difference_update(mine)
+        keys = self._keys_to(pages.stop)
+        mine = self.table.slots[pages.start : pages.stop]
+        assert self._lease is not None
+        kept = self._terms.store.put(
+            keys[pages.start :],
+            mine,
+            lease=self._lease.lease,
+            memory_only=self._terms.storing == "memory-only",
+        )
+        self.table.seal(pages.start, kept, self.table.generation)
+        self._leased = range(self._leased.start, pages.stop)
+        plain = self._terms.plain_tokens
+        count = pages.stop if plain is None else min(pages.stop, plain // self.table.page_size)
+        self._terms.prefixes.insert(
+            self._terms.root, tokens[: count * self.table.page_size], self._keys[:count]
+        )
+
+    def _own_lease(self, stop: int) -> bool:
+        """Hold the pages before ``stop``, and no others, under a lease of this sequence alone.
+
+        The store takes the last page of a lease for the parent of the next one sealed under it. False if one of the
+        pages was evicted meanwhile: then nothing more of this sequence can be found, and nothing is sealed.
+        """
+        wanted = range(self.table.first_page, stop)
+        if self._lease is not None and self._lease.holders == 1 and self._leased == wanted:
+            return True
+        lease = self._terms.store.acquire(self._keys_to(stop)[wanted.start :])
+        if lease.slots != self.table.slots[wanted.start : stop]:
+            lease.release()
+            return False
+        old, self._lease, self._leased = self._lease, SharedLease(lease), wanted
+        if old is not None:
+            old.let_go()
+        return True
+
+    def _drop_behind_window(self) -> None:
+        """Sliding windows: pages that no layer looks at any more are the store's to move, or free again."""
+        fed = min(each.fed for each in self.written)
+        first = first_needed(self._terms, fed, self.table.page_size)
+        if first <= self.table.first_page:
+            return
+        self._give_back(self.table.drop_before(first * self.table.page_size))
+        if self._leased.stop > self.table.first_page:
+            self._own_lease(self._leased.stop)
+
+    def _cut_table(self, num_tokens: int) -> None:
+        if num_tokens < self.table.num_tokens:
+            self._give_back(self.table.truncate(num_tokens))
 
     def _give_back(self, slots: list[int]) -> None:
         if slots:
-            self._store.free(slots)
-            self._owned.difference_update(slots)
+            self._terms.store.free(slots)
 
-    def _keys(self, token_ids: Sequence[int]) -> list[PageKey]:
-        return self._store.keys(token_ids, salt=self._salt, extra=self._extra)
-
-    def _table(self) -> torch.Tensor:
-        return torch.tensor(self.slots, dtype=torch.long, device=self.pages.device)
-
-
-def _one_group(store: TierStore) -> torch.Tensor:
-    """The pages of a store with one group of K and V: ``[num_slots, num_layers, 2, page_size, heads, head_dim]``."""
-    pages = store.pages
-    if not isinstance(pages, torch.Tensor) or pages.ndim != 6 or pages.shape[2] != 2:
-        raise ValueError(
-            "the store must hold one KV group with K and V per head (one PageSpec of kind 'mha')"
-        )
-    return pages
+    def _keys_to(self, stop: int) -> list[PageKey]:
+        """The keys of the first ``stop`` pages."""
+        if len(self._keys) < stop:
+            tokens = self.known[: stop * self.table.page_size]
+            self._keys = self._terms.store.keys(tokens, salt=self._terms.salt, extra=self._terms.extra)
+        return self._keys[:stop]

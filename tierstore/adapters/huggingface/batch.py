@@ -1,0 +1,205 @@
+"""The sequences of one request side by side: a batch with left padding, several answers to one prompt, beams.
+
+transformers counts in columns, the same for all rows; a row's tokens begin after its padding, and its pages hold no
+padding: they are the pages of the unpadded sequence, whoever shares the batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tierstore.adapters.huggingface.opening import Tail
+from tierstore.adapters.huggingface.sequence import PagedSequence
+from tierstore.adapters.huggingface.terms import Terms
+from tierstore.block_table import NO_PAGE, PrivateSlots
+from tierstore.types import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a forward pass does to one row: queries for tokens ``[start, stop)``, keys in ``slots``."""
+
+    start: int
+    stop: int
+    slots: torch.Tensor
+    """The block table, int64 ``[pages]``; NO_PAGE behind a window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where new K and V go: column ``columns[i]`` of row ``rows[i]`` to ``offsets[i]`` in ``slots[i]``; int64."""
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+    slots: torch.Tensor
+    offsets: torch.Tensor
+
+
+class PagedBatch:
+    """Rows of a request. One thread at a time. A row is one sequence, ``paddings[r]`` columns of padding before it."""
+
+    def __init__(
+        self, terms: Terms, prompts: Sequence[Sequence[int]], width: int, tail: Tail | None = None
+    ) -> None:
+        """Opens every prompt; ``width``: columns of the padded batch. ``tail``: of the only prompt."""
+        self.terms = terms
+        self.rows: list[PagedSequence] = []
+        self.paddings = [width - len(prompt) for prompt in prompts]
+        self._private = PrivateSlots()
+        self._step: list[int] = []
+        try:
+            for prompt in prompts:
+                self.rows.append(PagedSequence.open(terms, self._private, prompt, tail))
+        except BaseException:
+            self.close()
+            raise
+        hits = [pad + row.held for pad, row in zip(self.paddings, self.rows, strict=True)]
+        start = max(0, min(*hits, width - 1))
+        self.columns = [start] * terms.num_models
+        """Columns that each model has fed."""
+        self.reused_by_tier: Counter[Tier] = Counter()
+        for pad, row in zip(self.paddings, self.rows, strict=True):
+            self._count_reused(row.origins, max(0, start - pad))
+
+    @property
+    def shared_pages(self) -> int:
+        """Pages that at least two rows have in common now."""
+        pointing = Counter(slot for row in self.rows for slot in set(row.table.slots) if slot != NO_PAGE)
+        return sum(count > 1 for count in pointing.values())
+
+    def expand(self, rows: int) -> None:
+        """Repeat each row so that there are ``rows`` of them (``num_return_sequences``, beams); pages are shared."""
+        times, odd = divmod(rows, len(self.rows))
+        if odd or not times:
+            raise ValueError(f"this cache holds {len(self.rows)} sequences, the model runs a batch of {rows}")
+        if times > 1:
+            self.select([row for row in range(len(self.rows)) for _ in range(times)])
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Row ``i`` becomes what row ``indices[i]`` is now: beams that win are forked, those that lose end."""
+        if list(indices) == list(range(len(self.rows))):
+            return
+        old = self.rows
+        kept = set[int]()
+        self.rows = []
+        for index in indices:
+            self.rows.append(old[index].fork() if index in kept else old[index])
+            kept.add(index)
+        self.paddings = [self.paddings[index] for index in indices]
+        for index, row in enumerate(old):
+            if index not in kept:
+                row.close()
+
+    def expect(self, model: int, token_ids: Sequence[Sequence[int]]) -> None:
+        """Raise ValueError if these tokens, one list a row, fed to ``model`` next, contradict the prompts."""
+        if len(token_ids) == len(self.rows):
+            for index, tokens in enumerate(token_ids):
+                start, stop = self._positions(index, model, len(tokens))
+                self.rows[index].expect(start, tokens[len(tokens) - (stop - start) :])
+
+    def begin(
+        self, model: int, width: int, token_ids: Sequence[Sequence[int]] | None
+    ) -> tuple[list[Span], Places]:
+        """``model`` feeds ``width`` columns: makes room for what is to be written, in one step for all rows.
+
+        ``token_ids``: one row of ``width`` tokens each; None: not known. CapacityError if HBM has no room.
+        """
+        stop = self.columns[model] + width
+        self._step = self._leaders(model, width, token_ids)
+        writes = {}
+        for index in sorted(set(self._step)):
+            start, end = self._positions(index, model, width)
+            tokens = None if token_ids is None else token_ids[index][width - (end - start) :]
+            writes[index] = (self.rows[index].begin(model, start, end, tokens), end)
+        self._grow(writes)
+        spans = []
+        for index, leader in enumerate(self._step):
+            start, end = self._positions(index, model, width)
+            spans.append(Span(start, end, self._slots(leader)))
+        return spans, self._places(writes, stop - width)
+
+    def finish(self, model: int, width: int, token_ids: Sequence[Sequence[int]] | None) -> None:
+        """All layers of ``model`` have written what ``begin`` made room for."""
+        for index in sorted(set(self._step)):
+            start, stop = self._positions(index, model, width)
+            tokens = None if token_ids is None else token_ids[index][width - (stop - start) :]
+            self.rows[index].finish(model, start, stop, tokens)
+        self.select(self._step)
+        self.columns[model] += width
+
+    def crop(self, model: int, columns: int) -> None:
+        """``model`` takes back its last ``columns``; the first model takes them back for all of them."""
+        stop = max(0, self.columns[model] - columns)
+        if model == 0:
+            for pad, row in zip(self.paddings, self.rows, strict=True):
+                row.truncate(max(0, stop - pad))
+            self.columns = [min(stop, each) for each in self.columns]
+        self.columns[model] = stop
+
+    def take_tail(self) -> Tail | None:
+        """The half full last page of the only row, if there is one and it is not shared."""
+        return self.rows[0].take_tail() if len(self.rows) == 1 else None
+
+    def close(self) -> None:
+        """End all rows. Idempotent."""
+        for row in self.rows:
+            row.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _positions(self, index: int, model: int, width: int) -> tuple[int, int]:
+        """The tokens of a row in the next ``width`` columns; none where they are all padding."""
+        pad, start = self.paddings[index], self.columns[model]
+        return max(0, start - pad), max(0, start + width - pad)
+
+    def _leaders(self, model: int, width: int, token_ids: Sequence[Sequence[int]] | None) -> list[int]:
+        """For each row, the first one that is equal to it and is fed the same: it writes for all of them."""
+        leaders: list[int] = []
+        for index, row in enumerate(self.rows):
+            twin = index
+            if token_ids is not None:
+                for other in sorted(set(leaders)):
+                    if (
+                        token_ids[other] == token_ids[index]
+                        and self.paddings[other] == self.paddings[index]
+                        and self.rows[other].equals(row)
+                    ):
+                        twin = other
+                        break
+            leaders.append(twin)
+        return leaders
+
+    def _grow(self, writes: dict[int, tuple[int, int]]) -> None:
+        needs = {index: self.rows[index].missing_slots(*write) for index, write in writes.items()}
+        total = sum(needs.values())
+        slots = self.terms.store.allocate(total, timeout_s=self.terms.timeout_s) if total else []
+        for index, count in needs.items():
+            taken, slots = slots[:count], slots[count:]
+            # The rows before may have copied a page that this one shared with them: then it needs one slot less.
+            spare = count - self.rows[index].missing_slots(*writes[index])
+            if spare:
+                self.terms.store.free(taken[:spare])
+            self.rows[index].grow(*writes[index], taken[spare:])
+
+    def _slots(self, index: int) -> torch.Tensor:
+        return torch.tensor(self.rows[index].table.slots, dtype=torch.long, device=self.terms.pages.device)
+
+    def _places(self, writes: dict[int, tuple[int, int]], first_column: int) -> Places:
+        page_size, device = self.terms.pages.page_size, self.terms.pages.device
+        rows, columns, slots, offsets = [], [], [], []
+        for index, (first, stop) in writes.items():
+            where = torch.arange(first, stop, device=device)
+            rows.append(torch.full_like(where, index))
+            columns.append(where + self.paddings[index] - first_column)
+            slots.append(self._slots(index)[where // page_size])
+            offsets.append(where % page_size)
+        return Places(torch.cat(rows), torch.cat(columns), torch.cat(slots), torch.cat(offsets))
+
+    def _count_reused(self, origins: Sequence[tuple[Tier, int]], num_tokens: int) -> None:
+        for tier, count in origins:
+            self.reused_by_tier[tier] += min(count, num_tokens)
+            num_tokens -= min(count, num_tokens)

@@ -1,0 +1,26 @@
+"""The draft model of assisted decoding, with its K/V in the pages of the model that it drafts for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+
+class DraftModel:
+    """What ``generate`` takes as ``assistant_model``; everything but ``generate`` is the draft model's own."""
+
+    def __init__(self, model: PreTrainedModel, cache: Cache, argument: str) -> None:
+        """``argument``: the name under which ``model`` takes ``cache``."""
+        self.cache: Any = cache
+        self._model: Any = model
+        self._argument = argument
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own ``generate``, with the cache that it would otherwise make for itself."""
+        given = {"cache", "past_key_values"} & set(kwargs)
+        return self._model.generate(*args, **kwargs, **({} if given else {self._argument: self.cache}))

@@ -1,0 +1,49 @@
+"""What a forward pass is fed, read off the arguments of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_BY_COLUMN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
+"""Arguments with one entry for each column fed; a mask covers the columns before them too."""
+
+
+def fed_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[int]] | None:
+    """The tokens of each row; None if the model is fed embeddings."""
+    ids = _input_ids(args, kwargs)
+    return None if ids is None else [[int(token) for token in row] for row in ids.tolist()]
+
+
+def fed_again(args: tuple[Any, ...], kwargs: dict[str, Any], columns: int, paddings: Sequence[int]) -> bool:
+    """Whether a cache that holds ``columns`` is fed all of them once more, with new ones after them."""
+    ids = _input_ids(args, kwargs)
+    if ids is None or not 0 < columns < ids.shape[1]:
+        return False
+    last = last_positions(kwargs.get("position_ids"), ids.shape[0])
+    return last is not None and last == [ids.shape[1] - 1 - pad for pad in paddings]
+
+
+def from_column(
+    args: tuple[Any, ...], kwargs: dict[str, Any], first: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call without the columns before ``first``."""
+    if args:
+        args = (args[0][:, first:], *args[1:])
+    cut = {name: kwargs[name][:, first:] for name in _BY_COLUMN if isinstance(kwargs.get(name), torch.Tensor)}
+    return args, {**kwargs, **cut}
+
+
+def last_positions(positions: torch.Tensor | None, rows: int) -> list[int] | None:
+    """The position of each row's last token; None if positions are not given one a column."""
+    if positions is None or positions.ndim != 2:
+        return None
+    last = [int(position) for position in positions[:, -1].tolist()]
+    return last * rows if len(last) == 1 else last
+
+
+def _input_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    return ids if isinstance(ids, torch.Tensor) and ids.ndim == 2 else None

@@ -1,0 +1,156 @@
+"""How a sequence begins: the longest stored prefix of its prompt, brought into HBM and held there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tierstore.adapters.huggingface.terms import Terms
+from tierstore.block_table import BlockTable
+from tierstore.errors import CapacityError
+from tierstore.lease import Lease
+from tierstore.types import LeaseState, PageKey, Tier
+
+ROLLBACK = 64
+"""Tokens that are kept behind a window, so that a rollback (rejected drafts) finds what it needs."""
+
+
+class SharedLease:
+    """A lease that several sequences of a family hold; the last one to let go releases it."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.holders = 1
+
+    def share(self) -> SharedLease:
+        """One more holder."""
+        self.holders += 1
+        return self
+
+    def let_go(self) -> None:
+        """One holder less. StoreClosed if the store has been closed."""
+        self.holders -= 1
+        if not self.holders:
+            self.lease.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The page that a session left half full: a slot of our own, and the tokens that each model has written in it."""
+
+    slot: int
+    page: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Opening:
+    """What was found: ``table`` with ``num_tokens`` of the prompt in it, pages held by ``lease``."""
+
+    table: BlockTable
+    lease: SharedLease
+    leased: range
+    """The pages under the lease."""
+    origins: list[tuple[Tier, int]] = field(default_factory=list)
+    """Where the tokens were found, in order: a tier and how many."""
+    copied_tokens: int = 0
+    """Tokens of a page that was copied because the prompt leaves it half way."""
+
+
+def open_prefix(terms: Terms, table: BlockTable, prompt: Sequence[int], tail: Tail | None) -> Opening:
+    """Fill an empty ``table`` with what the store has of ``prompt``. Waits up to ``terms.timeout_s``.
+
+    ``tail`` is used if it fits, else given back.
+    """
+    keys = terms.store.keys(prompt, salt=terms.salt, extra=terms.extra) if terms.looks_up else []
+    lease, tiers = _hold(terms, keys, table.page_size)
+    first = len(tiers) - lease.num_pages
+    table.reuse(lease.slots, first)
+    opening = Opening(table, SharedLease(lease), range(first, len(tiers)))
+    opening.origins = [(tier, table.page_size) for tier in tiers]
+    try:
+        if tail is not None:
+            _take_tail(terms, opening, prompt, tail)
+        if terms.looks_up and table.num_tokens == len(tiers) * table.page_size:
+            _copy_half_page(terms, opening, prompt, keys)
+    except BaseException:
+        terms.store.free(table.clear())
+        lease.release()
+        raise
+    return opening
+
+
+def first_needed(terms: Terms, num_tokens: int, page_size: int) -> int:
+    """The first page that a query after ``num_tokens`` tokens, or a little before, still looks at."""
+    return 0 if terms.window is None else max(0, num_tokens - terms.window - ROLLBACK) // page_size
+
+
+def _hold(terms: Terms, keys: Sequence[PageKey], page_size: int) -> tuple[Lease, list[Tier]]:
+    """A lease on the stored prefix of ``keys``, and where each page of the prefix was found.
+
+    The lease may begin later than the prefix: with windows, pages that no query looks at stay where they are.
+    """
+    store = terms.store
+    found = [] if terms.window is None else list(store.match(keys).tiers)
+    count = len(keys) if terms.window is None else len(found)
+    while count:
+        first = first_needed(terms, count * page_size, page_size)
+        lease = store.acquire(keys[first:count], deadline_s=terms.deadline_s)
+        if lease.wait(terms.timeout_s) is LeaseState.PENDING:
+            lease.release()
+            break
+        if lease.num_pages == count - first or terms.window is None:
+            return lease, found[:first] + lease.tiers
+        # A page of the window is gone: what ends before it has a window of its own.
+        count = first + lease.num_pages if lease.num_pages else 0
+        lease.release()
+    return store.acquire([]), []
+
+
+def _take_tail(terms: Terms, opening: Opening, prompt: Sequence[int], tail: Tail) -> None:
+    """Go on in the page that the session kept, as far as the prompt agrees with it."""
+    table = opening.table
+    start = tail.page * table.page_size
+    same = common_prefix(tail.tokens, prompt[start : start + len(tail.tokens)])
+    if not same or table.num_tokens != start:
+        terms.store.free([tail.slot])
+        return
+    table.extend(start + same, [tail.slot])
+    table.advance(start + same)
+    opening.origins.append((Tier.HBM, same))
+
+
+def _copy_half_page(terms: Terms, opening: Opening, prompt: Sequence[int], keys: Sequence[PageKey]) -> None:
+    """Where a stored page begins like the rest of the prompt: a copy of it, to be written on after the split."""
+    pages = opening.leased.stop
+    limit = len(prompt) if terms.plain_tokens is None else min(len(prompt), terms.plain_tokens)
+    while True:
+        match = terms.prefixes.longest(terms.root, prompt[:limit])
+        if match.next_key is None or list(match.keys) != list(keys[:pages]):
+            return
+        with terms.store.acquire([match.next_key], deadline_s=terms.deadline_s) as lease:
+            if lease.wait(terms.timeout_s) is LeaseState.READY and lease.num_pages:
+                _copy(terms, opening, lease, match.next_tokens)
+                return
+            if lease.missing_because in ("no_room", "deadline"):
+                return
+        terms.prefixes.discard(match.next_key)
+
+
+def _copy(terms: Terms, opening: Opening, lease: Lease, count: int) -> None:
+    try:
+        (slot,) = terms.store.allocate(1, timeout_s=terms.timeout_s)
+    except CapacityError:
+        return
+    table = opening.table
+    terms.pages.copy(lease.slots[0], slot)
+    table.extend(table.num_tokens + count, [slot])
+    table.advance(table.num_tokens + count)
+    opening.origins.append((lease.tiers[0], count))
+    opening.copied_tokens = count
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many items two sequences begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

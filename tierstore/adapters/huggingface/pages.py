@@ -1,0 +1,36 @@
+"""The pages of a store as this adapter reads and writes them: a tensor for each KV group, in place."""
+
+from __future__ import annotations
+
+import torch
+
+from tierstore.gpu.pool import GroupedPages
+from tierstore.store import TierStore
+
+
+class PageGroups:
+    """``groups[g]``: ``[num_slots, num_layers, 2, page_size, num_kv_heads, head_dim]`` of KV group ``g``."""
+
+    def __init__(self, store: TierStore) -> None:
+        """ValueError unless every group has K and V per head."""
+        pages = store.pages
+        self.groups = pages.groups if isinstance(pages, GroupedPages) else (pages,)
+        if any(group.ndim != 6 or group.shape[2] != 2 for group in self.groups):
+            raise ValueError(
+                "every KV group of the store must have K and V per head (PageSpecs of kind 'mha')"
+            )
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page holds."""
+        return int(self.groups[0].shape[3])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        return self.groups[0].device
+
+    def copy(self, src: int, dst: int) -> None:
+        """Copy a page, all groups of it, into another slot."""
+        for group in self.groups:
+            group[dst].copy_(group[src])

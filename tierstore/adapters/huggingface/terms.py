@@ -1,0 +1,64 @@
+"""What a request asks of the store, and what it may leave there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Literal, get_args
+
+from tierstore.adapters.huggingface.pages import PageGroups
+from tierstore.adapters.huggingface.prefixes import Prefixes
+from tierstore.keys import Extra
+from tierstore.store import TierStore
+
+Storing = Literal["all", "memory-only", "read-only", "no-store"]
+"""What becomes of a request's pages.
+
+    all          kept, in every tier
+    memory-only  kept, never written to disk
+    read-only    what is there is reused, nothing is kept
+    no-store     nothing is looked up and nothing is kept
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The same for all sequences of a request."""
+
+    store: TierStore
+    pages: PageGroups
+    prefixes: Prefixes
+    num_models: int
+    """How many models write into the pages: one, or two with a draft model."""
+    window: int | None
+    """Tokens that any layer of any of the models looks back; None: to the first."""
+    salt: bytes = b""
+    extra: tuple[Extra, ...] = ()
+    deadline_s: float | None = None
+    timeout_s: float = 10.0
+    storing: Storing = "all"
+
+    def __post_init__(self) -> None:
+        if self.storing not in get_args(Storing):
+            raise ValueError(f"storing is {self.storing!r}; allowed: {', '.join(get_args(Storing))}")
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether pages of earlier requests may be reused."""
+        return self.storing != "no-store"
+
+    @property
+    def keeps(self) -> bool:
+        """Whether pages of this request may be found by later ones."""
+        return self.storing in ("all", "memory-only")
+
+    @property
+    def root(self) -> bytes:
+        """Separates salts and extras in the index of prefixes."""
+        shared = [item for item in self.extra if not isinstance(item, tuple)]
+        return sha256(repr((self.salt, shared)).encode()).digest()
+
+    @property
+    def plain_tokens(self) -> int | None:
+        """Tokens before the first placed extra: beyond them equal tokens may have other K/V; None: no limit."""
+        return min((item[0] for item in self.extra if isinstance(item, tuple)), default=None)
