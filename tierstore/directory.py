@@ -48,6 +48,7 @@ class Directory:
         self.loads = Loads(self.residency, self.traffic, owned=self.owns_hbm)
         self.placement = Placement(self.residency, self.traffic, record_nbytes, flush_s)
         self.space = self.placement.space
+        self.drops.left = self.placement.left
         self.hints = HintTable(self.residency)
         self.leasing = Leasing(
             self.residency, self.traffic, self.loads, self.placement.sinks, metrics, self.drops.fate
@@ -307,6 +308,7 @@ class Directory:
         self.outgoing.advance(now)
         if self.outgoing.given_up:
             self._metrics.dropped(Tier.HBM, "no_room", self.outgoing.given_up)
+            self.drops.unsaved += self.outgoing.given_up
             self.outgoing.given_up = 0
         self.loads.promote_queued()
         if self.loads.queued:
@@ -322,4 +324,5 @@ class Directory:
                 self.leasing.lost(load, "failed")
         self.loads.ended.clear()
         self.drops.note()
+        self.drops.tell(refused=bool(self.space.failing))
         self.traffic.emit(now)

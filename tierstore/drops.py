@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tierstore.metrics import Metrics
     from tierstore.residency import Drop, Residency
     from tierstore.types import PageKey, Tier
+
+_log = logging.getLogger(__name__)
 
 _REMEMBERED = 8192
 
@@ -20,6 +25,12 @@ class Drops:
         self._residency = residency
         self._metrics = metrics
         self._fates: OrderedDict[PageKey, str] = OrderedDict()
+        self.left: Callable[[PageKey, Tier], None] | None = None
+        """Told of every dropped copy."""
+        self.unsaved = 0
+        """Pages lost although a tier below was there for them, since ``tell`` was last asked."""
+        self._lowest = max(residency.tables)
+        self._told = False
 
     def note(self, reason: str | None = None) -> None:
         """Counts what was dropped since the last call. Reason None: to make room."""
@@ -29,6 +40,9 @@ class Drops:
             drop = dropped.popleft()
             why = reason or _to_make_room(drop)
             counts[drop.tier, why] += 1
+            self.unsaved += why == "capacity" and drop.tier < self._lowest
+            if self.left is not None:
+                self.left(drop.key, drop.tier)
             if drop.last:
                 self._fates[drop.key] = why
                 self._fates.move_to_end(drop.key)
@@ -36,6 +50,16 @@ class Drops:
             self._metrics.dropped(tier, why, number)
         while len(self._fates) > _REMEMBERED:
             self._fates.popitem(last=False)
+
+    def tell(self, *, refused: bool) -> None:
+        """Warns, once, that pages come faster than the tiers below take them; not where a tier refuses: that is told."""
+        if self.unsaved and not refused and not self._told:
+            self._told = True
+            _log.warning(
+                "pages come faster than the tiers below take them; what finds no room is lost and counted in "
+                "dropped_copies (said once)"
+            )
+        self.unsaved = 0
 
     def fate(self, key: PageKey) -> str | None:
         """Why the page's last copy went, if it went recently and has not come back."""

@@ -70,7 +70,7 @@ class Placement:
     def not_saved(self, key: PageKey, src: Tier, dst: Tier) -> None:
         """A copy downwards failed: the source is intact and waits for the next timed spill."""
         self.space.failing.add(dst)
-        if src == self._spill_from:
+        if src == self._spill_from and self._tables[src].ready(key):
             self._unsaved[key] = None
         self.sinks.settle(key, failed=True)
 
@@ -79,6 +79,15 @@ class Placement:
         self.sinks.settle(key, failed=False)
         self._fresh.pop(key, None)
         self._unsaved.pop(key, None)
+
+    def left(self, key: PageKey, tier: Tier) -> None:
+        """A copy was dropped: it does not wait to be saved any more. Else a tier that refuses would pile up keys."""
+        if self._tables[tier].ready(key):
+            return
+        if tier == Tier.HBM:
+            self._fresh.pop(key, None)
+        if tier == self._spill_from:
+            self._unsaved.pop(key, None)
 
     # -- what to do next ----------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -95,7 +96,7 @@ def test_no_call_walks_the_pages_of_a_full_store(shape: str, pinned: bool, tmp_p
     costs: list[dict[str, int]] = []
     for pages in (FEW, MANY):
         bench, leases = full_bench(pages, shape, tmp_path, pinned=pinned)
-        costs.append({name: lines_run(lambda c=call: c(bench.store)) for name, call in CALLS.items()})  # type: ignore[misc]
+        costs.append({name: lines_run(partial(call, bench.store)) for name, call in CALLS.items()})
         for lease in leases:
             lease.release()
         bench.close()
@@ -111,7 +112,7 @@ def test_no_call_walks_the_open_leases(deadline_s: float | None) -> None:
         bench = open_bench(tiers(8, None), SPEC)
         write(bench.store, chain(3, "0"))
         leases = [bench.store.acquire(chain(2, "0"), deadline_s=deadline_s) for _ in range(number)]
-        costs.append({name: lines_run(lambda c=call: c(bench.store)) for name, call in CALLS.items()})  # type: ignore[misc]
+        costs.append({name: lines_run(partial(call, bench.store)) for name, call in CALLS.items()})
         for lease in leases:
             lease.release()
         bench.close()
@@ -135,7 +136,9 @@ def test_a_put_of_many_pages_costs_the_same_for_each_however_full_the_store_is(t
 # -- F088: pages that leave faster than the tier below takes them ------------------------------------------------
 
 
-def test_an_engine_that_turns_over_faster_than_its_pages_drain_keeps_some_and_the_rest_is_counted() -> None:
+def test_an_engine_that_turns_over_faster_than_its_pages_drain_keeps_some_and_the_rest_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     # F088: each turn fills all slots of the engine, HOST has room for fewer
     engine = page_major()
     bench = open_bench(tiers(SLOTS, 4, hbm_more={"owner": "engine"}), SPEC)
@@ -152,7 +155,36 @@ def test_an_engine_that_turns_over_faster_than_its_pages_drain_keeps_some_and_th
     dropped = [counter(bench.store, "dropped_copies", why) for why in ("HOST,capacity", "HBM,no_room")]
     assert kept > 0
     assert kept + sum(dropped) == 10 * SLOTS
+    assert bool(dropped[1]) == ("pages come faster than the tiers below take them" in caplog.text)
     bench.close()
+
+
+def test_pages_dropped_before_they_could_be_saved_are_counted_and_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # F088: the disk takes pages and stands still; every put drops some that nobody saved
+    monkeypatch.setattr("tierstore.space.STALL_S", 0.0)
+    bench = open_bench(tiers(4, 4, tmp_path), SPEC)
+    bench.records.hold((Tier.HOST, Tier.NVME))
+    for turn in range(12):
+        write(bench.store, chain(2, str(turn)))
+    assert bench.store.match(chain(2, "11")).num_pages == 2
+    assert counter(bench.store, "dropped_copies", "HBM,capacity") > 0
+    told = [r for r in caplog.records if "pages come faster than the tiers below take them" in r.message]
+    assert len(told) == 1
+    bench.close()
+
+
+def test_a_turnover_that_is_saved_in_time_warns_of_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # F088
+    with TierStore.open(tiers(4, 4, tmp_path), SPEC) as store:
+        for turn in range(20):
+            write(store, chain(2, str(turn)))
+        store.flush()
+        assert sum(store.match(chain(2, str(turn))).num_pages for turn in range(20)) == 40
+    assert not caplog.records
 
 
 # -- F090: fragmentation ----------------------------------------------------------------------------------------

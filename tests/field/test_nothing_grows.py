@@ -1,0 +1,216 @@
+"""After a warm-up nothing grows with the number of calls: not the process, not one container of the store."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import active_count
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+
+import pytest
+
+from tests.support.bench import Bench, open_bench
+from tests.support.engine import SLOTS, page_major
+from tests.support.pages import (
+    PATIENCE_S,
+    SPEC,
+    chain,
+    page_tensor,
+    read,
+    tiers,
+    where,
+    write,
+)
+from tierstore.store import TierStore
+from tierstore.types import Hint, Tier
+
+CHECKOUT = Path(__file__).parents[2]
+
+CYCLES = """
+import sys
+from pathlib import Path
+from tests.support.pages import SPEC, chain, tiers
+from tierstore.store import TierStore
+
+def rss():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+
+with TierStore.open(tiers(1000, None), SPEC) as store:
+    for done in range(0, 180_000, 60):
+        keys = chain(60, str(done))
+        store.put(keys, store.allocate(60))
+        if done % 180:
+            store.evict(keys)
+        if done in (60_000, 179_940):
+            print(rss())
+"""
+
+
+def test_the_process_stays_as_large_as_it_was_over_many_put_and_evict_cycles() -> None:
+    # F097: 1,000 slots, 180,000 puts; a third leaves by pressure, the rest by evict
+    command = [sys.executable, "-c", CYCLES]
+    child = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=300, check=True)
+    early, late = map(int, child.stdout.split())
+    assert abs(late - early) <= 0.02 * early, f"{early} KiB after 60,000 puts, {late} KiB after 180,000"
+
+
+def elements(root: object) -> dict[str, int]:
+    """How many objects of each type hang on ``root``, code and types aside."""
+    seen: set[int] = set()
+    counts: dict[str, int] = {}
+    waiting = [root]
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen or isinstance(
+            found, type | ModuleType | FunctionType | BuiltinFunctionType | MethodType
+        ):
+            continue
+        seen.add(id(found))
+        counts[type(found).__name__] = counts.get(type(found).__name__, 0) + 1
+        waiting += gc.get_referents(found)
+    return counts
+
+
+def in_containers(bench: Bench) -> int:
+    """Objects that the directory and the metrics keep."""
+    bench.store.poll()
+    gc.collect()
+    return sum(elements((bench.directory, bench.store.metrics, bench.store._pending)).values())
+
+
+def puts_and_evictions(bench: Bench, turn: int) -> None:
+    keys = chain(4, str(turn))
+    write(bench.store, keys)
+    bench.store.evict(keys)
+
+
+def pressure(bench: Bench, turn: int) -> None:
+    write(bench.store, chain(4, str(turn)))
+    assert bench.store.drain(PATIENCE_S)
+
+
+def misses(bench: Bench, turn: int) -> None:
+    keys = chain(4, str(turn))
+    bench.store.match(keys)
+    bench.store.acquire(keys, deadline_s=0.5).release()
+    bench.store.explain(keys)
+    bench.store.demote(keys, Tier.HOST)
+
+
+def hints(bench: Bench, turn: int) -> None:
+    keys = tuple(chain(4, "hinted"))
+    bench.store.hint(Hint(f"r{turn}", 1, keys, "retain", ttl_s=0.0))
+    bench.store.hint(Hint(f"r{turn}", 2, ()))
+    bench.store.hint(Hint("always the same", turn, keys, "wont_need"))
+
+
+def aborted_loads(bench: Bench, turn: int) -> None:
+    keys = chain(3, "loaded")
+    if turn == 0:
+        write(bench.store, keys)
+    bench.store.demote(keys, Tier.HOST)
+    assert bench.store.drain(PATIENCE_S)
+    bench.store.acquire(keys).release()
+
+
+def orphans(bench: Bench, turn: int) -> None:
+    keys = chain(4, str(turn))
+    write(bench.store, keys)
+    bench.store.evict(keys[:1])
+    assert bench.store.drain(PATIENCE_S)
+
+
+def a_disk_that_refuses(bench: Bench, turn: int) -> None:
+    keys = chain(4, str(turn))
+    bench.records.fail_next((Tier.HOST, Tier.NVME), *range(32))
+    write(bench.store, keys)
+    bench.store.demote(keys, Tier.NVME)
+    assert bench.store.drain(PATIENCE_S)
+    bench.store.evict(keys[: turn % 3])
+
+
+WORK: list[Callable[[Bench, int], None]] = [
+    puts_and_evictions,
+    pressure,
+    misses,
+    hints,
+    aborted_loads,
+    orphans,
+]
+ON_DISK = [*((work, True) for work in WORK), *((work, False) for work in WORK), (a_disk_that_refuses, True)]
+
+
+@pytest.mark.parametrize(("work", "disk"), ON_DISK)
+def test_no_container_of_the_store_grows_with_the_number_of_calls(
+    work: Callable[[Bench, int], None], disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # F097: what is remembered for a while (fates of pages, hints) is bounded; the bounds are lowered to be reached
+    monkeypatch.setattr("tierstore.drops._REMEMBERED", 20)
+    monkeypatch.setattr("tierstore.hints.MAX_REQUESTS", 20)
+    bench = open_bench(tiers(12, 12, tmp_path if disk else None, nvme_pages=20), SPEC)
+    sizes: list[int] = []
+    turn = 0
+    for until in (150, 450):
+        while turn < until:
+            work(bench, turn)
+            turn += 1
+        assert bench.store.drain(PATIENCE_S)
+        sizes.append(in_containers(bench))
+    bench.store.check()
+    bench.close()
+    assert sizes[1] <= sizes[0] + 100, f"{sizes[0]} objects after 150 turns, {sizes[1]} after 450"
+
+
+def test_copies_back_and_forth_take_no_more_memory_and_no_more_threads(tmp_path: Path) -> None:
+    # F099, the CPU twin: one page set goes down and up again; the arenas are all the memory there is
+    with TierStore.open(tiers(8, 8, tmp_path), SPEC) as store:
+        keys = chain(4)
+        write(store, keys)
+        store.flush()
+        threads = active_count()
+        arenas = (store._parts.arena, store._parts.pool)
+        for turn in range(200):
+            store.demote(keys, Tier.HOST if turn % 4 else Tier.NVME)
+            assert store.drain(PATIENCE_S)
+            assert read(store, keys) == 4
+        assert active_count() == threads
+        assert (store._parts.arena, store._parts.pool) == arenas
+        assert Tier.HBM in where(store, keys[0])
+        assert len(page_tensor(store)) == 8
+
+
+def test_an_engine_that_puts_for_ever_leaves_nothing_behind() -> None:
+    # F097, with HBM of an engine
+    engine = page_major()
+    bench = open_bench(tiers(SLOTS, 8, hbm_more={"owner": "engine"}), SPEC)
+    bench.store.register(engine.pages)
+    sizes: list[int] = []
+    for turn in range(400):
+        keys = chain(2, str(turn % 50))
+        bench.store.put(keys, [0, 1])
+        assert bench.store.drain(PATIENCE_S)
+        assert sorted(bench.store.poll()) == [0, 1]
+        with bench.store.acquire(keys, into=[2, 3]) as lease:
+            lease.wait(PATIENCE_S)
+        if turn in (199, 399):
+            sizes.append(in_containers(bench))
+    bench.close()
+    assert sizes[1] <= sizes[0] + 100
+
+
+def opened_and_closed(tmp_path: Path) -> Iterator[int]:
+    for _ in range(12):
+        with TierStore.open(tiers(4, 4, tmp_path), SPEC) as store:
+            write(store, chain(2))
+        yield len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_stores_that_were_closed_leave_no_thread_and_no_descriptor(tmp_path: Path) -> None:
+    threads = active_count()
+    descriptors = list(opened_and_closed(tmp_path))
+    assert len(set(descriptors[1:])) == 1
+    assert active_count() == threads
