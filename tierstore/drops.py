@@ -52,7 +52,7 @@ class Drops:
             self._fates.popitem(last=False)
 
     def tell(self, *, refused: bool) -> None:
-        """Warns, once, that pages come faster than the tiers below take them; not where a tier refuses: that is told."""
+        """Warns, once, that pages come faster than the tiers below take them; a tier that refuses is told elsewhere."""
         if self.unsaved and not refused and not self._told:
             self._told = True
             _log.warning(
