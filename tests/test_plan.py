@@ -70,15 +70,16 @@ def test_a_plan_counts_what_a_hand_counts() -> None:
     assert plan["refused"] == []
 
 
-def test_a_restore_from_disk_takes_the_slower_hop_and_a_first_batch_of_the_other() -> None:
-    def seconds(pages: int, *, through_host: bool) -> float:
-        found = restore_seconds(Tier.NVME, pages, 10**6, KNOWN, through_host=through_host)
+def test_a_restore_from_disk_takes_both_hops_or_the_one_there_is() -> None:
+    def seconds(tier: Tier, *, through_host: bool) -> float:
+        found = restore_seconds(tier, 100, 10**6, KNOWN, through_host=through_host)
         assert found is not None
         return found
 
-    assert seconds(100, through_host=True) == pytest.approx(100e-3 + 32 * 1e-4)
-    assert seconds(10, through_host=True) == pytest.approx(10e-3 + 10 * 1e-4)
-    assert seconds(100, through_host=False) == pytest.approx(100e-3)
+    assert seconds(Tier.HBM, through_host=True) == 0.0
+    assert seconds(Tier.HOST, through_host=True) == pytest.approx(10e-3)
+    assert seconds(Tier.NVME, through_host=True) == pytest.approx(110e-3)
+    assert seconds(Tier.NVME, through_host=False) == pytest.approx(100e-3)
 
 
 def test_what_was_not_measured_is_not_predicted() -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from tierstore.layout import PageLayout
 from tierstore.plan.measure import Rate, copy_rate, matmul_rate, read_rate
 from tierstore.plan.sizes import Sizes, TierSize, nearest_directory, sizes
-from tierstore.traffic import BATCH_PAGES
 from tierstore.types import Tier
 from tierstore.units import format_size
 
@@ -151,17 +150,18 @@ def forecast(
 def restore_seconds(tier: Tier, pages: int, nbytes: int, rates: Rates, *, through_host: bool) -> float | None:
     """Time until ``pages`` pages of ``nbytes`` are in HBM, from a tier that holds them all.
 
-    From NVMe through HOST two hops overlap batch by batch, so it is the slower one, and a first batch of the other.
+    From NVMe through HOST it is the sum of both hops. They overlap batch by batch, but readers, checksums and copies
+    share the cores: a store on two of them was measured nearer to the sum than to the slower hop.
     """
-    up = rates.copy.seconds(nbytes)
     if tier == Tier.HBM:
         return 0.0
+    up = rates.copy.seconds(pages * nbytes)
     if tier == Tier.HOST:
-        return None if up is None else pages * up
-    read = None if rates.read is None else rates.read.seconds(nbytes)
-    if read is None or up is None:
-        return None
-    return pages * max(read, up) + min(pages, BATCH_PAGES) * min(read, up) if through_host else pages * read
+        return up
+    read = None if rates.read is None else rates.read.seconds(pages * nbytes)
+    if not through_host or read is None:
+        return read
+    return None if up is None else read + up
 
 
 def _document(tokens: int, model: Geometry, layout: PageLayout, found: Sizes, rates: Rates) -> Document:
