@@ -115,10 +115,13 @@ class BlockTable:
 
         ``first``: ``num_tokens`` unless said otherwise; a lower one overwrites. Returns the copies that have to be
         made before anything is written. ``num_tokens`` does not change: say ``advance`` once they are written.
-        ValueError for another count of slots, or for tokens behind the window, nothing changed then.
+        ValueError for another count of slots, a slot the family owns already or given twice, or tokens behind the
+        window, nothing changed then.
         """
         if len(new) != self.missing_slots(stop, first):
             raise ValueError(f"{len(new)} slots; allowed: {self.missing_slots(stop, first)}")
+        if len(set(new)) < len(new) or any(slot in self.private for slot in new):
+            raise ValueError(f"slots {list(new)}: one is owned already, or given twice")
         fresh = list(new)
         copies = []
         for page in self._to_copy(stop, first):
@@ -133,7 +136,9 @@ class BlockTable:
         return copies
 
     def place(self, position: int) -> tuple[int, int]:
-        """Slot and offset of the token at ``position``."""
+        """Slot and offset of the token at ``position``. ValueError behind the window and where there is no room."""
+        if not self.first_page * self.page_size <= position < len(self.slots) * self.page_size:
+            raise ValueError(f"position {position} is in no page of this sequence")
         return self.slots[position // self.page_size], position % self.page_size
 
     def advance(self, num_tokens: int) -> None:
@@ -199,7 +204,10 @@ class BlockTable:
         return True
 
     def fork(self) -> BlockTable:
-        """A second sequence of the family that begins like this one and shares all its pages."""
+        """A second sequence of the family that begins like this one and shares all its pages.
+
+        What ``extend`` made writable in either is so no longer: say it again before writing.
+        """
         other = BlockTable(self.page_size, self.private)
         other.slots, other.num_tokens, other.first_page = list(self.slots), self.num_tokens, self.first_page
         self.private.share(self.slots)

@@ -1,0 +1,214 @@
+"""Block tables under every order of calls that hypothesis can think of, and that planted bugs are noticed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+from hypothesis import Phase, Verbosity, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.core.block_machine import BlockMachine
+from tests.core.block_model import Code
+from tierstore import block_table
+
+# As many and as long as it takes; the first failure ends a run, and the choices are the same every time.
+SEARCH = settings(
+    max_examples=4000,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
+    verbosity=Verbosity.quiet,
+)
+
+
+class Bug(NamedTuple):
+    """``old`` must occur exactly once in the source."""
+
+    name: str
+    old: str
+    new: str
+
+
+BUGS = [
+    Bug("a fork does not count", "        self.private.share(self.slots)\n", ""),
+    Bug(
+        "a fork is of a family of its own",
+        "BlockTable(self.page_size, self.private)",
+        "BlockTable(self.page_size)",
+    ),
+    Bug(
+        "a fork forgets its window",
+        "= list(self.slots), self.num_tokens, self.first_page\n",
+        "= list(self.slots), self.num_tokens, 0\n",
+    ),
+    Bug(
+        "a fork shares the list itself",
+        "= list(self.slots), self.num_tokens, self.first_page\n",
+        "= self.slots, self.num_tokens, self.first_page\n",
+    ),
+    Bug(
+        "truncate frees what others point at",
+        "        freed = self.private.let_go(self.slots[keep:])\n",
+        "        freed = self.slots[keep:]\n",
+    ),
+    Bug(
+        "truncate at a boundary keeps a page too many",
+        "        keep = self._pages(num_tokens)\n",
+        "        keep = num_tokens // self.page_size + 1\n",
+    ),
+    Bug(
+        "truncate inside a page lets go of it",
+        "        keep = self._pages(num_tokens)\n",
+        "        keep = num_tokens // self.page_size\n",
+    ),
+    Bug("truncate leaves stale slots in the table", "        del self.slots[keep:]\n", ""),
+    Bug(
+        "truncate lets go of nothing",
+        "        freed = self.private.let_go(self.slots[keep:])\n",
+        "        freed = []\n",
+    ),
+    Bug(
+        "truncate goes behind the window",
+        "if not self.first_page * self.page_size <= num_tokens <= self.num_tokens:",
+        "if not num_tokens <= self.num_tokens:",
+    ),
+    Bug(
+        "a sealed page is written",
+        "if not self.private.sole(self.slots[page])] if",
+        "if self.slots[page] in self.private and not self.private.sole(self.slots[page])] if",
+    ),
+    Bug(
+        "a shared page is written",
+        "if not self.private.sole(self.slots[page])] if",
+        "if self.slots[page] not in self.private] if",
+    ),
+    Bug(
+        "no copy where a page is half full",
+        "pages = range(start // self.page_size,",
+        "pages = range(-(-start // self.page_size),",
+    ),
+    Bug(
+        "an overwrite copies its first page only",
+        "min(self._pages(stop), len(self.slots)))\n",
+        "min(start // self.page_size + 1, len(self.slots)))\n",
+    ),
+    Bug("a copied page stays where it was", "            self.slots[page] = copies[-1].dst\n", ""),
+    Bug("the source of a copy stays counted", "            self.private.let_go([self.slots[page]])\n", ""),
+    Bug("a copy is not owned", "            self.private.take(copies[-1].dst)\n", ""),
+    Bug(
+        "a slot is owned twice",
+        "if len(set(new)) < len(new) or any(slot in self.private for slot in new):",
+        "if len(set(new)) < len(new):",
+    ),
+    Bug(
+        "any number of slots will do",
+        "        if len(new) != self.missing_slots(stop, first):\n",
+        "        if False:\n",
+    ),
+    Bug(
+        "a slot is free while another table points at it",
+        "                if not self._holders[slot]:\n",
+        "                if self._holders[slot] <= 1:\n",
+    ),
+    Bug("freed slots stay owned", "                    del self._holders[slot]\n", ""),
+    Bug(
+        "the window drops a page partly inside",
+        "        stop = min(position, self.num_tokens) // self.page_size\n",
+        "        stop = self._pages(min(position, self.num_tokens))\n",
+    ),
+    Bug(
+        "the window drops what is still to be written",
+        "        stop = min(position, self.num_tokens) // self.page_size\n",
+        "        stop = min(position // self.page_size, len(self.slots))\n",
+    ),
+    Bug(
+        "the window drops nothing",
+        "        freed = self.private.let_go(self.slots[dropped])\n",
+        "        freed = []\n",
+    ),
+    Bug(
+        "dropped pages stay in the table",
+        "        self.slots[dropped] = [NO_PAGE] * (stop - self.first_page)\n",
+        "",
+    ),
+    Bug("the window does not remember where it is", "        self.first_page = stop\n", ""),
+    Bug(
+        "a place behind the window",
+        "if not self.first_page * self.page_size <= position <",
+        "if not 0 <= position <",
+    ),
+    Bug(
+        "a shared page may be sealed",
+        "stop = next((i for i in range(first, full) if not self.private.sole(self.slots[i])), full)",
+        "stop = next((i for i in range(first, full) if self.slots[i] not in self.private), full)",
+    ),
+    Bug(
+        "a page half full may be sealed",
+        "full = min(self.num_tokens, self.num_tokens if num_tokens is None else num_tokens) // self.page_size",
+        "full = self._pages(min(self.num_tokens, self.num_tokens if num_tokens is None else num_tokens))",
+    ),
+    Bug("a late answer is applied", "        if generation != self.generation:\n", "        if False:\n"),
+    Bug("a new life is not counted", "        self.generation += 1\n", ""),
+    Bug(
+        "the sealed page is looked for where it was",
+        "        self.slots[first : first + len(slots)] = slots\n",
+        "",
+    ),
+    Bug("a sealed page stays ours", "            self.private.hand_over(slot)\n", "            pass\n"),
+    Bug(
+        "any page becomes the store's",
+        "        if len(mine) != len(slots) or not all(self.private.sole(slot) for slot in mine):\n",
+        "        if False:\n",
+    ),
+    Bug(
+        "clear lets go of nothing",
+        "        freed = self.private.let_go(self.slots)\n",
+        "        freed = []\n",
+    ),
+    Bug(
+        "clear keeps the window",
+        "        self.slots, self.num_tokens, self.first_page = [], 0, 0\n",
+        "        self.slots, self.num_tokens = [], 0\n",
+    ),
+    Bug(
+        "shared pages of the store count as one's own",
+        "    def let_go(self, slots: Iterable[int]) -> list[int]:\n",
+        "    def let_go(self, slots: Iterable[int]) -> list[int]:\n"
+        "        self._holders.update({slot: 1 for slot in slots if slot not in self._holders and slot >= 0})\n",
+    ),
+]
+
+
+def with_bug(bug: Bug) -> type[BlockMachine]:
+    """The machine over a copy of the code with the bug in it; the loaded module stays as it is."""
+    assert block_table.__file__ is not None
+    source = Path(block_table.__file__).read_text(encoding="utf-8")
+    assert source.count(bug.old) == 1, f"the source no longer has, once: {bug.old!r}"
+    room = ModuleType(block_table.__name__)
+    exec(compile(source.replace(bug.old, bug.new), block_table.__file__, "exec"), room.__dict__)
+    code = Code(vars(room)["BlockTable"], vars(room)["PrivateSlots"])
+    return type("Mutant", (BlockMachine,), {"code": code})
+
+
+def test_no_order_of_calls_breaks_block_tables() -> None:
+    run_state_machine_as_test(
+        BlockMachine, settings=settings(max_examples=200, stateful_step_count=40, deadline=None)
+    )
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_the_machine_notices(bug: Bug) -> None:
+    with pytest.raises((AssertionError, LookupError, ValueError, pytest.fail.Exception)):
+        run_state_machine_as_test(with_bug(bug), settings=SEARCH)
+
+
+def test_the_loaded_copy_without_a_bug_passes() -> None:
+    """So it is the bugs that are noticed, and not the way the code is loaded."""
+    same = Bug("none", "class BlockTable:", "class BlockTable:")
+    run_state_machine_as_test(with_bug(same), settings=settings(SEARCH, max_examples=30))
