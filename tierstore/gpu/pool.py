@@ -123,15 +123,18 @@ class EnginePool:
 
     def read(self, slot: int, out: NDArray[np.uint8]) -> None:
         """Gathers the slot's page into ``out``."""
-        for page, layers in self._blobs(out):
-            for i, layer in enumerate(layers):
-                page[i].copy_(layer[slot])
+        with torch.inference_mode():
+            for page, layers in self._blobs(out):
+                for i, layer in enumerate(layers):
+                    page[i].copy_(layer[slot])
 
     def write(self, slot: int, page: NDArray[np.uint8]) -> None:
         """Scatters ``page`` into the engine's tensors."""
-        for blob, layers in self._blobs(page):
-            for i, layer in enumerate(layers):
-                layer[slot].copy_(blob[i])
+        # Engines make theirs in inference mode: elsewhere torch refuses to write to such tensors.
+        with torch.inference_mode():
+            for blob, layers in self._blobs(page):
+                for i, layer in enumerate(layers):
+                    layer[slot].copy_(blob[i])
 
     def _blobs(self, page: NDArray[np.uint8]) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
         layout = self._layout
@@ -171,6 +174,10 @@ def _canonical(tensor: torch.Tensor, layer: int, layout: str, spec: PageSpec) ->
     """One layer as a view ``[slots, planes, tokens, heads, dim]``."""
     planes = spec.shape[1]
     letters = layout.replace("L", "")
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ConfigError(
+            f"slots or elements of the tensor of layer {layer} share memory; allowed: each with its own"
+        )
     if tensor.ndim != len(letters):
         raise ConfigError(
             f"tensor of layer {layer} has {tensor.ndim} dimensions; allowed by layout {layout!r}: {len(letters)}"

@@ -1,0 +1,152 @@
+"""Records are made and checked by many threads at once: nothing of a codec is shared between them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from threading import Barrier, Thread
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.nvme.rig import Rig, key, page
+from tests.support.pages import SPEC, chain, read_soon, tiers, write
+from tierstore import codec
+from tierstore.config import load_config
+from tierstore.errors import ConfigError, IntegrityError
+from tierstore.store import TierStore
+from tierstore.types import Tier
+
+THREADS, TIMES = 16, 2400
+FINGERPRINT = codec.fingerprint_digest("a model")
+
+
+def together(work: Callable[[int], int], threads: int = THREADS) -> list[int]:
+    """``work(i)`` on so many threads at once; what each returned. The first error is raised here."""
+    barrier = Barrier(threads)
+    results: list[int | BaseException] = [0] * threads
+
+    def run(index: int) -> None:
+        barrier.wait()
+        try:
+            results[index] = work(index)
+        except BaseException as error:  # noqa: BLE001  carried to the test's own thread
+            results[index] = error
+
+    workers = [Thread(target=run, args=(i,)) for i in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    found: list[int] = []
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        found.append(result)
+    return found
+
+
+def record(number: int, payload: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    out = np.empty(codec.record_nbytes(payload.nbytes), dtype=np.uint8)
+    codec.encode(payload, out, fingerprint=FINGERPRINT, key=key(number), parent=key(number + 1))
+    return out
+
+
+def test_sixteen_threads_encode_and_check_as_one_does() -> None:
+    # F108: 16 x 2,400 through the codec's room, pages of several sizes; one shared context gave silent mismatches
+    pages = [page(number, nbytes=nbytes) for number, nbytes in enumerate((64, 512, 4096, 64 << 10))]
+    alone = [record(number, payload).tobytes() for number, payload in enumerate(pages)]
+
+    def work(index: int) -> int:
+        chance, wrong = random.Random(index), 0
+        for _ in range(TIMES):
+            number = chance.choices(range(4), (8, 8, 4, 1))[0]
+            made = record(number, pages[number])
+            wrong += made.tobytes() != alone[number]
+            head, payload = made[: codec.HEAD_NBYTES], made[codec.HEAD_NBYTES :]
+            found = codec.verify(head, payload, fingerprint=FINGERPRINT, key=key(number))
+            wrong += (found.key, found.parent) != (key(number), key(number + 1))
+        return wrong
+
+    assert together(work) == [0] * THREADS
+
+
+def test_a_broken_record_is_found_by_whichever_thread_reads_it_and_hurts_no_other() -> None:
+    # F108: every second read is of a record with a flipped bit
+    payload = page(1, nbytes=512)
+    good = record(1, payload)
+    bad = good.copy()
+    bad[codec.HEAD_NBYTES + 100] ^= 1
+
+    def work(index: int) -> int:
+        found = 0
+        for _ in range(300):
+            codec.verify(
+                good[: codec.HEAD_NBYTES], good[codec.HEAD_NBYTES :], fingerprint=FINGERPRINT, key=key(1)
+            )
+            with pytest.raises(IntegrityError):
+                codec.verify(
+                    bad[: codec.HEAD_NBYTES], bad[codec.HEAD_NBYTES :], fingerprint=FINGERPRINT, key=key(1)
+                )
+            found += 1
+        return found
+
+    assert together(work) == [300] * THREADS
+
+
+def test_threads_that_submit_to_one_disk_tier_get_their_own_pages(tmp_path: Path) -> None:
+    # F108: the writer's and the readers' buffers are their own
+    pending: list[tuple[int, list[int], list[NDArray[np.uint8]]]] = []
+    rig = Rig(tmp_path / "home", capacity=32 << 20)
+    assert rig.write(range(128)).ok
+
+    def work(index: int) -> int:
+        chance = random.Random(index)
+        for turn in range(20):
+            numbers = [chance.randrange(128) for _ in range(3)]
+            transfer = replace(rig.transfer([key(n) for n in numbers]), id=1000 + 20 * index + turn)
+            out = [np.empty(rig.page_nbytes, dtype=np.uint8) for _ in numbers]
+            pending.append((transfer.id, numbers, out))
+            rig.tier.submit_read(transfer, out)
+        return 20
+
+    assert together(work) == [20] * THREADS
+    for transfer_id, numbers, out in pending:
+        assert rig.ack(transfer_id).ok
+        for number, got in zip(numbers, out, strict=True):
+            np.testing.assert_array_equal(got, page(number))
+    rig.close()
+
+
+def test_pages_of_many_threads_come_back_from_the_disk_each_as_itself(tmp_path: Path) -> None:
+    # F108, through the store: HBM and HOST hold a part, so that every codec path is taken all the time
+    with TierStore.open(tiers(40, 24, tmp_path, nvme_pages=400), SPEC) as store:
+
+        def work(index: int) -> int:
+            served = 0
+            for turn in range(8):
+                keys = chain(2, f"{index}/{turn}")
+                write(store, keys)
+                store.demote(keys, Tier.NVME)
+                served += read_soon(store, chain(2, f"{index}/{max(0, turn - 2)}"))
+            return served
+
+        assert together(work, threads=8) == [16] * 8
+        store.flush()
+        store.check()
+
+
+@pytest.mark.parametrize("section", ["host", "nvme"])
+@pytest.mark.parametrize("name", ["exp", "fp8", "int8", "zstd"])
+def test_a_codec_that_this_version_does_not_have_is_refused(section: str, name: str) -> None:
+    # F108: no compressor exists yet that could be shared
+    source = {
+        "host": {"capacity": "1MiB"},
+        "nvme": {"path": "somewhere", "capacity": "1GiB"},
+    }
+    source[section]["codec"] = name
+    with pytest.raises(ConfigError, match=rf"{section}\.codec is '{name}'; allowed in this version: 'none'"):
+        load_config(source)
