@@ -252,7 +252,8 @@ def test_pages_have_64_tokens_unless_something_says_otherwise(folder: Path) -> N
     with open(folder / "store.yaml", "a", encoding="utf-8") as file:
         file.write("page_size: 8\n")
     assert run(folder)[2]["page_size"] == 8
-    assert run(folder, "--page-size", "4")[2]["page_size"] == 4
+    code, _, plan = run(folder, "--page-size", "4")
+    assert (code, plan["page_size"], plan["refused"]) == (0, 4, [])
 
 
 def test_a_configuration_that_would_not_open_ends_with_code_1(folder: Path) -> None:

@@ -163,6 +163,17 @@ def test_of_the_experts_only_the_chosen_ones_count(fields: dict[str, Any], feed_
     assert work(GQA | fields).weights == attention + feed_forward
 
 
+def test_with_a_sparse_step_of_two_every_second_layer_has_experts() -> None:
+    fields = GQA | {
+        "num_hidden_layers": 3,
+        "num_experts": 4,
+        "num_experts_per_tok": 1,
+        "decoder_sparse_step": 2,
+    }
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
+    assert work(fields).weights == 3 * layer + 32 * 4
+
+
 def test_an_unknown_name_is_told_the_nearest_ones_and_what_is_allowed() -> None:
     with pytest.raises(
         ConfigError, match=r"did you mean Llama-3.1-8B.*\? allowed: such a folder, or .*DeepSeek-V3"
