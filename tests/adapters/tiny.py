@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -22,6 +22,8 @@ from tierstore.adapters.huggingface import (
 from tierstore.adapters.huggingface.layer import TierStoreLayer
 from tierstore.config import load_config
 from tierstore.store import TierStore
+
+Model = TypeVar("Model", bound=PreTrainedModel)
 
 PAGE = 8
 VOCABULARY = 97
@@ -44,7 +46,11 @@ def tiny_llama(
         eos_token_id=None,
         pad_token_id=0,
     )
-    model = LlamaForCausalLM(config)
+    return strong(LlamaForCausalLM(config))
+
+
+def strong(model: Model) -> Model:
+    """The model with larger weights, for inference over a store."""
     model.eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -143,8 +143,8 @@ def _copy(terms: Terms, opening: Opening, lease: Lease, count: int) -> None:
     except CapacityError:
         return
     table = opening.table
-    terms.pages.copy(lease.slots[0], slot)
     table.extend(table.num_tokens + count, [slot])
+    terms.pages.copy(lease.slots[0], slot)
     table.advance(table.num_tokens + count)
     opening.origins.append((lease.tiers[0], count))
     opening.copied_tokens = count

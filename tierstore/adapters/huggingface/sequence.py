@@ -139,7 +139,9 @@ class PagedSequence:
 
         ValueError, nothing changed, where the window behind them is gone.
         """
-        if first_needed(self._terms, num_tokens + 1, self.table.page_size) < self.table.first_page:
+        window = self._terms.window
+        needed = 0 if window is None else max(0, num_tokens - window + 1) // self.table.page_size
+        if needed < self.table.first_page:
             raise ValueError(f"cannot go back to {num_tokens} tokens: the pages of their window were dropped")
         for written in self.written:
             written.cut(num_tokens)
@@ -167,7 +169,8 @@ class PagedSequence:
         same = all(each.tokens[start : start + count] == tokens for each in self.written)
         if not count or not same or not self.table.private.sole(slot := self.table.slots[page]):
             return None
-        self._cut_table(start + count)
+        # Also what was made room for and never written: only the one page leaves the family.
+        self._give_back(self.table.truncate(start + count))
         self.table.private.hand_over(slot)
         del self.table.slots[page:]
         self.table.truncate(start)

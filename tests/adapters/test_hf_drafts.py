@@ -1,0 +1,117 @@
+"""Assisted decoding: the draft model's K/V are in the pages of the model it drafts for, and never part from them."""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from tests.adapters.tiny import PAGE, generate, open_store, plain, random_prompt, tiny_llama, watch
+from tierstore.adapters.huggingface import TierStoreCache, cache_argument, page_specs
+from tierstore.types import Tier
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def draft(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """The model's own first layers: right often enough that drafts are accepted as well as rejected."""
+    found = tiny_llama(num_layers=2)
+    own = model.state_dict()
+    found.load_state_dict({name: own[name] for name in found.state_dict()})
+    found.generation_config.num_assistant_tokens = 4
+    found.generation_config.num_assistant_tokens_schedule = "constant"
+    found.generation_config.assistant_confidence_threshold = 0.0
+    return found
+
+
+def test_a_page_holds_both_models(model: LlamaForCausalLM, draft: LlamaForCausalLM) -> None:
+    specs = page_specs(model, PAGE, draft=draft)
+    assert [(spec.group, spec.num_layers) for spec in specs] == [(0, 3), (1, 2)]
+    assert specs[0].model != specs[1].model
+
+
+@pytest.mark.parametrize("length", [3, PAGE, 4 * PAGE, 4 * PAGE + 5])
+def test_cold_and_warm_answers_equal_plain_transformers(
+    model: LlamaForCausalLM, draft: LlamaForCausalLM, length: int
+) -> None:
+    prompt = random_prompt(length)
+    expected = plain(model, prompt, max_new_tokens=30)
+    with open_store(model, draft=draft) as store:
+        for turn in range(3):
+            with (
+                watch(model) as fed,
+                watch(draft) as drafted,
+                TierStoreCache(store, prompt, model=model, draft=draft) as cache,
+            ):
+                start = cache.get_seq_length()
+                assert start == (length - 1 if turn else 0)
+                answer = generate(model, prompt, cache, assistant_model=cache.draft_model, max_new_tokens=30)
+                store.check()
+                assert cache.get_seq_length() == length + 30 - 1
+            assert answer == expected
+            assert max(fed.widths[1:]) > 1, "no draft was ever tried: this shows nothing"
+            # Neither model computes again what the pages hold.
+            assert fed.widths[0] <= length - start + 4
+            assert drafted.widths[0] == length - start
+
+
+def test_pages_with_a_draft_come_back_from_below_with_both(
+    model: LlamaForCausalLM, draft: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    prompt = random_prompt(5 * PAGE)
+    expected = plain(model, prompt, max_new_tokens=20)
+    with open_store(model, draft=draft, host=32, disk=tmp_path) as store:
+        with TierStoreCache(store, prompt, model=model, draft=draft) as cache:
+            generate(model, prompt, cache, assistant_model=cache.draft_model, max_new_tokens=20)
+        store.demote(store.keys(prompt), Tier.NVME)
+        assert store.drain(20.0)
+    with open_store(model, draft=draft, host=32, disk=tmp_path) as store:
+        with watch(draft) as drafted, TierStoreCache(store, prompt, model=model, draft=draft) as cache:
+            assert cache.reused_by_tier == {Tier.NVME: 5 * PAGE - 1}
+            answer = generate(model, prompt, cache, assistant_model=cache.draft_model, max_new_tokens=20)
+        assert answer == expected
+        assert drafted.widths[0] == 1
+
+
+def test_page_that_only_one_model_filled_is_not_stored(
+    model: LlamaForCausalLM, draft: LlamaForCausalLM
+) -> None:
+    prompt = random_prompt(4 * PAGE)
+    with (
+        open_store(model, draft=draft) as store,
+        torch.no_grad(),
+        TierStoreCache(store, prompt, model=model, draft=draft) as cache,
+    ):
+        model(torch.tensor([prompt]), **{cache_argument(model): cache})
+        assert store.match(store.keys(prompt)).num_pages == 0
+        draft(torch.tensor([prompt[: 2 * PAGE + 3]]), **{cache_argument(draft): cache.draft_model.cache})
+        assert store.match(store.keys(prompt)).num_pages == 2
+
+
+def test_sampling_with_a_draft_keeps_its_seed(model: LlamaForCausalLM, draft: LlamaForCausalLM) -> None:
+    prompt = random_prompt(3 * PAGE + 2)
+    options = {"do_sample": True, "max_new_tokens": 20}
+    with open_store(model, draft=draft) as store:
+        found = []
+        for _ in range(3):
+            torch.manual_seed(7)
+            with TierStoreCache(store, prompt, model=model, draft=draft) as cache:
+                found.append(generate(model, prompt, cache, assistant_model=cache.draft_model, **options))
+        torch.manual_seed(7)
+        assert found == [plain(model, prompt, assistant_model=draft, **options)] * 3
+
+
+def test_a_cache_without_a_draft_has_no_draft_model(model: LlamaForCausalLM) -> None:
+    with (
+        open_store(model) as store,
+        TierStoreCache(store, random_prompt(9), model=model) as cache,
+        pytest.raises(ValueError, match="without a draft"),
+    ):
+        _ = cache.draft_model
