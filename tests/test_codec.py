@@ -93,6 +93,7 @@ def test_noise_is_no_record(noise: bytes) -> None:
 
 
 def test_an_intact_record_of_another_key_or_fingerprint_is_refused() -> None:
+    # F016
     record = record_of(b"payload")
     with pytest.raises(IntegrityError, match="another key"):
         read(record, key=PARENT)

@@ -41,6 +41,7 @@ def keys_of(tokens: Any, extra: Any = (), **changes: Any) -> list[PageKey]:
 
 @pytest.mark.parametrize("seed", ["0", "1", None])
 def test_keys_are_the_same_in_every_process_whatever_the_hash_seed(seed: str | None) -> None:
+    # F071
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
     if seed is not None:
         environment["PYTHONHASHSEED"] = seed
@@ -171,6 +172,7 @@ def test_other_arguments_out_of_range_are_refused_by_name(changes: dict[str, Any
 
 
 def test_tenants_with_other_salts_share_nothing() -> None:
+    # F106
     keys = [keys_of(range(40), salt=salt) for salt in (b"", b"a", b"b", b"a\0")]
     assert len({key for sequence in keys for key in sequence}) == 40
 
@@ -194,10 +196,12 @@ def test_an_image_changes_the_page_that_holds_its_offset_and_those_after_it(offs
 
 
 def test_the_same_image_at_another_offset_of_the_same_page_has_another_key() -> None:
+    # F012
     assert keys_of(range(4), ((1, b"image"),)) != keys_of(range(4), ((2, b"image"),))
 
 
 def test_images_equal_in_their_last_bytes_have_other_keys() -> None:
+    # F012
     images = (bytes([n]) + bytes(31) for n in range(50))
     assert len({keys_of(range(4), ((0, image),))[0] for image in images}) == 50
 
@@ -286,6 +290,7 @@ def identity(case: tuple[list[int], int, bytes, bytes, list[Any]]) -> tuple[Any,
 @settings(max_examples=300, deadline=None)
 @given(inputs, inputs)
 def test_keys_are_equal_exactly_when_all_they_stand_for_is(one: Any, two: Any) -> None:
+    # F014
     for other in (two, (one[0], *two[1:]), (*one[:2], one[3], one[2], one[4]), (*one[:4], two[4]), one):
         last = [
             page_keys(tokens, page_size=size, namespace=name, salt=salt, extra=extra)[-1]
@@ -297,6 +302,7 @@ def test_keys_are_equal_exactly_when_all_they_stand_for_is(one: Any, two: Any) -
 @settings(max_examples=100, deadline=None)
 @given(st.lists(blobs, min_size=2, max_size=5))
 def test_moving_bytes_between_fields_makes_other_keys(parts: list[bytes]) -> None:
+    # F014
     whole = b"".join(parts)
     splits = {(whole[:cut], whole[cut:]) for cut in range(len(whole) + 1)}
     keys = [keys_of(range(4), namespace=left, salt=right)[0] for left, right in splits]

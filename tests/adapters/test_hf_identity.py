@@ -44,6 +44,7 @@ def test_identity_survives_saving_loading_and_the_choice_of_attention(tmp_path: 
 
 
 def test_identity_changes_with_one_weight_the_config_or_the_dtype() -> None:
+    # F010, F015
     seen = {model_identity(tiny_llama())}
     edited = tiny_llama()
     with torch.no_grad():

@@ -182,6 +182,7 @@ def test_a_page_deleted_under_its_entry_never_gives_other_bytes(home: Path) -> N
 
 
 def test_an_entry_that_points_to_another_page_is_an_integrity_failure(home: Path) -> None:
+    # F016
     with by_hand(home) as (txn, catalogue, _):
         raw = txn.get(key(1), db=catalogue)
         assert raw is not None
@@ -225,6 +226,7 @@ def test_entries_without_a_page_number_are_read_through_lmdb(home: Path) -> None
 
 
 def test_a_record_of_another_model_is_an_integrity_failure(home: Path) -> None:
+    # F010, F016
     with by_hand(home) as (txn, catalogue, pages):
         record = np.empty(codec.record_nbytes(PAGE), dtype=np.uint8)
         codec.encode(page(0), record, fingerprint=codec.fingerprint_digest("cd34"), key=key(0), parent=None)
@@ -244,6 +246,7 @@ class Bomb:
 def test_a_planted_pickle_executes_nothing(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # F105
     bomb = pickle.dumps(Bomb())
     with by_hand(home) as (txn, catalogue, pages):
         txn.put(key(0), bomb.ljust(codec.record_nbytes(PAGE), b"."), db=pages)
