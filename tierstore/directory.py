@@ -179,7 +179,8 @@ class Directory:
     def extend_lease(self, lease: LeaseRecord, limit: int, now: float) -> None:
         """Adds up to ``limit`` pages to a lease and starts what they need.
 
-        Where HBM is full of unsaved pages the lease ends; they are saved for whoever asks next.
+        Where HBM is full of unsaved pages the lease ends; they are saved, or dropped where that is not possible, for
+        whoever asks next.
         """
         self.leasing.extend(lease, limit, now)
         if lease.complete and lease.miss_reason == "no_room":
@@ -187,6 +188,7 @@ class Directory:
             self.residency.touch(lease.keys[len(lease.slots) : len(lease.slots) + limit])
             short = len(lease.keys) - len(lease.slots)
             self.space.make_room(Tier.HBM, short, now)
+            self.space.relieve(Tier.HBM, short, now)
             self.loads.give_back(short - self.space.room(Tier.HBM))
         self._finish(now)
 

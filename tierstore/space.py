@@ -58,13 +58,17 @@ class Space:
             if not self._has_room(below) or not self.copy(key, tier, below):
                 return
 
-    def relieve(self, tier: Tier, wanted: int, now: float) -> None:
-        """Where pages cannot be saved, drops what ``wanted`` pages need, leaf first, a batch at most."""
+    def relieve(self, tier: Tier, wanted: int, now: float, above: Tier | None = None) -> None:
+        """Where pages cannot be saved, drops what ``wanted`` pages need, leaf first, a batch at most.
+
+        ``above``: the tier whose pages need the room. A page that both tiers hold goes from both: without its copy
+        here the one above would have to be saved in its place, for ever.
+        """
         below = self.below(tier)
         if below is None or self.room(tier) >= wanted:
             return
         if not self.stuck(tier, below, now):
-            self.relieve(below, wanted - self.room(tier), now)
+            self.relieve(below, wanted - self.room(tier), now, tier)
             if not self.blocked(below, now):
                 return
         for _ in range(min(BATCH_PAGES, wanted - self.room(tier))):
@@ -72,6 +76,9 @@ class Space:
             if key is None:
                 break
             self.drop(key, tier)
+            copy = None if above is None else self._tables[above].copies.get(key)
+            if above is not None and copy is not None and copy.ready and not copy.pins:
+                self.drop(key, above)
         if self.room(tier) < wanted:
             self._drop_mirrored_leaf(tier, below)
 

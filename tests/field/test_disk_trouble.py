@@ -1,0 +1,216 @@
+"""A disk that loses files, is full, refuses or hangs: pages above are safe, those on it are misses, and it mends."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+
+from tests.nvme.rig import data_file, data_file_is_read_only
+from tests.support.bench import open_bench
+from tests.support.pages import (
+    PATIENCE_S,
+    SPEC,
+    chain,
+    counter,
+    read,
+    read_soon,
+    require_nothing_held,
+    tiers,
+    where,
+    write,
+)
+from tierstore.nvme.catalogue import Catalogue
+from tierstore.store import TierStore
+from tierstore.types import LeaseState, Tier
+
+DOWN, UP = (Tier.HOST, Tier.NVME), (Tier.NVME, Tier.HOST)
+
+
+def nvme_stats(store: TierStore) -> dict[str, object]:
+    found = store.stats()["nvme"]
+    assert isinstance(found, dict)
+    return found
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    deadline = monotonic() + PATIENCE_S
+    while not holds():
+        assert monotonic() < deadline
+        sleep(0.005)
+
+
+@contextmanager
+def full(home: Path) -> Iterator[None]:
+    """No file of this process can become longer than the data file is now."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    nbytes = data_file(home, SPEC.fingerprint).stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def refusing(home: Path) -> Iterator[None]:
+    """Every write to the data file is an error that is not for lack of room."""
+    with data_file_is_read_only(home, SPEC.fingerprint):
+        yield
+
+
+@pytest.mark.parametrize("trouble", [full, refusing])
+def test_memory_goes_on_while_the_disk_takes_nothing_and_the_disk_mends_by_itself(
+    tmp_path: Path, trouble: Callable[[Path], AbstractContextManager[None]], caplog: pytest.LogCaptureFixture
+) -> None:
+    # F056: one warning, a metric, HBM and HOST as ever; then space is freed, and all goes on
+    config = tiers(8, 16, tmp_path, nvme_pages=400)
+    with TierStore.open(config, SPEC) as store, caplog.at_level(logging.WARNING):
+        before = chain(4, "before")
+        write(store, before)
+        store.flush()
+        with trouble(tmp_path):
+            for i in range(60):
+                keys = chain(4, str(i))
+                write(store, keys)
+                assert read(store, keys) == 4
+            store.flush()
+            assert nvme_stats(store)["read_only"] is True
+            assert store.stats()["failing"] == ["NVME"]
+            assert read_soon(store, before) == 4  # reads go on, in place of pages that cannot be saved
+            store.check()
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        wait_for(lambda: nvme_stats(store)["read_only"] is False)
+        after = chain(4, "after")
+        write(store, after)
+        wait_for(lambda: all(where(store, key).get(Tier.NVME) == "ready" for key in after))
+        assert store.stats()["failing"] == []
+        require_nothing_held(store)
+    with TierStore.open(config, SPEC) as store:
+        assert read(store, before) == 4
+        assert read(store, after) == 4
+
+
+def _delete_the_data_file(home: Path) -> None:
+    data_file(home, SPEC.fingerprint).unlink()
+
+
+def _delete_the_shard(home: Path) -> None:
+    shutil.rmtree(data_file(home, SPEC.fingerprint).parent)
+
+
+def _delete_everything(home: Path) -> None:
+    shutil.rmtree(home)
+
+
+@pytest.mark.parametrize("delete", [_delete_the_data_file, _delete_the_shard, _delete_everything])
+def test_files_deleted_under_a_running_store_end_no_call_and_the_next_open_starts_clean(
+    tmp_path: Path, delete: Callable[[Path], None]
+) -> None:
+    # F054: by an operator, or another process
+    home, keys = tmp_path / "disk", chain(4)
+    config = tiers(8, 8, home)
+    with TierStore.open(config, SPEC) as store:
+        write(store, keys)
+        store.demote(keys, Tier.NVME)
+        assert store.drain(PATIENCE_S)
+        delete(home)
+        read(store, keys)
+        for i in range(10):
+            write(store, chain(2, str(i)))
+            assert read(store, chain(2, str(i))) == 2
+        store.flush()
+        store.check()
+        require_nothing_held(store)
+    with TierStore.open(config, SPEC) as store:
+        assert store.match(keys).num_pages == 0
+        write(store, keys)
+        store.flush()
+        assert read(store, keys) == 4
+
+
+@pytest.mark.parametrize("positions", [(0,), (1, 3), (0, 1, 2, 3)])
+def test_records_deleted_behind_the_stores_back_are_misses_once_and_then_unknown(
+    tmp_path: Path, positions: tuple[int, ...]
+) -> None:
+    # F054: the index is repaired by the first miss
+    bench = open_bench(tiers(8, 8, tmp_path), SPEC)
+    store, keys = bench.store, chain(4)
+    write(store, keys)
+    store.demote(keys, Tier.NVME)
+    assert store.drain(PATIENCE_S)
+    bench.records.inner.submit_erase([keys[i] for i in positions])
+    assert bench.records.inner.sync(PATIENCE_S)
+    assert read(store, keys) == positions[0]
+    assert counter(store, "failed_pages", "NVME,HOST,not_found") == len(positions)
+    assert all(store.match([keys[i]]).num_pages == 0 for i in positions)
+    assert read(store, keys) == positions[0]
+    assert counter(store, "failed_pages", "NVME,HOST,not_found") == len(positions)
+    write(store, keys)
+    store.flush()
+    assert nvme_stats(store)["records"] == 4
+    store.evict(keys, Tier.HBM)
+    store.evict(keys, Tier.HOST)
+    assert read(store, keys) == 4
+    bench.close()
+
+
+@pytest.mark.parametrize("lane", [DOWN, UP])
+def test_a_disk_that_hangs_holds_up_only_what_needs_it(
+    tmp_path: Path, lane: tuple[Tier, Tier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # F056: neither an error nor an end; whoever computes goes on, and close ends
+    monkeypatch.setattr("tierstore.space.STALL_S", 0.05)
+    bench = open_bench(tiers(6, 4, tmp_path), SPEC, pump=True, spill=True)
+    store, below = bench.store, chain(2, "below")
+    write(store, below)
+    store.demote(below, Tier.NVME)
+    assert store.drain(PATIENCE_S)
+    bench.records.hold(lane)
+    lease = store.acquire(below)
+    for i in range(12):
+        keys = chain(2, str(i))
+        write(store, keys)
+        assert read(store, keys) == 2
+    state = lease.wait(0.0 if lane == UP else PATIENCE_S)
+    assert state is (LeaseState.PENDING if lane == UP else LeaseState.READY)
+    lease.release()
+    store.check()
+    bench.open_gates()
+    store.close(timeout_s=5.0)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.ENAMETOOLONG])
+def test_whatever_a_write_fails_with_the_pages_stay_above(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # F056
+    config = tiers(6, 8, tmp_path)
+    with TierStore.open(config, SPEC) as store:
+        store_pages = Catalogue.store
+
+        def failing(self: Catalogue, pages: object) -> None:
+            raise OSError(code, "the disk says no")
+
+        monkeypatch.setattr(Catalogue, "store", failing)
+        keys = chain(4)
+        write(store, keys)
+        store.flush()
+        assert counter(store, "failed_pages", f"HOST,NVME,{_reason(code)}") > 0
+        assert nvme_stats(store)["records"] == 0
+        assert read(store, keys) == 4
+        monkeypatch.setattr(Catalogue, "store", store_pages)
+        wait_for(lambda: all(where(store, key).get(Tier.NVME) == "ready" for key in keys))
+    with TierStore.open(config, SPEC) as store:
+        assert read(store, keys) == 4
+
+
+def _reason(code: int) -> str:
+    return "no_space" if code == errno.ENOSPC else "io_error"
