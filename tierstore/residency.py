@@ -173,6 +173,8 @@ class Residency:
         if memory_only and not self.held(key):
             self.memory_only.restrict(key)
         slot, rank = table.take(nbytes)
+        if src is not None and src < dst and self.tables[src].copies[key].rank < 0:
+            rank = table.policy.unwanted()  # what nobody wants above is the first to go below, too
         table.copies[key] = Copy(slot, nbytes, rank)
         table.count(table.copies[key], 1)
         return slot
@@ -321,7 +323,7 @@ class Residency:
         for _ in range(min(limit, len(self.orphans))):
             key = self.orphans.popleft()
             parent = self.lineage.parent(key)
-            if parent is None or self.where(parent) is not None:
+            if parent is None or (self.where(parent) is not None and not self._unwanted(parent)):
                 continue
             self.set_wanted((key,), wanted=False)
             self.orphans.extend(self.lineage.children(key))
@@ -353,6 +355,10 @@ class Residency:
                 self.memory_only.permit(parent)
             self._resettle(parent)
         self._resettle(key)
+
+    def _unwanted(self, key: PageKey) -> bool:
+        """Whether the page waits before all others: of a parent that is there, that it cannot be reached either."""
+        return any(key in t.copies and t.copies[key].rank < 0 for _, t in self._order)
 
     def _lost(self, key: PageKey) -> None:
         self.orphans.extend(self.lineage.children(key))
@@ -393,6 +399,7 @@ class Residency:
             table.wait(copy, key, table.dirty)
             inner = self.lineage.has_children(key) and not _ready_in(self._above[tier], key)
             table.leaves.shift(copy.rank, key, offered=not inner)
+            table.fleeting.shift(copy.rank, key, offered=not inner and key in self.memory_only)
 
     def _rerank(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy, rank: int) -> None:
         if rank == copy.rank:
