@@ -50,6 +50,7 @@ def model() -> LlamaForCausalLM:
     return tiny_llama()
 
 
+# F060
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4], ids=["MQA", "GQA", "MHA"])
 @pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, 5 * PAGE, 5 * PAGE + 3])
 def test_cold_and_warm_answers_equal_plain_transformers(num_kv_heads: int, length: int) -> None:

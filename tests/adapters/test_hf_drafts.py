@@ -62,6 +62,7 @@ def test_cold_and_warm_answers_equal_plain_transformers(
             assert drafted.widths[0] == length - start
 
 
+# F067
 def test_pages_with_a_draft_come_back_from_below_with_both(
     model: LlamaForCausalLM, draft: LlamaForCausalLM, tmp_path: Path
 ) -> None:
@@ -80,6 +81,7 @@ def test_pages_with_a_draft_come_back_from_below_with_both(
         assert drafted.widths[0] == 1
 
 
+# F067
 def test_page_that_only_one_model_filled_is_not_stored(
     model: LlamaForCausalLM, draft: LlamaForCausalLM
 ) -> None:

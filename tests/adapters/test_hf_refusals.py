@@ -182,6 +182,7 @@ def test_close_in_the_middle_of_an_answer_gives_everything_back(model: LlamaForC
         store.free(store.allocate(8))
 
 
+# F058
 def test_sealed_pages_are_never_written(model: LlamaForCausalLM) -> None:
     prompt = random_prompt(3 * PAGE)
     with open_store(model) as store:

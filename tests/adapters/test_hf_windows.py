@@ -153,6 +153,37 @@ def test_context_longer_than_hbm_runs_where_every_layer_slides() -> None:
             assert (answer, cache.reused_tokens) == (expected, reused)
 
 
+# F065
+@pytest.mark.parametrize("gone", [0, 2, 10, 11])
+def test_hit_ends_at_a_gap_and_what_is_before_it_is_used(model: PreTrainedModel, gone: int) -> None:
+    prompt = random_prompt(12 * PAGE + 1)
+    with open_store(model, host=32) as store:
+        ask(store, model, prompt, max_new_tokens=1)
+        keys = store.keys(prompt)
+        store.demote(keys[:2], Tier.HOST)
+        assert store.drain(20.0)
+        store.evict([keys[gone]])
+        answer, cache = ask(store, model, prompt)
+        assert (answer, cache.reused_tokens) == (plain(model, prompt), gone * PAGE)
+
+
+def test_pages_behind_the_window_stay_where_they_are() -> None:
+    model = tiny_mistral()
+    prompt = random_prompt(30 * PAGE)
+    with open_store(model, host=64) as store:
+        expected, _ = ask(store, model, prompt)
+        keys = store.keys(prompt)
+        store.demote(keys, Tier.HOST)
+        assert store.drain(20.0)
+        with TierStoreCache(store, prompt, model=model) as cache:
+            assert cache.reused_by_tier == {Tier.HOST: 30 * PAGE - 1}
+            tiers = store.match(keys).tiers
+            brought = [tier == Tier.HBM for tier in tiers]
+            assert brought == [False] * (30 - sum(brought)) + [True] * sum(brought)
+            assert sum(brought) == (WINDOW + ROLLBACK) // PAGE
+        assert ask(store, model, prompt)[0] == expected
+
+
 def test_rollback_stays_within_what_is_kept_behind_the_window() -> None:
     model = tiny_mistral()
     prompt = random_prompt(30 * PAGE)

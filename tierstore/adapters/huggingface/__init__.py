@@ -10,7 +10,7 @@ Importing this package registers the attention function "tierstore" with transfo
 
 Bottom up: ``pages`` and ``prefixes`` (what a store has), ``terms`` (what a request asks), ``opening`` (the stored
 prefix), ``sequence`` (one row), ``batch`` (all rows), ``attention`` (reads them), ``layer`` and ``cache`` (what
-transformers sees), ``conversation`` (the turns of a chat). ``identity`` derives geometry and identity of a model.
+transformers sees), ``session`` and ``prefix_cache`` (chats). ``identity`` derives geometry and identity of a model.
 """
 
 from __future__ import annotations
@@ -18,5 +18,17 @@ from __future__ import annotations
 from tierstore.adapters.huggingface.attention import ATTENTION
 from tierstore.adapters.huggingface.cache import TierStoreCache, cache_argument
 from tierstore.adapters.huggingface.identity import model_identity, page_spec, page_specs
+from tierstore.adapters.huggingface.prefix_cache import PrefixCache
+from tierstore.adapters.huggingface.session import Session, Turn
 
-__all__ = ["ATTENTION", "TierStoreCache", "cache_argument", "model_identity", "page_spec", "page_specs"]
+__all__ = [
+    "ATTENTION",
+    "PrefixCache",
+    "Session",
+    "TierStoreCache",
+    "Turn",
+    "cache_argument",
+    "model_identity",
+    "page_spec",
+    "page_specs",
+]

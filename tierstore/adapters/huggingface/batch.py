@@ -61,6 +61,7 @@ class PagedBatch:
         start = max(0, min(*hits, width - 1))
         self.columns = [start] * terms.num_models
         """Columns that each model has fed."""
+        self.copied_tokens = sum(row.copied_tokens for row in self.rows)
         self.reused_by_tier: Counter[Tier] = Counter()
         for pad, row in zip(self.paddings, self.rows, strict=True):
             self._count_reused(row.origins, max(0, start - pad))

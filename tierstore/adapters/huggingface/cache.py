@@ -243,6 +243,11 @@ class TierStoreCache(PagedCache):
         return Counter(self.batch.reused_by_tier)
 
     @property
+    def copied_tokens(self) -> int:
+        """Of the reused tokens, those in pages that were copied because a prompt leaves a stored one inside them."""
+        return self.batch.copied_tokens
+
+    @property
     def shared_pages(self) -> int:
         """Pages that at least two rows have in common now."""
         return self.batch.shared_pages

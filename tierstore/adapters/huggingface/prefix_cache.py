@@ -1,0 +1,133 @@
+"""What one model keeps in one store, for a program that serves many requests: prompts by themselves, and chats."""
+
+# transformers leaves some of its functions untyped:
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from threading import RLock
+from time import monotonic
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from transformers import PreTrainedModel
+
+from tierstore.adapters.huggingface.cache import TierStoreCache
+from tierstore.adapters.huggingface.pages import PageGroups
+from tierstore.adapters.huggingface.session import Session
+from tierstore.adapters.huggingface.terms import Storing
+from tierstore.keys import Extra
+from tierstore.store import TierStore
+from tierstore.types import PageKey
+
+TAILS_OF_HBM = 8
+"""One HBM page in this many may be a half full page of an idle session."""
+
+
+class PrefixCache:
+    """What one model keeps in one store: single requests, and sessions by name.
+
+    Any thread; a session is for one thread at a time. Close it before the store: it owns pages of idle sessions.
+    """
+
+    def __init__(
+        self,
+        store: TierStore,
+        model: PreTrainedModel,
+        *,
+        draft: PreTrainedModel | None = None,
+        salt: bytes = b"",
+        extra: Iterable[Extra] = (),
+        timeout_s: float = 10.0,
+        storing: Storing = "all",
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """The options are those of ``TierStoreCache``, for every request. Changes nothing yet."""
+        self.store = store
+        self.model = model
+        self.has_draft = draft is not None
+        self.pages = PageGroups(store)
+        self.now = clock
+        self._sessions: dict[str, Session] = {}
+        self._lock = RLock()
+        self._options: dict[str, Any] = {
+            "model": model,
+            "draft": draft,
+            "salt": salt,
+            "extra": tuple(extra),
+            "timeout_s": timeout_s,
+            "storing": storing,
+        }
+        self._max_tails = max(1, len(self.pages.groups[0]) // TAILS_OF_HBM)
+
+    def request(
+        self,
+        input_ids: torch.Tensor | Sequence[int],
+        attention_mask: torch.Tensor | None = None,
+        **options: Any,
+    ) -> TierStoreCache:
+        """A cache for these prompts, ``TierStoreCache(store, input_ids, attention_mask, ...)``; close it after use."""
+        self.expire()
+        return TierStoreCache(self.store, input_ids, attention_mask, **{**self._options, **options})
+
+    def session(self, session_id: str, *, ttl_s: float = 600.0) -> Session:
+        """The session of this name, a new one if there is none; it lasts ``ttl_s`` seconds beyond each turn."""
+        self.expire()
+        with self._lock:
+            found = self._sessions.get(session_id)
+            if found is None:
+                return self.new_session(session_id, ttl_s)
+            found.ttl_s = ttl_s
+            return found
+
+    def new_session(self, session_id: str, ttl_s: float) -> Session:
+        """A session of a name that is not in use; ValueError if it is."""
+        with self._lock:
+            if session_id in self._sessions:
+                raise ValueError(f"there is a session {session_id!r} already")
+            self._sessions[session_id] = Session(self, session_id, ttl_s)
+            return self._sessions[session_id]
+
+    def keep(self, session: Session) -> None:
+        """A turn of the session ended: it is the latest now. Of too many half full pages the oldest are given up."""
+        with self._lock:
+            self._sessions.pop(session.session_id, None)
+            self._sessions[session.session_id] = session
+            holding = [each for each in self._sessions.values() if each.keeps_page]
+            for each in holding[: max(0, len(holding) - self._max_tails)]:
+                each.free_tail()
+
+    def forget(self, session: Session) -> None:
+        """The session is not found by its name any more."""
+        with self._lock:
+            if self._sessions.get(session.session_id) is session:
+                del self._sessions[session.session_id]
+
+    def expire(self) -> int:
+        """Drop the sessions whose time is over; how many. ``request`` and ``session`` do so by themselves."""
+        with self._lock:
+            late = [each for each in self._sessions.values() if each.expired]
+            for session in late:
+                session.free_tail()
+                self.forget(session)
+            return len(late)
+
+    def keys(self, token_ids: Sequence[int]) -> list[PageKey]:
+        """The keys of the full pages of a sequence, under this cache's salt and extras."""
+        return self.store.keys(token_ids, salt=self._options["salt"], extra=self._options["extra"])
+
+    def close(self) -> None:
+        """Give back the half full pages of all sessions. Sealed pages stay matchable. Idempotent."""
+        with self._lock:
+            for session in self._sessions.values():
+                session.free_tail()
+            self._sessions.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,179 @@
+"""A chat over a store: it goes on where its last turn ended, down to the token, and may fork anywhere.
+
+Full pages of a turn are the store's, found by their tokens: they go down the tiers between turns and come back. The
+page that the last turn left half full has no key; the session keeps its slot until the next turn, or until its time is
+over.
+"""
+
+# transformers leaves some of its functions untyped:
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from tierstore.adapters.huggingface.cache import TierStoreCache, cache_argument
+from tierstore.adapters.huggingface.opening import Tail
+from tierstore.errors import CapacityError, StoreClosed
+from tierstore.types import Hint
+
+if TYPE_CHECKING:
+    from tierstore.adapters.huggingface.prefix_cache import PrefixCache
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one turn cost. ``reused_tokens`` and ``computed_tokens`` are those of its prompt, the whole conversation."""
+
+    new_tokens: int
+    """Appended since the last turn's answer."""
+    reused_tokens: int
+    computed_tokens: int
+    """The new ones, and the last one before them: an answer's last token is sampled, not fed."""
+    copied_tokens: int
+    """Of the reused ones, those in a page that was copied, because the conversation leaves a stored one inside it."""
+    answer_tokens: int
+
+
+class Session:
+    """A conversation by name; ``PrefixCache.session`` makes it. For one thread at a time."""
+
+    def __init__(self, home: PrefixCache, session_id: str, ttl_s: float) -> None:
+        self.session_id = session_id
+        self.ttl_s = ttl_s
+        """Seconds that it lasts beyond its last turn."""
+        self.turns: list[Turn] = []
+        self._home = home
+        self._tokens: list[int] = []
+        self._answered = 0
+        self._tail: Tail | None = None
+        self._in_turn = False
+        self._expires_at = home.now() + ttl_s
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The conversation so far, answers included."""
+        return tuple(self._tokens)
+
+    @property
+    def expired(self) -> bool:
+        """Whether its time is over. Never during a turn."""
+        return not self._in_turn and self._home.now() >= self._expires_at
+
+    @property
+    def keeps_page(self) -> bool:
+        """Whether it owns a half full page in HBM now."""
+        return self._tail is not None
+
+    def append(self, token_ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """Add tokens to the conversation; computes nothing. Returns all of it, ``[1, T]``, for ``generate``."""
+        self._tokens += [int(token) for token in torch.as_tensor(token_ids).reshape(-1).tolist()]
+        return torch.tensor([self._tokens])
+
+    @contextmanager
+    def turn(self) -> Iterator[TierStoreCache]:
+        """A cache for the conversation so far, to run ``generate`` or the model with; closed at the end of the block.
+
+        What the model was fed is kept: full pages in the store, the half full last one by the session. Append the
+        answer afterwards (``generate`` of the session does all that). ValueError without a token, or within a turn.
+        """
+        if self._in_turn:
+            raise ValueError(f"session {self.session_id!r} is in a turn already")
+        self._in_turn = True
+        tail, self._tail = self._tail, None
+        try:
+            with self._home.request(self._tokens, tail=tail) as cache:
+                yield cache
+                self._tail = cache.take_tail()
+        finally:
+            self._in_turn = False
+            self.retain(self.ttl_s)
+            self._home.keep(self)
+
+    def generate(self, **options: Any) -> list[int]:
+        """Answer the conversation with ``model.generate(**options)``, append the answer and return it.
+
+        A draft model is used if the ``PrefixCache`` has one. ValueError for options that give several answers.
+        """
+        if options.get("num_return_sequences", 1) != 1:
+            raise ValueError("a session has one answer a turn; fork it to try several")
+        model: Any = self._home.model
+        prompt = torch.tensor([self._tokens])
+        with self.turn() as cache:
+            given: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), **options}
+            if self._home.has_draft:
+                given.setdefault("assistant_model", cache.draft_model)
+            out = model.generate(prompt, **given, **{cache_argument(model): cache})
+        answer: list[int] = out[0, prompt.shape[1] :].tolist()
+        start = cache.reused_tokens
+        self.turns.append(
+            Turn(
+                new_tokens=len(self._tokens) - self._answered,
+                reused_tokens=start,
+                computed_tokens=len(self._tokens) - start,
+                copied_tokens=cache.copied_tokens,
+                answer_tokens=len(answer),
+            )
+        )
+        self.append(answer)
+        self._answered = len(self._tokens)
+        self.retain(self.ttl_s)
+        return answer
+
+    def fork(self, session_id: str, num_tokens: int | None = None) -> Session:
+        """A session that begins with the first ``num_tokens`` tokens of this one, and shares its pages.
+
+        Inside a page the other copies it when it goes on: what is stored is never written. ValueError for a name that
+        is in use, or for more tokens than there are.
+        """
+        count = len(self._tokens) if num_tokens is None else num_tokens
+        if not 0 <= count <= len(self._tokens):
+            raise ValueError(f"fork at {count} tokens; allowed: 0 to {len(self._tokens)}")
+        other = self._home.new_session(session_id, self.ttl_s)
+        other._tokens, other._answered = self._tokens[:count], min(count, self._answered)
+        other._tail = self._copy_tail(count)
+        self._home.keep(other)
+        return other
+
+    def retain(self, ttl_s: float) -> None:
+        """Last ``ttl_s`` seconds from now, and ask the store to let this conversation's pages go after others."""
+        self.ttl_s, self._expires_at = ttl_s, self._home.now() + ttl_s
+        self._hint("retain", ttl_s)
+
+    def drop(self) -> None:
+        """End the session: give up its half full page, and let its pages go before others. Idempotent."""
+        self.free_tail()
+        self._home.forget(self)
+        self._hint("wont_need", None)
+
+    def free_tail(self) -> None:
+        """Give up the half full page; its tokens will be computed again."""
+        tail, self._tail = self._tail, None
+        if tail is not None:
+            with suppress(StoreClosed):
+                self._home.store.free([tail.slot])
+
+    def _copy_tail(self, num_tokens: int) -> Tail | None:
+        """A copy of the half full page for a fork inside it; None if there is none, or no room for it."""
+        tail = self._tail
+        if tail is None or num_tokens <= tail.page * self._home.pages.page_size:
+            return None
+        try:
+            (slot,) = self._home.store.allocate(1, timeout_s=0.0)
+        except CapacityError:
+            return None
+        self._home.pages.copy(tail.slot, slot)
+        return Tail(slot, tail.page, tail.tokens[: num_tokens - tail.page * self._home.pages.page_size])
+
+    def _hint(self, need: Literal["retain", "wont_need"], ttl_s: float | None) -> None:
+        with suppress(StoreClosed):
+            keys = tuple(self._home.keys(self._tokens))
+            if keys:
+                # The clock, since a session of this name may have given hints before this one.
+                hint = Hint(f"session {self.session_id}", monotonic_ns(), keys, need=need, ttl_s=ttl_s)
+                self._home.store.hint(hint)
