@@ -145,7 +145,7 @@ def test_an_engine_gets_every_slot_back_in_every_order(tmp_path: Path, nvme: boo
                 lease.release()
             else:
                 gate_of(bench, step).let_go(step)
-                bench.settle()
+                gate_of(bench, step).settle()
             back += store.poll()
         bench.open_gates()
         assert store.drain(PATIENCE_S)
