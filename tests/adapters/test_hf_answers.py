@@ -313,3 +313,32 @@ def _flip_a_bit(folder: Path, page: bytes) -> None:
                 file.write(bytes([byte ^ 1]))
             return
     raise AssertionError("the page's bytes are nowhere on disk")
+
+
+@pytest.mark.parametrize("image_at", [0, PAGE + 3, 3 * PAGE])
+def test_equal_tokens_with_another_image_part_at_its_page(model: LlamaForCausalLM, image_at: int) -> None:
+    prompt = random_prompt(5 * PAGE + 4)
+    with open_store(model) as store:
+        for image, reused in (
+            (b"cat", 0),
+            (b"dog", image_at // PAGE * PAGE),
+            (b"cat", len(prompt) // PAGE * PAGE),
+        ):
+            with TierStoreCache(store, prompt, model=model, extra=[(image_at, image)]) as cache:
+                generate(model, prompt, cache)
+            # Never inside a page: what its tokens mean may depend on the image.
+            assert cache.reused_tokens == reused
+
+
+def test_salts_that_mean_the_same_find_each_other(model: LlamaForCausalLM) -> None:
+    prompt = random_prompt(3 * PAGE + 2)
+    with open_store(model) as store:
+        for salt, extra, reused in (
+            (b"tenant", [b"lora"], 0),
+            (bytearray(b"tenant"), [bytearray(b"lora")], len(prompt) - 1),
+            (b"tenant", ["lora"], 0),
+        ):
+            options: Any = {"salt": bytes(salt), "extra": extra}
+            with TierStoreCache(store, prompt, model=model, **options) as cache:
+                generate(model, prompt, cache)
+            assert cache.reused_tokens == reused

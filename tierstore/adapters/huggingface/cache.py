@@ -16,15 +16,22 @@ from transformers.cache_utils import Cache
 
 from tierstore.adapters.huggingface.attention import ATTENTION
 from tierstore.adapters.huggingface.batch import PagedBatch, Places, Span
+from tierstore.adapters.huggingface.checks import (
+    check_mask,
+    check_pages,
+    check_positions,
+    checked_shape,
+    common_window,
+)
 from tierstore.adapters.huggingface.draft import DraftModel
 from tierstore.adapters.huggingface.feeding import fed_again, fed_tokens, from_column, last_positions
-from tierstore.adapters.huggingface.identity import KvShape, kv_shape
+from tierstore.adapters.huggingface.identity import kv_shape
 from tierstore.adapters.huggingface.layer import TierStoreLayer
 from tierstore.adapters.huggingface.opening import Tail
 from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.adapters.huggingface.prefixes import prefixes_of
 from tierstore.adapters.huggingface.prompts import unpadded
-from tierstore.adapters.huggingface.terms import Storing, Terms
+from tierstore.adapters.huggingface.terms import Storing, Terms, root_of
 from tierstore.keys import Extra
 from tierstore.store import TierStore
 from tierstore.types import Tier
@@ -86,18 +93,7 @@ class PagedCache(Cache):
 
     def check_padding(self, mask: torch.Tensor | None) -> None:
         """Raise ValueError for a mask that hides anything but the padding this cache was made for."""
-        paddings = self.batch.paddings
-        visible = not any(paddings)
-        if mask is not None:
-            seen = mask != 0
-            hidden = [min(pad, mask.shape[-1]) for pad in paddings]
-            visible = mask.ndim == 2 and (~seen).sum(-1).tolist() == hidden
-            visible = visible and not bool((seen[:, :-1] & ~seen[:, 1:]).any())
-        if not visible:
-            raise ValueError(
-                f"the attention mask does not fit the padding this cache was made for, {paddings} columns on the "
-                "left: give TierStoreCache and generate the same attention_mask, with nothing hidden but padding"
-            )
+        check_mask(mask, self.batch.paddings)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens; transformers passes a count that is zero or negative."""
@@ -157,7 +153,7 @@ class PagedCache(Cache):
         self.batch.expand(keys.shape[0])
         last = last_positions(positions, keys.shape[0])
         if last is not None:
-            _check_positions(last, self.batch.paddings, self.columns, width)
+            check_positions(last, self.batch.paddings, self.columns, width)
         if self._fed is not None and [len(row) for row in self._fed] != [width] * keys.shape[0]:
             self._fed = None
         self._width = width
@@ -203,17 +199,19 @@ class TierStoreCache(PagedCache):
         """
         pages = PageGroups(store)
         models = [model] if draft is None else [model, draft]
-        shapes = [_checked_shape(each) for each in models]
-        _check_pages(pages, shapes)
+        shapes = [checked_shape(each) for each in models]
+        check_pages(pages, shapes)
         prompts, width = unpadded(input_ids, attention_mask)
+        extra = tuple(extra)
         terms = Terms(
             store=store,
             pages=pages,
             prefixes=prefixes_of(store, pages.page_size),
             num_models=len(models),
-            window=_common_window(shapes) if len(prompts) == 1 else None,
+            window=common_window(shapes) if len(prompts) == 1 else None,
+            root=root_of(store, pages.page_size, salt, extra),
             salt=salt,
-            extra=tuple(extra),
+            extra=extra,
             deadline_s=deadline_s,
             timeout_s=timeout_s,
             storing=storing,
@@ -270,45 +268,3 @@ class TierStoreCache(PagedCache):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _checked_shape(model: PreTrainedModel) -> KvShape:
-    config = model.config.get_text_config(decoder=True)
-    if config._attn_implementation != ATTENTION:
-        raise ValueError(
-            f'the model uses attention "{config._attn_implementation}": '
-            f'load it with attn_implementation="{ATTENTION}"'
-        )
-    return kv_shape(model.config)
-
-
-def _check_pages(pages: PageGroups, shapes: Sequence[KvShape]) -> None:
-    """Raise ValueError unless the store's KV groups are those of these models."""
-    wanted = [
-        (sum(place.group == group for place in shape.places), shape.num_kv_heads, shape.head_dim)
-        for shape in shapes
-        for group in range(len(shape.windows))
-    ]
-    found = [(group.shape[1], group.shape[4], group.shape[5]) for group in pages.groups]
-    if wanted != found:
-        raise ValueError(
-            f"the store's KV groups have (layers, heads, head_dim) {found}, the model needs {wanted}: open the store "
-            "with page_spec or page_specs of this very model"
-        )
-
-
-def _common_window(shapes: Sequence[KvShape]) -> int | None:
-    windows = [shape.window for shape in shapes if shape.window is not None]
-    return max(windows) if len(windows) == len(shapes) else None
-
-
-def _check_positions(last: Sequence[int], paddings: Sequence[int], columns: int, width: int) -> None:
-    """Positions tell padding, and a warm cache fed the whole prompt again, which generate() would not notice."""
-    end = columns + width
-    # A row of which only padding was fed so far has no position yet.
-    if any(pad < end and position != end - 1 - pad for position, pad in zip(last, paddings, strict=True)):
-        raise ValueError(
-            f"the last tokens fed have positions {list(last)}, but a cache of {columns} columns was fed {width} more, "
-            f"with padding of {list(paddings)}. If a prompt holds the pad token, or is padded, give TierStoreCache "
-            "and generate the same attention_mask of ones and zeros"
-        )

@@ -50,7 +50,7 @@ class PrefixCache:
         self.pages = PageGroups(store)
         self.now = clock
         self._sessions: dict[str, Session] = {}
-        self._lock = RLock()
+        self.lock = RLock()
         self._options: dict[str, Any] = {
             "model": model,
             "draft": draft,
@@ -74,7 +74,7 @@ class PrefixCache:
     def session(self, session_id: str, *, ttl_s: float = 600.0) -> Session:
         """The session of this name, a new one if there is none; it lasts ``ttl_s`` seconds beyond each turn."""
         self.expire()
-        with self._lock:
+        with self.lock:
             found = self._sessions.get(session_id)
             if found is None:
                 return self.new_session(session_id, ttl_s)
@@ -83,7 +83,7 @@ class PrefixCache:
 
     def new_session(self, session_id: str, ttl_s: float) -> Session:
         """A session of a name that is not in use; ValueError if it is."""
-        with self._lock:
+        with self.lock:
             if session_id in self._sessions:
                 raise ValueError(f"there is a session {session_id!r} already")
             self._sessions[session_id] = Session(self, session_id, ttl_s)
@@ -91,7 +91,7 @@ class PrefixCache:
 
     def keep(self, session: Session) -> None:
         """A turn of the session ended: it is the latest now. Of too many half full pages the oldest are given up."""
-        with self._lock:
+        with self.lock:
             self._sessions.pop(session.session_id, None)
             self._sessions[session.session_id] = session
             holding = [each for each in self._sessions.values() if each.keeps_page]
@@ -100,13 +100,13 @@ class PrefixCache:
 
     def forget(self, session: Session) -> None:
         """The session is not found by its name any more."""
-        with self._lock:
+        with self.lock:
             if self._sessions.get(session.session_id) is session:
                 del self._sessions[session.session_id]
 
     def expire(self) -> int:
         """Drop the sessions whose time is over; how many. ``request`` and ``session`` do so by themselves."""
-        with self._lock:
+        with self.lock:
             late = [each for each in self._sessions.values() if each.expired]
             for session in late:
                 session.free_tail()
@@ -119,7 +119,7 @@ class PrefixCache:
 
     def close(self) -> None:
         """Give back the half full pages of all sessions. Sealed pages stay matchable. Idempotent."""
-        with self._lock:
+        with self.lock:
             for session in self._sessions.values():
                 session.free_tail()
             self._sessions.clear()

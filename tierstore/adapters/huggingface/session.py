@@ -41,7 +41,10 @@ class Turn:
 
 
 class Session:
-    """A conversation by name; ``PrefixCache.session`` makes it. For one thread at a time."""
+    """A conversation by name; ``PrefixCache.session`` makes it. For one thread at a time.
+
+    Other threads may expire it, or give up its half full page for others; both wait for the end of a turn.
+    """
 
     def __init__(self, home: PrefixCache, session_id: str, ttl_s: float) -> None:
         self.session_id = session_id
@@ -82,10 +85,11 @@ class Session:
         What the model was fed is kept: full pages in the store, the half full last one by the session. Append the
         answer afterwards (``generate`` of the session does all that). ValueError without a token, or within a turn.
         """
-        if self._in_turn:
-            raise ValueError(f"session {self.session_id!r} is in a turn already")
-        self._in_turn = True
-        tail, self._tail = self._tail, None
+        with self._home.lock:
+            if self._in_turn:
+                raise ValueError(f"session {self.session_id!r} is in a turn already")
+            self._in_turn = True
+            tail, self._tail = self._tail, None
         try:
             with self._home.request(self._tokens, tail=tail) as cache:
                 yield cache
@@ -153,22 +157,25 @@ class Session:
 
     def free_tail(self) -> None:
         """Give up the half full page; its tokens will be computed again."""
-        tail, self._tail = self._tail, None
+        with self._home.lock:
+            tail, self._tail = self._tail, None
         if tail is not None:
             with suppress(StoreClosed):
                 self._home.store.free([tail.slot])
 
     def _copy_tail(self, num_tokens: int) -> Tail | None:
         """A copy of the half full page for a fork inside it; None if there is none, or no room for it."""
-        tail = self._tail
-        if tail is None or num_tokens <= tail.page * self._home.pages.page_size:
-            return None
-        try:
-            (slot,) = self._home.store.allocate(1, timeout_s=0.0)
-        except CapacityError:
-            return None
-        self._home.pages.copy(tail.slot, slot)
-        return Tail(slot, tail.page, tail.tokens[: num_tokens - tail.page * self._home.pages.page_size])
+        # Under the lock another thread cannot give the page up while it is copied. Nothing here waits.
+        with self._home.lock:
+            tail, page_size = self._tail, self._home.pages.page_size
+            if tail is None or num_tokens <= tail.page * page_size:
+                return None
+            try:
+                (slot,) = self._home.store.allocate(1, timeout_s=0.0)
+            except CapacityError:
+                return None
+            self._home.pages.copy(tail.slot, slot)
+            return Tail(slot, tail.page, tail.tokens[: num_tokens - tail.page * page_size])
 
     def _hint(self, need: Literal["retain", "wont_need"], ttl_s: float | None) -> None:
         with suppress(StoreClosed):

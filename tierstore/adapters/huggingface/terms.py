@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Literal, get_args
 
 from tierstore.adapters.huggingface.pages import PageGroups
@@ -32,6 +32,8 @@ class Terms:
     """How many models write into the pages: one, or two with a draft model."""
     window: int | None
     """Tokens that any layer of any of the models looks back; None: to the first."""
+    root: bytes
+    """Separates salts and extras in the index of prefixes (``root_of``)."""
     salt: bytes = b""
     extra: tuple[Extra, ...] = ()
     deadline_s: float | None = None
@@ -53,12 +55,15 @@ class Terms:
         return self.storing in ("all", "memory-only")
 
     @property
-    def root(self) -> bytes:
-        """Separates salts and extras in the index of prefixes."""
-        shared = [item for item in self.extra if not isinstance(item, tuple)]
-        return sha256(repr((self.salt, shared)).encode()).digest()
-
-    @property
     def plain_tokens(self) -> int | None:
         """Tokens before the first placed extra: beyond them equal tokens may have other K/V; None: no limit."""
         return min((item[0] for item in self.extra if isinstance(item, tuple)), default=None)
+
+
+def root_of(store: TierStore, page_size: int, salt: bytes, extra: Iterable[Extra]) -> bytes:
+    """The same for requests whose equal tokens have equal keys, and for no others. Placed extras do not count.
+
+    The key of one page that is the same for everybody: so what separates keys separates roots.
+    """
+    shared = [item for item in extra if not isinstance(item, tuple)]
+    return store.keys([0] * page_size, salt=salt, extra=shared)[0]
