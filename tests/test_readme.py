@@ -52,11 +52,29 @@ prompts = [torch.tensor([{random_prompt(40)}]), torch.tensor([{[*random_prompt(4
 {block("python", 1)}
 """
     result = run(program, tmp_path)
-    assert result.splitlines()[-2:] == ["0 of 40 tokens reused", "32 of 43 tokens reused"]
+    assert result.splitlines()[-2:] == ["0 of 40 tokens reused", "40 of 43 tokens reused"]
+
+
+def test_the_chat_example_computes_what_is_new_and_one_token(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path / "model")
+    program = f"""
+from transformers import AutoModelForCausalLM
+import tierstore
+from tierstore.adapters.huggingface import page_specs
+model = AutoModelForCausalLM.from_pretrained("model", attn_implementation="tierstore").eval()
+config = tierstore.load_config({{"hbm": {{"capacity": "8MiB", "device": "cpu"}}}})
+store = tierstore.TierStore.open(config, page_specs(model, 16))
+turns = [{random_prompt(40)}, [5, 6, 7]]
+{block("python", 2)}
+store.close()
+"""
+    lines = run(program, tmp_path).splitlines()[-2:]
+    assert "new_tokens=40, reused_tokens=0, computed_tokens=40" in lines[0]
+    assert "new_tokens=3, reused_tokens=59, computed_tokens=4" in lines[1]
 
 
 def test_the_engine_example_copies_pages_out_and_in(tmp_path: Path) -> None:
-    printed = run(block("python", 2), tmp_path, "-W", "error")
+    printed = run(block("python", 3), tmp_path, "-W", "error")
     assert printed.splitlines() == ["[1, 3, 4, 15]", "4 True"]
 
 
