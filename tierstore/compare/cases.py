@@ -1,0 +1,155 @@
+"""All cases of one model, in two stores: its own pages, and pages that hold a draft model's K/V too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from tierstore.compare.feeding import count_fed
+from tierstore.compare.judging import Row
+from tierstore.compare.prompts import Sizes, forks_inside_a_page, mixed_batch
+from tierstore.compare.request import Prompt, Question, Request
+from tierstore.compare.running import Asked, Comparison, Say, leftovers, open_store
+from tierstore.compare.subject import Subject
+from tierstore.types import Tier
+
+Texts = Sequence[Prompt]
+
+
+def compare(subject: Subject, texts: Texts, sizes: Sizes, folder: Path, say: Say) -> Iterator[Row]:
+    """Yield a row for each case. ``folder``: where the disk tiers are made."""
+    stores: list[tuple[str, list[Question], bool, Sequence[Case]]] = [
+        ("own", [mixed_batch(texts, sizes), _beams(texts, sizes)], False, OWN),
+        ("draft", [_short(texts, sizes)], True, DRAFTED),
+    ]
+    for name, largest, with_draft, cases in stores:
+        with open_store(subject, sizes, largest, folder / name, with_draft=with_draft) as store:
+            comparison = Comparison(subject, store, say)
+            for case in cases:
+                yield from case(comparison, texts, sizes)
+            yield leftovers(comparison)
+
+
+def greedy(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
+    """Cold, warm, and from each tier below."""
+    question = _long(texts, sizes)
+    most = sizes.stored(sizes.long)
+    yield run.ask(Request("greedy, cold", question))
+    yield run.ask(Request("greedy, warm", question, least_reused=most, found_in=Tier.HBM))
+    for tier in (Tier.HOST, Tier.NVME):
+        run.demote(question, tier)
+        yield run.ask(Request(f"greedy, from {tier.name}", question, least_reused=most, found_in=tier))
+
+
+def batch(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
+    """After ``greedy``: the first prompt is stored."""
+    question = mixed_batch(texts, sizes)
+    start = min(question.paddings[-1], sizes.stored(sizes.long))
+    least = sum(start - pad for pad in question.paddings if pad < start)
+    yield run.ask(Request("batch of 4: whole, part, inside a page, new", question, least_reused=least))
+    pairs = zip(question.paddings, question.prompts, strict=True)
+    start = min(pad + sizes.stored(len(prompt)) for pad, prompt in pairs)
+    least = sum(start - pad for pad in question.paddings)
+    yield run.ask(Request("batch of 4, again", question, least_reused=least))
+
+
+def samples(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
+    """Several answers to one prompt, drawn with a fixed seed."""
+    question = Question((texts[1][: sizes.short],), sizes.new, "samples", sizes.samples)
+    yield run.ask(Request(f"{sizes.samples} samples, cold", question, salt=b"samples"))
+    yield run.ask(
+        Request(
+            f"{sizes.samples} samples, warm",
+            question,
+            salt=b"samples",
+            least_reused=sizes.stored(sizes.short),
+        )
+    )
+
+
+def beams(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
+    """All beams are returned and compared."""
+    question = _beams(texts, sizes)
+    yield run.ask(Request(f"{sizes.beams} beams, cold", question, salt=b"beams"))
+    yield run.ask(
+        Request(f"{sizes.beams} beams, warm", question, salt=b"beams", least_reused=sizes.stored(sizes.short))
+    )
+
+
+def chunks(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
+    """Prefill in chunks, of nothing and of a prompt that leaves a stored one inside a page."""
+    name = f"prefill in chunks of {sizes.chunk}"
+    yield run.ask(Request(f"{name}, cold", _long(texts, sizes), salt=b"chunks", chunk=sizes.chunk))
+    prompt = forks_inside_a_page(texts[0], texts[2], sizes)
+    question = Question((prompt,), sizes.new)
+    least = len(prompt) - sizes.tail
+    yield run.ask(
+        Request(
+            f"{name}, fork inside a page", question, salt=b"chunks", chunk=sizes.chunk, least_reused=least
+        )
+    )
+
+
+def rollback(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
+    """Answer, take back the answer and a piece of the prompt, go on differently in the same cache."""
+    first = _short(texts, sizes)
+    prompt = first.prompts[0]
+    kept = len(prompt) - sizes.page - sizes.inside
+    second = Question((prompt[:kept] + texts[3][1 : sizes.tail],), sizes.new)
+    begin = time.perf_counter()
+    with (
+        run.open_cache(first, b"rollback") as cache,
+        count_fed(run.subject.model, lambda: cache.columns) as fed,
+    ):
+        reused = cache.reused_by_tier
+        before = run.subject.stored(cache, Request("", first))
+        cache.crop(kept - cache.get_seq_length())
+        after = run.subject.stored(cache, Request("", second))
+        end = cache.get_seq_length()
+    length = second.num_tokens
+    asked = Asked(
+        answers=before + after,
+        reused={tier.name: count for tier, count in reused.items() if count},
+        fed=fed.tokens,
+        to_feed=first.num_tokens - sum(reused.values()) + second.num_tokens - kept,
+        shared_pages=0,
+        seconds=time.perf_counter() - begin,
+        wrong=() if end == length else (f"the cache holds {end} columns at the end, not {length}",),
+        note=f"{fed.taken_back(end)} tokens taken back",
+    )
+    verdicts = {run.verdict(first, before), run.verdict(second, after)}
+    worst = next(each for each in ("different", "near-tie", "equal") if each in verdicts)
+    plain = run.subject.plain(first).answers + run.subject.plain(second).answers
+    yield run.row("rollback into the prompt, another continuation", asked, worst, plain_is=plain)
+
+
+def assisted(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
+    """Drafts of a smaller model, whose K/V are in the same pages."""
+    question = _short(texts, sizes)
+    least = sizes.stored(sizes.short)
+    yield run.ask(Request("draft model, cold", question, assisted=True))
+    yield run.ask(
+        Request("draft model, warm", question, assisted=True, least_reused=least, found_in=Tier.HBM)
+    )
+    run.demote(question, Tier.NVME)
+    yield run.ask(
+        Request("draft model, from NVME", question, assisted=True, least_reused=least, found_in=Tier.NVME)
+    )
+
+
+Case = Callable[[Comparison, Texts, Sizes], Iterator[Row]]
+OWN: tuple[Case, ...] = (greedy, batch, samples, beams, chunks, rollback)
+DRAFTED: tuple[Case, ...] = (assisted,)
+
+
+def _long(texts: Texts, sizes: Sizes) -> Question:
+    return Question((texts[0],), sizes.new)
+
+
+def _short(texts: Texts, sizes: Sizes) -> Question:
+    return Question((texts[1][: sizes.short],), sizes.new)
+
+
+def _beams(texts: Texts, sizes: Sizes) -> Question:
+    return Question((texts[1][: sizes.short],), sizes.new, "beams", sizes.beams)

@@ -1,0 +1,223 @@
+"""One store, one model: ask a request both ways and hold them against each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tierstore.adapters.huggingface import TierStoreCache
+from tierstore.compare.feeding import Fed, count_fed
+from tierstore.compare.judging import Answers, Row, Verdict, beam_verdict, greedy_verdict
+from tierstore.compare.prompts import Sizes
+from tierstore.compare.request import Question, Request
+from tierstore.compare.subject import Subject
+from tierstore.config import load_config
+from tierstore.store import TierStore
+from tierstore.types import Tier
+
+Say = Callable[[str], None]
+
+PATIENCE_S = 120.0
+"""A store that does not come to rest within this time is reported."""
+
+
+@contextmanager
+def open_store(
+    subject: Subject, sizes: Sizes, largest: Sequence[Question], folder: Path, *, with_draft: bool
+) -> Iterator[TierStore]:
+    """A store whose HBM has room for the largest of these questions and little more, and as much host memory."""
+    specs = subject.specs(sizes.page, with_draft=with_draft)
+    nbytes = sum(spec.page_nbytes for spec in specs)
+    slots = max(pages_needed(question, sizes) for question in largest) + 4
+    config = {
+        "hbm": {"capacity": slots * nbytes, "device": "cpu"},
+        "host": {"capacity": slots * nbytes},
+        "nvme": {"path": str(folder), "capacity": 40 * slots * nbytes + (64 << 20)},
+    }
+    with TierStore.open(load_config(config), specs) as store:
+        yield store
+
+
+def pages_needed(question: Question, sizes: Sizes) -> int:
+    """Pages that all rows of a question hold at most at once."""
+    prompts = sum(-(-len(prompt) // sizes.page) + 1 for prompt in question.prompts)
+    rows = question.rows * len(question.prompts)
+    return prompts + rows * (-(-question.new_tokens // sizes.page) + 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What came back from the store, and what it took."""
+
+    answers: Answers
+    reused: dict[str, int]
+    fed: int
+    to_feed: int
+    shared_pages: int
+    seconds: float
+    wrong: tuple[str, ...]
+    note: str = ""
+
+
+class Comparison:
+    """Asks requests of one model over one store and without it."""
+
+    def __init__(self, subject: Subject, store: TierStore, say: Say) -> None:
+        """Owns neither."""
+        self.subject = subject
+        self.store = store
+        self._say = say
+
+    def ask(self, request: Request) -> Row:
+        """Both answers, and what was computed for the second."""
+        self._say(f"{self.subject.name}: {request.case}")
+        plain = self.subject.plain(request.question)
+        asked = self._ask_stored(request)
+        return self.row(
+            request.case, asked, self.verdict(request.question, asked.answers), plain_is=plain.answers
+        )
+
+    def verdict(self, question: Question, found: Answers) -> Verdict:
+        """By the rule of the question's kind."""
+        plain = self.subject.plain(question)
+        if question.kind == "greedy":
+            return greedy_verdict(plain, found)
+        prompts = [prompt for prompt in question.prompts for _ in range(question.rows)]
+        if question.kind == "beams":
+            return beam_verdict(plain, found, lambda row, answer: self.subject.score(prompts[row], answer))
+        return "equal" if found == plain.answers else "different"
+
+    def row(self, case: str, asked: Asked, verdict: Verdict, *, plain_is: Answers) -> Row:
+        """The case as it is shown."""
+        wrong = asked.wrong
+        if asked.fed != asked.to_feed:
+            wrong += (f"{asked.fed} tokens were fed, {asked.to_feed} were not reused",)
+        if verdict == "different":
+            wrong += (f"without the store: {plain_is}, over it: {asked.answers}",)
+        self.store.check()
+        return Row(
+            case=case,
+            model=self.subject.name,
+            verdict=verdict,
+            reused=asked.reused,
+            fed=asked.fed,
+            to_feed=asked.to_feed,
+            shared_pages=asked.shared_pages,
+            seconds=round(asked.seconds, 2),
+            wrong=wrong,
+            note=asked.note,
+        )
+
+    def settle(self) -> None:
+        """Wait until nothing moves: what a request finds does not depend on how busy the machine is."""
+        if not self.store.drain(PATIENCE_S):
+            raise TimeoutError(f"the store did not come to rest within {PATIENCE_S:.0f} s")
+
+    def demote(self, question: Question, tier: Tier) -> None:
+        """Send the pages of one prompt and its answer down to ``tier``."""
+        self.settle()
+        pages = self.store.keys([*question.prompts[0], *self.subject.plain(question).answers[0]])
+        self.store.demote(pages, tier)
+        self.settle()
+
+    def open_cache(self, question: Question, salt: bytes, *, with_draft: bool = False) -> TierStoreCache:
+        """A cache for a question's prompts, once nothing moves."""
+        self.settle()
+        ids, mask = question.tensors(self.subject.pad)
+        draft = self.subject.draft if with_draft else None
+        return TierStoreCache(
+            self.store, ids, mask, model=self.subject.model, draft=draft, salt=salt, timeout_s=PATIENCE_S
+        )
+
+    def _ask_stored(self, request: Request) -> Asked:
+        begin = time.perf_counter()
+        question, subject = request.question, self.subject
+        with (
+            self.open_cache(question, request.salt, with_draft=request.assisted) as cache,
+            count_fed(subject.model, lambda: cache.columns) as fed,
+            count_fed(subject.draft, lambda: _draft_columns(cache, request)) as drafted,
+        ):
+            start, reused = cache.get_seq_length(), cache.reused_by_tier
+            answers = subject.stored(cache, request)
+            end, shared = cache.get_seq_length(), cache.shared_pages
+            draft_end = _draft_columns(cache, request)
+        rows = question.rows
+        padding = rows * sum(max(0, pad - start) for pad in question.paddings)
+        rejected = fed.taken_back(end)
+        wrong = [*_expected(request, reused, end)]
+        if request.assisted:
+            wrong += _draft_faults(drafted, draft_end, start, end)
+        return Asked(
+            answers=answers,
+            reused={tier.name: reused[tier] for tier in Tier if reused[tier]},
+            fed=fed.tokens - padding,
+            to_feed=question.num_tokens - rows * sum(reused.values()) + rejected,
+            shared_pages=shared,
+            seconds=time.perf_counter() - begin,
+            wrong=tuple(wrong),
+            note=_drafts(fed, rejected) if request.assisted else "",
+        )
+
+
+def _draft_columns(cache: TierStoreCache, request: Request) -> int:
+    return int(cache.draft_model.cache.columns) if request.assisted else 0
+
+
+def _expected(request: Request, reused: Any, end: int) -> Iterator[str]:
+    """What does not hold of where the prompts were found and how long the cache became."""
+    question = request.question
+    length = max(map(len, question.prompts)) + question.new_tokens - 1
+    if end != length:
+        yield f"the cache holds {end} columns at the end, not {length}"
+    if sum(reused.values()) < request.least_reused:
+        yield f"{sum(reused.values())} tokens were reused, {request.least_reused} could have been"
+    if request.found_in is not None and any(n for tier, n in reused.items() if tier is not request.found_in):
+        yield f"not all pages came from {request.found_in.name}"
+
+
+def _draft_faults(drafted: Fed, draft_end: int, start: int, end: int) -> Iterator[str]:
+    """The draft model begins where the stored pages end, too, and no token is in its cache twice."""
+    if drafted.passes and drafted.passes[0][0] != start:
+        yield f"the draft model began at column {drafted.passes[0][0]}, {start} were there"
+    if not drafted.passes or drafted.tokens != draft_end - start + drafted.taken_back(draft_end):
+        yield f"the draft model was fed {drafted.tokens} tokens to get from column {start} to {draft_end}"
+    if draft_end > end:
+        yield f"the draft model's cache holds {draft_end} columns at the end, the model's {end}"
+
+
+def _drafts(fed: Fed, rejected: int) -> str:
+    """How many drafts the model accepted; all passes but the first feed drafts and one token of its own."""
+    tried = sum(width - 1 for _, _, width in fed.passes[1:])
+    return f"{len(fed.passes)} passes, {rejected} tokens taken back, about {max(0, tried - rejected)} drafts accepted"
+
+
+def leftovers(comparison: Comparison) -> Row:
+    """At the end: no lease is open, nothing is in use, all of HBM can be had; and pages really went down."""
+    store = comparison.store
+    comparison.settle()
+    stats: dict[str, Any] = store.stats()
+    number = int(stats["tiers"]["HBM"]["num_slots"])
+    moved = stats["counters"]["transfer_bytes"]
+    down = int(moved.get("HBM,HOST", 0)) // int(stats["page_nbytes"])
+    wrong = []
+    if stats["leases"]:
+        wrong.append(f"{stats['leases']} leases are open")
+    if not down:
+        wrong.append("HBM held everything: nothing was demoted")
+    slots = store.allocate(number, timeout_s=PATIENCE_S)
+    store.free(slots)
+    store.check()
+    return Row(
+        case="nothing leaked",
+        model=comparison.subject.name,
+        verdict="equal",
+        reused={},
+        fed=0,
+        to_feed=0,
+        wrong=tuple(wrong),
+        note=f"all {len(slots)} HBM slots to be had, no lease open; {down} pages had gone down",
+    )
