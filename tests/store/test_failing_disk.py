@@ -35,7 +35,10 @@ def test_a_call_takes_in_what_has_failed_by_now_and_not_what_fails_meanwhile(tmp
 
 def test_pages_that_cannot_be_saved_make_room_at_once_however_many_are_wanted(tmp_path: Path) -> None:
     wanted = 5 * BATCH_PAGES
-    config = tiers(hbm=wanted + 40, host=None, nvme=tmp_path / "disk", nvme_pages=400)
+    # No timed spill: pages that one has in hand just now cannot go, and nobody waits here.
+    config = tiers(
+        hbm=wanted + 40, host=None, nvme=tmp_path / "disk", nvme_pages=400, nvme_more={"flush": 3600}
+    )
     with TierStore.open(config, SPEC) as store, data_file_is_read_only(tmp_path / "disk", SPEC.fingerprint):
         for name in ("old", "new"):
             keys = chain(wanted // 2 + 20, name)
