@@ -31,12 +31,19 @@ class Gate:
         self.holding: set[Lane] = set()
         self.losing: set[Lane] = set()
         """Lanes whose transfers run and are never acknowledged, as with a dead peer."""
+        self.late: set[Lane] = set()
+        """Lanes whose transfers run and are acknowledged only after ``deliver``."""
         self.failing: dict[Lane, list[frozenset[int]]] = {}
         """For each lane the pages that fail in its next transfers, by position."""
         self._held: dict[Lane, deque[Callable[[], None]]] = {}
         self._begun: dict[int, tuple[Transfer, tuple[int, ...], frozenset[int]]] = {}
         self._acks: list[Ack] = []
+        self._late_acks: list[Ack] = []
         self._lock = Lock()
+        self.num_failed = 0
+        """Pages that did not arrive because the test said so."""
+        self.num_lost = 0
+        """Acknowledgements that were lost."""
 
     def hold(self, *lanes: Lane) -> None:
         self.holding.update(lanes)
@@ -51,8 +58,19 @@ class Gate:
         for _ in range(len(held) if number is None else min(number, len(held))):
             held.popleft()()
 
+    def overtake(self, lane: Lane) -> None:
+        """The first held transfer of a lane goes behind the others, as reads by several threads do."""
+        self._held.get(lane, deque()).rotate(-1)
+
+    def deliver(self) -> None:
+        """The late acknowledgements come in, and none is late from now on."""
+        self.late.clear()
+        with self._lock:
+            self._acks, self._late_acks = self._late_acks + self._acks, []
+
     def open(self) -> None:
-        """Nothing is held, failed or lost from now on."""
+        """Nothing is held, late, failed or lost from now on."""
+        self.deliver()
         self.holding.clear()
         self.losing.clear()
         self.failing.clear()
@@ -104,12 +122,15 @@ class Gate:
         with self._lock:
             for ack in acks:
                 transfer, good, broken = self._begun.pop(ack.transfer_id)
-                if (transfer.src, transfer.dst) in self.losing:
+                lane = (transfer.src, transfer.dst)
+                if lane in self.losing:
+                    self.num_lost += 1
                     continue
+                self.num_failed += len(broken)
                 failures = [(good[i], why) for i, why in ack.failures]
                 failures += [(i, Failure.IO_ERROR) for i in broken]
                 whole = replace(ack, ok=not failures, failures=tuple(sorted(failures)))
-                self._acks.append(whole)
+                (self._late_acks if lane in self.late else self._acks).append(whole)
 
     def _take(self) -> list[Ack]:
         self._collect()
