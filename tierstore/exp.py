@@ -1,0 +1,256 @@
+"""The lossless codec ``exp`` for pages of 16-bit floats: exponents compressed by zstandard, everything else as it is.
+
+Of the 16 bits of a number bits 14..7 (bfloat16: the exponent; float16: the exponent and three bits of mantissa) are
+told apart from the sign and the other seven, which are noise. Over the tokens of a page the exponents of one channel
+(layer, K or V, head, dimension) stay near their maximum: what is compressed is each channel's maximum and the
+distances from it. All of it is arithmetic of whole numbers, so every bit pattern comes back: NaN payloads, infinities,
+subnormals, -0. KV groups of other dtypes and the gaps between groups are kept as they are.
+
+    payload = zstandard frame of (maxima, distances) of each 16-bit group | their other halves | the rest of the page
+
+Levels above 1 and match searches make real KV larger and slower; token-major order compresses as well as channel-major
+once the maxima are out (docs/measurements.md).
+
+A zstandard context serves one thread: every I/O thread makes an ``Encoder`` or ``Decoder`` of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import zstandard
+
+from tierstore.errors import IntegrityError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from tierstore.layout import PageLayout
+
+    Bytes = NDArray[np.uint8]
+
+MOST_STORED = 0.9
+"""A payload that takes more than this share of its page is not worth its decoding: the page is stored raw."""
+
+_PART = 1 << 19  # numbers handled at a time: passes over them stay in the processor's cache
+_LOW = 0x807F  # sign and the seven bits that are kept as they are
+_SLACK = {"bfloat16": 0, "float16": 7}  # bits of mantissa beside the exponent, left out of the maximum
+_WORD = np.dtype("<u2")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One KV group of 16-bit floats: ``rows`` of ``[tokens, channels]`` from ``offset`` (bytes) of the page on."""
+
+    offset: int
+    rows: int
+    tokens: int
+    channels: int
+    slack: int = 0
+
+    @property
+    def numbers(self) -> int:
+        """Numbers in the group, two bytes each."""
+        return self.rows * self.tokens * self.channels
+
+    @property
+    def end(self) -> int:
+        """Where in the page the group's bytes end."""
+        return self.offset + 2 * self.numbers
+
+    @property
+    def row_parts(self) -> Iterator[slice]:
+        """The rows, so many at a time as ``_PART`` numbers make, one at least."""
+        step = self.part_rows
+        return (slice(start, min(start + step, self.rows)) for start in range(0, self.rows, step))
+
+    @property
+    def part_rows(self) -> int:
+        """Rows that are handled together."""
+        return min(self.rows, max(1, _PART // (self.tokens * self.channels)))
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Where the 16-bit groups of a page of ``page_nbytes`` lie: ascending, without overlap."""
+
+    page_nbytes: int
+    groups: tuple[Group, ...] = ()
+
+    @classmethod
+    def of(cls, layout: PageLayout) -> Geometry:
+        """The geometry of a layout's blobs, gaps between them included."""
+        groups = [
+            Group(offset, prod(spec.shape[:2]), spec.shape[2], prod(spec.shape[3:]), _SLACK[spec.dtype])
+            for offset, spec in zip(layout.offsets, layout.specs, strict=True)
+            if spec.dtype in _SLACK
+        ]
+        return cls(layout.blob_nbytes, tuple(groups))
+
+    @property
+    def numbers(self) -> int:
+        """16-bit numbers in the page."""
+        return sum(group.numbers for group in self.groups)
+
+    @property
+    def plane_nbytes(self) -> int:
+        """What the zstandard frame holds: a byte a number and a channel's maximum a row."""
+        return sum(group.numbers + group.rows * group.channels for group in self.groups)
+
+    @property
+    def kept_nbytes(self) -> int:
+        """What follows the frame: the other halves, and the bytes of no 16-bit group."""
+        return self.page_nbytes - self.numbers
+
+    def rest(self, page: Bytes) -> Iterator[Bytes]:
+        """Views of the bytes of ``page`` that no 16-bit group covers."""
+        starts = [0, *(group.end for group in self.groups)]
+        ends = [*(group.offset for group in self.groups), self.page_nbytes]
+        return (page[start:end] for start, end in zip(starts, ends, strict=True) if start < end)
+
+
+class Encoder:
+    """Makes payloads. Not thread-safe, and its scratch is a part and half a page: one for each thread."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._geometry = geometry
+        self._plane = np.empty(geometry.plane_nbytes, dtype=np.uint8)
+        self._words = _scratch(geometry, _WORD)
+        self._signs = _scratch(geometry, _WORD)
+        settings = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=12)
+        self._zstd = zstandard.ZstdCompressor(compression_params=settings)
+
+    def encode(self, page: Bytes, out: Bytes) -> int | None:
+        """Write the payload of ``page`` into ``out`` and return its length; None if it would save less than 10 %.
+
+        Both are flat contiguous uint8 of the page's length and do not overlap; ``page`` is not changed. After None
+        ``out`` holds anything.
+        """
+        if not self._geometry.groups:
+            return None
+        for group, maxima, distances in _planes(self._geometry, self._plane):
+            self._measure(group, page, maxima, distances)
+        frame = self._zstd.compress(self._plane.data)
+        length = len(frame) + self._geometry.kept_nbytes
+        if length > MOST_STORED * page.nbytes:
+            return None
+        np.copyto(out[: len(frame)], np.frombuffer(frame, dtype=np.uint8))
+        self._keep(page, out[len(frame) : length])
+        return length
+
+    def _measure(self, group: Group, page: Bytes, maxima: Bytes, distances: Bytes) -> None:
+        words = _words(group, page)
+        for part in group.row_parts:
+            high = _like(self._words, words[part])
+            np.right_shift(words[part], 7, out=high)
+            np.copyto(distances[part], high, casting="unsafe")
+            np.maximum.reduce(distances[part], axis=1, out=maxima[part])
+            np.bitwise_or(maxima[part], group.slack, out=maxima[part])
+            np.subtract(maxima[part, None], distances[part], out=distances[part])
+
+    def _keep(self, page: Bytes, out: Bytes) -> None:
+        for group, low in _lows(self._geometry, out):
+            words = _words(group, page)
+            for part in group.row_parts:
+                kept, sign = _like(self._words, words[part]), _like(self._signs, words[part])
+                np.bitwise_and(words[part], _LOW, out=kept)
+                np.right_shift(kept, 8, out=sign)
+                np.bitwise_or(kept, sign, out=kept)
+                np.copyto(low[part], kept, casting="unsafe")
+        at = self._geometry.numbers
+        for piece in self._geometry.rest(page):
+            np.copyto(out[at : at + piece.nbytes], piece)
+            at += piece.nbytes
+
+
+class Decoder:
+    """Turns payloads back into pages. Not thread-safe, and its scratch is a part: one for each thread."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._geometry = geometry
+        self._high = _scratch(geometry, np.dtype(np.uint8))
+        self._words = _scratch(geometry, _WORD)
+        self._zstd = zstandard.ZstdDecompressor()
+
+    def decode(self, payload: Bytes, page: Bytes) -> None:
+        """Fill ``page`` from ``payload``, both flat contiguous uint8 that do not overlap.
+
+        IntegrityError for whatever ``Encoder`` cannot have made of such a page; ``page`` then holds anything, and
+        nothing is written outside it. A changed payload that still has the right form gives other bytes: a record's
+        checksum is what tells.
+        """
+        frame_nbytes = payload.nbytes - self._geometry.kept_nbytes
+        if page.nbytes != self._geometry.page_nbytes or frame_nbytes <= 0:
+            raise IntegrityError(f"payload of {payload.nbytes} bytes for a page of {page.nbytes}")
+        plane = self._expand(payload[:frame_nbytes])
+        kept = payload[frame_nbytes:]
+        lows = _lows(self._geometry, kept)
+        for (group, maxima, distances), (_, low) in zip(_planes(self._geometry, plane), lows, strict=True):
+            self._join(group, page, maxima, distances, low)
+        at = self._geometry.numbers
+        for piece in self._geometry.rest(page):
+            np.copyto(piece, kept[at : at + piece.nbytes])
+            at += piece.nbytes
+
+    def _expand(self, frame: Bytes) -> Bytes:
+        wanted = self._geometry.plane_nbytes
+        try:
+            stated = zstandard.frame_content_size(frame.data)
+            if stated != wanted:  # before anything of that size is allocated
+                raise IntegrityError(f"exponents of {stated} bytes where the page has {wanted}")
+            plane = self._zstd.decompress(frame.data, max_output_size=wanted, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise IntegrityError(f"exponents cannot be expanded: {error}") from error
+        if len(plane) != wanted:
+            raise IntegrityError(f"exponents of {len(plane)} bytes where the page has {wanted}")
+        return np.frombuffer(plane, dtype=np.uint8)
+
+    def _join(self, group: Group, page: Bytes, maxima: Bytes, distances: Bytes, low: Bytes) -> None:
+        words = _words(group, page)
+        for part in group.row_parts:
+            high, kept = _like(self._high, words[part]), _like(self._words, words[part])
+            np.subtract(maxima[part, None], distances[part], out=high)
+            np.copyto(words[part], high)
+            np.left_shift(words[part], 7, out=words[part])
+            np.copyto(kept, low[part])
+            np.multiply(kept, 257, out=kept)  # the byte, and the byte 8 bits up: the sign is at its place
+            np.bitwise_and(kept, _LOW, out=kept)
+            np.bitwise_or(words[part], kept, out=words[part])
+
+
+def _scratch(geometry: Geometry, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Room for the largest part of any group."""
+    largest = max((group.numbers // group.rows * group.part_rows for group in geometry.groups), default=0)
+    return np.empty(largest, dtype=dtype)
+
+
+def _like(scratch: NDArray[Any], part: NDArray[Any]) -> NDArray[Any]:
+    return scratch[: part.size].reshape(part.shape)
+
+
+def _words(group: Group, page: Bytes) -> NDArray[np.uint16]:
+    return page[group.offset : group.end].view(_WORD).reshape(group.rows, group.tokens, group.channels)
+
+
+def _planes(geometry: Geometry, plane: Bytes) -> Iterator[tuple[Group, Bytes, Bytes]]:
+    """Each group with its ``[rows, channels]`` of maxima and ``[rows, tokens, channels]`` of distances."""
+    at = 0
+    for group in geometry.groups:
+        middle = at + group.rows * group.channels
+        maxima = plane[at:middle].reshape(group.rows, group.channels)
+        at = middle + group.numbers
+        yield group, maxima, plane[middle:at].reshape(group.rows, group.tokens, group.channels)
+
+
+def _lows(geometry: Geometry, kept: Bytes) -> Iterator[tuple[Group, Bytes]]:
+    """Each group with its ``[rows, tokens, channels]`` of other halves."""
+    at = 0
+    for group in geometry.groups:
+        end = at + group.numbers
+        yield group, kept[at:end].reshape(group.rows, group.tokens, group.channels)
+        at = end
