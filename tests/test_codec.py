@@ -132,3 +132,21 @@ def test_a_head_of_the_wrong_shape_is_not_written(
     )
     with pytest.raises(ValueError, match="36"):
         codec.seal(head, np.empty(0, dtype=np.uint8))
+
+
+def test_a_record_of_another_generation_is_refused() -> None:
+    payload = np.arange(50, dtype=np.uint8)
+    head = codec.Head(
+        fingerprint=FINGERPRINT,
+        key=KEY,
+        parent=None,
+        codec=codec.Codec.NONE,
+        raw_nbytes=50,
+        stored_nbytes=50,
+        generation=2**63 + 5,
+    )
+    sealed = codec.seal(head, payload)
+    found = codec.verify(sealed, payload, fingerprint=FINGERPRINT, key=KEY, generation=2**63 + 5)
+    assert found == head
+    with pytest.raises(IntegrityError, match="generation"):
+        codec.verify(sealed, payload, fingerprint=FINGERPRINT, key=KEY, generation=6)

@@ -34,7 +34,7 @@ FORMAT_VERSION = 1
 """Changes whenever an old reader would misread a new record."""
 
 _MAGIC = b"TierPage"
-_FIELDS = struct.Struct(f"<8sHBBIQQ32s{KEY_NBYTES}s{KEY_NBYTES}s")
+_FIELDS = struct.Struct(f"<8sHBBIQQ32s{KEY_NBYTES}s{KEY_NBYTES}sQ")
 _CHECKSUM_NBYTES = 16
 _SUMMED = HEAD_NBYTES - _CHECKSUM_NBYTES
 _PADDING = bytes(_SUMMED - _FIELDS.size)
@@ -49,7 +49,10 @@ class Codec(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What a record says of itself. ``fingerprint``: 32 bytes from ``fingerprint_digest``; lengths in bytes."""
+    """What a record says of itself. ``fingerprint``: 32 bytes from ``fingerprint_digest``; lengths in bytes.
+
+    ``generation``: tells one writing of a key from another where places are written again; 0 where LMDB does that.
+    """
 
     fingerprint: bytes
     key: PageKey
@@ -57,6 +60,7 @@ class Head:
     codec: Codec
     raw_nbytes: int
     stored_nbytes: int
+    generation: int = 0
 
 
 def fingerprint_digest(fingerprint: str) -> bytes:
@@ -86,6 +90,7 @@ def seal(head: Head, payload: NDArray[np.uint8]) -> bytes:
         head.fingerprint,
         head.key,
         _NO_PARENT if head.parent is None else head.parent,
+        head.generation,
     )
     summed = fields + _PADDING
     return summed + _checksum(summed, payload)
@@ -125,11 +130,12 @@ def verify(
     *,
     fingerprint: bytes,
     key: PageKey,
+    generation: int = 0,
 ) -> Head:
     """Check a record read as ``head`` (4,080 bytes) and ``payload`` (the rest); nothing is changed.
 
-    Returns the head if the bytes are exactly what was written for ``key`` under ``fingerprint``; IntegrityError,
-    with the reason, for anything else.
+    Returns the head if the bytes are exactly what was written for ``key`` under ``fingerprint`` as ``generation``;
+    IntegrityError, with the reason, for anything else.
     """
     raw = bytes(head)
     found = parse(raw)
@@ -141,6 +147,8 @@ def verify(
         raise IntegrityError("record of another fingerprint")
     if found.key != key:
         raise IntegrityError("record of another key")
+    if found.generation != generation:
+        raise IntegrityError("record of another generation")
     return found
 
 
@@ -148,7 +156,7 @@ def parse(raw: bytes) -> Head:
     """Read a head's fields without its checksum. IntegrityError if they cannot be a head of this format."""
     if len(raw) != HEAD_NBYTES:
         raise IntegrityError(f"head of {len(raw)} bytes, not {HEAD_NBYTES}")
-    magic, version, codec, has_parent, _, raw_nbytes, stored_nbytes, fingerprint, key, parent = (
+    magic, version, codec, has_parent, _, raw_nbytes, stored_nbytes, fingerprint, key, parent, generation = (
         _FIELDS.unpack_from(raw)
     )
     if magic != _MAGIC or version != FORMAT_VERSION:
@@ -162,6 +170,7 @@ def parse(raw: bytes) -> Head:
         codec=Codec(codec),
         raw_nbytes=raw_nbytes,
         stored_nbytes=stored_nbytes,
+        generation=generation,
     )
 
 
