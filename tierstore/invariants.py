@@ -87,6 +87,8 @@ def _check_queues(residency: Residency, tier: Tier, table: TierTable) -> None:
     _require(set(table.droppable) == droppable, f"{tier.name}: droppable pages out of step")
     _require(set(table.dirty) == dirty, f"{tier.name}: unsaved evictable pages out of step")
     _require(set(table.mirrors) == mirrors, f"{tier.name}: mirrors out of step")
+    fleeting = {key for key in leaves if key in residency.memory_only}
+    _require(set(table.fleeting) == fleeting, f"{tier.name}: memory-only leaves out of step")
     _require(set(table.leaves) == leaves, f"{tier.name}: unsaved leaves out of step")
 
 

@@ -108,7 +108,9 @@ class Placement:
     def writing_behind(self) -> bool:
         """Whether sealed pages wait for a copy to HOST that HOST has room for."""
         host = self._tables.get(Tier.HOST)
-        return host is not None and any(self._has_spare(host, key) for key in islice(self._fresh, 1))
+        if host is None:
+            return False
+        return any(self._has_spare(host, key) for key in islice(self._fresh, BATCH_PAGES))
 
     @property
     def next_spill(self) -> float | None:
@@ -129,20 +131,25 @@ class Placement:
         for key in list(islice(self._fresh, BATCH_PAGES)):
             if not (self._tables[Tier.HBM].ready(key) and self._residency.unsaved(key, Tier.HBM)):
                 del self._fresh[key]
-            elif key in self.unwritten:
+            elif key in self.unwritten or self._waits_aside(host, key):
                 self._fresh[key] = self._fresh.pop(key)
             elif self._has_spare(host, key):
                 del self._fresh[key]
                 self.space.copy(key, Tier.HBM, Tier.HOST)
             else:
                 self.space.make_room(Tier.HOST, min(len(self._fresh), BATCH_PAGES), now)
+                self.space.give_way(Tier.HOST, now)
                 return False
         return 0 < len(self._fresh) < before
+
+    def _waits_aside(self, host: TierTable, key: PageKey) -> bool:
+        """A memory-only page for which HOST has no room keeps those that are to be stored from nothing."""
+        return key in self._residency.memory_only and not self._has_spare(host, key)
 
     def _has_spare(self, host: TierTable, key: PageKey) -> bool:
         """Whether HOST can take a copy made ahead of need: it never costs another page its last copy below HBM.
 
-        A memory-only page does give way to one on its way to disk: else those would not be saved in their time.
+        But memory-only pages give way to one that is to be stored: else it would not be written in its time.
         """
         if host.free:
             return True

@@ -399,6 +399,7 @@ class Residency:
             table.wait(copy, key, table.dirty)
             inner = self.lineage.has_children(key) and not _ready_in(self._above[tier], key)
             table.leaves.shift(copy.rank, key, offered=not inner)
+            table.fleeting.shift(copy.rank, key, offered=not inner and key in self.memory_only)
 
     def _rerank(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy, rank: int) -> None:
         if rank == copy.rank:

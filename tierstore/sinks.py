@@ -128,6 +128,9 @@ class Sinks:
         if self._space.copy(key, src, dst):
             return _Step.MOVING
         self._space.make_room(dst, 1, now)
+        to_be_stored = key not in self._residency.memory_only
+        if to_be_stored and self._space.give_way(dst, now) and self._space.copy(key, src, dst):
+            return _Step.MOVING
         further = self._space.below(dst)
         if self._space.blocked(dst, now) or (further is not None and self._space.stuck(dst, further, now)):
             return _Step.FAILED

@@ -67,6 +67,7 @@ class Space:
         below = self.below(tier)
         if below is None or self.room(tier) >= wanted:
             return
+        self.give_way(tier, now)
         if not self.stuck(tier, below, now):
             self.relieve(below, wanted - self.room(tier), now, tier)
             if not self.blocked(below, now):
@@ -81,6 +82,21 @@ class Space:
                 self.drop(key, above)
         if self.room(tier) < wanted:
             self._drop_mirrored_leaf(tier, below)
+
+    def give_way(self, tier: Tier, now: float) -> bool:
+        """Where a tier is full of memory-only pages that stay for those after them above, drops these, a batch at most.
+
+        Else they would keep from memory, and from the disk, what is or is to be stored. Whether there is room now.
+        """
+        if not self._tables[tier].inner or not self.blocked(tier, now):
+            return False
+        above = [(other, self._tables[other].fleeting) for other in self._tiers if other < tier]
+        for _ in range(BATCH_PAGES):
+            found = next(((key, other) for other, queue in above if (key := queue.first()) is not None), None)
+            if found is None or self.room(tier) > 0:
+                break
+            self.drop(*found)
+        return self.room(tier) > 0
 
     def blocked(self, tier: Tier, now: float) -> bool:
         """Whether the tier is full of pages that cannot leave, and nothing that moves will change that."""

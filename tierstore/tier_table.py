@@ -46,6 +46,8 @@ class TierTable:
         self.mirrors = VictimQueue()
         self.leaves = VictimQueue()
         """Those of ``dirty`` that can be dropped without cutting off other pages."""
+        self.fleeting = VictimQueue()
+        """Those of ``leaves`` that are memory-only."""
 
     def has_space(self, nbytes: int) -> bool:
         """Whether a slot for ``nbytes`` can be taken without an eviction."""
@@ -77,6 +79,11 @@ class TierTable:
         self.pinned += number if copy.pins else 0
         self.idle += number if copy.ready and not copy.pins else 0
 
+    @property
+    def inner(self) -> int:
+        """Copies that may leave only after pages that follow theirs."""
+        return self.idle - len(self.droppable) - len(self.dirty) - len(self.mirrors)
+
     def wait(self, copy: Copy, key: PageKey, queue: VictimQueue) -> None:
         """The copy may leave: it waits in this queue from now on and in none of the others."""
         rank = copy.rank
@@ -85,6 +92,7 @@ class TierTable:
                 other.withdraw(rank)
         if queue is not self.dirty:
             self.leaves.withdraw(rank)
+            self.fleeting.withdraw(rank)
         queue.offer(rank, key)
 
     def withdraw(self, copy: Copy) -> None:
@@ -93,3 +101,4 @@ class TierTable:
         self.dirty.withdraw(copy.rank)
         self.mirrors.withdraw(copy.rank)
         self.leaves.withdraw(copy.rank)
+        self.fleeting.withdraw(copy.rank)

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from tierstore import invariants
 from tierstore import store as store_module
 from tierstore.arrivals import Arrivals
 from tierstore.directory import Directory
 from tierstore.lease import Event, LeaseRecord
 from tierstore.leasing import Leasing
 from tierstore.loads import Load
+from tierstore.memory_only import MemoryOnly
 from tierstore.pending import PendingEvents
 from tierstore.residency import Residency
 from tierstore.tier_table import TierTable
@@ -177,6 +179,32 @@ def a_dropped_page_is_still_listed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Residency, "evict", half)
 
 
+def a_memory_only_page_is_stored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryOnly, "lowest_for", lambda self, key: self.lowest)
+
+
+def a_page_is_memory_only_until_its_first_copy_goes(patch: pytest.MonkeyPatch) -> None:
+    evict = Residency.evict
+
+    def forgetful(self: Residency, key: PageKey, tier: Tier) -> Any:
+        drop = evict(self, key, tier)
+        self.memory_only.forget(key)
+        return drop
+
+    patch.setattr(Residency, "evict", forgetful)
+
+
+def a_put_without_it_leaves_the_pages_before_memory_only(patch: pytest.MonkeyPatch) -> None:
+    def lift(self: MemoryOnly, limit: int) -> list[PageKey]:
+        lifted = list(self._lifting)
+        self._lifting.clear()
+        self.keys.difference_update(lifted)
+        return lifted
+
+    patch.setattr(MemoryOnly, "lift", lift)
+    patch.setattr(invariants, "_check_memory_only", lambda _: None)
+
+
 BUGS_IN_MEMORY: list[Plant] = [
     abort_frees_at_once,
     a_load_is_ready_when_it_is_submitted,
@@ -193,3 +221,9 @@ BUGS_IN_MEMORY: list[Plant] = [
 ]
 
 BUGS_ON_DISK: list[Plant] = [parents_are_lost_at_reopen, flush_does_not_wait, erased_records_stay_on_disk]
+
+BUGS_OF_SECRETS: list[Plant] = [
+    a_memory_only_page_is_stored,
+    a_page_is_memory_only_until_its_first_copy_goes,
+    a_put_without_it_leaves_the_pages_before_memory_only,
+]

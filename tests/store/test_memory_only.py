@@ -185,6 +185,7 @@ def test_ordinary_pages_reach_the_disk_in_their_time_though_host_is_full_of_memo
     write_secret(store, chain(2, "secret"))
     store.demote(chain(2, "secret"), Tier.HOST)
     assert store.drain(PATIENCE_S)
+    write_secret(store, chain(2, "waiting"))
     key = chain(1, "other")[0]
     write(store, [key])
     for _ in range(10):
@@ -193,6 +194,34 @@ def test_ordinary_pages_reach_the_disk_in_their_time_though_host_is_full_of_memo
         assert store.drain(PATIENCE_S)
     assert Tier.NVME in where(store, key)
     store.check()
+    bench.close()
+
+
+def keep_the_head_in_host_and_the_tail_in_hbm(bench: Bench, keys: list[PageKey]) -> None:
+    write_secret(bench.store, keys)
+    bench.store.demote(keys[:1], Tier.HOST)
+    assert bench.store.drain(PATIENCE_S)
+    assert [where(bench.store, key) for key in keys] == [{Tier.HOST: "ready"}, {Tier.HBM: "ready"}]
+
+
+def test_memory_only_pages_do_not_keep_others_from_the_disk(disk: Path) -> None:
+    bench = open_bench(tiers(4, 1, disk), SPEC)
+    keep_the_head_in_host_and_the_tail_in_hbm(bench, chain(2, "secret"))
+    write(bench.store, chain(2, "other"))
+    bench.store.flush()
+    assert all(Tier.NVME in where(bench.store, key) for key in chain(2, "other"))
+    bench.store.check()
+    bench.close()
+
+
+def test_memory_only_pages_do_not_keep_others_from_being_loaded(disk: Path) -> None:
+    bench = open_bench(tiers(4, 1, disk), SPEC)
+    write(bench.store, chain(2, "other"))
+    bench.store.demote(chain(2, "other"), Tier.NVME)
+    assert bench.store.drain(PATIENCE_S)
+    keep_the_head_in_host_and_the_tail_in_hbm(bench, chain(2, "secret"))
+    assert read(bench.store, chain(2, "other")) == 2
+    bench.store.check()
     bench.close()
 
 

@@ -1,0 +1,50 @@
+"""The store's state machine with callers whose pages must never touch the disk."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+from tests.store.machine import StoreMachine, prefixes, sequences
+from tierstore.errors import CapacityError
+from tierstore.types import LeaseState, PageKey
+
+
+class SecretMachine(StoreMachine):
+    """What is put with ``memory_only`` besides what is put without."""
+
+    @rule(keys=prefixes)
+    def write_secret(self, keys: list[PageKey]) -> None:
+        self.write(keys, secret=True)
+
+    @rule(keys=prefixes, under=st.booleans(), late=st.booleans())
+    def put_secret(self, keys: list[PageKey], under: bool, late: bool) -> None:
+        self.put(keys, under, late, secret=True)
+
+    @rule(
+        keys=sequences,
+        held=st.integers(1, 2),
+        begun=st.booleans(),
+        secret=st.booleans(),
+        flush=st.booleans(),
+    )
+    def write_the_next_page(
+        self, keys: list[PageKey], held: int, begun: bool, secret: bool, flush: bool
+    ) -> None:
+        """A request that finds the first pages of a sequence writes the one after them."""
+        if held >= len(keys):
+            return
+        if begun:
+            self.write(keys[:held], secret=True)
+        following = keys[held : held + 1]
+        with self.running.store.acquire(keys[:held]) as lease, suppress(CapacityError):
+            if lease.wait(0.0) is not LeaseState.READY or lease.missing:
+                return
+            slots = self.take(1)
+            self.fill(following, slots)
+            self.running.store.put(following, slots, lease=lease, memory_only=secret)
+            self.was_put(following, keys[: held + 1], secret)
+        if flush and self.roomy:
+            self.flush()
