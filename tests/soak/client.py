@@ -1,0 +1,127 @@
+"""One client process: opens the store, reads back what it is offered, acts for a while under faults, ends cleanly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from time import monotonic
+from typing import Any, Protocol
+
+from tests.soak.account import Account, Overdue, WrongBytes, rss_nbytes, say
+from tests.soak.engine_owned import EngineClient
+from tests.soak.faults import Trouble
+from tests.soak.own import OwnClient
+from tests.support.bench import Bench
+from tierstore.store import TierStore
+
+_TELL_S = 0.5
+WRONG, HANGS, FAILED = 3, 4, 1
+"""Exit statuses of a client."""
+
+
+class Client(Protocol):
+    """What plays on one open store. ``hand`` makes what one of its threads needs for ``act``."""
+
+    bench: Bench
+    trouble: Trouble | None
+    threads: int
+
+    def read_back(self) -> int: ...
+    def plant(self) -> None: ...
+    def hand(self, seed: str) -> Any: ...
+    def act(self, hand: Any) -> None: ...
+    def rest(self, hand: Any) -> None: ...
+    def finish(self) -> None: ...
+
+
+def _llama(home: Path, seed: int, account: Account) -> Client:
+    from tests.soak.llama import LlamaClient  # transformers takes seconds to import
+
+    return LlamaClient(home, seed, account)
+
+
+KINDS: dict[str, Callable[[Path, int, Account], Client]] = {
+    "own": OwnClient,
+    "forks": lambda home, seed, account: OwnClient(home, seed, account, forks=True),
+    "engine": EngineClient,
+    "llama": _llama,
+    "alone": lambda home, seed, account: OwnClient(home, seed, account, threads=1),
+}
+"""``alone``: the one that lives as long as the soak, beside the others, on a store of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """Who a client is. Equal roles on equal directories make the same choices, as far as threads allow."""
+
+    kind: str
+    profile: str
+    seed: int
+    seconds: float
+    plant: bool = False
+
+
+def run(role: Role, home: Path) -> int:
+    """Plays a client to its end and says so in lines of JSON; its exit status."""
+    try:
+        _run(role, home)
+    except WrongBytes as error:
+        say(failed=str(error))
+        return WRONG
+    except Overdue as error:
+        say(failed=str(error))
+        return HANGS
+    return 0
+
+
+def _run(role: Role, home: Path) -> None:
+    account = Account()
+    client = KINDS[role.kind](home, role.seed, account)
+    store = client.bench.store
+    account.count("pages", "read back", client.read_back())
+    _tell(account, store, ready=True)
+    if role.plant:
+        client.plant()
+    trouble = Trouble(client.bench, home, role.profile, role.seed, role.seconds, account)
+    client.trouble = trouble
+    with trouble:
+        start = _act(client, role, account)
+    client.finish()
+    _tell(account, store)
+    store.close(timeout_s=2.0 if trouble.losing else 30.0)
+    say(closed=True, rss={"start": start, "end": rss_nbytes()})
+
+
+def _act(client: Client, role: Role, account: Account) -> int:
+    """Lets the client's threads act; bytes in memory after the first quarter of the time."""
+    end = monotonic() + role.seconds
+    errors: list[BaseException] = []
+
+    def work(index: int) -> None:
+        hand = client.hand(f"{role.seed} {index}")
+        try:
+            while monotonic() < end and not errors:
+                client.act(hand)
+            client.rest(hand)
+        except BaseException as error:  # noqa: BLE001  carried to the client's own thread
+            errors.append(error)
+
+    threads = [Thread(target=work, args=(i,), name=f"soak-{i}") for i in range(client.threads)]
+    for thread in threads:
+        thread.start()
+    warm = rss_nbytes()
+    while any(thread.is_alive() for thread in threads):
+        threads[0].join(_TELL_S) if threads[0].is_alive() else threads[-1].join(_TELL_S)
+        _tell(account, client.bench.store)
+        if monotonic() < end - 0.75 * role.seconds:
+            warm = rss_nbytes()
+    if errors:
+        raise errors[0]
+    return warm
+
+
+def _tell(account: Account, store: TierStore, **more: object) -> None:
+    counters: Any = store.stats()["counters"]
+    say(counts=account.snapshot() | {"misses": counters["misses_pages"]}, **more)

@@ -1,0 +1,130 @@
+"""Clients that own HBM themselves: pages are copied out of an engine's slots and into them, each slot comes back."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from tests.soak.account import Account, WrongBytes
+from tests.soak.faults import Trouble
+from tests.soak.own import DOCUMENTS, SECRETS
+from tests.soak.waiting import losing, wait_final, wait_idle
+from tests.support.bench import Bench, open_bench
+from tests.support.engine import ENGINES, SLOTS
+from tests.support.pages import SPEC, tiers
+from tierstore.types import LeaseState, PageKey, Tier
+
+
+class EngineClient:
+    """One thread, as engines have. ``_free`` are the engine's own slots; the store uses the others."""
+
+    threads = 1
+
+    def __init__(self, home: Path, seed: int, account: Account) -> None:
+        config = tiers(SLOTS, 10, home, nvme_pages=40, hbm_more={"owner": "engine"})
+        self.bench: Bench = open_bench(config, SPEC, pump=True, spill=True)
+        self.trouble: Trouble | None = None
+        self._store = self.bench.store
+        self._account = account
+        self._engine = ENGINES[seed % len(ENGINES)]()
+        self._free = list(range(SLOTS))
+        self._in_doubt: set[int] = set()
+        """Slots of leases that were released before they were final."""
+        self._store.register(self._engine.pages)
+
+    def read_back(self) -> int:
+        """Reads everything an earlier process left; pages served."""
+        for keys in SECRETS:
+            if any(self._store.match([key]).num_pages for key in keys):
+                raise WrongBytes("a memory-only page is offered after a restart")
+        served = 0
+        for keys in DOCUMENTS:
+            for start in range(0, len(keys), SLOTS):
+                served += self._load(keys[start : start + SLOTS], None)
+        return served
+
+    def plant(self) -> None:
+        """Not for this kind."""
+        raise NotImplementedError
+
+    def hand(self, seed: str) -> random.Random:
+        """The thread's chance."""
+        return random.Random(seed)
+
+    def act(self, chance: random.Random) -> None:
+        """One step of an engine."""
+        self._take_back()
+        keys: list[PageKey] = chance.choice(DOCUMENTS if chance.random() < 0.8 else SECRETS)
+        keys = keys[: chance.randint(1, max(1, len(self._free)))]
+        dice = chance.random()
+        name = (
+            "put"
+            if dice < 0.4
+            else "load"
+            if dice < 0.8
+            else "load in part"
+            if dice < 0.85
+            else "demote, evict"
+        )
+        self._account.count("actions", f"engine: {name}")
+        if name == "demote, evict":
+            self._store.demote(keys, chance.choice([Tier.HOST, Tier.NVME]))
+            self._store.evict(keys[chance.randint(0, 3) :], chance.choice([None, Tier.HOST, Tier.NVME]))
+        elif len(self._free) < len(keys):
+            self._wait_for_all()
+        elif name == "put":
+            self._put(keys)
+        elif name == "load":
+            self._load(keys, chance.choice([None, None, 0.01]))
+        else:
+            self._give_up_a_load(keys)
+
+    def rest(self, chance: random.Random) -> None:
+        """Nothing is kept between actions."""
+
+    def finish(self) -> None:
+        """Every slot comes back, unless acknowledgements were lost."""
+        self._store.check()
+        if not losing(self.trouble):
+            self._wait_for_all()
+            assert sorted(self._free) == list(range(SLOTS)), f"slots came back: {sorted(self._free)}"
+            self._store.check()
+
+    def _put(self, keys: list[PageKey]) -> None:
+        slots = [self._free.pop() for _ in keys]
+        for key, slot in zip(keys, slots, strict=True):
+            self._engine.fill(slot, key)
+        self._store.put(keys, slots, memory_only=keys[0] in {chain[0] for chain in SECRETS})
+
+    def _load(self, keys: list[PageKey], deadline_s: float | None) -> int:
+        slots = [self._free.pop() for _ in keys]
+        with self._store.acquire(keys, deadline_s, into=slots) as lease:
+            if wait_final(lease, self.trouble) is LeaseState.PENDING:
+                self._in_doubt.update(slots)
+                return 0
+            for key, slot in zip(keys, lease.slots, strict=False):
+                if not self._engine.holds(slot, key):
+                    raise WrongBytes(f"wrong bytes in page {key.hex()}")
+            served = lease.num_pages
+        self._account.count("pages", "checked", served)
+        self._free += slots
+        return served
+
+    def _give_up_a_load(self, keys: list[PageKey]) -> None:
+        slots = [self._free.pop() for _ in keys]
+        self._store.acquire(keys, into=slots).release()
+        self._in_doubt.update(slots)
+
+    def _take_back(self) -> None:
+        """The slots that the store says no copy uses any more."""
+        came = self._store.poll()
+        self._in_doubt.difference_update(came)
+        self._free += came
+
+    def _wait_for_all(self) -> None:
+        """With nothing under way, no slot is in use."""
+        idle = wait_idle(self._store, self.trouble)
+        self._take_back()
+        if idle:
+            self._free += sorted(self._in_doubt)
+            self._in_doubt.clear()

@@ -1,0 +1,280 @@
+"""Clients whose store owns HBM: everything a caller may do, by several threads, on tiers that are far too small."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.soak.account import PATIENCE_S, Account, Overdue, WrongBytes
+from tests.soak.faults import Trouble
+from tests.soak.waiting import losing, wait_final
+from tests.support.bench import Bench, open_bench
+from tests.support.events import ManualEvent
+from tests.support.pages import SPEC, chain, fill, page_tensor, require_nothing_held, same, tiers
+from tierstore.errors import CapacityError, StoreClosed
+from tierstore.lease import Lease
+from tierstore.types import Hint, LeaseState, PageKey, Tier
+
+DOCUMENTS = [chain(length, f"doc{length}") for length in range(1, 13)]
+SECRETS = [chain(length, f"secret{length}") for length in (1, 3, 5)]
+"""Put with memory_only and never without it: no later process may be offered one of their pages."""
+
+
+@dataclass
+class Hand:
+    """One thread of a client: its chance, and the leases it keeps between actions."""
+
+    chance: random.Random
+    held: list[Lease] = field(default_factory=list)
+
+
+class OwnClient:
+    """Random calls. ``forks``: children are forked in between, which may do nothing and harm nothing."""
+
+    def __init__(
+        self, home: Path, seed: int, account: Account, *, threads: int = 4, forks: bool = False
+    ) -> None:
+        self.bench: Bench = open_bench(tiers(6, 10, home, nvme_pages=40), SPEC, pump=True, spill=True)
+        self.trouble: Trouble | None = None
+        self.threads = threads
+        self._store = self.bench.store
+        self._account = account
+        self._children: list[tuple[int, float]] = []
+        self._revision = 0
+        self._actions: list[tuple[int, str, Callable[[Hand], None]]] = [
+            (25, "write", self._write),
+            (4, "write with a gap", self._write_apart),
+            (4, "write late", self._write_late),
+            (5, "write memory-only", self._write_secret),
+            (30, "read", self._read),
+            (4, "read memory-only", self._read_secret),
+            (8, "hold", self._hold),
+            (6, "let go", self._let_go),
+            (7, "demote", self._demote),
+            (6, "evict", self._evict),
+            (3, "hint", self._hint),
+            (3, "allocate and free", self._allocate),
+            (1, "flush", self._flush),
+            (2, "look", self._look),
+            (3 if forks else 0, "fork", self._fork),
+        ]
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def read_back(self) -> int:
+        """Reads everything an earlier process left; pages served."""
+        for keys in SECRETS:
+            if any(self._store.match([key]).num_pages for key in keys):
+                raise WrongBytes("a memory-only page is offered after a restart")
+        return sum(self._served(keys) for keys in DOCUMENTS)
+
+    def plant(self) -> None:
+        """For tests of the soak itself: a page with a wrong byte, and what must come of it."""
+        slots = self._store.allocate(1)
+        fill(self._store, DOCUMENTS[0], slots)
+        page_tensor(self._store)[slots[0]].view(-1)[5] = 1234.0
+        self._store.evict(DOCUMENTS[0])
+        self._store.put(DOCUMENTS[0], slots)
+        self._served(DOCUMENTS[0])
+        raise AssertionError("a planted wrong byte was not noticed")
+
+    def _served(self, keys: Sequence[PageKey]) -> int:
+        with self._store.acquire(keys) as lease:
+            self._require_right(lease)
+            return lease.num_pages
+
+    def hand(self, seed: str) -> Hand:
+        """What one thread has."""
+        return Hand(random.Random(seed))
+
+    def act(self, hand: Hand) -> None:
+        """One random thing that a caller may do."""
+        weights = [weight for weight, _, _ in self._actions]
+        _, name, action = hand.chance.choices(self._actions, weights)[0]
+        self._account.count("actions", name)
+        try:
+            action(hand)
+        except CapacityError:
+            self._account.count("no room", name)
+            for lease in hand.held:  # nobody holds pages while waiting for others
+                self._end(lease)
+            hand.held.clear()
+            time.sleep(0.001)
+
+    def rest(self, hand: Hand) -> None:
+        """The thread ends: it gives everything back."""
+        for lease in hand.held:
+            self._end(lease)
+        hand.held.clear()
+
+    def finish(self) -> None:
+        """After all threads: nothing may have leaked. Nothing can be said once acknowledgements were lost."""
+        for child, deadline in self._children:
+            self._reap(child, deadline)
+        self._store.check()
+        if not losing(self.trouble):
+            require_nothing_held(self._store, PATIENCE_S)
+
+    # -- what callers do ----------------------------------------------------------------------------------------
+
+    def _prefix(self, hand: Hand) -> list[PageKey]:
+        keys: list[PageKey] = hand.chance.choice(DOCUMENTS)
+        return keys[: hand.chance.randint(1, 12)]
+
+    def _write(self, hand: Hand) -> None:
+        self._write_in_steps(hand, self._prefix(hand), memory_only=False)
+
+    def _write_secret(self, hand: Hand) -> None:
+        self._write_in_steps(hand, hand.chance.choice(SECRETS), memory_only=True)
+
+    def _write_in_steps(self, hand: Hand, keys: Sequence[PageKey], memory_only: bool) -> None:
+        """Page by page, each under a lease of the one before."""
+        for i, key in enumerate(keys):
+            with self._store.acquire(keys[max(0, i - 1) : i]) as lease:
+                wait_final(lease, self.trouble)
+                slots = self._store.allocate(1, hand.chance.choice([0.0, 0.05, 0.2]))
+                fill(self._store, [key], slots)
+                self._store.put([key], slots, lease=lease, memory_only=memory_only)
+
+    def _write_apart(self, hand: Hand) -> None:
+        """A piece out of the middle: its beginning may never have been there, or is gone."""
+        keys = hand.chance.choice(DOCUMENTS)
+        start = hand.chance.randrange(len(keys))
+        keys = keys[start : start + hand.chance.randint(1, 3)]
+        slots = self._store.allocate(len(keys), timeout_s=0.05)
+        fill(self._store, keys, slots)
+        self._store.put(keys, slots)
+
+    def _write_late(self, hand: Hand) -> None:
+        """Sealed first, written afterwards: nobody may read or copy it before the event."""
+        keys = self._prefix(hand)[:2]
+        slots = self._store.allocate(len(keys), timeout_s=0.05)
+        event = ManualEvent()
+        try:
+            self._store.put(keys, slots, after=event)
+            time.sleep(hand.chance.choice([0.0, 0.002]))
+            fill(self._store, keys, slots)
+        finally:
+            event.happen()
+
+    def _read(self, hand: Hand) -> None:
+        keys = self._prefix(hand)
+        with self._store.acquire(keys, deadline_s=hand.chance.choice([None, None, 0.01])) as lease:
+            if hand.chance.random() < 0.7:
+                self._require_right(lease)
+
+    def _read_secret(self, hand: Hand) -> None:
+        self._served(hand.chance.choice(SECRETS))
+
+    def _hold(self, hand: Hand) -> None:
+        """A page or two, kept while others evict and push."""
+        if not hand.held:
+            hand.held.append(self._store.acquire(self._prefix(hand)[: hand.chance.randint(1, 2)]))
+
+    def _let_go(self, hand: Hand) -> None:
+        if hand.held:
+            self._end(hand.held.pop())
+
+    def _end(self, lease: Lease) -> None:
+        self._require_right(lease)
+        lease.release()
+
+    def _demote(self, hand: Hand) -> None:
+        self._store.demote(self._prefix(hand), hand.chance.choice([Tier.HOST, Tier.NVME]))
+
+    def _evict(self, hand: Hand) -> None:
+        keys = self._prefix(hand)[hand.chance.choice([0, 1, 3]) :]
+        self._store.evict(keys, hand.chance.choice([None, Tier.HBM, Tier.HOST, Tier.NVME]))
+
+    def _hint(self, hand: Hand) -> None:
+        self._revision += 1
+        need = hand.chance.choice(["wont_need", "retain"])
+        keys = tuple(self._prefix(hand))
+        self._store.hint(Hint("soak", self._revision, keys, need, ttl_s=0.5))  # type: ignore[arg-type]
+
+    def _allocate(self, hand: Hand) -> None:
+        slots = self._store.allocate(hand.chance.randint(1, 3), hand.chance.choice([0.0, 0.05]))
+        self._store.free(slots)
+
+    def _flush(self, hand: Hand) -> None:
+        if not losing(self.trouble):
+            self._store.flush()
+
+    def _look(self, hand: Hand) -> None:
+        self._store.check()
+        self._store.explain(self._prefix(hand))
+        self._store.metrics.text()
+
+    # -- children -----------------------------------------------------------------------------------------------
+
+    def _fork(self, hand: Hand) -> None:
+        """A child that is refused everything; it ends by itself, is killed, or lives on for a moment."""
+        self._reap_some()
+        how = hand.chance.choice(["ends", "ends", "is killed", "lives on"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: the point
+            child = os.fork()
+        if child == 0:
+            self._be_a_child(how)
+        self._children.append((child, time.monotonic() + PATIENCE_S))
+
+    def _be_a_child(self, how: str) -> None:
+        refused = 0
+        for call in (
+            lambda: self._store.match(DOCUMENTS[0]),
+            lambda: self._store.acquire(DOCUMENTS[0]),
+            lambda: self._store.allocate(1),
+            lambda: self._store.evict(DOCUMENTS[0]),
+            self._store.flush,
+        ):
+            try:
+                call()
+            except StoreClosed:
+                refused += 1
+        self._store.close()
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "lives on":
+            time.sleep(1.0)
+        os._exit(0 if refused == 5 else 1)
+
+    def _reap_some(self) -> None:
+        children, self._children = self._children, []
+        for child, deadline in children:
+            if not self._ended(child):
+                if time.monotonic() > deadline:
+                    raise Overdue("a forked child does not end")
+                self._children.append((child, deadline))
+
+    def _reap(self, child: int, deadline: float) -> None:
+        while not self._ended(child):
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+                raise Overdue("a forked child does not end")
+            time.sleep(0.01)
+
+    def _ended(self, child: int) -> bool:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done and os.waitstatus_to_exitcode(status) not in (0, -signal.SIGKILL):
+            raise AssertionError("a forked child was not refused everything")
+        return done != 0
+
+    # -- what always holds --------------------------------------------------------------------------------------
+
+    def _require_right(self, lease: Lease) -> None:
+        if wait_final(lease, self.trouble) is not LeaseState.READY:
+            return
+        written = lease.ready(0)
+        if written is not None:
+            written.synchronize()
+        pages = page_tensor(self._store)
+        for key, slot in zip(lease.keys, lease.slots, strict=False):
+            if not same(pages[slot], key):
+                raise WrongBytes(f"wrong bytes in page {key.hex()}")
+        self._account.count("pages", "checked", lease.num_pages)

@@ -1,0 +1,116 @@
+"""One client process as its parent sees it: what it says, when it is ready, how it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event, Thread
+from typing import IO, Any
+
+from tests.soak.account import PATIENCE_S
+from tests.soak.client import HANGS, WRONG, Role
+
+CHECKOUT = Path(__file__).parents[2]
+_ENDS_WITHIN_S = 2 * PATIENCE_S + 60.0
+"""A client that is overdue says so itself; this is for one that cannot."""
+
+
+@dataclass
+class Ending:
+    """How a client ended. ``how``: closed, killed, wrong bytes, hang or failed; ``last`` its last counts."""
+
+    how: str
+    why: str = ""
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)
+    rss: dict[str, int] | None = None
+
+
+class Playing:
+    """A running client; its output is read as it comes."""
+
+    def __init__(self, role: Role, home: Path) -> None:
+        self.role = role
+        self.home = home
+        self._ready = Event()
+        self._said: dict[str, Any] = {}
+        self._errors: list[str] = []
+        command = [sys.executable, "-m", "tests.soak", "--client", str(home), *arguments(role)]
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=CHECKOUT
+        )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._readers = [
+            Thread(target=self._listen, args=(self._process.stdout,), daemon=True),
+            Thread(target=self._collect, args=(self._process.stderr,), daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def kill_after(self, seconds: float, *, ready: bool) -> Ending:
+        """SIGKILL after so many seconds of acting, or of starting; how it ended, if it ended before."""
+        if ready and not self._wait_ready():
+            return self.end()
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._ending("killed")
+        return self.end()
+
+    def end(self, more_s: float = 0.0) -> Ending:
+        """Waits for the client's own end."""
+        try:
+            self._process.wait(self.role.seconds + more_s + _ENDS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGUSR1)  # prints where all its threads are
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(2.0)
+            self._process.kill()
+            return self._ending("hang")
+        how = {0: "closed", WRONG: "wrong bytes", HANGS: "hang"}.get(self._process.returncode, "failed")
+        return self._ending(how)
+
+    def kill(self) -> None:
+        """Ends it, whatever it does."""
+        self._process.kill()
+        self._process.wait()
+
+    def _wait_ready(self) -> bool:
+        """Whether it has read everything back; False once it has ended or is overdue."""
+        for _ in range(int(_ENDS_WITHIN_S / 0.1)):
+            if self._ready.wait(0.1) or self._process.poll() is not None:
+                return self._ready.is_set()
+        return False
+
+    def _ending(self, how: str) -> Ending:
+        self._process.wait()
+        for reader in self._readers:
+            reader.join(PATIENCE_S)
+        why = str(self._said.get("failed", "")) or f"exit status {self._process.returncode}"
+        if how not in ("closed", "killed"):
+            why += "\n" + "".join(self._errors[-60:])
+        return Ending(how, why, self._said.get("counts", {}), self._said.get("rss"))
+
+    def _listen(self, lines: IO[str]) -> None:
+        for line in lines:
+            if line.endswith("\n"):  # a kill may cut the last one
+                self._said.update(json.loads(line))
+                if self._said.get("ready"):
+                    self._ready.set()
+
+    def _collect(self, lines: IO[str]) -> None:
+        for line in lines:
+            self._errors.append(line)
+            del self._errors[:-200]
+
+
+def arguments(role: Role) -> list[str]:
+    """What plays this client again."""
+    named = ["--kind", role.kind, "--profile", role.profile, "--seed", str(role.seed)]
+    return [*named, "--seconds", str(role.seconds), *(["--plant"] if role.plant else [])]
