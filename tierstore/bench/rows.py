@@ -15,17 +15,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. ``goal`` is the most it should be; None: it is only told."""
+    """One figure. ``goal`` is the most it should be, ``at_least`` the least; neither: it is only told."""
 
     what: str
     value: float
     unit: str
     goal: float | None = None
+    at_least: float | None = None
 
     @property
     def ok(self) -> bool:
         """Whether the goal is met."""
+        if self.at_least is not None and self.value < self.at_least:
+            return False
         return self.goal is None or self.value <= self.goal
+
+    @property
+    def goal_text(self) -> str:
+        """The goal in words of arithmetic, "" where there is none."""
+        if self.at_least is not None:
+            return f">= {self.at_least:g}"
+        return "" if self.goal is None else f"<= {self.goal:g}"
 
     def plain(self) -> dict[str, object]:
         """For JSON."""
@@ -33,7 +43,7 @@ class Row:
             "what": self.what,
             "value": self.value,
             "unit": self.unit,
-            "goal": self.goal,
+            "goal": self.goal if self.at_least is None else self.at_least,
             "ok": self.ok,
         }
 
@@ -46,6 +56,11 @@ def best_of(times: int, act: Callable[[], object]) -> float:
         act()
         seconds.append(perf_counter() - start)
     return min(seconds)
+
+
+def load_average() -> float:
+    """Runnable threads of the whole machine, averaged over a minute: above the cores' number figures are worth less."""
+    return os.getloadavg()[0]
 
 
 def device() -> str:
