@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
+
+from tests.support import pages
 
 settings.register_profile("same-every-time", derandomize=True)
 settings.load_profile("same-every-time")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--hbm-device", default="cpu", help="device of the HBM tier in tests of the store")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    pages.DEVICE = config.getoption("--hbm-device")

@@ -12,10 +12,11 @@ import torch
 
 from tierstore.directory import Directory
 from tierstore.errors import ConfigError
-from tierstore.gpu.copy_engine import CpuCopyEngine
+from tierstore.gpu.device import CpuDevice, open_device, pinner, require_device
 from tierstore.gpu.pool import CpuPool
 from tierstore.host.arena import HostArena
 from tierstore.host.memory import available_nbytes
+from tierstore.host.pinning import FIRST_NBYTES
 from tierstore.metrics import Metrics
 from tierstore.mover import Mover
 from tierstore.nvme.tier import NvmeTier
@@ -26,11 +27,15 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tierstore.config import NvmeConfig, StoreConfig
+    from tierstore.config import HostConfig, NvmeConfig, StoreConfig
+    from tierstore.gpu.device import HbmDevice
+    from tierstore.gpu.pool import OwnPool
     from tierstore.layout import PageLayout
     from tierstore.mover import SlotBytes
 
 _log = logging.getLogger(__name__)
+
+_PIN_PATIENCE_S = 600.0
 
 
 @dataclass
@@ -38,7 +43,8 @@ class Parts:
     """Everything a store is made of. ``pool`` is None where an engine owns HBM."""
 
     layout: PageLayout
-    pool: CpuPool | None
+    device: HbmDevice
+    pool: OwnPool | None
     arena: HostArena | None
     nvme: NvmeTier | None
     directory: Directory
@@ -49,13 +55,19 @@ class Parts:
 def assemble(config: StoreConfig, layout: PageLayout, wake: Callable[[], None]) -> Parts:
     """Opens every tier the configuration names. ConfigError changes nothing."""
     check_sections(config, layout)
+    device: HbmDevice = CpuDevice() if config.hbm is None else open_device(config.hbm.device)
     hbm_slots = slots_of("hbm", config.hbm.capacity if owns_hbm(config) and config.hbm else None, layout)
     host_slots = slots_of("host", config.host.capacity if config.host else None, layout)
-    check_memory(layout, hbm_slots, host_slots)
-    pool = None if hbm_slots is None else CpuPool(layout, hbm_slots)
-    arena = None if host_slots is None else HostArena(layout, host_slots)
+    check_memory(layout, hbm_slots if device.available_nbytes() is None else None, host_slots)
+    check_device_memory(layout, hbm_slots, device)
+    pool = None if hbm_slots is None else device.open_pool(layout, hbm_slots)
+    arena = (
+        None if host_slots is None or config.host is None else _arena(config, config.host, layout, host_slots)
+    )
     nvme = None if config.nvme is None else _open_nvme(config.nvme, layout, wake)
     metrics = Metrics()
+    if arena is not None:
+        metrics.watch_pinned(arena.pinned_nbytes)
     directory = Directory(
         _tables(config, pool, arena, nvme),
         metrics,
@@ -66,7 +78,8 @@ def assemble(config: StoreConfig, layout: PageLayout, wake: Callable[[], None]) 
     if nvme is not None:
         with _collector_paused():
             directory.residency.load(Tier.NVME, nvme.records())
-    return Parts(layout, pool, arena, nvme, directory, _mover(layout, pool, arena, nvme, wake), metrics)
+    mover = _mover(layout, device, pool, arena, nvme, wake)
+    return Parts(layout, device, pool, arena, nvme, directory, mover, metrics)
 
 
 def owns_hbm(config: StoreConfig) -> bool:
@@ -76,18 +89,39 @@ def owns_hbm(config: StoreConfig) -> bool:
 
 def _mover(
     layout: PageLayout,
-    pool: CpuPool | None,
+    device: HbmDevice,
+    pool: OwnPool | None,
     arena: HostArena | None,
     nvme: NvmeTier | None,
     wake: Callable[[], None],
 ) -> Mover:
     memory: dict[Tier, SlotBytes] = {}
-    if pool is not None:
+    if isinstance(pool, CpuPool):
         memory[Tier.HBM] = pool
     if arena is not None:
         memory[Tier.HOST] = arena
-    copies = CpuCopyEngine(pool, arena, layout.page_nbytes, wake) if pool and arena else None
+    copies = device.open_copies(pool, arena, layout, wake) if pool and arena else None
     return Mover(memory, copies, nvme)
+
+
+def _arena(config: StoreConfig, host: HostConfig, layout: PageLayout, num_slots: int) -> HostArena:
+    """Page-locked where the configuration asks for it: a first part now, the rest in the background or, if it must
+    be, now too. ConfigError if it must be and cannot."""
+    device = "cpu" if config.hbm is None else config.hbm.device
+    if host.pin == "never" or (host.pin == "auto" and device == "cpu"):
+        return HostArena(layout, num_slots)
+    arena = HostArena(layout, num_slots, pinner(device))
+    first = max(1, FIRST_NBYTES // layout.slot_nbytes)
+    if (
+        not arena.wait_pinned(num_slots if host.pin == "always" else first, _PIN_PATIENCE_S)
+        and host.pin == "always"
+    ):
+        why = arena.refused
+        arena.close()
+        raise ConfigError(
+            f"host.pin is 'always', but page-locking {arena.nbytes} bytes failed: {why}; allowed: auto, never"
+        )
+    return arena
 
 
 @contextmanager
@@ -115,22 +149,19 @@ def check_sections(config: StoreConfig, layout: PageLayout) -> None:
             "host is missing; without HBM of its own the store serves an engine, and copies through host memory; "
             "allowed: an hbm section, or a host section with a capacity"
         )
-    if config.hbm is not None and config.hbm.device != "cpu":
-        _refuse_device(config.hbm.device)
+    if config.hbm is not None:
+        require_device(config.hbm.device)
+        if config.hbm.device != "cpu" and config.host is None and config.nvme is not None:
+            raise ConfigError(
+                f"host is missing; pages go between hbm.device {config.hbm.device!r} and the disk through host memory; "
+                "allowed: a host section with a capacity"
+            )
     if config.prefetch is not None:
         _log.info("the prefetch section is for an attached prefetcher; this version has none")
     if config.host is not None and config.host.pin == "always" and not torch.cuda.is_available():
         raise ConfigError(
             "host.pin is 'always', but no CUDA device is there to pin for; allowed here: auto, never"
         )
-
-
-def _refuse_device(device: str) -> None:
-    if not torch.cuda.is_available():
-        raise ConfigError(f"hbm.device is {device!r}, but torch finds no CUDA device; allowed here: cpu")
-    raise ConfigError(
-        f"hbm.device is {device!r}; allowed in this version: cpu (the CUDA copy engine comes later)"
-    )
 
 
 def slots_of(section: str, capacity: int | None, layout: PageLayout) -> int | None:
@@ -158,6 +189,17 @@ def check_memory(layout: PageLayout, hbm_slots: int | None, host_slots: int | No
     )
 
 
+def check_device_memory(layout: PageLayout, hbm_slots: int | None, device: HbmDevice) -> None:
+    """ConfigError if so many slots need more than is free on the device now."""
+    available = device.available_nbytes()
+    if hbm_slots is None or available is None or hbm_slots * layout.slot_nbytes <= available:
+        return
+    raise ConfigError(
+        f"hbm.capacity needs {hbm_slots * layout.slot_nbytes} bytes of device memory; "
+        f"allowed: at most {available} that are free"
+    )
+
+
 def _open_nvme(config: NvmeConfig, layout: PageLayout, wake: Callable[[], None]) -> NvmeTier:
     return NvmeTier.open(
         config.path,
@@ -171,7 +213,7 @@ def _open_nvme(config: NvmeConfig, layout: PageLayout, wake: Callable[[], None])
 
 
 def _tables(
-    config: StoreConfig, pool: CpuPool | None, arena: HostArena | None, nvme: NvmeTier | None
+    config: StoreConfig, pool: OwnPool | None, arena: HostArena | None, nvme: NvmeTier | None
 ) -> dict[Tier, TierTable]:
     tables: dict[Tier, TierTable] = {}
     if config.hbm is not None and pool is not None:

@@ -10,7 +10,7 @@ from tierstore.traffic import BATCH_PAGES
 from tierstore.types import LeaseState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tierstore.directory import Directory
     from tierstore.metrics import Metrics
@@ -29,7 +29,10 @@ class Holding:
         progress: Progress,
         metrics: Metrics,
         num_layers: int,
+        last_use: Callable[[Event | None], Event | None],
     ) -> None:
+        """``last_use``: the event that ends a caller's use of pages, given the one it named."""
+        self._last_use = last_use
         self.num_layers = num_layers
         self._directory = directory
         self._pending = pending
@@ -66,6 +69,7 @@ class Holding:
     def release_lease(self, record: LeaseRecord, after: Event | None) -> None:
         """Ends the lease's pins, once ``after`` has happened."""
         self._progress.advance()
+        after = self._last_use(after)
         record.released = True
         more = True
         while more:

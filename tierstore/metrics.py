@@ -40,6 +40,7 @@ class Metrics:
             "tierstore_lock_longest_hold_seconds", "Longest hold of the store's lock", ["clock"], registry=r
         )
         self._pages = Gauge("tierstore_pages", "Pages now, by tier and state", ["tier", "state"], registry=r)
+        self._pinned = Gauge("tierstore_host_pinned_bytes", "Host memory that is page-locked", registry=r)
         self._wait = Histogram(
             "tierstore_lease_wait_seconds", "Time in Lease.wait", buckets=_WAIT_BUCKETS, registry=r
         )
@@ -80,6 +81,10 @@ class Metrics:
         """Reports a lock's longest hold, in seconds, from now on: elapsed, and CPU time of its holder."""
         self._holds.labels("elapsed").set_function(elapsed)
         self._holds.labels("cpu").set_function(cpu)
+
+    def watch_pinned(self, nbytes: Callable[[], float]) -> None:
+        """Reports how much of the host tier is page-locked, from now on."""
+        self._pinned.set_function(nbytes)
 
     def pages(self, tier: Tier, state: str, number: int) -> None:
         """Pages of a tier in a state now: free, resident, pinned, owned, quarantined."""

@@ -87,6 +87,11 @@ class Mover:
             assert self._copies is not None
             self._copies.submit(command)
 
+    @property
+    def polled(self) -> bool:
+        """Whether something is on its way whose end wakes nobody."""
+        return self._copies is not None and self._copies.polled
+
     def poll(self) -> list[Ack]:
         """Transfers that ended since the last call."""
         acks = [] if self._copies is None else self._copies.poll()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from tierstore.traffic import BATCH_PAGES
 
@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     from tierstore.types import PageKey
 
 Pages = tuple[tuple["PageKey", ...], tuple[int, ...]]
+
+
+@runtime_checkable
+class StreamEvent(Protocol):
+    """An event that a stream can wait for."""
+
+    def wait(self, stream: object = None) -> None:
+        """Work put on the stream, None: the current one, from now on waits for it; does not block."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +42,15 @@ class AllOf:
         """Blocks until all have happened."""
         for event in self.events:
             event.synchronize()
+
+    def wait(self, stream: object = None) -> None:
+        """What ``stream.wait_event`` calls: work put on the stream from now on waits for all CUDA events among them;
+        blocks until the others have happened."""
+        for event in self.events:
+            if isinstance(event, StreamEvent):
+                event.wait(stream)
+            else:
+                event.synchronize()
 
 
 class PendingEvents:

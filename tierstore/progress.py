@@ -119,7 +119,7 @@ class Progress:
         return not (self._directory.busy() or self._pending.waiting or self._acks)
 
     def _pause(self) -> float:
-        if self._pending.waiting:
+        if self._pending.waiting or self._mover.polled:
             return _EVENT_POLL_S
         due = [
             t

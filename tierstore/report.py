@@ -61,6 +61,8 @@ def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:
         "in_flight": {f"{s.name}->{d.name}": n for (s, d), n in directory.traffic.pages.items() if n},
         "bytes_per_s": {f"{s.name}->{d.name}": rate for (s, d), rate in directory.traffic.rates.items()},
         "failing": sorted(tier.name for tier in directory.space.failing),
+        "hbm": parts.device.stats(),
+        "host": None if parts.arena is None else parts.arena.stats(),
         "nvme": None if parts.nvme is None else parts.nvme.stats(),
         "counters": parts.metrics.snapshot(),
     }

@@ -11,8 +11,6 @@ from tierstore import invariants, report
 from tierstore.assembly import Parts, assemble
 from tierstore.config import StoreConfig
 from tierstore.errors import ConfigError
-from tierstore.gpu.copy_engine import CpuCopyEngine
-from tierstore.gpu.pool import EnginePool
 from tierstore.holding import Holding
 from tierstore.keys import namespace, page_keys
 from tierstore.layout import PageLayout
@@ -59,7 +57,9 @@ class TierStore:
         self._pending = PendingEvents(self._directory)
         self._progress = Progress(self._directory, self._mover, self._pending, wakeup, parts.metrics)
         layers = max(spec.num_layers for spec in parts.layout.specs)
-        self._holding = Holding(self._directory, self._pending, self._progress, parts.metrics, layers)
+        self._holding = Holding(
+            self._directory, self._pending, self._progress, parts.metrics, layers, parts.device.last_use
+        )
         shared = (self._directory, self._pending, self._progress)
         self._slots = (
             EngineSlots(*shared) if parts.pool is None else OwnSlots(*shared, parts.layout.page_nbytes)
@@ -134,7 +134,8 @@ class TierStore:
         """Seals filled pages: they belong to the store and are matchable on return; the slot of each key now.
 
         ``keys[i]`` is the parent of ``keys[i + 1]``. Where a key was readable in HBM already, its slot is returned and
-        yours is freed after ``after``. ``after``: the event that ends the writing. ``lease``: keeps the pages pinned
+        yours is freed after ``after``. ``after``: the event that ends the writing; on CUDA None means what was launched
+        so far on the caller's current stream. ``lease``: keeps the pages pinned
         until its release. ValueError on unequal lengths or what is no key; LeaseError on a slot that is not yours;
         nothing changed then.
         Engine-owned HBM: the pages are copied out, your slots are returned, and ``poll`` tells when they are free.
@@ -143,12 +144,16 @@ class TierStore:
         """
         self._progress.advance()
         record = None if lease is None else record_of(lease, self._holding)
+        after = self._parts.device.last_use(after)
         return self._slots.put(keys, slots, after, record, memory_only=memory_only)
 
     def free(self, slots: Sequence[int], after: Event | None = None) -> None:
-        """Gives back owned slots; they are reused once ``after`` has happened. LeaseError if one is not owned."""
+        """Gives back owned slots; they are reused once ``after``, as in ``put``, has happened.
+
+        LeaseError if one is not owned.
+        """
         self._progress.advance()
-        self._slots.free(slots, after)
+        self._slots.free(slots, self._parts.device.last_use(after))
 
     # -- finding and holding ------------------------------------------------------------------------------------
 
@@ -263,12 +268,13 @@ class TierStore:
             raise ConfigError("register: HBM belongs to the store; allowed with hbm.owner: engine")
         if self._directory.outgoing.num_slots:
             raise ConfigError("register: the engine's pages are registered already; allowed: once a store")
-        pool = EnginePool(self._parts.layout, pages)
+        parts = self._parts
+        pool = parts.device.register(parts.layout, pages)
         capacity = None if self._config.hbm is None else self._config.hbm.capacity
-        nbytes = pool.num_slots * self._parts.layout.page_nbytes
+        nbytes = pool.num_slots * parts.layout.page_nbytes
         if capacity is not None and nbytes > capacity:
             raise ConfigError(f"the engine's pages hold {nbytes} bytes; allowed by hbm.capacity: {capacity}")
-        self._mover.attach(CpuCopyEngine(pool, self._parts.arena, self._parts.layout.page_nbytes, self._wake))
+        self._mover.attach(parts.device.open_copies(pool, self._parts.arena, parts.layout, self._wake))
         self._directory.outgoing.num_slots = pool.num_slots
 
     def check(self) -> None:
@@ -309,6 +315,8 @@ class TierStore:
         self._progress.stop(max(0.0, deadline - monotonic()))
         if not self._mover.close(max(0.0, deadline - monotonic())):
             _log.warning("a copy or I/O thread did not end within %s s and was left behind", timeout_s)
+        elif self._parts.arena is not None:
+            self._parts.arena.close()
 
     def __enter__(self) -> TierStore:
         self._progress.require_open()

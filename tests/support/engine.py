@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tests.support import pages as support
 from tests.support.pages import SPEC, content
 from tierstore.gpu.pool import EnginePages
 from tierstore.types import PageKey
@@ -30,7 +31,7 @@ class Engine:
     def holds(self, slot: int, key: PageKey) -> bool:
         """Whether the slot has exactly the bytes of the key."""
         return all(
-            torch.equal(self.layer(slot, i).contiguous().view(torch.uint8), layer.view(torch.uint8))
+            torch.equal(self.layer(slot, i).cpu().contiguous().view(torch.uint8), layer.view(torch.uint8))
             for i, layer in enumerate(content(key))
         )
 
@@ -41,7 +42,7 @@ class Engine:
 
 
 def _empty(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.float16)
+    return torch.zeros(shape, dtype=torch.float16, device=support.DEVICE)
 
 
 def page_major() -> Engine:

@@ -17,6 +17,9 @@ from tierstore.types import DTYPE_NBYTES, LeaseState, PageKey, PageSpec, Tier
 
 PATIENCE_S = 60.0
 
+DEVICE = "cpu"
+"""Where ``tiers`` puts HBM: `pytest --hbm-device cuda:0` runs the same tests on a card."""
+
 SPEC = PageSpec(num_layers=2, page_size=4, num_kv_heads=2, head_dim=8, dtype="float16", model="test")
 
 
@@ -36,7 +39,7 @@ def content(key: PageKey, spec: PageSpec = SPEC) -> torch.Tensor:
 def same(page: torch.Tensor, key: PageKey, spec: PageSpec = SPEC) -> bool:
     """Whether a page holds exactly the bytes of its key."""
     want = content(key, spec)
-    return torch.equal(page.contiguous().view(torch.uint8), want.view(torch.uint8))
+    return torch.equal(page.cpu().contiguous().view(torch.uint8), want.view(torch.uint8))
 
 
 def nvme_capacity(pages: int, nbytes: int = SPEC.page_nbytes) -> int:
@@ -58,9 +61,10 @@ def tiers(
     """A configuration with so many pages in each tier; None: the tier is not there."""
     source: dict[str, object] = {}
     if hbm is not None:
-        source["hbm"] = {"capacity": hbm * page_nbytes, "device": "cpu", **(hbm_more or {})}
+        source["hbm"] = {"capacity": hbm * page_nbytes, "device": DEVICE, **(hbm_more or {})}
     if host is not None:
-        source["host"] = {"capacity": host * page_nbytes, "pin": "never", **(host_more or {})}
+        pin = "never" if DEVICE == "cpu" else "always"
+        source["host"] = {"capacity": host * page_nbytes, "pin": pin, **(host_more or {})}
     if nvme is not None:
         capacity = nvme_capacity(nvme_pages, page_nbytes)
         source["nvme"] = {"path": nvme, "capacity": capacity, "flush": "10ms", **(nvme_more or {})}

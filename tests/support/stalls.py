@@ -156,6 +156,10 @@ class GatedCopies(Gate):
         self.inner = inner
         self._memory = memory
 
+    @property
+    def polled(self) -> bool:
+        return self.inner.polled
+
     def _spoil(self, transfer: Transfer, pages: frozenset[int]) -> None:
         for page in pages if transfer.dst in self._memory else ():
             self._memory[transfer.dst].view(transfer.dst_slots[page]).fill(0xEE)

@@ -1,4 +1,4 @@
-"""Copies between HBM and HOST. This one serves ``device: cpu``: a thread for each direction, whole pages.
+"""Copies between HBM and HOST. This one has a thread for each direction and serves all memory that DMA cannot reach.
 
 A transfer's slots belong to it until its ack is polled. It knows nothing of residency.
 """
@@ -36,6 +36,11 @@ class HostBytes(Protocol):
 class CopyEngine(Protocol):
     """What the mover needs of a copy engine."""
 
+    @property
+    def polled(self) -> bool:
+        """Whether transfers are on their way whose end wakes nobody, so that someone must ask."""
+        ...
+
     def submit(self, transfer: Transfer) -> None:
         """Queues a transfer between HBM and HOST; never blocks. Transfers of one direction end in order."""
         ...
@@ -69,6 +74,11 @@ class CpuCopyEngine:
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def polled(self) -> bool:
+        """Never: each ack wakes."""
+        return False
 
     def submit(self, transfer: Transfer) -> None:
         """Queues a transfer; never blocks."""

@@ -37,6 +37,17 @@ class HbmBytes(Protocol):
         ...
 
 
+class OwnPool(HbmBytes, Protocol):
+    """Slots of the store's own."""
+
+    nbytes: int
+
+    @property
+    def pages(self) -> torch.Tensor | GroupedPages:
+        """The slots in place, ``[num_slots, num_layers, planes, page_size, num_kv_heads, head_dim]``."""
+        ...
+
+
 class GroupedPages:
     """The slots of a store with several KV groups: ``pages[slot]`` is a tuple of one tensor a group."""
 
@@ -63,11 +74,13 @@ class CpuPool:
         self._stride = layout.slot_nbytes
         self._length = layout.blob_nbytes
         self._bytes = np.frombuffer(mmap.mmap(-1, self.nbytes), dtype=np.uint8)
-        flat = torch.from_numpy(self._bytes)
-        groups = tuple(
-            _slots_view(flat, spec, offset, num_slots, layout.slot_nbytes)
-            for spec, offset in zip(layout.specs, layout.offsets, strict=True)
-        )
+        # Ordinary tensors, whatever mode the store is opened in: others cannot be written outside inference mode.
+        with torch.inference_mode(False):
+            flat = torch.from_numpy(self._bytes)
+            groups = tuple(
+                slots_view(flat, spec, offset, num_slots, layout.slot_nbytes)
+                for spec, offset in zip(layout.specs, layout.offsets, strict=True)
+            )
         self.pages: torch.Tensor | GroupedPages = groups[0] if len(groups) == 1 else GroupedPages(groups)
 
     def view(self, slot: int) -> NDArray[np.uint8]:
@@ -104,16 +117,19 @@ class EnginePool:
     """Slots that belong to an engine: reads and writes its tensors in place, keeps them alive."""
 
     def __init__(self, layout: PageLayout, pages: Sequence[EnginePages]) -> None:
-        """ConfigError naming the tensor and what is allowed unless shapes, dtypes and layout fit the specs."""
+        """ConfigError naming the tensor and what is allowed unless shapes, dtypes and layout fit the specs.
+
+        ``layers``: one view a layer, ``[slots, planes, tokens, heads, dim]``, one list a KV group.
+        """
         if len(pages) != len(layout.specs):
             raise ConfigError(
                 f"{len(pages)} EnginePages for {len(layout.specs)} KV groups; allowed: one a group"
             )
-        self._groups = [
+        self.layers = [
             [_canonical(t, i, p.layout, spec) for i, t in enumerate(_per_layer(p, spec))]
             for p, spec in zip(pages, layout.specs, strict=True)
         ]
-        sizes = {len(layer) for group in self._groups for layer in group}
+        sizes = {len(layer) for group in self.layers for layer in group}
         if len(sizes) != 1:
             raise ConfigError(
                 f"engine tensors have {sorted(sizes)} slots; allowed: the same number in all of them"
@@ -138,7 +154,7 @@ class EnginePool:
 
     def _blobs(self, page: NDArray[np.uint8]) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
         layout = self._layout
-        for spec, offset, layers in zip(layout.specs, layout.offsets, self._groups, strict=True):
+        for spec, offset, layers in zip(layout.specs, layout.offsets, self.layers, strict=True):
             raw = torch.from_numpy(page[offset : offset + spec.page_nbytes])
             yield raw.view(_dtype(spec)).view(spec.shape), layers
 
@@ -149,7 +165,8 @@ def _dtype(spec: PageSpec) -> torch.dtype:
     return dtype
 
 
-def _slots_view(flat: torch.Tensor, spec: PageSpec, offset: int, num_slots: int, stride: int) -> torch.Tensor:
+def slots_view(flat: torch.Tensor, spec: PageSpec, offset: int, num_slots: int, stride: int) -> torch.Tensor:
+    """One KV group's pages ``[num_slots, *spec.shape]`` inside slots ``stride`` bytes apart in flat uint8 memory."""
     itemsize = DTYPE_NBYTES[spec.dtype]
     rows = flat.view(num_slots, stride)[:, offset : offset + spec.page_nbytes]
     typed = rows.view(_dtype(spec))

@@ -1,30 +1,39 @@
-"""The HOST tier's bytes: one anonymous mapping, cut into page slots. No residency, no policy, no thread."""
+"""The HOST tier's bytes: one anonymous mapping, cut into page slots. No residency, no policy."""
 
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierstore.host.pinning import Pinning
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from tierstore.host.pinning import Pinner
     from tierstore.layout import PageLayout
 
 
 class HostArena:
     """``num_slots`` page slots of host memory, page aligned, allocated once and never moved.
 
-    The memory is touched as it is first used; it returns to the system when the arena and all views are gone.
+    Without a ``pinner`` the memory is touched as it is first used. It returns to the system when the arena and all
+    views are gone.
     """
 
-    def __init__(self, layout: PageLayout, num_slots: int) -> None:
+    def __init__(self, layout: PageLayout, num_slots: int, pinner: Pinner | None = None) -> None:
         self.num_slots = num_slots
         self.nbytes = num_slots * layout.slot_nbytes
         self._stride = layout.slot_nbytes
         self._length = layout.blob_nbytes
-        self._bytes = np.frombuffer(mmap.mmap(-1, self.nbytes), dtype=np.uint8)
+        self._bytes = np.frombuffer(_mapping(self.nbytes, huge=pinner is not None), dtype=np.uint8)
+        self._address = self._bytes.ctypes.data
+        self._pinning = (
+            None if pinner is None else Pinning(self._bytes, layout.slot_nbytes, num_slots, pinner)
+        )
 
     def view(self, slot: int) -> NDArray[np.uint8]:
         """The slot's bytes in place: flat uint8 ``[blob_nbytes]``, writable. Valid while the arena lives."""
@@ -32,3 +41,51 @@ class HostArena:
             raise IndexError(f"host slot {slot}; allowed: 0 to {self.num_slots - 1}")
         start = slot * self._stride
         return self._bytes[start : start + self._length]
+
+    def addresses(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where the pages of these slots start in memory, for DMA."""
+        return self._address + slots * self._stride
+
+    # -- page-locking -------------------------------------------------------------------------------------------
+
+    @property
+    def pinned_slots(self) -> int:
+        """Slots ``[0, pinned_slots)`` are page-locked now. Grows while pinning goes on in the background."""
+        return 0 if self._pinning is None else self._pinning.pinned_slots
+
+    def pinned_nbytes(self) -> int:
+        """Bytes that are page-locked now."""
+        return self.pinned_slots * self._stride
+
+    @property
+    def pinning(self) -> bool:
+        """Whether more slots are about to be page-locked."""
+        return self._pinning is not None and self._pinning.going_on
+
+    @property
+    def refused(self) -> str | None:
+        """Why some slots stay unpinned; None: none was refused."""
+        return None if self._pinning is None else self._pinning.refused
+
+    def wait_pinned(self, slots: int, timeout_s: float) -> bool:
+        """Whether the first ``slots`` slots, all if there are fewer, are page-locked in time."""
+        return self._pinning is not None and self._pinning.wait(min(slots, self.num_slots), timeout_s)
+
+    def close(self) -> None:
+        """Ends pinning and unlocks the pages; no copy may be running. The bytes stay readable. Idempotent."""
+        if self._pinning is not None:
+            self._pinning.close()
+
+    def stats(self) -> dict[str, object]:
+        """For ``TierStore.stats``."""
+        return {"pinned_nbytes": self.pinned_nbytes(), "pinning": self.pinning, "refused": self.refused}
+
+
+def _mapping(nbytes: int, *, huge: bool) -> mmap.mmap:
+    if not huge:
+        return mmap.mmap(-1, nbytes)
+    # Private, so that the kernel may back it with huge pages: these are far fewer to touch and to lock.
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping

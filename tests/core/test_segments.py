@@ -1,0 +1,124 @@
+"""Where the pieces of a page lie: what the addresses point at is the page, for every layout an engine may have."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.engine import ENGINES, SLOTS, Engine
+from tests.support.pages import SPEC, chain, content
+from tierstore.gpu.pool import CpuPool, EnginePool
+from tierstore.gpu.routes import worth_going_straight
+from tierstore.gpu.segments import Segments, of_pool, of_tensors
+from tierstore.layout import PageLayout
+from tierstore.types import PageSpec
+
+LAYOUT = PageLayout.of(SPEC)
+NO_LIMIT = 1 << 20
+
+GROUPS = PageLayout.of(
+    [
+        PageSpec(num_layers=3, page_size=4, num_kv_heads=1, head_dim=5, dtype="float16", model="a"),
+        PageSpec(
+            kind="mla", num_layers=2, page_size=4, num_kv_heads=1, head_dim=7, dtype="float32", model="a"
+        ),
+    ]
+)
+
+
+def gathered(segments: Segments, slot: int, nbytes: int) -> bytes:
+    """The page of a slot, read by address alone."""
+    page = ctypes.create_string_buffer(nbytes)
+    (addresses,) = segments.addresses(np.array([slot]))
+    for address, offset, length in zip(addresses, segments.offset, segments.nbytes, strict=True):
+        ctypes.memmove(ctypes.addressof(page) + int(offset), int(address), int(length))
+    return page.raw
+
+
+@pytest.mark.parametrize("make", ENGINES)
+def test_the_pieces_of_an_engines_slot_make_up_its_page(make: type[Engine]) -> None:
+    engine = make()  # type: ignore[call-arg]
+    keys = chain(SLOTS)
+    for slot, key in enumerate(keys):
+        engine.fill(slot, key)
+    pool = EnginePool(LAYOUT, [engine.pages])
+    segments = of_tensors(pool.layers, LAYOUT, NO_LIMIT)
+    assert segments is not None
+    assert int(segments.nbytes.sum()) == SPEC.page_nbytes
+    for slot, key in enumerate(keys):
+        want = content(key).view(torch.uint8).numpy().tobytes()
+        assert gathered(segments, slot, SPEC.page_nbytes) == want
+
+
+def test_pieces_that_are_neighbours_are_one() -> None:
+    numbers = {}
+    for make in ENGINES:
+        pool = EnginePool(LAYOUT, [make().pages])
+        segments = of_tensors(pool.layers, LAYOUT, NO_LIMIT)
+        assert segments is not None
+        numbers[make.__name__] = len(segments)
+    layers, planes, tokens, heads, dim = SPEC.shape
+    assert numbers == {
+        "page_major": 1,
+        "planes_first": layers * planes,
+        "blocks_first": layers,
+        "planes_merged_with_dim": layers * planes * tokens * heads,
+        "permuted_with_an_offset": SPEC.page_nbytes // 2,
+        "every_other_block": 1,
+    }
+    assert dim > 1
+
+
+def test_more_pieces_than_the_limit_are_not_listed() -> None:
+    layers, planes, *_ = SPEC.shape
+    pool = EnginePool(LAYOUT, [ENGINES[1]().pages])
+    assert of_tensors(pool.layers, LAYOUT, layers * planes) is not None
+    assert of_tensors(pool.layers, LAYOUT, layers * planes - 1) is None
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, GROUPS])
+def test_a_slot_of_our_own_is_one_piece(layout: PageLayout) -> None:
+    pool = CpuPool(layout, 3)
+    pages = [np.random.default_rng(slot).integers(0, 256, layout.blob_nbytes, np.uint8) for slot in range(3)]
+    for slot, page in enumerate(pages):
+        pool.write(slot, page)
+    segments = of_pool(pool.view(0).ctypes.data, layout)
+    assert len(segments) == 1
+    for slot, page in enumerate(pages):
+        assert gathered(segments, slot, layout.blob_nbytes) == page.tobytes()
+
+
+def test_groups_lie_one_after_the_other_in_the_blob() -> None:
+    tensors = [
+        [torch.zeros(2, *spec.shape[1:], dtype=getattr(torch, spec.dtype)) for _ in range(spec.num_layers)]
+        for spec in GROUPS.specs
+    ]
+    segments = of_tensors(tensors, GROUPS, NO_LIMIT)
+    assert segments is not None
+    first, second = GROUPS.specs
+    want = [i * first.layer_nbytes for i in range(3)]
+    want += [GROUPS.offsets[1] + i * second.layer_nbytes for i in range(2)]
+    assert segments.offset.tolist() == want
+
+
+def _evenly(pieces: int, nbytes: int) -> Segments:
+    numbers = np.arange(pieces, dtype=np.int64)
+    return Segments(numbers * 2 * nbytes, numbers * 0 + 1, numbers * nbytes, numbers * 0 + nbytes)
+
+
+@pytest.mark.parametrize(
+    ("segments", "straight"),
+    [
+        (None, False),
+        (_evenly(1, 64), True),
+        (_evenly(32, 256 << 10), True),
+        (_evenly(33, 256 << 10), False),
+        (_evenly(32, 32 << 10), False),
+    ],
+)
+def test_few_large_pieces_are_copied_one_by_one(segments: Segments | None, straight: bool) -> None:
+    spec = PageSpec(num_layers=32, page_size=64, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="m")
+    assert worth_going_straight(segments, PageLayout.of(spec)) is straight

@@ -1,0 +1,55 @@
+"""Page-major HBM slots in one CUDA allocation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tierstore.gpu import segments
+from tierstore.gpu.pool import GroupedPages, slots_view
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tierstore.gpu.segments import Segments
+    from tierstore.layout import PageLayout
+
+
+class CudaPool:
+    """Slots on a CUDA device: ``[num_slots, num_layers, planes, page_size, heads, dim]``, the layout of ``CpuPool``."""
+
+    def __init__(self, layout: PageLayout, num_slots: int, device: torch.device) -> None:
+        """torch.OutOfMemoryError where the device has no room."""
+        self.num_slots = num_slots
+        self.nbytes = num_slots * layout.slot_nbytes
+        self.bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        groups = tuple(
+            slots_view(self.bytes, spec, offset, num_slots, layout.slot_nbytes)
+            for spec, offset in zip(layout.specs, layout.offsets, strict=True)
+        )
+        self.pages: torch.Tensor | GroupedPages = groups[0] if len(groups) == 1 else GroupedPages(groups)
+        self._rows = self.bytes.view(num_slots, layout.slot_nbytes)[:, : layout.blob_nbytes]
+        self._layout = layout
+        self._side = {"in": torch.cuda.Stream(device), "out": torch.cuda.Stream(device)}
+
+    @property
+    def segments(self) -> Segments:
+        """Where a page's bytes are: one piece."""
+        return segments.of_pool(self.bytes.data_ptr(), self._layout)
+
+    def read(self, slot: int, out: NDArray[np.uint8]) -> None:
+        """Copies the slot's page into ``out``, ordinary memory; blocks until it is there."""
+        with torch.cuda.stream(self._side["out"]):
+            torch.from_numpy(out).copy_(self._row(slot))
+
+    def write(self, slot: int, page: NDArray[np.uint8]) -> None:
+        """Copies ``page``, ordinary memory, into the slot; blocks until it is there."""
+        with torch.cuda.stream(self._side["in"]):
+            self._row(slot).copy_(torch.from_numpy(page))
+
+    def _row(self, slot: int) -> torch.Tensor:
+        if not 0 <= slot < self.num_slots:
+            raise IndexError(f"HBM slot {slot}; allowed: 0 to {self.num_slots - 1}")
+        return self._rows[slot]

@@ -1,0 +1,256 @@
+"""The device HBM is on: opens its pool and its copy engine, and knows when a caller's last use of a slot has ended."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from tierstore.errors import ConfigError
+from tierstore.gpu import segments
+from tierstore.gpu.copy_engine import CpuCopyEngine
+from tierstore.gpu.cuda_copies import CudaCopyEngine
+from tierstore.gpu.cuda_pool import CudaPool
+from tierstore.gpu.driver import CudaPinner, Driver, DriverError
+from tierstore.gpu.pool import CpuPool, EnginePool
+from tierstore.gpu.routes import MOST_PIECES, Route, Slab, Straight, worth_going_straight
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tierstore.gpu.copy_engine import CopyEngine
+    from tierstore.gpu.pool import EnginePages, OwnPool
+    from tierstore.layout import PageLayout
+
+_log = logging.getLogger(__name__)
+
+
+class Event(Protocol):
+    """Something that will have happened."""
+
+    def query(self) -> bool:
+        """Whether it has happened; never blocks."""
+        ...
+
+    def synchronize(self) -> None:
+        """Blocks until it has happened."""
+        ...
+
+
+class Host(Protocol):
+    """The host tier as a copy engine sees it."""
+
+    @property
+    def pinned_slots(self) -> int:
+        """Slots ``[0, pinned_slots)`` are page-locked now."""
+        ...
+
+    @property
+    def pinning(self) -> bool:
+        """Whether more are about to be."""
+        ...
+
+    def view(self, slot: int) -> NDArray[np.uint8]:
+        """The slot's page in place."""
+        ...
+
+    def addresses(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where the pages of these slots start."""
+        ...
+
+
+class HbmDevice(Protocol):
+    """A device that HBM pages are on."""
+
+    def available_nbytes(self) -> int | None:
+        """Device memory that is free; None: the device's memory is the machine's."""
+        ...
+
+    def open_pool(self, layout: PageLayout, num_slots: int) -> OwnPool:
+        """Slots of the store's own. ConfigError where they do not fit."""
+        ...
+
+    def register(self, layout: PageLayout, pages: tuple[EnginePages, ...]) -> EnginePool:
+        """An engine's tensors. ConfigError unless they are on this device and fit."""
+        ...
+
+    def open_copies(
+        self, pool: OwnPool | EnginePool, host: Host, layout: PageLayout, wake: Callable[[], None]
+    ) -> CopyEngine:
+        """The copy engine between these slots and the host's."""
+        ...
+
+    def last_use(self, after: Event | None) -> Event | None:
+        """The event that ends the caller's use of slots; None: it has ended. ``after`` None: what was launched so far
+        on the caller's current stream."""
+        ...
+
+    def stats(self) -> dict[str, object]:
+        """For ``TierStore.stats``."""
+        ...
+
+
+class CpuDevice:
+    """Ordinary memory: the twin that runs without a GPU."""
+
+    def available_nbytes(self) -> int | None:
+        """None: the pool takes the machine's memory."""
+        return None
+
+    def open_pool(self, layout: PageLayout, num_slots: int) -> OwnPool:
+        """Slots in ordinary memory."""
+        return CpuPool(layout, num_slots)
+
+    def register(self, layout: PageLayout, pages: tuple[EnginePages, ...]) -> EnginePool:
+        """An engine's tensors in ordinary memory."""
+        _require_on(torch.device("cpu"), pages)
+        return EnginePool(layout, pages)
+
+    def open_copies(
+        self, pool: OwnPool | EnginePool, host: Host, layout: PageLayout, wake: Callable[[], None]
+    ) -> CopyEngine:
+        """A thread a direction."""
+        return CpuCopyEngine(pool, host, layout.page_nbytes, wake)
+
+    def last_use(self, after: Event | None) -> Event | None:
+        """What the caller says: work on the CPU has ended when the call is made."""
+        return after
+
+    def stats(self) -> dict[str, object]:
+        """Device and path of copies."""
+        return {"device": "cpu", "copies": "threads"}
+
+
+class CudaDevice:
+    """A CUDA card."""
+
+    def __init__(self, name: str) -> None:
+        """ConfigError if there is no such card."""
+        self._device = torch.device(name, _index_of(name))
+        self._driver = _driver(self._device.index)
+        self._copies = "none"
+
+    def available_nbytes(self) -> int | None:
+        """Free memory of the card."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free
+
+    def open_pool(self, layout: PageLayout, num_slots: int) -> OwnPool:
+        """Slots in one allocation of the card."""
+        try:
+            return CudaPool(layout, num_slots, self._device)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"hbm.capacity needs {num_slots * layout.slot_nbytes} bytes in one piece; "
+                f"allowed: at most what is free on {self._device}, {self.available_nbytes()} bytes now"
+            ) from error
+
+    def register(self, layout: PageLayout, pages: tuple[EnginePages, ...]) -> EnginePool:
+        """An engine's tensors on this card."""
+        _require_on(self._device, pages)
+        return EnginePool(layout, pages)
+
+    def open_copies(
+        self, pool: OwnPool | EnginePool, host: Host, layout: PageLayout, wake: Callable[[], None]
+    ) -> CopyEngine:
+        """DMA where the host slots are page-locked and the driver can be called, threads elsewhere."""
+        threads = CpuCopyEngine(pool, host, layout.page_nbytes, wake)
+        pinned = host.pinning or host.pinned_slots > 0
+        if self._driver is None or not pinned:
+            self._copies = "threads, as host memory is not page-locked"
+            if self._driver is None:
+                self._copies = "threads, as cuda-bindings is missing"
+            return threads
+        streams = (self._driver.stream(self._device.index), self._driver.stream(self._device.index))
+        route = self._route(pool, layout, self._driver)
+        for tensor in _tensors(pool):
+            for stream in streams:
+                tensor.record_stream(stream)  # should the store be dropped with copies on their way
+        self._copies = f"dma, {route.name}, {self._driver.call}"
+        return CudaCopyEngine(route, host, layout.page_nbytes, streams, threads)
+
+    def last_use(self, after: Event | None) -> Event | None:
+        """None on an idle stream; else an event recorded there."""
+        if after is not None:
+            return after
+        stream = torch.cuda.current_stream(self._device)
+        if stream.query():
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def stats(self) -> dict[str, object]:
+        """Device, its name, path of copies."""
+        return {
+            "device": str(self._device),
+            "name": torch.cuda.get_device_name(self._device),
+            "copies": self._copies,
+        }
+
+    def _route(self, pool: OwnPool | EnginePool, layout: PageLayout, driver: Driver) -> Route:
+        if isinstance(pool, CudaPool):
+            return Straight(pool.segments, driver)
+        assert isinstance(pool, EnginePool)
+        found = segments.of_tensors(pool.layers, layout, MOST_PIECES)
+        if found is not None and worth_going_straight(found, layout):
+            return Straight(found, driver)
+        return Slab(pool.layers, layout, driver, self._device)
+
+
+def open_device(name: str) -> HbmDevice:
+    """The device of ``hbm.device``; ConfigError, saying what is missing, if it is not there."""
+    return CpuDevice() if name == "cpu" else CudaDevice(name)
+
+
+def require_device(name: str) -> None:
+    """ConfigError, saying what is missing, unless ``hbm.device`` can be opened."""
+    if name != "cpu":
+        _index_of(name)
+
+
+def pinner(name: str) -> CudaPinner:
+    """Page-locks host memory for the device, the first card if it is none."""
+    return CudaPinner(0 if name == "cpu" else _index_of(name))
+
+
+def _index_of(name: str) -> int:
+    if torch.version.cuda is None:
+        raise ConfigError(f"hbm.device is {name!r}, but this torch is built without CUDA; allowed here: cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise ConfigError(f"hbm.device is {name!r}, but torch finds no CUDA device; allowed here: cpu")
+    index = torch.device(name).index or 0
+    if index >= count:
+        cards = ", ".join(f"cuda:{i}" for i in range(count))
+        raise ConfigError(f"hbm.device is {name!r}; allowed here: cpu, {cards}")
+    return index
+
+
+def _driver(index: int) -> Driver | None:
+    try:
+        return Driver(index)
+    except ImportError:
+        _log.warning("cuda-bindings is missing, copies are slow: pip install 'tierstore[gpu]'")
+    except DriverError as error:
+        _log.warning("the CUDA driver cannot be called past torch, copies are slow: %s", error)
+    return None
+
+
+def _require_on(device: torch.device, pages: tuple[EnginePages, ...]) -> None:
+    others = {tensor.device for group in pages for tensor in group.tensors} - {device}
+    if others:
+        raise ConfigError(
+            f"the engine's tensors are on {', '.join(sorted(map(str, others)))}; allowed by hbm.device: {device}"
+        )
+
+
+def _tensors(pool: OwnPool | EnginePool) -> list[torch.Tensor]:
+    if isinstance(pool, CudaPool):
+        return [pool.bytes]
+    assert isinstance(pool, EnginePool)
+    return [layer for group in pool.layers for layer in group]

@@ -1,0 +1,101 @@
+"""Where the bytes of a page lie in device memory: one description for pages of our own and for an engine's tensors.
+
+Addresses only; nothing is read or copied here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from numpy.typing import NDArray
+
+    from tierstore.layout import PageLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The pieces of a page. Piece j of slot s lies at ``base[j] + s * stride[j]``, is ``nbytes[j]`` long and belongs at
+    ``offset[j]`` of the page's blob. All int64, one entry a piece, in the order of the blob.
+    """
+
+    base: NDArray[np.int64]
+    stride: NDArray[np.int64]
+    offset: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+    @property
+    def smallest(self) -> int:
+        """Bytes of the smallest piece."""
+        return int(self.nbytes.min())
+
+    def addresses(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Device addresses of the pieces of these slots, ``[len(slots), pieces]``."""
+        return self.base + slots[:, None] * self.stride
+
+
+def of_pool(address: int, layout: PageLayout) -> Segments:
+    """Slots of our own at ``address``: the whole blob is one piece."""
+    return _segments([(address, layout.slot_nbytes, 0, layout.blob_nbytes)])
+
+
+def of_tensors(groups: Sequence[Sequence[torch.Tensor]], layout: PageLayout, limit: int) -> Segments | None:
+    """An engine's layers ``[slots, planes, tokens, heads, dim]``, one sequence a KV group; any strides.
+
+    None if a page would have more than ``limit`` pieces. Neighbours that are neighbours in the blob too are one piece.
+    """
+    pieces: list[tuple[int, int, int, int]] = []
+    for offset, layers in zip(layout.offsets, groups, strict=True):
+        for i, layer in enumerate(layers):
+            found = _pieces(layer, offset + i * layer[0].nbytes, limit)
+            if found is None:
+                return None
+            for piece in found:
+                _append(pieces, piece)
+            if len(pieces) > limit:
+                return None
+    return _segments(pieces)
+
+
+def _pieces(layer: torch.Tensor, offset: int, limit: int) -> list[tuple[int, int, int, int]] | None:
+    itemsize = layer.element_size()
+    shape, strides = layer.shape[1:], [stride * itemsize for stride in layer.stride()]
+    run, split = itemsize, len(shape)
+    while split and (shape[split - 1] == 1 or strides[split] == run):
+        run *= shape[split - 1]
+        split -= 1
+    outer = shape[:split]
+    if int(np.prod(outer, dtype=np.int64)) > limit:
+        return None
+    return [
+        (
+            layer.data_ptr() + sum(i * s for i, s in zip(index, strides[1:], strict=False)),
+            strides[0],
+            offset + number * run,
+            run,
+        )
+        for number, index in enumerate(np.ndindex(*outer))
+    ]
+
+
+def _append(pieces: list[tuple[int, int, int, int]], piece: tuple[int, int, int, int]) -> None:
+    if pieces:
+        base, stride, offset, nbytes = pieces[-1]
+        if (base + nbytes, stride, offset + nbytes) == piece[:3]:
+            pieces[-1] = (base, stride, offset, nbytes + piece[3])
+            return
+    pieces.append(piece)
+
+
+def _segments(pieces: list[tuple[int, int, int, int]]) -> Segments:
+    columns = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
+    return Segments(*(np.ascontiguousarray(column) for column in columns))

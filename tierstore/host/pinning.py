@@ -1,0 +1,163 @@
+"""Page-locks a mapping chunk by chunk, with several threads, from its start on. What is refused stays unlocked."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import weakref
+from threading import Condition, Thread
+from time import monotonic
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_log = logging.getLogger(__name__)
+
+CHUNK_NBYTES = 128 << 20
+"""Bytes locked by one call; a page never lies in two chunks, so no copy spans two registrations."""
+
+FIRST_NBYTES = 1 << 30
+"""What is locked before an open returns; the rest follows in the background."""
+
+_THREADS = 8
+_JOIN_S = 30.0
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; Python has no name for it
+
+
+class Pinner(Protocol):
+    """Locks pages for a device."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Page-locks a range; OSError when the system refuses. Any thread; may take seconds."""
+        ...
+
+    def unpin(self, address: int) -> None:
+        """Unlocks a range that starts there; no copy may use it."""
+        ...
+
+
+class Pinning:
+    """Locks ``num_slots`` slots of ``stride`` bytes each, in order, in the background.
+
+    ``chunk_nbytes``: about how much at once; at least one slot. The first refusal ends it: what is locked stays locked.
+    """
+
+    def __init__(
+        self,
+        memory: NDArray[np.uint8],
+        stride: int,
+        num_slots: int,
+        pinner: Pinner,
+        *,
+        chunk_nbytes: int = CHUNK_NBYTES,
+    ) -> None:
+        self.pinned_slots = 0
+        self.refused: str | None = None
+        self._address = memory.ctypes.data
+        self._stride = stride
+        self._pinner = pinner
+        self._starts = _chunks(num_slots, max(1, chunk_nbytes // stride))
+        self._ends = [*self._starts[1:], num_slots]
+        self._next = 0
+        self._done: set[int] = set()
+        self._locked: list[int] = []
+        self._changed = Condition()
+        # Keeps the mapping until its pages are unlocked, also when nobody closes it.
+        self._finalizer = weakref.finalize(self, _unlock, pinner, self._locked, memory)
+        self._finalizer.atexit = False
+        self._threads = [
+            Thread(target=_run, args=(weakref.ref(self),), name=f"tierstore-pin-{i}", daemon=True)
+            for i in range(min(_THREADS, os.cpu_count() or 1, len(self._starts)))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def going_on(self) -> bool:
+        """Whether chunks are still to be locked."""
+        return self.refused is None and self.pinned_slots < self._ends[-1]
+
+    def wait(self, slots: int, timeout_s: float) -> bool:
+        """Whether the first ``slots`` slots are locked in time; at once when that has become impossible."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.pinned_slots >= slots or not self.going_on, timeout_s)
+            return self.pinned_slots >= slots
+
+    def close(self) -> None:
+        """Locks no more, and unlocks everything. Idempotent."""
+        with self._changed:
+            self.refused = self.refused or "the store is closed"
+        deadline = monotonic() + _JOIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            _log.warning("a thread that locks memory did not end within %s s; it stays locked", _JOIN_S)
+            return
+        self.pinned_slots = 0
+        self._finalizer()
+
+    def lock_next(self) -> bool:
+        """Locks one chunk; whether there may be another."""
+        with self._changed:
+            if self.refused is not None or self._next == len(self._starts):
+                return False
+            index, self._next = self._next, self._next + 1
+        address = self._address + self._starts[index] * self._stride
+        nbytes = (self._ends[index] - self._starts[index]) * self._stride
+        try:
+            _touch(address, nbytes)
+            self._pinner.pin(address, nbytes)
+        except OSError as error:
+            self._refuse(str(error))
+            return False
+        with self._changed:
+            self._locked.append(address)
+            self._done.add(index)
+            first = next((i for i in range(len(self._starts)) if i not in self._done), len(self._starts))
+            self.pinned_slots = self._ends[first - 1] if first else 0
+            self._changed.notify_all()
+        return True
+
+    def _refuse(self, why: str) -> None:
+        with self._changed:
+            first = self.refused is None
+            self.refused = self.refused or why
+            self._changed.notify_all()
+        if first:
+            _log.warning(
+                "host memory from slot %d of %d on stays unpinned, copies to and from it are slow: %s",
+                self.pinned_slots,
+                self._ends[-1],
+                why,
+            )
+
+
+def _run(pinning: weakref.ref[Pinning]) -> None:
+    more = True
+    while more:
+        alive = pinning()
+        more = alive is not None and alive.lock_next()
+        del alive
+
+
+def _chunks(num_slots: int, slots: int) -> list[int]:
+    return list(range(0, num_slots, slots))
+
+
+def _touch(address: int, nbytes: int) -> None:
+    """Has the kernel allocate the pages, bytes unchanged: several threads at once, unlike what locking does alone.
+
+    Where the kernel does not know how, locking allocates them.
+    """
+    _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
+
+
+def _unlock(pinner: Pinner, addresses: list[int], memory: NDArray[np.uint8]) -> None:
+    while addresses:
+        pinner.unpin(addresses.pop())
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
