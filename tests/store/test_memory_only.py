@@ -271,37 +271,37 @@ def test_an_ordinary_put_of_the_same_page_lifts_it(store: TierStore, disk: Path,
 
 
 def test_an_ordinary_page_lifts_all_before_it_and_none_beside_or_after_it(disk: Path) -> None:
-    keys = chain(100)
+    keys = chain(610)
     siblings = chain(1, "sibling")
-    with TierStore.open(tiers(120, 120, disk), SPEC, pump=False) as store:
-        write_secret(store, keys)
-        with store.acquire(keys[:90]) as lease:
-            slots = store.allocate(1)
-            fill(store, siblings, slots)
-            store.put(siblings, slots, lease=lease)
+    config = tiers(620, 620, disk, nvme_pages=700)
+    bench = open_bench(config, SPEC)
+    store = bench.store
+    write_secret(store, keys)
+    with store.acquire(keys[:600]) as lease:
+        slots = store.allocate(1)
+        fill(store, siblings, slots)
+        store.put(siblings, slots, lease=lease)
         store.flush()
-        assert all(Tier.NVME in where(store, key) for key in [*keys[:90], *siblings])
-        assert not any(secret(store, key) for key in [*keys[:90], *siblings])
-        assert all(secret(store, key) for key in keys[90:])
-        store.check()
-    with TierStore.open(tiers(120, 120, disk), SPEC) as store:
-        assert store.match([*keys[:90], *siblings]).num_pages == 91
-        assert store.match(keys).num_pages == 90
-    assert not any(on_disk(disk, key) for key in keys[90:])
+    assert all(Tier.NVME in where(store, key) for key in [*keys[:600], *siblings])
+    assert not any(secret(store, key) for key in [*keys[:600], *siblings])
+    assert all(secret(store, key) for key in keys[600:])
+    store.check()
+    bench.close()
+    with TierStore.open(config, SPEC) as store:
+        assert store.match([*keys[:600], *siblings]).num_pages == 601
+        assert store.match(keys).num_pages == 600
+    assert not any(on_disk(disk, key) for key in keys[600:])
 
 
 def test_lifted_pages_are_written_in_their_time_and_drain_waits_for_the_lifting(disk: Path) -> None:
-    bench = open_bench(tiers(120, 120, disk), SPEC, spill=True)
-    store, keys = bench.store, chain(101)
-    write_secret(store, keys[:100])
+    bench = open_bench(tiers(620, 620, disk, nvme_pages=700), SPEC)
+    store, keys = bench.store, chain(600)
+    write_secret(store, keys)
     assert store.drain(PATIENCE_S)
-    with store.acquire(keys[:100]) as lease:
-        slots = store.allocate(1)
-        fill(store, keys[100:], slots)
-        store.put(keys[100:], slots, lease=lease)
+    write(store, keys[-1:])  # held already: nothing is copied
     assert store.drain(PATIENCE_S)
     assert store.stats()["memory_only"] == 0
-    for _ in range(10):
+    for _ in range(40):
         bench.directory.placement._next_spill = 0.0
         store.poll()
         assert store.drain(PATIENCE_S)
