@@ -21,6 +21,7 @@ def test_another_number_of_rows_is_refused(model: LlamaForCausalLM) -> None:
     prompt = random_prompt(9)
     with (
         open_store(model) as store,
+        torch.no_grad(),
         TierStoreCache(store, torch.tensor([prompt] * 2), model=model) as cache,
         pytest.raises(ValueError, match="holds 2 sequences, the model runs a batch of 3"),
     ):
@@ -100,13 +101,19 @@ def test_store_of_another_geometry_is_refused(model: LlamaForCausalLM) -> None:
 
 def test_model_of_another_dtype_is_refused(model: LlamaForCausalLM) -> None:
     half = tiny_llama().to(torch.bfloat16)  # type: ignore[arg-type]
+    with open_store(model) as store, pytest.raises(ValueError, match="another dtype"):
+        TierStoreCache(store, random_prompt(9), model=half)
+
+
+def test_model_that_computes_in_another_dtype_is_refused(model: LlamaForCausalLM) -> None:
     prompt = random_prompt(9)
     with (
         open_store(model) as store,
-        TierStoreCache(store, prompt, model=half) as cache,
-        pytest.raises(ValueError, match=r"bfloat16 .*float32"),
+        TierStoreCache(store, prompt, model=model) as cache,
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(ValueError, match=r"computes torch.bfloat16 .*float32"),
     ):
-        generate(half, prompt, cache)
+        generate(model, prompt, cache)
 
 
 def test_cached_tokens_fed_again_without_their_positions_are_refused(model: LlamaForCausalLM) -> None:
@@ -185,7 +192,7 @@ def test_close_in_the_middle_of_an_answer_gives_everything_back(model: LlamaForC
 # F058
 def test_sealed_pages_are_never_written(model: LlamaForCausalLM) -> None:
     prompt = random_prompt(3 * PAGE)
-    with open_store(model) as store:
+    with open_store(model) as store, torch.no_grad():
         ask(store, model, prompt)
         with store.acquire(store.keys(prompt)) as lease:
             assert lease.num_pages == 3

@@ -81,7 +81,12 @@ class PagedBatch:
             self.select([row for row in range(len(self.rows)) for _ in range(times)])
 
     def select(self, indices: Sequence[int]) -> None:
-        """Row ``i`` becomes what row ``indices[i]`` is now: beams that win are forked, those that lose end."""
+        """Row ``i`` becomes what row ``indices[i]`` is now: beams that win are forked, those that lose end.
+
+        ValueError, nothing changed, for no rows at all, or a row that there is not.
+        """
+        if not indices or not all(0 <= index < len(self.rows) for index in indices):
+            raise ValueError(f"rows {list(indices)}; allowed: at least one of 0 to {len(self.rows) - 1}")
         if list(indices) == list(range(len(self.rows))):
             return
         old = self.rows
@@ -95,11 +100,15 @@ class PagedBatch:
             if index not in kept:
                 row.close()
 
-    def expect(self, model: int, token_ids: Sequence[Sequence[int]]) -> None:
-        """Raise ValueError if these tokens, one list a row, fed to ``model`` next, contradict the prompts."""
-        if len(token_ids) == len(self.rows):
-            for index, tokens in enumerate(token_ids):
-                start, stop = self._positions(index, model, len(tokens))
+    def expect(self, token_ids: Sequence[Sequence[int]], first_column: int) -> None:
+        """Raise ValueError if these tokens, one list a row, fed from ``first_column`` on, contradict the prompts."""
+        times, odd = divmod(len(token_ids), len(self.rows))
+        if not odd:
+            for fed, tokens in enumerate(token_ids):
+                # Rows that are about to be repeated (``expand``) are fed side by side.
+                index = fed // times
+                start = max(0, first_column - self.paddings[index])
+                stop = max(0, first_column + len(tokens) - self.paddings[index])
                 self.rows[index].expect(start, tokens[len(tokens) - (stop - start) :])
 
     def begin(
@@ -141,9 +150,19 @@ class PagedBatch:
             self.columns = [min(stop, each) for each in self.columns]
         self.columns[model] = stop
 
+    def reset(self) -> None:
+        """Begin anew with nothing, whatever was dropped behind a window."""
+        for row in self.rows:
+            row.reset()
+        self.columns = [0] * self.terms.num_models
+
     def take_tail(self) -> Tail | None:
-        """The half full last page of the only row, if there is one and it is not shared."""
-        return self.rows[0].take_tail() if len(self.rows) == 1 else None
+        """The half full last page of the only row, if there is one and it is not shared; the row ends before it."""
+        tail = self.rows[0].take_tail() if len(self.rows) == 1 else None
+        if tail is not None:
+            stop = self.paddings[0] + tail.page * self.terms.pages.page_size
+            self.columns = [min(stop, each) for each in self.columns]
+        return tail
 
     def close(self) -> None:
         """End all rows. Idempotent."""

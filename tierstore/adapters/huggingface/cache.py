@@ -18,16 +18,17 @@ from tierstore.adapters.huggingface.attention import ATTENTION
 from tierstore.adapters.huggingface.batch import PagedBatch, Places, Span
 from tierstore.adapters.huggingface.checks import (
     check_mask,
+    check_model,
     check_pages,
     check_positions,
     checked_shape,
     common_window,
 )
 from tierstore.adapters.huggingface.draft import DraftModel
-from tierstore.adapters.huggingface.feeding import fed_again, fed_tokens, from_column, last_positions
+from tierstore.adapters.huggingface.feeding import fed_again, fed_tokens, from_column
 from tierstore.adapters.huggingface.identity import kv_shape
 from tierstore.adapters.huggingface.layer import TierStoreLayer
-from tierstore.adapters.huggingface.opening import Tail
+from tierstore.adapters.huggingface.opening import Tail, given_back
 from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.adapters.huggingface.prefixes import prefixes_of
 from tierstore.adapters.huggingface.prompts import unpadded
@@ -57,6 +58,7 @@ class PagedCache(Cache):
         self._fed: list[list[int]] | None = None
         self._places: Places | None = None
         self._closed = False
+        self._seen = False
         groups = batch.terms.pages.groups[first_group:]
         layers: list[Any] = [
             TierStoreLayer(self, i, groups[place.group], place.index, shape.windows[place.group])
@@ -75,7 +77,7 @@ class PagedCache(Cache):
     ) -> None:
         """Called by the layers in order: place new K/V. Layer 0 makes room first, the last one seals full pages."""
         if layer.position == 0:
-            self._begin(layer, keys, positions)
+            self._begin(layer, keys, values, positions)
         elif layer.position != self._next_layer or self.unread:
             raise ValueError(
                 f'load the model with attn_implementation="{ATTENTION}": its pages were written, not read'
@@ -105,19 +107,28 @@ class PagedCache(Cache):
 
     def reset(self) -> None:
         """Forget every token."""
-        self.batch.crop(self._number, self.columns)
+        if self._number == 0:
+            self.batch.reset()
+        else:
+            self.batch.crop(self._number, self.columns)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` is: pages are shared, none is copied."""
-        self.batch.select(beam_idx.tolist())
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row comes ``repeats`` times; pages are shared."""
         self.batch.expand(len(self.batch.rows) * repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these rows."""
-        self.batch.select(indices.tolist())
+        """Keep these rows, by number or by a mask of booleans. IndexError for a row that there is not."""
+        self.batch.select(torch.arange(len(self.batch.rows))[indices.cpu()].tolist())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Refused: TypeError."""
+        raise TypeError(
+            "a TierStoreCache cannot be copied: open another one for the prompt, what is stored is shared"
+        )
 
     def close(self) -> None:
         """Take part in no forward pass any more. Idempotent."""
@@ -131,29 +142,46 @@ class PagedCache(Cache):
 
         Assisted decoding feeds a warm cache the whole prompt again: what the cache holds is left out here.
         """
-        if self is not kwargs.get("cache", kwargs.get("past_key_values")):
+        if not any(each is self for each in (*args, *kwargs.values())):
             return None
-        changed = None
+        changed, first = None, self.columns
         if fed_again(args, kwargs, self.columns, self.batch.paddings):
+            self._expect(fed_tokens(args, kwargs), 0)
             changed = args, kwargs = from_column(args, kwargs, self.columns)
         self._fed = fed_tokens(args, kwargs)
-        if self._fed is not None:
-            self.batch.expect(self._number, self._fed)
+        self._expect(self._fed, first)
+        self._seen = True
         return changed
 
-    def _begin(self, layer: TierStoreLayer, keys: torch.Tensor, positions: torch.Tensor | None) -> None:
+    def _expect(self, tokens: list[list[int]] | None, first_column: int) -> None:
+        if tokens and not tokens[0]:
+            raise ValueError(
+                f"the cache holds {self.columns} columns already, all that it is given: crop or reset it"
+            )
+        if tokens:
+            self.batch.expect(tokens, first_column)
+
+    def _begin(
+        self, layer: TierStoreLayer, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None
+    ) -> None:
         """Refuse what would give wrong answers in silence, then make room for the new columns."""
         if self._closed:
             raise ValueError("this TierStoreCache is closed")
+        if not self._seen:
+            raise ValueError("this TierStoreCache was made for another model than the one that runs")
+        self._seen = False
+        if keys.requires_grad or values.requires_grad:
+            raise ValueError("pages keep no gradients: run the model under torch.no_grad()")
         pages, width = layer.layer_pages, keys.shape[2]
-        if keys.dtype != pages.dtype or keys.device != pages.device:
-            raise ValueError(
-                f"the model computes {keys.dtype} on {keys.device}, the pages hold {pages.dtype} on {pages.device}"
-            )
+        for given in (keys, values):
+            if given.dtype != pages.dtype or given.device != pages.device:
+                raise ValueError(
+                    f"the model computes {given.dtype} on {given.device}, the pages hold {pages.dtype} on "
+                    f"{pages.device}"
+                )
         self.batch.expand(keys.shape[0])
-        last = last_positions(positions, keys.shape[0])
-        if last is not None:
-            check_positions(last, self.batch.paddings, self.columns, width)
+        if positions is not None and positions.ndim == 2:
+            check_positions(positions, self.batch.paddings, self.columns)
         if self._fed is not None and [len(row) for row in self._fed] != [width] * keys.shape[0]:
             self._fed = None
         self._width = width
@@ -197,25 +225,29 @@ class TierStoreCache(PagedCache):
         Pages that cannot be there by ``deadline_s``, or are not within ``timeout_s``, are computed instead; an
         allocation waits up to ``timeout_s`` for room. Raises ValueError for a model or prompts it cannot serve.
         """
-        pages = PageGroups(store)
-        models = [model] if draft is None else [model, draft]
-        shapes = [checked_shape(each) for each in models]
-        check_pages(pages, shapes)
-        prompts, width = unpadded(input_ids, attention_mask)
-        extra = tuple(extra)
-        terms = Terms(
-            store=store,
-            pages=pages,
-            prefixes=prefixes_of(store, pages.page_size),
-            num_models=len(models),
-            window=common_window(shapes) if len(prompts) == 1 else None,
-            root=root_of(store, pages.page_size, salt, extra),
-            salt=salt,
-            extra=extra,
-            deadline_s=deadline_s,
-            timeout_s=timeout_s,
-            storing=storing,
-        )
+        with given_back(store, tail):
+            pages = PageGroups(store)
+            models = [model] if draft is None else [model, draft]
+            shapes = [checked_shape(each) for each in models]
+            check_pages(pages, shapes)
+            check_model(store, models, pages.page_size)
+            prompts, width = unpadded(input_ids, attention_mask)
+            if tail is not None and len(prompts) != 1:
+                raise ValueError(f"a tail goes on one prompt, not {len(prompts)}")
+            extra = tuple(extra)
+            terms = Terms(
+                store=store,
+                pages=pages,
+                prefixes=prefixes_of(store, pages.page_size),
+                num_models=len(models),
+                window=common_window(shapes) if len(prompts) == 1 else None,
+                root=root_of(store, pages.page_size, salt, extra),
+                salt=salt,
+                extra=extra,
+                deadline_s=deadline_s,
+                timeout_s=timeout_s,
+                storing=storing,
+            )
         batch = PagedBatch(terms, prompts, width, tail)
         super().__init__(batch, model, number=0, first_group=0)
         self._draft: DraftModel | None = None

@@ -8,8 +8,9 @@ import torch
 from transformers import PreTrainedModel
 
 from tierstore.adapters.huggingface.attention import ATTENTION
-from tierstore.adapters.huggingface.identity import KvShape, kv_shape
+from tierstore.adapters.huggingface.identity import KvShape, is_foreign, kv_shape
 from tierstore.adapters.huggingface.pages import PageGroups
+from tierstore.store import TierStore
 
 
 def checked_shape(model: PreTrainedModel) -> KvShape:
@@ -37,20 +38,34 @@ def check_pages(pages: PageGroups, shapes: Sequence[KvShape]) -> None:
         )
 
 
+def check_model(store: TierStore, models: Sequence[PreTrainedModel], page_size: int) -> None:
+    """Raise ValueError if the store is known to keep the pages of other models of the same geometry."""
+    if is_foreign(str(store.stats()["fingerprint"]), models, page_size):
+        raise ValueError(
+            "the store keeps the pages of another model of the same geometry, or of this one in another dtype: open "
+            "it with page_specs of this very model (and draft model), after the last edit of its weights"
+        )
+
+
 def common_window(shapes: Sequence[KvShape]) -> int | None:
     windows = [shape.window for shape in shapes if shape.window is not None]
     return max(windows) if len(windows) == len(shapes) else None
 
 
-def check_positions(last: Sequence[int], paddings: Sequence[int], columns: int, width: int) -> None:
-    """Positions tell padding, and a warm cache fed the whole prompt again, which generate() would not notice."""
-    end = columns + width
-    # A row of which only padding was fed so far has no position yet.
-    if any(pad < end and position != end - 1 - pad for position, pad in zip(last, paddings, strict=True)):
+def check_positions(positions: torch.Tensor, paddings: Sequence[int], columns: int) -> None:
+    """Positions ``[rows or 1, width]`` of the tokens fed after ``columns``: each is that of its token, K depends on it.
+
+    They also tell padding, and a warm cache fed the whole prompt again, which generate() would not notice.
+    """
+    width = positions.shape[1]
+    wanted = torch.arange(columns, columns + width)[None] - torch.tensor(paddings)[:, None]
+    # Padding has no position.
+    if bool(((positions.cpu() != wanted) & (wanted >= 0)).any()):
         raise ValueError(
-            f"the last tokens fed have positions {list(last)}, but a cache of {columns} columns was fed {width} more, "
-            f"with padding of {list(paddings)}. If a prompt holds the pad token, or is padded, give TierStoreCache "
-            "and generate the same attention_mask of ones and zeros"
+            f"the last tokens fed have positions {positions[:, -1].tolist()}, all of them those in their row are "
+            f"wanted, but a cache of {columns} columns was fed {width} more, with padding of {list(paddings)}. If a "
+            "prompt holds the pad token, or is padded, give TierStoreCache and generate the same attention_mask of "
+            "ones and zeros"
         )
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from tierstore.layout import PageLayout
 from tierstore.types import PageSpec
 
 _NOT_IDENTITY = (
@@ -21,6 +24,10 @@ _NOT_IDENTITY = (
     "dtype",
 )
 """Config entries that say how a model is stored or run, not what it computes (class and dtype are hashed apart)."""
+
+# What ``page_specs`` found out: of each model, and the fingerprints of all pages that it described.
+_identities: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
+_given: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +98,34 @@ def page_specs(
     groups come after: a page then holds the K/V of both for the same tokens, under one key, so that they cannot part.
     Reads every weight, as ``model_identity`` does. Raises ValueError for models that this adapter cannot serve.
     """
+    models = (model,) if draft is None else (model, draft)
+    for each in models:
+        _identities[each] = model_identity(each)
+    specs = _specs_of(models, page_size)
+    _given.add(PageLayout.of(specs).fingerprint)
+    return specs
+
+
+def is_foreign(fingerprint: str, models: Sequence[PreTrainedModel], page_size: int) -> bool:
+    """Whether pages of this fingerprint are known to be of other models.
+
+    That is so if ``page_specs`` gave it, for others. Reads the weights of a model that ``page_specs`` never saw. What
+    a program names itself (``page_spec``) is believed, and so is that no weight was edited since ``page_specs``.
+    """
+    if fingerprint not in _given:
+        return False
+    for each in models:
+        if each not in _identities:
+            _identities[each] = model_identity(each)
+    return PageLayout.of(_specs_of(models, page_size)).fingerprint != fingerprint
+
+
+def _specs_of(models: Sequence[PreTrainedModel], page_size: int) -> tuple[PageSpec, ...]:
     specs: tuple[PageSpec, ...] = ()
-    for each in (model,) if draft is None else (model, draft):
-        shape = kv_shape(each.config)
-        specs += _specs(shape, page_size, each.dtype, model_identity(each), first_group=len(specs))
+    for each in models:
+        specs += _specs(
+            kv_shape(each.config), page_size, each.dtype, _identities[each], first_group=len(specs)
+        )
     return specs
 
 
@@ -137,6 +168,12 @@ def layer_kinds(text: dict[str, Any]) -> list[str]:
         "num_kv_shared_layers"
     ):
         raise ValueError("layers that share another layer's K/V are not supported")
+    moving = sorted(_rope_types(text) & {"dynamic", "longrope"})
+    if moving:
+        raise ValueError(
+            f"{', '.join(moving)} rotary embeddings are not supported: K of a token would depend on how long the "
+            "request is that computes it"
+        )
     windowed = text.get("sliding_window") is not None and text.get("use_sliding_window", True)
     kinds: list[str] = text.get("layer_types") or (
         ["sliding_attention" if windowed else "full_attention"] * text["num_hidden_layers"]
@@ -147,6 +184,13 @@ def layer_kinds(text: dict[str, Any]) -> list[str]:
     if "sliding_attention" in kinds and not text.get("sliding_window"):
         raise ValueError("the model has sliding layers but its configuration no sliding_window")
     return kinds
+
+
+def _rope_types(text: dict[str, Any]) -> set[str]:
+    """The kinds of rotary embeddings in a configuration, whose parameters may be given for each kind of layer."""
+    given = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    each = [given, *(value for value in given.values() if isinstance(value, dict))]
+    return {str(kind) for one in each for kind in (one.get("rope_type"), one.get("type")) if kind}
 
 
 def model_identity(model: PreTrainedModel) -> str:

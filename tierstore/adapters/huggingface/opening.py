@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from tierstore.adapters.huggingface.terms import Terms
 from tierstore.block_table import BlockTable
-from tierstore.errors import CapacityError
+from tierstore.errors import CapacityError, StoreClosed
 from tierstore.lease import Lease
+from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
 
 ROLLBACK = 64
@@ -36,11 +38,12 @@ class SharedLease:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The page that a session left half full: a slot of our own, and the tokens that each model has written in it."""
+    """The page that a session left half full: a slot of our own, and what each model has written in it."""
 
     slot: int
     page: int
     tokens: tuple[int, ...]
+    """All tokens of the sequence up to the last one in the page: its K/V depend on them all."""
 
 
 @dataclass(slots=True)
@@ -60,10 +63,11 @@ class Opening:
 def open_prefix(terms: Terms, table: BlockTable, prompt: Sequence[int], tail: Tail | None) -> Opening:
     """Fill an empty ``table`` with what the store has of ``prompt``. Waits up to ``terms.timeout_s``.
 
-    ``tail`` is used if it fits, else given back.
+    ``tail`` is used if it fits, else given back, in any case.
     """
-    keys = terms.store.keys(prompt, salt=terms.salt, extra=terms.extra) if terms.looks_up else []
-    lease, tiers = _hold(terms, keys, table.page_size)
+    with given_back(terms.store, tail):
+        keys = terms.store.keys(prompt, salt=terms.salt, extra=terms.extra) if terms.looks_up else []
+        lease, tiers = _hold(terms, keys, table.page_size)
     first = len(tiers) - lease.num_pages
     table.reuse(lease.slots, first)
     opening = Opening(table, SharedLease(lease), range(first, len(tiers)))
@@ -74,10 +78,28 @@ def open_prefix(terms: Terms, table: BlockTable, prompt: Sequence[int], tail: Ta
         if terms.looks_up and table.num_tokens == len(tiers) * table.page_size:
             _copy_half_page(terms, opening, prompt, keys)
     except BaseException:
-        terms.store.free(table.clear())
-        lease.release()
+        with suppress(StoreClosed):
+            terms.store.free(table.clear())
+            lease.release()
         raise
     return opening
+
+
+def give_back(store: TierStore, tail: Tail | None) -> None:
+    """Free the slot of a tail that nobody will go on in. A closed store has taken it back by itself."""
+    if tail is not None:
+        with suppress(StoreClosed):
+            store.free([tail.slot])
+
+
+@contextmanager
+def given_back(store: TierStore, tail: Tail | None) -> Iterator[None]:
+    """Where this block raises nobody goes on in ``tail``."""
+    try:
+        yield
+    except BaseException:
+        give_back(store, tail)
+        raise
 
 
 def first_needed(terms: Terms, num_tokens: int, page_size: int) -> int:
@@ -110,14 +132,13 @@ def _hold(terms: Terms, keys: Sequence[PageKey], page_size: int) -> tuple[Lease,
 def _take_tail(terms: Terms, opening: Opening, prompt: Sequence[int], tail: Tail) -> None:
     """Go on in the page that the session kept, as far as the prompt agrees with it."""
     table = opening.table
-    start = tail.page * table.page_size
-    same = common_prefix(tail.tokens, prompt[start : start + len(tail.tokens)])
-    if not same or table.num_tokens != start:
-        terms.store.free([tail.slot])
+    start, same = tail.page * table.page_size, common_prefix(tail.tokens, prompt)
+    if same <= start or table.num_tokens != start:
+        give_back(terms.store, tail)
         return
-    table.extend(start + same, [tail.slot])
-    table.advance(start + same)
-    opening.origins.append((Tier.HBM, same))
+    table.extend(same, [tail.slot])
+    table.advance(same)
+    opening.origins.append((Tier.HBM, same - start))
 
 
 def _copy_half_page(terms: Terms, opening: Opening, prompt: Sequence[int], keys: Sequence[PageKey]) -> None:
@@ -129,10 +150,11 @@ def _copy_half_page(terms: Terms, opening: Opening, prompt: Sequence[int], keys:
         if match.next_key is None or list(match.keys) != list(keys[:pages]):
             return
         with terms.store.acquire([match.next_key], deadline_s=terms.deadline_s) as lease:
-            if lease.wait(terms.timeout_s) is LeaseState.READY and lease.num_pages:
+            state = lease.wait(terms.timeout_s)
+            if state is LeaseState.READY and lease.num_pages:
                 _copy(terms, opening, lease, match.next_tokens)
                 return
-            if lease.missing_because in ("no_room", "deadline"):
+            if state is LeaseState.PENDING or lease.missing_because in ("no_room", "deadline"):
                 return
         terms.prefixes.discard(match.next_key)
 

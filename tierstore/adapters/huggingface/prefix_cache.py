@@ -90,10 +90,15 @@ class PrefixCache:
             return self._sessions[session_id]
 
     def keep(self, session: Session) -> None:
-        """A turn of the session ended: it is the latest now. Of too many half full pages the oldest are given up."""
+        """A turn of the session ended: it is the latest now. Of too many half full pages the oldest are given up.
+
+        A session that ended meanwhile is not found again, and keeps no page.
+        """
         with self.lock:
-            self._sessions.pop(session.session_id, None)
-            self._sessions[session.session_id] = session
+            if self._sessions.get(session.session_id) is not session:
+                session.free_tail()
+                return
+            self._sessions[session.session_id] = self._sessions.pop(session.session_id)
             holding = [each for each in self._sessions.values() if each.keeps_page]
             for each in holding[: max(0, len(holding) - self._max_tails)]:
                 each.free_tail()

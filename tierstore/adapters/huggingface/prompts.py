@@ -22,6 +22,8 @@ def unpadded(
     if attention_mask is None:
         return [[int(token) for token in row] for row in ids.tolist()], ids.shape[1]
     mask = torch.as_tensor(attention_mask)
+    if mask.ndim == 1:
+        mask = mask[None]
     if mask.shape != ids.shape:
         raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, the prompts {tuple(ids.shape)}")
     seen = mask != 0

@@ -148,6 +148,13 @@ class PagedSequence:
         del self._expected[num_tokens:], self._keys[num_tokens // self.table.page_size :]
         self._cut_table(num_tokens)
 
+    def reset(self) -> None:
+        """Forget every token, of every model; pages of our own return to the store."""
+        for written in self.written:
+            written.cut(0)
+        self._expected, self._keys = [], []
+        self._give_back(self.table.clear())
+
     def fork(self) -> PagedSequence:
         """A second sequence that begins like this one: all pages are shared until one of them writes."""
         other = PagedSequence(self._terms, self.table.fork(), self._expected)
@@ -163,20 +170,20 @@ class PagedSequence:
 
     def take_tail(self) -> Tail | None:
         """The half full last page, if it is ours alone and all models wrote the same: the caller's from now on."""
-        page, count = divmod(min(len(self.known), self.held), self.table.page_size)
-        start = page * self.table.page_size
-        tokens = self.known[start : start + count]
-        same = all(each.tokens[start : start + count] == tokens for each in self.written)
-        if not count or not same or not self.table.private.sole(slot := self.table.slots[page]):
+        stop = self._agreed()
+        page, count = divmod(stop, self.table.page_size)
+        start = stop - count
+        if not count or self._lease is None or not self.table.private.sole(slot := self.table.slots[page]):
             return None
+        tokens = tuple(self.known[:stop])
         # Also what was made room for and never written: only the one page leaves the family.
-        self._give_back(self.table.truncate(start + count))
+        self._give_back(self.table.truncate(stop))
         self.table.private.hand_over(slot)
         del self.table.slots[page:]
         self.table.truncate(start)
         for written in self.written:
             written.cut(start)
-        return Tail(slot, page, tuple(tokens))
+        return Tail(slot, page, tokens)
 
     def close(self) -> None:
         """Give back the pages that are not sealed and let go of the lease. The second call does nothing."""
@@ -191,11 +198,14 @@ class PagedSequence:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
+    def _agreed(self) -> int:
+        """Tokens from the first that are known, and whose K/V every model has written."""
+        return min(self.held, *(common_prefix(each.tokens, self.known) for each in self.written))
+
     def _seal(self) -> None:
         """Give every full page of ours whose tokens are known to the store, and take the slots it answers with."""
         tokens = self.known
-        limit = min(self.held, *(common_prefix(each.tokens, tokens) for each in self.written))
-        pages = self.table.sealable(limit)
+        pages = self.table.sealable(self._agreed())
         if not pages or not self._own_lease(pages.start):
             return
         keys = self._keys_to(pages.stop)

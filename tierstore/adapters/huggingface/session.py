@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from tierstore.adapters.huggingface.cache import TierStoreCache, cache_argument
-from tierstore.adapters.huggingface.opening import Tail
+from tierstore.adapters.huggingface.opening import Tail, give_back
 from tierstore.errors import CapacityError, StoreClosed
 from tierstore.types import Hint
 
@@ -76,7 +76,7 @@ class Session:
     def append(self, token_ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Add tokens to the conversation; computes nothing. Returns all of it, ``[1, T]``, for ``generate``."""
         self._tokens += [int(token) for token in torch.as_tensor(token_ids).reshape(-1).tolist()]
-        return torch.tensor([self._tokens])
+        return torch.tensor([self._tokens], device=self._home.model.device)
 
     @contextmanager
     def turn(self) -> Iterator[TierStoreCache]:
@@ -107,13 +107,14 @@ class Session:
         if options.get("num_return_sequences", 1) != 1:
             raise ValueError("a session has one answer a turn; fork it to try several")
         model: Any = self._home.model
-        prompt = torch.tensor([self._tokens])
+        prompt = torch.tensor([self._tokens], device=model.device)
         with self.turn() as cache:
             given: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), **options}
             if self._home.has_draft:
                 given.setdefault("assistant_model", cache.draft_model)
             out = model.generate(prompt, **given, **{cache_argument(model): cache})
-        answer: list[int] = out[0, prompt.shape[1] :].tolist()
+        rows = out if isinstance(out, torch.Tensor) else out.sequences
+        answer: list[int] = rows[0, prompt.shape[1] :].tolist()
         start = cache.reused_tokens
         self.turns.append(
             Turn(
@@ -159,9 +160,7 @@ class Session:
         """Give up the half full page; its tokens will be computed again."""
         with self._home.lock:
             tail, self._tail = self._tail, None
-        if tail is not None:
-            with suppress(StoreClosed):
-                self._home.store.free([tail.slot])
+        give_back(self._home.store, tail)
 
     def _copy_tail(self, num_tokens: int) -> Tail | None:
         """A copy of the half full page for a fork inside it; None if there is none, or no room for it."""
@@ -175,7 +174,7 @@ class Session:
             except CapacityError:
                 return None
             self._home.pages.copy(tail.slot, slot)
-            return Tail(slot, tail.page, tail.tokens[: num_tokens - tail.page * page_size])
+            return Tail(slot, tail.page, tail.tokens[:num_tokens])
 
     def _hint(self, need: Literal["retain", "wont_need"], ttl_s: float | None) -> None:
         with suppress(StoreClosed):
