@@ -37,7 +37,11 @@ def reopen(records: int, directory: Path) -> list[Row]:
     config = load_config(
         {
             "hbm": {"capacity": 64 * SPEC.page_nbytes, "device": "cpu"},
-            "nvme": {"path": str(directory), "capacity": int(records * share * 1.3) + _SLACK},
+            "nvme": {
+                "path": str(directory),
+                "capacity": int(records * share * 1.3) + _SLACK,
+                "payload": "lmdb",
+            },
         }
     )
     TierStore.open(config, SPEC).close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from time import perf_counter, thread_time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import zstandard
@@ -93,7 +93,7 @@ def _limits(geometry: Geometry, pages: list[Bytes]) -> list[Row]:
     ]
 
 
-def _entropy(values: NDArray[np.uint16]) -> float:
+def _entropy(values: NDArray[np.integer[Any]]) -> float:
     shares = np.bincount(values, minlength=256) / values.size
     shares = shares[shares > 0]
     return float(-(shares * np.log2(shares)).sum())

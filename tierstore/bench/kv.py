@@ -1,5 +1,7 @@
 """KV pages to compress: of a real model where one is prepared, else synthetic ones, and words for which they are."""
 
+# transformers leaves some of its functions untyped:
+# mypy: allow-untyped-calls
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -10,13 +10,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from tierstore.cli.output import Json, print_json, progress, refusals
+from tierstore.units import format_size, parse_size
 
 if TYPE_CHECKING:
     from tierstore.bench.kv import Sample
+    from tierstore.bench.nvme import DiskRow
     from tierstore.bench.rows import Row
+    from tierstore.bench.ticks import Stalls
+
+PAYLOADS = ["lmdb"]
+"""Where the tier may keep page bytes."""
 
 bench = typer.Typer(help="Measure this machine and this store.", no_args_is_help=True)
 
@@ -83,6 +90,119 @@ def codec(
         found = measured.codec_rows(sample, seconds)
     facts = {"source": sample.source, "load_average": [before, rows.load_average()]}
     _show(rows.device(), found, as_json, facts)
+
+
+@bench.command()
+def nvme(
+    size: Annotated[
+        str, typer.Option(help="Bytes of pages that are written and read in one run.")
+    ] = "256MiB",
+    page_sizes: Annotated[str, typer.Option(help="Page sizes, commas between.")] = "256KiB,1MiB,2MiB,8MiB",
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each kind, each with a raw one beside it.")] = 7,
+    readers: Annotated[int, typer.Option(min=1, help="Threads that read, of everyone.")] = 2,
+    stall_size: Annotated[str, typer.Option(help="Bytes moved while a thread watches for stalls.")] = "2GiB",
+    idle: Annotated[float, typer.Option(min=0.01, help="Seconds of watching with nothing moved.")] = 5.0,
+    place: Annotated[
+        Path, typer.Option("--dir", help="A folder on the disk to measure; one in it comes and goes.")
+    ] = Path(),
+    as_json: Json = False,
+) -> None:
+    """The disk tier beside the raw disk, plain LMDB and a file a page; and what a serving thread feels of it.
+
+    At full size it writes about 100 GiB and takes some minutes, more on a slow disk; its folder takes 3 GiB at most.
+    """
+    from tierstore.bench import nvme as measured
+    from tierstore.bench.rows import device, load_average
+
+    before = load_average()
+    found: list[DiskRow] = []
+    pages, [nbytes], [stall_nbytes] = _sizes(page_sizes, 4096), _sizes(size), _sizes(stall_size)
+    with refusals(as_json), TemporaryDirectory(prefix="tierstore-bench-", dir=place) as folder:
+        for page_nbytes in pages:
+            progress.print(f"pages of {format_size(page_nbytes)}")
+            kinds = measured.disk_rows(
+                page_nbytes,
+                nbytes=nbytes,
+                rounds=rounds,
+                readers=readers,
+                payloads=PAYLOADS,
+                place=Path(folder),
+            )
+            for rows in track(
+                kinds,
+                "",
+                total=len(measured.ways(PAYLOADS)),
+                console=progress,
+                disable=not progress.is_terminal,
+            ):
+                found += rows
+        progress.print(f"stalls while {stall_size} are written and read back")
+        stalls = {"idle": measured.idle_stalls(idle)} | {
+            payload: measured.stalls(payload, nbytes=stall_nbytes, readers=readers, place=Path(folder))
+            for payload in PAYLOADS
+        }
+    _show_disk(found, stalls, [before, load_average()], device(), as_json)
+
+
+def _sizes(text: str, multiple: int = 1) -> list[int]:
+    """The sizes in ``text``, commas between."""
+    try:
+        sizes = [parse_size(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text}: {error}") from error
+    if any(size % multiple for size in sizes):
+        raise typer.BadParameter(f"{text}: allowed: multiples of {multiple} bytes")
+    return sizes
+
+
+def _show_disk(
+    found: list[DiskRow], stalls: dict[str, Stalls], load: list[float], name: str, as_json: bool
+) -> None:
+    table = Table(
+        "payload",
+        "",
+        "page",
+        "GB/s",
+        "raw",
+        "ratio",
+        "spread",
+        "CPU s/GiB",
+        "disk",
+        box=None,
+        header_style="bold",
+        title=name,
+    )
+    for row in found:
+        figures = (row.gbps, row.ceiling_gbps, row.ratio)
+        spread = f"{row.spread[0]:.2f}-{row.spread[1]:.2f}"
+        cells = [f"{figure:.2f}" for figure in figures]
+        table.add_row(
+            row.payload,
+            row.op,
+            format_size(row.page_bytes),
+            *cells,
+            spread,
+            f"{row.cpu_s_per_gib:.2f}",
+            f"{row.disk_per_byte:.2f}",
+        )
+    console = Console()
+    console.print(table)
+    for kind, found_stalls in stalls.items():
+        console.print(
+            f"stalls, {kind}: " + ", ".join(f"{k} {v:.2f} ms" for k, v in found_stalls._asdict().items())
+        )
+    console.print(f"load average before and after: {load[0]:.2f}, {load[1]:.2f}")
+    if as_json:
+        worst = max((stalls[payload] for payload in PAYLOADS), key=lambda each: each.p999)
+        print_json(
+            {
+                "device": name,
+                "load_average": load,
+                "rows": [row.plain() for row in found],
+                "stall_ms": worst._asdict(),
+                "stalls_ms": {kind: each._asdict() for kind, each in stalls.items()},
+            }
+        )
 
 
 def _kv(tokens: int, page_size: int, model: Path | None, text: Path, synthetic: bool) -> Sample:

@@ -1,0 +1,105 @@
+"""The disk's benchmark at tiny sizes: every row is there, the last line is JSON, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from tierstore.bench import nvme
+from tierstore.bench.contenders import Contender, FilePerPage
+from tierstore.bench.ticks import stalls_during
+from tierstore.cli.app import app
+from tierstore.cli.bench import PAYLOADS
+
+TINY = [
+    "--size",
+    "192KiB",
+    "--page-sizes",
+    "8KiB,64KiB",
+    "--rounds",
+    "2",
+    "--stall-size",
+    "4MiB",
+    "--idle",
+    "0.05",
+]
+
+
+def test_bench_nvme_tells_every_row_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "nvme", *TINY, "--dir", str(tmp_path), "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout.splitlines()[-1])
+    ways = [*PAYLOADS, "plain LMDB", "file per page"]
+    assert [(row["payload"], row["op"], row["page_bytes"]) for row in report["rows"]] == [
+        (way, op, nbytes) for nbytes in (8192, 65536) for way in ways for op in ("write", "read")
+    ]
+    for row in report["rows"]:
+        assert row["gbps"] > 0
+        assert row["ceiling_gbps"] > 0
+        assert row["cpu_s_per_gib"] >= 0
+        low, high = row["spread"]
+        assert 0 < low <= row["ratio"] <= high
+    assert set(report["stall_ms"]) == {"p50", "p999", "max"}
+    assert set(report["stalls_ms"]) == {"idle", *PAYLOADS}
+    assert len(report["load_average"]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--page-sizes", "5000"), ("--page-sizes", "4KiB,x"), ("--size", "-1"), ("--size", "0")],
+)
+def test_sizes_that_cannot_be_measured_are_refused(option: str, value: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "nvme", option, value])
+    assert result.exit_code == 2
+    assert value in result.output
+
+
+class Forgetful(FilePerPage):
+    """Gives back one page changed."""
+
+    def read(self, out: nvme.Bytes) -> None:
+        super().read(out)
+        out[-1, 5] ^= 1
+
+
+def test_a_way_that_gives_other_bytes_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways: dict[str, type[Contender]] = {"forgetful": Forgetful}
+    monkeypatch.setattr(nvme, "ways", lambda payloads: ways)
+    rows = nvme.disk_rows(8192, nbytes=65536, rounds=1, readers=2, payloads=[], place=tmp_path)
+    with pytest.raises(OSError, match="Forgetful: a page did not come back"):
+        list(rows)
+
+
+def test_the_middle_of_the_paired_ratios_is_told_with_the_least_and_the_most() -> None:
+    load = nvme._load(4096, 8192, 2)
+    pairs = [
+        {"write": (nvme.Run(1.0 * way, 0.5, 0), nvme.Run(raw, 0.1, 0))}
+        for way, raw in ((1, 0.5), (2, 2.0), (4, 1.0))
+    ]
+    row = nvme._row("way", "write", load, pairs)
+    assert (row.ratio, row.spread) == (0.5, (0.25, 1.0))
+    assert row.gbps == pytest.approx(8192 / 2.0 / 1e9)
+    assert row.ceiling_gbps == pytest.approx(8192 / 1.0 / 1e9)
+    assert row.cpu_s_per_gib == pytest.approx(0.5 * (1 << 30) / 8192)
+
+
+def test_pages_are_read_in_an_order_of_its_own_and_each_once() -> None:
+    load = nvme._load(4096, 64 * 4096, 2)
+    assert sorted(load.order) == list(range(64))
+    assert load.order != sorted(load.order)
+    assert len({page.tobytes() for page in load.pages}) == 64
+    assert all(page.ctypes.data % 4096 == 0 for page in load.pages)
+    assert load.pages.dtype == np.uint8
+
+
+def test_a_thread_that_does_not_let_go_of_the_lock_is_seen() -> None:
+    begin = perf_counter()
+    stalls = stalls_during(lambda: sum(range(20_000_000)))  # one call into C that never lets go
+    elapsed_ms = 1e3 * (perf_counter() - begin)
+    assert elapsed_ms >= stalls.max > elapsed_ms / 2
