@@ -230,7 +230,7 @@ def test_a_bad_value_is_refused_with_what_is_allowed(
     [
         ("host: {capacity: 1GiB, codec: fp8}", "host.codec is 'fp8'"),
         ("nvme: {path: d, capacity: 1GiB, codec: exp}", "nvme.codec is 'exp'"),
-        ("nvme: {path: d, capacity: 1GiB, payload: extents}", "nvme.payload is 'extents'"),
+        ("nvme: {path: d, capacity: 1GiB, payload: files}", "nvme.payload is 'files'"),
         ("nvme: {path: d, capacity: 1GiB, admission: second_hit}", "nvme.admission is 'second_hit'"),
     ],
 )

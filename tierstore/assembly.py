@@ -209,6 +209,7 @@ def _open_nvme(config: NvmeConfig, layout: PageLayout, wake: Callable[[], None])
         page_nbytes=layout.blob_nbytes,
         wake=wake,
         description={"groups": [asdict(spec) for spec in layout.specs]},
+        payload=config.payload,
     )
 
 

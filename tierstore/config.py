@@ -106,12 +106,15 @@ class HostConfig(_Section):
 
 
 class NvmeConfig(_Section):
-    """``capacity``: everything on disk. ``path``: made absolute at load. ``flush``: seconds a write may wait."""
+    """``capacity``: everything on disk. ``path``: made absolute at load. ``flush``: seconds a write may wait.
+
+    ``payload``: where page bytes are, LMDB or extent files; "auto" keeps what is there, and else asks the disk.
+    """
 
     path: Directory
     capacity: Size
     codec: Literal["none"] = "none"
-    payload: Literal["auto", "lmdb"] = "auto"
+    payload: Literal["auto", "lmdb", "extents"] = "auto"
     admission: Literal["all"] = "all"
     flush: Seconds = 0.2
     policy: Policy = "lru"

@@ -21,6 +21,10 @@ CAPACITY = 4 << 20
 FINGERPRINT = "ab12"
 PATIENCE_S = 60.0
 
+PAYLOADS = ("lmdb", "extents")
+default_payload = "auto"
+"""What a ``Rig`` opens with that is not told: tests that run once for each kind set it. Small, so auto is lmdb."""
+
 
 def key(number: int) -> PageKey:
     return PageKey(hashlib.sha256(b"page %d" % number).digest() + bytes(4))
@@ -38,6 +42,30 @@ def data_file(home: Path, fingerprint: str = FINGERPRINT, shard: int = 0) -> Pat
     return home / f"{fingerprint}-{shard}" / "data.mdb"
 
 
+def extent_files(home: Path, fingerprint: str = FINGERPRINT) -> list[Path]:
+    return sorted(data_file(home, fingerprint).parent.glob("extent-*.bin"))
+
+
+def find(home: Path, needle: bytes, fingerprint: str = FINGERPRINT) -> tuple[Path, int]:
+    """The one place on disk that holds these bytes: file and position."""
+    found = []
+    for path in (data_file(home, fingerprint), *extent_files(home, fingerprint)):
+        raw = path.read_bytes()
+        position = raw.find(needle)
+        while position >= 0:
+            found.append((path, position))
+            position = raw.find(needle, position + 1)
+    assert len(found) == 1, found
+    return found[0]
+
+
+def change(path: Path, position: int, new: bytes) -> None:
+    """Overwrite bytes of a file, whatever it means."""
+    with path.open("r+b") as file:
+        file.seek(position)
+        file.write(new)
+
+
 class Rig:
     """An open tier and a caller that waits for its acks."""
 
@@ -49,6 +77,7 @@ class Rig:
         page_nbytes: int = PAGE,
         fingerprint: str = FINGERPRINT,
         shard: int = 0,
+        payload: str | None = None,
     ) -> None:
         self.home = home
         self.page_nbytes = page_nbytes
@@ -63,6 +92,7 @@ class Rig:
             page_nbytes=page_nbytes,
             wake=self._woken.set,
             description={"model": "test"},
+            payload=payload or default_payload,
         )
 
     def transfer(self, keys: Sequence[PageKey], parents: Sequence[PageKey | None] | None = None) -> Transfer:

@@ -13,6 +13,8 @@ import pytest
 from tests.nvme.rig import PATIENCE_S, Rig, data_file, data_file_is_read_only, wait_until_writable
 from tierstore.types import Ack, Failure
 
+pytestmark = pytest.mark.usefixtures("payload")
+
 
 @contextmanager
 def files_end_at(nbytes: int) -> Iterator[None]:

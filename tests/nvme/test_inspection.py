@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.nvme.rig import CAPACITY, FINGERPRINT, PAGE, Rig, data_file, key, page
+from tests.nvme.rig import CAPACITY, FINGERPRINT, PAGE, Rig, change, data_file, find, key, page
 from tierstore.errors import ConfigError
 from tierstore.nvme.home import disk_nbytes
 from tierstore.nvme.inspection import inspect, purge, verify
+
+pytestmark = pytest.mark.usefixtures("payload")
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def test_inspect_describes_each_sub_directory(home: Path) -> None:
     ]
     first = report.shards[0]
     assert (first.fingerprint, first.damaged, first.in_use_by, first.fault) == ("ab12", False, None, None)
-    assert (first.capacity, first.page_nbytes, first.format_version) == (CAPACITY, PAGE, 1)
+    assert (first.capacity, first.page_nbytes, first.format_version) == (CAPACITY, PAGE, 2)
     assert first.description == {"model": "test"}
     assert first.disk_nbytes == disk_nbytes(home / "ab12-0") > PAGE
     assert report.shards[3].damaged
@@ -65,9 +67,8 @@ def test_inspect_changes_nothing(home: Path) -> None:
 
 
 def test_verify_reads_every_record_and_names_the_bad_ones(home: Path) -> None:
-    raw = bytearray(data_file(home, "cd34").read_bytes())
-    raw[raw.index(page(1).tobytes()) + 99] ^= 1
-    data_file(home, "cd34").write_bytes(raw)
+    path, position = find(home, page(1).tobytes(), "cd34")
+    change(path, position + 99, bytes([page(1)[99] ^ 1]))
     steps: list[tuple[str, int, int]] = []
     verdicts = verify(home, lambda *step: steps.append(step))
     assert [(verdict.name, verdict.checked, len(verdict.bad)) for verdict in verdicts] == [

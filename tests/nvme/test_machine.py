@@ -35,7 +35,7 @@ BUGS = {
         "self._settle(batch, [None] * len(batch.writes)); self._serve(batch); batch.writes.clear(); failures = []",
     ),
     "an old record is not replaced": (
-        "nvme/catalogue.py",
+        "nvme/records.py",
         ".data, db=self._pages)",
         ".data, overwrite=False, db=self._pages)",
     ),
@@ -50,9 +50,9 @@ BUGS = {
         "self._owed.clear(); self._catalogue.erase(keys); self._owed.update(dict.fromkeys(keys))\n",
     ),
     "parent lost": (
-        "nvme/catalogue.py",
-        "parent=page.parent,\n            nbytes",
-        "parent=None,\n            nbytes",
+        "nvme/records.py",
+        "parent=page.parent,\n            nbytes=self._nbytes",
+        "parent=None,\n            nbytes=self._nbytes",
     ),
 }
 

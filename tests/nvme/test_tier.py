@@ -12,6 +12,8 @@ from tests.nvme.rig import CAPACITY, PAGE, PATIENCE_S, Rig, blank, key, page
 from tierstore.errors import ConfigError
 from tierstore.types import Failure
 
+pytestmark = pytest.mark.usefixtures("payload")
+
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import mmap
 import os
 import platform
 import resource
@@ -141,38 +140,25 @@ def disk(path: Path, place: Path) -> Check:
 
 
 def direct_io(place: Path) -> Check:
-    """Writes and reads one block of a probe file past the page cache."""
+    """The NVMe tier's own self-test, in a probe file."""
+    from tierstore.nvme.direct import round_trip
+
     try:
         handle, name = tempfile.mkstemp(prefix=".tierstore-probe-", dir=place)
     except OSError as error:
         return Check("O_DIRECT", "not tried", "fail", f"no file can be made in {place}: {error.strerror}")
     try:
-        os.close(handle)
-        works = _direct_round_trip(name)
+        works = round_trip(handle)
     except OSError as error:
         return Check("O_DIRECT", "no", "note", f"reads go through the page cache: {error.strerror}")
     finally:
+        os.close(handle)
         os.unlink(name)
     return (
         Check("O_DIRECT", "works")
         if works
         else Check("O_DIRECT", "wrong bytes", "fail", "do not use this disk")
     )
-
-
-def _direct_round_trip(name: str) -> bool:
-    with mmap.mmap(-1, 4096) as block:  # anonymous memory is page aligned, as O_DIRECT wants it
-        block.write(b"tierstore" * 455)
-        written = bytes(block)
-        handle = os.open(name, os.O_RDWR | os.O_DIRECT)
-        try:
-            os.pwritev(handle, [block], 0)
-            block.seek(0)
-            block.write(bytes(4096))
-            os.preadv(handle, [block], 0)
-        finally:
-            os.close(handle)
-        return bytes(block) == written
 
 
 def _version(package: str) -> str:

@@ -1,56 +1,73 @@
-"""The LMDB environment of one sub-directory: page records, and the catalogue that says where each one is.
+"""The LMDB environment of one sub-directory: the catalogue that says where each page record is, and with it, or in
+extent files beside it, the records.
 
-Two trees under the same keys: ``catalogue`` (one small ``Entry`` each, all that an open has to read) and ``pages``
-(head and payload). Both change in one transaction. While a record is written, its page number is taken from LMDB's
-page header and kept in the entry; a self-test at open shows whether that holds with this LMDB, else it is kept as 0.
+Up to two trees under the same keys: ``catalogue`` (one small ``Entry`` each, all that an open has to read) and
+``pages`` (head and payload, where LMDB keeps them). Both change in one transaction. While a record is written there,
+its page number is taken from LMDB's page header and kept in the entry; a self-test at open shows whether that holds
+with this LMDB, else it is kept as 0.
 
 LMDB errors come as they are; the writer and the readers name them.
 """
 
 from __future__ import annotations
 
-import ctypes
+import itertools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import codec
-from tierstore.nvme.entry import CATALOGUE_DB, MAX_DBS, META_DB, PAGES_DB, Entry, pack
-from tierstore.nvme.reading import RecordReader
+from tierstore.nvme.entry import CATALOGUE_DB, ENTRY_NBYTES, LOCATION, MAX_DBS, META_DB, PAGES_DB, pack
+from tierstore.nvme.extents import ExtentFiles
+from tierstore.nvme.reading import ExtentBytes, InlineBytes, RecordReader
+from tierstore.nvme.records import ExtentRecords, InlineRecords, Page, Records, page_number, slots_of
 from tierstore.nvme.sizing import Sizing
+from tierstore.nvme.slots import Slots
 from tierstore.types import PageKey
+
+__all__ = ["Catalogue", "Page"]
 
 _PROBE_KEY = b"probe"
 _TURN_KEY = b"turn"
-
-
-class Page(NamedTuple):
-    """One page to store; ``payload`` flat uint8."""
-
-    key: PageKey
-    parent: PageKey | None
-    payload: NDArray[np.uint8]
+_CHUNK = 100_000
 
 
 class Catalogue:
-    """Opened by one process under its lock. The writer's thread changes it; ``reader`` is for any thread."""
+    """Opened by one process under its lock. The writer's thread changes it; ``reader`` is for any thread.
+
+    ``sizing`` with slots: page records are in extent files. ``direct``: reads, and extent files altogether, past the
+    page cache.
+    """
 
     reader: RecordReader
 
     num_records: int
     """As of the last transaction."""
 
+    num_dropped = 0
+    """Records that had no place any more when it was opened, since the capacity is lower."""
+
     def __init__(
-        self, directory: Path, sizing: Sizing, *, fingerprint: str, page_nbytes: int, readers: int
+        self,
+        directory: Path,
+        sizing: Sizing,
+        *,
+        fingerprint: str,
+        page_nbytes: int,
+        readers: int,
+        direct: bool = False,
     ) -> None:
-        """Open or make the environment, which ``check.examine`` has passed. lmdb.Error or OSError if it cannot be."""
+        """Open or make the environment, which ``check.examine`` has passed. lmdb.Error or OSError if it cannot be;
+        IntegrityError if extent files and entries do not fit together after all.
+        """
         self._sizing = sizing
         self._fingerprint = codec.fingerprint_digest(fingerprint)
+        self._files: ExtentFiles | None = None
         self._env = lmdb.open(
             str(directory),
             map_size=sizing.map_size,
@@ -61,36 +78,68 @@ class Catalogue:
             mode=0o600,
         )
         try:
-            self._set_up(page_nbytes, fingerprint)
+            self._set_up(directory, page_nbytes, direct)
         except BaseException:
+            if self._files is not None:
+                self._files.close()
             self._env.close()
             raise
 
-    def _set_up(self, page_nbytes: int, fingerprint: str) -> None:
+    def _set_up(self, directory: Path, page_nbytes: int, direct: bool) -> None:
         self._env.reader_check()
         self._catalogue = self._env.open_db(CATALOGUE_DB)
         self._pages = self._env.open_db(PAGES_DB)
         self._meta = self._env.open_db(META_DB)
-        self._record = np.empty(codec.record_nbytes(page_nbytes), dtype=np.uint8)
         self._turns = 0
-        self.reader = RecordReader(self._env, self._catalogue, self._pages, fingerprint=fingerprint)
-        self._has_page_numbers = self._test_page_numbers()
+        self._records: Records
+        if self._sizing.num_slots:
+            self._set_up_extents(directory, page_nbytes, direct)
+        else:
+            self._set_up_inline(page_nbytes, direct)
         self.num_records = self._count()
 
-    def store(self, pages: Iterable[Page]) -> None:
+    def _set_up_inline(self, page_nbytes: int, direct: bool) -> None:
+        records = InlineRecords(
+            self._pages, self._sizing, fingerprint=self._fingerprint, page_nbytes=page_nbytes
+        )
+        records.numbered = self._test_page_numbers()
+        self._records = records
+        payload = InlineBytes(self._env, self._pages, direct=direct)
+        self.reader = RecordReader(self._env, self._catalogue, payload, fingerprint=self._fingerprint)
+
+    def _set_up_extents(self, directory: Path, page_nbytes: int, direct: bool) -> None:
+        self._files = files = ExtentFiles(directory, direct=direct)
+        slots = slots_of(files, self._sizing, self._locations())
+        self._records = ExtentRecords(
+            files, slots, self._sizing, fingerprint=self._fingerprint, page_nbytes=page_nbytes
+        )
+        self.num_dropped = self._shrink(files, slots)
+        self.reader = RecordReader(
+            self._env, self._catalogue, ExtentBytes(files, slots), fingerprint=self._fingerprint
+        )
+
+    def room(self) -> int:
+        """How many pages ``store`` may be given now."""
+        room = max(0, self._sizing.max_records - self.num_records)
+        places = self._records.room()
+        return room if places is None else min(room, places)
+
+    def store(self, pages: Sequence[Page]) -> None:
         """Write the pages in one transaction: all are there when it returns, none if it raises."""
-        with self._env.begin(write=True, buffers=True) as txn:
-            for page in pages:
-                self._put(txn, page)
-        self.num_records = self._count()
+        written = self._records.write(pages)
+        with self._changing() as txn:
+            for page, where in zip(pages, written, strict=True):
+                entry = self._records.entry(txn, page, where)
+                self._records.replaced(page.key, self._old(txn, page.key))
+                txn.put(page.key, pack(page.key, entry), db=self._catalogue)
 
     def erase(self, keys: Sequence[PageKey]) -> None:
         """Remove the records in one transaction; missing ones are no error."""
-        with self._env.begin(write=True) as txn:
+        with self._changing() as txn:
             for key in keys:
+                self._records.replaced(key, self._old(txn, key))
                 txn.delete(key, db=self._catalogue)
-                txn.delete(key, db=self._pages)
-        self.num_records = self._count()
+                self._records.erased(txn, key)
 
     def turn(self) -> None:
         """Commit a transaction that changes next to nothing.
@@ -111,36 +160,73 @@ class Catalogue:
         self.reader.close()
         self._env.close()
 
-    def _put(self, txn: lmdb.Transaction[memoryview], page: Page) -> None:
-        length = codec.encode(
-            page.payload, self._record, fingerprint=self._fingerprint, key=page.key, parent=page.parent
-        )
-        txn.put(page.key, self._record[:length].data, db=self._pages)
-        entry = Entry(
-            parent=page.parent,
-            nbytes=self._sizing.record_nbytes,
-            stored_nbytes=length - codec.HEAD_NBYTES,
-            page_number=_page_number(txn, page.key, self._pages) if self._has_page_numbers else 0,
-        )
-        txn.put(page.key, pack(page.key, entry), db=self._catalogue)
+    @contextmanager
+    def _changing(self) -> Iterator[lmdb.Transaction[memoryview]]:
+        """A write transaction, and word of its end to the records."""
+        try:
+            with self._env.begin(write=True, buffers=True) as txn:
+                yield txn
+        except lmdb.MapFullError:
+            self._records.undo()
+            raise
+        except BaseException:
+            self._records.doubt()
+            raise
+        self._records.settle()
+        self.num_records = self._count()
+
+    def _old(self, txn: lmdb.Transaction[memoryview], key: PageKey) -> bytes | None:
+        raw = txn.get(key, db=self._catalogue)
+        return None if raw is None else bytes(raw)
+
+    def _locations(self) -> Iterator[NDArray[np.uint64]]:
+        """Where all entries say their records are, some at a time."""
+        with self._env.begin() as txn:
+            values = txn.cursor(db=self._catalogue).iternext(keys=False, values=True)
+            while chunk := b"".join(itertools.islice(values, _CHUNK)):
+                rows = np.frombuffer(chunk, dtype=np.uint8).reshape(-1, ENTRY_NBYTES)
+                yield np.ascontiguousarray(rows[:, LOCATION]).view("<u8")[:, 0]
+
+    def _shrink(self, files: ExtentFiles, slots: Slots) -> int:
+        """Give the last extent files back to the disk until no more slots are left than allowed; how many records
+        were dropped with them. Their entries go first.
+        """
+        total, surplus = slots.total, []
+        for number in sorted(files.sizes, reverse=True):
+            if total <= self._sizing.num_slots:
+                break
+            total -= files.sizes[number] // self._sizing.slot_nbytes
+            surplus.append(number)
+        if not surplus:
+            return 0
+        first = min(surplus)
+        with self._env.begin() as txn:
+            items = txn.cursor(db=self._catalogue)
+            lost = [
+                PageKey(key) for key, raw in items if int.from_bytes(raw[LOCATION], "little") >> 32 >= first
+            ]
+        for start in range(0, len(lost), self._sizing.erase_keys):
+            self.erase(lost[start : start + self._sizing.erase_keys])
+        for number in surplus:
+            slots.drop_extent(number)
+            files.remove(number)
+        return len(lost)
 
     def _test_page_numbers(self) -> bool:
         """Whether a value's page number, as we find it, is where its bytes are in the file after the commit."""
         value = os.urandom(codec.HEAD_NBYTES + 4096)
         with self._env.begin(write=True, buffers=True) as txn:
             txn.put(_PROBE_KEY, value, db=self._meta)
-            number = _page_number(txn, _PROBE_KEY, self._meta)
-        return 0 < number < 1 << 40 and self.reader.has_at(number, value)
+            number = page_number(txn, _PROBE_KEY, self._meta)
+        block = self._env.stat()["psize"]
+        if not 0 < number < 1 << 40:
+            return False
+        fd = os.open(Path(self._env.path()) / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.pread(fd, len(value), number * block + 16) == value
+        finally:
+            os.close(fd)
 
     def _count(self) -> int:
         with self._env.begin() as txn:
             return txn.stat(self._catalogue)["entries"]
-
-
-def _page_number(txn: lmdb.Transaction[memoryview], key: bytes, db: lmdb._Database) -> int:
-    """Where LMDB will write the value just put: the first field of the page header, 16 bytes before the value."""
-    value = txn.get(key, db=db)
-    if value is None:
-        return 0
-    address = np.frombuffer(value, dtype=np.uint8).ctypes.data
-    return int.from_bytes(ctypes.string_at(address - 16, 8), "little")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tierstore.errors import ConfigError
-from tierstore.nvme.home import DATA_FILE
+from tierstore.nvme.home import DATA_FILE, FORMAT_VERSION, read_marker
 from tierstore.nvme.rawtree import read_meta
 
 _PROGRAM = """
@@ -30,11 +30,15 @@ class Examination(NamedTuple):
 def examine(directory: Path, timeout_s: float = 600.0) -> Examination:
     """Look through the environment in ``directory``; changes nothing. Nobody may write to it meanwhile.
 
-    A missing or empty data.mdb has no fault and no records. ConfigError if no child can be started.
+    A missing or empty data.mdb has no fault and no records; one of another format version is not looked into.
+    ConfigError if no child can be started.
     """
     data = directory / DATA_FILE
     if not data.exists() or data.stat().st_size == 0:
         return Examination()
+    marker = read_marker(directory)
+    if marker is not None and marker.format_version != FORMAT_VERSION:
+        return Examination(fault=f"its format is version {marker.format_version}, not {FORMAT_VERSION}")
     end = _end_of_last_page(data)
     if end is None:
         return Examination(fault="its meta pages cannot be read")
@@ -42,13 +46,13 @@ def examine(directory: Path, timeout_s: float = 600.0) -> Examination:
         return Examination(
             fault=f"data.mdb has {data.stat().st_size} bytes where its last page ends at {end}"
         )
-    return walk_apart(directory, timeout_s)
+    return walk_apart(directory, timeout_s, "lmdb" if marker is None else marker.payload)
 
 
-def walk_apart(directory: Path, timeout_s: float) -> Examination:
+def walk_apart(directory: Path, timeout_s: float, payload: str = "lmdb") -> Examination:
     """Walk the trees in a child process, which a damaged one may kill. ConfigError if none can be started."""
     package_root = str(Path(__file__).resolve().parents[2])
-    command = [sys.executable, "-c", _PROGRAM, package_root, str(directory)]
+    command = [sys.executable, "-c", _PROGRAM, package_root, str(directory), payload]
     try:
         child = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:

@@ -15,11 +15,17 @@ PAGES_DB = b"pages"
 META_DB = b"meta"
 MAX_DBS = 4
 
-ENTRY_NBYTES = 72
-BODY_NBYTES = 64
+ENTRY_NBYTES = 88
+BODY_NBYTES = 80
 """The rest of an entry is its checksum, over key and body."""
 
-_BODY = struct.Struct("<36sB3xQQQ")
+LOCATION = slice(64, 72)
+"""Bytes of an entry: extent << 32 | block, little endian; 0 for a record that LMDB keeps."""
+
+STORED_NBYTES = slice(48, 56)
+"""Bytes of an entry: its ``stored_nbytes``, little endian."""
+
+_BODY = struct.Struct("<36sB3xQQQIIQ")
 _NO_PARENT = bytes(36)
 
 
@@ -27,13 +33,17 @@ class Entry(NamedTuple):
     """Where and how one page is stored.
 
     ``nbytes`` is what the record costs on disk, ``stored_nbytes`` its payload, ``page_number`` where LMDB keeps the
-    record in data.mdb (0: not known, ask LMDB).
+    record in data.mdb (0: not known, ask LMDB). In an extent file: its number (from 1), the slot's first 4 KiB block
+    there, and the ``generation`` that the record's head repeats; else 0.
     """
 
     parent: PageKey | None
     nbytes: int
     stored_nbytes: int
     page_number: int
+    extent: int = 0
+    block: int = 0
+    generation: int = 0
 
 
 def pack(key: bytes, entry: Entry) -> bytes:
@@ -44,6 +54,9 @@ def pack(key: bytes, entry: Entry) -> bytes:
         entry.nbytes,
         entry.stored_nbytes,
         entry.page_number,
+        entry.block,
+        entry.extent,
+        entry.generation,
     )
     return body + xxh3_64_digest(key + body)
 
@@ -64,5 +77,13 @@ def unpack(key: bytes, raw: bytes) -> Entry:
     """The entry in ``raw``; IntegrityError unless it is intact."""
     if not intact(key, raw):
         raise IntegrityError("catalogue record differs from its checksum")
-    parent, has_parent, nbytes, stored_nbytes, page_number = _BODY.unpack_from(raw)
-    return Entry(PageKey(parent) if has_parent else None, nbytes, stored_nbytes, page_number)
+    parent, has_parent, nbytes, stored_nbytes, page_number, block, extent, generation = _BODY.unpack_from(raw)
+    return Entry(
+        PageKey(parent) if has_parent else None,
+        nbytes,
+        stored_nbytes,
+        page_number,
+        extent,
+        block,
+        generation,
+    )

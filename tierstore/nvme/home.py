@@ -3,7 +3,8 @@
     home/                      0700; never written to unless it was empty or has our marker
       tierstore-home.json      the marker
       <fingerprint>-<shard>.lock
-      <fingerprint>-<shard>/   one LMDB environment and a marker that describes the model
+      <fingerprint>-<shard>/   one LMDB environment, extent files if pages are kept there, and a marker that describes
+                               the model and says which of the two it is
       <fingerprint>-<shard>.damaged-<n>/   set aside at an open that found it broken; only purge touches it
 
 Files we do not know are left alone everywhere.
@@ -26,9 +27,13 @@ from tierstore.errors import ConfigError
 HOME_MARKER = "tierstore-home.json"
 SHARD_MARKER = "tierstore-shard.json"
 DATA_FILE = "data.mdb"
-FORMAT_VERSION = 1
+PROBE_FILE = "direct.probe"
+HOME_VERSION = 1
+FORMAT_VERSION = 2
+"""Of a sub-directory: 1 had catalogue records without a place in extent files."""
 
-_OUR_FILES = (DATA_FILE, "lock.mdb", SHARD_MARKER, SHARD_MARKER + ".new")
+_OUR_FILES = (DATA_FILE, "lock.mdb", PROBE_FILE, SHARD_MARKER + ".new")
+_EXTENT_NAME = re.compile(r"extent-(?P<number>\d{5,10})\.bin")
 _SHARD_NAME = re.compile(
     r"(?P<fingerprint>[0-9A-Za-z_]{1,128})-(?P<shard>\d{1,5})(?P<damaged>\.damaged-\d+)?"
 )
@@ -39,7 +44,8 @@ _BUSY_S = 10.0
 class ShardMarker:
     """What a sub-directory says of itself; ``description`` is the caller's, for people.
 
-    ``key_scheme``: how its pages' keys were made. A marker without one is older than this field.
+    ``key_scheme``: how its pages' keys were made. A marker without one is older than this field. ``payload``: where
+    page bytes are, "lmdb" or "extents".
     """
 
     fingerprint: str
@@ -48,6 +54,7 @@ class ShardMarker:
     capacity: int
     format_version: int = FORMAT_VERSION
     key_scheme: str = "tierstore-keys-1"
+    payload: str = "lmdb"
     description: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -66,7 +73,7 @@ def claim(path: Path) -> Path:
             elif any(path.name != _on_its_way(home / HOME_MARKER).name for path in home.iterdir()):
                 raise _foreign(home)
             else:
-                write_json(home / HOME_MARKER, {"format": "tierstore-nvme", "version": FORMAT_VERSION})
+                write_json(home / HOME_MARKER, {"format": "tierstore-nvme", "version": HOME_VERSION})
     except OSError as error:
         raise _unusable(path, error) from error
     return home
@@ -90,9 +97,9 @@ def require_home(home: Path) -> None:
         raise _foreign(home) from None
     if not isinstance(marker, dict) or marker.get("format") != "tierstore-nvme":
         raise _foreign(home)
-    if marker.get("version") != FORMAT_VERSION:
+    if marker.get("version") != HOME_VERSION:
         raise ConfigError(
-            f"nvme.path is {home}, of version {marker.get('version')!r}; allowed: version {FORMAT_VERSION}, or new"
+            f"nvme.path is {home}, of version {marker.get('version')!r}; allowed: version {HOME_VERSION}, or new"
         )
 
 
@@ -120,6 +127,27 @@ def lock_path(directory: Path) -> Path:
     return directory.with_name(directory.name + ".lock")
 
 
+def extent_path(directory: Path, number: int) -> Path:
+    """The extent file of that number, from 1."""
+    return directory / f"extent-{number:05}.bin"
+
+
+def extent_sizes(directory: Path) -> dict[int, int]:
+    """Number and length in bytes of every extent file, by number."""
+    found = {}
+    for path in directory.iterdir():
+        match = _EXTENT_NAME.fullmatch(path.name)
+        if match and path.is_file() and not path.is_symlink():
+            found[int(match["number"])] = path.stat().st_size
+    return dict(sorted(found.items()))
+
+
+def remove_extents(directory: Path) -> None:
+    """Delete every extent file. The caller holds the lock, and no catalogue names them."""
+    for number in extent_sizes(directory):
+        extent_path(directory, number).unlink(missing_ok=True)
+
+
 def read_marker(directory: Path) -> ShardMarker | None:
     """The sub-directory's marker, or None if it has none that can be read."""
     try:
@@ -144,8 +172,10 @@ def set_aside(directory: Path) -> Path:
 
 def remove(directory: Path) -> bool:
     """Delete our files in a sub-directory, and the directory if nothing else is in it. The caller holds its lock."""
-    for name in _OUR_FILES:
+    for name in _OUR_FILES:  # the catalogue first: what is cut short here has no entries without bytes
         (directory / name).unlink(missing_ok=True)
+    remove_extents(directory)
+    (directory / SHARD_MARKER).unlink(missing_ok=True)
     if any(directory.iterdir()):
         return False
     directory.rmdir()
@@ -155,7 +185,11 @@ def remove(directory: Path) -> bool:
 def disk_nbytes(directory: Path) -> int:
     """Bytes the sub-directory takes on disk, itself included (allocated blocks, not file lengths)."""
     total = 0
-    for path in (directory, *(directory / name for name in _OUR_FILES)):
+    try:
+        ours = [path for path in directory.iterdir() if _is_ours(path.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    for path in (directory, *ours):
         try:
             total += path.lstat().st_blocks * 512
         except FileNotFoundError:
@@ -172,6 +206,10 @@ def write_json(path: Path, value: object) -> None:
         file.flush()
         os.fsync(fd)
     temporary.replace(path)
+
+
+def _is_ours(name: str) -> bool:
+    return name in _OUR_FILES or name == SHARD_MARKER or _EXTENT_NAME.fullmatch(name) is not None
 
 
 def _on_its_way(path: Path) -> Path:

@@ -8,11 +8,15 @@ from pathlib import Path
 
 import lmdb
 
+from tierstore.codec import fingerprint_digest
 from tierstore.nvme import home
 from tierstore.nvme.check import examine
+from tierstore.nvme.direct import BLOCK
 from tierstore.nvme.entry import CATALOGUE_DB, MAX_DBS, PAGES_DB
+from tierstore.nvme.extents import ExtentFiles
 from tierstore.nvme.lock import FileLock, watched
-from tierstore.nvme.reading import RecordReader
+from tierstore.nvme.reading import ExtentBytes, InlineBytes, RecordBytes, RecordReader
+from tierstore.nvme.slots import Slots
 from tierstore.types import PageKey
 
 Progress = Callable[[str, int, int], None]
@@ -36,6 +40,7 @@ class ShardReport:
     capacity: int | None
     page_nbytes: int | None
     format_version: int | None
+    payload: str | None
     description: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -140,6 +145,7 @@ def _report(directory: Path, fingerprint: str, damaged: bool) -> ShardReport:
         capacity=marker.capacity if marker else None,
         page_nbytes=marker.page_nbytes if marker else None,
         format_version=marker.format_version if marker else None,
+        payload=marker.payload if marker else None,
         description=marker.description if marker else {},
     )
 
@@ -156,7 +162,11 @@ def _verify(directory: Path, fingerprint: str, progress: Progress) -> ShardVerdi
         str(directory), readonly=True, lock=False, create=False, readahead=False, max_dbs=MAX_DBS
     ) as env:
         catalogue, pages = env.open_db(CATALOGUE_DB, create=False), env.open_db(PAGES_DB, create=False)
-        reader = RecordReader(env, catalogue, pages, fingerprint=fingerprint)
+        payload: RecordBytes = InlineBytes(env, pages, direct=False)
+        if _in_extents(directory):
+            payload.close()
+            payload = ExtentBytes(ExtentFiles(directory, direct=False, writable=False), Slots(BLOCK))
+        reader = RecordReader(env, catalogue, payload, fingerprint=fingerprint_digest(fingerprint))
         try:
             for key, fault in reader.verify_all():
                 checked += 1
@@ -166,6 +176,11 @@ def _verify(directory: Path, fingerprint: str, progress: Progress) -> ShardVerdi
         finally:
             reader.close()
     return ShardVerdict(name=directory.name, checked=checked, bad=tuple(bad))
+
+
+def _in_extents(directory: Path) -> bool:
+    marker = home.read_marker(directory)
+    return marker is not None and marker.payload == "extents"
 
 
 def _remove(directory: Path, *, damaged: bool) -> str | None:

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import lmdb
 
-from tierstore.errors import ConfigError
-from tierstore.nvme import home
+from tierstore.errors import ConfigError, IntegrityError
+from tierstore.nvme import direct, home
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.check import examine
 from tierstore.nvme.lock import FileLock
-from tierstore.nvme.sizing import Sizing
+from tierstore.nvme.sizing import Sizing, size, size_extents
 
 _log = logging.getLogger(__name__)
 
+_PROBE_NBYTES = 32 << 20
+_WORTH_PROBING = 1 << 30
+_FAST = 1.5e9  # bytes a second beyond which LMDB's one writer is what a disk waits for
+
 _BROKEN = (
+    IntegrityError,
     lmdb.BadDbiError,
     lmdb.CorruptedError,
     lmdb.IncompatibleError,
@@ -31,25 +37,32 @@ _BROKEN = (
 
 
 class OpenShard(NamedTuple):
-    """A sub-directory held by ``lock``, and its environment."""
+    """A sub-directory held by ``lock``, and its environment. ``direct``: the self-test of O_DIRECT passed there."""
 
     directory: Path
     lock: FileLock
     catalogue: Catalogue
+    sizing: Sizing
+    payload: str
+    direct: bool
 
 
-def open_shard(path: Path, marker: home.ShardMarker, sizing: Sizing, *, readers: int) -> OpenShard:
+def open_shard(path: Path, marker: home.ShardMarker, payload: str, *, readers: int) -> OpenShard:
     """Lock the marker's sub-directory of ``path``, see that it may be used, and open it.
 
-    One that is damaged is set aside with one warning, and an empty one opened in its place. ConfigError if it cannot
-    be had; then nothing is held.
+    ``payload``: "lmdb", "extents", or "auto", which keeps what is there, and decides by the disk where nothing is. One
+    that is damaged is set aside with one warning, and an empty one opened in its place. ConfigError if it cannot be
+    had; then nothing is held.
     """
+    _sizing(marker, payload)
     name = home.shard_name(marker.fingerprint, marker.shard)
     directory = home.claim(path) / name
     lock = _lock(directory)
     try:
-        _prepare(directory, marker, sizing)
-        return OpenShard(directory, lock, _open_catalogue(directory, marker, sizing, readers))
+        marker, sizing = _prepare(directory, marker, payload)
+        works = direct.works(directory)
+        catalogue = _open_catalogue(directory, marker, sizing, readers, works)
+        return OpenShard(directory, lock, catalogue, sizing, marker.payload, works)
     except (OSError, lmdb.Error) as error:
         lock.release()
         raise ConfigError(
@@ -74,8 +87,34 @@ def _lock(directory: Path) -> FileLock:
     )
 
 
-def _prepare(directory: Path, marker: home.ShardMarker, sizing: Sizing) -> None:
-    """Leave a directory that may be opened: examined, or made anew, with a marker of this opening."""
+def _sizing(marker: home.ShardMarker, payload: str, catalogue_nbytes: int = 0) -> Sizing:
+    if payload == "extents":
+        return size_extents(marker.capacity, marker.page_nbytes, catalogue_nbytes)
+    return size(marker.capacity, marker.page_nbytes)
+
+
+def _prepare(directory: Path, marker: home.ShardMarker, payload: str) -> tuple[home.ShardMarker, Sizing]:
+    """Leave a directory that may be opened: examined, or made anew, with a marker of this opening; it and the sizes."""
+    _check_room(directory, marker)
+    fault = _foreign(directory, marker)
+    if fault is not None:
+        _set_aside(directory, fault)
+    directory.mkdir(mode=0o700, exist_ok=True)
+    directory.chmod(0o700)  # one that others could write to before, and none that belongs to somebody else
+    marker = replace(marker, payload=_kind(directory, marker.capacity, payload))
+    sizing = _fitting(directory, marker)
+    fault = examine(directory).fault
+    if fault is not None:
+        _set_aside(directory, fault)
+        directory.mkdir(mode=0o700)
+        sizing = _sizing(marker, marker.payload)
+    if marker.payload != "extents":
+        home.remove_extents(directory)
+    home.write_marker(directory, marker)
+    return marker, sizing
+
+
+def _check_room(directory: Path, marker: home.ShardMarker) -> None:
     if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
         raise ConfigError(
             f"nvme.path holds {directory}, which is no directory; allowed: one that TierStore made"
@@ -87,51 +126,107 @@ def _prepare(directory: Path, marker: home.ShardMarker, sizing: Sizing) -> None:
         raise ConfigError(
             f"nvme.capacity is {marker.capacity} bytes; allowed: at most {free + own}, free disk and what it has"
         )
+
+
+def _kind(directory: Path, capacity: int, payload: str) -> str:
+    """Where page bytes go from now on. What is there in the other kind is removed, with one warning, if asked for."""
+    old = home.read_marker(directory) if (directory / home.DATA_FILE).exists() else None
+    if payload == "auto":
+        return _fastest(directory, capacity) if old is None else old.payload
+    if old is not None and old.payload != payload:
+        _log.warning(
+            "the NVMe tier at %s starts empty: nvme.payload is %s and the old one is in %s",
+            directory,
+            payload,
+            old.payload,
+        )
+        _empty(directory)
+    return payload
+
+
+def _fastest(directory: Path, capacity: int) -> str:
+    if capacity < _WORTH_PROBING:
+        return "lmdb"
+    try:
+        rate = direct.write_rate(directory, _PROBE_NBYTES)
+    except OSError:
+        return "lmdb"
+    payload = "extents" if rate >= _FAST else "lmdb"
+    _log.info("the disk at %s takes %.2f GB/s: nvme.payload is %s", directory, rate / 1e9, payload)
+    return payload
+
+
+def _fitting(directory: Path, marker: home.ShardMarker) -> Sizing:
+    """The sizes for what is there, which is removed if it cannot be brought within the capacity."""
     data = directory / home.DATA_FILE
-    if data.exists() and data.stat().st_size > sizing.map_size:
+    length = data.stat().st_size if data.exists() else 0
+    try:
+        sizing = _sizing(marker, marker.payload, length)
+    except ConfigError:
+        if not length:
+            raise
+        sizing = _sizing(marker, marker.payload)
+    if length > sizing.map_size:
         _log.warning(
             "the NVMe tier at %s starts empty: the old one is larger than its capacity now", directory
         )
-        home.remove(directory)
-    fault = _fault(directory, marker)
-    if fault is not None:
-        _set_aside(directory, fault)
+        _empty(directory)
+    return sizing
+
+
+def _empty(directory: Path) -> None:
+    home.remove(directory)
     directory.mkdir(mode=0o700, exist_ok=True)
-    directory.chmod(0o700)  # one that others could write to before, and none that belongs to somebody else
-    home.write_marker(directory, marker)
 
 
-def _fault(directory: Path, marker: home.ShardMarker) -> str | None:
+def _foreign(directory: Path, marker: home.ShardMarker) -> str | None:
+    """Why the marker says that what is there is not for this opening, or None."""
     if not (directory / home.DATA_FILE).exists():
         return None
     old = home.read_marker(directory)
-    if old is None or (old.fingerprint, old.shard, old.format_version) != (
-        marker.fingerprint,
-        marker.shard,
-        marker.format_version,
-    ):
+    if old is not None and old.format_version != marker.format_version:
+        return f"its format is version {old.format_version}, not {marker.format_version}"
+    if old is None or (old.fingerprint, old.shard) != (marker.fingerprint, marker.shard):
         return "its marker is missing or names something else"
+    if old.payload not in ("lmdb", "extents"):
+        return f"its pages are in {old.payload!r}"
     if old.key_scheme != marker.key_scheme:
         return f"its keys are of scheme {old.key_scheme!r}, not {marker.key_scheme!r}: no look-up would find a page"
     if old.page_nbytes != marker.page_nbytes:
         return f"its pages have {old.page_nbytes} bytes, not {marker.page_nbytes}"
-    return examine(directory).fault
+    return None
 
 
-def _open_catalogue(directory: Path, marker: home.ShardMarker, sizing: Sizing, readers: int) -> Catalogue:
+def _open_catalogue(
+    directory: Path, marker: home.ShardMarker, sizing: Sizing, readers: int, works: bool
+) -> Catalogue:
     """The environment. One that breaks on first use, though a child could walk it, makes room for an empty one."""
     try:
-        return _catalogue(directory, marker, sizing, readers)
+        catalogue = _catalogue(directory, marker, sizing, readers, works)
     except _BROKEN as error:
         _set_aside(directory, str(error))
-    directory.mkdir(mode=0o700)
-    home.write_marker(directory, marker)
-    return _catalogue(directory, marker, sizing, readers)
+        directory.mkdir(mode=0o700)
+        home.write_marker(directory, marker)
+        catalogue = _catalogue(directory, marker, sizing, readers, works)
+    if catalogue.num_dropped:
+        _log.warning(
+            "the NVMe tier at %s dropped %d records: its capacity is lower now",
+            directory,
+            catalogue.num_dropped,
+        )
+    return catalogue
 
 
-def _catalogue(directory: Path, marker: home.ShardMarker, sizing: Sizing, readers: int) -> Catalogue:
+def _catalogue(
+    directory: Path, marker: home.ShardMarker, sizing: Sizing, readers: int, works: bool
+) -> Catalogue:
     return Catalogue(
-        directory, sizing, fingerprint=marker.fingerprint, page_nbytes=marker.page_nbytes, readers=readers
+        directory,
+        sizing,
+        fingerprint=marker.fingerprint,
+        page_nbytes=marker.page_nbytes,
+        readers=readers,
+        direct=works,
     )
 
 

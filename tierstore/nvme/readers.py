@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tierstore.errors import IntegrityError
 from tierstore.nvme.acks import Job, Outbox, failed
-from tierstore.nvme.reading import SCRATCH_NBYTES, RecordReader
+from tierstore.nvme.reading import RecordReader, scratch_for
 from tierstore.types import Failure, PageKey, Transfer
 
 _log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Readers:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
-        scratch = np.empty(SCRATCH_NBYTES, dtype=np.uint8)
+        scratch = scratch_for(self._page_nbytes)
         while (unit := self._take()) is not None:
             job, index = unit
             failure = Failure.CLOSED if self._closing else self._read(job, index, scratch)

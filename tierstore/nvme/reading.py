@@ -1,8 +1,10 @@
 """Reading page records of one environment, each checked: for the reader threads, and for tools that only look.
 
-The catalogue's entry gives the page number, and ``preadv`` within the read transaction fetches the record straight
-into the caller's page: a cut or unreadable file is an error there, where a mapped read would be a signal. Entries
-without a number are read through LMDB. No memoryview of LMDB's leaves a method.
+The catalogue's entry says where a record is, and ``preadv`` fetches it from there straight into the caller's page,
+past the page cache where it may: a cut or unreadable file is an error there, where a mapped read would be a signal.
+Records that LMDB keeps are read within the read transaction that found them, so that they cannot go; extents know no
+such thing, and a slot is pinned before its entry is looked at again. Entries of LMDB's without a page number are read
+through LMDB. No memoryview of LMDB's leaves a method.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import lmdb
 import numpy as np
@@ -17,45 +20,70 @@ from numpy.typing import NDArray
 
 from tierstore import codec
 from tierstore.errors import IntegrityError
-from tierstore.nvme.entry import summary, unpack
+from tierstore.nvme.direct import BLOCK, aligned, is_aligned, padded, set_direct
+from tierstore.nvme.entry import Entry, summary, unpack
+from tierstore.nvme.extents import ExtentFiles
 from tierstore.nvme.home import DATA_FILE
+from tierstore.nvme.slots import Place, Slots
 from tierstore.types import PageKey
 
-SCRATCH_NBYTES = 16 + codec.HEAD_NBYTES
-"""What a caller lends to ``load``: LMDB's page header and ours."""
+SCRATCH_NBYTES = BLOCK
+"""What a caller lends to ``load`` at least: LMDB's page header, or an extent's, and ours."""
+
+_HEAD = slice(BLOCK - codec.HEAD_NBYTES, BLOCK)
+_TRIES = 4
+
+
+def scratch_for(page_nbytes: int) -> NDArray[np.uint8]:
+    """What ``load`` makes the best of: aligned, and with room for pages that a direct read cannot reach."""
+    return aligned(BLOCK + padded(page_nbytes))
+
+
+class RecordBytes(Protocol):
+    """Fetches the bytes of a record, unchecked."""
+
+    def fetch(
+        self,
+        env: lmdb.Environment,
+        catalogue: lmdb._Database,
+        key: PageKey,
+        out: NDArray[np.uint8],
+        scratch: NDArray[np.uint8],
+    ) -> int:
+        """Fill ``out`` with the payload, ``scratch`` up to BLOCK with the head; the record's generation.
+
+        KeyError, IntegrityError, OSError, lmdb.Error as ``load`` raises them.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close what it opened."""
+        ...
 
 
 class RecordReader:
-    """Reads by any thread; keeps a descriptor of data.mdb open until ``close``."""
+    """Reads by any thread."""
 
     def __init__(
-        self, env: lmdb.Environment, catalogue: lmdb._Database, pages: lmdb._Database, *, fingerprint: str
+        self,
+        env: lmdb.Environment,
+        catalogue: lmdb._Database,
+        payload: RecordBytes,
+        *,
+        fingerprint: bytes,
     ) -> None:
         self._env = env
         self._catalogue = catalogue
-        self._pages = pages
-        self._fingerprint = codec.fingerprint_digest(fingerprint)
-        self._block = env.stat()["psize"]
-        # data.mdb only: closing any descriptor of lock.mdb would drop LMDB's own locks.
-        self._fd = os.open(Path(env.path()) / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        self._payload = payload
+        self._fingerprint = fingerprint
 
     def load(self, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]) -> None:
         """Fill ``out`` with the page of ``key`` and check every byte. ``out`` holds anything at all if it raises.
 
         KeyError: no such record. IntegrityError: not what was written. OSError, lmdb.Error: it could not be read.
         """
-        with self._env.begin(buffers=True) as txn:
-            raw = txn.get(key, db=self._catalogue)
-            if raw is None:
-                raise KeyError(key)
-            entry = unpack(key, bytes(raw))
-            if entry.stored_nbytes != out.nbytes:
-                raise IntegrityError(f"record of {entry.stored_nbytes} bytes for a page of {out.nbytes}")
-            if entry.page_number:
-                self._read_at(entry.page_number, out, scratch)
-            else:
-                self._copy_value(txn, key, out, scratch)
-        codec.verify(scratch[-codec.HEAD_NBYTES :], out, fingerprint=self._fingerprint, key=key)
+        generation = self._payload.fetch(self._env, self._catalogue, key, out, scratch)
+        codec.verify(scratch[_HEAD], out, fingerprint=self._fingerprint, key=key, generation=generation)
 
     def summaries(self) -> Iterator[tuple[PageKey, PageKey | None, int]]:
         """Key, parent and bytes on disk of every record, in key order, from one snapshot. Not beside a writer.
@@ -67,15 +95,14 @@ class RecordReader:
 
     def verify_all(self) -> Iterator[tuple[PageKey, str | None]]:
         """Load every record: its key, and what is wrong with it or None. For tools; nothing is changed."""
-        scratch = np.empty(SCRATCH_NBYTES, dtype=np.uint8)
-        out = np.empty(0, dtype=np.uint8)
+        scratch = out = aligned(0)
         with self._env.begin() as txn:
             items = list(txn.cursor(db=self._catalogue))
         for key, raw in items:
             try:
                 length = unpack(key, raw).stored_nbytes
                 if length != out.nbytes:
-                    out = np.empty(length, dtype=np.uint8)
+                    out, scratch = aligned(length)[:length], scratch_for(length)
                 self.load(PageKey(key), out, scratch)
             except KeyError:
                 yield PageKey(key), "no record"
@@ -85,21 +112,57 @@ class RecordReader:
                 yield PageKey(key), None
 
     def close(self) -> None:
-        """Close the descriptor, not the environment. No call may be running, and none may follow."""
+        """Close the descriptors, not the environment. No call may be running, and none may follow."""
+        self._payload.close()
+
+
+class InlineBytes:
+    """Of records that LMDB keeps. Keeps data.mdb open twice where ``direct``, for buffers that are not aligned."""
+
+    def __init__(self, env: lmdb.Environment, pages: lmdb._Database, *, direct: bool) -> None:
+        self._pages = pages
+        self._block = env.stat()["psize"]
+        # data.mdb only: closing any descriptor of lock.mdb would drop LMDB's own locks.
+        self._fd = os.open(Path(env.path()) / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        self._direct_fd = -1
+        if direct and self._block % BLOCK == 0:
+            self._direct_fd = os.open(Path(env.path()) / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
+            set_direct(self._direct_fd)
+
+    def fetch(
+        self,
+        env: lmdb.Environment,
+        catalogue: lmdb._Database,
+        key: PageKey,
+        out: NDArray[np.uint8],
+        scratch: NDArray[np.uint8],
+    ) -> int:
+        with env.begin(buffers=True) as txn:
+            raw = txn.get(key, db=catalogue)
+            if raw is None:
+                raise KeyError(key)
+            entry = _entry(key, bytes(raw), out)
+            if entry.page_number:
+                self._read_at(entry.page_number, out, scratch[:BLOCK])
+            else:
+                self._copy_value(txn, key, out, scratch)
+        return entry.generation
+
+    def close(self) -> None:
         os.close(self._fd)
+        if self._direct_fd >= 0:
+            os.close(self._direct_fd)
 
-    def has_at(self, page_number: int, value: bytes) -> bool:
-        """Whether the file holds ``value``, behind LMDB's page header, at ``page_number``."""
-        return os.pread(self._fd, len(value), page_number * self._block + 16) == value
-
-    def _read_at(self, page_number: int, out: NDArray[np.uint8], scratch: NDArray[np.uint8]) -> None:
-        wanted = scratch.nbytes + out.nbytes
+    def _read_at(self, page_number: int, out: NDArray[np.uint8], head: NDArray[np.uint8]) -> None:
+        direct = self._direct_fd >= 0 and is_aligned(out) and is_aligned(head)
         try:
-            got = os.preadv(self._fd, [scratch.data, out.data], page_number * self._block)
+            got = os.preadv(
+                self._direct_fd if direct else self._fd, [head.data, out.data], page_number * self._block
+            )
         except OverflowError as error:
             raise IntegrityError("page number beyond any file") from error
-        if got != wanted:
-            raise IntegrityError(f"{got} bytes where the record has {wanted}")
+        if got != BLOCK + out.nbytes:
+            raise IntegrityError(f"{got} bytes where the record has {BLOCK + out.nbytes}")
 
     def _copy_value(
         self,
@@ -114,5 +177,52 @@ class RecordReader:
         record = np.frombuffer(value, dtype=np.uint8)
         if record.nbytes != codec.HEAD_NBYTES + out.nbytes:
             raise IntegrityError(f"value of {record.nbytes} bytes for a page of {out.nbytes}")
-        np.copyto(scratch[-codec.HEAD_NBYTES :], record[: codec.HEAD_NBYTES])
+        np.copyto(scratch[_HEAD], record[: codec.HEAD_NBYTES])
         np.copyto(out, record[codec.HEAD_NBYTES :])
+
+
+class ExtentBytes:
+    """Of records in extent files, whose slots are pinned while they are read. ``close`` closes the files."""
+
+    def __init__(self, files: ExtentFiles, slots: Slots) -> None:
+        self._files = files
+        self._slots = slots
+
+    def fetch(
+        self,
+        env: lmdb.Environment,
+        catalogue: lmdb._Database,
+        key: PageKey,
+        out: NDArray[np.uint8],
+        scratch: NDArray[np.uint8],
+    ) -> int:
+        raw = _lookup(env, catalogue, key)
+        for _ in range(_TRIES):
+            entry = _entry(key, raw, out)
+            place = Place(entry.extent, entry.block)
+            with self._slots.pinned(place):
+                # An entry that is still there now had its slot pinned before it could go.
+                again = _lookup(env, catalogue, key)
+                if again == raw:
+                    self._files.read(place, out, scratch)
+                    return entry.generation
+            raw = again
+        raise KeyError(key)  # replaced faster than it can be looked up
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def _lookup(env: lmdb.Environment, catalogue: lmdb._Database, key: PageKey) -> bytes:
+    with env.begin() as txn:
+        raw = txn.get(key, db=catalogue)
+    if raw is None:
+        raise KeyError(key)
+    return raw
+
+
+def _entry(key: PageKey, raw: bytes, out: NDArray[np.uint8]) -> Entry:
+    entry = unpack(key, raw)
+    if entry.stored_nbytes != out.nbytes:
+        raise IntegrityError(f"record of {entry.stored_nbytes} bytes for a page of {out.nbytes}")
+    return entry

@@ -1,4 +1,4 @@
-"""How a capacity in bytes becomes a map, batches and a budget. Pure arithmetic."""
+"""How a capacity in bytes becomes a map, extents, batches and a budget. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -13,30 +13,41 @@ _VALUE_PREFIX = 16  # LMDB's page header in front of a large value
 _CATALOGUE_SHARE = (
     1024  # leaf and branch bytes of one record in both trees, at their lowest fill of a quarter
 )
-_SMALL_FILES = 64 << 10  # lock files and markers, everything that is not data.mdb
+_SMALL_FILES = 64 << 10  # lock files and markers, everything that is neither data.mdb nor an extent
 _FIXED_PAGES = 32  # meta pages, roots, the free list
 _COPIED_PAGES = 3  # tree pages that one changed record copies before the old ones are free again
 _WATERMARK = 0.85  # of the map: fuller, and runs of free pages become too short
+_BATCH_NBYTES = 16 * _MIB
+_EXTENT_NBYTES = 256 * _MIB
+_MOST_EXTENTS = 256  # each has a descriptor
+_ERASED_TOGETHER = 256
+_BLOCK = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
-    """All in bytes, but ``batch_pages`` and ``erase_keys``, which say how much one transaction may take."""
+    """All in bytes, but ``batch_pages`` and ``erase_keys``, which say how much one transaction may take.
+
+    Extents only: slots of ``slot_nbytes``, at most ``num_slots`` of them, ``extent_slots`` in a new file. 0 in LMDB.
+    """
 
     record_nbytes: int
     map_size: int
     budget_nbytes: int
     batch_pages: int
     erase_keys: int
+    slot_nbytes: int = 0
+    num_slots: int = 0
+    extent_slots: int = 0
 
     @property
     def max_records(self) -> int:
-        """More records than this are refused: half of the slack above the budget."""
-        return (self.budget_nbytes + self.map_size) // 2 // self.record_nbytes
+        """More records than this are refused: half of the slack above the budget, or what has slots."""
+        return self.num_slots or (self.budget_nbytes + self.map_size) // 2 // self.record_nbytes
 
 
 def size(capacity: int, page_nbytes: int) -> Sizing:
-    """Sizes such that everything on disk stays within ``capacity`` while live records stay within the budget.
+    """Page bytes in LMDB: everything on disk stays within ``capacity`` while live records stay within the budget.
 
     ConfigError if not even one page fits.
     """
@@ -44,19 +55,60 @@ def size(capacity: int, page_nbytes: int) -> Sizing:
     on_disk = -(-(_VALUE_PREFIX + record_nbytes(page_nbytes)) // block) * block
     record = on_disk + _CATALOGUE_SHARE
     copied = _COPIED_PAGES * block
-    batch_pages = max(1, min(16 * _MIB, capacity // 16) // (on_disk + copied))
+    batch_pages = max(1, min(_BATCH_NBYTES, capacity // 16) // (on_disk + copied))
     batch = batch_pages * (on_disk + copied)
     map_size = (capacity - _SMALL_FILES) // block * block
     budget = min(int(map_size * _WATERMARK), map_size - 2 * batch - _FIXED_PAGES * block)
     if budget < record:
         least = _SMALL_FILES + record + 2 * (on_disk + copied) + _FIXED_PAGES * block
-        raise ConfigError(
-            f"nvme.capacity is {capacity} bytes; allowed: at least {least * 5 // 4} for a page of {page_nbytes} bytes"
-        )
+        raise _too_small(capacity, least, page_nbytes)
     return Sizing(
         record_nbytes=record,
         map_size=map_size,
         budget_nbytes=budget,
         batch_pages=batch_pages,
         erase_keys=max(1, batch // copied),
+    )
+
+
+def size_extents(capacity: int, page_nbytes: int, catalogue_nbytes: int = 0) -> Sizing:
+    """Page bytes in extent files: they and a catalogue that fills its map take at most ``capacity``.
+
+    ``catalogue_nbytes``: length of a data.mdb that is there already, which never shrinks. Slots above the budget are
+    for records that replace others and for those that are still read. ConfigError if not even one page fits.
+    """
+    block = mmap.PAGESIZE
+    slot = _BLOCK + -(-page_nbytes // _BLOCK) * _BLOCK
+    record = slot + _CATALOGUE_SHARE
+    copied = _COPIED_PAGES * block
+    batch_pages = max(1, min(_BATCH_NBYTES, capacity // 16) // (slot + copied))
+    erase_keys = max(batch_pages, min(_ERASED_TOGETHER, capacity // 64 // copied))
+    extent_slots = max(1, max(capacity // _MOST_EXTENTS, min(_EXTENT_NBYTES, capacity // 16)) // slot)
+    # The changes of one transaction, and the pages freed by two before it that cannot be used yet.
+    working = _FIXED_PAGES * block + 3 * erase_keys * copied
+    files = _SMALL_FILES + (capacity // (extent_slots * slot) + 2) * block
+    num_slots = max(0, capacity - files - working) // record
+    map_size = working + -(-num_slots * _CATALOGUE_SHARE // block) * block
+    if map_size < catalogue_nbytes + working:
+        map_size = -(-(catalogue_nbytes + working) // block) * block
+        num_slots = max(0, capacity - files - map_size) // slot
+    if num_slots < 2:
+        least = _SMALL_FILES + (36 + _FIXED_PAGES) * block + 3 * copied + 2 * record + catalogue_nbytes
+        raise _too_small(capacity, least, page_nbytes)
+    slack = min(batch_pages, max(1, num_slots // 16))
+    return Sizing(
+        record_nbytes=record,
+        map_size=map_size,
+        budget_nbytes=(num_slots - slack) * record,
+        batch_pages=batch_pages,
+        erase_keys=erase_keys,
+        slot_nbytes=slot,
+        num_slots=num_slots,
+        extent_slots=extent_slots,
+    )
+
+
+def _too_small(capacity: int, least: int, page_nbytes: int) -> ConfigError:
+    return ConfigError(
+        f"nvme.capacity is {capacity} bytes; allowed: at least {least * 5 // 4} for a page of {page_nbytes} bytes"
     )

@@ -1,4 +1,4 @@
-"""The NVMe tier: pages by key in one LMDB environment, behind queues that never block the caller."""
+"""The NVMe tier: pages by key, catalogued in one LMDB environment, behind queues that never block the caller."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tierstore.nvme import home
 from tierstore.nvme.acks import Outbox
 from tierstore.nvme.opening import OpenShard, open_shard
 from tierstore.nvme.readers import Readers
-from tierstore.nvme.sizing import Sizing, size
 from tierstore.nvme.writer import Writer
 from tierstore.types import Ack, PageKey, Transfer
 
@@ -39,9 +38,8 @@ class NvmeTier:
     budget_nbytes: int
     """Sum of record bytes the tier may hold so that everything on disk stays within the capacity."""
 
-    def __init__(
-        self, shard: OpenShard, sizing: Sizing, outbox: Outbox, *, readers: int, page_nbytes: int
-    ) -> None:
+    def __init__(self, shard: OpenShard, outbox: Outbox, *, readers: int, page_nbytes: int) -> None:
+        sizing = shard.sizing
         self.record_nbytes = sizing.record_nbytes
         self.budget_nbytes = sizing.budget_nbytes
         self._page_nbytes = page_nbytes
@@ -49,6 +47,7 @@ class NvmeTier:
         self._lock = shard.lock
         self._catalogue = shard.catalogue
         self._sizing = sizing
+        self._payload, self._direct = shard.payload, shard.direct
         self._outbox = outbox
         self._readers = Readers(shard.catalogue.reader, outbox, count=readers, page_nbytes=page_nbytes)
         self._writer = Writer(shard.catalogue, outbox, sizing)
@@ -67,14 +66,16 @@ class NvmeTier:
         wake: Callable[[], None],
         readers: int = 2,
         description: Mapping[str, object] | None = None,
+        payload: str = "auto",
     ) -> NvmeTier:
         """Open the tier's sub-directory of ``path``, made if missing; ``capacity`` is for everything in it on disk.
 
         A sub-directory that an earlier process left damaged is renamed, with one warning, and the tier starts empty.
         ``wake`` is called from an I/O thread, with no lock held, for each Ack. ``description`` is kept for people.
+        ``payload``: page bytes in "lmdb" or in "extents"; what is there in the other kind is removed with one warning.
+        "auto" keeps the kind that is there, and where nothing is writes 32 MiB to see how fast the disk is.
         ConfigError if the directory is not ours, in use, or the capacity cannot be had; nothing is changed then.
         """
-        sizing = size(capacity, page_nbytes)
         marker = home.ShardMarker(
             fingerprint=fingerprint,
             shard=shard,
@@ -83,8 +84,8 @@ class NvmeTier:
             key_scheme=keys.SCHEME,
             description=dict(description or {}),
         )
-        shard_home = open_shard(path, marker, sizing, readers=readers)
-        return cls(shard_home, sizing, Outbox(wake), readers=readers, page_nbytes=page_nbytes)
+        shard_home = open_shard(path, marker, payload, readers=readers)
+        return cls(shard_home, Outbox(wake), readers=readers, page_nbytes=page_nbytes)
 
     def records(self) -> Iterator[tuple[PageKey, PageKey | None, int]]:
         """Key, parent and bytes on disk of every record that was there at open. Once, before any ``submit_*``.
@@ -180,7 +181,8 @@ class NvmeTier:
             "record_nbytes": self.record_nbytes,
             "records": self._catalogue.num_records,
             "read_only": self._writer.refusal.active,
-            "o_direct": False,
+            "payload": self._payload,
+            "o_direct": self._direct,
             "others": self._others(),
             **{name: counts.get(name, 0) for name in _COUNTERS},
         }

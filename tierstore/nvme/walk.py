@@ -1,7 +1,8 @@
-"""The child process that looks through a catalogue before this process maps it: ``-m tierstore.nvme.walk DIRECTORY``.
+"""The child process that looks through a catalogue before this process maps it.
 
-A damaged tree can end in SIGBUS or SIGSEGV; here that costs a child. Exit code 0: every record of the catalogue is
-intact and both trees can be walked. Anything else, a signal included: the directory is not to be opened.
+``-m tierstore.nvme.walk DIRECTORY lmdb|extents``. A damaged tree can end in SIGBUS or SIGSEGV; here it costs a child.
+Exit code 0: every record of the catalogue is intact, both trees can be walked, and each record has a place of its own
+in the extent files, if it is kept there. Anything else, a signal included: the directory is not to be opened.
 """
 
 from __future__ import annotations
@@ -9,20 +10,33 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
+from pathlib import Path
 
 import lmdb
 from xxhash import xxh3_64_digest
 
-from tierstore.nvme.entry import BODY_NBYTES, CATALOGUE_DB, ENTRY_NBYTES, MAX_DBS, PAGES_DB
+from tierstore.nvme.entry import (
+    BODY_NBYTES,
+    CATALOGUE_DB,
+    ENTRY_NBYTES,
+    LOCATION,
+    MAX_DBS,
+    PAGES_DB,
+    STORED_NBYTES,
+)
+from tierstore.nvme.home import extent_sizes
 from tierstore.nvme.rawtree import prefetch
 
+_BLOCK = 4096
 
-def walk(directory: str) -> int | str:
+
+def walk(directory: str, payload: str) -> int | str:
     """Go through the environment in ``directory``, changing nothing: its number of records, or what is wrong.
 
     lmdb.Error as it comes.
     """
     records = 0
+    spans: list[tuple[int, int]] = []
     _warm(directory)
     with lmdb.open(
         directory, readonly=True, lock=False, create=False, readahead=False, max_dbs=MAX_DBS
@@ -40,9 +54,29 @@ def walk(directory: str) -> int | str:
             for key, raw in txn.cursor(db=catalogue):
                 if digest(key + raw[:body]) != raw[body:] or len(raw) != length:
                     return f"catalogue record of {key.hex()} differs from its checksum"
+                if payload == "extents":
+                    first = int.from_bytes(raw[LOCATION], "little")
+                    stored = int.from_bytes(raw[STORED_NBYTES], "little")
+                    spans.append((first, first + 1 + (stored + _BLOCK - 1) // _BLOCK))
+                elif any(raw[LOCATION]):
+                    return f"catalogue record of {key.hex()} names an extent file where there are none"
             records = txn.stat(catalogue)["entries"]
             deque(txn.cursor(db=pages).iternext(keys=True, values=False), maxlen=0)
-    return records
+    return _misplaced(spans, Path(directory)) or records
+
+
+def _misplaced(spans: list[tuple[int, int]], directory: Path) -> str | None:
+    """What is wrong with records at these blocks (extent << 32 | block), first and end."""
+    spans.sort()
+    ends = {number: (number << 32) + nbytes // _BLOCK for number, nbytes in extent_sizes(directory).items()}
+    before = 0
+    for first, end in spans:
+        if first < before:
+            return f"two records at block {first & 0xFFFFFFFF} of extent file {first >> 32}"
+        before = end
+        if end > ends.get(first >> 32, 0):
+            return f"a record at block {first & 0xFFFFFFFF} of extent file {first >> 32}, which is missing or cut"
+    return None
 
 
 def _warm(directory: str) -> None:
@@ -61,7 +95,7 @@ def main() -> int:
     sys.stdout.write("walking\n")
     sys.stdout.flush()
     try:
-        found = walk(sys.argv[1])
+        found = walk(sys.argv[1], sys.argv[2])
     except lmdb.Error as error:
         found = str(error)
     if isinstance(found, str):

@@ -162,7 +162,10 @@ class Writer:
             return [failure] * len(batch.writes)
 
     def _write(self, writes: list[tuple[Job, int]]) -> list[Failure | None]:
-        room = max(0, self._sizing.max_records - self._catalogue.num_records)
+        room = self._catalogue.room()
+        if room < len(writes):
+            self._erase_ahead({job.transfer.keys[index] for job, index in writes})
+            room = self._catalogue.room()
         taken, refused = writes[:room], writes[room:]
         if taken and not self._store([_page(job, index) for job, index in taken]):
             taken, refused = [], writes
@@ -180,16 +183,20 @@ class Writer:
         try:
             self._catalogue.store(pages)
         except lmdb.MapFullError:
-            with self._changed:
-                erases = self._queue.take_erases({page.key for page in pages})
-            self._owed.update(dict.fromkeys(erases, True))
-            self._erase_owed()
+            self._erase_ahead({page.key for page in pages})
             self._catalogue.turn()
             try:
                 self._catalogue.store(pages)
             except lmdb.MapFullError:
                 return False
         return True
+
+    def _erase_ahead(self, written: set[PageKey]) -> None:
+        """Do queued erases now that writes of these keys wait for the room they make."""
+        with self._changed:
+            erases = self._queue.take_erases(written)
+        self._owed.update(dict.fromkeys(erases, True))
+        self._erase_owed()
 
     def _erase_owed(self) -> None:
         """Remove everything owed, a transaction each ``erase_keys``; what a raise leaves is still owed."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tierstore.assembly import check_memory, check_sections, owns_hbm, slots_of
 from tierstore.errors import ConfigError
-from tierstore.nvme.sizing import size
+from tierstore.nvme.sizing import size, size_extents
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
@@ -87,7 +87,10 @@ def _disk(config: StoreConfig, layout: PageLayout, refused: list[str]) -> Iterat
         return
     capacity, pages, record = config.nvme.capacity, 0, layout.blob_nbytes
     with _noted(refused):
-        sizing = size(capacity, layout.blob_nbytes)
+        by_kind = (
+            size_extents if config.nvme.payload == "extents" else size
+        )  # auto: the disk is not asked here
+        sizing = by_kind(capacity, layout.blob_nbytes)
         pages, record = sizing.budget_nbytes // sizing.record_nbytes, sizing.record_nbytes
     yield TierSize(Tier.NVME, capacity, pages, record)
     place = nearest_directory(config.nvme.path)

@@ -1,0 +1,93 @@
+"""Files read and written past the page cache (O_DIRECT): what that asks of buffers, and whether a disk takes it."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.nvme.home import PROBE_FILE
+
+BLOCK = 4096
+"""Offsets, lengths and addresses of direct transfers are multiples of this."""
+
+_CHUNK = 4 << 20
+
+
+def padded(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole blocks."""
+    return -(-nbytes // BLOCK) * BLOCK
+
+
+def aligned(nbytes: int) -> NDArray[np.uint8]:
+    """A zeroed flat buffer on a block boundary, of whole blocks. Untouched memory costs nothing."""
+    return np.frombuffer(mmap.mmap(-1, max(BLOCK, padded(nbytes))), dtype=np.uint8)
+
+
+def is_aligned(buffer: NDArray[np.uint8]) -> bool:
+    """Whether a direct transfer may use ``buffer`` as it is."""
+    return buffer.nbytes % BLOCK == 0 and buffer.__array_interface__["data"][0] % BLOCK == 0
+
+
+def set_direct(fd: int) -> None:
+    """Make transfers of ``fd`` direct. OSError where the filesystem has no such thing."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+
+
+def works(directory: Path) -> bool:
+    """Self-test: two blocks written and read back directly in ``directory``, in a file that is gone afterwards.
+
+    False for any refusal and for bytes that differ. OSError if no file can be made there at all.
+    """
+    fd = _probe_file(directory)
+    try:
+        return round_trip(fd)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def round_trip(fd: int) -> bool:
+    """Whether the empty file ``fd`` gives back two blocks that were written to it directly, in two pieces each.
+
+    OSError if it refuses to.
+    """
+    written, found = aligned(2 * BLOCK), aligned(2 * BLOCK)
+    written[:] = np.frombuffer(os.urandom(2 * BLOCK), dtype=np.uint8)
+    set_direct(fd)
+    os.pwritev(fd, [written[:BLOCK].data, written[BLOCK:].data], 0)
+    got = os.preadv(fd, [found[:BLOCK].data, found[BLOCK:].data], 0)
+    return got == 2 * BLOCK and bool(np.array_equal(written, found))
+
+
+def write_rate(directory: Path, nbytes: int) -> float:
+    """Bytes a second at which ``nbytes`` go directly into a preallocated file in ``directory``, fdatasync included.
+
+    The file is gone afterwards. OSError for any refusal.
+    """
+    chunk = aligned(_CHUNK)
+    chunk[:] = np.frombuffer(os.urandom(1 << 16) * (_CHUNK >> 16), dtype=np.uint8)
+    fd = _probe_file(directory)
+    try:
+        set_direct(fd)
+        os.posix_fallocate(fd, 0, nbytes)
+        start = perf_counter()
+        for offset in range(0, nbytes, _CHUNK):
+            os.pwritev(fd, [chunk[: min(_CHUNK, nbytes - offset)].data], offset)
+        os.fdatasync(fd)
+        return nbytes / (perf_counter() - start)
+    finally:
+        os.close(fd)
+
+
+def _probe_file(directory: Path) -> int:
+    path = directory / PROBE_FILE
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    path.unlink()
+    return fd

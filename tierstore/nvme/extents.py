@@ -1,0 +1,169 @@
+"""Extent files: preallocated, cut into slots on 4 KiB boundaries, written and read in place, never mapped.
+
+A slot is a block of 16 bytes that say so and the record's head, and the payload behind it, padded to whole blocks.
+Nothing here knows which slots are used. Reads by any thread; the rest by the writer's thread, or at open.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.codec import HEAD_NBYTES
+from tierstore.errors import IntegrityError
+from tierstore.nvme import home
+from tierstore.nvme.direct import BLOCK, aligned, is_aligned, padded, set_direct
+from tierstore.nvme.slots import Place
+
+PREFIX = b"TierStore extent"
+"""In front of a head, where LMDB has its page header."""
+
+_HEAD_AT = BLOCK - HEAD_NBYTES
+_SLOTS_A_CALL = 500  # two buffers each; the kernel takes 1,024
+
+
+class ExtentFiles:
+    """Every extent file of a directory, open. ``direct``: past the page cache; else through it."""
+
+    def __init__(self, directory: Path, *, direct: bool, writable: bool = True) -> None:
+        """OSError if one cannot be opened; then none stays open."""
+        self._directory = directory
+        self._direct = direct
+        self._fds: dict[int, int] = {}
+        self.sizes = home.extent_sizes(directory)
+        """Number and bytes of each file."""
+        try:
+            for number in self.sizes:
+                self._open(number, os.O_RDWR if writable else os.O_RDONLY)
+        except BaseException:
+            self.close()
+            raise
+
+    def add(self, nbytes: int) -> int:
+        """Make a file of ``nbytes`` that the disk has set aside; its number. OSError, and no file, if it has not."""
+        number = max(self.sizes, default=0) + 1
+        try:
+            self._open(number, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            os.posix_fallocate(self._fds[number], 0, nbytes)
+            os.fsync(self._fds[number])
+            self._sync_directory()
+        except BaseException:
+            if number in self._fds:
+                os.close(self._fds.pop(number))
+                home.extent_path(self._directory, number).unlink(missing_ok=True)
+            raise
+        self.sizes[number] = nbytes
+        return number
+
+    def remove(self, number: int) -> None:
+        """Delete a file, which gives its room back to the disk."""
+        os.close(self._fds.pop(number))
+        del self.sizes[number]
+        home.extent_path(self._directory, number).unlink(missing_ok=True)
+
+    def write(
+        self, places: Sequence[Place], parts: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]]
+    ) -> None:
+        """Write head block and padded payload of each slot, neighbours in one call; then make all of it durable.
+
+        Each slot must be as long as its parts. OSError: any of them may have changed.
+        """
+        for first, end in _runs(places, parts):
+            buffers = deque(buffer for pair in parts[first:end] for buffer in pair)
+            _write_all(self._fds[places[first].extent], buffers, places[first].block * BLOCK)
+        for number in {place.extent for place in places}:
+            os.fdatasync(self._fds[number])
+
+    def read(self, place: Place, out: NDArray[np.uint8], scratch: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Fill ``out`` with a slot's payload and return its head, a part of ``scratch`` (at least a block).
+
+        Straight into ``out`` where it may be, else by way of ``scratch`` if that is aligned and large enough, else of
+        a buffer made for it. IntegrityError: there is no such slot, or it is cut. OSError: it could not be read.
+        """
+        fd = self._fds.get(place.extent)
+        if fd is None:
+            raise IntegrityError(f"no extent file {place.extent}")
+        if self._direct and not (is_aligned(out) and is_aligned(scratch[:BLOCK])):
+            self._read_bounced(fd, place, out, scratch)
+        else:
+            got = os.preadv(fd, [scratch[:BLOCK].data, out.data], place.block * BLOCK)
+            _require(got, out.nbytes)
+        if scratch[:_HEAD_AT].tobytes() != PREFIX:
+            raise IntegrityError("no record begins there")
+        return scratch[_HEAD_AT:BLOCK]
+
+    def close(self) -> None:
+        """No call may be running, and none may follow."""
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+
+    def _read_bounced(
+        self, fd: int, place: Place, out: NDArray[np.uint8], scratch: NDArray[np.uint8]
+    ) -> None:
+        length = BLOCK + padded(out.nbytes)
+        bounce = scratch[:length]
+        if bounce.nbytes < length or not is_aligned(bounce):
+            bounce = aligned(length)
+        got = os.preadv(fd, [bounce.data], place.block * BLOCK)
+        _require(got, out.nbytes)
+        np.copyto(out, bounce[BLOCK : BLOCK + out.nbytes])
+        if bounce.base is not scratch.base:
+            np.copyto(scratch[:BLOCK], bounce[:BLOCK])
+
+    def _open(self, number: int, flags: int) -> None:
+        path = home.extent_path(self._directory, number)
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            if self._direct:
+                set_direct(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fds[number] = fd
+
+    def _sync_directory(self) -> None:
+        fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _runs(
+    places: Sequence[Place], parts: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]]
+) -> Iterator[tuple[int, int]]:
+    """Slices of slots that lie one behind the other."""
+    first = 0
+    for end in range(1, len(places) + 1):
+        before = places[end - 1]
+        blocks = sum(part.nbytes for part in parts[end - 1]) // BLOCK
+        if (
+            end == len(places)
+            or end - first == _SLOTS_A_CALL
+            or places[end] != Place(before.extent, before.block + blocks)
+        ):
+            yield first, end
+            first = end
+
+
+def _write_all(fd: int, buffers: deque[NDArray[np.uint8]], offset: int) -> None:
+    while buffers:
+        done = os.pwritev(fd, [buffer.data for buffer in buffers], offset)
+        if not done:
+            raise OSError(errno.EIO, "nothing was written")
+        offset += done
+        while buffers and done >= buffers[0].nbytes:
+            done -= buffers.popleft().nbytes
+        if done:
+            buffers[0] = buffers[0][done:]
+
+
+def _require(got: int, nbytes: int) -> None:
+    if got < BLOCK + nbytes:
+        raise IntegrityError(f"{got} bytes where the record has {BLOCK + nbytes}")
