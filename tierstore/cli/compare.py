@@ -83,7 +83,7 @@ def _compare(name: str, docs: list[Path], place: Path | None, say: Callable[[str
         say(f"{folder.name}: loading")
         texts = prompts.read_texts(load_tokenizer(folder), sizes, docs)
         subject = Subject.load(name if name in KNOWN else folder.name, folder)
-    except (ModelError, DocumentError) as error:
+    except (ModelError, DocumentError, ValueError) as error:
         raise ConfigError(str(error)) from error
     home = place or default_cache_dir()
     home.mkdir(parents=True, exist_ok=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from tierstore.compare.chat import chat
 from tierstore.compare.feeding import count_fed
 from tierstore.compare.judging import Row
 from tierstore.compare.prompts import Sizes, forks_inside_a_page, mixed_batch
@@ -17,29 +19,17 @@ from tierstore.types import Tier
 Texts = Sequence[Prompt]
 
 
-def compare(subject: Subject, texts: Texts, sizes: Sizes, folder: Path, say: Say) -> Iterator[Row]:
-    """Yield a row for each case. ``folder``: where the disk tiers are made."""
-    stores: list[tuple[str, list[Question], bool, Sequence[Case]]] = [
-        ("own", [mixed_batch(texts, sizes), _beams(texts, sizes)], False, OWN),
-        ("draft", [_short(texts, sizes)], True, DRAFTED),
-    ]
-    for name, largest, with_draft, cases in stores:
-        with open_store(subject, sizes, largest, folder / name, with_draft=with_draft) as store:
-            comparison = Comparison(subject, store, say)
-            for case in cases:
-                yield from case(comparison, texts, sizes)
-            yield leftovers(comparison)
-
-
 def greedy(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
     """Cold, warm, and from each tier below."""
     question = _long(texts, sizes)
     most = sizes.stored(sizes.long)
     yield run.ask(Request("greedy, cold", question))
-    yield run.ask(Request("greedy, warm", question, least_reused=most, found_in=Tier.HBM))
+    yield run.ask(Request("greedy, warm", question, least_reused=most, found_in=Tier.HBM, least_found=most))
     for tier in (Tier.HOST, Tier.NVME):
         run.demote(question, tier)
-        yield run.ask(Request(f"greedy, from {tier.name}", question, least_reused=most, found_in=tier))
+        yield run.ask(
+            Request(f"greedy, from {tier.name}", question, least_reused=most, found_in=tier, least_found=most)
+        )
 
 
 def batch(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
@@ -96,7 +86,9 @@ def rollback(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
     first = _short(texts, sizes)
     prompt = first.prompts[0]
     kept = len(prompt) - sizes.page - sizes.inside
+    run.say("rollback")
     second = Question((prompt[:kept] + texts[3][1 : sizes.tail],), sizes.new)
+    plain = run.subject.plain(first).answers + run.subject.plain(second).answers
     begin = time.perf_counter()
     with (
         run.open_cache(first, b"rollback") as cache,
@@ -116,31 +108,50 @@ def rollback(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
         shared_pages=0,
         seconds=time.perf_counter() - begin,
         wrong=() if end == length else (f"the cache holds {end} columns at the end, not {length}",),
-        note=f"{fed.taken_back(end)} tokens taken back",
+        note=f"{sum(fed.taken_back(end))} tokens taken back",
     )
     verdicts = {run.verdict(first, before), run.verdict(second, after)}
     worst = next(each for each in ("different", "near-tie", "equal") if each in verdicts)
-    plain = run.subject.plain(first).answers + run.subject.plain(second).answers
     yield run.row("rollback into the prompt, another continuation", asked, worst, plain_is=plain)
 
 
 def assisted(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
     """Drafts of a smaller model, whose K/V are in the same pages."""
     question = _short(texts, sizes)
-    least = sizes.stored(sizes.short)
+    warm = Request("draft model, warm", question, assisted=True, least_reused=sizes.stored(sizes.short))
     yield run.ask(Request("draft model, cold", question, assisted=True))
-    yield run.ask(
-        Request("draft model, warm", question, assisted=True, least_reused=least, found_in=Tier.HBM)
-    )
+    yield run.ask(warm)
     run.demote(question, Tier.NVME)
-    yield run.ask(
-        Request("draft model, from NVME", question, assisted=True, least_reused=least, found_in=Tier.NVME)
-    )
+    pages = sizes.short // sizes.page * sizes.page
+    yield run.ask(replace(warm, case="draft model, from NVME", found_in=Tier.NVME, least_found=pages))
 
 
 Case = Callable[[Comparison, Texts, Sizes], Iterator[Row]]
-OWN: tuple[Case, ...] = (greedy, batch, samples, beams, chunks, rollback)
+OWN: tuple[Case, ...] = (greedy, batch, samples, beams, chunks, rollback, chat)
 DRAFTED: tuple[Case, ...] = (assisted,)
+
+
+def compare(
+    subject: Subject,
+    texts: Texts,
+    sizes: Sizes,
+    folder: Path,
+    say: Say,
+    own: Sequence[Case] = OWN,
+    drafted: Sequence[Case] = DRAFTED,
+) -> Iterator[Row]:
+    """Yield a row for each case. ``folder``: where the disk tiers are made."""
+    stores: list[tuple[str, list[Question], bool, Sequence[Case]]] = [
+        ("own", [mixed_batch(texts, sizes), _beams(texts, sizes)], False, own),
+        ("draft", [_short(texts, sizes)], True, drafted),
+    ]
+    for name, largest, with_draft, cases in stores:
+        if cases:
+            with open_store(subject, sizes, largest, folder / name, with_draft=with_draft) as store:
+                comparison = Comparison(subject, store, say)
+                for case in cases:
+                    yield from case(comparison, texts, sizes)
+                yield leftovers(comparison)
 
 
 def _long(texts: Texts, sizes: Sizes) -> Question:

@@ -25,12 +25,10 @@ class Fed:
         """Rows times columns, padding among them."""
         return sum(rows * width for _, rows, width in self.passes)
 
-    def taken_back(self, columns: int) -> int:
-        """Columns that were fed and removed again (rejected drafts, a rollback). ``columns``: in the cache at last."""
+    def taken_back(self, columns: int) -> list[int]:
+        """Columns of each pass that were removed again (rejected drafts, a rollback). ``columns``: there at last."""
         begins = [before for before, _, _ in self.passes[1:]] + [columns]
-        return sum(
-            before + width - begin for (before, _, width), begin in zip(self.passes, begins, strict=True)
-        )
+        return [before + width - begin for (before, _, width), begin in zip(self.passes, begins, strict=True)]
 
 
 @contextmanager

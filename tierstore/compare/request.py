@@ -57,7 +57,7 @@ class Request:
     """A question as it is put to the store, and what must be found there.
 
     ``salt``: requests of one salt share pages. ``least_reused``: tokens of the prompts that must not be computed again;
-    ``found_in``: the tier that all of them must come from.
+    ``found_in``: the tier that ``least_found`` of them must come from.
     """
 
     case: str
@@ -67,6 +67,7 @@ class Request:
     assisted: bool = False
     least_reused: int = 0
     found_in: Tier | None = None
+    least_found: int = 0
 
     def options(self) -> dict[str, Any]:
         """Arguments of ``generate`` over the store; those beyond the question's must not change the answer."""

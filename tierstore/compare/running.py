@@ -14,8 +14,9 @@ from tierstore.compare.feeding import Fed, count_fed
 from tierstore.compare.judging import Answers, Row, Verdict, beam_verdict, greedy_verdict
 from tierstore.compare.prompts import Sizes
 from tierstore.compare.request import Question, Request
-from tierstore.compare.subject import Subject
+from tierstore.compare.subject import DRAFTED, Subject
 from tierstore.config import load_config
+from tierstore.errors import CapacityError
 from tierstore.store import TierStore
 from tierstore.types import Tier
 
@@ -74,12 +75,16 @@ class Comparison:
 
     def ask(self, request: Request) -> Row:
         """Both answers, and what was computed for the second."""
-        self._say(f"{self.subject.name}: {request.case}")
+        self.say(request.case)
         plain = self.subject.plain(request.question)
         asked = self._ask_stored(request)
         return self.row(
             request.case, asked, self.verdict(request.question, asked.answers), plain_is=plain.answers
         )
+
+    def say(self, case: str) -> None:
+        """A case begins."""
+        self._say(f"{self.subject.name}: {case}")
 
     def verdict(self, question: Question, found: Answers) -> Verdict:
         """By the rule of the question's kind."""
@@ -147,10 +152,10 @@ class Comparison:
             draft_end = _draft_columns(cache, request)
         rows = question.rows
         padding = rows * sum(max(0, pad - start) for pad in question.paddings)
-        rejected = fed.taken_back(end)
+        rejected = sum(fed.taken_back(end)) if request.assisted else 0
         wrong = [*_expected(request, reused, end)]
         if request.assisted:
-            wrong += _draft_faults(drafted, draft_end, start, end)
+            wrong += [*_rejected_too_much(fed, end), *_draft_faults(drafted, draft_end, start, end)]
         return Asked(
             answers=answers,
             reused={tier.name: reused[tier] for tier in Tier if reused[tier]},
@@ -175,15 +180,23 @@ def _expected(request: Request, reused: Any, end: int) -> Iterator[str]:
         yield f"the cache holds {end} columns at the end, not {length}"
     if sum(reused.values()) < request.least_reused:
         yield f"{sum(reused.values())} tokens were reused, {request.least_reused} could have been"
-    if request.found_in is not None and any(n for tier, n in reused.items() if tier is not request.found_in):
-        yield f"not all pages came from {request.found_in.name}"
+    if request.found_in is not None and reused[request.found_in] < request.least_found:
+        yield f"{reused[request.found_in]} tokens came from {request.found_in.name}, not {request.least_found}"
+
+
+def _rejected_too_much(fed: Fed, end: int) -> Iterator[str]:
+    """A pass keeps its first token at least, and rejects drafts only: more were fed for nothing."""
+    pairs = zip(fed.taken_back(end), fed.passes, strict=True)
+    odd = [back for back, (_, _, width) in pairs if not 0 <= back <= min(DRAFTED, width - 1)]
+    if odd:
+        yield f"a pass was taken back whole, or more than was drafted: {odd}"
 
 
 def _draft_faults(drafted: Fed, draft_end: int, start: int, end: int) -> Iterator[str]:
     """The draft model begins where the stored pages end, too, and no token is in its cache twice."""
     if drafted.passes and drafted.passes[0][0] != start:
         yield f"the draft model began at column {drafted.passes[0][0]}, {start} were there"
-    if not drafted.passes or drafted.tokens != draft_end - start + drafted.taken_back(draft_end):
+    if not drafted.passes or drafted.tokens != draft_end - start + sum(drafted.taken_back(draft_end)):
         yield f"the draft model was fed {drafted.tokens} tokens to get from column {start} to {draft_end}"
     if draft_end > end:
         yield f"the draft model's cache holds {draft_end} columns at the end, the model's {end}"
@@ -204,12 +217,14 @@ def leftovers(comparison: Comparison) -> Row:
     moved = stats["counters"]["transfer_bytes"]
     down = int(moved.get("HBM,HOST", 0)) // int(stats["page_nbytes"])
     wrong = []
-    if stats["leases"]:
-        wrong.append(f"{stats['leases']} leases are open")
+    if stats["leases"] or stats["tiers"]["HBM"]["owned"]:
+        wrong.append(f"{stats['leases']} leases are open, {stats['tiers']['HBM']['owned']} HBM slots in use")
     if not down:
         wrong.append("HBM held everything: nothing was demoted")
-    slots = store.allocate(number, timeout_s=PATIENCE_S)
-    store.free(slots)
+    try:
+        store.free(store.allocate(number, timeout_s=0.0 if wrong else PATIENCE_S))
+    except CapacityError as error:
+        wrong.append(str(error))
     store.check()
     return Row(
         case="nothing leaked",
@@ -219,5 +234,5 @@ def leftovers(comparison: Comparison) -> Row:
         fed=0,
         to_feed=0,
         wrong=tuple(wrong),
-        note=f"all {len(slots)} HBM slots to be had, no lease open; {down} pages had gone down",
+        note="" if wrong else f"all {number} HBM slots to be had, no lease open; {down} pages had gone down",
     )

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from tierstore.adapters.huggingface import ATTENTION, TierStoreCache, cache_argument, page_specs
+from tierstore.adapters.huggingface.identity import kv_shape
 from tierstore.compare.judging import Plain
 from tierstore.compare.request import SEED, Question, Request
 from tierstore.types import PageSpec
@@ -35,7 +36,8 @@ class Subject:
     """One model. Answers have a fixed length: no token ends one."""
 
     def __init__(self, name: str, model: PreTrainedModel) -> None:
-        """Takes the model over: its attention and generation defaults are changed."""
+        """Takes the model over: its attention and generation defaults change. ValueError if it cannot be served."""
+        kv_shape(model.config)
         self.name = name
         self.model = model.eval()
         self.draft = drafting(model)
