@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tierstore import codec
 from tierstore.errors import IntegrityError
+from tierstore.exp import Decoder, Encoder, Geometry, Group
 from tierstore.types import PageKey
 
 FINGERPRINT = codec.fingerprint_digest("a model")
@@ -19,6 +20,18 @@ KEY = PageKey(bytes(range(36)))
 PARENT = PageKey(bytes(reversed(range(36))))
 
 payloads = st.binary(min_size=0, max_size=300)
+
+
+GEOMETRY = Geometry(4096, (Group(0, 2, 16, 64),))
+FLAT = np.full(4096, 0x3F, dtype=np.uint8)
+NOISE = np.random.default_rng(0).integers(0, 256, 4096, dtype=np.uint8)
+
+
+def exp_record(page: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    record = np.full(codec.record_nbytes(page.nbytes), 0xEE, dtype=np.uint8)
+    encoder = Encoder(GEOMETRY)
+    length = codec.encode(page, record, fingerprint=FINGERPRINT, key=KEY, parent=None, encoder=encoder)
+    return record[:length]
 
 
 def record_of(payload: bytes, parent: PageKey | None = PARENT) -> NDArray[np.uint8]:
@@ -150,3 +163,62 @@ def test_a_record_of_another_generation_is_refused() -> None:
     assert found == head
     with pytest.raises(IntegrityError, match="generation"):
         codec.verify(sealed, payload, fingerprint=FINGERPRINT, key=KEY, generation=6)
+
+
+def test_a_page_worth_it_is_stored_encoded_and_comes_back() -> None:
+    record = exp_record(FLAT)
+    head = read(record)
+    assert (head.codec, head.raw_nbytes, head.stored_nbytes) == (codec.Codec.EXP, 4096, record.nbytes - 4080)
+    assert head.stored_nbytes < 3000
+    page = np.zeros(4096, dtype=np.uint8)
+    codec.decode(head, record[codec.HEAD_NBYTES :], page, Decoder(GEOMETRY))
+    np.testing.assert_array_equal(page, FLAT)
+
+
+def test_a_page_not_worth_it_is_stored_as_it_is_and_needs_no_decoder() -> None:
+    record = exp_record(NOISE)
+    head = read(record)
+    assert (head.codec, head.raw_nbytes, head.stored_nbytes) == (codec.Codec.NONE, 4096, 4096)
+    page = np.zeros(4096, dtype=np.uint8)
+    codec.decode(head, record[codec.HEAD_NBYTES :], page, None)
+    np.testing.assert_array_equal(page, NOISE)
+
+
+def test_each_changed_byte_of_an_encoded_record_is_found() -> None:
+    record = exp_record(FLAT)
+    for position in range(record.nbytes):
+        record[position] ^= 0x10
+        with pytest.raises(IntegrityError):
+            read(record)
+        record[position] ^= 0x10
+    read(record)
+
+
+def test_an_encoded_page_of_another_length_or_geometry_is_refused() -> None:
+    record = exp_record(FLAT)
+    head, payload = read(record), record[codec.HEAD_NBYTES :]
+    with pytest.raises(IntegrityError, match="unknown geometry"):
+        codec.decode(head, payload, np.empty(4096, dtype=np.uint8), None)
+    with pytest.raises(IntegrityError, match="not 4095"):
+        codec.decode(head, payload, np.empty(4095, dtype=np.uint8), Decoder(GEOMETRY))
+    other = Decoder(Geometry(4096, (Group(0, 1, 16, 64),)))
+    with pytest.raises(IntegrityError):
+        codec.decode(head, payload, np.empty(4096, dtype=np.uint8), other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw", "stored"), [(1, 4096, 4096), (1, 100, 4096), (0, 4096, 100), (2, 4096, 100)]
+)
+def test_lengths_that_do_not_go_with_the_codec_are_refused(kind: int, raw: int, stored: int) -> None:
+    head = codec.Head(
+        fingerprint=FINGERPRINT,
+        key=KEY,
+        parent=None,
+        codec=codec.Codec.NONE,
+        raw_nbytes=raw,
+        stored_nbytes=stored,
+    )
+    sealed = bytearray(codec.seal(head, np.zeros(stored, dtype=np.uint8)))
+    sealed[10] = kind
+    with pytest.raises(IntegrityError, match="no writer"):
+        codec.parse(bytes(sealed))

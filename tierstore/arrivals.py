@@ -47,6 +47,7 @@ class Arrivals:
         if not ack.ok and not failures:
             failures = dict.fromkeys(range(len(transfer.keys)), Failure.IO_ERROR)
         share = ack.nbytes // ack.num_ready if ack.num_ready else 0
+        sizes = iter(ack.sizes)
         for i, src_slot in enumerate(transfer.src_slots):
             if transfer.src in self._residency.tables:
                 self._unpin(transfer.keys[i], transfer.src, src_slot)
@@ -55,7 +56,7 @@ class Arrivals:
             if i in failures:
                 self._failed(transfer, i, failures[i])
             else:
-                self._arrived(transfer, i, share)
+                self._arrived(transfer, i, next(sizes, share))
 
     def _arrived(self, transfer: Transfer, i: int, nbytes: int) -> None:
         key, slot, dst = transfer.keys[i], transfer.dst_slots[i], transfer.dst

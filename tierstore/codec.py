@@ -1,10 +1,11 @@
-"""Page bytes <-> record. A record is a head of 4,080 bytes and the encoded page; nothing here knows where it is kept.
+"""Page bytes <-> record. A record is a head of 4,080 bytes and the page, as it is or encoded; where it is kept is not
+known here.
 
 The head names everything the bytes depend on (format, fingerprint, key, parent, codec, lengths) and ends in an
 xxh3-128 over itself and the payload, so another page's record, an old format, a cut or a flipped bit all show.
 4,080 bytes and the 16 that LMDB puts in front of a value are one 4 KiB block: the payload starts on a boundary.
 
-All functions are pure: no state, no I/O, any thread.
+All functions are pure: no I/O, any thread; an encoder or decoder that is passed in belongs to the thread that does.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 from xxhash import xxh3_128
 
 from tierstore.errors import IntegrityError
+from tierstore.exp import Decoder, Encoder
 from tierstore.types import PageKey
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class Codec(IntEnum):
     """How a record's payload is encoded."""
 
     NONE = 0
+    EXP = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,25 +106,45 @@ def encode(
     fingerprint: bytes,
     key: PageKey,
     parent: PageKey | None,
+    encoder: Encoder | None = None,
 ) -> int:
     """Write the record of ``page`` into ``record`` and return its length.
 
     Both are flat contiguous uint8; ``record`` holds at least ``record_nbytes(page.nbytes)``. The checksum is taken
-    over the copy in ``record``: what is summed is what will be stored.
+    over the copy in ``record``: what is summed is what will be stored. With ``encoder`` pages that it makes smaller by
+    a tenth at least are stored so.
     """
-    length = record_nbytes(page.nbytes)
-    payload = record[HEAD_NBYTES:length]
-    np.copyto(payload, page)
+    room = record[HEAD_NBYTES : record_nbytes(page.nbytes)]
+    length = None if encoder is None else encoder.encode(page, room)
+    if length is None:
+        np.copyto(room, page)
+    payload = room[:length]
     head = Head(
         fingerprint=fingerprint,
         key=key,
         parent=parent,
-        codec=Codec.NONE,
+        codec=Codec.NONE if length is None else Codec.EXP,
         raw_nbytes=page.nbytes,
-        stored_nbytes=page.nbytes,
+        stored_nbytes=payload.nbytes,
     )
     record[:HEAD_NBYTES] = np.frombuffer(seal(head, payload), dtype=np.uint8)
-    return length
+    return HEAD_NBYTES + payload.nbytes
+
+
+def decode(head: Head, payload: NDArray[np.uint8], page: NDArray[np.uint8], decoder: Decoder | None) -> None:
+    """Fill ``page`` from the payload of a record that ``verify`` has passed; the two do not overlap.
+
+    IntegrityError if it is not of a page of this length, or encoded and there is no decoder; ``page`` then holds
+    anything.
+    """
+    if head.raw_nbytes != page.nbytes:
+        raise IntegrityError(f"record of a page of {head.raw_nbytes} bytes, not {page.nbytes}")
+    if head.codec is Codec.NONE:
+        np.copyto(page, payload)
+    elif decoder is None:
+        raise IntegrityError("record of an encoded page of unknown geometry")
+    else:
+        decoder.decode(payload, page)
 
 
 def verify(
@@ -161,7 +184,11 @@ def parse(raw: bytes) -> Head:
     )
     if magic != _MAGIC or version != FORMAT_VERSION:
         raise IntegrityError("not a record of this format")
-    if codec != Codec.NONE or raw_nbytes != stored_nbytes or has_parent > 1:
+    plain, encoded = codec == Codec.NONE, codec == Codec.EXP
+    if (
+        not ((plain and raw_nbytes == stored_nbytes) or (encoded and raw_nbytes > stored_nbytes))
+        or has_parent > 1
+    ):
         raise IntegrityError("fields that no writer of this format makes")
     return Head(
         fingerprint=fingerprint,

@@ -178,7 +178,10 @@ class Erase:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """What became of a transfer: nothing writes its slots now. ``nbytes``: bytes of the pages that arrived."""
+    """What became of a transfer: nothing writes its slots now. ``nbytes``: bytes of the pages that arrived.
+
+    ``sizes``: of each page that arrived, in the transfer's order; empty where all have the same.
+    """
 
     transfer_id: int
     ok: bool
@@ -186,6 +189,7 @@ class Ack:
     nbytes: int
     seconds: float = 0.0
     failures: tuple[tuple[int, Failure], ...] = ()
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
