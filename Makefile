@@ -8,11 +8,15 @@ BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: demo test lint bench soak
+.PHONY: demo compare test lint bench soak
 
 ## demo: a real model answers questions over more documents than HBM and host memory hold (ARGS=--json)
 demo: $(READY)
 	@$(BIN)/tierstore demo $(ARGS)
+
+## compare: real models answer over the store exactly as without it, case by case (ARGS="--model gemma3 --json")
+compare: $(READY)
+	@$(BIN)/tierstore compare $(ARGS)
 
 ## test: lint, then every test that needs no GPU (ARGS="-k name")
 test: lint
