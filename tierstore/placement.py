@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _AHEAD = 16
 """One slot in this many is kept free or droppable ahead of need."""
+_ASK_AGAIN_S = 0.2
+"""How long HOST, after a copy to it failed, is left alone unless a page is sealed or sent there."""
 
 
 class Placement:
@@ -38,6 +40,7 @@ class Placement:
         self._fresh: dict[PageKey, None] = {}
         self._unsaved: dict[PageKey, None] = {}
         self._next_spill = 0.0
+        self._next_try = 0.0
         self._due = 0
         above_nvme = [tier for tier in residency.tables if tier < Tier.NVME]
         self._spill_from = above_nvme[-1] if above_nvme and Tier.NVME in self._tables else None
@@ -99,6 +102,7 @@ class Placement:
         more = self.sinks.advance(now)
         more |= self._write_behind(now)
         more |= self._spill(now)
+        self._ask_host_again(now)
         for tier, table in self._tables.items():
             if table.num_slots is not None and len(table.dirty):
                 self.space.make_room(tier, max(1, table.num_slots // _AHEAD), now)
@@ -141,6 +145,18 @@ class Placement:
                 self.space.give_way(Tier.HOST, now)
                 return False
         return 0 < len(self._fresh) < before
+
+    def _ask_host_again(self, now: float) -> None:
+        """A HOST that failed is sent one page now and then, as the timed spill does with NVMe.
+
+        Else an unsaved page that others follow below could neither be saved nor dropped until somebody puts a page.
+        """
+        if Tier.HOST not in self.space.failing or now < self._next_try or Tier.HBM not in self._tables:
+            return
+        self._next_try = now + _ASK_AGAIN_S
+        key = self._tables[Tier.HBM].dirty.first()
+        if key is not None:
+            self.space.copy(key, Tier.HBM, Tier.HOST)
 
     def _waits_aside(self, host: TierTable, key: PageKey) -> bool:
         """A memory-only page for which HOST has no room keeps those that are to be stored from nothing."""

@@ -95,7 +95,8 @@ def open_bench(
 ) -> Bench:
     """A store whose directory and mover talk over a wire; gates are open until a test holds a lane.
 
-    Without ``spill`` no timed spill happens: pages go to disk only when they are sent there.
+    Without ``spill`` nothing happens by the clock: pages go to disk only when they are sent there, and a tier that
+    failed is not asked again by itself.
     """
     wakeup = Wakeup()
     parts = assemble(config, PageLayout.of(spec), wakeup.bump)
@@ -103,4 +104,5 @@ def open_bench(
     parts.mover = mover
     if not spill:
         parts.directory.placement._next_spill = math.inf
+        parts.directory.placement._next_try = math.inf
     return Bench(TierStore(config, parts, wakeup, pump=pump), parts, mover)
