@@ -1,18 +1,134 @@
-"""The soak run plays its clients: a few seconds of it, so that the long run is known to work."""
+"""The soak run plays its clients: a few seconds of it, so that the long run is known to work, and able to fail."""
 
 from __future__ import annotations
 
+import json
+import random
+import tempfile
 from pathlib import Path
 
-from tests.soak import client, soak
+import pytest
+
+from tests.soak.__main__ import main
+from tests.soak.account import Account, WrongBytes
+from tests.soak.client import WRONG, Role, run
+from tests.soak.damage import DAMAGES, Vandal
+from tests.soak.faults import PROFILES
+from tests.soak.own import SECRETS, OwnClient
+from tests.soak.parent import CLIENT_GROWS, Soak, soak
+from tests.soak.playing import Ending
+from tests.support.pages import fill
+
+EXPECTED_FAULTS: dict[str, set[str]] = {
+    "none": set(),
+    "delays": {"delayed", "late acks"},
+    "failures": {"pages failed"},
+    "disk": {"write error", "write error after writing"},
+    "full": {"disk full"},
+    "lost": {"acks lost"},
+    "all": {"delayed", "late acks", "pages failed", "disk full"},
+}
 
 
-def test_a_client_reads_back_what_an_earlier_one_left(tmp_path: Path) -> None:
-    client(tmp_path / "store", seed=1, seconds=1.0)
-    client(tmp_path / "store", seed=2, seconds=0.5)
+def play(
+    home: Path, kind: str, profile: str, capsys: pytest.CaptureFixture[str]
+) -> dict[str, dict[str, int]]:
+    """A client to its end; its last counts."""
+    role = Role(kind=kind, profile=profile, seed=7, seconds=1.0)
+    capsys.readouterr()
+    assert run(role, home) == 0
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert said[-1]["closed"] is True
+    counts: dict[str, dict[str, int]] = said[-2]["counts"]
+    assert counts["actions"]
+    return counts
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_client_meets_the_faults_of_its_profile_and_ends(
+    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    met = play(tmp_path, "own", profile, capsys).get("faults", {})
+    assert met.keys() >= EXPECTED_FAULTS[profile]
+    if profile == "none":
+        assert not met
+
+
+def test_every_kind_of_client_reads_back_what_another_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind in ("own", "forks", "engine", "alone"):
+        counts = play(tmp_path, kind, "none", capsys)
+        assert kind == "own" or counts["pages"]["read back"] > 0
+    play(tmp_path, "llama", "none", capsys)
+    assert play(tmp_path, "llama", "failures", capsys)["pages"]["read back"] > 0
+
+
+@pytest.mark.parametrize("name", [*DAMAGES, "strange files"])
+def test_after_any_damage_the_next_client_opens_and_plays(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    play(tmp_path, "alone", "none", capsys)
+    vandal = Vandal(tmp_path, random.Random(1))
+    vandal.deal(name)
+    assert vandal.strike() == name
+    play(tmp_path, "alone", "none", capsys)
+    assert vandal.look() is None
+
+
+def test_a_strange_file_that_went_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    play(tmp_path, "alone", "none", capsys)
+    vandal = Vandal(tmp_path, random.Random(1))
+    vandal.deal("strange files")
+    vandal.strike()
+    next(tmp_path.glob("strange-*")).unlink()
+    assert "not left alone" in (vandal.look() or "")
+
+
+def test_a_memory_only_page_offered_after_a_restart_is_noticed(tmp_path: Path) -> None:
+    first = OwnClient(tmp_path, 1, Account())
+    slots = first.bench.store.allocate(1)
+    fill(first.bench.store, SECRETS[0], slots)
+    first.bench.store.put(SECRETS[0], slots)
+    first.bench.close()
+    second = OwnClient(tmp_path, 1, Account())
+    with pytest.raises(WrongBytes, match="memory-only"):
+        second.read_back()
+    second.bench.close()
+
+
+def test_a_wrong_byte_is_noticed_by_the_client_and_by_the_parent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the directory is kept
+    role = Role(kind="own", profile="none", seed=5, seconds=1.0, plant=True)
+    assert run(role, tmp_path / "one") == WRONG
+    assert main(["--minutes", "0.01", "--seed", "77", "--seconds", "0.5", "--plant"]) == 1
+    out, err = capsys.readouterr()
+    summary = json.loads(out.splitlines()[-1])
+    assert summary["seed"] == 77
+    assert summary["wrong_bytes"] == len(summary["failed"]) == 1
+    assert f"--seed {summary['failed'][0]['seed']}" in err
+    assert "wrong bytes in page" in err
+
+
+@pytest.mark.parametrize(
+    ("ending", "ok"),
+    [
+        (Ending("killed"), True),
+        (Ending("closed", rss={"start": 1, "end": CLIENT_GROWS}), True),
+        (Ending("closed", rss={"start": 1, "end": CLIENT_GROWS + 2}), False),
+        (Ending("hang", "exit status -9"), False),
+        (Ending("failed", "exit status -11"), False),
+    ],
+)
+def test_what_makes_a_soak_fail(ending: Ending, ok: bool, tmp_path: Path) -> None:
+    game = Soak(tmp_path, 1, 1.0, plant=False)
+    game.add(Role(kind="own", profile="none", seed=1, seconds=1.0), ending)
+    assert game.summary()["ok"] is ok
 
 
 def test_a_short_soak_counts_its_clients() -> None:
-    summary = soak(minutes=0.05, seconds_a_client=0.5)
+    summary = soak(minutes=0.1, seconds=0.5, seed=3)
     assert summary["ok"] is True
     assert summary["clients"]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import faulthandler
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from time import monotonic
 from typing import Any, Protocol
+
+import torch
 
 from tests.soak.account import Account, Overdue, WrongBytes, rss_nbytes, say
 from tests.soak.engine_owned import EngineClient
@@ -17,8 +21,9 @@ from tests.support.bench import Bench
 from tierstore.store import TierStore
 
 _TELL_S = 0.5
-WRONG, HANGS, FAILED = 3, 4, 1
-"""Exit statuses of a client."""
+STALL_S = 8.0
+WRONG, HANGS = 3, 4
+"""Exit statuses of a client that noticed what is wrong; 1 of one that failed otherwise."""
 
 
 class Client(Protocol):
@@ -77,6 +82,15 @@ def run(role: Role, home: Path) -> int:
 
 
 def _run(role: Role, home: Path) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two that wait for each other on a busy machine are a hundred times slower
+    try:
+        _live(role, home)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _live(role: Role, home: Path) -> None:
     account = Account()
     client = KINDS[role.kind](home, role.seed, account)
     store = client.bench.store
@@ -111,15 +125,35 @@ def _act(client: Client, role: Role, account: Account) -> int:
     threads = [Thread(target=work, args=(i,), name=f"soak-{i}") for i in range(client.threads)]
     for thread in threads:
         thread.start()
-    warm = rss_nbytes()
+    warm, stall = rss_nbytes(), Stall(account)
     while any(thread.is_alive() for thread in threads):
         threads[0].join(_TELL_S) if threads[0].is_alive() else threads[-1].join(_TELL_S)
+        stall.watch()
         _tell(account, client.bench.store)
         if monotonic() < end - 0.75 * role.seconds:
             warm = rss_nbytes()
     if errors:
         raise errors[0]
     return warm
+
+
+class Stall:
+    """Tells where all threads are when none has begun an action for a while: slow, but no hang yet."""
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self._last: object = None
+        self._since = monotonic()
+
+    def watch(self) -> None:
+        """To be called now and then."""
+        now = self._account.snapshot().get("actions")
+        if now != self._last:
+            self._last, self._since = now, monotonic()
+        elif monotonic() - self._since > STALL_S:
+            self._since = monotonic()
+            self._account.count("stalls", f"{STALL_S:g} s without a new action")
+            faulthandler.dump_traceback(sys.__stderr__)
 
 
 def _tell(account: Account, store: TierStore, **more: object) -> None:

@@ -100,6 +100,10 @@ class Vandal:
             self._leave_strange_files(shard)
         return name
 
+    def deal(self, name: str) -> None:
+        """Puts a kind of damage on top: it is the next one."""
+        self._deck.append(name)
+
     def look(self) -> str | None:
         """After the next client: what is wrong with the files that are not the store's, None if nothing."""
         for name, want in self._strange.items():

@@ -52,7 +52,7 @@ class Soak:
         if not self._deck:
             self._deck = [(k, p) for k in KINDS if k != "alone" for p in PROFILES]
             self._chance.shuffle(self._deck)
-        kind, profile = self._deck.pop()
+        kind, profile = ("own", "none") if self._plant else self._deck.pop()
         role = Role(
             kind=kind,
             profile=profile,
@@ -83,12 +83,15 @@ class Soak:
             counter.update({name: int(number) for name, number in names.items()})
         if ending.rss is not None:
             self._rss.append(ending.rss)
+        if "stalls" in ending.counts:
+            sys.stderr.write(f"slow: {again(role)}\n{ending.why}\n")
         if ending.how not in ("closed", "killed"):
             self._fail(role, ending.how, ending.why)
 
     def summary(self) -> dict[str, object]:
         """Everything counted; ``ok``: nothing went wrong."""
-        parent = {"start": self._parent_start, "end": rss_nbytes()}
+        end = rss_nbytes()
+        parent = {"start": self._parent_start or end, "end": end}
         grown = [rss["end"] - rss["start"] for rss in self._rss]
         flat = max(grown, default=0) <= CLIENT_GROWS
         flat = flat and parent["end"] - parent["start"] <= PARENT_GROWS
@@ -106,6 +109,7 @@ class Soak:
             "no_room": counts.get("no room", {}),
             "faults": counts.get("faults", {}),
             "misses": counts.get("misses", {}),
+            "stalls": counts.get("stalls", {}),
             "damage": dict(self.damage),
             "set_aside": self._vandal.set_aside,
             "played": dict(sorted(self.kinds.items())),
@@ -124,9 +128,14 @@ class Soak:
             self._fail(role, "failed", fault)
 
     def _fail(self, role: Role, how: str, why: str) -> None:
-        again = f"python -m tests.soak --client DIR {shlex.join(arguments(role))}"
-        self._failed.append({"how": how, "seed": role.seed, "again": again, "why": why.split("\n")[0]})
-        sys.stderr.write(f"{how}: {again}\n{why}\n")
+        told = {"how": how, "seed": role.seed, "again": again(role), "why": why.split("\n")[0]}
+        self._failed.append(told)
+        sys.stderr.write(f"{how}: {again(role)}\n{why}\n")
+
+
+def again(role: Role) -> str:
+    """The command that plays a client again."""
+    return f"python -m tests.soak --client DIR {shlex.join(arguments(role))}"
 
 
 def soak(minutes: float, seconds: float, seed: int, *, plant: bool = False) -> dict[str, object]:

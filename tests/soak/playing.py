@@ -79,7 +79,15 @@ class Playing:
     def kill(self) -> None:
         """Ends it, whatever it does."""
         self._process.kill()
+        self._stop_listening()
+
+    def _stop_listening(self) -> None:
         self._process.wait()
+        for reader in self._readers:
+            reader.join(PATIENCE_S)  # a forked child may hold the pipes for a moment
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
 
     def _wait_ready(self) -> bool:
         """Whether it has read everything back; False once it has ended or is overdue."""
@@ -89,12 +97,10 @@ class Playing:
         return False
 
     def _ending(self, how: str) -> Ending:
-        self._process.wait()
-        for reader in self._readers:
-            reader.join(PATIENCE_S)
+        self._stop_listening()
         why = str(self._said.get("failed", "")) or f"exit status {self._process.returncode}"
-        if how not in ("closed", "killed"):
-            why += "\n" + "".join(self._errors[-60:])
+        if how not in ("closed", "killed") or "stalls" in self._said.get("counts", {}):
+            why += "\n" + "".join(self._errors[-150:])
         return Ending(how, why, self._said.get("counts", {}), self._said.get("rss"))
 
     def _listen(self, lines: IO[str]) -> None:
