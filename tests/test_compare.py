@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +34,15 @@ from tierstore.demo.model import is_prepared, prepared_folder
 
 SMALL = Sizes(long=70, short=42, new=6, page=PAGE, chunk=13, inside=3, tail=12, turn=10)
 TEXT = [tuple(random_prompt(SMALL.long, seed=seed)) for seed in range(TEXTS)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """So small products gain nothing from a second thread, and wait long for it on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def tiny_gemma() -> Gemma3ForCausalLM:
