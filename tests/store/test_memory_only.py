@@ -294,7 +294,9 @@ def test_an_ordinary_page_lifts_all_before_it_and_none_beside_or_after_it(disk: 
 
 
 def test_lifted_pages_are_written_in_their_time_and_drain_waits_for_the_lifting(disk: Path) -> None:
-    bench = open_bench(tiers(620, 620, disk, nvme_pages=700), SPEC)
+    bench = open_bench(
+        tiers(620, 1300, disk, nvme_pages=700), SPEC
+    )  # no tier needs room: nothing else is under way
     store, keys = bench.store, chain(600)
     write_secret(store, keys)
     assert store.drain(PATIENCE_S)
