@@ -1,7 +1,7 @@
-"""The tier against a dict: writes, erases, refusing disks, reopens, and records changed on disk, in any order.
+"""The tier against a dict: writes, erases, refusing disks, kills, reopens, and records changed on disk, in any order.
 
 Run as a program it is one derandomised search without shrinking, which exits non-zero at the first difference: so it
-is run against copies of the package with a bug planted.
+is run against copies of the package with a bug planted. Both kinds of payload; extent files are watched as well.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -26,14 +28,22 @@ from tests.nvme.rig import (
     FINGERPRINT,
     PATIENCE_S,
     Rig,
+    change,
     data_file,
     data_file_is_read_only,
+    extent_files,
     key,
     page,
     wait_until_writable,
 )
+from tests.nvme.watch import Watch, watching
 from tierstore import codec
+from tierstore.nvme.entry import CATALOGUE_DB, unpack
+from tierstore.nvme.records import ExtentRecords
+from tierstore.nvme.slots import Place
 from tierstore.types import Failure, PageKey
+
+Record = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 PAGE = 4096
 CAPACITY = 1 << 20  # three pages a batch
@@ -51,20 +61,38 @@ def parent_of(number: int) -> PageKey | None:
 class TierMachine(RuleBasedStateMachine):
     """``model``: version of every page that is there; ``damaged``: those whose bytes on disk were changed."""
 
+    payload = "lmdb"
+
     def __init__(self) -> None:
         super().__init__()
-        self.home = Path(tempfile.mkdtemp())
+        self.root = Path(tempfile.mkdtemp())
+        self.home = self.root / "home"
+        self.watch = Watch(self.home, self.named)
+        self.patched = ExitStack()
+        self.patched.enter_context(watching(self.watch))
         self.model: dict[int, int] = {}
         self.damaged: set[int] = set()
         self.refusals = 0
 
     @initialize()
     def open(self) -> None:
-        self.rig = Rig(self.home, capacity=CAPACITY, page_nbytes=PAGE)
+        self.rig = Rig(self.home, capacity=CAPACITY, page_nbytes=PAGE, payload=self.payload)
 
     def teardown(self) -> None:
         self.rig.close()
-        shutil.rmtree(self.home)
+        self.patched.close()
+        shutil.rmtree(self.root)
+
+    def named(self) -> dict[Place, int]:
+        """Slots that the catalogue names, as it is on disk now, and their blocks."""
+        catalogue = self.rig.tier._catalogue
+        with catalogue._env.begin() as txn:
+            entries = [unpack(k, raw) for k, raw in txn.cursor(db=catalogue._env.open_db(CATALOGUE_DB, txn))]
+        return {
+            Place(entry.extent, entry.block): 1 - -entry.stored_nbytes // 4096
+            for entry in entries
+            if entry.extent
+        }
 
     def submit(self, these: list[int], version: int) -> int:
         transfer = self.rig.transfer([key(n) for n in these], [parent_of(n) for n in these])
@@ -84,6 +112,7 @@ class TierMachine(RuleBasedStateMachine):
     def write(self, these: list[int], version: int) -> None:
         ack = self.rig.ack(self.submit(these, version))
         assert (ack.ok, ack.num_ready, ack.failures) == (True, len(these), ())
+        assert not self.watch.dirty, "a page is acked that is not durable"
         self.written(these, version)
         self.check(these)
 
@@ -133,6 +162,56 @@ class TierMachine(RuleBasedStateMachine):
     def reopen(self) -> None:
         self.rig.close()
         self.open()
+        self.check_records()
+
+    @rule()
+    def killed(self) -> None:
+        """What is on disk now is all that is left."""
+        self.watch.snapshot_in(0, self.root / "left")
+        self.watch._event()
+        self.go_on_with_what_is_left()
+        self.check_records()
+
+    @precondition(lambda self: self.payload == "extents")
+    @rule(these=some, gone=some, version=versions, events=st.integers(0, 5))
+    def killed_while_writing(self, these: list[int], gone: list[int], version: int, events: int) -> None:
+        self.watch.snapshot_in(events, self.root / "left")
+        self.rig.erase(gone)
+        assert self.rig.ack(self.submit(these, version)).ok
+        assert self.rig.tier.sync(PATIENCE_S)
+        if self.watch.no_snapshot():
+            self.erased(gone)
+            self.written(these, version)
+            return
+        self.go_on_with_what_is_left()
+        left = {record[0] for record in self.rig.tier.records()}
+        for number in range(NUMBERS):
+            if key(number) in left:
+                assert number in self.model or number in these
+                self.find_version(number, {self.model.get(number, version), version})
+            else:
+                assert number not in self.model or number in gone
+                self.erased([number])
+        self.check(list(range(NUMBERS)))
+
+    def find_version(self, number: int, possible: set[int]) -> None:
+        transfer, out = self.rig.submit_read([number])
+        failures = self.rig.ack(transfer).failures
+        if number in self.damaged and failures:
+            assert failures == ((0, Failure.INTEGRITY),)
+            return
+        assert not failures, (number, failures)
+        (found,) = (v for v in possible if np.array_equal(out[0], page(number, v, PAGE)))
+        self.written([number], found)
+
+    def go_on_with_what_is_left(self) -> None:
+        self.rig.close()
+        shutil.rmtree(self.home)
+        (self.root / "left").rename(self.home)
+        self.watch.dirty.clear()
+        self.open()
+
+    def check_records(self) -> None:
         records = {record[0]: record[1:] for record in self.rig.tier.records()}
         assert records == {key(n): (parent_of(n), self.rig.tier.record_nbytes) for n in self.model}
         self.check(list(range(NUMBERS)))
@@ -140,50 +219,49 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(data=st.data(), position=st.integers(-codec.HEAD_NBYTES, PAGE - 1), bit=st.integers(0, 7))
     def flip_a_bit(self, data: st.DataObject, position: int, bit: int) -> None:
-        number = data.draw(st.sampled_from(sorted(self.model)))
-        record = self.record(number, FINGERPRINT)
-        record[codec.HEAD_NBYTES + position] ^= 1 << bit
-        self.replace(number, record)
+        def flipped(record: Record, head: codec.Head) -> Record:
+            record[codec.HEAD_NBYTES + position] ^= 1 << bit
+            return record
+
+        self.replace(data.draw(st.sampled_from(sorted(self.model))), flipped)
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), other=numbers, version=versions)
     def put_another_record_in_its_place(self, data: st.DataObject, other: int, version: int) -> None:
         number = data.draw(st.sampled_from(sorted(self.model)))
         if other != number:
-            self.replace(number, self.record(other, FINGERPRINT, version))
+            self.replace(number, lambda _, head: sealed(other, FINGERPRINT, version, head.generation))
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), version=versions)
     def put_another_models_record_in_its_place(self, data: st.DataObject, version: int) -> None:
         number = data.draw(st.sampled_from(sorted(self.model)))
-        self.replace(number, self.record(number, "cd34", version))
+        self.replace(number, lambda _, head: sealed(number, "cd34", version, head.generation))
 
-    def record(
-        self, number: int, fingerprint: str, version: int | None = None
-    ) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        record = np.empty(codec.record_nbytes(PAGE), dtype=np.uint8)
-        codec.encode(
-            page(number, self.model.get(number, 0) if version is None else version, PAGE),
-            record,
-            fingerprint=codec.fingerprint_digest(fingerprint),
-            key=key(number),
-            parent=parent_of(number),
-        )
-        return record
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), version=versions)
+    def put_another_writing_of_its_key_in_its_place(self, data: st.DataObject, version: int) -> None:
+        number = data.draw(st.sampled_from(sorted(self.model)))
+        self.replace(number, lambda _, head: sealed(number, FINGERPRINT, version, head.generation + 1))
 
-    def replace(self, number: int, record: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-        """Overwrite the record of ``number`` in data.mdb, wherever a copy of it is."""
+    def replace(self, number: int, changed: Callable[[Record, codec.Head], Record]) -> None:
+        """Overwrite the record of ``number`` wherever a copy of it is."""
         if number in self.damaged:
             return
-        intact = self.record(number, FINGERPRINT).tobytes()
-        raw = data_file(self.home).read_bytes()
-        assert intact in raw
-        with data_file(self.home).open("r+b") as file:
-            position = raw.find(intact)
+        payload = page(number, self.model[number], PAGE).tobytes()
+        found = 0
+        for path in (data_file(self.home), *extent_files(self.home)):
+            raw = path.read_bytes()
+            position = raw.find(payload)
             while position >= 0:
-                file.seek(position)
-                file.write(record.tobytes())
-                position = raw.find(intact, position + 1)
+                start = position - codec.HEAD_NBYTES
+                record = np.frombuffer(bytearray(raw[start : position + PAGE]), dtype=np.uint8)
+                head = codec.parse(record[: codec.HEAD_NBYTES].tobytes())
+                if head.key == key(number):
+                    change(path, start, changed(record, head).tobytes())
+                    found += 1
+                position = raw.find(payload, position + 1)
+        assert found
         self.damaged.add(number)
         self.check([number])
 
@@ -192,6 +270,7 @@ class TierMachine(RuleBasedStateMachine):
         out = [np.zeros(PAGE, dtype=np.uint8) for _ in these]
         self.rig.tier.submit_read(transfer, out)
         failures = dict(self.rig.ack(transfer.id).failures)
+        self.check_slots()
         for index, number in enumerate(these):
             if number not in self.model:
                 assert failures.get(index) is Failure.NOT_FOUND, (number, failures.get(index))
@@ -201,12 +280,43 @@ class TierMachine(RuleBasedStateMachine):
                 assert index not in failures, (number, failures[index])
                 assert np.array_equal(out[index], page(number, self.model[number], PAGE)), number
 
+    def check_slots(self) -> None:
+        """Every slot of the extent files is free or named by an entry."""
+        records = self.rig.tier._catalogue._records
+        if isinstance(records, ExtentRecords):
+            slots = records._slots
+            assert slots.total - slots.num_free == len(self.named()), "a slot is lost"
 
-def search(examples: int, steps: int, *, shrink: bool) -> None:
+
+def sealed(number: int, fingerprint: str, version: int, generation: int) -> Record:
+    """A whole and true record."""
+    payload = page(number, version, PAGE)
+    head = codec.Head(
+        fingerprint=codec.fingerprint_digest(fingerprint),
+        key=key(number),
+        parent=parent_of(number),
+        codec=codec.Codec.NONE,
+        raw_nbytes=PAGE,
+        stored_nbytes=PAGE,
+        generation=generation,
+    )
+    return np.concatenate([np.frombuffer(codec.seal(head, payload), dtype=np.uint8), payload])
+
+
+class ExtentMachine(TierMachine):
+    """The same, pages in extent files."""
+
+    payload = "extents"
+
+
+MACHINES = {"lmdb": TierMachine, "extents": ExtentMachine}
+
+
+def search(payload: str, examples: int, steps: int, *, shrink: bool) -> None:
     """Run the machine; raises what it finds."""
     phases = tuple(Phase) if shrink else (Phase.generate,)
     run_state_machine_as_test(
-        TierMachine,
+        MACHINES[payload],
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
@@ -221,4 +331,4 @@ def search(examples: int, steps: int, *, shrink: bool) -> None:
 
 
 if __name__ == "__main__":
-    search(int(sys.argv[1]), int(sys.argv[2]), shrink=False)
+    search(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), shrink=False)

@@ -29,8 +29,8 @@ def fork() -> int:
         return os.fork()
 
 
-def start_victim(home: Path, first: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.nvme.victim", str(home), str(first)]
+def start_victim(home: Path, first: int, payload: str = "auto") -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.nvme.victim", str(home), str(first), payload]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
 
 
@@ -48,12 +48,12 @@ def kill_after(victim: subprocess.Popen[str], lines: int, pause_s: float) -> lis
     return [(word, int(number)) for word, number in words]
 
 
-def test_a_killed_process_leaves_what_was_synced_and_nothing_wrong(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_what_was_synced_and_nothing_wrong(tmp_path: Path, payload: str) -> None:
     home = tmp_path / "home"
     chance = random.Random(20)
     for turn in range(5):
         first = turn * 100_000
-        said = kill_after(start_victim(home, first), chance.randint(0, 12), chance.random() * 0.03)
+        said = kill_after(start_victim(home, first, payload), chance.randint(0, 12), chance.random() * 0.03)
         synced = max([first, *(number for word, number in said if word == "sync")])
         gone = max([first, *(number for word, number in said if word == "gone")])
         erased_at_most = max(gone, first + 27 * ((synced + 9 - first) // 27) - 100)
@@ -75,6 +75,7 @@ def test_a_killed_holder_leaves_no_lock(tmp_path: Path) -> None:
     Rig(tmp_path / "home").close()
 
 
+@pytest.mark.usefixtures("payload")
 def test_a_forked_child_is_refused_and_harms_nothing(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "home")
     rig.write([0])
@@ -137,6 +138,7 @@ with env.begin(write=True):
 """
 
 
+@pytest.mark.usefixtures("payload")
 def test_a_thread_that_does_not_end_is_left_behind_and_holds_up_nobody(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "home")
     assert rig.write([0]).ok

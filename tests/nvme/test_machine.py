@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.nvme.machine import search
+from tests.nvme.rig import PAYLOADS
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,8 +32,8 @@ BUGS = {
     ),
     "write acked before commit": (
         "nvme/writer.py",
-        "failures = self._serve(batch)",
-        "self._settle(batch, [None] * len(batch.writes)); self._serve(batch); batch.writes.clear(); failures = []",
+        "outcomes = self._serve(batch)",
+        "self._settle(batch, [1] * len(batch.writes)); self._serve(batch); batch.writes.clear(); outcomes = []",
     ),
     "an old record is not replaced": (
         "nvme/records.py",
@@ -51,25 +52,72 @@ BUGS = {
     ),
     "parent lost": (
         "nvme/records.py",
-        "parent=page.parent,\n            nbytes=self._nbytes",
-        "parent=None,\n            nbytes=self._nbytes",
+        "parent=page.parent,\n            nbytes=self._sizing.cost",
+        "parent=None,\n            nbytes=self._sizing.cost",
     ),
 }
 
 
-def test_the_tier_behaves_as_a_dict_whatever_happens_to_its_disk() -> None:
-    search(EXAMPLES, STEPS, shrink=True)
+LATE = """
+        late, self._late = getattr(self, "_late", ([], [])), (places, [(h.copy(), b.copy()) for h, b in parts])
+        places, parts = late
+        for first, end in _runs(places, parts):"""
+
+EXTENT_BUGS = {
+    "a failed write leaves the old record": BUGS["a failed write leaves the old record"],
+    "parent lost": (
+        "nvme/records.py",
+        "parent=page.parent,\n            nbytes=self._sizing.record",
+        "parent=None,\n            nbytes=self._sizing.record",
+    ),
+    "slots of the last batch count as free": (
+        "nvme/records.py",
+        "places = self._take(len(pages))",
+        "self._slots.free(getattr(self, '_last', [])); places = self._last = self._take(len(pages))",
+    ),
+    "a slot is lost when its record goes": (
+        "nvme/records.py",
+        "self._doubts.pop(key, None)\n            self._slots.free(places)",
+        "self._doubts.pop(key, None)",
+    ),
+    "bytes are not made durable": ("nvme/extents.py", "os.fdatasync(self._fds[number])", "pass"),
+    "bytes go out one batch late": (
+        "nvme/extents.py",
+        "        for first, end in _runs(places, parts):",
+        LATE,
+    ),
+    "generation not compared": ("codec.py", "if found.generation != generation:", "if False:"),
+    "the free list is empty of what is used": (
+        "nvme/slots.py",
+        "used[index] = True\n        self._num_free -= len(index)",
+        "pass",
+    ),
+    "the free list is one slot off": ("nvme/slots.py", "used[index] = True\n", "used[index - 1] = True\n"),
+}
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_the_tier_behaves_as_a_dict_whatever_happens_to_its_disk(payload: str) -> None:
+    search(payload, EXAMPLES, STEPS, shrink=True)
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: str, tmp_path: Path) -> None:
-    name, right, wrong = BUGS[bug]
+    require_found(*BUGS[bug], "lmdb", tmp_path)
+
+
+@pytest.mark.parametrize("bug", EXTENT_BUGS)
+def test_a_bug_planted_in_extents_is_found(bug: str, tmp_path: Path) -> None:
+    require_found(*EXTENT_BUGS[bug], "extents", tmp_path)
+
+
+def require_found(name: str, right: str, wrong: str, payload: str, tmp_path: Path) -> None:
     for package in ("tierstore", "tests/nvme"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     source = (tmp_path / "tierstore" / name).read_text()
     assert source.count(right) == 1
     (tmp_path / "tierstore" / name).write_text(source.replace(right, wrong))
-    command = [sys.executable, "-m", "tests.nvme.machine", str(EXAMPLES), str(STEPS)]
+    command = [sys.executable, "-m", "tests.nvme.machine", payload, str(EXAMPLES), str(STEPS)]
     found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert found.returncode != 0
     assert "AssertionError" in found.stderr, found.stderr[-2000:]

@@ -13,7 +13,7 @@ from tests.nvme.rig import PATIENCE_S, Rig
 
 def main() -> None:
     home, first = Path(sys.argv[1]), int(sys.argv[2])
-    rig = Rig(home)
+    rig = Rig(home, payload=sys.argv[3])
     for _ in rig.tier.records():
         pass
     number = first

@@ -1,0 +1,95 @@
+"""Stands between extent files and the disk: what is written when, and what a kill at that moment would leave behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tierstore.nvme import extents
+from tierstore.nvme.direct import BLOCK
+from tierstore.nvme.slots import Place
+
+Block = tuple[int, int]
+"""Number of an extent file, and a block in it."""
+
+
+class Watch:
+    """In the place of the ``os`` of the extent files; every other name is the real one's.
+
+    ``named``: first block and length in blocks of every slot that the committed catalogue names.
+    """
+
+    def __init__(self, home: Path, named: Callable[[], dict[Place, int]]) -> None:
+        self.home = home
+        self.named = named
+        self.dirty: set[Block] = set()
+        self.calls: list[tuple[int, int, int]] = []
+        """Of each write: extent, offset, bytes."""
+        self._snapshot_in = 0
+        self._snapshot: Path | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        number = _number(fd)
+        nbytes = sum(buffer.nbytes for buffer in buffers)
+        written = {(number, block) for block in range(offset // BLOCK, (offset + nbytes) // BLOCK)}
+        assert written.isdisjoint(self._named_blocks()), "a slot is written that the catalogue names"
+        done = os.pwritev(fd, buffers, offset)
+        self.dirty |= written
+        self.calls.append((number, offset, nbytes))
+        self._event()
+        return done
+
+    def fdatasync(self, fd: int) -> None:
+        assert self.dirty.isdisjoint(self._named_blocks()), "the catalogue names what is not durable yet"
+        os.fdatasync(fd)
+        number = _number(fd)
+        self.dirty = {block for block in self.dirty if block[0] != number}
+        self._event()
+
+    def snapshot_in(self, events: int, target: Path) -> None:
+        """Copy the home to ``target`` after so many writes and syncs from now."""
+        self._snapshot_in, self._snapshot = events, target
+
+    def no_snapshot(self) -> bool:
+        """Call it off; whether it had not come."""
+        waiting, self._snapshot = self._snapshot is not None, None
+        return waiting
+
+    def _event(self) -> None:
+        if self._snapshot is None:
+            return
+        self._snapshot_in -= 1
+        if self._snapshot_in < 0:
+            shutil.copytree(self.home, self._snapshot, ignore=shutil.ignore_patterns("lock.mdb", "*.lock"))
+            self._snapshot = None
+
+    def _named_blocks(self) -> set[Block]:
+        return {
+            (place.extent, block)
+            for place, length in self.named().items()
+            for block in range(place.block, place.block + length)
+        }
+
+
+@contextmanager
+def watching(watch: Watch) -> Iterator[None]:
+    """Extent files use ``watch`` for their calls."""
+    setattr(extents, "os", watch)  # noqa: B010  a module's import is no attribute to a type checker
+    try:
+        yield
+    finally:
+        setattr(extents, "os", os)  # noqa: B010
+
+
+def _number(fd: int) -> int:
+    match = re.search(r"extent-(\d+)\.bin", os.readlink(f"/proc/self/fd/{fd}"))
+    assert match
+    return int(match[1])
