@@ -86,9 +86,9 @@ class VictimQueue:
             self._heap = list(self._keys)
             heapify(self._heap)
 
-    def withdraw(self, rank: int) -> None:
-        """The page may not leave any more; no effect if it was not offered."""
-        self._keys.pop(rank, None)
+    def withdraw(self, rank: int) -> bool:
+        """The page may not leave any more; no effect if it was not offered. Whether it was."""
+        return self._keys.pop(rank, None) is not None
 
     def shift(self, rank: int, key: PageKey, *, offered: bool) -> None:
         """Offers or withdraws the page, whichever is asked."""

@@ -315,6 +315,9 @@ class Residency:
         """Up to ``limit`` permitted pages, and pages before them, that may be saved below memory from now on."""
         lifted = self.memory_only.lift(limit)
         for key in lifted:
+            for table in self.tables.values():
+                if key in table.copies:
+                    table.withdraw(table.copies[key])
             self._resettle(key)
         return lifted
 
@@ -399,7 +402,8 @@ class Residency:
             table.wait(copy, key, table.dirty)
             inner = self.lineage.has_children(key) and not _ready_in(self._above[tier], key)
             table.leaves.shift(copy.rank, key, offered=not inner)
-            table.fleeting.shift(copy.rank, key, offered=not inner and key in self.memory_only)
+            if key in self.memory_only.keys:
+                table.fleeting.shift(copy.rank, key, offered=not inner)
 
     def _rerank(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy, rank: int) -> None:
         if rank == copy.rank:

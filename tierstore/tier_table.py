@@ -86,19 +86,20 @@ class TierTable:
 
     def wait(self, copy: Copy, key: PageKey, queue: VictimQueue) -> None:
         """The copy may leave: it waits in this queue from now on and in none of the others."""
-        rank = copy.rank
-        for other in (self.droppable, self.dirty, self.mirrors):
-            if other is not queue:
-                other.withdraw(rank)
-        if queue is not self.dirty:
-            self.leaves.withdraw(rank)
-            self.fleeting.withdraw(rank)
-        queue.offer(rank, key)
+        self._withdraw_but(queue, copy.rank)
+        queue.offer(copy.rank, key)
 
     def withdraw(self, copy: Copy) -> None:
         """The copy may not leave any more."""
-        self.droppable.withdraw(copy.rank)
-        self.dirty.withdraw(copy.rank)
-        self.mirrors.withdraw(copy.rank)
-        self.leaves.withdraw(copy.rank)
-        self.fleeting.withdraw(copy.rank)
+        self._withdraw_but(None, copy.rank)
+
+    def _withdraw_but(self, queue: VictimQueue | None, rank: int) -> None:
+        # A rank is in one queue at most; leaves are dirty, and the fleeting are leaves.
+        droppable, dirty, mirrors = self.droppable, self.dirty, self.mirrors
+        if queue is not droppable and droppable.withdraw(rank):
+            return
+        if queue is not dirty and dirty.withdraw(rank):
+            if self.leaves.withdraw(rank):
+                self.fleeting.withdraw(rank)
+        elif queue is not mirrors:
+            mirrors.withdraw(rank)

@@ -228,8 +228,8 @@ BUGS = [
     Bug(
         "a lifted page stays in its queue",
         residency,
-        "        for key in lifted:\n            self._resettle(key)\n",
-        "",
+        "                    table.withdraw(table.copies[key])\n            self._resettle(key)\n",
+        "                    table.withdraw(table.copies[key])\n",
     ),
     Bug(
         "a mirror of a memory-only page does not go last",
@@ -237,7 +237,12 @@ BUGS = [
         "        lowest = self.memory_only.lowest_for(key)\n        if above",
         "        lowest = self.memory_only.lowest\n        if above",
     ),
-    Bug("a withdrawn victim is found", policy, "        self._keys.pop(rank, None)\n", "        pass\n"),
+    Bug(
+        "a withdrawn victim is found",
+        policy,
+        "return self._keys.pop(rank, None) is not None",
+        "return rank in self._keys",
+    ),
 ]
 
 
