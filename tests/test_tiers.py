@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import lmdb
@@ -12,7 +13,9 @@ import torch
 
 from tests.nvme.rig import PATIENCE_S, Rig, blank, key
 from tests.tier_contract import Page, TierContract, TierUnderTest
-from tierstore.codec import HEAD_NBYTES
+from tierstore import codec
+from tierstore.codec import HEAD_NBYTES, Codec
+from tierstore.exp import Decoder, Geometry
 from tierstore.gpu.pool import CpuPool, EnginePages, EnginePool, GroupedPages
 from tierstore.host.arena import HostArena
 from tierstore.layout import PageLayout
@@ -100,10 +103,10 @@ class ArenaUnderTest(TierUnderTest):
 class DiskUnderTest(TierUnderTest):
     """Looked at in a copy of the file, with LMDB alone."""
 
-    def __init__(self, spec: PageSpec, home: Path) -> None:
+    def __init__(self, spec: PageSpec, home: Path, rig: Rig | None = None) -> None:
         self._home, self._nbytes = home / "disk", spec.page_nbytes
         self._copy = home / "copy"
-        self._rig = Rig(self._home, page_nbytes=spec.page_nbytes)
+        self._rig = rig or Rig(self._home, page_nbytes=spec.page_nbytes)
 
     def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
         transfer = self._rig.transfer([key(slot) for slot in slots])
@@ -119,6 +122,9 @@ class DiskUnderTest(TierUnderTest):
         return found
 
     def look(self, slot: int) -> Page:
+        return self.record(slot)[HEAD_NBYTES:]
+
+    def record(self, slot: int) -> Page:
         shutil.rmtree(self._copy, ignore_errors=True)
         self._copy.mkdir()
         data = next(self._home.glob("*/data.mdb"))
@@ -128,10 +134,29 @@ class DiskUnderTest(TierUnderTest):
             with env.begin() as txn:
                 record = txn.get(key(slot), db=pages)
         assert isinstance(record, bytes)
-        return np.frombuffer(record[HEAD_NBYTES:], dtype=np.uint8)
+        return np.frombuffer(record, dtype=np.uint8)
 
     def close(self) -> None:
         self._rig.close()
+
+
+class EncodedDiskUnderTest(DiskUnderTest):
+    """The disk with the codec ``exp``; its records are decoded here."""
+
+    def __init__(self, spec: PageSpec, home: Path) -> None:
+        self._geometry = Geometry.of(PageLayout.of(spec))
+        rig = Rig(
+            home / "disk", page_nbytes=spec.page_nbytes, payload="lmdb", codec="exp", geometry=self._geometry
+        )
+        super().__init__(spec, home, rig)
+
+    def look(self, slot: int) -> Page:
+        record = self.record(slot)
+        head = codec.parse(record[:HEAD_NBYTES].tobytes())
+        assert (head.codec is Codec.EXP) == (self._nbytes > 1000)
+        page = np.empty(self._nbytes, dtype=np.uint8)
+        codec.decode(head, record[HEAD_NBYTES:], page, Decoder(self._geometry))
+        return page
 
 
 class TestCpuPool(TierContract):
@@ -152,3 +177,15 @@ class TestHostArena(TierContract):
 class TestNvmeTier(TierContract):
     def open(self, spec: PageSpec, num_slots: int, home: Path) -> TierUnderTest:
         return DiskUnderTest(spec, home)
+
+
+class TestNvmeTierWithExp(TierContract):
+    def open(self, spec: PageSpec, num_slots: int, home: Path) -> TierUnderTest:
+        return EncodedDiskUnderTest(replace(spec, dtype="bfloat16", head_dim=2 * spec.head_dim), home)
+
+    def pages(self, spec: PageSpec, number: int, seed: int = 0) -> list[Page]:
+        """Exponents near each other."""
+        found = super().pages(replace(spec, dtype="bfloat16", head_dim=2 * spec.head_dim), number, seed)
+        for page in found:
+            page[1::2] = 0x3F
+        return found

@@ -12,6 +12,7 @@ import torch
 
 from tierstore.directory import Directory
 from tierstore.errors import ConfigError
+from tierstore.exp import Geometry
 from tierstore.gpu.device import CpuDevice, open_device, pinner, require_device
 from tierstore.gpu.pool import CpuPool
 from tierstore.host.arena import HostArena
@@ -210,6 +211,8 @@ def _open_nvme(config: NvmeConfig, layout: PageLayout, wake: Callable[[], None])
         wake=wake,
         description={"groups": [asdict(spec) for spec in layout.specs]},
         payload=config.payload,
+        codec=config.codec,
+        geometry=Geometry.of(layout),
     )
 
 

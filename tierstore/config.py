@@ -108,12 +108,13 @@ class HostConfig(_Section):
 class NvmeConfig(_Section):
     """``capacity``: everything on disk. ``path``: made absolute at load. ``flush``: seconds a write may wait.
 
-    ``payload``: where page bytes are, LMDB or extent files; "auto" keeps what is there, and else asks the disk.
+    ``codec``: "exp" stores the exponents of 16-bit pages compressed, losslessly, in LMDB alone. ``payload``: where page
+    bytes are, LMDB or extent files; "auto" keeps what is there, and else asks the disk.
     """
 
     path: Directory
     capacity: Size
-    codec: Literal["none"] = "none"
+    codec: Literal["none", "exp"] = "none"
     payload: Literal["auto", "lmdb", "extents"] = "auto"
     admission: Literal["all"] = "all"
     flush: Seconds = 0.2

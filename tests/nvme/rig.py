@@ -9,10 +9,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore.exp import Geometry
 from tierstore.nvme.tier import NvmeTier
 from tierstore.types import Ack, PageKey, Tier, Transfer
 
@@ -59,6 +61,11 @@ def find(home: Path, needle: bytes, fingerprint: str = FINGERPRINT) -> tuple[Pat
     return found[0]
 
 
+def on_disk(home: Path) -> int:
+    """Everything that a home takes of the disk."""
+    return sum(path.lstat().st_blocks * 512 for path in [home, *home.rglob("*")])
+
+
 def change(path: Path, position: int, new: bytes) -> None:
     """Overwrite bytes of a file, whatever it means."""
     with path.open("r+b") as file:
@@ -78,6 +85,8 @@ class Rig:
         fingerprint: str = FINGERPRINT,
         shard: int = 0,
         payload: str | None = None,
+        codec: Literal["none", "exp"] = "none",
+        geometry: Geometry | None = None,
     ) -> None:
         self.home = home
         self.page_nbytes = page_nbytes
@@ -93,6 +102,8 @@ class Rig:
             wake=self._woken.set,
             description={"model": "test"},
             payload=payload or default_payload,
+            codec=codec,
+            geometry=geometry,
         )
 
     def transfer(self, keys: Sequence[PageKey], parents: Sequence[PageKey | None] | None = None) -> Transfer:

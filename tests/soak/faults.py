@@ -212,16 +212,17 @@ class Trouble:
         return preadv
 
     def _writing(
-        self, real: Callable[[Catalogue, Sequence[Page]], None]
-    ) -> Callable[[Catalogue, Sequence[Page]], None]:
-        def store(catalogue: Catalogue, pages: Sequence[Page]) -> None:
+        self, real: Callable[[Catalogue, Sequence[Page]], list[int]]
+    ) -> Callable[[Catalogue, Sequence[Page]], list[int]]:
+        def store(catalogue: Catalogue, pages: Sequence[Page]) -> list[int]:
             dice = self._disk_chance.random()
             if dice < _DISK_FAULTS / 2:
                 self._account.count("faults", "write error")
                 raise OSError(self._disk_chance.choice([errno.EIO, errno.ENOSPC]), "the disk says no")
-            real(catalogue, pages)
+            sizes = real(catalogue, pages)
             if dice < _DISK_FAULTS:
                 self._account.count("faults", "write error after writing")
                 raise OSError(errno.EIO, "the disk has it and says no")
+            return sizes
 
         return store

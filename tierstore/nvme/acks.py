@@ -12,37 +12,43 @@ from numpy.typing import NDArray
 
 from tierstore.types import Ack, Failure, Transfer
 
+Outcome = int | Failure
+"""Of a page: the bytes that it takes where it arrived, or why it did not."""
+
 
 class Job:
     """One transfer and its pages while it is worked on. Not thread-safe: its room's lock guards it."""
 
-    __slots__ = ("_failures", "_left", "_started", "next", "pages", "transfer")
+    __slots__ = ("_left", "_outcomes", "_started", "next", "pages", "transfer")
 
     def __init__(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
         self.transfer = transfer
         self.pages = pages
         self.next = 0
         self._left = len(transfer.keys)
-        self._failures: list[tuple[int, Failure]] = []
+        self._outcomes: list[Outcome] = [0] * self._left
         self._started = time.monotonic()
 
-    def done(self, index: int, failure: Failure | None) -> bool:
-        """Note page ``index``; whether it was the last one."""
-        if failure is not None:
-            self._failures.append((index, failure))
+    def done(self, index: int, outcome: Outcome) -> bool:
+        """Note what became of page ``index``; whether it was the last one."""
+        self._outcomes[index] = outcome
         self._left -= 1
         return self._left == 0
 
-    def ack(self, page_cost: int) -> Ack:
-        """The finished job's ack, ``page_cost`` bytes for each page that arrived."""
-        ready = len(self.transfer.keys) - len(self._failures)
+    def ack(self) -> Ack:
+        """The finished job's ack."""
+        sizes = tuple(outcome for outcome in self._outcomes if isinstance(outcome, int))
+        failures = [
+            (index, outcome) for index, outcome in enumerate(self._outcomes) if isinstance(outcome, Failure)
+        ]
         return Ack(
             transfer_id=self.transfer.id,
-            ok=not self._failures,
-            num_ready=ready,
-            nbytes=ready * page_cost,
+            ok=not failures,
+            num_ready=len(sizes),
+            nbytes=sum(sizes),
             seconds=time.monotonic() - self._started,
-            failures=tuple(sorted(self._failures, key=lambda failure: failure[0])),
+            failures=tuple(failures),
+            sizes=sizes if len(set(sizes)) > 1 else (),
         )
 
 

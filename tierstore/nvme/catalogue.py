@@ -22,7 +22,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import codec
-from tierstore.nvme.entry import CATALOGUE_DB, ENTRY_NBYTES, LOCATION, MAX_DBS, META_DB, PAGES_DB, pack
+from tierstore.exp import Encoder
+from tierstore.nvme.entry import (
+    CATALOGUE_DB,
+    ENTRY_NBYTES,
+    LOCATION,
+    MAX_DBS,
+    META_DB,
+    NBYTES,
+    PAGES_DB,
+    pack,
+)
 from tierstore.nvme.extents import ExtentFiles
 from tierstore.nvme.reading import ExtentBytes, InlineBytes, RecordReader
 from tierstore.nvme.records import ExtentRecords, InlineRecords, Page, Records, page_number, slots_of
@@ -49,6 +59,9 @@ class Catalogue:
     num_records: int
     """As of the last transaction."""
 
+    live_nbytes: int
+    """What all records take on disk, as of the last transaction whose end is known."""
+
     num_dropped = 0
     """Records that had no place any more when it was opened, since the capacity is lower."""
 
@@ -61,11 +74,16 @@ class Catalogue:
         page_nbytes: int,
         readers: int,
         direct: bool = False,
+        encoder: Encoder | None = None,
     ) -> None:
         """Open or make the environment, which ``check.examine`` has passed. lmdb.Error or OSError if it cannot be;
         IntegrityError if extent files and entries do not fit together after all.
         """
         self._sizing = sizing
+        self._encoder = encoder
+        self._change = 0  # of live_nbytes, by the transaction that is open
+        self._known = True  # whether live_nbytes is: a commit that fails may have come about
+        self.live_nbytes = 0
         self._fingerprint = codec.fingerprint_digest(fingerprint)
         self._files: ExtentFiles | None = None
         self._env = lmdb.open(
@@ -97,10 +115,15 @@ class Catalogue:
         else:
             self._set_up_inline(page_nbytes, direct)
         self.num_records = self._count()
+        self.live_nbytes = self._sum()
 
     def _set_up_inline(self, page_nbytes: int, direct: bool) -> None:
         records = InlineRecords(
-            self._pages, self._sizing, fingerprint=self._fingerprint, page_nbytes=page_nbytes
+            self._pages,
+            self._sizing,
+            fingerprint=self._fingerprint,
+            page_nbytes=page_nbytes,
+            encoder=self._encoder,
         )
         records.numbered = self._test_page_numbers()
         self._records = records
@@ -109,7 +132,7 @@ class Catalogue:
 
     def _set_up_extents(self, directory: Path, page_nbytes: int, direct: bool) -> None:
         self._files = files = ExtentFiles(directory, direct=direct)
-        slots = slots_of(files, self._sizing, self._locations())
+        slots = slots_of(files, self._sizing, self._column(LOCATION))
         self._records = ExtentRecords(
             files, slots, self._sizing, fingerprint=self._fingerprint, page_nbytes=page_nbytes
         )
@@ -119,25 +142,33 @@ class Catalogue:
         )
 
     def room(self) -> int:
-        """How many pages ``store`` may be given now."""
-        room = max(0, self._sizing.max_records - self.num_records)
+        """How many pages ``store`` may be given now, whatever they are encoded to."""
+        if not self._known:
+            self.live_nbytes, self._known = self._sum(), True
+        room = max(0, self._sizing.most_nbytes - self.live_nbytes) // self._sizing.record_nbytes
         places = self._records.room()
         return room if places is None else min(room, places)
 
-    def store(self, pages: Sequence[Page]) -> None:
-        """Write the pages in one transaction: all are there when it returns, none if it raises."""
-        written = self._records.write(pages)
+    def store(self, pages: Sequence[Page]) -> list[int]:
+        """Write the pages in one transaction: all are there when it returns, none if it raises.
+
+        What each record takes on disk.
+        """
+        written, sizes = self._records.write(pages), []
         with self._changing() as txn:
             for page, where in zip(pages, written, strict=True):
                 entry = self._records.entry(txn, page, where)
-                self._records.replaced(page.key, self._old(txn, page.key))
+                self._replace(txn, page.key)
+                self._change += entry.nbytes
                 txn.put(page.key, pack(page.key, entry), db=self._catalogue)
+                sizes.append(entry.nbytes)
+        return sizes
 
     def erase(self, keys: Sequence[PageKey]) -> None:
         """Remove the records in one transaction; missing ones are no error."""
         with self._changing() as txn:
             for key in keys:
-                self._records.replaced(key, self._old(txn, key))
+                self._replace(txn, key)
                 txn.delete(key, db=self._catalogue)
                 self._records.erased(txn, key)
 
@@ -163,6 +194,7 @@ class Catalogue:
     @contextmanager
     def _changing(self) -> Iterator[lmdb.Transaction[memoryview]]:
         """A write transaction, and word of its end to the records."""
+        self._change = 0
         try:
             with self._env.begin(write=True, buffers=True) as txn:
                 yield txn
@@ -171,21 +203,30 @@ class Catalogue:
             raise
         except BaseException:
             self._records.doubt()
+            self._known = False
             raise
         self._records.settle()
+        self.live_nbytes += self._change
         self.num_records = self._count()
 
-    def _old(self, txn: lmdb.Transaction[memoryview], key: PageKey) -> bytes | None:
-        raw = txn.get(key, db=self._catalogue)
-        return None if raw is None else bytes(raw)
+    def _replace(self, txn: lmdb.Transaction[memoryview], key: PageKey) -> None:
+        """Tell the records, and the sum, of an entry that the transaction replaces or removes."""
+        found = txn.get(key, db=self._catalogue)
+        old = None if found is None else bytes(found)
+        self._records.replaced(key, old)
+        if old is not None:
+            self._change -= int.from_bytes(old[NBYTES], "little")
 
-    def _locations(self) -> Iterator[NDArray[np.uint64]]:
-        """Where all entries say their records are, some at a time."""
+    def _sum(self) -> int:
+        return sum(int(chunk.sum()) for chunk in self._column(NBYTES))
+
+    def _column(self, field: slice) -> Iterator[NDArray[np.uint64]]:
+        """A number of all entries, as they are found, some at a time."""
         with self._env.begin() as txn:
             values = txn.cursor(db=self._catalogue).iternext(keys=False, values=True)
             while chunk := b"".join(itertools.islice(values, _CHUNK)):
                 rows = np.frombuffer(chunk, dtype=np.uint8).reshape(-1, ENTRY_NBYTES)
-                yield np.ascontiguousarray(rows[:, LOCATION]).view("<u8")[:, 0]
+                yield np.ascontiguousarray(rows[:, field]).view("<u8")[:, 0]
 
     def _shrink(self, files: ExtentFiles, slots: Slots) -> int:
         """Give the last extent files back to the disk until no more slots are left than allowed; how many records

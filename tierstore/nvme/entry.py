@@ -22,6 +22,9 @@ BODY_NBYTES = 80
 LOCATION = slice(64, 72)
 """Bytes of an entry: extent << 32 | block, little endian; 0 for a record that LMDB keeps."""
 
+NBYTES = slice(40, 48)
+"""Bytes of an entry: its ``nbytes``, little endian."""
+
 STORED_NBYTES = slice(48, 56)
 """Bytes of an entry: its ``stored_nbytes``, little endian."""
 
@@ -69,7 +72,7 @@ def intact(key: bytes, raw: bytes) -> bool:
 def summary(item: tuple[bytes, bytes]) -> tuple[PageKey, PageKey | None, int]:
     """Key, parent and ``nbytes`` of an entry known to be intact: what an open needs, a million times."""
     key, raw = item
-    nbytes = int.from_bytes(raw[40:48], "little")
+    nbytes = int.from_bytes(raw[NBYTES], "little")
     return PageKey(key), PageKey(raw[:36]) if raw[36] else None, nbytes
 
 

@@ -45,7 +45,7 @@ class ShardMarker:
     """What a sub-directory says of itself; ``description`` is the caller's, for people.
 
     ``key_scheme``: how its pages' keys were made. A marker without one is older than this field. ``payload``: where
-    page bytes are, "lmdb" or "extents".
+    page bytes are, "lmdb" or "extents". ``codec``: how pages were encoded at the last opening; records of any are read.
     """
 
     fingerprint: str
@@ -55,6 +55,7 @@ class ShardMarker:
     format_version: int = FORMAT_VERSION
     key_scheme: str = "tierstore-keys-1"
     payload: str = "lmdb"
+    codec: str = "none"
     description: Mapping[str, object] = field(default_factory=dict)
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import lmdb
 
 from tierstore.errors import ConfigError, IntegrityError
+from tierstore.exp import Encoder
 from tierstore.nvme import direct, home
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.check import examine
@@ -47,12 +48,14 @@ class OpenShard(NamedTuple):
     direct: bool
 
 
-def open_shard(path: Path, marker: home.ShardMarker, payload: str, *, readers: int) -> OpenShard:
+def open_shard(
+    path: Path, marker: home.ShardMarker, payload: str, *, readers: int, encoder: Encoder | None = None
+) -> OpenShard:
     """Lock the marker's sub-directory of ``path``, see that it may be used, and open it.
 
     ``payload``: "lmdb", "extents", or "auto", which keeps what is there, and decides by the disk where nothing is. One
     that is damaged is set aside with one warning, and an empty one opened in its place. ConfigError if it cannot be
-    had; then nothing is held.
+    had; then nothing is held. ``encoder``: what the writer makes records with.
     """
     _sizing(marker, payload)
     name = home.shard_name(marker.fingerprint, marker.shard)
@@ -61,7 +64,7 @@ def open_shard(path: Path, marker: home.ShardMarker, payload: str, *, readers: i
     try:
         marker, sizing = _prepare(directory, marker, payload)
         works = direct.works(directory)
-        catalogue = _open_catalogue(directory, marker, sizing, readers, works)
+        catalogue = _open_catalogue(directory, marker, sizing, readers, works, encoder)
         return OpenShard(directory, lock, catalogue, sizing, marker.payload, works)
     except (OSError, lmdb.Error) as error:
         lock.release()
@@ -90,7 +93,7 @@ def _lock(directory: Path) -> FileLock:
 def _sizing(marker: home.ShardMarker, payload: str, catalogue_nbytes: int = 0) -> Sizing:
     if payload == "extents":
         return size_extents(marker.capacity, marker.page_nbytes, catalogue_nbytes)
-    return size(marker.capacity, marker.page_nbytes)
+    return size(marker.capacity, marker.page_nbytes, codec=marker.codec)
 
 
 def _prepare(directory: Path, marker: home.ShardMarker, payload: str) -> tuple[home.ShardMarker, Sizing]:
@@ -198,16 +201,21 @@ def _foreign(directory: Path, marker: home.ShardMarker) -> str | None:
 
 
 def _open_catalogue(
-    directory: Path, marker: home.ShardMarker, sizing: Sizing, readers: int, works: bool
+    directory: Path,
+    marker: home.ShardMarker,
+    sizing: Sizing,
+    readers: int,
+    works: bool,
+    encoder: Encoder | None,
 ) -> Catalogue:
     """The environment. One that breaks on first use, though a child could walk it, makes room for an empty one."""
     try:
-        catalogue = _catalogue(directory, marker, sizing, readers, works)
+        catalogue = _catalogue(directory, marker, sizing, readers, works, encoder)
     except _BROKEN as error:
         _set_aside(directory, str(error))
         directory.mkdir(mode=0o700)
         home.write_marker(directory, marker)
-        catalogue = _catalogue(directory, marker, sizing, readers, works)
+        catalogue = _catalogue(directory, marker, sizing, readers, works, encoder)
     if catalogue.num_dropped:
         _log.warning(
             "the NVMe tier at %s dropped %d records: its capacity is lower now",
@@ -218,7 +226,12 @@ def _open_catalogue(
 
 
 def _catalogue(
-    directory: Path, marker: home.ShardMarker, sizing: Sizing, readers: int, works: bool
+    directory: Path,
+    marker: home.ShardMarker,
+    sizing: Sizing,
+    readers: int,
+    works: bool,
+    encoder: Encoder | None,
 ) -> Catalogue:
     return Catalogue(
         directory,
@@ -227,6 +240,7 @@ def _catalogue(
         page_nbytes=marker.page_nbytes,
         readers=readers,
         direct=works,
+        encoder=encoder,
     )
 
 

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.errors import IntegrityError
-from tierstore.nvme.acks import Job, Outbox, failed
+from tierstore.exp import Decoder, Geometry
+from tierstore.nvme.acks import Job, Outbox, Outcome, failed
 from tierstore.nvme.reading import RecordReader, scratch_for
 from tierstore.types import Failure, PageKey, Transfer
 
@@ -23,10 +24,20 @@ _log = logging.getLogger(__name__)
 class Readers:
     """``count`` daemon threads. ``submit`` and ``close`` from any thread."""
 
-    def __init__(self, reader: RecordReader, outbox: Outbox, *, count: int, page_nbytes: int) -> None:
+    def __init__(
+        self,
+        reader: RecordReader,
+        outbox: Outbox,
+        *,
+        count: int,
+        page_nbytes: int,
+        geometry: Geometry | None = None,
+    ) -> None:
+        """``geometry``: of the pages, without which encoded ones cannot be read."""
         self._reader = reader
         self._outbox = outbox
         self._page_nbytes = page_nbytes
+        self._geometry = geometry
         self._changed = threading.Condition()
         self._jobs: deque[Job] = deque()
         self._closing = False
@@ -61,13 +72,14 @@ class Readers:
 
     def _run(self) -> None:
         scratch = scratch_for(self._page_nbytes)
+        decoder = None if self._geometry is None else Decoder(self._geometry)  # this thread's own
         while (unit := self._take()) is not None:
             job, index = unit
-            failure = Failure.CLOSED if self._closing else self._read(job, index, scratch)
+            outcome = Failure.CLOSED if self._closing else self._read(job, index, scratch, decoder)
             with self._changed:
-                finished = job.done(index, failure)
+                finished = job.done(index, outcome)
             if finished:
-                self._outbox.add(job.ack(self._page_nbytes))
+                self._outbox.add(job.ack())
 
     def _take(self) -> tuple[Job, int] | None:
         with self._changed:
@@ -82,10 +94,10 @@ class Readers:
                 self._jobs.popleft()
             return job, index
 
-    def _read(self, job: Job, index: int, scratch: NDArray[np.uint8]) -> Failure | None:
+    def _read(self, job: Job, index: int, scratch: NDArray[np.uint8], decoder: Decoder | None) -> Outcome:
         key, out = job.transfer.keys[index], job.pages[index]
         try:
-            self._reader.load(key, out, scratch)
+            self._reader.load(key, out, scratch, decoder)
         except KeyError:
             failure = Failure.NOT_FOUND
         except IntegrityError as error:
@@ -99,7 +111,7 @@ class Readers:
             _log.exception("reading page %s failed", key.hex())
         else:
             self._outbox.count("bytes_read", out.nbytes)
-            return None
+            return out.nbytes
         self._outbox.count(f"read_{failure.value}")
         return failure
 

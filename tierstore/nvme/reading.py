@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import lmdb
 import numpy as np
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from tierstore import codec
 from tierstore.errors import IntegrityError
+from tierstore.exp import Decoder
 from tierstore.nvme.direct import BLOCK, aligned, is_aligned, padded, set_direct
 from tierstore.nvme.entry import Entry, summary, unpack
 from tierstore.nvme.extents import ExtentFiles
@@ -39,6 +40,13 @@ def scratch_for(page_nbytes: int) -> NDArray[np.uint8]:
     return aligned(BLOCK + padded(page_nbytes))
 
 
+class Fetched(NamedTuple):
+    """A record's bytes as they were found: its payload, and the generation that its entry names."""
+
+    payload: NDArray[np.uint8]
+    generation: int
+
+
 class RecordBytes(Protocol):
     """Fetches the bytes of a record, unchecked."""
 
@@ -49,8 +57,9 @@ class RecordBytes(Protocol):
         key: PageKey,
         out: NDArray[np.uint8],
         scratch: NDArray[np.uint8],
-    ) -> int:
-        """Fill ``out`` with the payload, ``scratch`` up to BLOCK with the head; the record's generation.
+    ) -> Fetched:
+        """Fill ``out`` with the payload, or ``scratch`` behind BLOCK with one that is shorter than a page; ``scratch``
+        up to BLOCK with the head.
 
         KeyError, IntegrityError, OSError, lmdb.Error as ``load`` raises them.
         """
@@ -77,13 +86,31 @@ class RecordReader:
         self._payload = payload
         self._fingerprint = fingerprint
 
-    def load(self, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]) -> None:
+    def load(
+        self,
+        key: PageKey,
+        out: NDArray[np.uint8],
+        scratch: NDArray[np.uint8],
+        decoder: Decoder | None = None,
+    ) -> None:
         """Fill ``out`` with the page of ``key`` and check every byte. ``out`` holds anything at all if it raises.
 
-        KeyError: no such record. IntegrityError: not what was written. OSError, lmdb.Error: it could not be read.
+        ``scratch`` and ``decoder`` are the calling thread's own. KeyError: no such record. IntegrityError: not what
+        was written, or encoded and there is no decoder. OSError, lmdb.Error: it could not be read.
         """
-        generation = self._payload.fetch(self._env, self._catalogue, key, out, scratch)
-        codec.verify(scratch[_HEAD], out, fingerprint=self._fingerprint, key=key, generation=generation)
+        head, payload = self._checked(key, out, scratch)
+        if payload is not out or head.codec is not codec.Codec.NONE:
+            codec.decode(head, payload, out, decoder)
+
+    def _checked(
+        self, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]
+    ) -> tuple[codec.Head, NDArray[np.uint8]]:
+        """Head and payload of a record, every byte of them checked."""
+        payload, generation = self._payload.fetch(self._env, self._catalogue, key, out, scratch)
+        head = codec.verify(
+            scratch[_HEAD], payload, fingerprint=self._fingerprint, key=key, generation=generation
+        )
+        return head, payload
 
     def summaries(self) -> Iterator[tuple[PageKey, PageKey | None, int]]:
         """Key, parent and bytes on disk of every record, in key order, from one snapshot. Not beside a writer.
@@ -94,7 +121,10 @@ class RecordReader:
             yield from map(summary, txn.cursor(db=self._catalogue))
 
     def verify_all(self) -> Iterator[tuple[PageKey, str | None]]:
-        """Load every record: its key, and what is wrong with it or None. For tools; nothing is changed."""
+        """Read every record: its key, and what is wrong with it or None. For tools; nothing is changed.
+
+        Encoded pages are not decoded: what is checked is that they are what was written.
+        """
         scratch = out = aligned(0)
         with self._env.begin() as txn:
             items = list(txn.cursor(db=self._catalogue))
@@ -103,7 +133,7 @@ class RecordReader:
                 length = unpack(key, raw).stored_nbytes
                 if length != out.nbytes:
                     out, scratch = aligned(length)[:length], scratch_for(length)
-                self.load(PageKey(key), out, scratch)
+                self._checked(PageKey(key), out, scratch)
             except KeyError:
                 yield PageKey(key), "no record"
             except (IntegrityError, OSError, lmdb.Error) as error:
@@ -136,24 +166,34 @@ class InlineBytes:
         key: PageKey,
         out: NDArray[np.uint8],
         scratch: NDArray[np.uint8],
-    ) -> int:
+    ) -> Fetched:
         with env.begin(buffers=True) as txn:
             raw = txn.get(key, db=catalogue)
             if raw is None:
                 raise KeyError(key)
-            entry = _entry(key, bytes(raw), out)
+            entry = unpack(key, bytes(raw))
+            if entry.stored_nbytes > out.nbytes:
+                raise _wrong_length(entry, out)
+            body = out
+            if entry.stored_nbytes < out.nbytes:  # an encoded page, or one of another length: its head tells
+                body = scratch[BLOCK : BLOCK + padded(entry.stored_nbytes)]
+            payload = body if body is out else body[: entry.stored_nbytes]
+            if payload.nbytes != entry.stored_nbytes:
+                raise ValueError(f"scratch of {scratch.nbytes} bytes is too small for a page of {out.nbytes}")
             if entry.page_number:
-                self._read_at(entry.page_number, out, scratch[:BLOCK])
+                self._read_at(entry.page_number, body, scratch[:BLOCK], BLOCK + payload.nbytes)
             else:
-                self._copy_value(txn, key, out, scratch)
-        return entry.generation
+                self._copy_value(txn, key, payload, scratch)
+        return Fetched(payload, entry.generation)
 
     def close(self) -> None:
         os.close(self._fd)
         if self._direct_fd >= 0:
             os.close(self._direct_fd)
 
-    def _read_at(self, page_number: int, out: NDArray[np.uint8], head: NDArray[np.uint8]) -> None:
+    def _read_at(
+        self, page_number: int, out: NDArray[np.uint8], head: NDArray[np.uint8], wanted: int
+    ) -> None:
         direct = self._direct_fd >= 0 and is_aligned(out) and is_aligned(head)
         try:
             got = os.preadv(
@@ -161,8 +201,8 @@ class InlineBytes:
             )
         except OverflowError as error:
             raise IntegrityError("page number beyond any file") from error
-        if got != BLOCK + out.nbytes:
-            raise IntegrityError(f"{got} bytes where the record has {BLOCK + out.nbytes}")
+        if got < wanted:
+            raise IntegrityError(f"{got} bytes where the record has {wanted}")
 
     def _copy_value(
         self,
@@ -176,7 +216,7 @@ class InlineBytes:
             raise KeyError(key)
         record = np.frombuffer(value, dtype=np.uint8)
         if record.nbytes != codec.HEAD_NBYTES + out.nbytes:
-            raise IntegrityError(f"value of {record.nbytes} bytes for a page of {out.nbytes}")
+            raise IntegrityError(f"value of {record.nbytes} bytes for a payload of {out.nbytes}")
         np.copyto(scratch[_HEAD], record[: codec.HEAD_NBYTES])
         np.copyto(out, record[codec.HEAD_NBYTES :])
 
@@ -195,7 +235,7 @@ class ExtentBytes:
         key: PageKey,
         out: NDArray[np.uint8],
         scratch: NDArray[np.uint8],
-    ) -> int:
+    ) -> Fetched:
         raw = _lookup(env, catalogue, key)
         for _ in range(_TRIES):
             entry = _entry(key, raw, out)
@@ -205,7 +245,7 @@ class ExtentBytes:
                 again = _lookup(env, catalogue, key)
                 if again == raw:
                     self._files.read(place, out, scratch)
-                    return entry.generation
+                    return Fetched(out, entry.generation)
             raw = again
         raise KeyError(key)  # replaced faster than it can be looked up
 
@@ -224,5 +264,9 @@ def _lookup(env: lmdb.Environment, catalogue: lmdb._Database, key: PageKey) -> b
 def _entry(key: PageKey, raw: bytes, out: NDArray[np.uint8]) -> Entry:
     entry = unpack(key, raw)
     if entry.stored_nbytes != out.nbytes:
-        raise IntegrityError(f"record of {entry.stored_nbytes} bytes for a page of {out.nbytes}")
+        raise _wrong_length(entry, out)
     return entry
+
+
+def _wrong_length(entry: Entry, out: NDArray[np.uint8]) -> IntegrityError:
+    return IntegrityError(f"record of {entry.stored_nbytes} bytes for a page of {out.nbytes}")

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from tierstore import codec
 from tierstore.errors import IntegrityError
+from tierstore.exp import Encoder
 from tierstore.nvme.direct import BLOCK, aligned, is_aligned, padded
 from tierstore.nvme.entry import Entry, unpack
 from tierstore.nvme.extents import PREFIX, ExtentFiles
@@ -84,10 +85,17 @@ class InlineRecords:
     """Whether page numbers can be told: a self-test says."""
 
     def __init__(
-        self, pages: lmdb._Database, sizing: Sizing, *, fingerprint: bytes, page_nbytes: int
+        self,
+        pages: lmdb._Database,
+        sizing: Sizing,
+        *,
+        fingerprint: bytes,
+        page_nbytes: int,
+        encoder: Encoder | None,
     ) -> None:
         self._pages = pages
-        self._nbytes = sizing.record_nbytes
+        self._sizing = sizing
+        self._encoder = encoder
         self._fingerprint = fingerprint
         self._record = np.empty(codec.record_nbytes(page_nbytes), dtype=np.uint8)
 
@@ -99,13 +107,19 @@ class InlineRecords:
 
     def entry(self, txn: lmdb.Transaction[memoryview], page: Page, written: Written) -> Entry:
         length = codec.encode(
-            page.payload, self._record, fingerprint=self._fingerprint, key=page.key, parent=page.parent
+            page.payload,
+            self._record,
+            fingerprint=self._fingerprint,
+            key=page.key,
+            parent=page.parent,
+            encoder=self._encoder,
         )
+        stored = length - codec.HEAD_NBYTES
         txn.put(page.key, self._record[:length].data, db=self._pages)
         return Entry(
             parent=page.parent,
-            nbytes=self._nbytes,
-            stored_nbytes=length - codec.HEAD_NBYTES,
+            nbytes=self._sizing.cost(stored),
+            stored_nbytes=stored,
             page_number=page_number(txn, page.key, self._pages) if self.numbered else 0,
         )
 

@@ -17,6 +17,7 @@ _SMALL_FILES = 64 << 10  # lock files and markers, everything that is neither da
 _FIXED_PAGES = 32  # meta pages, roots, the free list
 _COPIED_PAGES = 3  # tree pages that one changed record copies before the old ones are free again
 _WATERMARK = 0.85  # of the map: fuller, and runs of free pages become too short
+_WATERMARK_ENCODED = 0.80  # records of many lengths leave holes
 _BATCH_NBYTES = 16 * _MIB
 _EXTENT_NBYTES = 256 * _MIB
 _MOST_EXTENTS = 256  # each has a descriptor
@@ -41,24 +42,30 @@ class Sizing:
     extent_slots: int = 0
 
     @property
-    def max_records(self) -> int:
-        """More records than this are refused: half of the slack above the budget, or what has slots."""
-        return self.num_slots or (self.budget_nbytes + self.map_size) // 2 // self.record_nbytes
+    def most_nbytes(self) -> int:
+        """More record bytes than this are refused: half of the slack above the budget, or what has slots."""
+        return self.num_slots * self.record_nbytes or (self.budget_nbytes + self.map_size) // 2
+
+    def cost(self, stored_nbytes: int) -> int:
+        """What a record with a payload of so many bytes takes on disk, its share of the catalogue included."""
+        return self.record_nbytes if self.num_slots else _on_disk(stored_nbytes) + _CATALOGUE_SHARE
 
 
-def size(capacity: int, page_nbytes: int) -> Sizing:
+def size(capacity: int, page_nbytes: int, *, codec: str = "none") -> Sizing:
     """Page bytes in LMDB: everything on disk stays within ``capacity`` while live records stay within the budget.
 
-    ConfigError if not even one page fits.
+    ``record_nbytes`` is what a record takes at most; one of an encoded page takes less. ConfigError if not even one
+    page fits.
     """
     block = mmap.PAGESIZE
-    on_disk = -(-(_VALUE_PREFIX + record_nbytes(page_nbytes)) // block) * block
+    watermark = _WATERMARK if codec == "none" else _WATERMARK_ENCODED
+    on_disk = _on_disk(page_nbytes)
     record = on_disk + _CATALOGUE_SHARE
     copied = _COPIED_PAGES * block
     batch_pages = max(1, min(_BATCH_NBYTES, capacity // 16) // (on_disk + copied))
     batch = batch_pages * (on_disk + copied)
     map_size = (capacity - _SMALL_FILES) // block * block
-    budget = min(int(map_size * _WATERMARK), map_size - 2 * batch - _FIXED_PAGES * block)
+    budget = min(int(map_size * watermark), map_size - 2 * batch - _FIXED_PAGES * block)
     if budget < record:
         least = _SMALL_FILES + record + 2 * (on_disk + copied) + _FIXED_PAGES * block
         raise _too_small(capacity, least, page_nbytes)
@@ -106,6 +113,11 @@ def size_extents(capacity: int, page_nbytes: int, catalogue_nbytes: int = 0) -> 
         num_slots=num_slots,
         extent_slots=extent_slots,
     )
+
+
+def _on_disk(stored_nbytes: int) -> int:
+    """Whole blocks of LMDB's that a record takes."""
+    return -(-(_VALUE_PREFIX + record_nbytes(stored_nbytes)) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _too_small(capacity: int, least: int, page_nbytes: int) -> ConfigError:

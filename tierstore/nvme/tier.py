@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import lmdb
 import numpy as np
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 
 from tierstore import keys
 from tierstore.codec import KEY_NBYTES
-from tierstore.errors import StoreClosed
+from tierstore.errors import ConfigError, StoreClosed
+from tierstore.exp import Encoder, Geometry
 from tierstore.nvme import home
 from tierstore.nvme.acks import Outbox
 from tierstore.nvme.opening import OpenShard, open_shard
@@ -38,7 +40,16 @@ class NvmeTier:
     budget_nbytes: int
     """Sum of record bytes the tier may hold so that everything on disk stays within the capacity."""
 
-    def __init__(self, shard: OpenShard, outbox: Outbox, *, readers: int, page_nbytes: int) -> None:
+    def __init__(
+        self,
+        shard: OpenShard,
+        outbox: Outbox,
+        *,
+        readers: int,
+        page_nbytes: int,
+        codec: str = "none",
+        geometry: Geometry | None = None,
+    ) -> None:
         sizing = shard.sizing
         self.record_nbytes = sizing.record_nbytes
         self.budget_nbytes = sizing.budget_nbytes
@@ -47,9 +58,11 @@ class NvmeTier:
         self._lock = shard.lock
         self._catalogue = shard.catalogue
         self._sizing = sizing
-        self._payload, self._direct = shard.payload, shard.direct
+        self._payload, self._direct, self._codec = shard.payload, shard.direct, codec
         self._outbox = outbox
-        self._readers = Readers(shard.catalogue.reader, outbox, count=readers, page_nbytes=page_nbytes)
+        self._readers = Readers(
+            shard.catalogue.reader, outbox, count=readers, page_nbytes=page_nbytes, geometry=geometry
+        )
         self._writer = Writer(shard.catalogue, outbox, sizing)
         self._pid = os.getpid()
         self._closed = False
@@ -67,6 +80,8 @@ class NvmeTier:
         readers: int = 2,
         description: Mapping[str, object] | None = None,
         payload: str = "auto",
+        codec: Literal["none", "exp"] = "none",
+        geometry: Geometry | None = None,
     ) -> NvmeTier:
         """Open the tier's sub-directory of ``path``, made if missing; ``capacity`` is for everything in it on disk.
 
@@ -74,18 +89,38 @@ class NvmeTier:
         ``wake`` is called from an I/O thread, with no lock held, for each Ack. ``description`` is kept for people.
         ``payload``: page bytes in "lmdb" or in "extents"; what is there in the other kind is removed with one warning.
         "auto" keeps the kind that is there, and where nothing is writes 32 MiB to see how fast the disk is.
+        ``codec``: how pages are written from now on; records of any codec are read, encoded ones with ``geometry``,
+        which "exp" needs. It goes with LMDB alone: "auto" is "lmdb" then.
         ConfigError if the directory is not ours, in use, or the capacity cannot be had; nothing is changed then.
         """
+        encoder = None
+        if codec == "exp":
+            if geometry is None:
+                raise ValueError("codec is 'exp'; allowed with the geometry of the pages")
+            if payload == "extents":
+                raise ConfigError(
+                    "nvme.codec is 'exp' and nvme.payload 'extents', whose slots are all of one size; allowed in this "
+                    "version: nvme.payload lmdb or auto, or nvme.codec none"
+                )
+            payload, encoder = "lmdb", Encoder(geometry)
         marker = home.ShardMarker(
             fingerprint=fingerprint,
             shard=shard,
             page_nbytes=page_nbytes,
             capacity=capacity,
             key_scheme=keys.SCHEME,
+            codec=codec,
             description=dict(description or {}),
         )
-        shard_home = open_shard(path, marker, payload, readers=readers)
-        return cls(shard_home, Outbox(wake), readers=readers, page_nbytes=page_nbytes)
+        shard_home = open_shard(path, marker, payload, readers=readers, encoder=encoder)
+        return cls(
+            shard_home,
+            Outbox(wake),
+            readers=readers,
+            page_nbytes=page_nbytes,
+            codec=codec,
+            geometry=geometry,
+        )
 
     def records(self) -> Iterator[tuple[PageKey, PageKey | None, int]]:
         """Key, parent and bytes on disk of every record that was there at open. Once, before any ``submit_*``.
@@ -182,6 +217,8 @@ class NvmeTier:
             "records": self._catalogue.num_records,
             "read_only": self._writer.refusal.active,
             "payload": self._payload,
+            "codec": self._codec,
+            "live_nbytes": self._catalogue.live_nbytes,
             "o_direct": self._direct,
             "others": self._others(),
             **{name: counts.get(name, 0) for name in _COUNTERS},
@@ -215,6 +252,7 @@ class NvmeTier:
 _COUNTERS = (
     "batches",
     "bytes_read",
+    "bytes_stored",
     "bytes_written",
     "read_integrity",
     "read_io_error",

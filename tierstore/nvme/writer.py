@@ -12,7 +12,7 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.nvme.acks import Job, Outbox, failed
+from tierstore.nvme.acks import Job, Outbox, Outcome, failed
 from tierstore.nvme.catalogue import Catalogue, Page
 from tierstore.nvme.sizing import Sizing
 from tierstore.nvme.work import Batch, EraseWork, SyncWork, WorkQueue
@@ -120,14 +120,14 @@ class Writer:
 
     def _run(self) -> None:
         while (batch := self._next()) is not None:
-            failures: list[Failure | None]
+            outcomes: Sequence[Outcome]
             try:
-                failures = self._serve(batch)
+                outcomes = self._serve(batch)
             except Exception:  # noqa: BLE001  the thread's top: the batch fails, the thread goes on
                 _log.exception("a batch of %d pages failed", len(batch.writes))
                 self._doubt(batch.writes)
-                failures = [Failure.IO_ERROR] * len(batch.writes)
-            self._settle(batch, failures)
+                outcomes = [Failure.IO_ERROR] * len(batch.writes)
+            self._settle(batch, outcomes)
 
     def _next(self) -> Batch | None:
         """The next batch; an empty one when it is time to see whether a refusing disk takes writes again."""
@@ -140,8 +140,8 @@ class Writer:
                     break
             return self._queue.take()
 
-    def _serve(self, batch: Batch) -> list[Failure | None]:
-        """Do a batch; per page of ``batch.writes`` what failed."""
+    def _serve(self, batch: Batch) -> Sequence[Outcome]:
+        """Do a batch; what became of each page of ``batch.writes``."""
         self._owed.update(dict.fromkeys(batch.erases, True))
         if self._abandoned:
             return [Failure.CLOSED] * len(batch.writes)
@@ -161,35 +161,36 @@ class Writer:
             self._doubt(batch.writes)
             return [failure] * len(batch.writes)
 
-    def _write(self, writes: list[tuple[Job, int]]) -> list[Failure | None]:
+    def _write(self, writes: list[tuple[Job, int]]) -> Sequence[Outcome]:
         room = self._catalogue.room()
         if room < len(writes):
             self._erase_ahead({job.transfer.keys[index] for job, index in writes})
             room = self._catalogue.room()
         taken, refused = writes[:room], writes[room:]
-        if taken and not self._store([_page(job, index) for job, index in taken]):
+        sizes = self._store([_page(job, index) for job, index in taken]) if taken else []
+        if len(sizes) != len(taken):
             taken, refused = [], writes
         if taken:
             self._outbox.count("bytes_written", sum(job.pages[index].nbytes for job, index in taken))
+            self._outbox.count("bytes_stored", sum(sizes))
             self._outbox.count("batches")
             self.refusal.forget()
         if refused:
             self._outbox.count("write_no_space", len(refused))
             self._doubt(refused)
-        return [None] * len(taken) + [Failure.NO_SPACE] * len(refused)
+        return [*sizes, *[Failure.NO_SPACE] * len(refused)]
 
-    def _store(self, pages: list[Page]) -> bool:
-        """Write the pages in one transaction, twice tried when the map is full; whether they are there."""
+    def _store(self, pages: list[Page]) -> list[int]:
+        """Write the pages in one transaction, twice tried when the map is full; what each takes, none if not there."""
         try:
-            self._catalogue.store(pages)
+            return self._catalogue.store(pages)
         except lmdb.MapFullError:
             self._erase_ahead({page.key for page in pages})
             self._catalogue.turn()
             try:
-                self._catalogue.store(pages)
+                return self._catalogue.store(pages)
             except lmdb.MapFullError:
-                return False
-        return True
+                return []
 
     def _erase_ahead(self, written: set[PageKey]) -> None:
         """Do queued erases now that writes of these keys wait for the room they make."""
@@ -211,10 +212,10 @@ class Writer:
         for job, index in writes:
             self._owed.setdefault(job.transfer.keys[index], False)
 
-    def _settle(self, batch: Batch, failures: Sequence[Failure | None]) -> None:
-        for (job, index), failure in zip(batch.writes, failures, strict=True):
-            if job.done(index, failure):
-                self._outbox.add(job.ack(self._sizing.record_nbytes))
+    def _settle(self, batch: Batch, outcomes: Sequence[Outcome]) -> None:
+        for (job, index), outcome in zip(batch.writes, outcomes, strict=True):
+            if job.done(index, outcome):
+                self._outbox.add(job.ack())
         if batch.sync is not None:
             self._sync(batch.sync)
 

@@ -1,0 +1,96 @@
+"""A store whose disk keeps pages encoded: exact matches, the same bytes, and a budget of stored bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tests.support.pages import PATIENCE_S, chain, page_tensor, tier_stats
+from tierstore.config import load_config
+from tierstore.store import TierStore
+from tierstore.types import LeaseState, PageKey, PageSpec, Tier
+
+SPEC = PageSpec(num_layers=4, page_size=16, num_kv_heads=2, head_dim=64, dtype="bfloat16", model="encoded")
+
+
+def open_store(home: Path, codec: str, capacity: int = 8 << 20) -> TierStore:
+    tree = {
+        "hbm": {"capacity": 8 * SPEC.page_nbytes, "device": "cpu"},
+        "host": {"capacity": 8 * SPEC.page_nbytes},
+        "nvme": {"path": str(home), "capacity": capacity, "codec": codec, "payload": "lmdb"},
+    }
+    return TierStore.open(load_config(tree), SPEC)
+
+
+def content(key: PageKey) -> torch.Tensor:
+    seed = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
+    return torch.randn(SPEC.shape, generator=seed).to(torch.bfloat16)
+
+
+def put(store: TierStore, keys: Sequence[PageKey]) -> None:
+    slots = store.allocate(len(keys), timeout_s=PATIENCE_S)
+    for key, slot in zip(keys, slots, strict=True):
+        page_tensor(store)[slot] = content(key)
+    store.put(keys, slots)
+
+
+def require_from_disk(store: TierStore, keys: Sequence[PageKey]) -> None:
+    for tier in (Tier.HBM, Tier.HOST):
+        store.evict(keys, tier)
+    found = store.match(keys)
+    assert (found.num_pages, found.exact) == (len(keys), True)
+    assert set(found.tiers) == {Tier.NVME}
+    with store.acquire(keys) as lease:
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
+        assert lease.num_pages == len(keys)
+        for key, slot in zip(keys, lease.slots, strict=True):
+            assert torch.equal(page_tensor(store)[slot].view(torch.int16), content(key).view(torch.int16))
+
+
+def test_pages_come_back_exactly_and_take_what_is_stored(tmp_path: Path) -> None:
+    keys = chain(6)
+    with open_store(tmp_path / "disk", "exp") as store:
+        put(store, keys)
+        store.flush()
+        used, resident = tier_stats(store, Tier.NVME)["used_nbytes"], tier_stats(store, Tier.NVME)["resident"]
+        nvme = store.stats()["nvme"]
+        assert isinstance(nvme, dict)
+        assert resident == 6
+        assert used == nvme["live_nbytes"] < 0.85 * 6 * nvme["record_nbytes"]
+        require_from_disk(store, keys)
+        store.check()
+    with open_store(tmp_path / "disk", "exp") as store:
+        assert tier_stats(store, Tier.NVME)["used_nbytes"] == used
+        require_from_disk(store, keys)
+
+
+def test_the_disk_holds_more_pages_than_without_the_codec(tmp_path: Path) -> None:
+    held = {}
+    for codec in ("none", "exp"):
+        with open_store(tmp_path / codec, codec, 3 << 20) as store:
+            for number in range(25):
+                put(store, chain(4, f"{codec}{number}"))
+                store.flush()
+            figures = tier_stats(store, Tier.NVME)
+            nvme = store.stats()["nvme"]
+            assert isinstance(nvme, dict)
+            held[codec] = figures["resident"]
+            assert figures["used_nbytes"] <= figures["budget_nbytes"]
+            assert figures["used_nbytes"] == nvme["live_nbytes"]
+            assert nvme["disk_nbytes"] <= 3 << 20
+            store.check()
+    assert held["exp"] > 1.1 * held["none"]
+
+
+def test_a_directory_may_change_its_codec_between_openings(tmp_path: Path) -> None:
+    first, second = chain(3, "first"), chain(3, "second")
+    for codec, keys in (("none", first), ("exp", second)):
+        with open_store(tmp_path / "disk", codec) as store:
+            put(store, keys)
+    for codec in ("exp", "none"):
+        with open_store(tmp_path / "disk", codec) as store:
+            require_from_disk(store, first)
+            require_from_disk(store, second)
+            assert not tier_stats(store, Tier.NVME)["arriving"]
