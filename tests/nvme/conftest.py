@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.nvme import rig
+from tests.nvme.watch import Calls
+from tierstore.nvme import extents
 
 
 @pytest.fixture(params=rig.PAYLOADS)
@@ -12,3 +16,9 @@ def payload(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     kind = str(request.param)
     monkeypatch.setattr(rig, "default_payload", kind)
     return kind
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Replaces system calls that extent files make, by name; without any, all are the system's again."""
+    return lambda **calls: monkeypatch.setattr(extents, "os", Calls(**calls))

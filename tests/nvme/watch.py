@@ -18,6 +18,16 @@ Block = tuple[int, int]
 """Number of an extent file, and a block in it."""
 
 
+class Calls:
+    """In the place of the ``os`` of the extent files: some calls are the test's, the rest the system's."""
+
+    def __init__(self, **calls: Callable[..., Any]) -> None:
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        return self._calls.get(name) or getattr(os, name)
+
+
 class Watch:
     """In the place of the ``os`` of the extent files; every other name is the real one's.
 

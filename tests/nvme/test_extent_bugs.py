@@ -1,0 +1,122 @@
+"""Bugs planted in a copy of the extent rooms that need two threads, a full disk or a lower capacity to show."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+BUGS = {
+    "pins are ignored": (
+        "slots.py",
+        "if self._pins[place] > 0:",
+        "if False:",
+        "test_extent_space.py::test_a_slot_that_is_still_read_is_not_written_again",
+    ),
+    "the entry is not looked at again": (
+        "reading.py",
+        "again = _lookup(env, catalogue, key)",
+        "again = raw",
+        "test_extent_space.py::test_a_page_erased_between_look_up_and_pin_is_a_miss_not_damage",
+    ),
+    "the budget counts no catalogue": (
+        "sizing.py",
+        "num_slots = max(0, capacity - files - working) // record",
+        "num_slots = capacity // slot",
+        "test_extent_space.py::test_room_is_used_again_without_growth",
+    ),
+    "files above the capacity stay": (
+        "catalogue.py",
+        "            files.remove(number)\n",
+        "",
+        "test_extent_space.py::test_a_lower_capacity_gives_back_the_last_files_and_drops_only_what_was_in_them",
+    ),
+    "entries of files given back stay": (
+        "catalogue.py",
+        "            self.erase(lost[start : start + self._sizing.erase_keys])\n",
+        "            pass\n",
+        "test_extent_space.py::test_a_lower_capacity_gives_back_the_last_files_and_drops_only_what_was_in_them",
+    ),
+    "slots in doubt are forgotten": (
+        "records.py",
+        "self._doubts.setdefault(key, set()).update(places)",
+        "pass",
+        "test_extent_space.py::test_no_slot_is_lost_whether_a_commit_that_failed_came_about_or_not",
+    ),
+    "a write cut short counts as whole": (
+        "extents.py",
+        "    while buffers:\n        done = ",
+        "    if buffers:\n        done = ",
+        "test_extent_trouble.py::test_a_write_cut_short_goes_on_where_it_stopped",
+    ),
+    "a read cut short counts as whole": (
+        "extents.py",
+        "    if got < BLOCK + nbytes:",
+        "    if False:",
+        "test_extent_trouble.py::test_a_read_cut_short_is_a_miss",
+    ),
+    "the first bytes of a slot are not compared": (
+        "extents.py",
+        "if scratch[:_HEAD_AT].tobytes() != PREFIX:",
+        "if False:",
+        "test_extent_trouble.py::test_the_bytes_before_a_head_are_compared_too",
+    ),
+    "the other payload's files stay": (
+        "opening.py",
+        "        _empty(directory)\n    return payload\n",
+        "    return payload\n",
+        "test_payload.py::test_the_other_payload_starts_anew_with_one_warning_and_auto_keeps_what_is_there",
+    ),
+    "places are not checked before an open": (
+        "walk.py",
+        "if end > ends.get(first >> 32, 0):",
+        "if False:",
+        "test_extent_trouble.py::test_an_extent_file_cut_or_missing_at_open_sets_the_directory_aside",
+    ),
+}
+
+
+def copied(tmp_path: Path) -> Path:
+    for package in ("tierstore", "tests/nvme"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "tierstore" / "nvme"
+
+
+def outcome(copy: Path, tests: Iterable[str]) -> int:
+    """Exit code of pytest: 1 for failures, other numbers for tests that could not be run."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "--import-mode=importlib",
+    ]
+    names = [f"tests/nvme/{test}" for test in sorted(set(tests))]
+    run = subprocess.run(
+        [*command, "-o", "pythonpath=.", *names], cwd=copy, capture_output=True, timeout=240, check=False
+    )
+    return run.returncode
+
+
+def test_a_copy_without_a_bug_passes(tmp_path: Path) -> None:
+    copied(tmp_path)
+    assert outcome(tmp_path, (bug[3] for bug in BUGS.values())) == 0
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug: str, tmp_path: Path) -> None:
+    name, right, wrong, test = BUGS[bug]
+    room = copied(tmp_path) / name
+    source = room.read_text()
+    assert source.count(right) == 1
+    room.write_text(source.replace(right, wrong))
+    assert outcome(tmp_path, [test]) == 1
