@@ -82,6 +82,8 @@ class Space:
                 self.drop(key, above)
         if self.room(tier) < wanted:
             self._drop_mirrored_leaf(tier, below)
+        if self.room(tier) < wanted and not len(self._tables[tier].leaves):
+            self._drop_before_saved(tier, wanted)
 
     def give_way(self, tier: Tier, now: float) -> bool:
         """Where a tier is full of memory-only pages that stay for those after them above, drops these, a batch at most.
@@ -154,4 +156,20 @@ class Space:
         )
         if key is not None:
             self.drop(key, below)
+            self.drop(key, tier)
+
+    def _drop_before_saved(self, tier: Tier, wanted: int) -> None:
+        """Drops pages that cannot be saved although what follows them was, a batch at most.
+
+        It cuts off what lies below, which goes first from then on: else a disk that refuses for good would keep these
+        pages here for good, and nobody could have their slots.
+        """
+        tables, lineage = self._tables, self._residency.lineage
+        here = [tables[other].copies for other in self._tiers if other <= tier]
+        for _ in range(min(BATCH_PAGES, wanted - self.room(tier))):
+            key = tables[tier].dirty.first_where(
+                lambda k: not any(child in copies for child in lineage.children(k) for copies in here)
+            )
+            if key is None:
+                return
             self.drop(key, tier)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.nvme.rig import data_file_is_read_only
 from tests.support.bench import open_bench
-from tests.support.pages import SPEC, chain, tiers
+from tests.support.pages import PATIENCE_S, SPEC, chain, tiers, write
 from tierstore.store import TierStore
 from tierstore.traffic import BATCH_PAGES
 from tierstore.types import Tier
@@ -50,3 +50,25 @@ def test_pages_that_cannot_be_saved_make_room_at_once_however_many_are_wanted(tm
         assert store.match(chain(wanted, "new")).num_pages == 40  # all of the old one went first
         store.check()
         store.free(slots)
+
+
+def test_a_page_whose_successor_was_saved_gives_its_slot_though_the_disk_refuses_for_good(
+    tmp_path: Path,
+) -> None:
+    config = tiers(hbm=4, host=None, nvme=tmp_path / "disk", nvme_pages=40)
+    bench = open_bench(config, SPEC)
+    store = bench.store
+    sequences = [chain(2, name) for name in ("a", "b")]
+    for keys in sequences:
+        write(store, keys)
+        assert store.demote(keys[1:], Tier.NVME) == 1
+        assert store.drain(PATIENCE_S)
+        assert store.match(keys).tiers == (Tier.HBM, Tier.NVME)
+    for _ in range(1000):
+        bench.records.fail_next(SPILL, *range(BATCH_PAGES))
+    slots = store.allocate(4, timeout_s=PATIENCE_S)
+    assert [store.match(keys).num_pages for keys in sequences] == [0, 0]
+    store.check()
+    store.free(slots)
+    bench.records.failing.clear()
+    bench.close()
