@@ -211,7 +211,9 @@ class LlamaClient:
         if name not in self._answers:
             if len(self._answers) > 200:
                 self._answers.clear()
-            self._answers[name] = plain(self._model, prompt, **options)
+            # Without a mask transformers would take the token 0 of an answer for padding.
+            mask = torch.ones(1, len(prompt), dtype=torch.long)
+            self._answers[name] = plain(self._model, prompt, attention_mask=mask, **options)
         return self._answers[name]
 
     def _compare(self, prompt: list[int], answer: list[int], **options: Any) -> None:
