@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tierstore.cli.bench import bench
+from tierstore.cli.bench_card import arena, copy
 from tierstore.cli.compare import compare
 from tierstore.cli.data import inspect, purge, verify
 from tierstore.cli.output import Json, print_json
@@ -28,6 +29,8 @@ app = typer.Typer(
 )
 for command in (demo, compare, plan, inspect, verify, purge):
     app.command()(command)
+for measurement in (copy, arena):
+    bench.command()(measurement)
 app.add_typer(bench, name="bench")
 
 

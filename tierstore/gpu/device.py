@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from tierstore.gpu.copy_engine import CpuCopyEngine
 from tierstore.gpu.cuda_copies import CudaCopyEngine
 from tierstore.gpu.cuda_pool import CudaPool
 from tierstore.gpu.driver import CudaPinner, Driver, DriverError
+from tierstore.gpu.kernels import Kernel
 from tierstore.gpu.pool import CpuPool, EnginePool
 from tierstore.gpu.routes import MOST_PIECES, Route, Slab, Straight, worth_going_straight
 
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from tierstore.layout import PageLayout
 
 _log = logging.getLogger(__name__)
+
+KERNEL_NBYTES = 128 << 10
+"""Pages up to this size go by the copy kernel, larger ones by DMA."""
 
 
 class Event(Protocol):
@@ -130,7 +135,7 @@ class CudaDevice:
 
     def __init__(self, name: str) -> None:
         """ConfigError if there is no such card."""
-        self._device = torch.device(name, _index_of(name))
+        self._device = torch.device("cuda", _index_of(name))
         self._driver = _driver(self._device.index)
         self._copies = "none"
 
@@ -170,7 +175,7 @@ class CudaDevice:
         for tensor in _tensors(pool):
             for stream in streams:
                 tensor.record_stream(stream)  # should the store be dropped with copies on their way
-        self._copies = f"dma, {route.name}, {self._driver.call}"
+        self._copies = "kernel" if isinstance(route, Kernel) else f"dma, {route.name}, {self._driver.call}"
         return CudaCopyEngine(route, host, layout.page_nbytes, streams, threads)
 
     def last_use(self, after: Event | None) -> Event | None:
@@ -194,6 +199,9 @@ class CudaDevice:
 
     def _route(self, pool: OwnPool | EnginePool, layout: PageLayout, driver: Driver) -> Route:
         if isinstance(pool, CudaPool):
+            if layout.blob_nbytes <= KERNEL_NBYTES and Kernel.suits(pool.segments):
+                with suppress(ImportError):  # cupy comes with the extra "gpu"; DMA does without it
+                    return Kernel(pool.segments, self._device)
             return Straight(pool.segments, driver)
         assert isinstance(pool, EnginePool)
         found = segments.of_tensors(pool.layers, layout, MOST_PIECES)

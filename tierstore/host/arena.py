@@ -42,6 +42,11 @@ class HostArena:
         start = slot * self._stride
         return self._bytes[start : start + self._length]
 
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """All slots in place, flat uint8, alignment between them included."""
+        return self._bytes
+
     def addresses(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where the pages of these slots start in memory, for DMA."""
         return self._address + slots * self._stride

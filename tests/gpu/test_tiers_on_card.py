@@ -1,0 +1,169 @@
+"""The tiers' contract on a card: slots of our own and an engine's, by each way that copies take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import monotonic
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tier_contract import Page, TierContract, TierUnderTest
+from tierstore.gpu.copy_engine import CopyEngine, CpuCopyEngine
+from tierstore.gpu.cuda_copies import CudaCopyEngine
+from tierstore.gpu.cuda_pool import CudaPool
+from tierstore.gpu.driver import CudaPinner, Driver
+from tierstore.gpu.kernels import Kernel
+from tierstore.gpu.pool import EnginePages, EnginePool, GroupedPages
+from tierstore.gpu.routes import Route, Slab, Straight
+from tierstore.gpu.segments import of_tensors
+from tierstore.host.arena import HostArena
+from tierstore.layout import PageLayout
+from tierstore.types import Ack, PageKey, PageSpec, Tier, Transfer
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda:0")
+PATIENCE_S = 60.0
+
+
+class OnCard(TierUnderTest):
+    """Pages travel through a page-locked arena with a copy engine; ``look`` reads the tensors past it."""
+
+    def __init__(
+        self, spec: PageSpec, num_slots: int, engine: CopyEngine, arena: HostArena, tensor: torch.Tensor
+    ) -> None:
+        self.num_slots = num_slots
+        self._engine, self._arena, self._tensor = engine, arena, tensor
+        self._nbytes = spec.page_nbytes
+        self._number = 0
+
+    def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+        places = tuple(reversed(range(len(slots))))
+        for place, page in zip(places, pages, strict=True):
+            np.copyto(self._arena.view(place), page)
+        self._move(Tier.HOST, places, Tier.HBM, tuple(slots))
+
+    def read(self, slots: Sequence[int]) -> list[Page]:
+        places = tuple(reversed(range(len(slots))))
+        for place in places:
+            self._arena.view(place).fill(0xEE)
+        self._move(Tier.HBM, tuple(slots), Tier.HOST, places)
+        return [self._arena.view(place).copy() for place in places]
+
+    def look(self, slot: int) -> Page:
+        return np.array(self._tensor[slot].cpu().contiguous().view(torch.uint8).flatten().numpy())
+
+    def close(self) -> None:
+        assert self._engine.close(PATIENCE_S)
+        self._arena.close()
+
+    def _move(self, src: Tier, src_slots: tuple[int, ...], dst: Tier, dst_slots: tuple[int, ...]) -> None:
+        if not src_slots:
+            return
+        self._number += 1
+        keys = (PageKey(bytes(36)),) * len(src_slots)
+        parents = (None,) * len(src_slots)
+        self._engine.submit(Transfer(self._number, keys, src, src_slots, dst, dst_slots, 0, parents))
+        deadline = monotonic() + PATIENCE_S
+        acks: list[Ack] = []
+        while not acks:
+            assert monotonic() < deadline
+            acks = self._engine.poll()
+        (ack,) = acks
+        assert (ack.transfer_id, ack.ok, ack.num_ready) == (self._number, True, len(src_slots))
+
+
+def card_engine(
+    pool: CudaPool | EnginePool, arena: HostArena, layout: PageLayout, make: Callable[[Driver], Route]
+) -> CopyEngine:
+    driver = Driver(0)
+    threads = CpuCopyEngine(pool, arena, layout.page_nbytes, lambda: None)
+    streams = (driver.stream(0), driver.stream(0))
+    return CudaCopyEngine(make(driver), arena, layout.page_nbytes, streams, threads)
+
+
+def pinned(layout: PageLayout, num_slots: int) -> HostArena:
+    arena = HostArena(layout, num_slots, CudaPinner(0))
+    assert arena.wait_pinned(num_slots, PATIENCE_S)
+    return arena
+
+
+def engine_pool(spec: PageSpec, num_slots: int) -> tuple[EnginePool, torch.Tensor]:
+    """Heads before tokens, one tensor a layer, and a view of all layers in page order."""
+    layers, planes, tokens, heads, dim = spec.shape
+    whole = torch.zeros(layers, num_slots, heads, tokens, planes, dim, dtype=torch.uint8, device=DEVICE)
+    pool = EnginePool(PageLayout.of(spec), [EnginePages(list(whole), "BHNKD")])
+    return pool, whole.permute(1, 0, 4, 3, 2, 5)
+
+
+class TestOwnSlotsByBatches(TierContract):
+    def open(self, spec: PageSpec, num_slots: int, home: Path) -> TierUnderTest:
+        layout = PageLayout.of(spec)
+        pool, arena = CudaPool(layout, num_slots, DEVICE), pinned(layout, num_slots)
+        assert not isinstance(pool.pages, GroupedPages)
+        engine = card_engine(pool, arena, layout, lambda driver: Straight(pool.segments, driver))
+        return OnCard(spec, num_slots, engine, arena, pool.pages)
+
+
+class TestOwnSlotsOneByOne(TierContract):
+    def open(self, spec: PageSpec, num_slots: int, home: Path) -> TierUnderTest:
+        layout = PageLayout.of(spec)
+        pool, arena = CudaPool(layout, num_slots, DEVICE), pinned(layout, num_slots)
+        assert not isinstance(pool.pages, GroupedPages)
+
+        def route(driver: Driver) -> Route:
+            driver._batch = None
+            return Straight(pool.segments, driver)
+
+        return OnCard(spec, num_slots, card_engine(pool, arena, layout, route), arena, pool.pages)
+
+
+class TestOwnSlotsByTheKernel(TierContract):
+    def open(self, spec: PageSpec, num_slots: int, home: Path) -> TierUnderTest:
+        layout = PageLayout.of(spec)
+        pool, arena = CudaPool(layout, num_slots, DEVICE), pinned(layout, num_slots)
+        assert not isinstance(pool.pages, GroupedPages)
+
+        def route(driver: Driver) -> Route:
+            if Kernel.suits(pool.segments):
+                return Kernel(pool.segments, DEVICE)
+            return Straight(pool.segments, driver)
+
+        return OnCard(spec, num_slots, card_engine(pool, arena, layout, route), arena, pool.pages)
+
+
+class TestOwnSlotsWithUnpinnedMemory(TierContract):
+    def open(self, spec: PageSpec, num_slots: int, home: Path) -> TierUnderTest:
+        layout = PageLayout.of(spec)
+        pool, arena = CudaPool(layout, num_slots, DEVICE), HostArena(layout, num_slots)
+        assert not isinstance(pool.pages, GroupedPages)
+        engine = card_engine(pool, arena, layout, lambda driver: Straight(pool.segments, driver))
+        return OnCard(spec, num_slots, engine, arena, pool.pages)
+
+
+class TestEngineSlotsPieceByPiece(TierContract):
+    def open(self, spec: PageSpec, num_slots: int, home: Path) -> TierUnderTest:
+        layout = PageLayout.of(spec)
+        pool, view = engine_pool(spec, num_slots)
+        segments = of_tensors(pool.layers, layout, 1 << 20)
+        assert segments is not None
+        arena = pinned(layout, num_slots)
+        engine = card_engine(pool, arena, layout, lambda driver: Straight(segments, driver))
+        return OnCard(spec, num_slots, engine, arena, view)
+
+
+class TestEngineSlotsThroughASlab(TierContract):
+    def open(self, spec: PageSpec, num_slots: int, home: Path) -> TierUnderTest:
+        layout = PageLayout.of(spec)
+        pool, view = engine_pool(spec, num_slots)
+        arena = pinned(layout, num_slots)
+
+        def route(driver: Driver) -> Route:
+            slab = Slab(pool.layers, layout, driver, DEVICE)
+            slab._pages = 2  # a transfer takes several rounds
+            return slab
+
+        return OnCard(spec, num_slots, card_engine(pool, arena, layout, route), arena, view)

@@ -1,0 +1,76 @@
+"""How soon page-locked host memory can be used: the arena's way beside torch's own."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from tierstore.bench.rows import Row
+from tierstore.gpu.device import pinner, require_device
+from tierstore.host.arena import HostArena
+from tierstore.host.memory import available_nbytes
+from tierstore.host.pinning import FIRST_NBYTES
+from tierstore.layout import PageLayout
+from tierstore.types import PageSpec
+
+if TYPE_CHECKING:
+    from tierstore.host.pinning import Pinner
+
+_PAGE = PageSpec(
+    num_layers=32, page_size=64, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="tierstore-bench"
+)
+_PATIENCE_S = 600.0
+MOST_NBYTES = 64 << 30
+
+
+class NoPinner:
+    """Stands in where there is no card: memory is touched and not locked."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Nothing."""
+
+    def unpin(self, address: int) -> None:
+        """Nothing."""
+
+
+def default_nbytes() -> int:
+    """64 GiB, or half of what is available if that is less."""
+    available = available_nbytes()
+    return MOST_NBYTES if available is None else min(MOST_NBYTES, available // 2)
+
+
+def arena_rows(device: str, nbytes: int) -> list[Row]:
+    """Seconds until the first GiB and all of it can be used, and how long torch takes for as much.
+
+    On the CPU the memory is only touched, and torch is not asked.
+    """
+    require_device(device)
+    locks: Pinner = NoPinner() if device == "cpu" else pinner(device)
+    if device != "cpu":
+        torch.zeros(1, device=device)  # the context is made before the clock starts
+    layout = PageLayout.of(_PAGE)
+    slots = max(1, nbytes // layout.slot_nbytes)
+    start = perf_counter()
+    arena = HostArena(layout, slots, locks)
+    ready = arena.wait_pinned(max(1, FIRST_NBYTES // layout.slot_nbytes), _PATIENCE_S)
+    first = perf_counter() - start
+    ready = ready and arena.wait_pinned(slots, _PATIENCE_S)
+    whole = perf_counter() - start
+    if not ready:
+        raise OSError(f"the arena could not be locked: {arena.refused}")
+    size = slots * layout.slot_nbytes
+    arena.close()
+    del arena
+    rows = [
+        Row("first GiB usable", first, "s", 0.3),
+        Row(f"{size / 2**30:.2f} GiB usable", whole, "s"),
+    ]
+    if device != "cpu":
+        start = perf_counter()
+        torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        theirs = perf_counter() - start
+        rows.append(Row("torch.empty(pin_memory=True) of as much", theirs, "s"))
+        rows.append(Row("times sooner", theirs / whole, "x", at_least=3.0))
+    return rows

@@ -1,0 +1,78 @@
+"""``bench copy`` and ``bench arena``: the link between HBM and host memory, and the memory at its end."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tierstore.cli.output import Json, print_json, progress, refusals
+from tierstore.units import format_size, parse_size
+
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N, as in hbm.device.")]
+
+
+def copy(
+    device: Device = "cuda:0",
+    pieces: Annotated[
+        str, typer.Option(help="Sizes of a page, with commas; multiples of 4 KiB.")
+    ] = "8MiB,2MiB,64KiB,32KiB,4KiB",
+    batch: Annotated[str, typer.Option(help="Bytes of a batch.")] = "4GiB",
+    contiguous: Annotated[str, typer.Option(help="Bytes of the contiguous copy beside it.")] = "1GiB",
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of copies; the median counts.")] = 5,
+    kernel_below: Annotated[str, typer.Option(help="Pages up to this go by the copy kernel too.")] = "128KiB",
+    as_json: Json = False,
+) -> None:
+    """Scattered pages between HBM and page-locked memory, as a share of one contiguous copy in the same process."""
+    from tierstore.bench.copies import CopyRow, copy_rows, open_ceiling
+
+    found: list[CopyRow] = []
+    with refusals(as_json):
+        ceiling = open_ceiling(device, parse_size(contiguous))
+        for piece in (parse_size(size) for size in pieces.split(",")):
+            progress.print(f"pages of {format_size(piece)}")
+            found += copy_rows(device, piece, parse_size(batch), pairs, "straight", ceiling)
+            if device != "cpu" and piece <= parse_size(kernel_below):
+                found += copy_rows(device, piece, parse_size(batch), pairs, "kernel", ceiling)
+    name = _name(device)
+    table = Table(
+        "way", "page", "pages", "GB/s", "ceiling", "ratio", "path", "submit ms", box=None, title=name
+    )
+    for row in found:
+        rates = (f"{row.gbps:.2f}", f"{row.ceiling_gbps:.2f}", f"{row.ratio:.3f}")
+        size, number = format_size(row.piece_bytes), str(row.num_pieces)
+        table.add_row(row.direction, size, number, *rates, row.path, f"{row.submit_ms:.1f}")
+    Console(width=110).print(table)
+    if as_json:
+        print_json({"device": name, "rows": [row.plain() for row in found]})
+
+
+def arena(
+    device: Device = "cuda:0",
+    size: Annotated[
+        str, typer.Option(help="Bytes; as much as 64 GiB or half of the free memory if empty.")
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """How soon page-locked host memory can be used, beside torch's own."""
+    from tierstore.bench.arena import arena_rows, default_nbytes
+
+    with refusals(as_json):
+        found = arena_rows(device, parse_size(size) if size else default_nbytes())
+    name = _name(device)
+    table = Table("what", "found", "", "goal", "", box=None, header_style="bold", title=name)
+    for row in found:
+        table.add_row(row.what, f"{row.value:.3f}", row.unit, row.goal_text, "" if row.ok else "missed")
+    Console().print(table)
+    if as_json:
+        print_json({"device": name, "rows": [row.plain() for row in found]})
+
+
+def _name(device: str) -> str:
+    import torch
+
+    from tierstore.bench import rows
+
+    return rows.device() if device == "cpu" else torch.cuda.get_device_name(device)
