@@ -188,6 +188,7 @@ class TierRecords(Contender):
         super().__init__(folder, load)
         self._done = Event()
         self._written = 0
+        self._payload = payload
         self._capacity = capacity_for(max(nbytes, load.pages.nbytes))
         self._tier = self._open()
 
@@ -227,6 +228,7 @@ class TierRecords(Contender):
             page_nbytes=self.load.pages.shape[1],
             wake=self._done.set,
             readers=self.load.readers,
+            payload=self._payload,
         )
 
     def _wait(self, transfers: int) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tierstore.bench.rows import Row
     from tierstore.bench.ticks import Stalls
 
-PAYLOADS = ["lmdb"]
+PAYLOADS = ["lmdb", "extents"]
 """Where the tier may keep page bytes."""
 
 bench = typer.Typer(help="Measure this machine and this store.", no_args_is_help=True)

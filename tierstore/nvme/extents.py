@@ -35,6 +35,7 @@ class ExtentFiles:
         """OSError if one cannot be opened; then none stays open."""
         self._directory = directory
         self._direct = direct
+        self._has_new = False  # files whose names may not be durable yet
         self._fds: dict[int, int] = {}
         self.sizes = home.extent_sizes(directory)
         """Number and bytes of each file."""
@@ -51,14 +52,13 @@ class ExtentFiles:
         try:
             self._open(number, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             os.posix_fallocate(self._fds[number], 0, nbytes)
-            os.fsync(self._fds[number])
-            self._sync_directory()
         except BaseException:
             if number in self._fds:
                 os.close(self._fds.pop(number))
                 home.extent_path(self._directory, number).unlink(missing_ok=True)
             raise
         self.sizes[number] = nbytes
+        self._has_new = True
         return number
 
     def remove(self, number: int) -> None:
@@ -79,6 +79,9 @@ class ExtentFiles:
             _write_all(self._fds[places[first].extent], buffers, places[first].block * BLOCK)
         for number in {place.extent for place in places}:
             os.fdatasync(self._fds[number])
+        if self._has_new:
+            self._sync_directory()
+            self._has_new = False
 
     def read(self, place: Place, out: NDArray[np.uint8], scratch: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Fill ``out`` with a slot's payload and return its head, a part of ``scratch`` (at least a block).
