@@ -199,3 +199,14 @@ def test_batch_is_restored_from_the_tiers_below(model: LlamaForCausalLM) -> None
         with TierStoreCache(store, ids, mask, model=model) as cache:
             assert generate_batch(model, ids, cache, attention_mask=mask).tolist() == expected
         assert cache.reused_by_tier == {Tier.HOST: 5 * PAGE - 2}
+
+
+@pytest.mark.parametrize("chunk", [3, PAGE, PAGE + 5])
+def test_rows_that_begin_alike_and_part_in_a_later_chunk(model: LlamaForCausalLM, chunk: int) -> None:
+    shared = random_prompt(2 * PAGE + 3)
+    prompts = [shared + random_prompt(PAGE + 2, seed=seed) for seed in (1, 2)]
+    expected = plain_batch(model, torch.tensor(prompts)).tolist()
+    with open_store(model) as store:
+        for reused in (0, 2 * (len(prompts[0]) - 1)):
+            rows, found, _ = answers(model, store, prompts, prefill_chunk_size=chunk)
+            assert (rows, found) == (expected, reused)

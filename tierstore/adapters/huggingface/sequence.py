@@ -57,7 +57,8 @@ class PagedSequence:
         self.copied_tokens = 0
         """Of these, tokens of a page that was copied because the prompt leaves it half way."""
         self._terms = terms
-        self._expected = list(prompt)
+        self.expected = list(prompt)
+        """The prompt it was opened for, as far as it was not taken back."""
         self._keys: list[PageKey] = []
         self._lease: SharedLease | None = None
         self._leased = range(0)
@@ -92,7 +93,7 @@ class PagedSequence:
 
     def expect(self, start: int, token_ids: Sequence[int]) -> None:
         """Raise ValueError if these tokens, fed from position ``start`` on, contradict the prompt."""
-        known = self._expected[start : start + len(token_ids)]
+        known = self.expected[start : start + len(token_ids)]
         if known != list(token_ids[: len(known)]):
             raise ValueError(
                 f"the tokens fed at position {start} are not those of the prompt this cache was made for"
@@ -145,19 +146,19 @@ class PagedSequence:
             raise ValueError(f"cannot go back to {num_tokens} tokens: the pages of their window were dropped")
         for written in self.written:
             written.cut(num_tokens)
-        del self._expected[num_tokens:], self._keys[num_tokens // self.table.page_size :]
+        del self.expected[num_tokens:], self._keys[num_tokens // self.table.page_size :]
         self._cut_table(num_tokens)
 
     def reset(self) -> None:
         """Forget every token, of every model; pages of our own return to the store."""
         for written in self.written:
             written.cut(0)
-        self._expected, self._keys = [], []
+        self.expected, self._keys = [], []
         self._give_back(self.table.clear())
 
     def fork(self) -> PagedSequence:
         """A second sequence that begins like this one: all pages are shared until one of them writes."""
-        other = PagedSequence(self._terms, self.table.fork(), self._expected)
+        other = PagedSequence(self._terms, self.table.fork(), self.expected)
         other.written = [Written(each.held, list(each.tokens), each.fed) for each in self.written]
         other._keys = list(self._keys)
         other._lease = None if self._lease is None else self._lease.share()
