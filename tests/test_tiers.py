@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -125,19 +126,35 @@ class DiskUnderTest(TierUnderTest):
         return self.record(slot)[HEAD_NBYTES:]
 
     def record(self, slot: int) -> Page:
+        return np.frombuffer(self.value(slot, b"pages"), dtype=np.uint8)
+
+    def value(self, slot: int, tree: bytes) -> bytes:
         shutil.rmtree(self._copy, ignore_errors=True)
         self._copy.mkdir()
         data = next(self._home.glob("*/data.mdb"))
         shutil.copy(data, self._copy)
         with lmdb.open(str(self._copy), readonly=True, lock=False, max_dbs=8) as env:
-            pages = env.open_db(b"pages", create=False)
+            db = env.open_db(tree, create=False)
             with env.begin() as txn:
-                record = txn.get(key(slot), db=pages)
-        assert isinstance(record, bytes)
-        return np.frombuffer(record, dtype=np.uint8)
+                found = txn.get(key(slot), db=db)
+        assert isinstance(found, bytes)
+        return found
 
     def close(self) -> None:
         self._rig.close()
+
+
+class ExtentsUnderTest(DiskUnderTest):
+    """Extent files, looked at with the catalogue's fields and a plain read."""
+
+    def __init__(self, spec: PageSpec, home: Path) -> None:
+        super().__init__(spec, home, Rig(home / "disk", page_nbytes=spec.page_nbytes, payload="extents"))
+
+    def record(self, slot: int) -> Page:
+        block, extent = struct.unpack_from("<II", self.value(slot, b"catalogue"), 64)
+        raw = next(self._home.glob(f"*/extent-{extent:05}.bin")).read_bytes()
+        start = block * 4096
+        return np.frombuffer(raw[start + 16 : start + 4096 + self._nbytes], dtype=np.uint8)
 
 
 class EncodedDiskUnderTest(DiskUnderTest):
@@ -189,3 +206,8 @@ class TestNvmeTierWithExp(TierContract):
         for page in found:
             page[1::2] = 0x3F
         return found
+
+
+class TestNvmeTierInExtents(TierContract):
+    def open(self, spec: PageSpec, num_slots: int, home: Path) -> TierUnderTest:
+        return ExtentsUnderTest(spec, home)
