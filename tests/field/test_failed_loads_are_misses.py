@@ -28,6 +28,7 @@ from tests.support.pages import (
     write,
 )
 from tests.support.stalls import IN
+from tierstore.exp import Decoder
 from tierstore.gpu.pool import CpuPool
 from tierstore.nvme import entry
 from tierstore.nvme.reading import RecordReader
@@ -57,8 +58,14 @@ def reading_fails(monkeypatch: pytest.MonkeyPatch, bad: PageKey, error: Exceptio
     """The disk gives half of another page and then the error, for this page."""
     load = RecordReader.load
 
-    def failing(self: RecordReader, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]) -> None:
-        load(self, key, out, scratch)
+    def failing(
+        self: RecordReader,
+        key: PageKey,
+        out: NDArray[np.uint8],
+        scratch: NDArray[np.uint8],
+        decoder: Decoder | None = None,
+    ) -> None:
+        load(self, key, out, scratch, decoder)
         if key == bad:
             out[: out.nbytes // 2] = 0xEE
             raise error

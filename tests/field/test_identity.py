@@ -267,7 +267,7 @@ def test_a_record_stored_under_a_key_that_is_not_its_own_is_a_miss_and_counted(
     keys = chain(2)
     true_encode = codec.encode
 
-    def lying(page: object, record: object, *, fingerprint: bytes, key: PageKey, parent: object) -> int:
+    def lying(page: object, record: object, *, fingerprint: bytes, key: PageKey, **rest: object) -> int:
         if key == keys[1]:
             if what == "another fingerprint":
                 fingerprint = codec.fingerprint_digest("another model")
@@ -275,7 +275,7 @@ def test_a_record_stored_under_a_key_that_is_not_its_own_is_a_miss_and_counted(
                 key = chain(1, "other")[0]
             else:
                 key = PageKey(key[:31] + bytes([key[31] ^ 1]) + key[32:])
-        return true_encode(page, record, fingerprint=fingerprint, key=key, parent=parent)  # type: ignore[arg-type]
+        return true_encode(page, record, fingerprint=fingerprint, key=key, **rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr("tierstore.nvme.catalogue.codec.encode", lying)
     with opened(tmp_path) as bench:
