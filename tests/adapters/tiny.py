@@ -74,10 +74,13 @@ def open_store(
     page_size: int = PAGE,
     draft: PreTrainedModel | None = None,
 ) -> Iterator[TierStore]:
-    """A store of ``hbm`` and ``host`` pages, and a disk tier in ``disk``. At the end nothing may have leaked."""
+    """A store of ``hbm`` pages on the model's device and ``host`` pages, and a disk tier in ``disk``.
+
+    At the end nothing may have leaked.
+    """
     specs = page_specs(model, page_size, draft=draft)
     nbytes = sum(spec.page_nbytes for spec in specs)
-    config: dict[str, Any] = {"hbm": {"capacity": hbm * nbytes, "device": "cpu"}}
+    config: dict[str, Any] = {"hbm": {"capacity": hbm * nbytes, "device": str(model.device)}}
     if host:
         config["host"] = {"capacity": host * nbytes}
     if disk is not None:
@@ -125,7 +128,7 @@ def generate_batch(
     given: dict[str, Any] = {"do_sample": False, "max_new_tokens": 11, "pad_token_id": 0} | options
     if cache is not None:
         given[cache_argument(model)] = cache
-    out: torch.Tensor = model.generate(ids, **given)  # type: ignore[operator]
+    out: torch.Tensor = model.generate(ids.to(model.device), **given)  # type: ignore[operator]
     return out
 
 

@@ -20,6 +20,8 @@ import torch
 from tierstore.types import Ack, Failure, Tier, Transfer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from tierstore.gpu.copy_engine import CopyEngine
@@ -48,18 +50,41 @@ class PinnedHost(Protocol):
         ...
 
 
+class TimedEvent(Protocol):
+    """An event of a stream that knows when it happened, such as ``torch.cuda.Event``."""
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        """Happens when the stream gets there."""
+        ...
+
+    def query(self) -> bool:
+        """Whether it has happened. RuntimeError when the device has failed."""
+        ...
+
+    def elapsed_time(self, end: TimedEvent) -> float:
+        """Milliseconds from this one to ``end``; both have happened."""
+        ...
+
+
+@dataclass(slots=True)
+class _Job:
+    transfer: Transfer
+    device_slots: NDArray[np.int64]
+    host_slots: NDArray[np.int64]
+
+
 @dataclass(slots=True)
 class _Flight:
     transfer: Transfer
-    begun: torch.cuda.Event
-    ended: torch.cuda.Event
+    begun: TimedEvent
+    ended: TimedEvent
     broken: bool = False
 
 
 @dataclass(slots=True)
 class _Lane:
     stream: torch.cuda.Stream
-    waiting: deque[Transfer] = field(default_factory=deque)
+    waiting: deque[_Job] = field(default_factory=deque)
     flying: deque[_Flight] = field(default_factory=deque)
 
 
@@ -76,14 +101,16 @@ class CudaCopyEngine:
         page_nbytes: int,
         streams: tuple[torch.cuda.Stream, torch.cuda.Stream],
         unpinned: CopyEngine,
+        new_event: Callable[[], TimedEvent] | None = None,
     ) -> None:
-        """``streams``: to the device, to the host."""
+        """``streams``: to the device, to the host. ``new_event``: torch's where none is given."""
+        self._new_event = new_event or _cuda_event
         self._route = route
         self._host = host
         self._page_nbytes = page_nbytes
         self._unpinned = unpinned
         self._lanes = {Tier.HBM: _Lane(streams[0]), Tier.HOST: _Lane(streams[1])}
-        self._events: list[torch.cuda.Event] = []
+        self._events: list[TimedEvent] = []
         self._failed: list[Ack] = []
         self._closing = False
         self._lock = Lock()
@@ -100,7 +127,7 @@ class CudaCopyEngine:
             if self._closing:
                 self._failed.append(_failure(transfer, Failure.CLOSED))
                 return
-            lane.waiting.append(transfer)
+            lane.waiting.append(_job(transfer))
             self._launch_waiting(lane)
 
     def poll(self) -> list[Ack]:
@@ -122,7 +149,7 @@ class CudaCopyEngine:
         with self._lock:
             self._closing = True
             for lane in self._lanes.values():
-                self._failed += [_failure(transfer, Failure.CLOSED) for transfer in lane.waiting]
+                self._failed += [_failure(job.transfer, Failure.CLOSED) for job in lane.waiting]
                 lane.waiting.clear()
         ended = self._unpinned.close(timeout_s)
         while not self._idle():
@@ -138,21 +165,22 @@ class CudaCopyEngine:
 
     def _launch_waiting(self, lane: _Lane) -> None:
         while lane.waiting:
-            transfer = lane.waiting[0]
-            host = transfer.src_slots if transfer.src == Tier.HOST else transfer.dst_slots
-            if max(host, default=0) < self._host.pinned_slots:
+            # In this order: pinning may end in between.
+            pinning, pinned = self._host.pinning, self._host.pinned_slots
+            if lane.waiting[0].host_slots.max(initial=0) < pinned:
                 lane.flying.append(self._launch(lane.waiting.popleft(), lane.stream))
-            elif not self._host.pinning:
-                self._unpinned.submit(lane.waiting.popleft())
+            elif not pinning:
+                self._unpinned.submit(lane.waiting.popleft().transfer)
             else:
                 return
 
-    def _launch(self, transfer: Transfer, stream: torch.cuda.Stream) -> _Flight:
+    def _launch(self, job: _Job, stream: torch.cuda.Stream) -> _Flight:
+        transfer = job.transfer
         flight = _Flight(transfer, self._event(), self._event())
         try:
             flight.begun.record(stream)
             try:
-                self._copy(transfer, stream)
+                self._copy(job, stream)
             finally:
                 flight.ended.record(stream)  # also after an error: pieces queued before it may still write
         except RuntimeError:
@@ -160,12 +188,9 @@ class CudaCopyEngine:
             _log.exception("copy %s -> %s was not queued", transfer.src.name, transfer.dst.name)
         return flight
 
-    def _copy(self, transfer: Transfer, stream: torch.cuda.Stream) -> None:
-        src, dst = (np.array(s, dtype=np.int64) for s in (transfer.src_slots, transfer.dst_slots))
-        if transfer.dst == Tier.HBM:
-            self._route.load(dst, self._host.addresses(src), stream)
-        else:
-            self._route.save(src, self._host.addresses(dst), stream)
+    def _copy(self, job: _Job, stream: torch.cuda.Stream) -> None:
+        copy = self._route.load if job.transfer.dst == Tier.HBM else self._route.save
+        copy(job.device_slots, self._host.addresses(job.host_slots), stream)
 
     def _landed(self, flight: _Flight) -> Ack | None:
         transfer = flight.transfer
@@ -182,11 +207,21 @@ class CudaCopyEngine:
         pages = len(transfer.keys)
         return Ack(transfer.id, True, pages, pages * self._page_nbytes, seconds)
 
-    def _event(self) -> torch.cuda.Event:
-        return self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
+    def _event(self) -> TimedEvent:
+        return self._events.pop() if self._events else self._new_event()
 
 
-def _happened(event: torch.cuda.Event) -> bool:
+def _cuda_event() -> TimedEvent:
+    event: TimedEvent = torch.cuda.Event(enable_timing=True)
+    return event
+
+
+def _job(transfer: Transfer) -> _Job:
+    src, dst = (np.fromiter(s, np.int64, len(s)) for s in (transfer.src_slots, transfer.dst_slots))
+    return _Job(transfer, dst, src) if transfer.dst == Tier.HBM else _Job(transfer, src, dst)
+
+
+def _happened(event: TimedEvent) -> bool:
     try:
         return event.query()
     except RuntimeError:  # the device is gone: nothing runs there any more

@@ -50,6 +50,7 @@ class Kernel:
         self._segments = segments
         self._vectors = int(segments.nbytes[0]) // _VECTOR
         self._device = device
+        self._streams: dict[int, Any] = {}
         with cupy.cuda.Device(device.index):
             self._move = cupy.RawModule(code=_SOURCE, options=("--std=c++14",)).get_function("move")
 
@@ -72,7 +73,10 @@ class Kernel:
         with torch.cuda.stream(stream):
             # Pinned by torch, which gives the memory to nobody else before this stream has read it.
             at = torch.from_numpy(np.concatenate((src, dst))).pin_memory().to(self._device, non_blocking=True)
-        with self._cupy.cuda.Device(self._device.index), _foreign(self._cupy, stream):
+        foreign = self._streams.get(stream.cuda_stream)
+        if foreign is None:
+            foreign = self._streams[stream.cuda_stream] = _foreign(self._cupy, stream)
+        with self._cupy.cuda.Device(self._device.index), foreign:
             arguments = (np.uint64(at.data_ptr()), np.int64(self._vectors), np.int64(len(src)))
             self._move((BLOCKS,), (_THREADS,), arguments)
 

@@ -1,0 +1,224 @@
+"""The DMA copy engine's own decisions, with streams that run when the test says so and copies made by address."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tierstore.gpu.copy_engine import CpuCopyEngine
+from tierstore.gpu.cuda_copies import CudaCopyEngine, TimedEvent
+from tierstore.gpu.pool import CpuPool
+from tierstore.host.arena import HostArena
+from tierstore.layout import PageLayout
+from tierstore.types import Ack, Failure, PageKey, PageSpec, Tier, Transfer
+
+SPEC = PageSpec(num_layers=1, page_size=1, num_kv_heads=1, head_dim=1024, dtype="uint8", model="engine")
+LAYOUT = PageLayout.of(SPEC)
+SLOTS = 6
+PATIENCE_S = 60.0
+
+
+class ManualStream:
+    """Work waits here until the test runs it."""
+
+    def __init__(self) -> None:
+        self.work: deque[Callable[[], None]] = deque()
+
+    def run(self) -> None:
+        while self.work:
+            self.work.popleft()()
+
+
+class ManualEvent:
+    failed = False
+
+    def __init__(self) -> None:
+        self.recorded = 0
+        self.happened = 0
+
+    def record(self, stream: Any) -> None:
+        self.recorded += 1
+        number = self.recorded
+        stream.work.append(lambda: setattr(self, "happened", number))
+
+    def query(self) -> bool:
+        if ManualEvent.failed:
+            raise RuntimeError("the device has failed")
+        return self.happened == self.recorded
+
+    def elapsed_time(self, end: TimedEvent) -> float:
+        assert self.query()
+        assert end.query()
+        return 2.0
+
+
+class ByAddress:
+    """Copies pages of a pool in ordinary memory when the stream runs. ``refuse``: raises after the first page."""
+
+    name = "by address"
+
+    def __init__(self, pool: CpuPool) -> None:
+        self._pool = pool
+        self.refuse = False
+
+    def load(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: Any) -> None:
+        self._queue([(self._at(slot), int(at)) for slot, at in zip(slots, host, strict=True)], stream)
+
+    def save(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: Any) -> None:
+        self._queue([(int(at), self._at(slot)) for slot, at in zip(slots, host, strict=True)], stream)
+
+    def _queue(self, pairs: list[tuple[int, int]], stream: Any) -> None:
+        for dst, src in pairs:
+            stream.work.append(lambda dst=dst, src=src: ctypes.memmove(dst, src, SPEC.page_nbytes))
+            if self.refuse:
+                raise RuntimeError("no more room in the queue")
+
+    def _at(self, slot: np.int64) -> int:
+        return self._pool.view(int(slot)).ctypes.data
+
+
+class Arena(HostArena):
+    """``locked``: slots that count as page-locked; ``more``: whether others are to come."""
+
+    locked = SLOTS
+    more = False
+
+    @property
+    def pinned_slots(self) -> int:
+        return self.locked
+
+    @property
+    def pinning(self) -> bool:
+        return self.more
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.pool, self.arena = CpuPool(LAYOUT, SLOTS), Arena(LAYOUT, SLOTS)
+        for slot in range(SLOTS):
+            self.pool.view(slot).fill(10 + slot)
+            self.arena.view(slot).fill(20 + slot)
+        self.route = ByAddress(self.pool)
+        self.up, self.down = ManualStream(), ManualStream()
+        streams = cast("tuple[torch.cuda.Stream, torch.cuda.Stream]", (self.up, self.down))
+        threads = CpuCopyEngine(self.pool, self.arena, SPEC.page_nbytes, lambda: None)
+        self.engine = CudaCopyEngine(
+            self.route, self.arena, SPEC.page_nbytes, streams, threads, new_event=ManualEvent
+        )
+
+    def move(self, number: int, dst: Tier, *pairs: tuple[int, int]) -> None:
+        """Submits; ``pairs``: slots in HBM and in HOST."""
+        there, here = tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
+        sides = (Tier.HOST, here, dst, there) if dst == Tier.HBM else (Tier.HBM, there, dst, here)
+        keys = (PageKey(bytes(36)),) * len(pairs)
+        self.engine.submit(Transfer(number, keys, *sides, 0, (None,) * len(pairs)))
+
+    def wait(self) -> list[Ack]:
+        while not (acks := self.engine.poll()):
+            pass
+        return acks
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    monkeypatch.setattr(ManualEvent, "failed", False)
+    return Rig()
+
+
+def test_an_ack_comes_when_the_last_byte_has_moved_and_not_before(rig: Rig) -> None:
+    assert not rig.engine.polled
+    rig.move(1, Tier.HBM, (0, 3), (5, 1))
+    assert rig.engine.polled
+    assert rig.engine.poll() == []
+    assert rig.pool.view(0)[0] == 10
+    rig.up.run()
+    assert rig.engine.poll() == [Ack(1, True, 2, 2 * SPEC.page_nbytes, 0.002)]
+    assert (rig.pool.view(0).min(), rig.pool.view(5).max()) == (23, 21)
+    assert not rig.engine.polled
+
+
+def test_the_two_directions_do_not_wait_for_each_other(rig: Rig) -> None:
+    rig.move(1, Tier.HBM, (0, 0))
+    rig.move(2, Tier.HOST, (1, 1))
+    rig.move(3, Tier.HOST, (2, 2))
+    rig.down.run()
+    assert [ack.transfer_id for ack in rig.engine.poll()] == [2, 3]
+    assert rig.arena.view(1).min() == 11
+    rig.up.run()
+    assert [ack.transfer_id for ack in rig.engine.poll()] == [1]
+
+
+def test_events_used_again_tell_the_later_copy(rig: Rig) -> None:
+    for number in range(1, 4):
+        rig.move(number, Tier.HBM, (0, number))
+        assert rig.engine.poll() == []
+        rig.up.run()
+        assert [ack.transfer_id for ack in rig.engine.poll()] == [number]
+        assert rig.pool.view(0).min() == 20 + number
+
+
+def test_copies_of_slots_that_are_about_to_be_locked_wait_in_line(rig: Rig) -> None:
+    rig.arena.locked, rig.arena.more = 2, True
+    rig.move(1, Tier.HBM, (0, 3))
+    rig.move(2, Tier.HBM, (1, 1))
+    assert rig.engine.polled
+    rig.up.run()
+    assert rig.engine.poll() == []
+    rig.arena.locked, rig.arena.more = SLOTS, False
+    assert rig.engine.poll() == []
+    rig.up.run()
+    assert [ack.transfer_id for ack in rig.engine.poll()] == [1, 2]
+    assert rig.pool.view(0).min() == 23
+
+
+def test_slots_that_stay_unlocked_are_copied_by_threads(rig: Rig) -> None:
+    rig.arena.locked = 2
+    rig.move(1, Tier.HBM, (0, 3))
+    assert [ack.ok for ack in rig.wait()] == [True]
+    assert rig.pool.view(0).min() == 23
+    assert not rig.up.work
+    rig.move(2, Tier.HOST, (1, 0), (2, 5))
+    assert [ack.ok for ack in rig.wait()] == [True]
+    assert (rig.arena.view(0).min(), rig.arena.view(5).min()) == (11, 12)
+    assert rig.engine.close(PATIENCE_S)
+
+
+def test_a_copy_that_is_refused_fails_only_when_nothing_of_it_writes_any_more(rig: Rig) -> None:
+    rig.route.refuse = True
+    rig.move(1, Tier.HBM, (0, 3), (1, 4))
+    rig.route.refuse = False
+    assert rig.engine.poll() == [], "its first page is still to be written"
+    rig.up.run()
+    failures = ((0, Failure.IO_ERROR), (1, Failure.IO_ERROR))
+    assert rig.engine.poll() == [Ack(1, False, 0, 0, 0.0, failures)]
+    rig.move(2, Tier.HBM, (2, 2))
+    rig.up.run()
+    assert [ack.ok for ack in rig.engine.poll()] == [True]
+
+
+def test_when_the_device_fails_every_copy_fails(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.move(1, Tier.HBM, (0, 0))
+    rig.move(2, Tier.HOST, (1, 1))
+    monkeypatch.setattr(ManualEvent, "failed", True)
+    acks = rig.engine.poll()
+    assert {ack.transfer_id: ack.failures for ack in acks} == dict.fromkeys((1, 2), ((0, Failure.IO_ERROR),))
+    assert rig.engine.close(PATIENCE_S)
+
+
+def test_close_fails_what_is_not_launched_and_waits_for_what_is(rig: Rig) -> None:
+    rig.arena.locked, rig.arena.more = 2, True
+    rig.move(1, Tier.HBM, (0, 0))
+    rig.move(2, Tier.HBM, (1, 5))
+    assert not rig.engine.close(0.0), "the first copy has not ended"
+    rig.move(3, Tier.HBM, (2, 1))
+    rig.up.run()
+    assert rig.engine.close(PATIENCE_S)
+    found = {ack.transfer_id: ack.failures for ack in rig.engine.poll()}
+    assert found == {1: (), 2: ((0, Failure.CLOSED),), 3: ((0, Failure.CLOSED),)}
