@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.support.pages import PATIENCE_S, chain, page_tensor, tier_stats
 from tierstore.config import load_config
+from tierstore.errors import ConfigError
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, PageSpec, Tier
 
@@ -82,6 +84,17 @@ def test_the_disk_holds_more_pages_than_without_the_codec(tmp_path: Path) -> Non
             assert nvme["disk_nbytes"] <= 3 << 20
             store.check()
     assert held["exp"] > 1.1 * held["none"]
+
+
+def test_extents_and_the_codec_are_refused_before_anything_is_made(tmp_path: Path) -> None:
+    tree = {
+        "host": {"capacity": 8 * SPEC.page_nbytes},
+        "hbm": {"capacity": 8 * SPEC.page_nbytes, "device": "cpu"},
+        "nvme": {"path": str(tmp_path / "disk"), "capacity": 8 << 20, "codec": "exp", "payload": "extents"},
+    }
+    with pytest.raises(ConfigError, match=r"nvme\.codec is 'exp', but nvme\.payload is 'extents'"):
+        TierStore.open(load_config(tree), SPEC)
+    assert not (tmp_path / "disk").exists()
 
 
 def test_a_directory_may_change_its_codec_between_openings(tmp_path: Path) -> None:

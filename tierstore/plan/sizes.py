@@ -87,10 +87,10 @@ def _disk(config: StoreConfig, layout: PageLayout, refused: list[str]) -> Iterat
         return
     capacity, pages, record = config.nvme.capacity, 0, layout.blob_nbytes
     with _noted(refused):
-        by_kind = (
-            size_extents if config.nvme.payload == "extents" else size
-        )  # auto: the disk is not asked here
-        sizing = by_kind(capacity, layout.blob_nbytes)
+        if config.nvme.payload == "extents":  # auto: the disk is not asked here
+            sizing = size_extents(capacity, layout.blob_nbytes)
+        else:  # as many pages as fit however badly they can be encoded
+            sizing = size(capacity, layout.blob_nbytes, codec=config.nvme.codec)
         pages, record = sizing.budget_nbytes // sizing.record_nbytes, sizing.record_nbytes
     yield TierSize(Tier.NVME, capacity, pages, record)
     place = nearest_directory(config.nvme.path)
