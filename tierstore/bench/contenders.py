@@ -18,7 +18,7 @@ import lmdb
 import numpy as np
 
 from tierstore.bench.tables import synthetic_key
-from tierstore.nvme.sizing import size
+from tierstore.nvme.sizing import size, size_extents
 from tierstore.nvme.tier import NvmeTier
 from tierstore.types import ALIGNMENT, Tier, Transfer
 
@@ -259,9 +259,10 @@ def _pieces(numbers: Sequence[int]) -> list[Sequence[int]]:
     return [numbers[start : start + _TRANSFER_PAGES] for start in range(0, len(numbers), _TRANSFER_PAGES)]
 
 
-def batch_pages_of(nbytes: int, page_nbytes: int) -> int:
+def batch_pages_of(nbytes: int, page_nbytes: int, payload: str = "lmdb") -> int:
     """Pages that the tier writes between two syncs, for so many bytes of pages."""
-    return size(capacity_for(nbytes), page_nbytes).batch_pages
+    by_kind = size_extents if payload == "extents" else size
+    return by_kind(capacity_for(nbytes), page_nbytes).batch_pages
 
 
 def forget(path: Path) -> None:

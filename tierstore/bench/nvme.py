@@ -85,6 +85,7 @@ def disk_rows(
     """
     load, out = _load(page_nbytes, nbytes, readers), aligned(max(1, nbytes // page_nbytes), page_nbytes)
     for name, make in ways(payloads).items():
+        load = load._replace(batch_pages=batch_pages_of(load.pages.nbytes, page_nbytes, name))
         pairs = [
             _pair(make, load, out, place / f"{number}", raw_first=number % 2 == 0) for number in range(rounds)
         ]

@@ -19,6 +19,7 @@ _COPIED_PAGES = 3  # tree pages that one changed record copies before the old on
 _WATERMARK = 0.85  # of the map: fuller, and runs of free pages become too short
 _WATERMARK_ENCODED = 0.80  # records of many lengths leave holes
 _BATCH_NBYTES = 16 * _MIB
+_EXTENT_BATCH_NBYTES = 64 * _MIB  # nothing of it is kept in memory; a commit is what a batch costs beside its bytes
 _EXTENT_NBYTES = 256 * _MIB
 _MOST_EXTENTS = 256  # each has a descriptor
 _ERASED_TOGETHER = 256
@@ -88,7 +89,7 @@ def size_extents(capacity: int, page_nbytes: int, catalogue_nbytes: int = 0) -> 
     slot = _BLOCK + -(-page_nbytes // _BLOCK) * _BLOCK
     record = slot + _CATALOGUE_SHARE
     copied = _COPIED_PAGES * block
-    batch_pages = max(1, min(_BATCH_NBYTES, capacity // 16) // (slot + copied))
+    batch_pages = max(1, min(_EXTENT_BATCH_NBYTES, capacity // 16) // (slot + copied))
     erase_keys = max(batch_pages, min(_ERASED_TOGETHER, capacity // 64 // copied))
     extent_slots = max(1, max(capacity // _MOST_EXTENTS, min(_EXTENT_NBYTES, capacity // 16)) // slot)
     # The changes of one transaction, and the pages freed by two before it that cannot be used yet.
