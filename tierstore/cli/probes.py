@@ -29,10 +29,14 @@ PACKAGES = (
 PACKAGES_OF_EXTRAS = {
     "transformers": "hf",
     "gguf": "hf",
+    "cuda-bindings": "gpu",
     "cupy-cuda13x": "gpu",
     "fastapi": "serve",
     "uvicorn": "serve",
 }
+
+
+_LOCKED_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ def every_check(path: Path) -> Iterator[Check]:
     yield from cuda()
     yield memory()
     yield memlock()
+    yield from page_locking()
     yield lmdb_library()
     place = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
     yield disk(path, place)
@@ -115,6 +120,26 @@ def memlock() -> Check:
         return Check("memlock limit", "unlimited")
     why = "CUDA pins outside of it, but mlock() beyond it fails: ulimit -l unlimited"
     return Check("memlock limit", format_size(soft), "note", why)
+
+
+def page_locking() -> Iterator[Check]:
+    """Locks a little memory for the first card and unlocks it; nothing where there is no card."""
+    try:
+        import torch
+
+        from tierstore.gpu.driver import CudaPinner
+    except (ImportError, OSError):
+        return  # told by the check of CUDA devices
+    if not torch.cuda.is_available():
+        return
+    block, pinner = torch.empty(_LOCKED_NBYTES, dtype=torch.uint8), CudaPinner(0)
+    try:
+        pinner.pin(block.data_ptr(), _LOCKED_NBYTES)
+    except OSError as error:
+        yield Check("page-locked memory", "refused", "note", f"copies to and from HBM will be slow: {error}")
+        return
+    pinner.unpin(block.data_ptr())
+    yield Check("page-locked memory", "works")
 
 
 def lmdb_library() -> Check:
