@@ -26,16 +26,28 @@ def open_store(home: Path, codec: str, capacity: int = 8 << 20) -> TierStore:
     return TierStore.open(load_config(tree), SPEC)
 
 
-def content(key: PageKey) -> torch.Tensor:
+def content(key: PageKey, *, noise: bool = False) -> torch.Tensor:
+    """The page of a key: normal numbers, or any bits."""
     seed = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
+    if noise:
+        return torch.randint(-(1 << 15), 1 << 15, SPEC.shape, dtype=torch.int16, generator=seed).view(
+            torch.bfloat16
+        )
     return torch.randn(SPEC.shape, generator=seed).to(torch.bfloat16)
 
 
-def put(store: TierStore, keys: Sequence[PageKey]) -> None:
+def put(store: TierStore, keys: Sequence[PageKey], *, noise: Sequence[PageKey] = ()) -> None:
     slots = store.allocate(len(keys), timeout_s=PATIENCE_S)
     for key, slot in zip(keys, slots, strict=True):
-        page_tensor(store)[slot] = content(key)
+        page_tensor(store)[slot] = content(key, noise=key in noise)
     store.put(keys, slots)
+
+
+def used_and_live(store: TierStore) -> tuple[int, int]:
+    """What the table counts on disk, and what the tier does."""
+    nvme = store.stats()["nvme"]
+    assert isinstance(nvme, dict)
+    return tier_stats(store, Tier.NVME)["used_nbytes"], nvme["live_nbytes"]
 
 
 def require_from_disk(store: TierStore, keys: Sequence[PageKey]) -> None:
@@ -66,6 +78,24 @@ def test_pages_come_back_exactly_and_take_what_is_stored(tmp_path: Path) -> None
     with open_store(tmp_path / "disk", "exp") as store:
         assert tier_stats(store, Tier.NVME)["used_nbytes"] == used
         require_from_disk(store, keys)
+
+
+def test_each_page_that_leaves_frees_what_it_took(tmp_path: Path) -> None:
+    keys = chain(6)
+    noise = keys[3:]
+    with open_store(tmp_path / "disk", "exp") as store:
+        put(store, keys, noise=noise)  # one transfer, two sizes
+        store.flush()
+        before, live = used_and_live(store)
+        assert before == live
+        store.evict(noise)
+        store.flush()
+        after, live = used_and_live(store)
+        assert after == live < before / 2
+        require_from_disk(store, keys[:3])
+        store.evict(keys)
+        store.flush()
+        assert used_and_live(store) == (0, 0)
 
 
 def test_the_disk_holds_more_pages_than_without_the_codec(tmp_path: Path) -> None:
