@@ -39,7 +39,7 @@ from tests.nvme.rig import (
 from tests.nvme.watch import Watch, watching
 from tierstore import codec
 from tierstore.nvme.entry import CATALOGUE_DB, unpack
-from tierstore.nvme.records import ExtentRecords
+from tierstore.nvme.extent_records import ExtentRecords
 from tierstore.nvme.slots import Place
 from tierstore.types import Failure, PageKey
 

@@ -117,13 +117,16 @@ def test_a_forked_child_does_not_keep_the_lock_of_a_closed_tier(tmp_path: Path) 
     os.waitpid(child, 0)
 
 
-def test_a_process_that_never_closes_ends_and_loses_nothing_it_synced(tmp_path: Path) -> None:
+def test_a_process_that_never_closes_ends_and_loses_nothing_it_synced(tmp_path: Path, payload: str) -> None:
     program = (
         "import sys; from pathlib import Path; from tests.nvme.rig import Rig\n"
-        "rig = Rig(Path(sys.argv[1])); rig.write(range(20)); rig.tier.sync(60.0); rig.submit_write(range(20, 90))\n"
+        "rig = Rig(Path(sys.argv[1]), payload=sys.argv[2])\n"
+        "rig.write(range(20)); rig.tier.sync(60.0); rig.submit_write(range(20, 9000))\n"
     )
     root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", program, str(tmp_path / "home")], check=True, cwd=root, timeout=60)
+    command = [sys.executable, "-c", program, str(tmp_path / "home"), payload]
+    child = subprocess.run(command, check=True, cwd=root, capture_output=True, text=True, timeout=60)
+    assert child.stderr == ""
     rig = Rig(tmp_path / "home")
     assert rig.present(range(90)) >= set(range(20))
     rig.close()

@@ -44,7 +44,7 @@ BUGS = {
         "test_extent_space.py::test_a_lower_capacity_gives_back_the_last_files_and_drops_only_what_was_in_them",
     ),
     "slots in doubt are forgotten": (
-        "records.py",
+        "extent_records.py",
         "self._doubts.setdefault(key, set()).update(places)",
         "pass",
         "test_extent_space.py::test_no_slot_is_lost_whether_a_commit_that_failed_came_about_or_not",

@@ -66,17 +66,17 @@ LATE = """
 EXTENT_BUGS = {
     "a failed write leaves the old record": BUGS["a failed write leaves the old record"],
     "parent lost": (
-        "nvme/records.py",
+        "nvme/extent_records.py",
         "parent=page.parent,\n            nbytes=self._sizing.record",
         "parent=None,\n            nbytes=self._sizing.record",
     ),
     "slots of the last batch count as free": (
-        "nvme/records.py",
+        "nvme/extent_records.py",
         "places = self._take(len(pages))",
         "self._slots.free(getattr(self, '_last', [])); places = self._last = self._take(len(pages))",
     ),
     "a slot is lost when its record goes": (
-        "nvme/records.py",
+        "nvme/extent_records.py",
         "self._doubts.pop(key, None)\n            self._slots.free(places)",
         "self._doubts.pop(key, None)",
     ),

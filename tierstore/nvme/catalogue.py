@@ -33,9 +33,10 @@ from tierstore.nvme.entry import (
     PAGES_DB,
     pack,
 )
+from tierstore.nvme.extent_records import ExtentRecords, slots_of
 from tierstore.nvme.extents import ExtentFiles
 from tierstore.nvme.reading import ExtentBytes, InlineBytes, RecordReader
-from tierstore.nvme.records import ExtentRecords, InlineRecords, Page, Records, page_number, slots_of
+from tierstore.nvme.records import InlineRecords, Page, Records, page_number
 from tierstore.nvme.sizing import Sizing
 from tierstore.nvme.slots import Slots
 from tierstore.types import PageKey
@@ -189,6 +190,7 @@ class Catalogue:
     def close(self) -> None:
         """No call may be running, and none may follow."""
         self.reader.close()
+        self._records.close()
         self._env.close()
 
     @contextmanager

@@ -70,13 +70,16 @@ class ExtentFiles:
     def write(
         self, places: Sequence[Place], parts: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]]
     ) -> None:
-        """Write head block and padded payload of each slot, neighbours in one call; then make all of it durable.
+        """Write head block and padded payload of each slot, neighbours in one call. Not durable yet.
 
         Each slot must be as long as its parts. OSError: any of them may have changed.
         """
         for first, end in _runs(places, parts):
             buffers = deque(buffer for pair in parts[first:end] for buffer in pair)
             _write_all(self._fds[places[first].extent], buffers, places[first].block * BLOCK)
+
+    def sync(self, places: Sequence[Place]) -> None:
+        """Make what was written there durable."""
         for number in {place.extent for place in places}:
             os.fdatasync(self._fds[number])
         if self._has_new:
