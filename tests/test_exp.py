@@ -151,6 +151,15 @@ def test_what_looks_like_kv_saves_a_quarter_and_more() -> None:
     assert payload.nbytes < 0.75 * geometry.page_nbytes
 
 
+def test_float16_saves_less_and_still_a_tenth() -> None:
+    geometry = Geometry.of(PageLayout.of(spec_of("float16", 4, 64, 2, 64)))
+    page = activations(geometry.numbers).astype("<f2").view(np.uint8)
+    payload = encoded(geometry, page)
+    assert payload is not None
+    assert 0.75 * page.nbytes < payload.nbytes < 0.9 * page.nbytes
+    np.testing.assert_array_equal(decoded(geometry, payload), page)
+
+
 def test_a_page_of_one_value_takes_little_more_than_its_other_half() -> None:
     geometry = Geometry.of(PageLayout.of(spec_of("bfloat16", 4, 64, 2, 64)))
     for value in (0, 0x3F80, 0xFFFF):
