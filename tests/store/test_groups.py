@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import pages as support
 from tests.support.bench import open_bench
 from tests.support.pages import PATIENCE_S, SPEC, chain, content, same, tier_stats, tiers, where
 from tests.support.stalls import IN
@@ -122,8 +123,8 @@ def test_groups_that_cannot_share_a_page_are_refused(groups: tuple[PageSpec, ...
 def test_engines_register_one_set_of_tensors_a_group() -> None:
     config = tiers(4, 4, page_nbytes=PAGE_NBYTES, hbm_more={"owner": "engine"})
     with TierStore.open(config, GROUPS) as store:
-        full = torch.zeros(3, *FULL.shape, dtype=torch.float16)
-        latent = [torch.zeros(3, 4, 1, 5) for _ in range(3)]
+        full = torch.zeros(3, *FULL.shape, dtype=torch.float16, device=support.DEVICE)
+        latent = [torch.zeros(3, 4, 1, 5, device=support.DEVICE) for _ in range(3)]
         store.register(EnginePages([full], "BLKNHD"), EnginePages(latent, "BNHD"))
         key = chain(1)[0]
         full[2].copy_(content(key, FULL))
@@ -140,7 +141,7 @@ def test_engines_register_one_set_of_tensors_a_group() -> None:
 def test_groups_with_different_numbers_of_slots_are_refused() -> None:
     config = tiers(4, 4, page_nbytes=PAGE_NBYTES, hbm_more={"owner": "engine"})
     with TierStore.open(config, GROUPS) as store:
-        full = torch.zeros(3, *FULL.shape, dtype=torch.float16)
-        latent = [torch.zeros(2, 4, 1, 5) for _ in range(3)]
+        full = torch.zeros(3, *FULL.shape, dtype=torch.float16, device=support.DEVICE)
+        latent = [torch.zeros(2, 4, 1, 5, device=support.DEVICE) for _ in range(3)]
         with pytest.raises(ConfigError, match="same number"):
             store.register(EnginePages([full], "BLKNHD"), EnginePages(latent, "BNHD"))

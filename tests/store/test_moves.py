@@ -83,9 +83,12 @@ def test_demote_to_a_tier_that_is_not_below_is_a_value_error(store: TierStore, t
 
 def test_a_failed_demotion_leaves_the_source_readable(bench: Bench) -> None:
     keys = chain(3)
+    bench.copies.hold(OUT)
     bench.copies.fail_next(OUT, 1)
     write(bench.store, keys)
     bench.store.demote(keys, Tier.HOST)
+    bench.copies.holding.clear()
+    bench.copies.let_go(OUT)
     assert bench.store.drain(PATIENCE_S)
     assert bench.store.match(keys).tiers == (Tier.HOST, Tier.HBM, Tier.HOST)
     assert read(bench.store, keys) == 3

@@ -22,20 +22,25 @@ def copy(
     batch: Annotated[str, typer.Option(help="Bytes of a batch.")] = "4GiB",
     contiguous: Annotated[str, typer.Option(help="Bytes of the contiguous copy beside it.")] = "1GiB",
     pairs: Annotated[int, typer.Option(min=1, help="Pairs of copies; the median counts.")] = 5,
-    kernel_below: Annotated[str, typer.Option(help="Pages up to this go by the copy kernel too.")] = "128KiB",
+    small: Annotated[
+        str, typer.Option(help="Pieces up to this go by the copy kernel too, and as an engine's layers.")
+    ] = "128KiB",
     as_json: Json = False,
 ) -> None:
     """Scattered pages between HBM and page-locked memory, as a share of one contiguous copy in the same process."""
-    from tierstore.bench.copies import CopyRow, copy_rows, open_ceiling
+    from tierstore.bench.copies import CopyRow, copy_rows
+    from tierstore.bench.link import Ceiling
 
     found: list[CopyRow] = []
     with refusals(as_json):
-        ceiling = open_ceiling(device, parse_size(contiguous))
+        ceiling = Ceiling(device, parse_size(contiguous))
         for piece in (parse_size(size) for size in pieces.split(",")):
             progress.print(f"pages of {format_size(piece)}")
             found += copy_rows(device, piece, parse_size(batch), pairs, "straight", ceiling)
-            if device != "cpu" and piece <= parse_size(kernel_below):
-                found += copy_rows(device, piece, parse_size(batch), pairs, "kernel", ceiling)
+            if piece <= parse_size(small):
+                if device != "cpu":
+                    found += copy_rows(device, piece, parse_size(batch), pairs, "kernel", ceiling)
+                found += copy_rows(device, piece, parse_size(batch), pairs, "slab", ceiling)
     name = _name(device)
     table = Table(
         "way", "page", "pages", "GB/s", "ceiling", "ratio", "path", "submit ms", box=None, title=name

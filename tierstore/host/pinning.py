@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-CHUNK_NBYTES = 128 << 20
+CHUNK_NBYTES = 64 << 20
 """Bytes locked by one call; a page never lies in two chunks, so no copy spans two registrations."""
 
 FIRST_NBYTES = 1 << 30

@@ -1,0 +1,211 @@
+"""Both ends of the link between HBM and host memory, for measuring it: pages, a copy engine, and contiguous copies."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from tierstore.errors import ConfigError
+from tierstore.gpu.copy_engine import CpuCopyEngine
+from tierstore.gpu.cuda_copies import CudaCopyEngine
+from tierstore.gpu.cuda_pool import CudaPool
+from tierstore.gpu.device import pinner, require_device
+from tierstore.gpu.driver import Driver
+from tierstore.gpu.kernels import Kernel
+from tierstore.gpu.pool import CpuPool, EnginePages, EnginePool, GroupedPages
+from tierstore.gpu.routes import Slab, Straight
+from tierstore.host.arena import HostArena
+from tierstore.host.pinning import CHUNK_NBYTES
+from tierstore.layout import PageLayout
+from tierstore.types import PageKey, PageSpec, Tier, Transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from tierstore.gpu.copy_engine import CopyEngine
+    from tierstore.gpu.routes import Route
+
+Direction = Literal["h2d", "d2h", "both"]
+Path = Literal["straight", "kernel", "slab"]
+"""Pages of our own by DMA or by the copy kernel; an engine's layer-major ones through a slab in HBM."""
+
+ALIGNMENT = 4096
+_PAGES_A_TRANSFER = 4096
+_ENGINE_LAYERS = 32
+_PIN_PATIENCE_S = 600.0
+
+
+def device_of(name: str) -> torch.device:
+    """ConfigError unless the device is there."""
+    require_device(name)
+    device = torch.device(name)
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def settle(device: torch.device) -> None:
+    """Waits until the device has done everything."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Ceiling:
+    """Contiguous copies of ``nbytes`` between page-locked memory and the device, one way or both at once."""
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        """ConfigError unless the device is there."""
+        self._device = device_of(name)
+        on_card = self._device.type == "cuda"
+        self._nbytes = nbytes
+        self._host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_card) for _ in range(2)]
+        self._there = [torch.zeros(nbytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        for host in self._host:
+            host.fill_(1)
+        self._streams: list[torch.cuda.Stream] = []
+        if on_card:
+            self._streams += [torch.cuda.Stream(self._device) for _ in range(2)]  # type: ignore[no-untyped-call]
+
+    def gbps(self, direction: Direction) -> float:
+        """One run."""
+        settle(self._device)
+        start = perf_counter()
+        if direction != "d2h":
+            self._copy(0, self._there[0], self._host[0])
+        if direction != "h2d":
+            self._copy(1, self._host[1], self._there[1])
+        settle(self._device)
+        moved = self._nbytes * (2 if direction == "both" else 1)
+        return moved / (perf_counter() - start) / 1e9
+
+    def _copy(self, lane: int, dst: torch.Tensor, src: torch.Tensor) -> None:
+        if not self._streams:
+            dst.copy_(src)
+            return
+        with torch.cuda.stream(self._streams[lane]):
+            dst.copy_(src, non_blocking=True)
+
+
+class Rig:
+    """Two ends with ``num_pages`` pages each, and a copy engine between them.
+
+    ``storage``: the device's bytes, flat uint8. ``pages``: the same by slot, ``[num_pages, ...]``. ``host_rows``: the
+    host's pages, uint8 ``[num_pages, page_nbytes]``. ``pieces``: of a page in device memory.
+    """
+
+    def __init__(self, name: str, piece_nbytes: int, batch_nbytes: int, path: Path) -> None:
+        """As many pages as fit ``batch_nbytes``. ConfigError for a device that is not there, or memory that cannot be
+        page-locked, or pieces that are no multiple of 4096 bytes."""
+        if piece_nbytes % ALIGNMENT:
+            raise ConfigError(f"pieces of {piece_nbytes} bytes; allowed: a multiple of {ALIGNMENT}")
+        self.device = device_of(name)
+        spec = _spec(piece_nbytes, path)
+        layout = PageLayout.of(spec)
+        self.page_nbytes = layout.page_nbytes
+        self.pieces = layout.page_nbytes // piece_nbytes
+        self.num_pages = max(2, batch_nbytes // self.page_nbytes)
+        on_card = self.device.type == "cuda"
+        self.arena = HostArena(layout, self.num_pages, pinner(name) if on_card else None)
+        if on_card and not self.arena.wait_pinned(self.num_pages, _PIN_PATIENCE_S):
+            raise ConfigError(f"{self.arena.nbytes} bytes cannot be page-locked: {self.arena.refused}")
+        self.host_rows = torch.from_numpy(self.arena.memory).view(self.num_pages, self.page_nbytes)
+        pool = self._open(spec, layout, path)
+        self.copies, self.path = self._engine(pool, layout, path)
+        self._number = 0
+
+    def transfers(
+        self, dst: Tier, host: Sequence[int] | NDArray[np.int64], there: Sequence[int] | NDArray[np.int64]
+    ) -> list[Transfer]:
+        """The copies between these slots, pair by pair."""
+        found = []
+        for start in range(0, len(host), _PAGES_A_TRANSFER):
+            part = slice(start, start + _PAGES_A_TRANSFER)
+            here, away = (tuple(int(x) for x in side[part]) for side in (host, there))
+            keys, parents = (PageKey(b""),) * len(here), (None,) * len(here)
+            self._number += 1
+            slots = (
+                (Tier.HOST, here, Tier.HBM, away) if dst == Tier.HBM else (Tier.HBM, away, Tier.HOST, here)
+            )
+            found.append(Transfer(self._number, keys, *slots, 0, parents))
+        return found
+
+    def run(self, transfers: Sequence[Transfer]) -> tuple[float, float]:
+        """Seconds until all have ended, and until all were submitted. RuntimeError if one failed."""
+        settle(self.device)
+        start = perf_counter()
+        for transfer in transfers:
+            self.copies.submit(transfer)
+        submitted = perf_counter() - start
+        left = len(transfers)
+        while left:
+            for ack in self.copies.poll():
+                if not ack.ok:
+                    raise RuntimeError("a copy failed")
+                left -= 1
+        return perf_counter() - start, submitted
+
+    def parts(self) -> list[slice]:
+        """Pages that were page-locked together: no copy may span two such parts."""
+        step = max(1, CHUNK_NBYTES // self.page_nbytes)
+        return [slice(start, start + step) for start in range(0, self.num_pages, step)]
+
+    def close(self) -> None:
+        """Unlocks the memory."""
+        self.copies.close(_PIN_PATIENCE_S)
+        self.arena.close()
+
+    def _open(self, spec: PageSpec, layout: PageLayout, path: Path) -> CpuPool | CudaPool | EnginePool:
+        if path == "slab":
+            layers, planes, *page = spec.shape
+            shape = (layers, planes, self.num_pages, *page)
+            whole = torch.empty(shape, dtype=torch.uint8, device=self.device)
+            self.storage, self.pages = whole.flatten(), whole.permute(2, 0, 1, 3, 4, 5)
+            return EnginePool(layout, [EnginePages(list(whole), "KBNHD")])
+        on_card = self.device.type == "cuda"
+        pool = CudaPool(layout, self.num_pages, self.device) if on_card else CpuPool(layout, self.num_pages)
+        assert not isinstance(pool.pages, GroupedPages)
+        self.storage, self.pages = pool.pages.flatten(), pool.pages
+        return pool
+
+    def _engine(
+        self, pool: CpuPool | CudaPool | EnginePool, layout: PageLayout, path: Path
+    ) -> tuple[CopyEngine, str]:
+        threads = CpuCopyEngine(pool, self.arena, self.page_nbytes, lambda: None)
+        if self.device.type == "cpu":
+            return threads, "threads"
+        driver = Driver(self.device.index)
+        route: Route
+        if isinstance(pool, EnginePool):
+            route, name = Slab(pool.layers, layout, driver, self.device), f"slab, {driver.call}"
+        else:
+            assert isinstance(pool, CudaPool)
+            route, name = Straight(pool.segments, driver), f"straight, {driver.call}"
+            if path == "kernel":
+                route, name = Kernel(pool.segments, self.device), "kernel"
+        streams = (driver.stream(self.device.index), driver.stream(self.device.index))
+        return CudaCopyEngine(route, self.arena, self.page_nbytes, streams, threads), name
+
+
+def _spec(piece_nbytes: int, path: Path) -> PageSpec:
+    """One piece a page, or an engine's page: K and V of 32 layers are a piece each."""
+    if path == "slab":
+        return PageSpec(
+            num_layers=_ENGINE_LAYERS,
+            page_size=piece_nbytes // 2048,
+            num_kv_heads=8,
+            head_dim=256,
+            dtype="uint8",
+            model="tierstore-bench",
+        )
+    return PageSpec(
+        kind="mla",
+        num_layers=1,
+        page_size=1,
+        num_kv_heads=1,
+        head_dim=piece_nbytes,
+        dtype="uint8",
+        model="tierstore-bench",
+    )
