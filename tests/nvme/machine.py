@@ -24,14 +24,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.nvme.forgery import Record, overwrite, parent_of, sealed
 from tests.nvme.rig import (
     FINGERPRINT,
     PATIENCE_S,
     Rig,
-    change,
-    data_file,
     data_file_is_read_only,
-    extent_files,
     key,
     page,
     wait_until_writable,
@@ -41,9 +39,7 @@ from tierstore import codec
 from tierstore.nvme.entry import CATALOGUE_DB, unpack
 from tierstore.nvme.extent_records import ExtentRecords
 from tierstore.nvme.slots import Place
-from tierstore.types import Failure, PageKey
-
-Record = np.ndarray[tuple[int], np.dtype[np.uint8]]
+from tierstore.types import Failure
 
 PAGE = 4096
 CAPACITY = 1 << 20  # three pages a batch
@@ -52,10 +48,6 @@ NUMBERS = 14
 numbers = st.integers(0, NUMBERS - 1)
 some = st.lists(numbers, min_size=1, max_size=8, unique=True)
 versions = st.integers(0, 2)
-
-
-def parent_of(number: int) -> PageKey | None:
-    return key(number - 1) if number % 3 else None
 
 
 class TierMachine(RuleBasedStateMachine):
@@ -140,8 +132,12 @@ class TierMachine(RuleBasedStateMachine):
         self.check(list(range(NUMBERS)))
 
     @precondition(lambda self: self.refusals < 1)
-    @rule(these=some, gone=some, version=versions)
-    def write_and_erase_on_a_refusing_disk(self, these: list[int], gone: list[int], version: int) -> None:
+    @rule(these=some, gone=some, version=versions, there_before=st.booleans())
+    def write_and_erase_on_a_refusing_disk(
+        self, these: list[int], gone: list[int], version: int, there_before: bool
+    ) -> None:
+        if there_before:
+            self.write(these, version + 1)
         self.refusals += 1
         with data_file_is_read_only(self.home):
             ack = self.rig.ack(self.submit(these, version))
@@ -230,38 +226,34 @@ class TierMachine(RuleBasedStateMachine):
     def put_another_record_in_its_place(self, data: st.DataObject, other: int, version: int) -> None:
         number = data.draw(st.sampled_from(sorted(self.model)))
         if other != number:
-            self.replace(number, lambda _, head: sealed(other, FINGERPRINT, version, head.generation))
+            self.replace(
+                number,
+                lambda _, head: sealed(other, FINGERPRINT, page(other, version, PAGE), head.generation),
+            )
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), version=versions)
     def put_another_models_record_in_its_place(self, data: st.DataObject, version: int) -> None:
         number = data.draw(st.sampled_from(sorted(self.model)))
-        self.replace(number, lambda _, head: sealed(number, "cd34", version, head.generation))
+        self.replace(
+            number, lambda _, head: sealed(number, "cd34", page(number, version, PAGE), head.generation)
+        )
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), version=versions)
     def put_another_writing_of_its_key_in_its_place(self, data: st.DataObject, version: int) -> None:
         number = data.draw(st.sampled_from(sorted(self.model)))
-        self.replace(number, lambda _, head: sealed(number, FINGERPRINT, version, head.generation + 1))
+        self.replace(
+            number,
+            lambda _, head: sealed(number, FINGERPRINT, page(number, version, PAGE), head.generation + 1),
+        )
 
     def replace(self, number: int, changed: Callable[[Record, codec.Head], Record]) -> None:
         """Overwrite the record of ``number`` wherever a copy of it is."""
         if number in self.damaged:
             return
-        payload = page(number, self.model[number], PAGE).tobytes()
-        found = 0
-        for path in (data_file(self.home), *extent_files(self.home)):
-            raw = path.read_bytes()
-            position = raw.find(payload)
-            while position >= 0:
-                start = position - codec.HEAD_NBYTES
-                record = np.frombuffer(bytearray(raw[start : position + PAGE]), dtype=np.uint8)
-                head = codec.parse(record[: codec.HEAD_NBYTES].tobytes())
-                if head.key == key(number):
-                    change(path, start, changed(record, head).tobytes())
-                    found += 1
-                position = raw.find(payload, position + 1)
-        assert found
+        payload = page(number, self.model[number], PAGE)
+        assert overwrite(self.home, key(number), payload, changed)
         self.damaged.add(number)
         self.check([number])
 
@@ -286,21 +278,6 @@ class TierMachine(RuleBasedStateMachine):
         if isinstance(records, ExtentRecords):
             slots = records._slots
             assert slots.total - slots.num_free == len(self.named()), "a slot is lost"
-
-
-def sealed(number: int, fingerprint: str, version: int, generation: int) -> Record:
-    """A whole and true record."""
-    payload = page(number, version, PAGE)
-    head = codec.Head(
-        fingerprint=codec.fingerprint_digest(fingerprint),
-        key=key(number),
-        parent=parent_of(number),
-        codec=codec.Codec.NONE,
-        raw_nbytes=PAGE,
-        stored_nbytes=PAGE,
-        generation=generation,
-    )
-    return np.concatenate([np.frombuffer(codec.seal(head, payload), dtype=np.uint8), payload])
 
 
 class ExtentMachine(TierMachine):

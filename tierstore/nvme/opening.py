@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 _PROBE_NBYTES = 32 << 20
 _WORTH_PROBING = 1 << 30
-_FAST = 1.5e9  # bytes a second beyond which LMDB's one writer is what a disk waits for
+_FAST = 0.8e9  # bytes a second beyond which LMDB's one writer is what a disk waits for
 
 _BROKEN = (
     IntegrityError,

@@ -1,0 +1,61 @@
+"""Records made and put in their place by hand, past the tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.nvme.rig import change, data_file, extent_files, key
+from tierstore import codec
+from tierstore.errors import IntegrityError
+from tierstore.types import PageKey
+
+Record = NDArray[np.uint8]
+
+
+def parent_of(number: int) -> PageKey | None:
+    return key(number - 1) if number % 3 else None
+
+
+def sealed(number: int, fingerprint: str, payload: Record, generation: int) -> Record:
+    """A whole and true record."""
+    head = codec.Head(
+        fingerprint=codec.fingerprint_digest(fingerprint),
+        key=key(number),
+        parent=parent_of(number),
+        codec=codec.Codec.NONE,
+        raw_nbytes=payload.nbytes,
+        stored_nbytes=payload.nbytes,
+        generation=generation,
+    )
+    return np.concatenate([np.frombuffer(codec.seal(head, payload), dtype=np.uint8), payload])
+
+
+def head_of(record: Record) -> codec.Head | None:
+    """None where an old copy's head was damaged."""
+    try:
+        return codec.parse(record[: codec.HEAD_NBYTES].tobytes())
+    except IntegrityError:
+        return None
+
+
+def overwrite(
+    home: Path, name: PageKey, payload: Record, changed: Callable[[Record, codec.Head], Record]
+) -> int:
+    """Replace every copy on disk of the record of ``name`` by what ``changed`` makes of it; how many there were."""
+    found = 0
+    for path in (data_file(home), *extent_files(home)):
+        raw = path.read_bytes()
+        position = raw.find(payload.tobytes())
+        while position >= 0:
+            start = position - codec.HEAD_NBYTES
+            record = np.frombuffer(bytearray(raw[start : position + payload.nbytes]), dtype=np.uint8)
+            head = head_of(record)
+            if head is not None and head.key == name:
+                change(path, start, changed(record, head).tobytes())
+                found += 1
+            position = raw.find(payload.tobytes(), position + 1)
+    return found
