@@ -117,3 +117,28 @@ def test_a_cache_without_a_draft_has_no_draft_model(model: LlamaForCausalLM) -> 
         pytest.raises(ValueError, match="without a draft"),
     ):
         _ = cache.draft_model
+
+
+# The slots that a rollback gives back hold other bytes when they come again: the draft's K/V in them are gone too.
+def test_rollback_takes_back_what_the_draft_wrote_as_well(
+    model: LlamaForCausalLM, draft: LlamaForCausalLM
+) -> None:
+    prompt = random_prompt(2 * PAGE + 5)
+    with (
+        open_store(model, draft=draft) as store,
+        torch.no_grad(),
+        TierStoreCache(store, prompt, model=model, draft=draft) as cache,
+    ):
+        paged = cache.draft_model.cache
+        draft(torch.tensor([prompt]), **{cache_argument(draft): paged})
+        model(torch.tensor([prompt]), **{cache_argument(model): cache})
+        cache.crop(-5)
+        spoilt = store.allocate(28)
+        for slot in spoilt:
+            for pages in store.pages[slot]:
+                pages.fill_(9.0)
+        store.free(spoilt)
+        model(torch.tensor([prompt[2 * PAGE :]]), **{cache_argument(model): cache})
+        found = draft(torch.tensor([prompt[2 * PAGE :]]), **{cache_argument(draft): paged}).logits[0]
+        expected = draft(torch.tensor([prompt]), use_cache=False).logits[0, 2 * PAGE :]
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)

@@ -230,7 +230,7 @@ def test_nothing_fed_as_embeddings_is_stored_and_it_is_answered_right(model: Lla
     prompt = random_prompt(2 * PAGE + 3)
     embedded = model.get_input_embeddings()(torch.tensor([prompt])).detach()
     with open_store(model) as store, TierStoreCache(store, prompt, model=model) as cache:
-        out = model.generate(  # type: ignore[operator]
+        out = model.generate(
             inputs_embeds=embedded,
             attention_mask=torch.ones(1, len(prompt)),
             do_sample=False,

@@ -1,0 +1,104 @@
+"""The state machine of the transformers adapter, for each kind of model, and the planted bugs that it has to find."""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from tests.adapters.machine import AdapterMachine
+from tests.adapters.planted import DRAFT, LLAMA, WINDOW, Plant
+from tests.adapters.test_hf_windows import tiny_gemma, tiny_mistral
+from tests.adapters.tiny import tiny_llama
+from tests.adapters.walk import walk
+from tierstore.errors import LeaseError
+
+STEPS = 200
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small are slowed down by more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def small_llama() -> LlamaForCausalLM:
+    return tiny_llama(num_layers=2)
+
+
+def machine(model: PreTrainedModel, *, with_draft: bool = False) -> type[AdapterMachine]:
+    draft = tiny_llama(num_layers=1, num_kv_heads=1, seed=2) if with_draft else None
+    if draft is not None:
+        draft.generation_config.num_assistant_tokens = 3
+        draft.generation_config.num_assistant_tokens_schedule = "constant"
+        draft.generation_config.assistant_confidence_threshold = 0.0
+    return type("Machine", (AdapterMachine,), {"model": model, "draft": draft})
+
+
+def run(kind: type[AdapterMachine], examples: int) -> None:
+    given = settings(
+        max_examples=examples,
+        stateful_step_count=40,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(kind, settings=given)
+
+
+@pytest.mark.parametrize(
+    ("build", "with_draft", "examples"),
+    [(small_llama, False, 25), (small_llama, True, 10), (tiny_gemma, False, 5), (tiny_mistral, False, 8)],
+    ids=["full", "draft", "groups", "windows"],
+)
+def test_whatever_happens_answers_are_right_and_nothing_leaks(
+    build: Callable[[], PreTrainedModel], with_draft: bool, examples: int
+) -> None:
+    run(machine(build(), with_draft=with_draft), examples)
+
+
+@pytest.mark.parametrize(
+    ("build", "with_draft"),
+    [(small_llama, False), (small_llama, True), (tiny_gemma, False), (tiny_mistral, False)],
+    ids=["full", "draft", "groups", "windows"],
+)
+def test_long_walks_end_with_right_answers_and_nothing_lost(
+    build: Callable[[], PreTrainedModel], with_draft: bool
+) -> None:
+    for seed in range(4):
+        walk(machine(build(), with_draft=with_draft), seed, STEPS)
+
+
+CASES: list[tuple[Plant, Callable[[], PreTrainedModel], bool]] = [
+    (plant, small_llama, False) for plant in LLAMA
+]
+CASES += [(plant, small_llama, True) for plant in DRAFT]
+CASES += [(plant, tiny_mistral, False) for plant in WINDOW]
+
+
+@pytest.mark.parametrize(
+    ("plant", "build", "with_draft"), CASES, ids=lambda each: getattr(each, "__name__", "")
+)
+def test_planted_bug_is_found(
+    monkeypatch: pytest.MonkeyPatch, plant: Plant, build: Callable[[], PreTrainedModel], with_draft: bool
+) -> None:
+    kind = machine(build(), with_draft=with_draft)
+    plant(monkeypatch)
+    assert any(fails(kind, seed) for seed in range(4))
+
+
+def fails(kind: type[AdapterMachine], seed: int) -> bool:
+    try:
+        walk(kind, seed, STEPS)
+    except (AssertionError, ValueError, IndexError, LeaseError):
+        return True
+    return False
