@@ -8,7 +8,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: demo compare test lint bench soak
+.PHONY: demo compare test card lint bench soak
 
 ## demo: a real model answers questions over more documents than HBM and host memory hold (ARGS=--json)
 demo: $(READY)
@@ -21,6 +21,15 @@ compare: $(READY)
 ## test: lint, then every test that needs no GPU (ARGS="-k name")
 test: lint
 	$(BIN)/python -m pytest -q -m "not gpu" $(ARGS)
+
+## card: what needs a CUDA card: its tests, the store's own tests on it, the link's speed (PYTHON_CARD= another Python)
+PYTHON_CARD ?= $(BIN)/python
+card:
+	$(PYTHON_CARD) -m pytest -q tests/gpu
+	$(PYTHON_CARD) -m pytest -q --hbm-device cuda:0 tests/store tests/field/test_copies_are_ordered.py \
+		tests/field/test_pages_in_flight_are_kept.py --deselect tests/store/test_store_machine.py
+	$(PYTHON_CARD) -c "from tierstore.cli import main; main()" bench copy $(ARGS)
+	$(PYTHON_CARD) -c "from tierstore.cli import main; main()" bench arena $(ARGS)
 
 ## lint: ruff, mypy --strict, the import contract (uncached: the cache misses imports of files added later)
 lint: $(READY)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,3 +143,24 @@ def test_rollback_takes_back_what_the_draft_wrote_as_well(
         found = draft(torch.tensor([prompt[2 * PAGE :]]), **{cache_argument(draft): paged}).logits[0]
         expected = draft(torch.tensor([prompt]), use_cache=False).logits[0, 2 * PAGE :]
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_rejected_drafts_leave_no_page_in_the_store(model: LlamaForCausalLM, draft: LlamaForCausalLM) -> None:
+    prompt = random_prompt(4 * PAGE - 2)
+    with open_store(model, draft=draft) as store:
+        with TierStoreCache(store, prompt, model=model, draft=draft) as cache:
+            answer = generate(model, prompt, cache, assistant_model=cache.draft_model, max_new_tokens=30)
+        assert store.drain(20.0)
+        held: Any = store.stats()["tiers"]
+        written = prompt + answer[:-1]
+        assert held["HBM"]["resident"] == store.match(store.keys(written)).num_pages == len(written) // PAGE
+
+
+def test_what_a_lookup_accepted_last_is_stored_when_the_cache_closes(model: LlamaForCausalLM) -> None:
+    prompt = random_prompt(6) * 4
+    with open_store(model) as store:
+        with TierStoreCache(store, prompt, model=model) as cache:
+            answer = generate(model, prompt, cache, prompt_lookup_num_tokens=4, max_new_tokens=25)
+        written = prompt + answer[:-1]
+        held: Any = store.stats()["tiers"]
+        assert held["HBM"]["resident"] == store.match(store.keys(written)).num_pages == len(written) // PAGE

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tierstore.adapters.huggingface.opening import (
+    ROLLBACK,
     SharedLease,
     Tail,
     common_prefix,
@@ -62,6 +63,8 @@ class PagedSequence:
         self._keys: list[PageKey] = []
         self._lease: SharedLease | None = None
         self._leased = range(0)
+        self._confirmed = 0
+        """Tokens that are not taken back as rejected drafts."""
 
     @classmethod
     def open(
@@ -131,8 +134,11 @@ class PagedSequence:
         if token_ids is not None and len(written.tokens) >= start:
             written.tokens[start:stop] = token_ids
         self.table.advance(max(self.table.num_tokens, stop))
-        if self._terms.keeps:
-            self._seal()
+        if model == 0:
+            # Beyond the prompt, all tokens of a pass but the first may be drafts that are about to be taken back.
+            drafts = stop - start <= ROLLBACK
+            self._confirmed = max(start + 1, min(stop, len(self.expected))) if drafts else stop
+        self._seal(self._confirmed)
         self._drop_behind_window()
 
     def truncate(self, num_tokens: int) -> None:
@@ -162,7 +168,7 @@ class PagedSequence:
         other.written = [Written(each.held, list(each.tokens), each.fed) for each in self.written]
         other._keys = list(self._keys)
         other._lease = None if self._lease is None else self._lease.share()
-        other._leased = self._leased
+        other._leased, other._confirmed = self._leased, self._confirmed
         return other
 
     def equals(self, other: PagedSequence) -> bool:
@@ -172,6 +178,8 @@ class PagedSequence:
     def take_tail(self) -> Tail | None:
         """The half full last page, if it is ours alone and all models wrote the same: the caller's from now on."""
         stop = self._agreed()
+        if self._lease is not None:
+            self._seal(stop)
         page, count = divmod(stop, self.table.page_size)
         start = stop - count
         if not count or self._lease is None or not self.table.private.sole(slot := self.table.slots[page]):
@@ -187,26 +195,33 @@ class PagedSequence:
         return Tail(slot, page, tokens)
 
     def close(self) -> None:
-        """Give back the pages that are not sealed and let go of the lease. The second call does nothing."""
-        lease, self._lease = self._lease, None
-        if lease is None:
+        """Seal what is full, give back the rest and let go of the lease. The second call does nothing."""
+        if self._lease is None:
             return
         try:
+            self._seal(self._agreed())
+            lease, self._lease = self._lease, None
             self._give_back(self.table.clear())
             lease.let_go()
         except StoreClosed:
-            pass
+            self._lease = None
 
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _agreed(self) -> int:
         """Tokens from the first that are known, and whose K/V every model has written."""
-        return min(self.held, *(common_prefix(each.tokens, self.known) for each in self.written))
+        stop = min(self.held, *(len(each.tokens) for each in self.written))
+        if all(each.tokens[:stop] == self.known[:stop] for each in self.written[1:]):
+            return stop
+        return min(stop, *(common_prefix(each.tokens, self.known) for each in self.written[1:]))
 
-    def _seal(self) -> None:
-        """Give every full page of ours whose tokens are known to the store, and take the slots it answers with."""
+    def _seal(self, num_tokens: int) -> None:
+        """Give every full page of ours within ``num_tokens`` to the store, and take the slots it answers with."""
+        full = min(num_tokens, self._agreed()) // self.table.page_size
+        if not self._terms.keeps or not full or self.table.slots[full - 1] not in self.table.private:
+            return
         tokens = self.known
-        pages = self.table.sealable(self._agreed())
+        pages = self.table.sealable(full * self.table.page_size)
         if not pages or not self._own_lease(pages.start):
             return
         keys = self._keys_to(pages.stop)
