@@ -22,14 +22,14 @@ compare: $(READY)
 test: lint
 	$(BIN)/python -m pytest -q -m "not gpu" $(ARGS)
 
-## card: what needs a CUDA card: its tests, the store's own tests on it, the link's speed (PYTHON_CARD= another Python)
-PYTHON_CARD ?= $(BIN)/python
-card:
-	$(PYTHON_CARD) -m pytest -q tests/gpu
-	$(PYTHON_CARD) -m pytest -q --hbm-device cuda:0 tests/store tests/field/test_copies_are_ordered.py \
+## card: what needs a CUDA card: its tests, the store's own tests on it, the link's speed (ARGS=--json)
+card: $(READY)
+	@$(PIP) install --config-settings editable_mode=compat --editable ".[gpu,hf,dev]"
+	$(BIN)/python -m pytest -q tests/gpu
+	$(BIN)/python -m pytest -q --hbm-device cuda:0 tests/store tests/field/test_copies_are_ordered.py \
 		tests/field/test_pages_in_flight_are_kept.py --deselect tests/store/test_store_machine.py
-	$(PYTHON_CARD) -c "from tierstore.cli import main; main()" bench copy $(ARGS)
-	$(PYTHON_CARD) -c "from tierstore.cli import main; main()" bench arena $(ARGS)
+	$(BIN)/tierstore bench copy $(ARGS)
+	$(BIN)/tierstore bench arena $(ARGS)
 
 ## lint: ruff, mypy --strict, the import contract (uncached: the cache misses imports of files added later)
 lint: $(READY)

@@ -116,9 +116,9 @@ class Rig:
     def move(self, number: int, dst: Tier, *pairs: tuple[int, int]) -> None:
         """Submits; ``pairs``: slots in HBM and in HOST."""
         there, here = tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
-        sides = (Tier.HOST, here, dst, there) if dst == Tier.HBM else (Tier.HBM, there, dst, here)
-        keys = (PageKey(bytes(36)),) * len(pairs)
-        self.engine.submit(Transfer(number, keys, *sides, 0, (None,) * len(pairs)))
+        src, src_slots, dst_slots = (Tier.HOST, here, there) if dst == Tier.HBM else (Tier.HBM, there, here)
+        keys, parents = (PageKey(bytes(36)),) * len(pairs), (None,) * len(pairs)
+        self.engine.submit(Transfer(number, keys, src, src_slots, dst, dst_slots, 0, parents))
 
     def wait(self) -> list[Ack]:
         while not (acks := self.engine.poll()):

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.gpu
 def test_answers_equal_plain_transformers_wherever_the_prefix_comes_from(
     tmp_path: Path, tier: Tier, length: int
 ) -> None:
-    model = tiny_llama().to(torch.device("cuda:0"))
+    model = tiny_llama()
+    torch.nn.Module.to(model, "cuda:0")
     prompt = random_prompt(length)
     expected = plain(model, prompt)
     with open_store(model, hbm=32, host=32, disk=tmp_path) as store:

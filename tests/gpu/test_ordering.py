@@ -92,7 +92,8 @@ def test_a_page_goes_down_as_its_late_writer_left_it_in_every_round(bench: Bench
 def test_pages_swap_slots_under_late_readers_and_writers_and_stalled_copies(bench: Bench) -> None:
     # F001, F004, F005, F022: reads and writes are only ever queued; slots and copies go round in both tiers
     chance, reader, store = random.Random(2), Reader(), bench.store
-    streams = [None, torch.cuda.Stream(), torch.cuda.Stream(priority=-1)]
+    low, high = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+    streams = [None, low, high]
     names = [chain(2, str(i)) for i in range(12)]
     for _ in range(ROUNDS):
         keys, dice = chance.choice(names), chance.random()
@@ -146,7 +147,7 @@ def test_a_page_is_loaded_into_a_slot_after_the_last_round_that_writes_it(
         event: Event | None = None
         if explicit:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()  # type: ignore[attr-defined]
+            event.record()
         store.free(slots, after=event)
         lease = covering(store, keys)
         for key, slot in zip(keys, lease.slots, strict=True):

@@ -27,7 +27,7 @@ class MachineOnCard(StoreMachine):
 
 
 def test_no_sequence_of_calls_breaks_a_promise() -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         MachineOnCard, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
     )
 

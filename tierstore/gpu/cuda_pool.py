@@ -32,7 +32,8 @@ class CudaPool:
         self.pages: torch.Tensor | GroupedPages = groups[0] if len(groups) == 1 else GroupedPages(groups)
         self._rows = self.bytes.view(num_slots, layout.slot_nbytes)[:, : layout.blob_nbytes]
         self._layout = layout
-        self._side = {"in": torch.cuda.Stream(device), "out": torch.cuda.Stream(device)}
+        self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @property
     def segments(self) -> Segments:
@@ -41,12 +42,12 @@ class CudaPool:
 
     def read(self, slot: int, out: NDArray[np.uint8]) -> None:
         """Copies the slot's page into ``out``, ordinary memory; blocks until it is there."""
-        with torch.cuda.stream(self._side["out"]):
+        with torch.cuda.stream(self._out):
             torch.from_numpy(out).copy_(self._row(slot))
 
     def write(self, slot: int, page: NDArray[np.uint8]) -> None:
         """Copies ``page``, ordinary memory, into the slot; blocks until it is there."""
-        with torch.cuda.stream(self._side["in"]):
+        with torch.cuda.stream(self._in):
             self._row(slot).copy_(torch.from_numpy(page))
 
     def _row(self, slot: int) -> torch.Tensor:

@@ -53,7 +53,8 @@ class Driver:
         with self._current():
             (lowest, _) = self._done(self._api.cuCtxGetStreamPriorityRange())
             (handle,) = self._done(self._api.cuStreamCreateWithPriority(_NON_BLOCKING, lowest))
-        return torch.cuda.ExternalStream(int(handle), device=f"cuda:{index}")
+        device = f"cuda:{index}"
+        return torch.cuda.ExternalStream(int(handle), device=device)  # type: ignore[no-untyped-call]
 
     def copy(
         self,
@@ -124,11 +125,12 @@ class CudaPinner:
     def pin(self, address: int, nbytes: int) -> None:
         """OSError when CUDA refuses."""
         with torch.cuda.device(self._index):
-            code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _REGISTER_PORTABLE_AND_MAPPED))
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            code = int(runtime.cudaHostRegister(address, nbytes, _REGISTER_PORTABLE_AND_MAPPED))
         if code:
             raise OSError(f"cudaHostRegister of {nbytes} bytes: error {code}")
 
     def unpin(self, address: int) -> None:
         """Unlocks the range that was locked there."""
         with torch.cuda.device(self._index):
-            torch.cuda.cudart().cudaHostUnregister(address)
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
