@@ -19,7 +19,9 @@ _COPIED_PAGES = 3  # tree pages that one changed record copies before the old on
 _WATERMARK = 0.85  # of the map: fuller, and runs of free pages become too short
 _WATERMARK_ENCODED = 0.80  # records of many lengths leave holes
 _BATCH_NBYTES = 16 * _MIB
-_EXTENT_BATCH_NBYTES = 64 * _MIB  # nothing of it is kept in memory; a commit is what a batch costs beside its bytes
+_EXTENT_BATCH_NBYTES = (
+    64 * _MIB
+)  # nothing of it is kept in memory; a commit is what a batch costs beside its bytes
 _EXTENT_NBYTES = 256 * _MIB
 _MOST_EXTENTS = 256  # each has a descriptor
 _ERASED_TOGETHER = 256
