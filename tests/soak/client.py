@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,7 +152,7 @@ class Stall:
         elif monotonic() - self._since > STALL_S:
             self._since = monotonic()
             self._account.count("stalls", f"{STALL_S:g} s without a new action")
-            faulthandler.dump_traceback(sys.__stderr__)
+            faulthandler.dump_traceback(2)
 
 
 def _tell(account: Account, store: TierStore, **more: object) -> None:
