@@ -218,13 +218,18 @@ class Request:
 
 
 def _step(store: TierStore, request: Request) -> bool:
-    """Admits a request, or lets it write a page; gives everything back where it cannot go on. Whether it has ended."""
+    """Admits a request, or lets it write a page; gives everything back where it cannot go on. Whether it has ended.
+
+    A request whose pages are on their way keeps its lease: else two would undo each other's loads for ever.
+    """
     if request.lease is None:
-        lease = store.acquire(request.prompt)
-        if lease.wait(0.0) is LeaseState.PENDING or lease.num_pages < len(request.prompt):
-            lease.release()
-            return False
-        request.lease = lease
+        request.lease = store.acquire(request.prompt)
+    if request.lease.wait(0.0) is LeaseState.PENDING:
+        return False
+    if request.lease.num_pages < len(request.prompt):
+        request.lease.release()
+        request.lease = None
+        return False
     try:
         slots = store.allocate(1, timeout_s=0.0)
     except CapacityError:
@@ -253,9 +258,9 @@ def test_requests_that_together_exceed_hbm_all_end(tmp_path: Path) -> None:
     assert store.drain(PATIENCE_S)
     waiting = deque([large, Request("S", shared, 4), Request("H", shared, 4), Request("W", [], 10)])
     ended: list[str] = []
-    for _ in range(3000):
-        if not waiting:
-            break
+    deadline = monotonic() + PATIENCE_S
+    while waiting:
+        assert monotonic() < deadline, f"ended: {ended}"
         request = waiting.popleft()
         if _step(store, request):
             ended.append(request.name)
