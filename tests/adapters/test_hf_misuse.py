@@ -89,7 +89,7 @@ def test_tokens_at_other_positions_than_their_own_are_refused_and_nothing_is_sto
         with (
             torch.no_grad(),
             TierStoreCache(store, prompt, model=model) as cache,
-            pytest.raises(ValueError, match="all of them those in their row"),
+            pytest.raises(ValueError, match="not their own"),
         ):
             model(torch.tensor([prompt]), position_ids=positions, **{cache_argument(model): cache})
         assert store.match(store.keys(prompt)).num_pages == 0

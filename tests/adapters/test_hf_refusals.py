@@ -3,6 +3,8 @@
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -204,3 +206,27 @@ def test_sealed_pages_are_never_written(model: LlamaForCausalLM) -> None:
                 cache.crop(-20)
                 model(torch.tensor([random_prompt(9, seed=8)]), **{cache_argument(model): cache})
             assert torch.equal(pages[lease.slots], before)
+
+
+def test_prompt_that_differs_only_where_the_cache_is_warm_is_refused(model: LlamaForCausalLM) -> None:
+    prompt = random_prompt(3 * PAGE + 4)
+    other = [*random_prompt(2 * PAGE, seed=9), *prompt[2 * PAGE :]]
+    with open_store(model) as store:
+        ask(store, model, prompt)
+        with TierStoreCache(store, prompt, model=model) as cache:
+            assert cache.reused_tokens > 2 * PAGE
+            for options in ({}, {"prompt_lookup_num_tokens": 3}, {"num_beams": 2}):
+                with pytest.raises(ValueError, match="not those of the prompt"):
+                    generate(model, other, cache, **options)
+            assert generate(model, prompt, cache) == plain(model, prompt)
+
+
+def test_copy_of_a_model_generates_with_its_own_weights(model: LlamaForCausalLM) -> None:
+    prompt = random_prompt(PAGE + 2)
+    with open_store(model) as store:
+        ask(store, model, prompt)
+    other = deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight.copy_(other.lm_head.weight.flip(0))
+    assert generate(other, prompt, None) != generate(model, prompt, None)
+    assert other.prepare_inputs_for_generation.__self__ is other

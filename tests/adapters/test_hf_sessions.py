@@ -206,3 +206,14 @@ def test_session_over_a_closed_store_can_still_be_dropped(model: LlamaForCausalL
         cache.close()
     session.drop()
     cache.close()
+
+
+def test_tokens_that_no_turn_could_compute_are_refused_when_appended(model: LlamaForCausalLM) -> None:
+    with open_store(model) as store, PrefixCache(store, model) as cache:
+        session = cache.session("a")
+        for tokens, complaint in (([5, 97], "token 97; allowed: 0 to 96"), ([[5], [6]], "one conversation")):
+            with pytest.raises(ValueError, match=complaint):
+                session.append(tokens)  # type: ignore[arg-type]
+        assert session.tokens == ()
+        with pytest.raises(ValueError, match="allowed: all, memory-only"):
+            PrefixCache(store, model, storing="none")  # type: ignore[arg-type]

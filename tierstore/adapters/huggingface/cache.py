@@ -33,6 +33,7 @@ from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.adapters.huggingface.prefixes import prefixes_of
 from tierstore.adapters.huggingface.prompts import unpadded
 from tierstore.adapters.huggingface.terms import Storing, Terms, root_of
+from tierstore.adapters.huggingface.whole_prompt import show_prompts
 from tierstore.keys import Extra
 from tierstore.store import TierStore
 from tierstore.types import Tier
@@ -65,6 +66,7 @@ class PagedCache(Cache):
             for i, place in enumerate(shape.places)
         ]
         super().__init__(layers=layers)
+        show_prompts(model)
         self._hook = model.base_model.register_forward_pre_hook(self._see_tokens, with_kwargs=True)
 
     @property
@@ -134,6 +136,11 @@ class PagedCache(Cache):
         """Take part in no forward pass any more. Idempotent."""
         self._closed = True
         self._hook.remove()
+
+    def expect_prompt(self, input_ids: torch.Tensor) -> None:
+        """Raise ValueError if ``generate`` is given another prompt than this cache was made for."""
+        if self.columns:
+            self._expect([[int(token) for token in row] for row in input_ids.tolist()], 0)
 
     def _see_tokens(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -34,7 +34,7 @@ def check_pages(pages: PageGroups, shapes: Sequence[KvShape]) -> None:
     if wanted != found:
         raise ValueError(
             f"the store's KV groups have (layers, heads, head_dim) {found}, the model needs {wanted}: open the store "
-            "with page_spec or page_specs of this very model"
+            "with page_specs of this very model, and with draft= in both places or in neither"
         )
 
 
@@ -62,10 +62,10 @@ def check_positions(positions: torch.Tensor, paddings: Sequence[int], columns: i
     # Padding has no position.
     if bool(((positions.cpu() != wanted) & (wanted >= 0)).any()):
         raise ValueError(
-            f"the last tokens fed have positions {positions[:, -1].tolist()}, all of them those in their row are "
-            f"wanted, but a cache of {columns} columns was fed {width} more, with padding of {list(paddings)}. If a "
-            "prompt holds the pad token, or is padded, give TierStoreCache and generate the same attention_mask of "
-            "ones and zeros"
+            f"a cache of {columns} columns was fed {width} tokens at positions that are not their own; the last are at "
+            f"{positions[:, -1].tolist()}, wanted: {wanted[:, -1].tolist()}. One TierStoreCache serves one generate. "
+            f"If a prompt is padded ({list(paddings)} columns here) or holds the pad token, give TierStoreCache and "
+            "generate the same attention_mask of ones and zeros"
         )
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from tierstore.adapters.huggingface.cache import TierStoreCache
 from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.adapters.huggingface.session import Session
-from tierstore.adapters.huggingface.terms import Storing
+from tierstore.adapters.huggingface.terms import Storing, check_storing
 from tierstore.keys import Extra
 from tierstore.store import TierStore
 from tierstore.types import PageKey
@@ -43,7 +43,11 @@ class PrefixCache:
         storing: Storing = "all",
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """The options are those of ``TierStoreCache``, for every request. Changes nothing yet."""
+        """The options are those of ``TierStoreCache``, for every request. Changes nothing yet.
+
+        ValueError for an unknown way of storing.
+        """
+        check_storing(storing)
         self.store = store
         self.model = model
         self.has_draft = draft is not None

@@ -74,8 +74,21 @@ class Session:
         return self._tail is not None
 
     def append(self, token_ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """Add tokens to the conversation; computes nothing. Returns all of it, ``[1, T]``, for ``generate``."""
-        self._tokens += [int(token) for token in torch.as_tensor(token_ids).reshape(-1).tolist()]
+        """Add tokens to the conversation; computes nothing. Returns all of it, ``[1, T]``, for ``generate``.
+
+        ValueError, nothing added, for several rows, or for a token that the model does not know.
+        """
+        given = torch.as_tensor(token_ids)
+        if given.ndim > 2 or (given.ndim == 2 and given.shape[0] != 1):
+            raise ValueError(
+                f"token_ids has shape {tuple(given.shape)}; allowed: one conversation, [T] or [1, T]"
+            )
+        tokens = [int(token) for token in given.reshape(-1).tolist()]
+        size = self._home.model.config.get_text_config(decoder=True).vocab_size
+        strange = [token for token in tokens if not 0 <= token < size]
+        if strange:
+            raise ValueError(f"token {strange[0]}; allowed: 0 to {size - 1}, the model's vocabulary")
+        self._tokens += tokens
         return torch.tensor([self._tokens], device=self._home.model.device)
 
     @contextmanager

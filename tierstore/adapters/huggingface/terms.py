@@ -41,8 +41,7 @@ class Terms:
     storing: Storing = "all"
 
     def __post_init__(self) -> None:
-        if self.storing not in get_args(Storing):
-            raise ValueError(f"storing is {self.storing!r}; allowed: {', '.join(get_args(Storing))}")
+        check_storing(self.storing)
 
     @property
     def looks_up(self) -> bool:
@@ -67,3 +66,9 @@ def root_of(store: TierStore, page_size: int, salt: bytes, extra: Iterable[Extra
     """
     shared = [item for item in extra if not isinstance(item, tuple)]
     return store.keys([0] * page_size, salt=salt, extra=shared)[0]
+
+
+def check_storing(storing: str) -> None:
+    """Raise ValueError for what is no ``Storing``."""
+    if storing not in get_args(Storing):
+        raise ValueError(f"storing is {storing!r}; allowed: {', '.join(get_args(Storing))}")
