@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple
-
 import pytest
-from hypothesis import Phase, Verbosity, settings
+from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.core.block_machine import BlockMachine
 from tests.core.block_model import Code
+from tests.core.planting import SEARCH, Bug, load
 from tierstore import block_table
-
-# As many and as long as it takes; the first failure ends a run, and the choices are the same every time.
-SEARCH = settings(
-    max_examples=4000,
-    stateful_step_count=30,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],
-    report_multiple_bugs=False,
-    verbosity=Verbosity.quiet,
-)
-
-
-class Bug(NamedTuple):
-    """``old`` must occur exactly once in the source."""
-
-    name: str
-    old: str
-    new: str
-
 
 BUGS = [
     Bug("a fork does not count", "        self.private.share(self.slots)\n", ""),
@@ -186,14 +162,9 @@ BUGS = [
 
 
 def with_bug(bug: Bug) -> type[BlockMachine]:
-    """The machine over a copy of the code with the bug in it; the loaded module stays as it is."""
-    assert block_table.__file__ is not None
-    source = Path(block_table.__file__).read_text(encoding="utf-8")
-    assert source.count(bug.old) == 1, f"the source no longer has, once: {bug.old!r}"
-    room = ModuleType(block_table.__name__)
-    exec(compile(source.replace(bug.old, bug.new), block_table.__file__, "exec"), room.__dict__)
-    code = Code(vars(room)["BlockTable"], vars(room)["PrivateSlots"])
-    return type("Mutant", (BlockMachine,), {"code": code})
+    """The machine over a copy of the code with the bug in it."""
+    room = vars(load(block_table, bug))
+    return type("Mutant", (BlockMachine,), {"code": Code(room["BlockTable"], room["PrivateSlots"])})
 
 
 def test_no_order_of_calls_breaks_block_tables() -> None:
@@ -204,8 +175,9 @@ def test_no_order_of_calls_breaks_block_tables() -> None:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_the_machine_notices(bug: Bug) -> None:
+    machine = with_bug(bug)  # not below: an outdated ``old`` must fail the test
     with pytest.raises((AssertionError, LookupError, ValueError, pytest.fail.Exception)):
-        run_state_machine_as_test(with_bug(bug), settings=SEARCH)
+        run_state_machine_as_test(machine, settings=SEARCH)
 
 
 def test_the_loaded_copy_without_a_bug_passes() -> None:

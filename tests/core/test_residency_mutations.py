@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 import pytest
-from hypothesis import Phase, Verbosity, settings
+from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.core import planting
 from tests.core.machine import ResidencyMachine
 from tests.core.model import Code
 from tierstore import lineage, memory_only, policy, residency, tier_table, victims
 from tierstore.errors import TierStoreError
 
-# As many and as long as it takes; the first failure ends a run, and the choices are the same every time.
-SEARCH = settings(
-    max_examples=4000,
-    stateful_step_count=50,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],
-    report_multiple_bugs=False,
-    verbosity=Verbosity.quiet,
-)
+SEARCH = settings(planting.SEARCH, stateful_step_count=50)
 
 
 class Bug(NamedTuple):
@@ -248,17 +238,11 @@ BUGS = [
 
 def with_bug(bug: Bug) -> Code:
     """The code with the bug in it; the loaded modules stay as they are."""
+    planted = planting.Bug(bug.name, bug.old, bug.new)
     rooms = {
-        module: ModuleType(module.__name__)
+        module: planting.load(module, planted if module is bug.module else None)
         for module in (policy, lineage, memory_only, tier_table, victims, residency)
     }
-    for module, room in rooms.items():
-        assert module.__file__ is not None
-        source = Path(module.__file__).read_text(encoding="utf-8")
-        if module is bug.module:
-            assert source.count(bug.old) == 1, f"the source no longer has, once: {bug.old!r}"
-            source = source.replace(bug.old, bug.new)
-        exec(compile(source, module.__file__, "exec"), room.__dict__)
     vars(rooms[tier_table])["VictimQueue"] = vars(rooms[policy])["VictimQueue"]
     vars(rooms[residency])["Lineage"] = vars(rooms[lineage])["Lineage"]
     vars(rooms[residency])["MemoryOnly"] = vars(rooms[memory_only])["MemoryOnly"]
