@@ -126,11 +126,12 @@ class PagedBatch:
             tokens = None if token_ids is None else token_ids[index][width - (end - start) :]
             writes[index] = (self.rows[index].begin(model, start, end, tokens), end)
         self._grow(writes)
+        tables = {leader: self._slots(leader) for leader in writes}
         spans = []
         for index, leader in enumerate(self._step):
             start, end = self._positions(index, model, width)
-            spans.append(Span(start, end, self._slots(leader)))
-        return spans, self._places(writes, stop - width)
+            spans.append(Span(start, end, tables[leader]))
+        return spans, self._places(writes, tables, stop - width)
 
     def finish(self, model: int, width: int, token_ids: Sequence[Sequence[int]] | None) -> None:
         """All layers of ``model`` have written what ``begin`` made room for."""
@@ -212,14 +213,16 @@ class PagedBatch:
     def _slots(self, index: int) -> torch.Tensor:
         return torch.tensor(self.rows[index].table.slots, dtype=torch.long, device=self.terms.pages.device)
 
-    def _places(self, writes: dict[int, tuple[int, int]], first_column: int) -> Places:
+    def _places(
+        self, writes: dict[int, tuple[int, int]], tables: dict[int, torch.Tensor], first_column: int
+    ) -> Places:
         page_size, device = self.terms.pages.page_size, self.terms.pages.device
         rows, columns, slots, offsets = [], [], [], []
         for index, (first, stop) in writes.items():
             where = torch.arange(first, stop, device=device)
             rows.append(torch.full_like(where, index))
             columns.append(where + self.paddings[index] - first_column)
-            slots.append(self._slots(index)[where // page_size])
+            slots.append(tables[index][where // page_size])
             offsets.append(where % page_size)
         return Places(torch.cat(rows), torch.cat(columns), torch.cat(slots), torch.cat(offsets))
 
