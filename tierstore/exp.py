@@ -117,6 +117,8 @@ class Geometry:
 class Encoder:
     """Makes payloads. Not thread-safe, and its scratch is a part and half a page: one for each thread."""
 
+    name = "exp"
+
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
         self._plane = np.empty(geometry.plane_nbytes, dtype=np.uint8)
@@ -170,6 +172,8 @@ class Encoder:
 
 class Decoder:
     """Turns payloads back into pages. Not thread-safe, and its scratch is a part: one for each thread."""
+
+    name = "exp"
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry

@@ -1,0 +1,87 @@
+"""Lossy codecs of stated bounds for pages of floating point, and one way to make every codec by its name.
+
+``fp8``, ``int8``, ``k8v4``, ``int4`` and ``int4-64`` give payloads whose length follows from the layout alone; with
+``+zstd`` their codes are compressed, and the length depends on the numbers. ``kinds.LOSSY`` says what each does and
+promises, docs/codecs.md how a payload is laid out. NumPy and zstandard only: no device, no disk, no thread.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from tierstore import exp
+from tierstore.codecs import pages
+from tierstore.codecs.kinds import EXACT, LOSS_CLASSES, LOSSY
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tierstore.layout import PageLayout
+
+__all__ = [
+    "EXACT",
+    "LOSSY",
+    "LOSS_CLASSES",
+    "PageDecoder",
+    "PageEncoder",
+    "decoder",
+    "encoder",
+    "fixed_nbytes",
+]
+
+
+class PageEncoder(Protocol):
+    """One thread's maker of payloads; see ``exp.Encoder`` and ``pages.Encoder``."""
+
+    @property
+    def name(self) -> str:
+        """The codec's."""
+        ...
+
+    def encode(self, page: NDArray[np.uint8], out: NDArray[np.uint8]) -> int | None:
+        """Write the payload of ``page`` into ``out`` and return its length; None where the page is to be kept raw."""
+        ...
+
+
+class PageDecoder(Protocol):
+    """One thread's reader of payloads; see ``exp.Decoder`` and ``pages.Decoder``."""
+
+    @property
+    def name(self) -> str:
+        """The codec's."""
+        ...
+
+    def decode(self, payload: NDArray[np.uint8], page: NDArray[np.uint8]) -> None:
+        """Fill ``page`` from ``payload``; IntegrityError for what no encoder of this codec and layout makes."""
+        ...
+
+
+def encoder(name: str, layout: PageLayout) -> PageEncoder | None:
+    """An encoder of pages of ``layout`` for one thread; None for "none". ValueError for a name that is no codec's."""
+    if _known(name) == "none":
+        return None
+    return exp.Encoder(exp.Geometry.of(layout)) if name == "exp" else pages.Encoder(LOSSY[name], layout)
+
+
+def decoder(name: str, layout: PageLayout) -> PageDecoder | None:
+    """A decoder of pages of ``layout`` for one thread; None for "none". ValueError for a name that is no codec's."""
+    if _known(name) == "none":
+        return None
+    return exp.Decoder(exp.Geometry.of(layout)) if name == "exp" else pages.Decoder(LOSSY[name], layout)
+
+
+def fixed_nbytes(name: str, layout: PageLayout) -> int | None:
+    """Length of every payload of a page of ``layout``; None where it depends on the numbers, or no page is encoded.
+
+    ValueError for a name that is no codec's.
+    """
+    if _known(name) == "none":
+        return layout.blob_nbytes
+    return None if name == "exp" else pages.fixed_nbytes(LOSSY[name], layout)
+
+
+def _known(name: str) -> str:
+    if name not in LOSS_CLASSES:
+        raise ValueError(f"codec is {name!r}; allowed: {', '.join(LOSS_CLASSES)}")
+    return name
