@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from tierstore.traffic import Traffic
 
 
+_UNTRIED = frozenset({Failure.CLOSED, Failure.UNAVAILABLE})
+"""Reads that say nothing of their record."""
+
+
 class Arrivals:
     """The end of every transfer. ``page_nbytes``: payload of a page, for the counters."""
 
@@ -40,7 +44,10 @@ class Arrivals:
         self._page_nbytes = page_nbytes
 
     def apply(self, ack: Ack, now: float) -> None:
-        """Every page of the transfer is settled: its source let go, its destination readable or free again."""
+        """Every page of the transfer is settled: its source let go, its destination readable or free again.
+
+        But for late ones: nobody waits for them any more, and source and slot stay as they are until their own ack.
+        """
         transfer = self._traffic.settle(ack, now)
         self._metrics.moved(transfer, ack, self._page_nbytes)
         failures = dict(ack.failures)
@@ -49,6 +56,9 @@ class Arrivals:
         share = ack.nbytes // ack.num_ready if ack.num_ready else 0
         sizes = iter(ack.sizes)
         for i, src_slot in enumerate(transfer.src_slots):
+            if i in ack.late:
+                self._late(transfer.keys[i], transfer.dst, transfer.dst_slots[i])
+                continue
             if transfer.src in self._residency.tables:
                 self._unpin(transfer.keys[i], transfer.src, src_slot)
             else:
@@ -71,7 +81,7 @@ class Arrivals:
 
     def _failed(self, transfer: Transfer, i: int, failure: Failure) -> None:
         key, slot, dst = transfer.keys[i], transfer.dst_slots[i], transfer.dst
-        if transfer.src == Tier.NVME and failure is not Failure.CLOSED:
+        if transfer.src == Tier.NVME and failure not in _UNTRIED:
             self._drop_broken(key, transfer.src_slots[i], failure)
         if dst == Tier.HBM:
             self._loads.failed(key, slot)
@@ -80,6 +90,17 @@ class Arrivals:
         if transfer.src < dst:
             self._placement.not_saved(key, transfer.src, dst)
         self._settled(key, dst, readable=False)
+
+    def _late(self, key: PageKey, dst: Tier, slot: int) -> None:
+        """The page does not come in its time: whoever waits goes on without it."""
+        copy = self._residency.tables[dst].copies.get(key)
+        if copy is None or copy.slot != slot or copy.ready:
+            return
+        if dst == Tier.HBM:
+            self._loads.late(key, slot)
+        else:
+            self._residency.abort(key, dst)
+            self._settled(key, dst, readable=False)
 
     def _settled(self, key: PageKey, dst: Tier, *, readable: bool) -> None:
         """A copy came to its end in a tier below HBM: tells all who wait for the page there, whoever sent it."""

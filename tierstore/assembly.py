@@ -69,6 +69,8 @@ def assemble(config: StoreConfig, layout: PageLayout, wake: Callable[[], None]) 
     metrics = Metrics()
     if arena is not None:
         metrics.watch_pinned(arena.pinned_nbytes)
+    if nvme is not None:
+        metrics.watch_disk(lambda: nvme.state)
     directory = Directory(
         _tables(config, pool, arena, nvme),
         metrics,
@@ -215,6 +217,7 @@ def _open_nvme(config: NvmeConfig, layout: PageLayout, wake: Callable[[], None])
         page_nbytes=layout.blob_nbytes,
         wake=wake,
         description={"groups": [asdict(spec) for spec in layout.specs]},
+        timeout_s=config.timeout,
         payload=config.payload,
         codec=config.codec,
         geometry=Geometry.of(layout),

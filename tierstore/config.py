@@ -7,7 +7,7 @@ later version understands is refused.
     page_size                                tokens of a page; optional, the PageSpec knows it
     hbm:      capacity device policy owner   the fastest tier: a CUDA device, or "cpu" without one
     host:     capacity pin policy codec      host memory
-    nvme:     path capacity codec payload admission flush policy
+    nvme:     path capacity codec payload admission flush timeout policy
     prefetch: max_in_flight share_of_host    limits of the prefetcher
 """
 
@@ -106,7 +106,8 @@ class HostConfig(_Section):
 
 
 class NvmeConfig(_Section):
-    """``capacity``: everything on disk. ``path``: made absolute at load. ``flush``: seconds a write may wait.
+    """``capacity``: everything on disk. ``path``: made absolute at load. ``flush``: seconds a write may wait;
+    ``timeout``: seconds a read or a batch of writes may take before nobody waits for it.
 
     ``codec``: "exp" stores the exponents of 16-bit pages compressed, losslessly, in LMDB alone. ``payload``: where page
     bytes are, LMDB or extent files; "auto" keeps what is there, and else asks the disk.
@@ -118,6 +119,7 @@ class NvmeConfig(_Section):
     payload: Literal["auto", "lmdb", "extents"] = "auto"
     admission: Literal["all"] = "all"
     flush: Seconds = 0.2
+    timeout: Seconds = 10.0
     policy: Policy = "lru"
 
 

@@ -127,6 +127,12 @@ class Loads:
         elif self._owned:
             self._residency.fail(key, Tier.HBM, slot)
 
+    def late(self, key: PageKey, slot: int) -> None:
+        """A transfer takes too long to fill the slot: the load ends without it, the slot stays the transfer's."""
+        load = self.by_slot.pop(slot)
+        self._residency.abort(key, Tier.HBM)
+        self.ended.append((load, False))
+
     def cancel(self, slot: int) -> Load:
         """The page's HBM copy on its way was aborted or replaced; nobody waits for this load any more."""
         load = self.by_slot.pop(slot)

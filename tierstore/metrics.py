@@ -6,6 +6,7 @@ found in or as a miss with its reason, so that hits and misses add up to pages a
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -41,6 +42,12 @@ class Metrics:
         )
         self._pages = Gauge("tierstore_pages", "Pages now, by tier and state", ["tier", "state"], registry=r)
         self._pinned = Gauge("tierstore_host_pinned_bytes", "Host memory that is page-locked", registry=r)
+        self._disk = Gauge(
+            "tierstore_nvme_state",
+            "1 for the state of the NVMe tier: ok, read_only, absent",
+            ["state"],
+            registry=r,
+        )
         self._wait = Histogram(
             "tierstore_lease_wait_seconds", "Time in Lease.wait", buckets=_WAIT_BUCKETS, registry=r
         )
@@ -64,6 +71,8 @@ class Metrics:
         self._seconds.labels(*edge).inc(ack.seconds)
         for _, failure in ack.failures:
             self._failures.labels(*edge, failure.value).inc()
+        if ack.late:
+            self._failures.labels(*edge, "late").inc(len(ack.late))
 
     def hinted(self, result: str) -> None:
         """A hint was answered."""
@@ -85,6 +94,15 @@ class Metrics:
     def watch_pinned(self, nbytes: Callable[[], float]) -> None:
         """Reports how much of the host tier is page-locked, from now on."""
         self._pinned.set_function(nbytes)
+
+    def watch_disk(self, state: Callable[[], str]) -> None:
+        """Reports the state of the NVMe tier from now on, by ``NvmeTier.state``."""
+
+        def is_now(name: str) -> float:
+            return float(state() == name)
+
+        for name in ("ok", "read_only", "absent"):
+            self._disk.labels(name).set_function(partial(is_now, name))
 
     def pages(self, tier: Tier, state: str, number: int) -> None:
         """Pages of a tier in a state now: free, resident, pinned, owned, quarantined."""

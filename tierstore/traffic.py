@@ -6,11 +6,14 @@ Commands leave in the order in which they were decided; an erase that made room 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tierstore.residency import Residency
 
 BATCH_PAGES = 32
@@ -74,10 +77,12 @@ class Traffic:
         self.outbox.extend(Erase(tier, tuple(keys)) for tier, keys in by_tier.items())
 
     def settle(self, ack: Ack, now: float) -> Transfer:
-        """The transfer has ended; forgets it and learns the edge's rate."""
+        """The transfer has ended; forgets it and learns the edge's rate. Late pages stay, as all of the transfer."""
         transfer = self.transfers.pop(ack.transfer_id)
         edge = (transfer.src, transfer.dst)
-        self.pages[edge] -= len(transfer.keys)
+        self.pages[edge] -= len(transfer.keys) - len(ack.late)
+        if ack.late:
+            self.transfers[transfer.id] = _part(transfer, ack.late)
         self.moved_at[edge] = now
         if ack.num_ready and ack.seconds > 0:
             rate = ack.num_ready * self._page_nbytes / ack.seconds
@@ -131,3 +136,14 @@ class Traffic:
         self.transfers[transfer.id] = transfer
         self.pages[edge] += len(moves)
         self.outbox.append(transfer)
+
+
+def _part(transfer: Transfer, pages: Sequence[int]) -> Transfer:
+    return replace(
+        transfer,
+        keys=tuple(transfer.keys[i] for i in pages),
+        src_slots=tuple(transfer.src_slots[i] for i in pages),
+        dst_slots=tuple(transfer.dst_slots[i] for i in pages),
+        nbytes=transfer.nbytes // len(transfer.keys) * len(pages),
+        parents=tuple(transfer.parents[i] for i in pages),
+    )

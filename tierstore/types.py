@@ -72,6 +72,8 @@ class Failure(Enum):
     INTEGRITY = "integrity"
     NOT_FOUND = "not_found"
     NO_SPACE = "no_space"
+    UNAVAILABLE = "unavailable"
+    """The tier did not try: it hangs or fails, and is left alone for a while."""
     CLOSED = "closed"
 
 
@@ -180,7 +182,9 @@ class Erase:
 class Ack:
     """What became of a transfer: nothing writes its slots now. ``nbytes``: bytes of the pages that arrived.
 
-    ``sizes``: of each page that arrived, in the transfer's order; empty where all have the same.
+    ``sizes``: of each page that arrived, in the transfer's order; empty where all have the same. ``late``: positions of
+    pages whose slots may still be written, and for which nobody is to wait: they are the transfer from here on, in this
+    order, and an ack of their own follows.
     """
 
     transfer_id: int
@@ -190,6 +194,7 @@ class Ack:
     seconds: float = 0.0
     failures: tuple[tuple[int, Failure], ...] = ()
     sizes: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.nvme import rig
 from tests.nvme.watch import Calls
-from tierstore.nvme import extents
+from tierstore.nvme import extents, reading
 
 
 @pytest.fixture(params=rig.PAYLOADS)
@@ -20,5 +20,10 @@ def payload(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Replaces system calls that extent files make, by name; without any, all are the system's again."""
-    return lambda **calls: monkeypatch.setattr(extents, "os", Calls(**calls))
+    """Replaces system calls that move pages, by name, all but LMDB's own; without any, all are the system's again."""
+
+    def replace(**calls: Callable[..., object]) -> None:
+        for module in (extents, reading):
+            monkeypatch.setattr(module, "os", Calls(**calls))
+
+    return replace

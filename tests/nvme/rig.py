@@ -85,6 +85,7 @@ class Rig:
         fingerprint: str = FINGERPRINT,
         shard: int = 0,
         payload: str | None = None,
+        timeout_s: float = PATIENCE_S,
         codec: Literal["none", "exp"] = "none",
         geometry: Geometry | None = None,
     ) -> None:
@@ -102,6 +103,7 @@ class Rig:
             wake=self._woken.set,
             description={"model": "test"},
             payload=payload or default_payload,
+            timeout_s=timeout_s,
             codec=codec,
             geometry=geometry,
         )

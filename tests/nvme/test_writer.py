@@ -157,7 +157,7 @@ def test_what_queues_up_is_committed_together(rig: WriterRig) -> None:
 def test_a_sync_mark_ends_a_batch_and_erases_do_not_pass_it() -> None:
     queue = WorkQueue(4)
     mark = SyncWork()
-    for item in (EraseWork([key(1)]), mark, EraseWork([key(2)])):
+    for item in (EraseWork({key(1): None}), mark, EraseWork({key(2): None})):
         queue.add(item)
     first, second = queue.take(), queue.take()
     assert (first.erases, first.sync) == ([key(1)], mark)

@@ -122,6 +122,9 @@ class Gate:
         with self._lock:
             for ack in acks:
                 transfer, good, broken = self._begun.pop(ack.transfer_id)
+                if ack.late:
+                    rest = tuple(range(len(ack.late)))
+                    self._begun[ack.transfer_id] = (transfer, rest, frozenset())
                 lane = (transfer.src, transfer.dst)
                 if lane in self.losing:
                     self.num_lost += 1
@@ -129,7 +132,10 @@ class Gate:
                 self.num_failed += len(broken)
                 failures = [(good[i], why) for i, why in ack.failures]
                 failures += [(i, Failure.IO_ERROR) for i in broken]
-                whole = replace(ack, ok=not failures, failures=tuple(sorted(failures)))
+                late = tuple(good[i] for i in ack.late)
+                whole = replace(
+                    ack, ok=not failures and not late, failures=tuple(sorted(failures)), late=late
+                )
                 (self._late_acks if lane in self.late else self._acks).append(whole)
 
     def _take(self) -> list[Ack]:

@@ -17,38 +17,64 @@ Outcome = int | Failure
 
 
 class Job:
-    """One transfer and its pages while it is worked on. Not thread-safe: its room's lock guards it."""
+    """One transfer and its pages while it is worked on. Not thread-safe: its room's lock guards it.
 
-    __slots__ = ("_left", "_outcomes", "_started", "next", "pages", "transfer")
+    Pages that take too long may be left to an ack of their own, so that nobody waits for them.
+    """
+
+    __slots__ = ("_acked", "_late", "_left", "_outcomes", "_started", "next", "pages", "transfer")
 
     def __init__(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
         self.transfer = transfer
         self.pages = pages
         self.next = 0
         self._left = len(transfer.keys)
+        self._late: list[int] = []
+        self._acked = False
         self._outcomes: list[Outcome] = [0] * self._left
         self._started = time.monotonic()
 
     def done(self, index: int, outcome: Outcome) -> bool:
-        """Note what became of page ``index``; whether it was the last one."""
+        """Note what became of page ``index``; whether an ack is due."""
         self._outcomes[index] = outcome
+        if index in self._late and not self._acked:
+            self._late.remove(index)  # late, but before the others
+            return False
+        self._left -= 1
+        return self._left == 0
+
+    def late(self, index: int) -> bool:
+        """Page ``index`` is still worked on, and nobody is to wait for it; whether an ack is due: of the others."""
+        self._late.append(index)
         self._left -= 1
         return self._left == 0
 
     def ack(self) -> Ack:
-        """The finished job's ack."""
-        sizes = tuple(outcome for outcome in self._outcomes if isinstance(outcome, int))
-        failures = [
-            (index, outcome) for index, outcome in enumerate(self._outcomes) if isinstance(outcome, Failure)
-        ]
+        """The ack that is due: of all pages but the late ones, or then of these."""
+        late = sorted(self._late)
+        places: Sequence[int]
+        seconds = 0.0
+        if (
+            self._acked
+        ):  # the late pages, which are the transfer now; how long they took tells nothing of the disk's rate
+            pages, places, late = late, range(len(late)), []
+        else:
+            seconds = time.monotonic() - self._started
+            pages = places = [index for index in range(len(self._outcomes)) if index not in late]
+        self._acked, self._left = True, len(late)
+        outcomes = [self._outcomes[index] for index in pages]
+        sizes = tuple(outcome for outcome in outcomes if isinstance(outcome, int))
+        ended = zip(places, outcomes, strict=True)
+        failures = [(place, outcome) for place, outcome in ended if isinstance(outcome, Failure)]
         return Ack(
             transfer_id=self.transfer.id,
-            ok=not failures,
+            ok=not failures and not late,
             num_ready=len(sizes),
             nbytes=sum(sizes),
-            seconds=time.monotonic() - self._started,
+            seconds=seconds,
             failures=tuple(failures),
             sizes=sizes if len(set(sizes)) > 1 else (),
+            late=tuple(late),
         )
 
 

@@ -1,4 +1,8 @@
-"""The reader threads: they take pages of the oldest transfer together, and check each before it counts."""
+"""The reader threads: they take pages of the oldest transfer together, and check each before it counts.
+
+A read that takes longer than ``timeout_s`` is late: its page is acked apart, so that nobody waits for it, and its
+thread and its slot stay with it until it ends. While the disk hangs or fails reads in a row, reads are not tried.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import lmdb
 import numpy as np
@@ -15,14 +20,26 @@ from numpy.typing import NDArray
 from tierstore.errors import IntegrityError
 from tierstore.exp import Decoder, Geometry
 from tierstore.nvme.acks import Job, Outbox, Outcome, failed
+from tierstore.nvme.breaker import Breaker, Circuit
 from tierstore.nvme.reading import RecordReader, scratch_for
-from tierstore.types import Failure, PageKey, Transfer
+from tierstore.types import Ack, Failure, PageKey, Transfer
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
+class _Read:
+    """One page that a thread is reading. ``ticket``: the breaker's."""
+
+    job: Job
+    index: int
+    ticket: int
+    since: float
+    late: bool = False
+
+
 class Readers:
-    """``count`` daemon threads. ``submit`` and ``close`` from any thread."""
+    """``count`` daemon threads. ``submit``, ``look`` and ``close`` from any thread."""
 
     def __init__(
         self,
@@ -31,17 +48,25 @@ class Readers:
         *,
         count: int,
         page_nbytes: int,
+        timeout_s: float,
         geometry: Geometry | None = None,
+        breaker: Breaker | None = None,
     ) -> None:
         """``geometry``: of the pages, without which encoded ones cannot be read."""
         self._reader = reader
         self._outbox = outbox
+        self._count = count
         self._page_nbytes = page_nbytes
+        self._timeout_s = timeout_s
         self._geometry = geometry
+        self._breaker = breaker or Breaker()
         self._changed = threading.Condition()
         self._jobs: deque[Job] = deque()
+        self._reading: set[_Read] = set()
+        self._num_late = 0
         self._closing = False
         self._told = False
+        self._told_absent = False
         self._threads = [
             threading.Thread(target=self._run, name=f"tierstore-nvme-read-{number}", daemon=True)
             for number in range(count)
@@ -49,20 +74,48 @@ class Readers:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def absent(self) -> bool:
+        """Whether reads are not tried now, but for one now and then."""
+        return self._breaker.state is not Circuit.CLOSED or self._num_late == self._count
+
+    @property
+    def num_late(self) -> int:
+        """Reads that are late and have not ended."""
+        return self._num_late
+
     def submit(self, transfer: Transfer, out: Sequence[NDArray[np.uint8]]) -> None:
-        """Queue a read. Never blocks. After ``close`` it is acked as CLOSED."""
+        """Queue a read. Never blocks. Acked as CLOSED after ``close``, as UNAVAILABLE if every thread hangs."""
         with self._changed:
-            if not self._closing and out:
+            if out and not self._closing and self._num_late < self._count:
                 self._jobs.append(Job(transfer, out))
-                self._changed.notify_all()
+                self._changed.notify(len(out))
                 return
-        self._outbox.add_quietly(failed(transfer, Failure.CLOSED))
+            hanging = bool(out) and not self._closing
+        self._outbox.add_quietly(failed(transfer, Failure.UNAVAILABLE if hanging else Failure.CLOSED))
+        if hanging:
+            self._outbox.count("read_unavailable", len(out))
+
+    def look(self, now: float) -> None:
+        """To be called now and then, with time.monotonic(): sees which reads are late."""
+        with self._changed:
+            acks = [
+                ack for read in self._reading if self._overdue(read, now) and (ack := self._late(read, now))
+            ]
+            if self._num_late == self._count:
+                acks += self._refuse(Failure.UNAVAILABLE)
+        for ack in acks:
+            self._outbox.add(ack)
+        self._tell_state()
 
     def close(self) -> None:
         """Fail what has not begun with CLOSED and let the threads end."""
         with self._changed:
             self._closing = True
+            acks = self._refuse(Failure.CLOSED)
             self._changed.notify_all()
+        for ack in acks:
+            self._outbox.add_quietly(ack)
 
     def join_until(self, deadline: float) -> bool:
         """Wait for the threads until ``deadline`` (time.monotonic); whether all have ended."""
@@ -70,31 +123,42 @@ class Readers:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
+    # -- a thread -----------------------------------------------------------------------------------------------
+
     def _run(self) -> None:
         scratch = scratch_for(self._page_nbytes)
         decoder = None if self._geometry is None else Decoder(self._geometry)  # this thread's own
-        while (unit := self._take()) is not None:
-            job, index = unit
-            outcome = Failure.CLOSED if self._closing else self._read(job, index, scratch, decoder)
-            with self._changed:
-                finished = job.done(index, outcome)
-            if finished:
-                self._outbox.add(job.ack())
+        read = self._wait()
+        while read is not None:
+            outcome = self._load(read.job, read.index, scratch, decoder)
+            read = self._next(read, outcome) or self._wait()
 
-    def _take(self) -> tuple[Job, int] | None:
+    def _next(self, read: _Read, outcome: Outcome) -> _Read | None:
+        """The read has ended; the next one if there is one now. One hold of the lock for both."""
+        now = time.monotonic()
         with self._changed:
-            while not self._jobs:
-                if self._closing:
-                    return None
-                self._changed.wait()
-            job = self._jobs[0]
-            index = job.next
-            job.next += 1
-            if job.next == len(job.pages):
-                self._jobs.popleft()
-            return job, index
+            acks = self._ended(read, outcome, now)
+            following = self._take(now, acks)
+        for ack in acks:
+            self._outbox.add(ack)
+        self._tell_state()
+        return following
 
-    def _read(self, job: Job, index: int, scratch: NDArray[np.uint8], decoder: Decoder | None) -> Outcome:
+    def _wait(self) -> _Read | None:
+        """The next read, when there is one; None when the readers close."""
+        while True:
+            acks: list[Ack] = []
+            with self._changed:
+                while not self._jobs and not self._closing:
+                    self._changed.wait()
+                read = self._take(time.monotonic(), acks)
+                closing = self._closing
+            for ack in acks:
+                self._outbox.add(ack)
+            if read is not None or closing:
+                return read
+
+    def _load(self, job: Job, index: int, scratch: NDArray[np.uint8], decoder: Decoder | None) -> Outcome:
         key, out = job.transfer.keys[index], job.pages[index]
         try:
             self._reader.load(key, out, scratch, decoder)
@@ -110,13 +174,90 @@ class Readers:
             failure = Failure.IO_ERROR
             _log.exception("reading page %s failed", key.hex())
         else:
-            self._outbox.count("bytes_read", out.nbytes)
             return out.nbytes
         self._outbox.count(f"read_{failure.value}")
         return failure
+
+    # -- with the lock held -------------------------------------------------------------------------------------
+
+    def _take(self, now: float, acks: list[Ack]) -> _Read | None:
+        """The next page to read. Where reads are not tried all that is queued ends, into ``acks``."""
+        if not self._jobs:
+            return None
+        ticket = self._breaker.admit(now)
+        if ticket is None:
+            acks += self._refuse(Failure.UNAVAILABLE)
+            return None
+        job = self._jobs[0]
+        read = _Read(job, job.next, ticket, now)
+        job.next += 1
+        if job.next == len(job.pages):
+            self._jobs.popleft()
+        self._reading.add(read)
+        return read
+
+    def _ended(self, read: _Read, outcome: Outcome, now: float) -> list[Ack]:
+        self._reading.remove(read)
+        if outcome is Failure.NOT_FOUND:  # the catalogue's answer, perhaps from memory
+            self._breaker.gave_up(read.ticket, now)
+        elif outcome is not Failure.IO_ERROR:
+            self._breaker.succeeded(read.ticket, now)
+        elif not read.late:
+            self._breaker.failed(read.ticket, now)
+        self._num_late -= read.late
+        if not read.job.done(read.index, outcome):
+            return []
+        return [self._ack(read.job)]
+
+    def _overdue(self, read: _Read, now: float) -> bool:
+        return not read.late and now - read.since >= self._timeout_s
+
+    def _late(self, read: _Read, now: float) -> Ack | None:
+        read.late = True
+        self._num_late += 1
+        self._outbox.count("read_late")
+        self._breaker.hung(read.ticket, now)
+        return self._ack(read.job) if read.job.late(read.index) else None
+
+    def _refuse(self, failure: Failure) -> list[Ack]:
+        """End what is queued and has not begun; the acks that are due."""
+        acks = []
+        while self._jobs:
+            job = self._jobs.popleft()
+            begun, job.next = job.next, len(job.pages)
+            due = [job.done(index, failure) for index in range(begun, job.next)]
+            self._outbox.count(f"read_{failure.value}", len(due))
+            acks += [self._ack(job)] if any(due) else []
+        return acks
+
+    def _ack(self, job: Job) -> Ack:
+        ack = job.ack()
+        self._outbox.count("bytes_read", ack.nbytes)
+        return ack
+
+    # -- what people are told -----------------------------------------------------------------------------------
 
     def _tell(self, message: str, key: PageKey, error: Exception) -> None:
         """Warn of the first bad page; a failing disk has thousands, and they are counted."""
         level = logging.DEBUG if self._told else logging.WARNING
         self._told = True
         _log.log(level, message, key.hex(), error)
+
+    def _tell_state(self) -> None:
+        """Warn once when reads are not tried any more, and say once that they are again."""
+        if self.absent is self._told_absent:
+            return
+        with self._changed:
+            absent, hanging = self.absent, self._num_late
+            if self._closing or absent is self._told_absent:
+                return
+            self._told_absent = absent
+        if absent:
+            _log.warning(
+                "the disk under the NVMe tier fails or hangs (%d reads for %g s or longer): its pages are misses until "
+                "it answers again",
+                hanging,
+                self._timeout_s,
+            )
+        else:
+            _log.info("the disk under the NVMe tier answers again")

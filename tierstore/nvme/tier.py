@@ -20,6 +20,7 @@ from tierstore.exp import Encoder, Geometry
 from tierstore.nvme import home
 from tierstore.nvme.acks import Outbox
 from tierstore.nvme.opening import OpenShard, open_shard
+from tierstore.nvme.patience import Patience
 from tierstore.nvme.readers import Readers
 from tierstore.nvme.writer import Writer
 from tierstore.types import Ack, PageKey, Transfer
@@ -47,6 +48,7 @@ class NvmeTier:
         *,
         readers: int,
         page_nbytes: int,
+        timeout_s: float,
         codec: str = "none",
         geometry: Geometry | None = None,
     ) -> None:
@@ -61,9 +63,16 @@ class NvmeTier:
         self._payload, self._direct, self._codec = shard.payload, shard.direct, codec
         self._outbox = outbox
         self._readers = Readers(
-            shard.catalogue.reader, outbox, count=readers, page_nbytes=page_nbytes, geometry=geometry
+            shard.catalogue.reader,
+            outbox,
+            count=readers,
+            page_nbytes=page_nbytes,
+            timeout_s=timeout_s,
+            geometry=geometry,
         )
-        self._writer = Writer(shard.catalogue, outbox, sizing)
+        self._writer = Writer(shard.catalogue, outbox, sizing, timeout_s)
+        self._patience = Patience([self._readers.look, self._writer.look], timeout_s)
+        self._disk_nbytes = 0
         self._pid = os.getpid()
         self._closed = False
 
@@ -78,6 +87,7 @@ class NvmeTier:
         page_nbytes: int,
         wake: Callable[[], None],
         readers: int = 2,
+        timeout_s: float = 10.0,
         description: Mapping[str, object] | None = None,
         payload: str = "auto",
         codec: Literal["none", "exp"] = "none",
@@ -91,6 +101,7 @@ class NvmeTier:
         "auto" keeps the kind that is there, and where nothing is writes 32 MiB to see how fast the disk is.
         ``codec``: how pages are written from now on; records of any codec are read, encoded ones with ``geometry``,
         which "exp" needs. It goes with LMDB alone: "auto" is "lmdb" then.
+        ``timeout_s``: a read or a batch of writes that takes longer is not waited for: ``submit_*``, ``state``.
         ConfigError if the directory is not ours, in use, or the capacity cannot be had; nothing is changed then.
         """
         encoder = None
@@ -118,6 +129,7 @@ class NvmeTier:
             Outbox(wake),
             readers=readers,
             page_nbytes=page_nbytes,
+            timeout_s=timeout_s,
             codec=codec,
             geometry=geometry,
         )
@@ -145,7 +157,7 @@ class NvmeTier:
         """Store ``pages[i]`` (flat uint8 of page_nbytes) under ``transfer.keys[i]``, replacing what was there.
 
         The pages must not change before the Ack, whose ``nbytes`` are record bytes on disk. A page that failed left
-        no record.
+        no record. While a batch hangs, what is behind it fails as UNAVAILABLE.
         """
         self._guard()
         self._check(transfer, pages)
@@ -154,7 +166,9 @@ class NvmeTier:
     def submit_read(self, transfer: Transfer, out: Sequence[NDArray[np.uint8]]) -> None:
         """Fill ``out[i]`` (flat writable uint8 of page_nbytes) with the page of ``transfer.keys[i]``.
 
-        Until the Ack, and after it for a page that failed, ``out[i]`` holds anything. ``nbytes`` are page bytes.
+        Until the Ack, and after it for a page that failed, ``out[i]`` holds anything. ``nbytes`` are page bytes. A read
+        that hangs is ``late`` in a first Ack, and a second one says when nothing writes ``out[i]`` any more. While the
+        disk hangs or fails, pages are UNAVAILABLE at once, but for one now and then.
         """
         self._guard()
         self._check(transfer, out)
@@ -186,6 +200,7 @@ class NvmeTier:
         if os.getpid() != self._pid or self._closed:
             return True
         deadline = time.monotonic() + timeout_s
+        self._patience.close()
         self._readers.close()
         self._writer.close()
         ended = self._writer.join(max(0.0, deadline - time.monotonic()))
@@ -201,26 +216,38 @@ class NvmeTier:
         self._lock.release()
         return True
 
+    @property
+    def state(self) -> Literal["ok", "read_only", "absent"]:
+        """ "absent" while reads are not tried, since the disk hangs or fails them; "read_only" while writes fail."""
+        if self._readers.absent:
+            return "absent"
+        return "read_only" if self._writer.read_only else "ok"
+
     def stats(self) -> dict[str, object]:
-        """Sizes, counters and state, for people and metrics. Reads a few directory entries.
+        """Sizes, counters and state, for people and metrics. Reads a few directory entries, unless the disk hangs.
 
         A directory that was moved or deleted under the open tier takes no bytes and has no others.
         """
         self._guard()
         counts = self._outbox.counts()
+        hangs = self._readers.num_late > 0 or self._writer.hanging
+        if not hangs:
+            self._disk_nbytes = home.disk_nbytes(self._directory)
         return {
             "path": str(self._directory),
-            "disk_nbytes": home.disk_nbytes(self._directory),
+            "state": self.state,
+            "disk_nbytes": self._disk_nbytes,
             "map_nbytes": self._sizing.map_size,
             "budget_nbytes": self.budget_nbytes,
             "record_nbytes": self.record_nbytes,
             "records": self._catalogue.num_records,
-            "read_only": self._writer.refusal.active,
+            "read_only": self._writer.read_only,
+            "hung_reads": self._readers.num_late,
             "payload": self._payload,
             "codec": self._codec,
             "live_nbytes": self._catalogue.live_nbytes,
             "o_direct": self._direct,
-            "others": self._others(),
+            "others": [] if hangs else self._others(),
             **{name: counts.get(name, 0) for name in _COUNTERS},
         }
 
@@ -256,7 +283,10 @@ _COUNTERS = (
     "bytes_written",
     "read_integrity",
     "read_io_error",
+    "read_late",
     "read_not_found",
+    "read_unavailable",
     "write_io_error",
     "write_no_space",
+    "write_unavailable",
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tierstore.nvme.acks import Job
@@ -13,9 +12,9 @@ from tierstore.types import PageKey
 
 @dataclass(slots=True)
 class EraseWork:
-    """Records to remove."""
+    """Records to remove: the keys, in order."""
 
-    keys: Sequence[PageKey]
+    keys: dict[PageKey, None]
 
 
 @dataclass(slots=True)
@@ -46,8 +45,20 @@ class WorkQueue:
         return bool(self._items)
 
     def add(self, item: Job | EraseWork | SyncWork) -> None:
-        """Queue at the end."""
-        self._items.append(item)
+        """Queue at the end. An erase right behind another becomes a part of it: a queue that stands still is bounded
+        by the pages there are.
+        """
+        last = self._items[-1] if self._items else None
+        if isinstance(item, EraseWork) and isinstance(last, EraseWork):
+            last.keys.update(item.keys)
+        else:
+            self._items.append(item)
+
+    def take_jobs(self) -> list[Job]:
+        """Every queued write, of which nothing is done any more."""
+        jobs = [item for item in self._items if isinstance(item, Job)]
+        self._items = deque(item for item in self._items if not isinstance(item, Job))
+        return jobs
 
     def take(self) -> Batch:
         """The next batch, at most ``batch_pages`` pages and one sync mark.

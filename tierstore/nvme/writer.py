@@ -16,7 +16,7 @@ from tierstore.nvme.acks import Job, Outbox, Outcome, failed
 from tierstore.nvme.catalogue import Catalogue, Page
 from tierstore.nvme.sizing import Sizing
 from tierstore.nvme.work import Batch, EraseWork, SyncWork, WorkQueue
-from tierstore.types import Failure, PageKey, Transfer
+from tierstore.types import Ack, Failure, PageKey, Transfer
 
 _log = logging.getLogger(__name__)
 
@@ -63,10 +63,13 @@ class Refusal:
 class Writer:
     """A daemon thread that owns every write transaction. Its public methods may be called from any thread."""
 
-    def __init__(self, catalogue: Catalogue, outbox: Outbox, sizing: Sizing) -> None:
+    def __init__(self, catalogue: Catalogue, outbox: Outbox, sizing: Sizing, timeout_s: float = 10.0) -> None:
         self._catalogue = catalogue
         self._outbox = outbox
         self._sizing = sizing
+        self._timeout_s = timeout_s
+        self._since: float | None = None  # when the batch that is being served began
+        self._hanging = False
         self._changed = threading.Condition()
         self._queue = WorkQueue(sizing.batch_pages)
         self._closing = False
@@ -79,14 +82,47 @@ class Writer:
         self._thread.start()
 
     def submit_write(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
-        """Queue a write. Never blocks. After ``close`` it is acked as CLOSED."""
-        if not pages or not self._add(Job(transfer, pages)):
+        """Queue a write. Never blocks. Acked as CLOSED after ``close``, as UNAVAILABLE while the writer hangs."""
+        if pages and self._hanging:
+            self._add(EraseWork(dict.fromkeys(transfer.keys)))
+            self._outbox.count("write_unavailable", len(pages))
+            self._outbox.add_quietly(failed(transfer, Failure.UNAVAILABLE))
+        elif not pages or not self._add(Job(transfer, pages)):
             self._outbox.add_quietly(failed(transfer, Failure.CLOSED))
 
     def submit_erase(self, keys: Sequence[PageKey]) -> None:
         """Queue an erase. Never blocks. After ``close`` it is dropped."""
         if keys:
-            self._add(EraseWork(tuple(keys)))
+            self._add(EraseWork(dict.fromkeys(keys)))
+
+    @property
+    def hanging(self) -> bool:
+        """Whether a write has not ended in its time."""
+        return self._hanging
+
+    @property
+    def read_only(self) -> bool:
+        """Whether writes fail now: the disk refuses them, or hangs with one."""
+        return self._hanging or self.refusal.active
+
+    def look(self, now: float) -> None:
+        """To be called now and then, with time.monotonic(): sees whether the writer hangs, and since when.
+
+        If it does, what has not begun fails as UNAVAILABLE: its pages are saved above, and nobody is to wait.
+        """
+        with self._changed:
+            hangs = self._since is not None and now - self._since >= self._timeout_s
+            if not hangs or self._closing:
+                return
+            told, self._hanging = self._hanging, True
+            acks = [ack for job in self._queue.take_jobs() if (ack := self._give_up(job))]
+        if not told:
+            _log.warning(
+                "the NVMe tier is read-only until the disk answers: a write has not ended for %g s",
+                self._timeout_s,
+            )
+        for ack in acks:
+            self._outbox.add(ack)
 
     def sync(self, timeout_s: float) -> bool:
         """Wait until all queued before is settled and durable; False if time ran out or the disk refused."""
@@ -128,6 +164,23 @@ class Writer:
                 self._doubt(batch.writes)
                 outcomes = [Failure.IO_ERROR] * len(batch.writes)
             self._settle(batch, outcomes)
+            self._rest()
+
+    def _rest(self) -> None:
+        """A batch has ended."""
+        with self._changed:
+            hung, self._hanging, self._since = self._hanging, False, None
+        if hung:
+            _log.info("the NVMe tier takes writes again")
+
+    def _give_up(self, job: Job) -> Ack | None:
+        """With the lock held: fail what has not begun of a job; the ack if it is due."""
+        left = range(job.next, len(job.pages))
+        job.next = len(job.pages)
+        self._queue.add(EraseWork(dict.fromkeys(job.transfer.keys[index] for index in left)))
+        self._outbox.count("write_unavailable", len(left))
+        due = [job.done(index, Failure.UNAVAILABLE) for index in left]
+        return job.ack() if any(due) else None
 
     def _next(self) -> Batch | None:
         """The next batch; an empty one when it is time to see whether a refusing disk takes writes again."""
@@ -138,6 +191,7 @@ class Writer:
                 wait_s = self.refusal.remaining_s() if self.refusal.active else None
                 if not self._changed.wait(wait_s) and wait_s is not None:
                     break
+            self._since = time.monotonic()
             return self._queue.take()
 
     def _serve(self, batch: Batch) -> Sequence[Outcome]:
@@ -213,9 +267,11 @@ class Writer:
             self._owed.setdefault(job.transfer.keys[index], False)
 
     def _settle(self, batch: Batch, outcomes: Sequence[Outcome]) -> None:
-        for (job, index), outcome in zip(batch.writes, outcomes, strict=True):
-            if job.done(index, outcome):
-                self._outbox.add(job.ack())
+        ended = zip(batch.writes, outcomes, strict=True)
+        with self._changed:
+            acks = [job.ack() for (job, index), outcome in ended if job.done(index, outcome)]
+        for ack in acks:
+            self._outbox.add(ack)
         if batch.sync is not None:
             self._sync(batch.sync)
 

@@ -1,0 +1,240 @@
+"""Field reports, K14: the disk under a running store hangs, fails or is slow. The store answers, from memory or with a
+miss that is recomputed; no slot is used again before its read has ended; and all comes back by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+import torch
+
+from tests.support.pages import (
+    PATIENCE_S,
+    SPEC,
+    chain,
+    content,
+    counter,
+    read,
+    require_nothing_held,
+    tier_stats,
+    tiers,
+    where,
+    write,
+)
+from tests.support.sick_disk import Failing, Hanging, replace_preadv
+from tierstore.config import StoreConfig, load_config
+from tierstore.gpu.pool import EnginePages
+from tierstore.nvme.breaker import LIMIT
+from tierstore.store import TierStore
+from tierstore.types import LeaseState, Tier
+
+TIMEOUT = {"timeout": "100ms"}
+
+
+@pytest.fixture(params=["lmdb", "extents"])
+def config(request: pytest.FixtureRequest, tmp_path: Path) -> StoreConfig:
+    return tiers(8, 8, tmp_path / "disk", nvme_more={"payload": request.param, **TIMEOUT})
+
+
+@pytest.fixture
+def store(config: StoreConfig) -> Iterator[TierStore]:
+    with TierStore.open(config, SPEC) as store:
+        yield store
+
+
+def nvme(store: TierStore) -> dict[str, object]:
+    found = store.stats()["nvme"]
+    assert isinstance(found, dict)
+    return found
+
+
+def send_down(store: TierStore, length: int, name: str) -> None:
+    """The pages are on disk alone."""
+    keys = chain(length, name)
+    write(store, keys)
+    store.demote(keys, Tier.NVME)
+    assert store.drain(PATIENCE_S)
+    assert {tuple(where(store, key)) for key in keys} == {(Tier.NVME,)}
+
+
+def served_in_the_end(store: TierStore, name: str, length: int) -> None:
+    deadline = monotonic() + PATIENCE_S
+    while read(store, chain(length, name)) < length:
+        assert monotonic() < deadline
+        sleep(0.02)
+
+
+def test_whoever_waits_for_a_page_on_a_hung_disk_gets_a_miss_in_time_and_recomputes(
+    store: TierStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # F056, F028: no deadline is given; the tier has one
+    send_down(store, 3, "below")
+    disk = Hanging(1)
+    replace_preadv(monkeypatch, disk)
+    with store.acquire(chain(3, "below")) as lease:
+        disk.wait(1)
+        assert lease.wait(PATIENCE_S) is not LeaseState.PENDING
+        assert lease.num_pages < 3
+        missing = lease.missing
+    assert nvme(store)["state"] == "absent"
+    assert store.metrics.text().count('tierstore_nvme_state{state="absent"} 1.0') == 1
+    assert read(store, missing) == 0  # at once, and again: no reader is lost to every request
+    write(store, missing)
+    assert read(store, chain(3, "below")) == 3
+    disk.go_on.set()
+    replace_preadv(monkeypatch, None)
+    assert store.drain(PATIENCE_S)
+    require_nothing_held(store)
+
+
+def test_the_slot_of_a_hung_read_is_nobodys_until_it_ends_and_all_others_are_used(
+    store: TierStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # F024, F026: the late read writes into its own slot, whoever wants one
+    send_down(store, 8, "below")
+    disk = Hanging(2)
+    replace_preadv(monkeypatch, disk)
+    with store.acquire(chain(8, "below")) as lease:
+        disk.wait(2)
+        assert lease.wait(PATIENCE_S) is LeaseState.FAILED
+    assert tier_stats(store, Tier.HOST)["quarantined"] == 2
+    assert nvme(store)["hung_reads"] == 2
+    for i in range(20):  # through the six slots of HOST that are left
+        keys = chain(3, f"other{i}")
+        write(store, keys)
+        store.demote(keys, Tier.HOST)
+        assert read(store, keys) == 3
+    assert tier_stats(store, Tier.HOST)["quarantined"] == 2
+    store.check()
+    disk.go_on.set()
+    for i in range(20):
+        read(store, chain(3, f"other{i}"))
+    assert store.drain(PATIENCE_S)
+    assert tier_stats(store, Tier.HOST)["quarantined"] == 0
+    served_in_the_end(store, "below", 8)
+    assert nvme(store)["state"] == "ok"
+    require_nothing_held(store)
+
+
+def test_without_host_memory_the_slot_of_a_hung_read_is_one_of_hbm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # F024
+    with TierStore.open(tiers(4, None, tmp_path, nvme_more=TIMEOUT), SPEC) as store:
+        send_down(store, 2, "below")
+        disk = Hanging(1)
+        replace_preadv(monkeypatch, disk)
+        with store.acquire(chain(2, "below")[:1]) as lease:
+            disk.wait(1)
+            assert lease.wait(PATIENCE_S) is LeaseState.FAILED
+        assert tier_stats(store, Tier.HBM)["quarantined"] == 1
+        for i in range(6):
+            write(store, chain(3, f"other{i}"))
+            assert read(store, chain(3, f"other{i}")) == 3
+        store.check()
+        disk.go_on.set()
+        assert store.drain(PATIENCE_S)
+        assert tier_stats(store, Tier.HBM)["quarantined"] == 0
+        served_in_the_end(store, "below", 2)
+        require_nothing_held(store)
+
+
+def test_an_engine_gets_its_slots_back_from_a_hung_disk_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # F037: nothing writes the engine's slots while the disk hangs, only HOST's
+    capacity = 8 * SPEC.page_nbytes
+    source = {
+        "hbm": {"device": "cpu", "owner": "engine"},
+        "host": {"capacity": capacity},
+        "nvme": {"path": tmp_path, "capacity": "4MiB", "flush": "10ms", **TIMEOUT},
+    }
+    tensor = torch.zeros(
+        (SPEC.num_layers, 2, 8, SPEC.page_size, SPEC.num_kv_heads, SPEC.head_dim), dtype=torch.float16
+    )
+    with TierStore.open(load_config(source), SPEC) as store:
+        store.register(EnginePages([tensor[0], tensor[1]], "KBNHD"))
+        keys = chain(1, "below")
+        for layer in range(SPEC.num_layers):
+            tensor[layer][:, 3] = content(keys[0])[layer]
+        store.put(keys, [3])
+        assert store.drain(PATIENCE_S)
+        store.demote(keys, Tier.NVME)
+        assert store.drain(PATIENCE_S)
+        store.poll()
+        disk = Hanging(1)
+        replace_preadv(monkeypatch, disk)
+        with store.acquire(keys, into=[5]) as lease:
+            disk.wait(1)
+            assert lease.wait(PATIENCE_S) is LeaseState.FAILED
+            assert lease.missing == keys
+        tensor[:, :, 5] = 1.0
+        disk.go_on.set()
+        assert store.drain(PATIENCE_S)
+        assert bool((tensor[:, :, 5] == 1.0).all())
+
+
+def test_a_disk_that_fails_every_read_costs_a_few_records_and_then_no_read_at_all(
+    store: TierStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # F056: what was not tried is not dropped: the pages are there when the disk is
+    names = [f"below{i}" for i in range(4)]
+    for name in names:
+        send_down(store, 6, name)
+    disk = Failing()
+    replace_preadv(monkeypatch, disk)
+    for _ in range(3):
+        for name in names:
+            assert read(store, chain(6, name)) == 0
+    assert nvme(store)["state"] == "absent"
+    tried = disk.calls
+    assert LIMIT <= tried < 2 * LIMIT
+    assert counter(store, "failed_pages", "NVME,HOST,unavailable") > 0
+    fresh = chain(4, "fresh")
+    write(store, fresh)
+    assert read(store, fresh) == 4
+    replace_preadv(monkeypatch, None)
+    deadline = monotonic() + PATIENCE_S
+    while nvme(store)["state"] != "ok":
+        for name in names:
+            read(store, chain(6, name))
+        assert monotonic() < deadline
+        sleep(0.02)
+    held = [key for name in names for key in chain(6, name) if store.match([key]).num_pages]
+    assert len(held) >= 24 - disk.calls
+    for key in held:
+        assert read(store, [key]) == 1
+    require_nothing_held(store)
+
+
+def test_a_slow_disk_is_waited_for(store: TierStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    # F056: slower than usual is not hung: nothing is late, every page comes
+    send_down(store, 8, "below")
+    disk = Hanging(8)
+    replace_preadv(monkeypatch, disk)
+    disk.go_on.set()
+    with store.acquire(chain(8, "below")) as lease:
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
+    disk.wait(8)
+    assert nvme(store)["read_late"] == 0
+    assert nvme(store)["state"] == "ok"
+    require_nothing_held(store)
+
+
+def test_a_store_over_a_disk_whose_reads_hang_closes_in_its_time(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # F056
+    store = TierStore.open(config, SPEC)
+    send_down(store, 4, "below")
+    disk = Hanging(4)
+    replace_preadv(monkeypatch, disk)
+    with store.acquire(chain(4, "below")) as lease:
+        disk.wait(2)
+        assert lease.wait(PATIENCE_S) is LeaseState.FAILED
+    write(store, chain(2, "fresh"))
+    store.close(timeout_s=0.2)
+    disk.go_on.set()

@@ -1,0 +1,211 @@
+"""A disk that hangs or fails: what it holds up is told in time, the rest is not tried, and all comes back by itself."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.nvme.rig import PATIENCE_S, Rig, page
+from tests.support.sick_disk import Failing, Hanging
+from tierstore.nvme.breaker import LIMIT
+from tierstore.nvme.catalogue import Catalogue, Page
+from tierstore.types import Failure
+
+Replace = Callable[..., None]
+
+TIMEOUT_S = 0.1
+
+
+@pytest.fixture
+def rig(tmp_path: Path, payload: str) -> Iterator[Rig]:
+    rig = Rig(tmp_path / "home", timeout_s=TIMEOUT_S)
+    yield rig
+    rig.close()
+
+
+def state(rig: Rig) -> str:
+    return rig.tier.state
+
+
+def wait_until_served(rig: Rig, numbers: Sequence[int]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while rig.present(numbers) != set(numbers):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_page_whose_read_hangs_is_acked_apart_in_its_time_and_again_when_nothing_writes_it(
+    rig: Rig, calls: Replace, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert rig.write(range(4)).ok
+    disk = Hanging(1)
+    calls(preadv=disk)
+    with caplog.at_level(logging.INFO):
+        transfer, out = rig.submit_read([0, 1, 2])
+        disk.wait(1)
+        first = rig.ack(transfer)
+        assert (first.ok, first.num_ready, len(first.late), first.failures) == (False, 2, 1, ())
+        (late,) = first.late
+        for index in {0, 1, 2} - {late}:
+            assert (out[index] == page(index)).all()
+        assert state(rig) == "absent"
+        assert rig.tier.stats()["hung_reads"] == 1
+        disk.go_on.set()
+        second = rig.ack(transfer)
+        assert (second.ok, second.num_ready, second.late) == (True, 1, ())
+        assert (out[late] == page(late)).all()
+        wait_until_served(rig, range(4))
+    assert state(rig) == "ok"
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+
+def test_while_every_reader_hangs_reads_end_at_once_and_writes_go_on(rig: Rig, calls: Replace) -> None:
+    assert rig.write(range(8)).ok
+    disk = Hanging(2)
+    calls(preadv=disk)
+    stuck, _ = rig.submit_read(range(5))
+    behind, _ = rig.submit_read([6, 7])
+    disk.wait(2)
+    ack = rig.ack(stuck)
+    assert ack.late == (0, 1)
+    assert ack.failures == tuple((index, Failure.UNAVAILABLE) for index in (2, 3, 4))
+    assert rig.ack(behind).failures == ((0, Failure.UNAVAILABLE), (1, Failure.UNAVAILABLE))
+    after, _ = rig.read([5])
+    assert after.failures == ((0, Failure.UNAVAILABLE),)
+    assert rig.write([9]).ok
+    assert rig.tier.stats()["read_unavailable"] == 6
+    disk.go_on.set()
+    assert rig.ack(stuck).num_ready == 2
+    wait_until_served(rig, [*range(8), 9])
+
+
+def test_a_tier_whose_readers_hang_closes_in_its_time_and_fails_what_is_queued(
+    tmp_path: Path, payload: str, calls: Replace
+) -> None:
+    rig = Rig(tmp_path / "home")
+    assert rig.write(range(8)).ok
+    disk = Hanging(2)
+    calls(preadv=disk)
+    stuck, _ = rig.submit_read([0, 1])
+    behind, _ = rig.submit_read([6, 7])
+    disk.wait(2)
+    assert rig.tier.close(0.05) is False
+    assert rig.ack(behind).failures == ((0, Failure.CLOSED), (1, Failure.CLOSED))
+    disk.go_on.set()
+    rig.close()
+    assert rig.ack(stuck).num_ready == 2
+
+
+def test_a_disk_that_fails_reads_in_a_row_is_left_alone_and_asked_now_and_then(
+    rig: Rig, calls: Replace, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert rig.write(range(30)).ok
+    disk = Failing()
+    calls(preadv=disk)
+    with caplog.at_level(logging.INFO):
+        ack, _ = rig.read(range(30))
+        tried = sum(failure is Failure.IO_ERROR for _, failure in ack.failures)
+        assert LIMIT <= tried <= LIMIT + 1  # both readers may have begun one when the row was full
+        assert sum(failure is Failure.UNAVAILABLE for _, failure in ack.failures) == 30 - tried
+        assert state(rig) == "absent"
+        assert rig.tier.stats()["read_unavailable"] == 30 - tried
+        deadline = time.monotonic() + PATIENCE_S
+        while disk.calls < tried + 1:  # it is asked again, one page at a time
+            before = disk.calls
+            ack, _ = rig.read(range(30))
+            assert disk.calls <= before + 1
+            assert len(ack.failures) == 30
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        calls()
+        wait_until_served(rig, range(30))
+    assert state(rig) == "ok"
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 2  # the first page that could not be read, and the disk
+    assert "could not be read" in warnings[0]
+    assert "misses until it answers again" in warnings[1]
+    assert caplog.records[-1].levelname == "INFO"
+
+
+def test_a_disk_that_fails_one_page_stays_in_use(rig: Rig, calls: Replace) -> None:
+    assert rig.write(range(30)).ok
+    failing = threading.Event()
+
+    def one_in_three(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if failing.is_set():
+            failing.clear()
+            raise OSError(errno.EIO, "Input/output error")
+        return os.preadv(fd, buffers, offset)
+
+    calls(preadv=one_in_three)
+    for number in range(3 * LIMIT):
+        failing.set()
+        ack, _ = rig.read([number])
+        assert ack.failures == ((0, Failure.IO_ERROR),)
+        assert rig.present([20]) == {20}
+    assert state(rig) == "ok"
+
+
+def test_while_a_write_hangs_the_tier_is_read_only_and_what_is_behind_it_fails(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert rig.write([0]).ok
+    begun, go_on = threading.Event(), threading.Event()
+    store = Catalogue.store
+
+    def hung(self: Catalogue, pages: Sequence[Page]) -> list[int]:
+        begun.set()
+        assert go_on.wait(PATIENCE_S)
+        return store(self, pages)
+
+    monkeypatch.setattr(Catalogue, "store", hung)
+    with caplog.at_level(logging.INFO):
+        stuck = rig.submit_write([1])
+        assert begun.wait(PATIENCE_S)
+        behind = rig.submit_write([2, 3])
+        assert rig.ack(behind).failures == ((0, Failure.UNAVAILABLE), (1, Failure.UNAVAILABLE))
+        assert state(rig) == "read_only"
+        assert rig.tier.stats()["read_only"] is True
+        assert rig.write([4]).failures == ((0, Failure.UNAVAILABLE),)
+        assert rig.present([0]) == {0}
+        assert rig.tier.sync(0.0) is False
+        go_on.set()
+        assert rig.ack(stuck).ok
+        assert rig.tier.sync(PATIENCE_S)
+        assert rig.present(range(5)) == {0, 1}
+        assert rig.write([2, 3, 4]).ok
+    assert rig.present(range(5)) == {0, 1, 2, 3, 4}
+    assert state(rig) == "ok"
+    assert rig.tier.stats()["write_unavailable"] == 3
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+
+def test_erases_pile_up_behind_a_hung_write_by_their_keys_alone(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert rig.write([7]).ok
+    begun, go_on = threading.Event(), threading.Event()
+    store = Catalogue.store
+
+    def hung(self: Catalogue, pages: Sequence[Page]) -> list[int]:
+        begun.set()
+        assert go_on.wait(PATIENCE_S)
+        return store(self, pages)
+
+    monkeypatch.setattr(Catalogue, "store", hung)
+    stuck = rig.submit_write([1])
+    assert begun.wait(PATIENCE_S)
+    for _ in range(100):
+        rig.erase([7, 8])
+    assert len(rig.tier._writer._queue._items) == 1
+    go_on.set()
+    assert rig.ack(stuck).ok
+    assert rig.tier.sync(PATIENCE_S)
+    assert rig.present([1, 7]) == {1}
