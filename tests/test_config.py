@@ -77,6 +77,14 @@ def test_only_capacity_device_and_path_are_required_and_the_rest_has_defaults(tm
     }
 
 
+@pytest.mark.parametrize("admission", ["all", "second_hit", "cost"])
+def test_admission_and_a_budget_of_writes_are_read(tmp_path: Path, admission: str) -> None:
+    text = f"nvme: {{path: /d, capacity: 3MiB, admission: {admission}, daily_writes: 2TB}}"
+    nvme = loaded(tmp_path, text).nvme
+    assert nvme is not None
+    assert (nvme.admission, nvme.daily_writes) == (admission, 2 * 1000**4)
+
+
 def test_a_section_that_is_not_given_is_none() -> None:
     config = load_config({})
     assert (config.page_size, config.hbm, config.host, config.nvme, config.prefetch) == (None,) * 5
@@ -232,7 +240,7 @@ def test_a_bad_value_is_refused_with_what_is_allowed(
         ("host: {capacity: 1GiB, codec: fp8}", "host.codec is 'fp8'"),
         ("nvme: {path: d, capacity: 1GiB, codec: int8}", "nvme.codec is 'int8'"),
         ("nvme: {path: d, capacity: 1GiB, payload: files}", "nvme.payload is 'files'"),
-        ("nvme: {path: d, capacity: 1GiB, admission: second_hit}", "nvme.admission is 'second_hit'"),
+        ("nvme: {path: d, capacity: 1GiB, admission: third_hit}", "nvme.admission is 'third_hit'"),
     ],
 )
 def test_what_only_a_later_version_can_do_is_refused(tmp_path: Path, text: str, key: str) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tierstore.types import Ack, Failure, PageKey, Tier, Transfer
 
 if TYPE_CHECKING:
+    from tierstore.admitting import Admitting
     from tierstore.drops import Drops
     from tierstore.loads import Loads
     from tierstore.metrics import Metrics
@@ -31,6 +32,7 @@ class Arrivals:
         placement: Placement,
         outgoing: Outgoing,
         drops: Drops,
+        admitting: Admitting,
         metrics: Metrics,
         page_nbytes: int,
     ) -> None:
@@ -40,6 +42,7 @@ class Arrivals:
         self._placement = placement
         self._outgoing = outgoing
         self._drops = drops
+        self._admitting = admitting
         self._metrics = metrics
         self._page_nbytes = page_nbytes
 
@@ -66,13 +69,15 @@ class Arrivals:
             if i in failures:
                 self._failed(transfer, i, failures[i])
             else:
-                self._arrived(transfer, i, next(sizes, share))
+                self._arrived(transfer, i, next(sizes, share), now)
 
-    def _arrived(self, transfer: Transfer, i: int, nbytes: int) -> None:
+    def _arrived(self, transfer: Transfer, i: int, nbytes: int, now: float) -> None:
         key, slot, dst = transfer.keys[i], transfer.dst_slots[i], transfer.dst
         if dst == Tier.HBM:
             self._loads.arrived(key, slot)
             return
+        if dst == Tier.NVME:
+            self._admitting.written(key, nbytes, now)
         sized = self._residency.tables[dst].budget_nbytes is not None
         readable = self._residency.commit(key, dst, slot, nbytes if sized else 0, transfer.parents[i])
         if readable and transfer.src < dst:

@@ -21,7 +21,8 @@ from tierstore.host.pinning import FIRST_NBYTES
 from tierstore.metrics import Metrics
 from tierstore.mover import Mover
 from tierstore.nvme.tier import NvmeTier
-from tierstore.policy import make_policy
+from tierstore.policy import WriteBudget, make_admission, make_policy
+from tierstore.policy.recompute import doubling_depth
 from tierstore.tier_table import TierTable
 from tierstore.types import Tier
 
@@ -33,10 +34,13 @@ if TYPE_CHECKING:
     from tierstore.gpu.pool import OwnPool
     from tierstore.layout import PageLayout
     from tierstore.mover import SlotBytes
+    from tierstore.policy import Admission
 
 _log = logging.getLogger(__name__)
 
 _PIN_PATIENCE_S = 600.0
+_MOST_REMEMBERED = 1 << 20
+"""Pages that admission may remember: about 200 bytes each."""
 
 
 @dataclass
@@ -71,12 +75,15 @@ def assemble(config: StoreConfig, layout: PageLayout, wake: Callable[[], None]) 
         metrics.watch_pinned(arena.pinned_nbytes)
     if nvme is not None:
         metrics.watch_disk(lambda: nvme.state)
+    tables = _tables(config, pool, arena, nvme)
     directory = Directory(
-        _tables(config, pool, arena, nvme),
+        tables,
         metrics,
         page_nbytes=layout.page_nbytes,
         record_nbytes=0 if nvme is None else nvme.record_nbytes,
         flush_s=0.0 if config.nvme is None else config.nvme.flush,
+        admission=_admission(config, layout, tables, nvme),
+        budget=WriteBudget(None if config.nvme is None else config.nvme.daily_writes),
     )
     if nvme is not None:
         with _collector_paused():
@@ -222,6 +229,17 @@ def _open_nvme(config: NvmeConfig, layout: PageLayout, wake: Callable[[], None])
         codec=config.codec,
         geometry=Geometry.of(layout),
     )
+
+
+def _admission(
+    config: StoreConfig, layout: PageLayout, tables: dict[Tier, TierTable], nvme: NvmeTier | None
+) -> Admission:
+    """It remembers as many pages as the tiers hold, and so many more again."""
+    name = "all" if config.nvme is None else config.nvme.admission
+    held = 0 if nvme is None else nvme.budget_nbytes // nvme.record_nbytes
+    held += sum(table.num_slots or 0 for table in tables.values())
+    depth = min(doubling_depth(spec) for spec in layout.specs)
+    return make_admission(name, remembered=min(2 * held, _MOST_REMEMBERED), doubling_depth=depth)
 
 
 def _tables(

@@ -7,7 +7,7 @@ later version understands is refused.
     page_size                                tokens of a page; optional, the PageSpec knows it
     hbm:      capacity device policy owner   the fastest tier: a CUDA device, or "cpu" without one
     host:     capacity pin policy codec      host memory
-    nvme:     path capacity codec payload admission flush timeout policy
+    nvme:     path capacity codec payload admission daily_writes flush timeout policy
     prefetch: max_in_flight share_of_host    limits of the prefetcher
 """
 
@@ -110,14 +110,16 @@ class NvmeConfig(_Section):
     ``timeout``: seconds a read or a batch of writes may take before nobody waits for it.
 
     ``codec``: "exp" stores the exponents of 16-bit pages compressed, losslessly, in LMDB alone. ``payload``: where page
-    bytes are, LMDB or extent files; "auto" keeps what is there, and else asks the disk.
+    bytes are, LMDB or extent files; "auto" keeps what is there, and else asks the disk. ``admission``: which pages go
+    to disk by themselves. ``daily_writes``: bytes that may, in 24 hours; None: no limit.
     """
 
     path: Directory
     capacity: Size
     codec: Literal["none", "exp"] = "none"
     payload: Literal["auto", "lmdb", "extents"] = "auto"
-    admission: Literal["all"] = "all"
+    admission: Literal["all", "second_hit", "cost"] = "all"
+    daily_writes: Size | None = None
     flush: Seconds = 0.2
     timeout: Seconds = 10.0
     policy: Policy = "lru"

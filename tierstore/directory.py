@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tierstore.admitting import Admitting
 from tierstore.arrivals import Arrivals
 from tierstore.drops import Drops
 from tierstore.errors import CapacityError, LeaseError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from tierstore.lease import LeaseRecord
     from tierstore.metrics import Metrics
+    from tierstore.policy import Admission, WriteBudget
     from tierstore.tier_table import TierTable
 
 
@@ -40,6 +42,8 @@ class Directory:
         page_nbytes: int,
         record_nbytes: int,
         flush_s: float,
+        admission: Admission,
+        budget: WriteBudget,
     ) -> None:
         self.residency = Residency(tables)
         self.traffic = Traffic(self.residency, page_nbytes)
@@ -49,11 +53,18 @@ class Directory:
         self.placement = Placement(self.residency, self.traffic, record_nbytes, flush_s)
         self.space = self.placement.space
         self.drops.left = self.placement.left
+        self.admitting = Admitting(self.residency, admission, budget, record_nbytes)
         self.hints = HintTable(self.residency)
         self.leasing = Leasing(
-            self.residency, self.traffic, self.loads, self.placement.sinks, metrics, self.drops.fate
+            self.residency,
+            self.traffic,
+            self.loads,
+            self.placement.sinks,
+            metrics,
+            self.drops.fate,
+            self.admitting.hit,
         )
-        self.outgoing = Outgoing(self.residency, self.space, self.loads)
+        self.outgoing = Outgoing(self.residency, self.space, self.loads, self.admitting)
         self.arrivals = Arrivals(
             self.residency,
             self.traffic,
@@ -61,6 +72,7 @@ class Directory:
             self.placement,
             self.outgoing,
             self.drops,
+            self.admitting,
             metrics,
             page_nbytes,
         )
@@ -138,15 +150,17 @@ class Directory:
         duplicates: list[int] = []
         parent = parent or last_key(lease)
         if not memory_only and parent is not None:
-            self.residency.memory_only.permit(parent)
+            self.residency.memory_only.permit_named(parent)
         for key, slot in zip(keys, slots, strict=True):
             if table.ready(key):
                 self.residency.retire(Tier.HBM, slot)
                 duplicates.append(slot)
+                if not memory_only:
+                    self.admitting.hit(key, Tier.HBM)
             else:
                 self._seal(key, slot, parent, written=written, memory_only=memory_only)
             if not memory_only:
-                self.residency.memory_only.permit(key)
+                self.residency.memory_only.permit_named(key)
             kept.append(table.copies[key].slot)
             if lease is not None:
                 self.leasing.hold(lease, key)
@@ -197,6 +211,9 @@ class Directory:
     def demote(self, keys: Sequence[PageKey], target: Tier) -> int:
         """Sends readable pages down to ``target`` and lets their upper copies go; how many it accepted."""
         accepted = [key for key in keys if self.residency.where(key) is not None]
+        if target >= Tier.NVME:
+            self.admitting.insist(accepted)
+            self._lift(len(accepted))
         self.placement.sinks.add(accepted, target, Ticket(), keep=False)
         return len(accepted)
 
@@ -230,13 +247,13 @@ class Directory:
 
     def advance(self, acks: Sequence[Ack], now: float) -> bool:
         """Applies finished transfers and decides what to do next, a bounded amount; whether there is more to decide."""
+        self.admitting.tick(now)
         for ack in acks:
             self.arrivals.apply(ack, now)
         self.leasing.expire(now)
         self.hints.expire(now)
         self.residency.demote_orphans(BATCH_PAGES)
-        for key in self.residency.lift(BATCH_PAGES):
-            self.placement.permitted(key)
+        self._lift(BATCH_PAGES)
         more = self.hints.pending or self.residency.memory_only.lifting
         more |= self.placement.advance(now)
         self._finish(now)
@@ -271,6 +288,11 @@ class Directory:
         table = self.residency.tables[Tier.HBM]
         copy = table.copies.get(key)
         old_slot = None if copy is None else copy.slot
+        source = self.residency.where(key)
+        if not memory_only and source is not None:
+            self.admitting.hit(key, source)
+        elif not memory_only and not self.residency.held(key):
+            self.admitting.put(key, parent)
         self.residency.adopt(key, Tier.HBM, slot, parent, memory_only=memory_only)
         if old_slot is not None and old_slot in self.loads.by_slot:
             self.leasing.moved(self.loads.cancel(old_slot), slot)
@@ -278,6 +300,10 @@ class Directory:
             self.placement.sealed(key)
         else:
             self.placement.unwritten[key] = self.residency.pin(key, Tier.HBM)
+
+    def _lift(self, limit: int) -> None:
+        for key in self.residency.lift(limit):
+            self.placement.permitted(key)
 
     def _unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
         self.residency.unpin(key, tier, slot)

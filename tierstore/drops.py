@@ -29,6 +29,8 @@ class Drops:
         """Told of every dropped copy."""
         self.unsaved = 0
         """Pages lost although a tier below was there for them, since ``tell`` was last asked."""
+        self.refused = 0
+        """Pages lost because admission did not want them below."""
         self._lowest = max(residency.tables)
         self._told = False
 
@@ -44,6 +46,7 @@ class Drops:
             if self.left is not None:
                 self.left(drop.key, drop.tier)
             if drop.last:
+                self.refused += why == "not_admitted"
                 self._fates[drop.key] = why
                 self._fates.move_to_end(drop.key)
         for (tier, why), number in counts.items():
@@ -69,4 +72,6 @@ class Drops:
 def _to_make_room(drop: Drop) -> str:
     if not drop.last:
         return "saved"
+    if drop.refused:
+        return "not_admitted"
     return "memory_only" if drop.memory_only else "capacity"

@@ -100,6 +100,7 @@ def _check_lineage(residency: Residency) -> None:
 
 def _check_memory_only(residency: Residency) -> None:
     memory_only = residency.memory_only
+    _require(memory_only.refused <= memory_only.keys, "a refused page may be stored")
     for key in memory_only.keys:
         _require(residency.held(key), "a memory-only page that is gone is remembered")
         for tier, table in residency.tables.items():

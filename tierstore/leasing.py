@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class Leasing:
-    """The open leases of a store. ``fate`` tells why a page is gone, for the reason of a miss."""
+    """The open leases of a store. ``fate`` tells why a page is gone, for the reason of a miss.
+
+    ``hit`` is told of every page a lease takes in, and of the fastest tier that had it.
+    """
 
     def __init__(
         self,
@@ -30,6 +33,7 @@ class Leasing:
         sinks: Sinks,
         metrics: Metrics,
         fate: Callable[[PageKey], str | None],
+        hit: Callable[[PageKey, Tier], None],
     ) -> None:
         self.open: set[LeaseRecord] = set()
         self.next_deadline: float | None = None
@@ -42,6 +46,7 @@ class Leasing:
         self._sinks = sinks
         self._metrics = metrics
         self._fate = fate
+        self._hit = hit
         self._hbm = residency.tables.get(Tier.HBM)
         """None where an engine owns HBM: leases pin nothing there."""
 
@@ -157,6 +162,7 @@ class Leasing:
                 lease.sources.append(Tier.HBM)
             else:
                 self._await(lease, index, self._loads.by_slot[copy.slot])
+            self._hit(key, lease.sources[-1])
             return None
         source = self._residency.where(key)
         if source is None:
@@ -169,6 +175,7 @@ class Leasing:
             return "no_room"
         lease.slots.append(slot)
         self._await(lease, index, self._loads.start(key, slot, source))
+        self._hit(key, source)
         return None
 
     def _await(self, lease: LeaseRecord, index: int, load: Load) -> None:

@@ -1,6 +1,7 @@
 """Which pages may not leave memory, and so where each page's way down ends. Pure metadata.
 
-A page is memory-only from its first copy to its last, unless a request that may use the disk names it or a page after
+A page stays in memory because a caller wants it to, or because admission has refused it so far. By a caller's wish a
+page is memory-only from its first copy to its last, unless a request that may use the disk names it or a page after
 it: such a request has the same tokens. So no page that may be stored ever follows one that may not.
 """
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class MemoryOnly:
-    """The memory-only pages of a store. ``tiers``: those it has. Changed by residency alone."""
+    """The pages of a store that stay in memory. ``tiers``: those it has. Changed by residency and admission alone."""
 
     def __init__(self, tiers: Iterable[Tier], lineage: Lineage) -> None:
         tiers = list(tiers)
@@ -27,6 +28,8 @@ class MemoryOnly:
         self.floor = max((tier for tier in tiers if tier < Tier.NVME), default=Tier.HBM)
         """The slowest tier that is memory."""
         self.keys: set[PageKey] = set()
+        self.refused: set[PageKey] = set()
+        """Those of ``keys`` that stay because admission refused them, not because a caller wants it."""
         self._lineage = lineage
         self._lifting: OrderedDict[PageKey, None] = OrderedDict()
 
@@ -45,15 +48,33 @@ class MemoryOnly:
         if all(child in self.keys for child in self._lineage.children(key)):
             self.keys.add(key)
 
+    def refuse(self, key: PageKey) -> None:
+        """Admission refuses a page that gets its first copy: as ``restrict``, until it is permitted."""
+        self.restrict(key)
+        if key in self.keys:
+            self.refused.add(key)
+
     def forget(self, key: PageKey) -> None:
         """The page's last copy is gone."""
         self.keys.discard(key)
+        self.refused.discard(key)
         self._lifting.pop(key, None)
 
-    def permit(self, key: PageKey) -> None:
-        """The page and all before it may be stored: ``lift`` carries it out."""
+    def permit(self, key: PageKey, *, at_once: bool = False) -> None:
+        """The page and all before it may be stored: ``lift`` carries it out. ``at_once``: before all others."""
         if key in self.keys:
             self._lifting[key] = None
+            if at_once:
+                self._lifting.move_to_end(key, last=False)
+
+    def permit_named(self, key: PageKey) -> None:
+        """A request that may use the disk names the page: ends a caller's wish, not a refusal."""
+        if key not in self.refused:
+            self.permit(key)
+
+    def permit_refused(self) -> None:
+        """All pages that only admission keeps in memory, and those before them, may be stored."""
+        self._lifting.update(dict.fromkeys(self.refused))
 
     def lift(self, limit: int) -> list[PageKey]:
         """Up to ``limit`` permitted pages, and pages before them, that are memory-only no more."""
@@ -63,6 +84,7 @@ class MemoryOnly:
                 break
             key, _ = self._lifting.popitem(last=False)
             self.keys.discard(key)
+            self.refused.discard(key)
             lifted.append(key)
             parent = self._lineage.parent(key)
             if parent is not None:

@@ -41,6 +41,12 @@ class Metrics:
             "tierstore_lock_longest_hold_seconds", "Longest hold of the store's lock", ["clock"], registry=r
         )
         self._pages = Gauge("tierstore_pages", "Pages now, by tier and state", ["tier", "state"], registry=r)
+        self._waiting = Gauge(
+            "tierstore_admission_waiting_pages", "Pages in memory that admission keeps from NVMe", registry=r
+        )
+        self._budget = Gauge(
+            "tierstore_nvme_day_bytes", "NVMe writes of 24 hours: written, left", ["state"], registry=r
+        )
         self._pinned = Gauge("tierstore_host_pinned_bytes", "Host memory that is page-locked", registry=r)
         self._disk = Gauge(
             "tierstore_nvme_state",
@@ -107,6 +113,13 @@ class Metrics:
     def pages(self, tier: Tier, state: str, number: int) -> None:
         """Pages of a tier in a state now: free, resident, pinned, owned, quarantined."""
         self._pages.labels(tier.name, state).set(number)
+
+    def admission(self, waiting_pages: int, written: int, left: int | None) -> None:
+        """Pages kept from NVMe now; bytes written there in 24 hours, and left of the budget (None: there is none)."""
+        self._waiting.set(waiting_pages)
+        self._budget.labels("written").set(written)
+        if left is not None:
+            self._budget.labels("left").set(left)
 
     def snapshot(self) -> dict[str, dict[str, float]]:
         """Totals since open by metric (without the prefix), then by label values joined with ``,``."""

@@ -14,6 +14,7 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tierstore.admitting import Admitting
     from tierstore.loads import Loads
     from tierstore.residency import Residency
     from tierstore.space import Space
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class Outgoing:
     """What an engine that owns HBM has put and not got back. ``num_slots``: 0 until its tensors are registered."""
 
-    def __init__(self, residency: Residency, space: Space, loads: Loads) -> None:
+    def __init__(self, residency: Residency, space: Space, loads: Loads, admitting: Admitting) -> None:
         self.num_slots = 0
         self.reusable: list[int] = []
         """Slots that no copy reads or writes any more, for ``poll`` to report."""
@@ -34,6 +35,7 @@ class Outgoing:
         self._residency = residency
         self._space = space
         self._loads = loads
+        self._admitting = admitting
 
     @property
     def waiting(self) -> bool:
@@ -74,11 +76,17 @@ class Outgoing:
             key, slot, parent, memory_only = self._queue[0]
             if self._residency.held(key):
                 if not memory_only:
-                    self._residency.memory_only.permit(key)
+                    self._residency.memory_only.permit_named(key)
+                    source = self._residency.where(key)
+                    if source is not None:
+                        self._admitting.hit(key, source)
                 self.ended(slot)
             elif memory_only and dst > self._residency.memory_only.floor:
                 self.ended(slot)
-            elif not self._space.copy_from_engine(key, slot, dst, parent, memory_only=memory_only):
+            elif self._space.copy_from_engine(key, slot, dst, parent, memory_only=memory_only):
+                if not memory_only:
+                    self._admitting.put(key, parent)
+            else:
                 self._space.make_room(dst, len(self._queue), now)
                 self._space.relieve(dst, 1, now)
                 if self._space.room(dst) > 0:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tierstore.assembly import Parts
     from tierstore.config import StoreConfig
     from tierstore.directory import Directory
+    from tierstore.metrics import Metrics
     from tierstore.tier_table import TierTable
     from tierstore.types import PageKey
 
@@ -21,7 +22,8 @@ def occupancy(directory: Directory, tier: Tier) -> str:
 
 
 def explain_page(directory: Directory, key: PageKey) -> dict[str, object]:
-    """Copies by tier ("ready" or "arriving", pins), parent, whether only memory may hold it, why it went if lately."""
+    """Copies by tier ("ready" or "arriving", pins), parent, whether only memory may hold it, or does until admission
+    wants it on disk, why it went if lately."""
     copies = {
         tier.name: {"state": "ready" if copy.ready else "arriving", "pins": copy.pins}
         for tier, table in directory.residency.tables.items()
@@ -29,12 +31,14 @@ def explain_page(directory: Directory, key: PageKey) -> dict[str, object]:
     }
     parent = directory.residency.lineage.parent(key)
     sink = directory.placement.sinks.open.get(key)
+    not_admitted = key in directory.residency.memory_only.refused
     return {
         "key": key.hex(),
         "readable": directory.residency.where(key) is not None,
         "copies": copies,
         "parent": None if parent is None else parent.hex(),
-        "memory_only": key in directory.residency.memory_only,
+        "memory_only": key in directory.residency.memory_only and not not_admitted,
+        "not_admitted": not_admitted,
         "going_down_to": None if sink is None else sink.target.name,
         "lost": directory.drops.fate(key),
     }
@@ -43,6 +47,7 @@ def explain_page(directory: Directory, key: PageKey) -> dict[str, object]:
 def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:
     """Everything ``TierStore.stats`` returns; plain data."""
     directory, layout = parts.directory, parts.layout
+    memory_only = directory.residency.memory_only
     tiers: dict[str, dict[str, object]] = {}
     for tier, table in directory.residency.tables.items():
         states = _states(directory, tier)
@@ -56,7 +61,8 @@ def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:
         "page_size": layout.page_size,
         "fingerprint": layout.fingerprint,
         "tiers": tiers,
-        "memory_only": len(directory.residency.memory_only.keys),
+        "memory_only": len(memory_only.keys) - len(memory_only.refused),
+        "admission": None if parts.nvme is None else _admission(directory, layout.page_nbytes, parts.metrics),
         "leases": len(directory.leasing.open),
         "in_flight": {f"{s.name}->{d.name}": n for (s, d), n in directory.traffic.pages.items() if n},
         "bytes_per_s": {f"{s.name}->{d.name}": rate for (s, d), rate in directory.traffic.rates.items()},
@@ -66,6 +72,14 @@ def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:
         "nvme": None if parts.nvme is None else parts.nvme.stats(),
         "counters": parts.metrics.snapshot(),
     }
+
+
+def _admission(directory: Directory, page_nbytes: int, metrics: Metrics) -> dict[str, object]:
+    """What admission kept from the disk since open, and the budget of writes."""
+    refused = directory.drops.refused
+    found = directory.admitting.stats()
+    metrics.admission(found["waiting_pages"] or 0, found["written_last_24h"] or 0, found["left_today"])
+    return {"refused_pages": refused, "refused_nbytes": refused * page_nbytes, **found}
 
 
 def _states(directory: Directory, tier: Tier) -> dict[str, int]:

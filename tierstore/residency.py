@@ -29,12 +29,16 @@ if TYPE_CHECKING:
 
 
 class Drop(NamedTuple):
-    """A copy that left its tier. ``last``: no other tier holds the page now. ``memory_only``: none below was to."""
+    """A copy that left its tier. ``last``: no other tier holds the page now. ``memory_only``: none below was to.
+
+    ``refused``: admission did not want it below.
+    """
 
     tier: Tier
     key: PageKey
     last: bool
     memory_only: bool
+    refused: bool
 
 
 class Residency:
@@ -285,13 +289,17 @@ class Residency:
         else:
             table.put_back(copy.slot, copy.nbytes)
             self._note_erased(tier, table, key)
-        last, memory_only = self.where(key) is None, key in self.memory_only
+        last, memory_only, refused = (
+            self.where(key) is None,
+            key in self.memory_only,
+            key in self.memory_only.refused,
+        )
         if last:
             self._forget_if_gone(key)
             self._lost(key)
         else:
             self._resettle(key)
-        return Drop(tier, key, last, memory_only)
+        return Drop(tier, key, last, memory_only, refused)
 
     def load(self, tier: Tier, records: Iterable[tuple[PageKey, PageKey | None, int]]) -> None:
         """Takes over what a tier found at open, oldest first: (key, parent, nbytes). Before anything else."""
@@ -356,6 +364,8 @@ class Residency:
             lineage.link(key, parent)
             if key not in self.memory_only:
                 self.memory_only.permit(parent)
+            elif key in self.memory_only.refused:
+                self.memory_only.permit_named(parent)
             self._resettle(parent)
         self._resettle(key)
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 def save_unsaved(directory: Directory, progress: Progress) -> Ticket:
     """Every page readable now and not in NVMe is on its way there; the ticket counts those that are not settled."""
+    with progress.lock:
+        directory.admitting.insist_on_all()
     lifting = True
     while lifting:
         with progress.lock:

@@ -38,15 +38,17 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
     def take(self) -> None:
         self._take()
 
-    @rule(data=st.data(), told=st.booleans(), confine=st.booleans())
-    def put(self, data: st.DataObject, told: bool, confine: bool) -> None:
+    @rule(data=st.data(), told=st.booleans(), confine=st.booleans(), decline=st.booleans())
+    def put(self, data: st.DataObject, told: bool, confine: bool, decline: bool) -> None:
         if not self.owned:
             self._take()
         keys = [key for key in KEYS if key not in self.ready[Tier.HBM]]
         if self.owned and keys:
             key = data.draw(st.sampled_from(keys))
             slot = data.draw(st.sampled_from(self.owned))
-            self._adopt(slot, key, PARENTS[key] if told else None, confine=confine)
+            self._adopt(
+                slot, key, PARENTS[key] if told else None, confine=confine and not decline, decline=decline
+            )
 
     @precondition(lambda self: any(f.live and f.dst is Tier.HBM for f in self.flights))
     @rule(data=st.data())
@@ -177,12 +179,16 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
     @rule(
         child=st.sampled_from([key for key in KEYS if PARENTS[key] is not None]),
         confined=st.sampled_from((2, 2, 1)),
+        declined=st.sampled_from((0, 1, 2, 3)),
     )
-    def write_a_family_to_memory(self, child: PageKey, confined: int) -> None:
-        """A page and the one after it land in HOST, both to stay in memory, or only the first."""
+    def write_a_family_to_memory(self, child: PageKey, confined: int, declined: int) -> None:
+        """A page and the one after it land in HOST, both to stay in memory, or only the first; for two reasons."""
         for i, key in enumerate((PARENTS[child], child)):
             if key is not None and key not in self.ready[Tier.HOST] and not self._arriving(key, Tier.HOST):
-                flight = self._reserve(key, None, Tier.HOST, 0, told=True, confine=i < confined)
+                decline = bool(declined & (1 << i))
+                flight = self._reserve(
+                    key, None, Tier.HOST, 0, True, confine=i < confined and not decline, decline=decline
+                )
                 if flight is not None:
                     self._settle(flight, well=True)
 
@@ -195,6 +201,19 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
         self.permitted.add(key)
         if at_once:
             self.lift()
+
+    @precondition(lambda self: self.confined)
+    @rule(data=st.data(), everything=st.sampled_from((False, False, True)))
+    def permit_by_reason(self, data: st.DataObject, everything: bool) -> None:
+        """A request names a page, which ends only a caller's wish; or all that admission keeps may be stored."""
+        if everything:
+            self.residency.memory_only.permit_refused()
+            self.permitted |= self.declined
+            return
+        key = data.draw(st.sampled_from(sorted(self.confined)))
+        self.residency.memory_only.permit_named(key)
+        if key not in self.declined:
+            self.permitted.add(key)
 
     @rule()
     def lift(self) -> None:
@@ -277,6 +296,7 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
     @invariant()
     def memory_only_pages_are_those_of_the_model_and_never_on_disk(self) -> None:
         assert self.residency.memory_only.keys == self.confined
+        assert self.residency.memory_only.refused == self.declined
         assert self.confined.isdisjoint(self.residency.tables[Tier.NVME].copies)
         stored_after = {p for c, p in self.parents.items() if p in self.confined and c not in self.confined}
         assert stored_after <= self.permitted

@@ -60,6 +60,8 @@ class ResidencyModel:
         self.owned: list[int] = []
         self.retired: list[int] = []
         self.confined: set[PageKey] = set()
+        self.declined: set[PageKey] = set()
+        """Those of ``confined`` that are there because admission refused them."""
         self.permitted: set[PageKey] = set()
 
     # -- steps --------------------------------------------------------------------------------------------------
@@ -71,7 +73,18 @@ class ResidencyModel:
             self.owned.append(slot)
         return slot
 
-    def _adopt(self, slot: int, key: PageKey, parent: PageKey | None, *, confine: bool = False) -> None:
+    def _adopt(
+        self,
+        slot: int,
+        key: PageKey,
+        parent: PageKey | None,
+        *,
+        confine: bool = False,
+        decline: bool = False,
+    ) -> None:
+        if decline and not self._held(key):
+            self.residency.memory_only.refuse(key)
+            self._put(key, confine=True, decline=True)
         self.residency.adopt(key, Tier.HBM, slot, parent, memory_only=confine)
         self._put(key, confine=confine)
         self.owned.remove(slot)
@@ -84,13 +97,23 @@ class ResidencyModel:
         self._now_readable(key, Tier.HBM, slot, parent)
 
     def _reserve(
-        self, key: PageKey, src: Tier | None, dst: Tier, nbytes: int, told: bool, *, confine: bool = False
+        self,
+        key: PageKey,
+        src: Tier | None,
+        dst: Tier,
+        nbytes: int,
+        told: bool,
+        *,
+        confine: bool = False,
+        decline: bool = False,
     ) -> Flight | None:
         reserved = RECORD if dst is Tier.NVME else 0
         slot = self._attempt(lambda: self.residency.reserve(key, dst, reserved, src, memory_only=confine))
         if slot is None:
             return None
-        self._put(key, confine=confine)
+        if decline and not self._held(key):
+            self.residency.memory_only.refuse(key)
+        self._put(key, confine=confine or decline, decline=decline)
         self._scribble(dst, slot)
         src_slot = -1 if src is None else self.ready[src][key]
         flight = Flight(key, src, src_slot, dst, slot, min(nbytes, reserved), PARENTS[key] if told else None)
@@ -137,15 +160,18 @@ class ResidencyModel:
     def _may_be_in(self, key: PageKey, tier: Tier) -> bool:
         return tier is not Tier.NVME or key not in self.confined
 
-    def _put(self, key: PageKey, *, confine: bool) -> None:
+    def _put(self, key: PageKey, *, confine: bool, decline: bool = False) -> None:
         """A page that nobody holds is confined to memory, unless one that is not follows it."""
         children = {child for child, parent in self.parents.items() if parent == key}
         if confine and not self._held(key) and children <= self.confined:
             self.confined.add(key)
+            if decline:
+                self.declined.add(key)
 
     def _forget_if_gone(self, key: PageKey) -> None:
         if not self._held(key):
             self.confined.discard(key)
+            self.declined.discard(key)
             self.permitted.discard(key)
 
     def _held(self, key: PageKey) -> bool:
@@ -156,6 +182,7 @@ class ResidencyModel:
             above: PageKey | None = key
             while above in self.confined:
                 self.confined.discard(above)
+                self.declined.discard(above)
                 above = self.parents.get(above)
         self.permitted.clear()
 
@@ -169,8 +196,9 @@ class ResidencyModel:
             return None
         pins = self._pins()
         while self.residency.dropped:
-            tier, key, last, memory_only = self.residency.dropped.popleft()
+            tier, key, last, memory_only, refused = self.residency.dropped.popleft()
             assert memory_only is (key in self.confined)
+            assert refused is (key in self.declined)
             assert not pins[tier, self.ready[tier][key]], "a pinned copy was dropped"
             self._left(key, tier, last=last)
             if last:
@@ -196,8 +224,11 @@ class ResidencyModel:
         self.ready[tier][key] = slot
         if parent is not None:
             self.parents.setdefault(key, parent)
-            if key not in self.confined and self.parents[key] in self.confined:
-                self.permitted.add(self.parents[key])
+            before = self.parents[key]
+            if before in self.confined and (
+                key not in self.confined or (key in self.declined and before not in self.declined)
+            ):
+                self.permitted.add(before)
 
     def _left(self, key: PageKey, tier: Tier, *, last: bool) -> None:
         del self.ready[tier][key]
@@ -246,7 +277,7 @@ class ResidencyModel:
             )
             for t in r.tables.values()
         ]
-        memory_only = (set(r.memory_only.keys), r.memory_only.lifting)
+        memory_only = (set(r.memory_only.keys), set(r.memory_only.refused), r.memory_only.lifting)
         return (
             tables,
             memory_only,

@@ -12,8 +12,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.core import planting
 from tests.core.machine import ResidencyMachine
 from tests.core.model import Code
-from tierstore import lineage, memory_only, policy, residency, tier_table, victims
+from tierstore import lineage, memory_only, residency, tier_table, victims
 from tierstore.errors import TierStoreError
+from tierstore.policy import queue
 
 SEARCH = settings(planting.SEARCH, stateful_step_count=50)
 
@@ -188,7 +189,7 @@ BUGS = [
     Bug(
         "a memory-only page that is gone is remembered",
         memory_only,
-        "        self.keys.discard(key)\n        self._lifting.pop(key, None)\n",
+        "        self.keys.discard(key)\n        self.refused.discard(key)\n        self._lifting.pop(key, None)\n",
         "        pass\n",
     ),
     Bug(
@@ -228,8 +229,44 @@ BUGS = [
         "        lowest = self.memory_only.lowest\n        if above",
     ),
     Bug(
+        "a page before a stored one is refused",
+        memory_only,
+        "        self.restrict(key)\n        if key in self.keys:\n",
+        "        self.keys.add(key)\n        if key in self.keys:\n",
+    ),
+    Bug(
+        "a refusal outlives the page",
+        memory_only,
+        "        self.keys.discard(key)\n        self.refused.discard(key)\n        self._lifting",
+        "        self.keys.discard(key)\n        self._lifting",
+    ),
+    Bug(
+        "a lifted page counts as refused",
+        memory_only,
+        "            self.refused.discard(key)\n            lifted",
+        "            lifted",
+    ),
+    Bug(
+        "a request that names a refused page has it written",
+        memory_only,
+        "        if key not in self.refused:\n            self.permit(key)",
+        "        self.permit(key)",
+    ),
+    Bug(
+        "a refused page keeps a caller's wish for the one before it",
+        residency,
+        "                self.memory_only.permit_named(parent)\n",
+        "                pass\n",
+    ),
+    Bug(
+        "what was refused is not permitted when all is to be written",
+        memory_only,
+        "self._lifting.update(dict.fromkeys(self.refused))",
+        "pass",
+    ),
+    Bug(
         "a withdrawn victim is found",
-        policy,
+        queue,
         "return self._keys.pop(rank, None) is not None",
         "return rank in self._keys",
     ),
@@ -241,9 +278,9 @@ def with_bug(bug: Bug) -> Code:
     planted = planting.Bug(bug.name, bug.old, bug.new)
     rooms = {
         module: planting.load(module, planted if module is bug.module else None)
-        for module in (policy, lineage, memory_only, tier_table, victims, residency)
+        for module in (queue, lineage, memory_only, tier_table, victims, residency)
     }
-    vars(rooms[tier_table])["VictimQueue"] = vars(rooms[policy])["VictimQueue"]
+    vars(rooms[tier_table])["VictimQueue"] = vars(rooms[queue])["VictimQueue"]
     vars(rooms[residency])["Lineage"] = vars(rooms[lineage])["Lineage"]
     vars(rooms[residency])["MemoryOnly"] = vars(rooms[memory_only])["MemoryOnly"]
     vars(rooms[residency])["choose_victims"] = vars(rooms[victims])["choose_victims"]

@@ -68,6 +68,9 @@ class StoreMachine(RuleBasedStateMachine):
     shapes: ClassVar[list[Shape]] = [(HOST, None), (HOST, 200), (1, 200), (None, 200), (HOST, 6)]
     """Pages of HOST and of NVMe, None where there is no such tier."""
 
+    nvme_more: ClassVar[dict[str, object]] = {}
+    """More about NVMe."""
+
     patience_s = PATIENCE_S
     """How long something may take before it counts as hanging."""
 
@@ -94,7 +97,9 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize(data=st.data())
     def open(self, data: st.DataObject) -> None:
         host, nvme = data.draw(st.sampled_from(self.shapes))
-        self.config = tiers(HBM, host, None if nvme is None else self.home, nvme_pages=nvme or 0)
+        self.config = tiers(
+            HBM, host, None if nvme is None else self.home, nvme_pages=nvme or 0, nvme_more=self.nvme_more
+        )
         self.roomy = nvme == 200
         self.reopened = False
         self._open()

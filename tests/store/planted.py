@@ -9,6 +9,7 @@ import pytest
 
 from tierstore import invariants
 from tierstore import store as store_module
+from tierstore.admitting import Admitting
 from tierstore.arrivals import Arrivals
 from tierstore.directory import Directory
 from tierstore.lease import Event, LeaseRecord
@@ -57,7 +58,7 @@ def a_load_is_ready_when_it_is_submitted(patch: pytest.MonkeyPatch) -> None:
 
 def a_failed_page_is_served(patch: pytest.MonkeyPatch) -> None:
     def failed(self: Arrivals, transfer: Transfer, i: int, failure: Failure) -> None:
-        self._arrived(transfer, i, 0)
+        self._arrived(transfer, i, 0, 0.0)
 
     patch.setattr(Arrivals, "_failed", failed)
 
@@ -205,6 +206,26 @@ def a_put_without_it_leaves_the_pages_before_memory_only(patch: pytest.MonkeyPat
     patch.setattr(invariants, "_check_memory_only", lambda _: None)
 
 
+def a_demoted_page_waits_for_admission(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Admitting, "insist", lambda self, keys: None)
+
+
+def a_flushed_page_waits_for_admission(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Admitting, "insist_on_all", lambda self: None)
+
+
+def an_admitted_page_leaves_those_before_it_refused(patch: pytest.MonkeyPatch) -> None:
+    def lift(self: MemoryOnly, limit: int) -> list[PageKey]:
+        lifted = list(self._lifting)
+        self._lifting.clear()
+        self.keys.difference_update(lifted)
+        self.refused.difference_update(lifted)
+        return lifted
+
+    patch.setattr(MemoryOnly, "lift", lift)
+    patch.setattr(invariants, "_check_memory_only", lambda _: None)
+
+
 BUGS_IN_MEMORY: list[Plant] = [
     abort_frees_at_once,
     a_load_is_ready_when_it_is_submitted,
@@ -226,4 +247,10 @@ BUGS_OF_SECRETS: list[Plant] = [
     a_memory_only_page_is_stored,
     a_page_is_memory_only_until_its_first_copy_goes,
     a_put_without_it_leaves_the_pages_before_memory_only,
+]
+
+BUGS_OF_ADMISSION: list[Plant] = [
+    a_demoted_page_waits_for_admission,
+    a_flushed_page_waits_for_admission,
+    an_admitted_page_leaves_those_before_it_refused,
 ]

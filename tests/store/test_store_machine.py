@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.store.admitting_machine import AdmittingMachine, WorthyMachine
 from tests.store.machine import HOST, Shape, StoreMachine
-from tests.store.planted import BUGS_IN_MEMORY, BUGS_OF_SECRETS, BUGS_ON_DISK, Plant
+from tests.store.planted import BUGS_IN_MEMORY, BUGS_OF_ADMISSION, BUGS_OF_SECRETS, BUGS_ON_DISK, Plant
 from tests.store.secret_machine import SecretMachine
 
 QUIET = settings(
@@ -44,6 +45,17 @@ class Secretly(SecretMachine):
     patience_s = 1.0
 
 
+class Admitting(AdmittingMachine):
+    """For bugs of what admission keeps from the disk."""
+
+    patience_s = 1.0
+
+
+@pytest.mark.parametrize("machine", [AdmittingMachine, WorthyMachine])
+def test_whatever_admission_thinks_what_is_asked_for_is_kept(machine: type[AdmittingMachine]) -> None:
+    run_state_machine_as_test(machine, settings=QUIET)
+
+
 def test_any_order_of_calls_stalls_and_failures_keeps_every_promise() -> None:
     run_state_machine_as_test(SecretMachine, settings=QUIET)
 
@@ -59,7 +71,8 @@ def test_where_nothing_is_planted_nothing_is_found(machine: type[StoreMachine]) 
     ("plant", "machine"),
     [(plant, InMemory) for plant in BUGS_IN_MEMORY]
     + [(plant, OnDisk) for plant in BUGS_ON_DISK]
-    + [(plant, Secretly) for plant in BUGS_OF_SECRETS],
+    + [(plant, Secretly) for plant in BUGS_OF_SECRETS]
+    + [(plant, Admitting) for plant in BUGS_OF_ADMISSION],
 )
 def test_a_planted_bug_is_found(
     plant: Plant, machine: type[StoreMachine], monkeypatch: pytest.MonkeyPatch

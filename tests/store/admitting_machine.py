@@ -1,0 +1,52 @@
+"""The store's state machine where not every page is worth a write to the disk."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import ClassVar
+
+from hypothesis.stateful import invariant, precondition, rule
+
+from tests.store.machine import HOST, SEQUENCES, Shape, sequences
+from tests.store.secret_machine import SecretMachine
+from tierstore.types import PageKey, Tier
+
+
+class AdmittingMachine(SecretMachine):
+    """What is asked to be on disk gets there, what goes there by itself takes the pages before it along."""
+
+    shapes: ClassVar[list[Shape]] = [(HOST, 200), (1, 200), (None, 200), (HOST, 6)]
+    nvme_more: ClassVar[dict[str, object]] = {"admission": "second_hit"}
+
+    @precondition(lambda self: self.roomy)
+    @rule(keys=sequences)
+    def send_down(self, keys: list[PageKey]) -> None:
+        """Pages are written and demoted to the disk at once."""
+        self.write(keys)
+        readable = {key for key in keys if self.running.store.match([key]).num_pages}
+        wanted = self.must_be_stored & readable
+        if self.failures_planned or self.events or self.unwritten:
+            return
+        self.running.store.demote(keys, Tier.NVME)
+        self.calm()
+        nvme = self.running.directory.residency.tables[Tier.NVME]
+        assert all(nvme.ready(key) for key in wanted), "a page that was demoted to the disk is not there"
+
+    @invariant()
+    def admission_never_cuts_off_what_is_on_disk(self) -> None:
+        if self.bench is None:
+            return
+        nvme = self.running.directory.residency.tables[Tier.NVME]
+        for keys in SEQUENCES:
+            if not self.tangled.isdisjoint(keys):
+                continue
+            for before, after in pairwise(keys):
+                if nvme.ready(after):
+                    lost = self.running.store.explain([before])[0]["lost"]
+                    assert lost != "not_admitted", "a page on disk lost the one before it"
+
+
+class WorthyMachine(AdmittingMachine):
+    """By expected worth, and with a budget that is soon used up."""
+
+    nvme_more: ClassVar[dict[str, object]] = {"admission": "cost", "daily_writes": "100KiB"}
