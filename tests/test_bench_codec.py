@@ -5,19 +5,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from tests.adapters.tiny import tiny_llama
-from tierstore.bench import kv
+from tierstore.bench import fidelity, kv
 from tierstore.bench.codec import codec_rows
+from tierstore.bench.reading import Reader
 from tierstore.bench.rows import Row
 from tierstore.cli.app import app
+from tierstore.types import PageSpec
 
 
 def tiny_model(folder: Path) -> Path:
@@ -31,20 +36,107 @@ def tiny_model(folder: Path) -> Path:
     return folder
 
 
-def test_bench_codec_tells_every_figure_and_what_it_was_taken_on() -> None:
-    arguments = ["bench", "codec", "--synthetic", "--tokens", "32", "--page-size", "16", "--seconds", "0"]
-    result = CliRunner().invoke(app, [*arguments, "--json"])
+def report_of(*arguments: str) -> dict[str, Any]:
+    """What the command's last line says."""
+    result = CliRunner().invoke(app, ["bench", "codec", *arguments, "--json"])
     assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout.splitlines()[-1])
-    assert set(report) == {"device", "source", "load_average", "rows"}
+    report: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return report
+
+
+def test_bench_codec_tells_every_figure_and_what_it_was_taken_on() -> None:
+    report = report_of("--synthetic", "--tokens", "64", "--page-size", "32", "--seconds", "0")
+    assert set(report) == {"device", "source", "texts", "load_average", "floor", "rows", "exp"}
     assert report["source"].startswith("synthetic bfloat16")
     assert len(report["load_average"]) == 2
-    found = {row["what"]: row["value"] for row in report["rows"]}
+    assert report["floor"] is None
+    rows = {row["codec"]: row for row in report["rows"]}
+    assert tuple(rows) == fidelity.NAMES
+    assert rows["int4"]["ratio"] == 3.2
+    assert rows["none"]["rel_error"] == rows["exp"]["rel_error"] == 0
+    assert all(row["encode_mbps"] > 0 and row["decode_mbps"] > 0 for row in report["rows"])
+    assert all(row["kl"] is None and row["top1"] is None for row in report["rows"])
+    found = {row["what"]: row["value"] for row in report["exp"]}
     assert found["entropy limit"] > found["exp: raw bytes by stored bytes"] > 1.3
     for what in ("encode, a core's own time", "decode, a core's own time"):
         assert found[what] > 0
     for what in ("encode, two threads by one", "decode, two threads by one", "zstandard 1 on the raw page"):
         assert found[what] > 0
+
+
+def test_bench_codec_goes_on_from_what_comes_back(tmp_path: Path) -> None:
+    folder, docs = tiny_model(tmp_path / "model"), tmp_path / "docs"
+    docs.mkdir()
+    for number in range(3):
+        (docs / f"{number}.txt").write_text(f"a licence of {number} words, " * 40)
+    sizes = ["--prefix", "300", "--following", "40", "--page-size", "32", "--tokens", "300", "--seconds", "0"]
+    report = report_of("--model", str(folder), "--docs", str(docs), *sizes)
+    assert len(report["texts"]) == 3
+    assert report["source"] == "model, 0.txt, 288 tokens"
+    rows = {row["codec"]: row for row in report["rows"]}
+    for name in ("none", "exp"):
+        assert (rows[name]["kl"], rows[name]["top1"]) == (0, 1)
+    assert 0 < rows["int8"]["kl"] < rows["int4"]["kl"]
+    assert rows["int8"]["kl"] == rows["int8+zstd"]["kl"]
+    assert 0 < rows["int8"]["rel_error"] < rows["int4"]["rel_error"] < 1
+    assert report["floor"]["kl"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--model", "no-such-folder"], "no-such-folder: no such folder"),
+        (["--synthetic", "--tokens", "16", "--page-size", "16", "--plot", "a.png"], "--plot needs"),
+    ],
+)
+def test_bench_codec_refuses_in_one_line_what_cannot_be_done(arguments: list[str], reason: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "codec", *arguments, "--seconds", "0"])
+    assert result.exit_code == 2
+    assert reason in result.stderr
+
+
+def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    reader = Reader(tiny_model(tmp_path / "model"))
+    with pytest.raises(ValueError, match="11 tokens; 20 and a whole page"):
+        list(fidelity.read(reader, ["a short one"], 16, 4, 16))
+    with pytest.raises(ValueError, match="a whole page"):
+        list(fidelity.read(reader, ["a short one"], 4, 4, 16))
+
+
+def test_a_codec_row_measures_the_error_that_is_there() -> None:
+    """fp8 of 9 is 9 and of 17 is 16: known errors, of K alone."""
+    spec = PageSpec(num_layers=1, page_size=2, num_kv_heads=1, head_dim=2, dtype="bfloat16", model="codec")
+    numbers = np.array([256, 17, 256, 9, 1, 2, 3, 4], dtype=np.float32)
+    page = (numbers.view(np.uint32) >> 16).astype("<u2").view(np.uint8)
+    row = fidelity.codec_row("fp8+zstd", spec, [[page]])
+    assert row.ratio == 1
+    assert row.rel_error == 0  # kept raw: too small to be worth it
+    big = np.tile(page.view("<u2").reshape(1, 2, 2, 2), (1, 1, 100, 1)).reshape(-1).view(np.uint8)
+    spec = PageSpec(num_layers=1, page_size=200, num_kv_heads=1, head_dim=2, dtype="bfloat16", model="codec")
+    row = fidelity.codec_row("fp8", spec, [[big]])
+    assert row.ratio == 1600 / 804
+    assert row.rel_error_v == 0
+    assert row.rel_error_k == pytest.approx((1 / (2 * 256**2 + 17**2 + 9**2)) ** 0.5)
+    assert row.rel_error == pytest.approx((1 / (2 * 256**2 + 17**2 + 9**2 + 30)) ** 0.5)
+
+
+def test_goals_are_of_ratio_and_of_divergence() -> None:
+    row = fidelity.CodecRow("int8+zstd", 2.1, 1, 1, 0, 0, 0, 1.2e-3, 1)
+    assert row.meets(1e-3)
+    assert not row.meets(0.9e-3)
+    assert not replace(row, ratio=2.09).meets(1e-3)
+    assert replace(row, codec="int4", ratio=3.2, kl=1e-2).meets(1e-9)
+    assert not replace(row, codec="int4", ratio=3.2, kl=1.01e-2).meets(1.0)
+    assert replace(row, codec="int8", ratio=0.1, kl=9.0).meets(1e-3)
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from tierstore.bench.plot import draw
+
+    rows = [fidelity.CodecRow("int8", 2.1, 1, 1, 0, 0, 0, kl, 1) for kl in (0.0, 1e-3, None)]
+    draw(rows, 1e-3, "a model", tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").read_text().count("<!-- int8 -->") == 2
 
 
 def test_pages_of_a_model_are_its_own_keys_and_values(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """KV pages to compress: of a real model where one is prepared, else synthetic ones, and words for which they are."""
 
-# transformers leaves some of its functions untyped:
-# mypy: allow-untyped-calls
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -14,7 +12,10 @@ from tierstore.types import PageSpec
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
     from numpy.typing import NDArray
+
+    from tierstore.bench.reading import Reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +44,27 @@ def synthetic(tokens: int, page_size: int) -> Sample:
 def of_model(folder: Path, text: Path, tokens: int, page_size: int) -> Sample:
     """K and V that the model in ``folder`` computes in bfloat16 for the first ``tokens`` tokens of ``text``.
 
-    Full-attention decoder models only. OSError if a file cannot be read; nothing is downloaded.
+    OSError if a file cannot be read or has no full page; nothing is downloaded.
     """
-    import torch  # a second or more, and not for synthetic pages
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    from tierstore.bench.reading import Reader  # imports torch: a second or more, and not for synthetic pages
 
-    logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.bfloat16).eval()
     words = text.read_text(encoding="utf-8", errors="replace")
-    ids = tokenizer(words, return_tensors="pt", truncation=True, max_length=tokens).input_ids
-    with torch.inference_mode():
-        layers = model(ids, use_cache=True, logits_to_keep=1)["past_key_values"].layers
-        kv = torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in layers])
+    return sample(Reader(folder), text.name, words, tokens, page_size)
+
+
+def sample(reader: Reader, name: str, text: str, tokens: int, page_size: int) -> Sample:
+    """The full pages of what ``reader`` makes of the first ``tokens`` tokens of ``text``. OSError if there is none."""
+    ids = reader.tokens(text, tokens)
+    spec, pages = paged(reader.read(ids), page_size, reader.name)
+    if not pages:
+        raise OSError(f"{name} has {ids.shape[1]} tokens; a page takes {page_size}")
+    return Sample(spec, pages, f"{reader.name}, {name}, {len(pages) * page_size} tokens")
+
+
+def paged(kv: torch.Tensor, page_size: int, model: str) -> tuple[PageSpec, list[NDArray[np.uint8]]]:
+    """The full pages of ``kv``, bfloat16 ``[layers, 2, heads, tokens, head_dim]``."""
+    import torch
+
     numbers = (
         kv.transpose(2, 3).contiguous().view(torch.int16).numpy()
     )  # [layers, 2, tokens, heads, head_dim]
@@ -66,12 +74,18 @@ def of_model(folder: Path, text: Path, tokens: int, page_size: int) -> Sample:
         num_kv_heads=numbers.shape[3],
         head_dim=numbers.shape[4],
         dtype="bfloat16",
-        model=folder.name,
+        model=model,
     )
-    pages = [
+    starts = range(0, numbers.shape[2] - page_size + 1, page_size)
+    return spec, [
         np.ascontiguousarray(numbers[:, :, start : start + page_size]).reshape(-1).view(np.uint8)
-        for start in range(0, numbers.shape[2] - page_size + 1, page_size)
+        for start in starts
     ]
-    if not pages:
-        raise OSError(f"{text} has {numbers.shape[2]} tokens; a page takes {page_size}")
-    return Sample(spec, pages, f"{folder.name}, {text.name}, {len(pages) * page_size} tokens")
+
+
+def unpaged(spec: PageSpec, pages: list[NDArray[np.uint8]]) -> torch.Tensor:
+    """The tensor that ``paged`` was given, of full pages."""
+    import torch
+
+    numbers = np.concatenate([page.view(np.int16).reshape(spec.shape) for page in pages], axis=2)
+    return torch.from_numpy(numbers).view(torch.bfloat16).transpose(2, 3).contiguous()

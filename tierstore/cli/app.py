@@ -14,6 +14,7 @@ from rich.text import Text
 
 from tierstore.cli.bench import bench
 from tierstore.cli.bench_card import arena, copy
+from tierstore.cli.bench_codec import codec
 from tierstore.cli.compare import compare
 from tierstore.cli.data import inspect, purge, verify
 from tierstore.cli.output import Json, print_json
@@ -29,7 +30,7 @@ app = typer.Typer(
 )
 for command in (demo, compare, plan, inspect, verify, purge):
     app.command()(command)
-for measurement in (copy, arena):
+for measurement in (codec, copy, arena):
     bench.command()(measurement)
 app.add_typer(bench, name="bench")
 

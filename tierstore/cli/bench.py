@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,7 +16,6 @@ from tierstore.cli.output import Json, print_json, progress, refusals
 from tierstore.units import format_size, parse_size
 
 if TYPE_CHECKING:
-    from tierstore.bench.kv import Sample
     from tierstore.bench.nvme import DiskRow
     from tierstore.bench.rows import Row
     from tierstore.bench.ticks import Stalls
@@ -63,33 +61,6 @@ def core(
         progress.print(f"a catalogue of {records} records")
         found += catalogue.reopen(records, Path(folder) / "reopened")
     _show(rows.device(), found, as_json)
-
-
-@bench.command()
-def codec(
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the text whose KV is compressed.")] = 3072,
-    page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page.")] = 64,
-    seconds: Annotated[float, typer.Option(min=0.0, help="Of one run; there are 28.")] = 0.25,
-    model: Annotated[
-        Path | None, typer.Option(help="Folder of a model; else the demo's, if it is prepared.")
-    ] = None,
-    text: Annotated[Path, typer.Option(help="What the model reads.")] = Path(
-        "/usr/share/common-licenses/GPL-3"
-    ),
-    synthetic: Annotated[bool, typer.Option("--synthetic", help="Made-up pages, no model.")] = False,
-    as_json: Json = False,
-) -> None:
-    """The lossless codec on real KV: ratio beside the entropy limit, rates a core, two threads against one."""
-    from tierstore.bench import codec as measured
-    from tierstore.bench import rows
-
-    before = rows.load_average()
-    with refusals(as_json):
-        sample = _kv(tokens, page_size, None if synthetic else model, text, synthetic)
-        progress.print(f"{len(sample.pages)} pages of {sample.spec.page_nbytes} bytes: {sample.source}")
-        found = measured.codec_rows(sample, seconds)
-    facts = {"source": sample.source, "load_average": [before, rows.load_average()]}
-    _show(rows.device(), found, as_json, facts)
 
 
 @bench.command()
@@ -205,28 +176,15 @@ def _show_disk(
         )
 
 
-def _kv(tokens: int, page_size: int, model: Path | None, text: Path, synthetic: bool) -> Sample:
-    """Pages of the model asked for, or of the demo's where it is prepared and there is a text; else synthetic ones."""
-    from tierstore.bench import kv
-    from tierstore.demo.known import SMOLLM2
-    from tierstore.demo.model import is_prepared, prepared_folder
-
-    folder = model or prepared_folder(SMOLLM2)
-    if synthetic or (model is None and not (is_prepared(folder) and text.is_file())):
-        return kv.synthetic(tokens, page_size)
-    progress.print(f"computing KV of {text} with {folder.name}")
-    return kv.of_model(folder, text, tokens, page_size)
-
-
-def _show(
-    device: str, found: list[Row], as_json: bool, facts: Mapping[str, object] = MappingProxyType({})
-) -> None:
-    table = Table("what", "found", "", "goal", "", box=None, header_style="bold", title=device)
+def table_of(title: str, found: Sequence[Row]) -> Table:
+    """A line a figure."""
+    table = Table("what", "found", "", "goal", "", box=None, header_style="bold", title=title)
     for row in found:
         table.add_row(row.what, f"{row.value:.2f}", row.unit, row.goal_text, "" if row.ok else "missed")
-    console = Console()
-    console.print(table)
-    for name, value in facts.items():
-        console.print(f"{name.replace('_', ' ')}: {value}")
+    return table
+
+
+def _show(device: str, found: list[Row], as_json: bool) -> None:
+    Console().print(table_of(device, found))
     if as_json:
-        print_json({"device": device, **facts, "rows": [row.plain() for row in found]})
+        print_json({"device": device, "rows": [row.plain() for row in found]})

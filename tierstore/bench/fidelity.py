@@ -1,0 +1,240 @@
+"""What codecs cost and change: ratio, rates, error of the numbers, and how far a model's next words move.
+
+A text's first tokens are read, their K and V encoded and decoded, and the text goes on from those: the distributions of
+each next token are held against those from the K and V as they were (mean Kullback-Leibler divergence, and how often
+the likeliest token is the same). The floor is what bfloat16 itself does to them: the same tokens read in pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from time import thread_time
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from tierstore import codecs
+from tierstore.layout import PageLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    import torch
+    from numpy.typing import NDArray
+
+    from tierstore.bench.reading import Reader
+    from tierstore.types import PageSpec
+
+    Bytes = NDArray[np.uint8]
+
+PIECE = 256
+"""Tokens read at a time for the floor."""
+
+NAMES = tuple(codecs.LOSS_CLASSES)
+"""What is measured: every codec."""
+
+_MOST_TIMED = 16
+_ROUNDS = 5
+
+
+class Goal(NamedTuple):
+    """At least this ratio, at most this divergence: nats, or times the floor."""
+
+    ratio: float
+    kl: float | None = None
+    floors: float | None = None
+
+    @property
+    def text(self) -> str:
+        """In words of arithmetic."""
+        ratio = f"ratio >= {self.ratio:g}"
+        if self.floors is not None:
+            return f"{ratio}, KL <= {self.floors:g} floors"
+        return ratio if self.kl is None else f"{ratio}, KL <= {self.kl:g}"
+
+
+GOALS = {
+    "exp": Goal(1.45, 0.0),
+    "fp8": Goal(2.0),
+    "fp8+zstd": Goal(2.3),
+    "int8+zstd": Goal(2.1, floors=1.2),
+    "k8v4": Goal(2.3, 4e-3),
+    "int4": Goal(3.2, 1e-2),
+}
+"""What is asked of a codec on SmolLM2's K and V."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodecRow:
+    """One codec on all texts together. Rates: MB of page bytes a second of a core's own time.
+
+    ``rel_error``: norm of the errors by the norm of the numbers, K and V together, and of each. ``kl`` in nats, a mean
+    over all tokens; ``kl`` and ``top1`` are None where no model goes on.
+    """
+
+    codec: str
+    ratio: float
+    encode_mbps: float
+    decode_mbps: float
+    rel_error: float
+    rel_error_k: float
+    rel_error_v: float
+    kl: float | None
+    top1: float | None
+
+    def plain(self) -> dict[str, object]:
+        """For JSON; ratios to three places."""
+        return asdict(self) | {"ratio": round(self.ratio, 3)}
+
+    def meets(self, floor: float | None) -> bool:
+        """Whether the codec's goal, if it has one, is met. A ratio counts to three places."""
+        goal = GOALS.get(self.codec, Goal(0.0))
+        if round(self.ratio, 3) < goal.ratio:
+            return False
+        if self.kl is None:
+            return True
+        most = goal.kl if goal.floors is None or floor is None else goal.floors * floor
+        return most is None or self.kl <= most
+
+
+class Distance(NamedTuple):
+    """Of two runs over the same tokens."""
+
+    kl: float
+    top1: float
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A text read: its K and V in pages, what followed, and the distributions over it."""
+
+    spec: PageSpec
+    pages: list[Bytes]
+    after: torch.Tensor
+    expected: torch.Tensor
+
+
+def read(
+    reader: Reader, texts: Iterable[str], prefix: int, following: int, page_size: int
+) -> Iterator[tuple[Case, Distance]]:
+    """Each text as a case, and its floor: the same tokens read ``PIECE`` at a time.
+
+    ``prefix`` is rounded down to whole pages. ValueError for a text of fewer tokens.
+    """
+    from tierstore.bench.kv import paged
+
+    prefix -= prefix % page_size
+    for text in texts:
+        ids = reader.tokens(text, prefix + following)
+        if prefix < 1 or ids.shape[1] < prefix + following:
+            raise ValueError(
+                f"a text has {ids.shape[1]} tokens; {prefix + following} and a whole page are needed"
+            )
+        before, after = ids[:, :prefix], ids[:, prefix:]
+        kv = reader.read(before)
+        expected = reader.go_on(kv, after)
+        in_pieces = reader.go_on(reader.read(before, PIECE), after)
+        spec, pages = paged(kv, page_size, reader.name)
+        yield Case(spec, pages, after, expected), distance(expected, in_pieces)
+
+
+def distance(expected: torch.Tensor, found: torch.Tensor) -> Distance:
+    """Between log-probabilities ``[tokens, vocabulary]``."""
+    kl = (expected.exp() * (expected - found)).sum(dim=-1)
+    same = expected.argmax(dim=-1) == found.argmax(dim=-1)
+    return Distance(float(kl.mean()), float(same.float().mean()))
+
+
+def mean(distances: Sequence[Distance]) -> Distance:
+    """Of runs over as many tokens each."""
+    return Distance(*(float(np.mean(each)) for each in zip(*distances, strict=True)))
+
+
+def codec_row(
+    name: str,
+    spec: PageSpec,
+    texts: Sequence[list[Bytes]],
+    reader: Reader | None = None,
+    cases: Sequence[Case] = (),
+) -> CodecRow:
+    """One codec on the pages of each text; with ``reader`` and ``cases``, each text goes on from what comes back."""
+    both = _Both(name, PageLayout.of(spec))
+    stored, squares, found = 0, np.zeros((2, 2)), []
+    for number, pages in enumerate(texts):
+        back = [np.empty_like(page) for page in pages]
+        for page, decoded in zip(pages, back, strict=True):
+            payload = both.encode(page)
+            stored += payload.nbytes
+            both.decode(payload, decoded)
+            squares += _squares(spec, page, decoded)
+        if reader is not None:
+            found.append(_moved(reader, cases[number], back))
+    moved = mean(found) if found else None
+    errors = np.sqrt(squares[0] / np.maximum(squares[1], 1e-300))
+    rates = _rates(both, [page for pages in texts for page in pages][:_MOST_TIMED])
+    return CodecRow(
+        name,
+        sum(page.nbytes for pages in texts for page in pages) / stored,
+        *rates,
+        float(np.sqrt(squares[0].sum() / max(squares[1].sum(), 1e-300))),
+        float(errors[0]),
+        float(errors[1]),
+        *(moved or (None, None)),
+    )
+
+
+def _moved(reader: Reader, case: Case, pages: list[Bytes]) -> Distance:
+    from tierstore.bench.kv import unpaged
+
+    return distance(case.expected, reader.go_on(unpaged(case.spec, pages), case.after))
+
+
+class _Both:
+    """Encoder and decoder of one codec, for one thread; "none" copies."""
+
+    def __init__(self, name: str, layout: PageLayout) -> None:
+        self._encoder, self._decoder = codecs.encoder(name, layout), codecs.decoder(name, layout)
+        self._out = np.empty(layout.blob_nbytes, dtype=np.uint8)
+
+    def encode(self, page: Bytes) -> Bytes:
+        """The payload in scratch, or the page where it is kept raw."""
+        if self._encoder is None:
+            np.copyto(self._out, page)
+            return self._out
+        length = self._encoder.encode(page, self._out)
+        return page if length is None else self._out[:length]
+
+    def decode(self, stored: Bytes, page: Bytes) -> None:
+        """Fill ``page`` from what ``encode`` gave."""
+        if self._decoder is None or stored.nbytes == page.nbytes:
+            np.copyto(page, stored)
+        else:
+            self._decoder.decode(stored, page)
+
+
+def _squares(spec: PageSpec, page: Bytes, back: Bytes) -> NDArray[np.float64]:
+    """Sums of the squares of errors and of numbers, ``[2, K and V]``. bfloat16 pages."""
+    numbers, found = _numbers(spec, page), _numbers(spec, back)
+    axes = (0, 2, 3, 4)
+    return np.stack([np.square(found - numbers).sum(axes), np.square(numbers).sum(axes)])
+
+
+def _numbers(spec: PageSpec, page: Bytes) -> NDArray[np.float64]:
+    bits = page.view("<u2").astype(np.uint32) << 16
+    return bits.view(np.float32).astype(np.float64).reshape(spec.shape)
+
+
+def _rates(both: _Both, pages: list[Bytes]) -> tuple[float, float]:
+    """MB a second of encoding and of decoding, the best of some runs."""
+    stored, back = [both.encode(page).copy() for page in pages], np.empty_like(pages[0])
+    nbytes = sum(page.nbytes for page in pages)
+    encoding = min(_seconds(pages, both.encode) for _ in range(_ROUNDS))
+    decoding = min(_seconds(stored, lambda each: both.decode(each, back)) for _ in range(_ROUNDS))
+    return nbytes / encoding / 1e6, nbytes / decoding / 1e6
+
+
+def _seconds(pieces: list[Bytes], act: Callable[[Bytes], object]) -> float:
+    begin = thread_time()
+    for piece in pieces:
+        act(piece)
+    return max(thread_time() - begin, 1e-9)

@@ -1,0 +1,189 @@
+"""``bench codec``: what each codec saves, how fast it is, and how far it moves a real model."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tierstore.cli.bench import table_of
+from tierstore.cli.output import Json, print_json, progress, refusals
+from tierstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tierstore.bench.fidelity import CodecRow, Distance
+    from tierstore.bench.kv import Sample
+    from tierstore.bench.reading import Reader
+    from tierstore.bench.rows import Row
+
+LICENCES = ("GPL-3", "GFDL-1.3", "MPL-2.0")
+"""The texts that are read where there are no others: 7.6K, 5.2K and 3.7K tokens of SmolLM2."""
+
+
+def codec(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="smollm2, gemma3 or a model's folder; else smollm2 if it is prepared, else no model."
+        ),
+    ] = None,
+    docs: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text files or folders instead of three of this machine's licences."),
+    ] = None,
+    prefix: Annotated[int, typer.Option(min=1, help="Tokens of each text whose KV is encoded.")] = 2048,
+    following: Annotated[int, typer.Option(min=1, help="Tokens after them that the model reads.")] = 256,
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page.")] = 64,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of the first text for the figures of exp.")
+    ] = 3072,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Of one run for exp's rates; there are 28.")] = 0.25,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw ratio against divergence into this file: .png, .svg, .pdf.")
+    ] = None,
+    synthetic: Annotated[bool, typer.Option("--synthetic", help="Made-up pages, no model.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Each codec on real KV: ratio, rates a core, error, and how far a model's next tokens move; then exp in detail.
+
+    Without a model the pages are made up, and what a model would say is left out.
+    """
+    from tierstore.bench import codec as measured
+    from tierstore.bench import rows
+
+    before = rows.load_average()
+    with refusals(as_json):
+        _plottable(plot)
+        folder = None if synthetic else _folder(model)
+        if folder is None:
+            sample, names, floor, found = _made_up(tokens, page_size)
+        else:
+            sample, names, floor, found = _of_model(
+                folder, docs or [], (prefix, following, page_size, tokens)
+            )
+        progress.print(f"exp in detail: {sample.source}")
+        details = measured.codec_rows(sample, seconds)
+        if plot is not None:
+            _draw(found, floor, f"{sample.spec.model}: {', '.join(names)}", plot)
+    facts = {"source": sample.source, "texts": names, "load_average": [before, rows.load_average()]}
+    _show(rows.device(), found, floor, details, facts, as_json)
+
+
+def _plottable(plot: Path | None) -> None:
+    if plot is not None and find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'tierstore[plot]'")
+
+
+def _draw(found: list[CodecRow], floor: Distance | None, source: str, plot: Path) -> None:
+    from tierstore.bench.plot import draw
+
+    if floor is None:
+        raise ConfigError("--plot needs a model: made-up pages move none")
+    try:
+        draw(found, floor.kl, source, plot)
+    except ValueError as error:
+        raise ConfigError(f"--plot {plot}: {error}") from error
+
+
+def _folder(model: str | None) -> Path | None:
+    """The model's folder; None where none was asked for and none is prepared."""
+    from tierstore.demo.known import KNOWN, SMOLLM2
+    from tierstore.demo.model import ModelError, is_prepared, prepare_model, prepared_folder
+
+    if model is None:
+        folder = prepared_folder(SMOLLM2)
+        return folder if is_prepared(folder) else None
+    try:
+        folder = prepare_model(progress.print, known=KNOWN[model]) if model in KNOWN else Path(model)
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
+    if not folder.is_dir():
+        raise ConfigError(f"--model {model}: no such folder; known models: {', '.join(KNOWN)}")
+    return folder
+
+
+def _made_up(tokens: int, page_size: int) -> tuple[Sample, list[str], None, list[CodecRow]]:
+    from tierstore.bench import fidelity, kv
+
+    sample = kv.synthetic(tokens, page_size)
+    progress.print(f"{len(sample.pages)} pages of {sample.spec.page_nbytes} bytes: {sample.source}")
+    found = [fidelity.codec_row(name, sample.spec, [sample.pages]) for name in fidelity.NAMES]
+    return sample, [], None, found
+
+
+def _of_model(
+    folder: Path, docs: list[Path], sizes: tuple[int, int, int, int]
+) -> tuple[Sample, list[str], Distance, list[CodecRow]]:
+    from tierstore.bench import fidelity, kv
+    from tierstore.bench.reading import Reader
+
+    prefix, following, page_size, tokens = sizes
+    progress.print(f"{folder.name}: loading")
+    reader = Reader(folder)
+    texts = _texts(reader, docs, prefix + following)
+    try:
+        read = list(fidelity.read(reader, texts.values(), prefix, following, page_size))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    cases, floor = [case for case, _ in read], fidelity.mean([found for _, found in read])
+    progress.print(f"{', '.join(texts)}: {prefix} tokens each, then {following}")
+    progress.print(f"floor, read in pieces of {fidelity.PIECE}: KL {floor.kl:.2e}, top-1 {floor.top1:.3f}")
+    found = []
+    for name in fidelity.NAMES:
+        found.append(fidelity.codec_row(name, cases[0].spec, [case.pages for case in cases], reader, cases))
+        progress.print(f"{name}: ratio {found[-1].ratio:.3f}, KL {found[-1].kl:.2e}")
+    first, text = next(iter(texts.items()))
+    return kv.sample(reader, first, text, tokens, page_size), list(texts), floor, found
+
+
+def _texts(reader: Reader, docs: list[Path], tokens: int) -> dict[str, str]:
+    """Three texts by their names: the licences, or what is found, in ``docs`` or on this machine."""
+    from tierstore.demo.documents import COMMON_LICENCES, DocumentError, find_documents
+
+    files = [COMMON_LICENCES / name for name in LICENCES]
+    if not docs and all(file.is_file() for file in files):
+        return {file.name: file.read_text(encoding="utf-8") for file in files}
+    try:
+        found = find_documents(reader.tokenizer, len(LICENCES), tokens, 2 * tokens, docs)
+    except DocumentError as error:
+        raise ConfigError(str(error)) from error
+    return {document.name: document.text for document in found}
+
+
+def _show(
+    device: str,
+    found: list[CodecRow],
+    floor: Distance | None,
+    details: list[Row],
+    facts: Mapping[str, object],
+    as_json: bool,
+) -> None:
+    from tierstore.bench.fidelity import GOALS
+
+    kl = None if floor is None else floor.kl
+    columns = ("codec", "ratio", "encode MB/s", "decode MB/s", "error K", "error V", "KL", "top-1", "goal")
+    table = Table(*columns, "", box=None, header_style="bold", title=device)
+    for row in found:
+        moved = ("", "") if row.kl is None else (f"{row.kl:.2e}", f"{row.top1:.3f}")
+        rates = (f"{row.ratio:.3f}", f"{row.encode_mbps:.0f}", f"{row.decode_mbps:.0f}")
+        goal = GOALS[row.codec].text if row.codec in GOALS else ""
+        errors = (f"{row.rel_error_k:.4f}", f"{row.rel_error_v:.4f}")
+        table.add_row(row.codec, *rates, *errors, *moved, goal, "" if row.meets(kl) else "missed")
+    console = Console()
+    console.print(table)
+    if floor is not None:
+        console.print(f"floor, the same tokens read in pieces: KL {floor.kl:.2e}, top-1 {floor.top1:.3f}")
+    console.print(table_of("exp in detail", details))
+    for name, value in facts.items():
+        console.print(f"{name.replace('_', ' ')}: {value}")
+    if as_json:
+        rows = [row.plain() for row in found]
+        told = None if floor is None else floor._asdict()
+        exp = [row.plain() for row in details]
+        print_json({"device": device, **facts, "floor": told, "rows": rows, "exp": exp})
