@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from tierstore.cli import probes
 from tierstore.config import config_schema, load_config
 from tierstore.keys import page_keys
+from tierstore.nvme import direct
 from tierstore.nvme.tier import NvmeTier
 from tierstore.store import TierStore
 from tierstore.types import PageKey, PageSpec, Tier, Transfer
@@ -65,6 +67,15 @@ def test_doctor_names_what_the_machine_gives(tmp_path: Path) -> None:
     assert checks["disk"]["value"].startswith(str(tmp_path))
     assert {"Python", "host memory", "memlock limit", "LMDB", "O_DIRECT"} <= set(checks)
     assert all(check["why"] for check in report["checks"] if check["state"] != "ok")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_says_what_auto_finds_of_the_disk(tmp_path: Path) -> None:
+    if not direct.works(tmp_path):
+        pytest.skip("no O_DIRECT here")
+    checks = {check.name: check.value for check in probes.disk_speed(tmp_path)}
+    assert re.fullmatch(r"[0-9.]+ GB/s; nvme.payload auto: (lmdb|extents)", checks["disk writes"])
+    assert re.fullmatch(r"[0-9.]+ GB/s; nvme.readers auto: [1248]", checks["disk reads"])
     assert list(tmp_path.iterdir()) == []
 
 

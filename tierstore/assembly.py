@@ -224,6 +224,7 @@ def _open_nvme(config: NvmeConfig, layout: PageLayout, wake: Callable[[], None])
         page_nbytes=layout.blob_nbytes,
         wake=wake,
         description={"groups": [asdict(spec) for spec in layout.specs]},
+        readers=None if config.readers == "auto" else config.readers,
         timeout_s=config.timeout,
         payload=config.payload,
         codec=config.codec,

@@ -7,7 +7,7 @@ later version understands is refused.
     page_size                                tokens of a page; optional, the PageSpec knows it
     hbm:      capacity device policy owner   the fastest tier: a CUDA device, or "cpu" without one
     host:     capacity pin policy codec      host memory
-    nvme:     path capacity codec payload admission daily_writes flush timeout policy
+    nvme:     path capacity codec payload admission daily_writes flush timeout readers policy
     prefetch: max_in_flight share_of_host    limits of the prefetcher
 """
 
@@ -25,7 +25,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, Wi
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from tierstore.errors import ConfigError
-from tierstore.units import parse_seconds, parse_share, parse_size
+from tierstore.units import MOST_READERS, parse_readers, parse_seconds, parse_share, parse_size
 
 
 def _tokens(value: object) -> int:
@@ -64,6 +64,13 @@ Seconds = Annotated[
     WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0, "maximum": 3600}, _QUANTITY]}),
 ]
 Share = Annotated[float, BeforeValidator(parse_share), WithJsonSchema(_SHARE)]
+Readers = Annotated[
+    int | Literal["auto"],
+    BeforeValidator(parse_readers),
+    WithJsonSchema(
+        {"anyOf": [_COUNT | {"maximum": MOST_READERS}, _TEXT | {"pattern": "^(auto|[1-9][0-9]?)$"}]}
+    ),
+]
 Tokens = Annotated[int, BeforeValidator(_tokens), WithJsonSchema(_COUNT | {"maximum": 999999})]
 Device = Annotated[str, BeforeValidator(_device), WithJsonSchema(_TEXT | {"pattern": _DEVICE})]
 Directory = Annotated[Path, BeforeValidator(_directory), WithJsonSchema(_TEXT | {"minLength": 1})]
@@ -107,7 +114,8 @@ class HostConfig(_Section):
 
 class NvmeConfig(_Section):
     """``capacity``: everything on disk. ``path``: made absolute at load. ``flush``: seconds a write may wait;
-    ``timeout``: seconds a read or a batch of writes may take before nobody waits for it.
+    ``timeout``: seconds a read or a batch of writes may take before nobody waits for it;
+    ``readers``: threads that read; "auto" asks the disk when a directory of 1 GiB or more is made, and is 2 else.
 
     ``codec``: "exp" stores the exponents of 16-bit pages compressed, losslessly, in LMDB alone. ``payload``: where page
     bytes are, LMDB or extent files; "auto" keeps what is there, and else asks the disk. ``admission``: which pages go
@@ -122,6 +130,7 @@ class NvmeConfig(_Section):
     daily_writes: Size | None = None
     flush: Seconds = 0.2
     timeout: Seconds = 10.0
+    readers: Readers = "auto"
     policy: Policy = "lru"
 
 

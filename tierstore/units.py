@@ -8,12 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from decimal import Decimal
+from typing import Literal
 
 _QUANTITY = re.compile(r"((?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z]*)")
 _SIZES = {"": Decimal(1), "b": Decimal(1)}
 _SIZES |= {f"{prefix}b": Decimal(1000**power) for power, prefix in enumerate("kmgtp", 1)}
 _SIZES |= {f"{prefix}ib": Decimal(1024**power) for power, prefix in enumerate("kmgtp", 1)}
 _TIMES = {"": Decimal(1), "us": Decimal("1e-6"), "ms": Decimal("1e-3"), "s": Decimal(1), "min": Decimal(60)}
+MOST_READERS = 64
+
 _SIZE_ALLOWED = 'a size of 1 byte to 8 EiB, such as 1048576, "1e9", "10GB" or "24GiB"'
 _TIME_ALLOWED = 'a time above 0 and up to an hour, such as 2, "1.5s" or "200ms"'
 _SHARE_ALLOWED = "a number above 0 and up to 1"
@@ -41,6 +44,16 @@ def parse_share(value: object) -> float:
     if not 0 < share <= 1:
         raise ValueError(_SHARE_ALLOWED)
     return share
+
+
+def parse_readers(value: object) -> int | Literal["auto"]:
+    """A number of threads, or "auto"."""
+    text = str(value)
+    if text == "auto":
+        return "auto"
+    if isinstance(value, bool) or re.fullmatch("[1-9][0-9]?", text) is None or int(text) > MOST_READERS:
+        raise ValueError(f"'auto', or 1 to {MOST_READERS}")
+    return int(text)
 
 
 def format_size(nbytes: int) -> str:

@@ -86,6 +86,7 @@ class Rig:
         shard: int = 0,
         payload: str | None = None,
         timeout_s: float = PATIENCE_S,
+        readers: int | None = None,
         codec: Literal["none", "exp"] = "none",
         geometry: Geometry | None = None,
     ) -> None:
@@ -104,6 +105,7 @@ class Rig:
             description={"model": "test"},
             payload=payload or default_payload,
             timeout_s=timeout_s,
+            readers=readers,
             codec=codec,
             geometry=geometry,
         )

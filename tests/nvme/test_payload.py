@@ -11,12 +11,15 @@ import pytest
 from tests.nvme.rig import (
     CAPACITY,
     FINGERPRINT,
+    PAGE,
     Rig,
     data_file,
     extent_files,
     on_disk,
 )
-from tierstore.nvme import direct, opening
+from tests.nvme.watch import Calls
+from tests.support.sick_disk import Failing
+from tierstore.nvme import direct, opening, probe
 from tierstore.nvme.inspection import inspect, purge, verify
 
 
@@ -54,33 +57,106 @@ def test_the_other_payload_starts_anew_with_one_warning_and_auto_keeps_what_is_t
     assert on_disk(home) <= CAPACITY
 
 
+class Disk:
+    """In the place of the probe: a disk of these rates, or without direct transfers."""
+
+    def __init__(self, write: float | None, reads: dict[int, float] | None = None) -> None:
+        self.asked: list[int] = []
+        self._write = write
+        self._reads = reads or {1: 1e9, 2: 1e9}
+
+    def __call__(self, directory: Path, page_nbytes: int) -> probe.Rates:
+        self.asked.append(page_nbytes)
+        if self._write is None:
+            raise OSError(errno.EINVAL, "no such thing")
+        return probe.Rates(self._write, self._reads)
+
+
 @pytest.mark.parametrize(("rate", "payload"), [(1e8, "lmdb"), (1e10, "extents"), (None, "lmdb")])
 def test_auto_asks_the_disk_of_a_new_directory_that_is_worth_it(
     tmp_path: Path, rate: float | None, payload: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
-
-    def write_rate(directory: Path, nbytes: int) -> float:
-        asked.append(nbytes)
-        if rate is None:
-            raise OSError(errno.EINVAL, "no such thing")
-        return rate
-
-    monkeypatch.setattr(direct, "write_rate", write_rate)
+    disk = Disk(rate)
+    monkeypatch.setattr(probe, "ask", disk)
     for _ in range(2):
         rig = Rig(tmp_path / "home", capacity=opening._WORTH_PROBING, payload="auto")
         assert rig.tier.stats()["payload"] == payload
         assert rig.write([0]).ok
         rig.close()
-    assert asked == [32 << 20]
+    assert disk.asked == [PAGE]
     Rig(tmp_path / "small", payload="auto").close()
-    assert asked == [32 << 20]
+    assert disk.asked == [PAGE]
+
+
+@pytest.mark.parametrize("payload", ["auto", "lmdb", "extents"])
+def test_a_new_directory_gets_as_many_readers_as_its_disk_needs_and_keeps_them(
+    tmp_path: Path, payload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(1e9, {1: 0.4e9, 2: 0.8e9, 4: 0.96e9, 8: 1e9})
+    monkeypatch.setattr(probe, "ask", disk)
+    for _ in range(2):
+        rig = Rig(tmp_path / "home", capacity=opening._WORTH_PROBING, payload=payload)
+        assert rig.tier.stats()["readers"] == 4
+        assert rig.write(range(9)).ok
+        assert rig.present(range(9)) == set(range(9))
+        rig.close()
+    assert disk.asked == [PAGE]
+    rig = Rig(tmp_path / "home", capacity=opening._WORTH_PROBING, payload=payload, readers=3)
+    assert rig.tier.stats()["readers"] == 3
+    rig.close()
+    rig = Rig(tmp_path / "home", capacity=opening._WORTH_PROBING, payload=payload)
+    assert rig.tier.stats()["readers"] == 4
+    rig.close()
+    assert disk.asked == [PAGE]
+
+
+def test_readers_that_are_given_ask_nothing_and_a_disk_that_tells_nothing_gets_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(None)
+    monkeypatch.setattr(probe, "ask", disk)
+    rig = Rig(tmp_path / "given", capacity=opening._WORTH_PROBING, payload="lmdb", readers=5)
+    assert rig.tier.stats()["readers"] == 5
+    rig.close()
+    assert disk.asked == []
+    for _ in range(2):  # a directory without the figure is not asked later: the disk may be full by then
+        rig = Rig(tmp_path / "home", capacity=opening._WORTH_PROBING, payload="lmdb")
+        assert rig.tier.stats()["readers"] == opening.DEFAULT_READERS == 2
+        rig.close()
+    assert disk.asked == [PAGE]
+
+
+@pytest.mark.parametrize(
+    ("reads", "readers"),
+    [
+        ({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}, 1),
+        ({1: 0.94, 2: 0.95, 4: 1.0, 8: 0.9}, 2),
+        ({1: 0.2, 2: 0.4, 4: 0.7, 8: 1.0}, 8),
+        ({1: 0.8, 2: 1.0, 4: 0.6, 8: 0.5}, 2),
+    ],
+)
+def test_the_fewest_threads_that_read_nearly_as_fast_as_any_are_enough(
+    reads: dict[int, float], readers: int
+) -> None:
+    assert probe.Rates(1.0, reads).readers == readers
 
 
 def test_the_probe_leaves_nothing_behind(tmp_path: Path) -> None:
     if not direct.works(tmp_path):
         pytest.skip("no O_DIRECT here")
-    assert direct.write_rate(tmp_path, 1 << 20) > 0
+    rates = probe.ask(tmp_path, PAGE)
+    assert rates.write > 0
+    assert set(rates.reads) == {1, 2, 4, 8}
+    assert min(rates.reads.values()) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_probe_tells_of_reads_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not direct.works(tmp_path):
+        pytest.skip("no O_DIRECT here")
+    monkeypatch.setattr(probe, "os", Calls(preadv=Failing()))
+    with pytest.raises(OSError, match="Input/output error"):
+        probe.ask(tmp_path, PAGE)
     assert list(tmp_path.iterdir()) == []
 
 

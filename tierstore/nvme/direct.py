@@ -6,7 +6,6 @@ import fcntl
 import mmap
 import os
 from pathlib import Path
-from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +14,6 @@ from tierstore.nvme.home import PROBE_FILE
 
 BLOCK = 4096
 """Offsets, lengths and addresses of direct transfers are multiples of this."""
-
-_CHUNK = 4 << 20
 
 
 def padded(nbytes: int) -> int:
@@ -44,7 +41,7 @@ def works(directory: Path) -> bool:
 
     False for any refusal and for bytes that differ. OSError if no file can be made there at all.
     """
-    fd = _probe_file(directory)
+    fd = probe_file(directory)
     try:
         return round_trip(fd)
     except OSError:
@@ -66,27 +63,8 @@ def round_trip(fd: int) -> bool:
     return got == 2 * BLOCK and bool(np.array_equal(written, found))
 
 
-def write_rate(directory: Path, nbytes: int) -> float:
-    """Bytes a second at which ``nbytes`` go directly into a preallocated file in ``directory``, fdatasync included.
-
-    The file is gone afterwards. OSError for any refusal.
-    """
-    chunk = aligned(_CHUNK)
-    chunk[:] = np.frombuffer(os.urandom(1 << 16) * (_CHUNK >> 16), dtype=np.uint8)
-    fd = _probe_file(directory)
-    try:
-        set_direct(fd)
-        os.posix_fallocate(fd, 0, nbytes)
-        start = perf_counter()
-        for offset in range(0, nbytes, _CHUNK):
-            os.pwritev(fd, [chunk[: min(_CHUNK, nbytes - offset)].data], offset)
-        os.fdatasync(fd)
-        return nbytes / (perf_counter() - start)
-    finally:
-        os.close(fd)
-
-
-def _probe_file(directory: Path) -> int:
+def probe_file(directory: Path) -> int:
+    """A new empty file in ``directory``, open and without a name."""
     path = directory / PROBE_FILE
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     path.unlink()

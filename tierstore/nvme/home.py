@@ -46,6 +46,7 @@ class ShardMarker:
 
     ``key_scheme``: how its pages' keys were made. A marker without one is older than this field. ``payload``: where
     page bytes are, "lmdb" or "extents". ``codec``: how pages were encoded at the last opening; records of any are read.
+    ``readers``: how many threads read this disk best; 0: it was never asked.
     """
 
     fingerprint: str
@@ -56,6 +57,7 @@ class ShardMarker:
     key_scheme: str = "tierstore-keys-1"
     payload: str = "lmdb"
     codec: str = "none"
+    readers: int = 0
     description: Mapping[str, object] = field(default_factory=dict)
 
 

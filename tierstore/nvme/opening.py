@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +14,7 @@ import lmdb
 
 from tierstore.errors import ConfigError, IntegrityError
 from tierstore.exp import Encoder
-from tierstore.nvme import direct, home
+from tierstore.nvme import direct, home, probe
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.check import examine
 from tierstore.nvme.lock import FileLock
@@ -20,9 +22,11 @@ from tierstore.nvme.sizing import Sizing, size, size_extents
 
 _log = logging.getLogger(__name__)
 
-_PROBE_NBYTES = 32 << 20
+DEFAULT_READERS = 2
+"""Where the disk was not asked."""
+
 _WORTH_PROBING = 1 << 30
-_FAST = 0.8e9  # bytes a second beyond which LMDB's one writer is what a disk waits for
+FAST = 0.8e9  # bytes a second beyond which LMDB's one writer is what a disk waits for
 
 _BROKEN = (
     IntegrityError,
@@ -38,7 +42,10 @@ _BROKEN = (
 
 
 class OpenShard(NamedTuple):
-    """A sub-directory held by ``lock``, and its environment. ``direct``: the self-test of O_DIRECT passed there."""
+    """A sub-directory held by ``lock``, and its environment. ``direct``: the self-test of O_DIRECT passed there.
+
+    ``readers``: how many threads are to read.
+    """
 
     directory: Path
     lock: FileLock
@@ -46,26 +53,29 @@ class OpenShard(NamedTuple):
     sizing: Sizing
     payload: str
     direct: bool
+    readers: int
 
 
 def open_shard(
-    path: Path, marker: home.ShardMarker, payload: str, *, readers: int, encoder: Encoder | None = None
+    path: Path, marker: home.ShardMarker, payload: str, *, readers: int | None, encoder: Encoder | None = None
 ) -> OpenShard:
     """Lock the marker's sub-directory of ``path``, see that it may be used, and open it.
 
     ``payload``: "lmdb", "extents", or "auto", which keeps what is there, and decides by the disk where nothing is. One
     that is damaged is set aside with one warning, and an empty one opened in its place. ConfigError if it cannot be
-    had; then nothing is held. ``encoder``: what the writer makes records with.
+    had; then nothing is held. ``readers``: None for as many as the disk was found to need when the directory was made.
+    ``encoder``: what the writer makes records with.
     """
     _sizing(marker, payload)
     name = home.shard_name(marker.fingerprint, marker.shard)
     directory = home.claim(path) / name
     lock = _lock(directory)
     try:
-        marker, sizing = _prepare(directory, marker, payload)
+        marker, sizing = _prepare(directory, marker, payload, ask=readers is None)
+        readers = readers or marker.readers or DEFAULT_READERS
         works = direct.works(directory)
         catalogue = _open_catalogue(directory, marker, sizing, readers, works, encoder)
-        return OpenShard(directory, lock, catalogue, sizing, marker.payload, works)
+        return OpenShard(directory, lock, catalogue, sizing, marker.payload, works, readers)
     except (OSError, lmdb.Error) as error:
         lock.release()
         raise ConfigError(
@@ -96,15 +106,26 @@ def _sizing(marker: home.ShardMarker, payload: str, catalogue_nbytes: int = 0) -
     return size(marker.capacity, marker.page_nbytes, codec=marker.codec)
 
 
-def _prepare(directory: Path, marker: home.ShardMarker, payload: str) -> tuple[home.ShardMarker, Sizing]:
-    """Leave a directory that may be opened: examined, or made anew, with a marker of this opening; it and the sizes."""
+def _prepare(
+    directory: Path, marker: home.ShardMarker, payload: str, *, ask: bool
+) -> tuple[home.ShardMarker, Sizing]:
+    """Leave a directory that may be opened: examined, or made anew, with a marker of this opening; it and the sizes.
+
+    ``ask``: a new one's disk is asked how many readers it needs.
+    """
     _check_room(directory, marker)
     fault = _foreign(directory, marker)
     if fault is not None:
         _set_aside(directory, fault)
     directory.mkdir(mode=0o700, exist_ok=True)
     directory.chmod(0o700)  # one that others could write to before, and none that belongs to somebody else
-    marker = replace(marker, payload=_kind(directory, marker.capacity, payload))
+    rates = cache(lambda: _rates(directory, marker.capacity, marker.page_nbytes))
+    old = home.read_marker(directory) if (directory / home.DATA_FILE).exists() else None
+    if old is not None:
+        marker = replace(marker, readers=old.readers)
+    elif ask and (found := rates()):
+        marker = replace(marker, readers=found.readers)
+    marker = replace(marker, payload=_kind(directory, old, payload, rates))
     sizing = _fitting(directory, marker)
     fault = examine(directory).fault
     if fault is not None:
@@ -131,11 +152,15 @@ def _check_room(directory: Path, marker: home.ShardMarker) -> None:
         )
 
 
-def _kind(directory: Path, capacity: int, payload: str) -> str:
+def _kind(
+    directory: Path, old: home.ShardMarker | None, payload: str, rates: Callable[[], probe.Rates | None]
+) -> str:
     """Where page bytes go from now on. What is there in the other kind is removed, with one warning, if asked for."""
-    old = home.read_marker(directory) if (directory / home.DATA_FILE).exists() else None
-    if payload == "auto":
-        return _fastest(directory, capacity) if old is None else old.payload
+    if payload == "auto" and old is None:
+        found = rates()
+        return "extents" if found and found.write >= FAST else "lmdb"
+    if payload == "auto" and old is not None:
+        return old.payload
     if old is not None and old.payload != payload:
         _log.warning(
             "the NVMe tier at %s starts empty: nvme.payload is %s and the old one is in %s",
@@ -147,16 +172,22 @@ def _kind(directory: Path, capacity: int, payload: str) -> str:
     return payload
 
 
-def _fastest(directory: Path, capacity: int) -> str:
+def _rates(directory: Path, capacity: int, page_nbytes: int) -> probe.Rates | None:
+    """What the disk gives; None where it is not worth asking, or does no direct transfers."""
     if capacity < _WORTH_PROBING:
-        return "lmdb"
+        return None
     try:
-        rate = direct.write_rate(directory, _PROBE_NBYTES)
+        rates = probe.ask(directory, page_nbytes)
     except OSError:
-        return "lmdb"
-    payload = "extents" if rate >= _FAST else "lmdb"
-    _log.info("the disk at %s takes %.2f GB/s: nvme.payload is %s", directory, rate / 1e9, payload)
-    return payload
+        return None
+    _log.info(
+        "the disk at %s takes %.2f GB/s and gives %.2f GB/s to %d readers",
+        directory,
+        rates.write / 1e9,
+        rates.reads[rates.readers] / 1e9,
+        rates.readers,
+    )
+    return rates
 
 
 def _fitting(directory: Path, marker: home.ShardMarker) -> Sizing:

@@ -46,7 +46,6 @@ class NvmeTier:
         shard: OpenShard,
         outbox: Outbox,
         *,
-        readers: int,
         page_nbytes: int,
         timeout_s: float,
         codec: str = "none",
@@ -60,12 +59,13 @@ class NvmeTier:
         self._lock = shard.lock
         self._catalogue = shard.catalogue
         self._sizing = sizing
+        self._num_readers = shard.readers
         self._payload, self._direct, self._codec = shard.payload, shard.direct, codec
         self._outbox = outbox
         self._readers = Readers(
             shard.catalogue.reader,
             outbox,
-            count=readers,
+            count=shard.readers,
             page_nbytes=page_nbytes,
             timeout_s=timeout_s,
             geometry=geometry,
@@ -86,7 +86,7 @@ class NvmeTier:
         shard: int,
         page_nbytes: int,
         wake: Callable[[], None],
-        readers: int = 2,
+        readers: int | None = None,
         timeout_s: float = 10.0,
         description: Mapping[str, object] | None = None,
         payload: str = "auto",
@@ -101,6 +101,8 @@ class NvmeTier:
         "auto" keeps the kind that is there, and where nothing is writes 32 MiB to see how fast the disk is.
         ``codec``: how pages are written from now on; records of any codec are read, encoded ones with ``geometry``,
         which "exp" needs. It goes with LMDB alone: "auto" is "lmdb" then.
+        ``readers``: threads that read; None: as many as the disk needs for 0.95 of its rate, asked when a directory of
+        1 GiB or more is made and remembered there, else 2.
         ``timeout_s``: a read or a batch of writes that takes longer is not waited for: ``submit_*``, ``state``.
         ConfigError if the directory is not ours, in use, or the capacity cannot be had; nothing is changed then.
         """
@@ -127,7 +129,6 @@ class NvmeTier:
         return cls(
             shard_home,
             Outbox(wake),
-            readers=readers,
             page_nbytes=page_nbytes,
             timeout_s=timeout_s,
             codec=codec,
@@ -247,6 +248,7 @@ class NvmeTier:
             "codec": self._codec,
             "live_nbytes": self._catalogue.live_nbytes,
             "o_direct": self._direct,
+            "readers": self._num_readers,
             "others": [] if hangs else self._others(),
             **{name: counts.get(name, 0) for name in _COUNTERS},
         }
