@@ -166,11 +166,6 @@ def check_sections(config: StoreConfig, layout: PageLayout) -> None:
                 f"host is missing; pages go between hbm.device {config.hbm.device!r} and the disk through host memory; "
                 "allowed: a host section with a capacity"
             )
-    if config.nvme is not None and config.nvme.codec != "none" and config.nvme.payload == "extents":
-        raise ConfigError(
-            f"nvme.codec is {config.nvme.codec!r}, but nvme.payload is 'extents', whose slots are all of one size; "
-            "allowed in this version: nvme.codec none, or nvme.payload lmdb or auto, which is lmdb then"
-        )
     if config.prefetch is not None:
         _log.info("the prefetch section is for an attached prefetcher; this version has none")
     if config.host is not None and config.host.pin == "always" and not torch.cuda.is_available():

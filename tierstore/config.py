@@ -117,7 +117,7 @@ class NvmeConfig(_Section):
     ``timeout``: seconds a read or a batch of writes may take before nobody waits for it;
     ``readers``: threads that read; "auto" asks the disk when a directory of 1 GiB or more is made, and is 2 else.
 
-    ``codec``: "exp" stores the exponents of 16-bit pages compressed, losslessly, in LMDB alone. ``payload``: where page
+    ``codec``: "exp" stores the exponents of 16-bit pages compressed, losslessly. ``payload``: where page
     bytes are, LMDB or extent files; "auto" keeps what is there, and else asks the disk. ``admission``: which pages go
     to disk by themselves. ``daily_writes``: bytes that may, in 24 hours; None: no limit.
     """

@@ -20,14 +20,16 @@ def parent_of(number: int) -> PageKey | None:
     return key(number - 1) if number % 3 else None
 
 
-def sealed(number: int, fingerprint: str, payload: Record, generation: int) -> Record:
+def sealed(
+    number: int, fingerprint: str, payload: Record, generation: int, *, raw_nbytes: int | None = None
+) -> Record:
     """A whole and true record."""
     head = codec.Head(
         fingerprint=codec.fingerprint_digest(fingerprint),
         key=key(number),
         parent=parent_of(number),
-        codec=codec.Codec.NONE,
-        raw_nbytes=payload.nbytes,
+        codec=codec.Codec.NONE if raw_nbytes in (None, payload.nbytes) else codec.Codec.EXP,
+        raw_nbytes=raw_nbytes or payload.nbytes,
         stored_nbytes=payload.nbytes,
         generation=generation,
     )
@@ -45,7 +47,9 @@ def head_of(record: Record) -> codec.Head | None:
 def overwrite(
     home: Path, name: PageKey, payload: Record, changed: Callable[[Record, codec.Head], Record]
 ) -> int:
-    """Replace every copy on disk of the record of ``name`` by what ``changed`` makes of it; how many there were."""
+    """Replace every copy on disk of the record of ``name`` by what ``changed`` makes of it, at most as much of it as
+    there was; how many there were.
+    """
     found = 0
     for path in (data_file(home), *extent_files(home)):
         raw = path.read_bytes()
@@ -55,7 +59,7 @@ def overwrite(
             record = np.frombuffer(bytearray(raw[start : position + payload.nbytes]), dtype=np.uint8)
             head = head_of(record)
             if head is not None and head.key == name:
-                change(path, start, changed(record, head).tobytes())
+                change(path, start, changed(record, head)[: record.nbytes].tobytes())
                 found += 1
             position = raw.find(payload.tobytes(), position + 1)
     return found

@@ -23,6 +23,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from numpy.typing import NDArray
 
 from tests.nvme.forgery import Record, overwrite, parent_of, sealed
 from tests.nvme.rig import (
@@ -36,13 +37,12 @@ from tests.nvme.rig import (
 )
 from tests.nvme.watch import Watch, watching
 from tierstore import codec
-from tierstore.nvme.entry import CATALOGUE_DB, unpack
+from tierstore.exp import Encoder, Geometry, Group
+from tierstore.nvme.entry import CATALOGUE_DB, slot_blocks, unpack
 from tierstore.nvme.extent_records import ExtentRecords
 from tierstore.nvme.slots import Place
 from tierstore.types import Failure
 
-PAGE = 4096
-CAPACITY = 1 << 20  # three pages a batch
 NUMBERS = 14
 
 numbers = st.integers(0, NUMBERS - 1)
@@ -54,6 +54,8 @@ class TierMachine(RuleBasedStateMachine):
     """``model``: version of every page that is there; ``damaged``: those whose bytes on disk were changed."""
 
     payload = "lmdb"
+    page_nbytes, capacity = 4096, 1 << 20  # three pages a batch
+    geometry: Geometry | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,27 +70,42 @@ class TierMachine(RuleBasedStateMachine):
 
     @initialize()
     def open(self) -> None:
-        self.rig = Rig(self.home, capacity=CAPACITY, page_nbytes=PAGE, payload=self.payload)
+        self.rig = Rig(
+            self.home,
+            capacity=self.capacity,
+            page_nbytes=self.page_nbytes,
+            payload=self.payload,
+            codec="none" if self.geometry is None else "exp",
+            geometry=self.geometry,
+        )
+
+    def page(self, number: int, version: int) -> NDArray[np.uint8]:
+        return page(number, version, self.page_nbytes)
+
+    def stored(self, number: int, version: int) -> NDArray[np.uint8]:
+        """What a record holds of that page."""
+        return self.page(number, version)
+
+    def blank(self) -> NDArray[np.uint8]:
+        return np.zeros(self.page_nbytes, dtype=np.uint8)
 
     def teardown(self) -> None:
         self.rig.close()
         self.patched.close()
         shutil.rmtree(self.root)
 
-    def named(self) -> dict[Place, int]:
-        """Slots that the catalogue names, as it is on disk now, and their blocks."""
+    def named(self) -> set[Place]:
+        """Slots that the catalogue names, as it is on disk now."""
         catalogue = self.rig.tier._catalogue
         with catalogue._env.begin() as txn:
             entries = [unpack(k, raw) for k, raw in txn.cursor(db=catalogue._env.open_db(CATALOGUE_DB, txn))]
         return {
-            Place(entry.extent, entry.block): 1 - -entry.stored_nbytes // 4096
-            for entry in entries
-            if entry.extent
+            Place(entry.extent, entry.block, slot_blocks(entry.nbytes)) for entry in entries if entry.extent
         }
 
     def submit(self, these: list[int], version: int) -> int:
         transfer = self.rig.transfer([key(n) for n in these], [parent_of(n) for n in these])
-        self.rig.tier.submit_write(transfer, [page(n, version, PAGE) for n in these])
+        self.rig.tier.submit_write(transfer, [self.page(n, version) for n in these])
         return transfer.id
 
     def written(self, these: list[int], version: int) -> None:
@@ -197,7 +214,7 @@ class TierMachine(RuleBasedStateMachine):
             assert failures == ((0, Failure.INTEGRITY),)
             return
         assert not failures, (number, failures)
-        (found,) = (v for v in possible if np.array_equal(out[0], page(number, v, PAGE)))
+        (found,) = (v for v in possible if np.array_equal(out[0], self.page(number, v)))
         self.written([number], found)
 
     def go_on_with_what_is_left(self) -> None:
@@ -209,14 +226,17 @@ class TierMachine(RuleBasedStateMachine):
 
     def check_records(self) -> None:
         records = {record[0]: record[1:] for record in self.rig.tier.records()}
-        assert records == {key(n): (parent_of(n), self.rig.tier.record_nbytes) for n in self.model}
+        assert records == {key(n): (parent_of(n), self.cost(n, v)) for n, v in self.model.items()}
         self.check(list(range(NUMBERS)))
 
+    def cost(self, number: int, version: int) -> int:
+        return self.rig.tier._sizing.cost(self.stored(number, version).nbytes)
+
     @precondition(lambda self: self.model)
-    @rule(data=st.data(), position=st.integers(-codec.HEAD_NBYTES, PAGE - 1), bit=st.integers(0, 7))
-    def flip_a_bit(self, data: st.DataObject, position: int, bit: int) -> None:
+    @rule(data=st.data(), position=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+    def flip_a_bit(self, data: st.DataObject, position: float, bit: int) -> None:
         def flipped(record: Record, head: codec.Head) -> Record:
-            record[codec.HEAD_NBYTES + position] ^= 1 << bit
+            record[int(position * record.nbytes)] ^= 1 << bit
             return record
 
         self.replace(data.draw(st.sampled_from(sorted(self.model))), flipped)
@@ -228,16 +248,14 @@ class TierMachine(RuleBasedStateMachine):
         if other != number:
             self.replace(
                 number,
-                lambda _, head: sealed(other, FINGERPRINT, page(other, version, PAGE), head.generation),
+                lambda _, head: self.sealed(other, FINGERPRINT, version, head.generation),
             )
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), version=versions)
     def put_another_models_record_in_its_place(self, data: st.DataObject, version: int) -> None:
         number = data.draw(st.sampled_from(sorted(self.model)))
-        self.replace(
-            number, lambda _, head: sealed(number, "cd34", page(number, version, PAGE), head.generation)
-        )
+        self.replace(number, lambda _, head: self.sealed(number, "cd34", version, head.generation))
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), version=versions)
@@ -245,21 +263,25 @@ class TierMachine(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(self.model)))
         self.replace(
             number,
-            lambda _, head: sealed(number, FINGERPRINT, page(number, version, PAGE), head.generation + 1),
+            lambda _, head: self.sealed(number, FINGERPRINT, version, head.generation + 1),
         )
+
+    def sealed(self, number: int, fingerprint: str, version: int, generation: int) -> Record:
+        payload = self.stored(number, version)
+        return sealed(number, fingerprint, payload, generation, raw_nbytes=self.page_nbytes)
 
     def replace(self, number: int, changed: Callable[[Record, codec.Head], Record]) -> None:
         """Overwrite the record of ``number`` wherever a copy of it is."""
         if number in self.damaged:
             return
-        payload = page(number, self.model[number], PAGE)
+        payload = self.stored(number, self.model[number])
         assert overwrite(self.home, key(number), payload, changed)
         self.damaged.add(number)
         self.check([number])
 
     def check(self, these: list[int]) -> None:
         transfer = self.rig.transfer([key(n) for n in these])
-        out = [np.zeros(PAGE, dtype=np.uint8) for _ in these]
+        out = [self.blank() for _ in these]
         self.rig.tier.submit_read(transfer, out)
         failures = dict(self.rig.ack(transfer.id).failures)
         self.check_slots()
@@ -270,14 +292,15 @@ class TierMachine(RuleBasedStateMachine):
                 assert failures.get(index) is Failure.INTEGRITY, (number, failures.get(index))
             else:
                 assert index not in failures, (number, failures[index])
-                assert np.array_equal(out[index], page(number, self.model[number], PAGE)), number
+                assert np.array_equal(out[index], self.page(number, self.model[number])), number
 
     def check_slots(self) -> None:
         """Every slot of the extent files is free or named by an entry."""
         records = self.rig.tier._catalogue._records
         if isinstance(records, ExtentRecords):
             slots = records._slots
-            assert slots.total - slots.num_free == len(self.named()), "a slot is lost"
+            used = sum(place.blocks for place in self.named())
+            assert slots.total - slots.num_free == used, "a slot is lost"
 
 
 class ExtentMachine(TierMachine):
@@ -286,7 +309,39 @@ class ExtentMachine(TierMachine):
     payload = "extents"
 
 
-MACHINES = {"lmdb": TierMachine, "extents": ExtentMachine}
+class EncodedMachine(TierMachine):
+    """Two pages of three are worth encoding, and not all to the same length."""
+
+    page_nbytes, capacity = 32 << 10, 3 << 20
+    geometry = Geometry(32 << 10, (Group(0, 16, 16, 64),))
+
+    def page(self, number: int, version: int) -> NDArray[np.uint8]:
+        if number % 3 == 2:
+            return super().page(number, version)
+        drawn = np.random.default_rng([number, version]).standard_normal(
+            self.page_nbytes // 2, dtype=np.float32
+        )
+        drawn *= np.float32(10.0) ** (drawn * (number % 3))
+        return (drawn.view(np.uint32) >> 16).astype("<u2").view(np.uint8)
+
+    def stored(self, number: int, version: int) -> NDArray[np.uint8]:
+        whole, out = self.page(number, version), self.blank()
+        length = Encoder(self.geometry).encode(whole, out)
+        return whole if length is None else out[:length]
+
+
+class EncodedExtentMachine(EncodedMachine):
+    """The same, pages in extent files."""
+
+    payload = "extents"
+
+
+MACHINES = {
+    "lmdb": TierMachine,
+    "extents": ExtentMachine,
+    "lmdb encoded": EncodedMachine,
+    "extents encoded": EncodedExtentMachine,
+}
 
 
 def search(payload: str, examples: int, steps: int, *, shrink: bool) -> None:

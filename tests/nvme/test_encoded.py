@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.nvme.rig import Rig, blank, change, data_file, key, page
+from tests.nvme.rig import Rig, blank, change, find, key, page
 from tierstore.codec import HEAD_NBYTES
-from tierstore.errors import ConfigError
 from tierstore.exp import Encoder, Geometry, Group
 from tierstore.nvme.inspection import verify
 from tierstore.types import Ack, Failure
+
+pytestmark = pytest.mark.usefixtures("payload")
 
 NBYTES = 32 << 10
 GEOMETRY = Geometry(NBYTES, (Group(0, 16, 16, 64),))
@@ -37,13 +38,11 @@ class ExpRig(Rig):
 
     @classmethod
     def at(cls, home: Path, capacity: int = 16 << 20) -> ExpRig:
-        return cls(
-            home, capacity=capacity, page_nbytes=NBYTES, payload="lmdb", codec="exp", geometry=GEOMETRY
-        )
+        return cls(home, capacity=capacity, page_nbytes=NBYTES, codec="exp", geometry=GEOMETRY)
 
     @classmethod
     def plain(cls, home: Path, *, geometry: Geometry | None = GEOMETRY) -> ExpRig:
-        return cls(home, capacity=16 << 20, page_nbytes=NBYTES, payload="lmdb", geometry=geometry)
+        return cls(home, capacity=16 << 20, page_nbytes=NBYTES, geometry=geometry)
 
     def submit_write(self, numbers: list[int] | range, version: int = 0) -> int:  # type: ignore[override]
         transfer = self.transfer([key(n) for n in numbers])
@@ -142,19 +141,17 @@ def test_any_flipped_bit_of_an_encoded_record_is_a_miss_and_found_by_verify(tmp_
     numbers = range(24)
     assert rig.write(numbers).ok
     rig.close()
-    raw = data_file(tmp_path / "home").read_bytes()
     out, chance = np.empty(NBYTES, dtype=np.uint8), random.Random(0)
     for number in numbers:
         length = Encoder(GEOMETRY).encode(content(number), out)
         assert length is not None
-        assert raw.count(out[:length].tobytes()) == 1
-        start = raw.index(out[:length].tobytes())
+        path, start = find(tmp_path / "home", out[:length].tobytes())
         at = (
             start - HEAD_NBYTES + chance.randrange(HEAD_NBYTES)
             if number % 3 == 0
             else start + chance.randrange(length)
         )
-        change(data_file(tmp_path / "home"), at, bytes([raw[at] ^ 1 << chance.randrange(8)]))
+        change(path, at, bytes([path.read_bytes()[at] ^ 1 << chance.randrange(8)]))
     [verdict] = verify(tmp_path / "home")
     assert (verdict.checked, len(verdict.bad)) == (24, 24)
     rig = ExpRig.at(tmp_path / "home")
@@ -245,19 +242,7 @@ def test_sixteen_threads_get_their_own_pages_through_one_tier(tmp_path: Path) ->
     rig.close()
 
 
-def test_where_the_codec_goes_and_where_it_does_not(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nvme\.codec is 'exp' and nvme\.payload 'extents'"):
-        ExpRig(tmp_path / "home", page_nbytes=NBYTES, payload="extents", codec="exp", geometry=GEOMETRY)
-    assert not (tmp_path / "home").exists()
+def test_encoding_needs_to_know_the_pages(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="geometry"):
-        ExpRig(tmp_path / "home", page_nbytes=NBYTES, payload="lmdb", codec="exp")
-    rig = ExpRig(
-        tmp_path / "home",
-        capacity=16 << 20,
-        page_nbytes=NBYTES,
-        payload="auto",
-        codec="exp",
-        geometry=GEOMETRY,
-    )
-    assert rig.tier.stats()["payload"] == "lmdb"
-    rig.close()
+        ExpRig(tmp_path / "home", page_nbytes=NBYTES, codec="exp")
+    assert not (tmp_path / "home").exists()

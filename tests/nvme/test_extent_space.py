@@ -41,6 +41,11 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     rig.close()
 
 
+def take(slots: Slots, *lengths: int) -> list[Place]:
+    places = [slots.take(blocks) for blocks in lengths]
+    return [place for place in places if place is not None]
+
+
 def test_a_slot_that_is_still_read_is_not_written_again(rig: Rig, calls: Callable[..., None]) -> None:
     count = rig.tier.budget_nbytes // rig.tier.record_nbytes
     assert rig.write(range(count)).ok
@@ -99,37 +104,33 @@ def test_a_page_rewritten_between_look_up_and_pin_is_read_where_it_is_now(
 
 
 def test_a_pinned_slot_comes_back_with_its_last_pin() -> None:
-    slots = Slots(SLOT)
-    slots.add_extent(1, 2)
-    first, second = slots.take(2)
-    assert slots.take(1) == []
+    slots = Slots(3)
+    slots.add_extent(1, 6)
+    first, second = take(slots, 3, 3)
+    assert slots.take(3) is None
     with slots.pinned(first):
         with slots.pinned(first):
             slots.free([first, second])
-            assert (slots.num_free, slots.num_waiting) == (1, 1)
-        assert slots.take(2) == [second]
-    assert (slots.num_free, slots.num_waiting) == (1, 0)
-    assert slots.take(2) == [first]
+            assert (slots.num_free, slots.num_waiting) == (3, 3)
+        assert take(slots, 3, 3) == [second]
+    assert (slots.num_free, slots.num_waiting) == (3, 0)
+    assert slots.take(3) == first
 
 
 def test_neighbours_are_taken_together_and_the_lowest_first() -> None:
-    slots = Slots(SLOT)
-    slots.add_extent(1, 4)
-    slots.add_extent(2, 4)
-    taken = slots.take(6)
-    assert taken == [*(Place(1, 3 * i) for i in range(4)), Place(2, 0), Place(2, 3)]
+    slots = Slots(3)
+    slots.add_extent(1, 12)
+    slots.add_extent(2, 12)
+    taken = take(slots, *[3] * 6)
+    assert taken == [*(Place(1, 3 * i, 3) for i in range(4)), Place(2, 0, 3), Place(2, 3, 3)]
     slots.free([taken[1], taken[5]])
-    assert slots.take(3) == [taken[1], taken[5], Place(2, 6)]
+    assert take(slots, *[3] * 3) == [taken[1], taken[5], Place(2, 6, 3)]
 
 
-@pytest.mark.parametrize("blocks", [[0, 0], [1], [12], [3, 12]])
-def test_records_that_have_no_slot_of_their_own_are_refused(blocks: list[int]) -> None:
-    slots = Slots(SLOT)
-    slots.add_extent(1, 4)
+@pytest.mark.parametrize("used", [[(0, 3), (0, 3)], [(0, 3), (2, 3)], [(10, 3)], [(12, 3)]])
+def test_records_that_have_no_slot_of_their_own_are_refused(used: list[tuple[int, int]]) -> None:
     with pytest.raises(IntegrityError):
-        slots.mark(1, np.array(blocks))
-    with pytest.raises(IntegrityError):
-        slots.mark(2, np.array([0]))
+        Slots(3).add_extent(1, 12, used)
 
 
 @pytest.mark.parametrize("committed", [True, False])
@@ -172,7 +173,7 @@ def test_no_slot_is_lost_whether_a_commit_that_failed_came_about_or_not(
     assert rig.tier.sync(PATIENCE_S)
     assert rig.present(range(12)) == set(range(4))
     slots = catalogue._records._slots  # type: ignore[attr-defined]
-    assert slots.total - slots.num_free == 4
+    assert slots.total - slots.num_free == 4 * SLOT // 4096
 
 
 def test_room_is_used_again_without_growth(rig: Rig) -> None:
@@ -253,10 +254,10 @@ def test_nothing_that_the_catalogue_names_is_written_under_churn(tmp_path: Path)
     rig = Rig(tmp_path / "home", payload="extents")
     catalogue = rig.tier._catalogue
 
-    def named() -> dict[Place, int]:
+    def named() -> set[Place]:
         with catalogue._env.begin() as txn:
             found = [entry.unpack(k, raw) for k, raw in txn.cursor(db=catalogue._catalogue)]
-        return {Place(each.extent, each.block): SLOT // 4096 for each in found}
+        return {Place(each.extent, each.block, SLOT // 4096) for each in found}
 
     watch = Watch(rig.home, named)
     chance = np.random.default_rng(5)

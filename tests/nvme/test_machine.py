@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.nvme.machine import search
-from tests.nvme.rig import PAYLOADS
+from tests.nvme.machine import MACHINES, search
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,19 +60,19 @@ BUGS = {
 LATE = """
         late, self._late = getattr(self, "_late", ([], [])), (places, [(h.copy(), b.copy()) for h, b in parts])
         places, parts = late
-        for first, end in _runs(places, parts):"""
+        for first, end in _runs(places):"""
 
 EXTENT_BUGS = {
     "a failed write leaves the old record": BUGS["a failed write leaves the old record"],
     "parent lost": (
         "nvme/extent_records.py",
-        "parent=page.parent,\n            nbytes=self._sizing.record",
-        "parent=None,\n            nbytes=self._sizing.record",
+        "parent=page.parent,\n            nbytes=self._sizing.cost",
+        "parent=None,\n            nbytes=self._sizing.cost",
     ),
     "slots of the last batch count as free": (
         "nvme/extent_records.py",
-        "places = self._take(len(pages))",
-        "self._slots.free(getattr(self, '_last', [])); places = self._last = self._take(len(pages))",
+        "self._files.sync(_places(written))",
+        "self._files.sync(_places(written)); self._slots.free(_places(written))",
     ),
     "a slot is lost when its record goes": (
         "nvme/extent_records.py",
@@ -83,20 +82,24 @@ EXTENT_BUGS = {
     "bytes are not made durable": ("nvme/extents.py", "os.fdatasync(self._fds[number])", "pass"),
     "bytes go out one batch late": (
         "nvme/extents.py",
-        "        for first, end in _runs(places, parts):",
+        "        for first, end in _runs(places):",
         LATE,
     ),
     "generation not compared": ("codec.py", "if found.generation != generation:", "if False:"),
     "the free list is empty of what is used": (
         "nvme/slots.py",
-        "used[index] = True\n        self._num_free -= len(index)",
-        "pass",
+        "ends = [0, *(first + length for first, length in used)]",
+        "used = []; ends = [0]",
     ),
-    "the free list is one slot off": ("nvme/slots.py", "used[index] = True\n", "used[index - 1] = True\n"),
+    "the free list is one slot off": (
+        "nvme/slots.py",
+        "ends = [0, *(first + length for first, length in used)]",
+        "used = [(max(0, first - 1), length) for first, length in used]; ends = [0, *(a + n for a, n in used)]",
+    ),
 }
 
 
-@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("payload", MACHINES)
 def test_the_tier_behaves_as_a_dict_whatever_happens_to_its_disk(payload: str) -> None:
     search(payload, EXAMPLES, STEPS, shrink=True)
 

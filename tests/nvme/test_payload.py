@@ -16,11 +16,13 @@ from tests.nvme.rig import (
     data_file,
     extent_files,
     on_disk,
-)
+from tierstore.nvme import direct
 from tests.nvme.watch import Calls
+from tierstore.nvme.sizing import EXTENTS_FROM
 from tests.support.sick_disk import Failing
 from tierstore.nvme import direct, opening, probe
 from tierstore.nvme.inspection import inspect, purge, verify
+from tierstore.nvme.sizing import EXTENTS_FROM
 
 
 @pytest.mark.parametrize("payload", ["lmdb", "extents"])
@@ -79,7 +81,7 @@ def test_auto_asks_the_disk_of_a_new_directory_that_is_worth_it(
     disk = Disk(rate)
     monkeypatch.setattr(probe, "ask", disk)
     for _ in range(2):
-        rig = Rig(tmp_path / "home", capacity=opening._WORTH_PROBING, payload="auto")
+        rig = Rig(tmp_path / "home", capacity=EXTENTS_FROM, payload="auto")
         assert rig.tier.stats()["payload"] == payload
         assert rig.write([0]).ok
         rig.close()
@@ -95,16 +97,16 @@ def test_a_new_directory_gets_as_many_readers_as_its_disk_needs_and_keeps_them(
     disk = Disk(1e9, {1: 0.4e9, 2: 0.8e9, 4: 0.96e9, 8: 1e9})
     monkeypatch.setattr(probe, "ask", disk)
     for _ in range(2):
-        rig = Rig(tmp_path / "home", capacity=opening._WORTH_PROBING, payload=payload)
+        rig = Rig(tmp_path / "home", capacity=EXTENTS_FROM, payload=payload)
         assert rig.tier.stats()["readers"] == 4
         assert rig.write(range(9)).ok
         assert rig.present(range(9)) == set(range(9))
         rig.close()
     assert disk.asked == [PAGE]
-    rig = Rig(tmp_path / "home", capacity=opening._WORTH_PROBING, payload=payload, readers=3)
+    rig = Rig(tmp_path / "home", capacity=EXTENTS_FROM, payload=payload, readers=3)
     assert rig.tier.stats()["readers"] == 3
     rig.close()
-    rig = Rig(tmp_path / "home", capacity=opening._WORTH_PROBING, payload=payload)
+    rig = Rig(tmp_path / "home", capacity=EXTENTS_FROM, payload=payload)
     assert rig.tier.stats()["readers"] == 4
     rig.close()
     assert disk.asked == [PAGE]
@@ -115,12 +117,12 @@ def test_readers_that_are_given_ask_nothing_and_a_disk_that_tells_nothing_gets_t
 ) -> None:
     disk = Disk(None)
     monkeypatch.setattr(probe, "ask", disk)
-    rig = Rig(tmp_path / "given", capacity=opening._WORTH_PROBING, payload="lmdb", readers=5)
+    rig = Rig(tmp_path / "given", capacity=EXTENTS_FROM, payload="lmdb", readers=5)
     assert rig.tier.stats()["readers"] == 5
     rig.close()
     assert disk.asked == []
     for _ in range(2):  # a directory without the figure is not asked later: the disk may be full by then
-        rig = Rig(tmp_path / "home", capacity=opening._WORTH_PROBING, payload="lmdb")
+        rig = Rig(tmp_path / "home", capacity=EXTENTS_FROM, payload="lmdb")
         assert rig.tier.stats()["readers"] == opening.DEFAULT_READERS == 2
         rig.close()
     assert disk.asked == [PAGE]

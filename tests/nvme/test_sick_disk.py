@@ -160,7 +160,7 @@ def test_while_a_write_hangs_the_tier_is_read_only_and_what_is_behind_it_fails(
     begun, go_on = threading.Event(), threading.Event()
     store = Catalogue.store
 
-    def hung(self: Catalogue, pages: Sequence[Page]) -> list[int]:
+    def hung(self: Catalogue, pages: Sequence[Page]) -> list[int | None]:
         begun.set()
         assert go_on.wait(PATIENCE_S)
         return store(self, pages)
@@ -194,7 +194,7 @@ def test_erases_pile_up_behind_a_hung_write_by_their_keys_alone(
     begun, go_on = threading.Event(), threading.Event()
     store = Catalogue.store
 
-    def hung(self: Catalogue, pages: Sequence[Page]) -> list[int]:
+    def hung(self: Catalogue, pages: Sequence[Page]) -> list[int | None]:
         begun.set()
         assert go_on.wait(PATIENCE_S)
         return store(self, pages)

@@ -31,10 +31,10 @@ class Calls:
 class Watch:
     """In the place of the ``os`` of the extent files; every other name is the real one's.
 
-    ``named``: first block and length in blocks of every slot that the committed catalogue names.
+    ``named``: every slot that the committed catalogue names.
     """
 
-    def __init__(self, home: Path, named: Callable[[], dict[Place, int]]) -> None:
+    def __init__(self, home: Path, named: Callable[[], set[Place]]) -> None:
         self.home = home
         self.named = named
         self.dirty: set[Block] = set()
@@ -84,8 +84,8 @@ class Watch:
     def _named_blocks(self) -> set[Block]:
         return {
             (place.extent, block)
-            for place, length in self.named().items()
-            for block in range(place.block, place.block + length)
+            for place in self.named()
+            for block in range(place.block, place.block + place.blocks)
         }
 
 

@@ -10,18 +10,25 @@ import torch
 
 from tests.support.pages import PATIENCE_S, chain, page_tensor, tier_stats
 from tierstore.config import load_config
-from tierstore.errors import ConfigError
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, PageSpec, Tier
 
 SPEC = PageSpec(num_layers=4, page_size=16, num_kv_heads=2, head_dim=64, dtype="bfloat16", model="encoded")
+
+opened_with = {"payload": "auto"}
+"""What stores are opened with: each test runs once a kind."""
+
+
+@pytest.fixture(params=["lmdb", "extents"], autouse=True)
+def payload(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(opened_with, "payload", str(request.param))
 
 
 def open_store(home: Path, codec: str, capacity: int = 8 << 20) -> TierStore:
     tree = {
         "hbm": {"capacity": 8 * SPEC.page_nbytes, "device": "cpu"},
         "host": {"capacity": 8 * SPEC.page_nbytes},
-        "nvme": {"path": str(home), "capacity": capacity, "codec": codec, "payload": "lmdb"},
+        "nvme": {"path": str(home), "capacity": capacity, "codec": codec, "payload": opened_with["payload"]},
     }
     return TierStore.open(load_config(tree), SPEC)
 
@@ -101,8 +108,8 @@ def test_each_page_that_leaves_frees_what_it_took(tmp_path: Path) -> None:
 def test_the_disk_holds_more_pages_than_without_the_codec(tmp_path: Path) -> None:
     held = {}
     for codec in ("none", "exp"):
-        with open_store(tmp_path / codec, codec, 3 << 20) as store:
-            for number in range(25):
+        with open_store(tmp_path / codec, codec, 8 << 20) as store:
+            for number in range(70):
                 put(store, chain(4, f"{codec}{number}"))
                 store.flush()
             figures = tier_stats(store, Tier.NVME)
@@ -111,20 +118,9 @@ def test_the_disk_holds_more_pages_than_without_the_codec(tmp_path: Path) -> Non
             held[codec] = figures["resident"]
             assert figures["used_nbytes"] <= figures["budget_nbytes"]
             assert figures["used_nbytes"] == nvme["live_nbytes"]
-            assert nvme["disk_nbytes"] <= 3 << 20
+            assert nvme["disk_nbytes"] <= 8 << 20
             store.check()
     assert held["exp"] > 1.1 * held["none"]
-
-
-def test_extents_and_the_codec_are_refused_before_anything_is_made(tmp_path: Path) -> None:
-    tree = {
-        "host": {"capacity": 8 * SPEC.page_nbytes},
-        "hbm": {"capacity": 8 * SPEC.page_nbytes, "device": "cpu"},
-        "nvme": {"path": str(tmp_path / "disk"), "capacity": 8 << 20, "codec": "exp", "payload": "extents"},
-    }
-    with pytest.raises(ConfigError, match=r"nvme\.codec is 'exp', but nvme\.payload is 'extents'"):
-        TierStore.open(load_config(tree), SPEC)
-    assert not (tmp_path / "disk").exists()
 
 
 def test_a_directory_may_change_its_codec_between_openings(tmp_path: Path) -> None:

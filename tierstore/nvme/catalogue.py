@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,7 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import codec
-from tierstore.exp import Encoder
+from tierstore.errors import IntegrityError
+from tierstore.exp import Encoder, Geometry
+from tierstore.nvme.direct import BLOCK
 from tierstore.nvme.entry import (
     CATALOGUE_DB,
     ENTRY_NBYTES,
@@ -32,13 +34,16 @@ from tierstore.nvme.entry import (
     NBYTES,
     PAGES_DB,
     pack,
+    unpack,
 )
 from tierstore.nvme.extent_records import ExtentRecords, slots_of
+from tierstore.nvme.extent_space import ExtentSpace
 from tierstore.nvme.extents import ExtentFiles
 from tierstore.nvme.reading import ExtentBytes, InlineBytes, RecordReader
 from tierstore.nvme.records import InlineRecords, Page, Records, page_number
+from tierstore.nvme.sealing import Sealer
 from tierstore.nvme.sizing import Sizing
-from tierstore.nvme.slots import Slots
+from tierstore.nvme.slots import Place
 from tierstore.types import PageKey
 
 __all__ = ["Catalogue", "Page"]
@@ -75,18 +80,20 @@ class Catalogue:
         page_nbytes: int,
         readers: int,
         direct: bool = False,
-        encoder: Encoder | None = None,
+        geometry: Geometry | None = None,
     ) -> None:
         """Open or make the environment, which ``check.examine`` has passed. lmdb.Error or OSError if it cannot be;
-        IntegrityError if extent files and entries do not fit together after all.
+        IntegrityError if extent files and entries do not fit together after all. ``geometry``: pages are encoded with
+        ``exp``.
         """
         self._sizing = sizing
-        self._encoder = encoder
+        self._geometry = geometry
         self._change = 0  # of live_nbytes, by the transaction that is open
         self._known = True  # whether live_nbytes is: a commit that fails may have come about
         self.live_nbytes = 0
         self._fingerprint = codec.fingerprint_digest(fingerprint)
         self._files: ExtentFiles | None = None
+        self._space: ExtentSpace | None = None
         self._env = lmdb.open(
             str(directory),
             map_size=sizing.map_size,
@@ -111,7 +118,7 @@ class Catalogue:
         self._meta = self._env.open_db(META_DB)
         self._turns = 0
         self._records: Records
-        if self._sizing.num_slots:
+        if self._sizing.slot_nbytes:
             self._set_up_extents(directory, page_nbytes, direct)
         else:
             self._set_up_inline(page_nbytes, direct)
@@ -124,7 +131,7 @@ class Catalogue:
             self._sizing,
             fingerprint=self._fingerprint,
             page_nbytes=page_nbytes,
-            encoder=self._encoder,
+            encoder=None if self._geometry is None else Encoder(self._geometry),
         )
         records.numbered = self._test_page_numbers()
         self._records = records
@@ -133,11 +140,23 @@ class Catalogue:
 
     def _set_up_extents(self, directory: Path, page_nbytes: int, direct: bool) -> None:
         self._files = files = ExtentFiles(directory, direct=direct)
-        slots = slots_of(files, self._sizing, self._column(LOCATION))
-        self._records = ExtentRecords(
-            files, slots, self._sizing, fingerprint=self._fingerprint, page_nbytes=page_nbytes
+        slots = slots_of(files, self._sizing, self.locations())
+        sealer = Sealer(
+            self._sizing,
+            fingerprint=self._fingerprint,
+            page_nbytes=page_nbytes,
+            geometry=self._geometry,
         )
-        self.num_dropped = self._shrink(files, slots)
+        self._records = records = ExtentRecords(files, slots, self._sizing, sealer)
+        self._space = ExtentSpace(
+            self,
+            files,
+            slots,
+            records,
+            longest=self._sizing.slot_nbytes // BLOCK,
+            erase_keys=self._sizing.erase_keys,
+        )
+        self.num_dropped = self._space.shrink(self._sizing.extents_nbytes)
         self.reader = RecordReader(
             self._env, self._catalogue, ExtentBytes(files, slots), fingerprint=self._fingerprint
         )
@@ -146,18 +165,20 @@ class Catalogue:
         """How many pages ``store`` may be given now, whatever they are encoded to."""
         if not self._known:
             self.live_nbytes, self._known = self._sum(), True
-        room = max(0, self._sizing.most_nbytes - self.live_nbytes) // self._sizing.record_nbytes
-        places = self._records.room()
-        return room if places is None else min(room, places)
+        return max(0, self._sizing.most_nbytes - self.live_nbytes) // self._sizing.record_nbytes
 
-    def store(self, pages: Sequence[Page]) -> list[int]:
-        """Write the pages in one transaction: all are there when it returns, none if it raises.
+    def store(self, pages: Sequence[Page]) -> list[int | None]:
+        """Write the pages in one transaction: they are there when it returns, none of them if it raises.
 
-        What each record takes on disk.
+        What each record takes on disk; None for a page that is not there since there was no place for it.
         """
-        written, sizes = self._records.write(pages), []
+        written = self._records.write(pages)
+        sizes: list[int | None] = []
         with self._changing() as txn:
             for page, where in zip(pages, written, strict=True):
+                if where is None:
+                    sizes.append(None)
+                    continue
                 entry = self._records.entry(txn, page, where)
                 self._replace(txn, page.key)
                 self._change += entry.nbytes
@@ -172,6 +193,10 @@ class Catalogue:
                 self._replace(txn, key)
                 txn.delete(key, db=self._catalogue)
                 self._records.erased(txn, key)
+
+    def make_places(self, pages: Sequence[Page]) -> bool:
+        """Bring free blocks together after ``store`` had no place for these; whether that is worth another try."""
+        return self._space is not None and self._space.join_holes(len(pages))
 
     def turn(self) -> None:
         """Commit a transaction that changes next to nothing.
@@ -220,40 +245,32 @@ class Catalogue:
             self._change -= int.from_bytes(old[NBYTES], "little")
 
     def _sum(self) -> int:
-        return sum(int(chunk.sum()) for chunk in self._column(NBYTES))
+        return sum(int(costs.sum()) for _, costs in self.locations())
 
-    def _column(self, field: slice) -> Iterator[NDArray[np.uint64]]:
-        """A number of all entries, as they are found, some at a time."""
+    def locations(self) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.uint64]]]:
+        """LOCATION and NBYTES of all entries, as they are found, some at a time."""
         with self._env.begin() as txn:
             values = txn.cursor(db=self._catalogue).iternext(keys=False, values=True)
             while chunk := b"".join(itertools.islice(values, _CHUNK)):
                 rows = np.frombuffer(chunk, dtype=np.uint8).reshape(-1, ENTRY_NBYTES)
-                yield np.ascontiguousarray(rows[:, field]).view("<u8")[:, 0]
+                yield _numbers(rows[:, LOCATION]), _numbers(rows[:, NBYTES])
 
-    def _shrink(self, files: ExtentFiles, slots: Slots) -> int:
-        """Give the last extent files back to the disk until no more slots are left than allowed; how many records
-        were dropped with them. Their entries go first.
-        """
-        total, surplus = slots.total, []
-        for number in sorted(files.sizes, reverse=True):
-            if total <= self._sizing.num_slots:
-                break
-            total -= files.sizes[number] // self._sizing.slot_nbytes
-            surplus.append(number)
-        if not surplus:
-            return 0
-        first = min(surplus)
+    def find(self, wanted: Callable[[bytes], bool]) -> list[tuple[PageKey, bytes]]:
+        """The entries that are, in key order."""
         with self._env.begin() as txn:
-            items = txn.cursor(db=self._catalogue)
-            lost = [
-                PageKey(key) for key, raw in items if int.from_bytes(raw[LOCATION], "little") >> 32 >= first
-            ]
-        for start in range(0, len(lost), self._sizing.erase_keys):
-            self.erase(lost[start : start + self._sizing.erase_keys])
-        for number in surplus:
-            slots.drop_extent(number)
-            files.remove(number)
-        return len(lost)
+            return [(PageKey(key), raw) for key, raw in txn.cursor(db=self._catalogue) if wanted(raw)]
+
+    def move(self, places: Mapping[PageKey, Place]) -> None:
+        """Name other slots of the same length for these in one transaction. IntegrityError for a damaged entry."""
+        with self._changing() as txn:
+            for key, place in places.items():
+                found = txn.get(key, db=self._catalogue)
+                if found is None:
+                    raise IntegrityError(f"no entry of {key.hex()}, which was there")
+                entry = unpack(key, bytes(found))
+                self._records.replaced(key, bytes(found))
+                entry = entry._replace(extent=place.extent, block=place.block)
+                txn.put(key, pack(key, entry), db=self._catalogue)
 
     def _test_page_numbers(self) -> bool:
         """Whether a value's page number, as we find it, is where its bytes are in the file after the commit."""
@@ -273,3 +290,7 @@ class Catalogue:
     def _count(self) -> int:
         with self._env.begin() as txn:
             return txn.stat(self._catalogue)["entries"]
+
+
+def _numbers(column: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    return np.ascontiguousarray(column).view("<u8")[:, 0]

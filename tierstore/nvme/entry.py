@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from xxhash import xxh3_64_digest
 
 from tierstore.errors import IntegrityError
 from tierstore.types import PageKey
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_Number = TypeVar("_Number", int, "NDArray[np.uint64]")
 
 CATALOGUE_DB = b"catalogue"
 PAGES_DB = b"pages"
@@ -27,6 +33,9 @@ NBYTES = slice(40, 48)
 
 STORED_NBYTES = slice(48, 56)
 """Bytes of an entry: its ``stored_nbytes``, little endian."""
+
+CATALOGUE_SHARE = 1024
+"""In an entry's ``nbytes``: leaf and branch bytes of one record in both trees, at their lowest fill of a quarter."""
 
 _BODY = struct.Struct("<36sB3xQQQIIQ")
 _NO_PARENT = bytes(36)
@@ -47,6 +56,11 @@ class Entry(NamedTuple):
     extent: int = 0
     block: int = 0
     generation: int = 0
+
+
+def slot_blocks(nbytes: _Number) -> _Number:
+    """Blocks of the slot in an extent file whose record costs ``nbytes``, whatever the sizes of slots were then."""
+    return (nbytes - CATALOGUE_SHARE) // 4096
 
 
 def pack(key: bytes, entry: Entry) -> bytes:

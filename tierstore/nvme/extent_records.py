@@ -1,51 +1,39 @@
 """Records in extent files: slots taken, bytes written and made durable before an entry names them, slots given back.
 
-The writer's thread, or at open. A thread of its own makes the checksums of what is written next; it does no I/O, so
-that it never hangs.
+The writer's thread, or at open. Threads of its own encode and sum what is written next; they do no I/O, so that they
+never hang.
 """
 
 from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 
 import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore import codec
 from tierstore.errors import IntegrityError
-from tierstore.nvme.direct import BLOCK, aligned, is_aligned, padded
-from tierstore.nvme.entry import Entry, unpack
-from tierstore.nvme.extents import PREFIX, ExtentFiles
+from tierstore.nvme.direct import BLOCK
+from tierstore.nvme.entry import Entry, slot_blocks, unpack
+from tierstore.nvme.extents import ExtentFiles
 from tierstore.nvme.records import Page, Written
+from tierstore.nvme.sealing import Sealed, Sealer
 from tierstore.nvme.sizing import Sizing
-from tierstore.nvme.slots import Place, Slots
+from tierstore.nvme.slots import Place, Slots, sorted_by_extent
 from tierstore.types import PageKey
-
-_CHUNK_NBYTES = 8 << 20
-
-Sealed = list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]
-"""Head block and padded payload of some pages."""
 
 
 class ExtentRecords:
     """Records are slots of extent files; a slot is written again only after the end of its entry is committed."""
 
-    def __init__(
-        self, files: ExtentFiles, slots: Slots, sizing: Sizing, *, fingerprint: bytes, page_nbytes: int
-    ) -> None:
+    def __init__(self, files: ExtentFiles, slots: Slots, sizing: Sizing, sealer: Sealer) -> None:
         self._files = files
         self._slots = slots
         self._sizing = sizing
-        self._fingerprint = fingerprint
-        self._page_nbytes = page_nbytes
-        self._heads = aligned(sizing.batch_pages * BLOCK).reshape(-1, BLOCK)
-        self._heads[:, : len(PREFIX)] = np.frombuffer(PREFIX, dtype=np.uint8)
-        self._copies = aligned(sizing.batch_pages * padded(page_nbytes)).reshape(sizing.batch_pages, -1)
-        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="tierstore-nvme-seal")
+        self._sealer = sealer
         self._generations = itertools.count(secrets.randbits(62))  # no two openings share any
         self._arriving: dict[PageKey, set[Place]] = {}
         """Slots written for the transaction that is open or comes next, and those it makes free, by key."""
@@ -53,29 +41,34 @@ class ExtentRecords:
         self._doubts: dict[PageKey, set[Place]] = {}
         """Slots that an entry may name or not, since a commit failed; the next change of the key's entry settles it."""
 
-    def room(self) -> int | None:
-        return self._slots.num_free + max(0, self._sizing.num_slots - self._slots.total)
-
-    def write(self, pages: Sequence[Page]) -> Sequence[Written]:
-        places = self._take(len(pages))
-        written = [Written(place, next(self._generations)) for place in places]
-        step = self._sizing.batch_pages
+    def write(self, pages: Sequence[Page]) -> Sequence[Written | None]:
+        written: list[Written | None] = []
         try:
-            for first in range(0, len(pages), step):
-                self._write(pages[first : first + step], written[first : first + step])
-            self._files.sync(places)
+            with closing(self._sealer.seal(pages, self._generations)) as chunks:
+                for sealed in chunks:
+                    for each in sealed:
+                        place = self._take(each.nbytes // BLOCK)
+                        where = None if place is None else Written(place, each.generation, each.stored_nbytes)
+                        written.append(where)
+                    self._put(written[-len(sealed) :], sealed)
+            self._files.sync(_places(written))
         except BaseException:
-            self._slots.free(places)
+            self._slots.free(_places(written))
             raise
-        for page, place in zip(pages, places, strict=True):
-            self._arriving.setdefault(page.key, set()).add(place)
+        for page, where in zip(pages, written, strict=True):
+            if where is not None:
+                self.arriving(page.key, where.place)
         return written
+
+    def arriving(self, key: PageKey, place: Place) -> None:
+        """The transaction that comes next will name this slot under ``key``."""
+        self._arriving.setdefault(key, set()).add(place)
 
     def entry(self, txn: lmdb.Transaction[memoryview], page: Page, written: Written) -> Entry:
         return Entry(
             parent=page.parent,
-            nbytes=self._sizing.record_nbytes,
-            stored_nbytes=page.payload.nbytes,
+            nbytes=self._sizing.cost(written.stored_nbytes),
+            stored_nbytes=written.stored_nbytes,
             page_number=0,
             extent=written.place.extent,
             block=written.place.block,
@@ -91,7 +84,8 @@ class ExtentRecords:
             entry = unpack(key, old)
         except IntegrityError:
             return  # changed behind our back: its slot is found again at the next open
-        if self._slots.has(place := Place(entry.extent, entry.block)):
+        place = Place(entry.extent, entry.block, slot_blocks(entry.nbytes))
+        if self._slots.has(place):
             places.add(place)
 
     def erased(self, txn: lmdb.Transaction[memoryview], key: PageKey) -> None:
@@ -105,7 +99,7 @@ class ExtentRecords:
         self._leaving.clear()
 
     def close(self) -> None:
-        self._sealer.shutdown()
+        self._sealer.close()
 
     def undo(self) -> None:
         for places in self._arriving.values():
@@ -119,74 +113,39 @@ class ExtentRecords:
                 self._doubts.setdefault(key, set()).update(places)
             pending.clear()
 
-    def _take(self, count: int) -> list[Place]:
-        """``count`` slots, of new files where the old ones are full. OSError if the disk has no room for one."""
-        while self._slots.num_free < count:
-            slots = min(self._sizing.extent_slots, self._sizing.num_slots - self._slots.total)
-            if slots <= 0:
-                raise RuntimeError("a batch larger than the room there is")
-            number = self._files.add(slots * self._sizing.slot_nbytes)
-            self._slots.add_extent(number, slots)
-        return self._slots.take(count)
+    def _put(self, written: Sequence[Written | None], sealed: Sequence[Sealed]) -> None:
+        placed = [(to.place, each.parts) for to, each in zip(written, sealed, strict=True) if to is not None]
+        self._files.write([place for place, _ in placed], [parts for _, parts in placed])
 
-    def _write(self, pages: Sequence[Page], written: Sequence[Written]) -> None:
-        """At most a batch, a chunk at a time: the next one's checksums are made while one is written."""
-        step = max(1, _CHUNK_NBYTES // self._sizing.slot_nbytes)
-        chunks = [range(first, min(first + step, len(pages))) for first in range(0, len(pages), step)]
-
-        def sealed(chunk: range) -> Sealed:
-            return [self._parts(index, pages[index], written[index]) for index in chunk]
-
-        parts = sealed(chunks[0])
-        for chunk, following in zip(chunks, [*chunks[1:], range(0)], strict=True):
-            ahead = self._begin(sealed, following)
-            try:
-                self._files.write([written[index].place for index in chunk], parts)
-            finally:
-                parts = ahead.result()  # it reads pages that are the caller's again once they have failed
-
-    def _begin(self, sealed: Callable[[range], Sealed], chunk: range) -> Future[Sealed]:
-        try:
-            if chunk:
-                return self._sealer.submit(sealed, chunk)
-        except RuntimeError:  # the interpreter ends, and no thread begins anything
-            pass
-        done: Future[Sealed] = Future()
-        done.set_result(sealed(chunk))
-        return done
-
-    def _parts(self, index: int, page: Page, written: Written) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Head block and padded payload of a page: the page itself where it may be written as it is."""
-        payload = page.payload
-        body = payload
-        if not is_aligned(payload):
-            body = self._copies[index]
-            np.copyto(body[: payload.nbytes], payload)
-            payload = body[: payload.nbytes]
-        head = codec.Head(
-            fingerprint=self._fingerprint,
-            key=page.key,
-            parent=page.parent,
-            codec=codec.Codec.NONE,
-            raw_nbytes=payload.nbytes,
-            stored_nbytes=payload.nbytes,
-            generation=written.generation,
-        )
-        block = self._heads[index]
-        block[len(PREFIX) :] = np.frombuffer(codec.seal(head, payload), dtype=np.uint8)
-        return block, body
+    def _take(self, blocks: int) -> Place | None:
+        """A slot, in a new file where the old ones have none. OSError if the disk has no room for one."""
+        place = self._slots.take(blocks)
+        left = self._sizing.extents_nbytes - self._slots.total * BLOCK
+        if place is None and left >= blocks * BLOCK:
+            nbytes = min(max(self._sizing.extent_nbytes, blocks * BLOCK), left) // BLOCK * BLOCK
+            self._slots.add_extent(self._files.add(nbytes), nbytes // BLOCK)
+            place = self._slots.take(blocks)
+        return place
 
 
-def slots_of(files: ExtentFiles, sizing: Sizing, locations: Iterable[NDArray[np.uint64]]) -> Slots:
-    """The slots of ``files``, those used that ``locations`` of the catalogue name.
+def _places(written: Sequence[Written | None]) -> list[Place]:
+    return [where.place for where in written if where is not None]
 
-    IntegrityError if one lies outside or is named twice.
+
+def slots_of(
+    files: ExtentFiles, sizing: Sizing, entries: Iterable[tuple[NDArray[np.uint64], NDArray[np.uint64]]]
+) -> Slots:
+    """The slots of ``files``; used are those of ``entries``: chunks of the catalogue's LOCATION and NBYTES.
+
+    IntegrityError if one lies outside or reaches into another.
     """
-    slots = Slots(sizing.slot_nbytes)
+    empty = np.empty(0, dtype=np.uint64)
+    chunks = [(empty, empty), *entries]
+    firsts, costs = (np.concatenate(column) for column in zip(*chunks, strict=True))
+    used = sorted_by_extent(firsts, slot_blocks(costs))
+    slots = Slots(sizing.slot_nbytes // BLOCK)
     for number, nbytes in files.sizes.items():
-        slots.add_extent(number, nbytes // sizing.slot_nbytes)
-    for chunk in locations:
-        extents, blocks = chunk >> np.uint64(32), chunk & np.uint64(0xFFFFFFFF)
-        for number in np.unique(extents):
-            slots.mark(int(number), blocks[extents == number].astype(np.int64))
+        slots.add_extent(number, nbytes // BLOCK, used.pop(number, ()))
+    if used:
+        raise IntegrityError(f"records in extent files {sorted(used)}, which are missing")
     return slots

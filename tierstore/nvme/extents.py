@@ -1,6 +1,6 @@
 """Extent files: preallocated, cut into slots on 4 KiB boundaries, written and read in place, never mapped.
 
-A slot is a block of 16 bytes that say so and the record's head, and the payload behind it, padded to whole blocks.
+A slot is a block of 16 bytes that say so and the record's head, and the payload behind it, padded to the slot's end.
 Nothing here knows which slots are used. Reads by any thread; the rest by the writer's thread, or at open.
 """
 
@@ -67,14 +67,18 @@ class ExtentFiles:
         del self.sizes[number]
         home.extent_path(self._directory, number).unlink(missing_ok=True)
 
+    def cut(self, number: int, nbytes: int) -> None:
+        """Shorten a file, which gives room back to the disk."""
+        os.ftruncate(self._fds[number], nbytes)
+        self.sizes[number] = nbytes
+
     def write(
         self, places: Sequence[Place], parts: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]]
     ) -> None:
-        """Write head block and padded payload of each slot, neighbours in one call. Not durable yet.
-
-        Each slot must be as long as its parts. OSError: any of them may have changed.
+        """Write head block and padded payload, which fill the slot, of each; neighbours in one call. Not durable yet.
+        OSError: any of them may have changed.
         """
-        for first, end in _runs(places, parts):
+        for first, end in _runs(places):
             buffers = deque(buffer for pair in parts[first:end] for buffer in pair)
             _write_all(self._fds[places[first].extent], buffers, places[first].block * BLOCK)
 
@@ -141,18 +145,15 @@ class ExtentFiles:
             os.close(fd)
 
 
-def _runs(
-    places: Sequence[Place], parts: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]]
-) -> Iterator[tuple[int, int]]:
+def _runs(places: Sequence[Place]) -> Iterator[tuple[int, int]]:
     """Slices of slots that lie one behind the other."""
     first = 0
     for end in range(1, len(places) + 1):
         before = places[end - 1]
-        blocks = sum(part.nbytes for part in parts[end - 1]) // BLOCK
         if (
             end == len(places)
             or end - first == _SLOTS_A_CALL
-            or places[end] != Place(before.extent, before.block + blocks)
+            or places[end].first != before.first + before.blocks
         ):
             yield first, end
             first = end

@@ -11,7 +11,6 @@ import lmdb
 from tierstore.codec import fingerprint_digest
 from tierstore.nvme import home
 from tierstore.nvme.check import examine
-from tierstore.nvme.direct import BLOCK
 from tierstore.nvme.entry import CATALOGUE_DB, MAX_DBS, PAGES_DB
 from tierstore.nvme.extents import ExtentFiles
 from tierstore.nvme.lock import FileLock, watched
@@ -165,7 +164,7 @@ def _verify(directory: Path, fingerprint: str, progress: Progress) -> ShardVerdi
         payload: RecordBytes = InlineBytes(env, pages, direct=False)
         if _in_extents(directory):
             payload.close()
-            payload = ExtentBytes(ExtentFiles(directory, direct=False, writable=False), Slots(BLOCK))
+            payload = ExtentBytes(ExtentFiles(directory, direct=False, writable=False), Slots(1))
         reader = RecordReader(env, catalogue, payload, fingerprint=fingerprint_digest(fingerprint))
         try:
             for key, fault in reader.verify_all():

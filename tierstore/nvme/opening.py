@@ -13,19 +13,18 @@ from typing import NamedTuple
 import lmdb
 
 from tierstore.errors import ConfigError, IntegrityError
-from tierstore.exp import Encoder
+from tierstore.exp import Geometry
 from tierstore.nvme import direct, home, probe
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.check import examine
 from tierstore.nvme.lock import FileLock
-from tierstore.nvme.sizing import Sizing, size, size_extents
+from tierstore.nvme.sizing import EXTENTS_FROM, Sizing, size, size_extents
 
 _log = logging.getLogger(__name__)
 
 DEFAULT_READERS = 2
 """Where the disk was not asked."""
 
-_WORTH_PROBING = 1 << 30
 FAST = 0.8e9  # bytes a second beyond which LMDB's one writer is what a disk waits for
 
 _BROKEN = (
@@ -57,14 +56,19 @@ class OpenShard(NamedTuple):
 
 
 def open_shard(
-    path: Path, marker: home.ShardMarker, payload: str, *, readers: int | None, encoder: Encoder | None = None
+    path: Path,
+    marker: home.ShardMarker,
+    payload: str,
+    *,
+    readers: int | None,
+    geometry: Geometry | None = None,
 ) -> OpenShard:
     """Lock the marker's sub-directory of ``path``, see that it may be used, and open it.
 
     ``payload``: "lmdb", "extents", or "auto", which keeps what is there, and decides by the disk where nothing is. One
     that is damaged is set aside with one warning, and an empty one opened in its place. ConfigError if it cannot be
     had; then nothing is held. ``readers``: None for as many as the disk was found to need when the directory was made.
-    ``encoder``: what the writer makes records with.
+    ``geometry``: the writer encodes pages of it with ``exp``.
     """
     _sizing(marker, payload)
     name = home.shard_name(marker.fingerprint, marker.shard)
@@ -74,7 +78,7 @@ def open_shard(
         marker, sizing = _prepare(directory, marker, payload, ask=readers is None)
         readers = readers or marker.readers or DEFAULT_READERS
         works = direct.works(directory)
-        catalogue = _open_catalogue(directory, marker, sizing, readers, works, encoder)
+        catalogue = _open_catalogue(directory, marker, sizing, readers, works, geometry)
         return OpenShard(directory, lock, catalogue, sizing, marker.payload, works, readers)
     except (OSError, lmdb.Error) as error:
         lock.release()
@@ -102,7 +106,7 @@ def _lock(directory: Path) -> FileLock:
 
 def _sizing(marker: home.ShardMarker, payload: str, catalogue_nbytes: int = 0) -> Sizing:
     if payload == "extents":
-        return size_extents(marker.capacity, marker.page_nbytes, catalogue_nbytes)
+        return size_extents(marker.capacity, marker.page_nbytes, catalogue_nbytes, codec=marker.codec)
     return size(marker.capacity, marker.page_nbytes, codec=marker.codec)
 
 
@@ -174,7 +178,7 @@ def _kind(
 
 def _rates(directory: Path, capacity: int, page_nbytes: int) -> probe.Rates | None:
     """What the disk gives; None where it is not worth asking, or does no direct transfers."""
-    if capacity < _WORTH_PROBING:
+    if capacity < EXTENTS_FROM:
         return None
     try:
         rates = probe.ask(directory, page_nbytes)
@@ -237,16 +241,16 @@ def _open_catalogue(
     sizing: Sizing,
     readers: int,
     works: bool,
-    encoder: Encoder | None,
+    geometry: Geometry | None,
 ) -> Catalogue:
     """The environment. One that breaks on first use, though a child could walk it, makes room for an empty one."""
     try:
-        catalogue = _catalogue(directory, marker, sizing, readers, works, encoder)
+        catalogue = _catalogue(directory, marker, sizing, readers, works, geometry)
     except _BROKEN as error:
         _set_aside(directory, str(error))
         directory.mkdir(mode=0o700)
         home.write_marker(directory, marker)
-        catalogue = _catalogue(directory, marker, sizing, readers, works, encoder)
+        catalogue = _catalogue(directory, marker, sizing, readers, works, geometry)
     if catalogue.num_dropped:
         _log.warning(
             "the NVMe tier at %s dropped %d records: its capacity is lower now",
@@ -262,7 +266,7 @@ def _catalogue(
     sizing: Sizing,
     readers: int,
     works: bool,
-    encoder: Encoder | None,
+    geometry: Geometry | None,
 ) -> Catalogue:
     return Catalogue(
         directory,
@@ -271,7 +275,7 @@ def _catalogue(
         page_nbytes=marker.page_nbytes,
         readers=readers,
         direct=works,
-        encoder=encoder,
+        geometry=geometry,
     )
 
 

@@ -22,7 +22,7 @@ from tierstore import codec
 from tierstore.errors import IntegrityError
 from tierstore.exp import Decoder
 from tierstore.nvme.direct import BLOCK, aligned, is_aligned, padded, set_direct
-from tierstore.nvme.entry import Entry, summary, unpack
+from tierstore.nvme.entry import Entry, slot_blocks, summary, unpack
 from tierstore.nvme.extents import ExtentFiles
 from tierstore.nvme.home import DATA_FILE
 from tierstore.nvme.slots import Place, Slots
@@ -172,14 +172,7 @@ class InlineBytes:
             if raw is None:
                 raise KeyError(key)
             entry = unpack(key, bytes(raw))
-            if entry.stored_nbytes > out.nbytes:
-                raise _wrong_length(entry, out)
-            body = out
-            if entry.stored_nbytes < out.nbytes:  # an encoded page, or one of another length: its head tells
-                body = scratch[BLOCK : BLOCK + padded(entry.stored_nbytes)]
-            payload = body if body is out else body[: entry.stored_nbytes]
-            if payload.nbytes != entry.stored_nbytes:
-                raise ValueError(f"scratch of {scratch.nbytes} bytes is too small for a page of {out.nbytes}")
+            body, payload = _memory(entry, out, scratch)
             if entry.page_number:
                 self._read_at(entry.page_number, body, scratch[:BLOCK], BLOCK + payload.nbytes)
             else:
@@ -238,14 +231,15 @@ class ExtentBytes:
     ) -> Fetched:
         raw = _lookup(env, catalogue, key)
         for _ in range(_TRIES):
-            entry = _entry(key, raw, out)
-            place = Place(entry.extent, entry.block)
+            entry = unpack(key, raw)
+            body, payload = _memory(entry, out, scratch)
+            place = Place(entry.extent, entry.block, slot_blocks(entry.nbytes))
             with self._slots.pinned(place):
                 # An entry that is still there now had its slot pinned before it could go.
                 again = _lookup(env, catalogue, key)
                 if again == raw:
-                    self._files.read(place, out, scratch)
-                    return Fetched(out, entry.generation)
+                    self._files.read(place, body, scratch)
+                    return Fetched(payload, entry.generation)
             raw = again
         raise KeyError(key)  # replaced faster than it can be looked up
 
@@ -261,12 +255,19 @@ def _lookup(env: lmdb.Environment, catalogue: lmdb._Database, key: PageKey) -> b
     return raw
 
 
-def _entry(key: PageKey, raw: bytes, out: NDArray[np.uint8]) -> Entry:
-    entry = unpack(key, raw)
-    if entry.stored_nbytes != out.nbytes:
-        raise _wrong_length(entry, out)
-    return entry
+def _memory(
+    entry: Entry, out: NDArray[np.uint8], scratch: NDArray[np.uint8]
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Where a record's payload is to be read to, and the part of it that is payload.
 
-
-def _wrong_length(entry: Entry, out: NDArray[np.uint8]) -> IntegrityError:
-    return IntegrityError(f"record of {entry.stored_nbytes} bytes for a page of {out.nbytes}")
+    IntegrityError for one longer than a page. One that is shorter is an encoded page, or one of another length: its
+    head tells.
+    """
+    if entry.stored_nbytes > out.nbytes:
+        raise IntegrityError(f"record of {entry.stored_nbytes} bytes for a page of {out.nbytes}")
+    if entry.stored_nbytes == out.nbytes:
+        return out, out
+    body = scratch[BLOCK : BLOCK + padded(entry.stored_nbytes)]
+    if body.nbytes < entry.stored_nbytes:
+        raise ValueError(f"scratch of {scratch.nbytes} bytes is too small for a page of {out.nbytes}")
+    return body, body[: entry.stored_nbytes]

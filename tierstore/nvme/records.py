@@ -31,21 +31,21 @@ class Page(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Where a page's bytes are already. Neither means anything in LMDB, which gets them within the transaction."""
+    """Where a page's bytes are already. Nothing of it means anything in LMDB, which gets them in the transaction."""
 
-    place: Place = Place(0, 0)
+    place: Place = Place(0, 0, 0)
     generation: int = 0
+    stored_nbytes: int = 0
 
 
 class Records(Protocol):
     """What a catalogue asks of the place of its records."""
 
-    def room(self) -> int | None:
-        """How many pages ``write`` has places for; None: the map decides."""
-        ...
+    def write(self, pages: Sequence[Page]) -> Sequence[Written | None]:
+        """Put the bytes on disk, durably, before any entry says so; None for a page for which there is no place.
 
-    def write(self, pages: Sequence[Page]) -> Sequence[Written]:
-        """Put the bytes on disk, durably, before any entry says so. If it raises nothing is kept."""
+        If it raises nothing is kept.
+        """
         ...
 
     def entry(self, txn: lmdb.Transaction[memoryview], page: Page, written: Written) -> Entry:
@@ -98,10 +98,7 @@ class InlineRecords:
         self._fingerprint = fingerprint
         self._record = np.empty(codec.record_nbytes(page_nbytes), dtype=np.uint8)
 
-    def room(self) -> int | None:
-        return None
-
-    def write(self, pages: Sequence[Page]) -> Sequence[Written]:
+    def write(self, pages: Sequence[Page]) -> Sequence[Written | None]:
         return [Written()] * len(pages)
 
     def entry(self, txn: lmdb.Transaction[memoryview], page: Page, written: Written) -> Entry:

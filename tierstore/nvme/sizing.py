@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from tierstore.codec import record_nbytes
 from tierstore.errors import ConfigError
+from tierstore.nvme.entry import CATALOGUE_SHARE
+
+EXTENTS_FROM = 1 << 30
+"""Capacity from which on ``payload: auto`` asks the disk; a smaller directory stays in LMDB."""
 
 _MIB = 1 << 20
 _VALUE_PREFIX = 16  # LMDB's page header in front of a large value
-_CATALOGUE_SHARE = (
-    1024  # leaf and branch bytes of one record in both trees, at their lowest fill of a quarter
-)
 _SMALL_FILES = 64 << 10  # lock files and markers, everything that is neither data.mdb nor an extent
 _FIXED_PAGES = 32  # meta pages, roots, the free list
 _COPIED_PAGES = 3  # tree pages that one changed record copies before the old ones are free again
@@ -22,7 +23,12 @@ _BATCH_NBYTES = 16 * _MIB
 _EXTENT_BATCH_NBYTES = (
     64 * _MIB
 )  # nothing of it is kept in memory; a commit is what a batch costs beside its bytes
+_EXTENT_WATERMARK_ENCODED = 0.90  # slots of many lengths leave holes, which moving records fills up to there
 _EXTENT_NBYTES = 256 * _MIB
+_UNITS = 32  # lengths of slots: more of them fit closer, fewer fit into each other's holes
+_SHORTEST = 2  # a record never takes less than this part of a slot, so that the catalogue's length is bounded
+_LEAST_SLOTS = 8
+_LEAST_ENCODED = 4
 _MOST_EXTENTS = 256  # each has a descriptor
 _ERASED_TOGETHER = 256
 _BLOCK = 4096
@@ -32,7 +38,8 @@ _BLOCK = 4096
 class Sizing:
     """All in bytes, but ``batch_pages`` and ``erase_keys``, which say how much one transaction may take.
 
-    Extents only: slots of ``slot_nbytes``, at most ``num_slots`` of them, ``extent_slots`` in a new file. 0 in LMDB.
+    Extents only, 0 in LMDB: a record's slot takes ``slot_nbytes`` at most and whole ``unit_nbytes`` if it is shorter;
+    all files take ``extents_nbytes`` at most, a new one ``extent_nbytes``.
     """
 
     record_nbytes: int
@@ -41,17 +48,26 @@ class Sizing:
     batch_pages: int
     erase_keys: int
     slot_nbytes: int = 0
-    num_slots: int = 0
-    extent_slots: int = 0
+    unit_nbytes: int = 0
+    extents_nbytes: int = 0
+    extent_nbytes: int = 0
 
     @property
     def most_nbytes(self) -> int:
         """More record bytes than this are refused: half of the slack above the budget, or what has slots."""
-        return self.num_slots * self.record_nbytes or (self.budget_nbytes + self.map_size) // 2
+        if self.slot_nbytes:
+            return self.extents_nbytes // self.slot_nbytes * self.record_nbytes
+        return (self.budget_nbytes + self.map_size) // 2
+
+    def slot(self, stored_nbytes: int) -> int:
+        """Bytes of the slot of a record with a payload of so many bytes."""
+        wanted = max(_BLOCK + stored_nbytes, self.slot_nbytes // _SHORTEST)
+        return min(-(-wanted // self.unit_nbytes) * self.unit_nbytes, self.slot_nbytes)
 
     def cost(self, stored_nbytes: int) -> int:
         """What a record with a payload of so many bytes takes on disk, its share of the catalogue included."""
-        return self.record_nbytes if self.num_slots else _on_disk(stored_nbytes) + _CATALOGUE_SHARE
+        on_disk = self.slot(stored_nbytes) if self.slot_nbytes else _on_disk(stored_nbytes)
+        return on_disk + CATALOGUE_SHARE
 
 
 def size(capacity: int, page_nbytes: int, *, codec: str = "none") -> Sizing:
@@ -63,7 +79,7 @@ def size(capacity: int, page_nbytes: int, *, codec: str = "none") -> Sizing:
     block = mmap.PAGESIZE
     watermark = _WATERMARK if codec == "none" else _WATERMARK_ENCODED
     on_disk = _on_disk(page_nbytes)
-    record = on_disk + _CATALOGUE_SHARE
+    record = on_disk + CATALOGUE_SHARE
     copied = _COPIED_PAGES * block
     batch_pages = max(1, min(_BATCH_NBYTES, capacity // 16) // (on_disk + copied))
     batch = batch_pages * (on_disk + copied)
@@ -81,40 +97,49 @@ def size(capacity: int, page_nbytes: int, *, codec: str = "none") -> Sizing:
     )
 
 
-def size_extents(capacity: int, page_nbytes: int, catalogue_nbytes: int = 0) -> Sizing:
+def size_extents(
+    capacity: int, page_nbytes: int, catalogue_nbytes: int = 0, *, codec: str = "none"
+) -> Sizing:
     """Page bytes in extent files: they and a catalogue that fills its map take at most ``capacity``.
 
     ``catalogue_nbytes``: length of a data.mdb that is there already, which never shrinks. Slots above the budget are
-    for records that replace others and for those that are still read. ConfigError if not even one page fits.
+    for records that replace others and for those that are still read; with a codec, for holes too, and there is
+    catalogue for as many records as may be ``_SHORTEST`` times shorter. ConfigError if not even one page fits.
     """
-    block = mmap.PAGESIZE
+    block, encoded = mmap.PAGESIZE, codec != "none"
     slot = _BLOCK + -(-page_nbytes // _BLOCK) * _BLOCK
-    record = slot + _CATALOGUE_SHARE
+    share = CATALOGUE_SHARE * (_SHORTEST if encoded else 1)
     copied = _COPIED_PAGES * block
     batch_pages = max(1, min(_EXTENT_BATCH_NBYTES, capacity // 16) // (slot + copied))
     erase_keys = max(batch_pages, min(_ERASED_TOGETHER, capacity // 64 // copied))
     extent_slots = max(1, max(capacity // _MOST_EXTENTS, min(_EXTENT_NBYTES, capacity // 16)) // slot)
+    if encoded:  # an end too short for a record is wasted
+        extent_slots = max(extent_slots, _LEAST_SLOTS)
     # The changes of one transaction, and the pages freed by two before it that cannot be used yet.
     working = _FIXED_PAGES * block + 3 * erase_keys * copied
     files = _SMALL_FILES + (capacity // (extent_slots * slot) + 2) * block
-    num_slots = max(0, capacity - files - working) // record
-    map_size = working + -(-num_slots * _CATALOGUE_SHARE // block) * block
+    num_slots = max(0, capacity - files - working) // (slot + share)
+    map_size = working + -(-num_slots * share // block) * block
     if map_size < catalogue_nbytes + working:
         map_size = -(-(catalogue_nbytes + working) // block) * block
         num_slots = max(0, capacity - files - map_size) // slot
-    if num_slots < 2:
-        least = _SMALL_FILES + (36 + _FIXED_PAGES) * block + 3 * copied + 2 * record + catalogue_nbytes
-        raise _too_small(capacity, least, page_nbytes)
+    least_slots = _LEAST_ENCODED if encoded else 2
+    if num_slots < least_slots:
+        least = _SMALL_FILES + (36 + _FIXED_PAGES) * block + 3 * copied + catalogue_nbytes
+        raise _too_small(capacity, least + least_slots * (slot + share), page_nbytes)
     slack = min(batch_pages, max(1, num_slots // 16))
+    record = slot + CATALOGUE_SHARE
+    fitting = int(num_slots * _EXTENT_WATERMARK_ENCODED) if encoded else num_slots
     return Sizing(
         record_nbytes=record,
         map_size=map_size,
-        budget_nbytes=(num_slots - slack) * record,
+        budget_nbytes=(fitting - slack) * record,
         batch_pages=batch_pages,
         erase_keys=erase_keys,
         slot_nbytes=slot,
-        num_slots=num_slots,
-        extent_slots=extent_slots,
+        unit_nbytes=-(-slot // _UNITS // _BLOCK) * _BLOCK if encoded else slot,
+        extents_nbytes=num_slots * slot,
+        extent_nbytes=extent_slots * slot,
     )
 
 

@@ -1,4 +1,4 @@
-"""Which slots of the extent files are free, used, or still read: bookkeeping only, no file, no catalogue.
+"""Which parts of the extent files are free, used, or still read: bookkeeping only, no file, no catalogue.
 
 A slot is taken before it is written and freed once no committed entry names it. One that a reader has pinned comes
 back with its last pin. All methods may be called from any thread.
@@ -8,95 +8,97 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.errors import IntegrityError
-from tierstore.nvme.direct import BLOCK
+from tierstore.nvme.runs import FreeRuns
 
 
 class Place(NamedTuple):
-    """A slot: number of its extent file (from 1), and its first block there."""
+    """A slot: number of its extent file (from 1), its first block there, and its length in blocks."""
 
     extent: int
     block: int
+    blocks: int
+
+    @property
+    def first(self) -> int:
+        """Its first block among those of all files."""
+        return self.extent << 32 | self.block
+
+    @classmethod
+    def at(cls, first: int, blocks: int) -> Place:
+        """The slot whose ``first`` that is."""
+        return cls(first >> 32, first & 0xFFFFFFFF, blocks)
 
 
 class Slots:
-    """Slots of ``slot_nbytes`` (whole blocks), extent by extent; the lowest free ones are taken first."""
+    """Slots of any length up to ``longest`` blocks, in extent files. All counts are of blocks."""
 
-    def __init__(self, slot_nbytes: int) -> None:
-        self._blocks = slot_nbytes // BLOCK
+    def __init__(self, longest: int) -> None:
         self._lock = threading.Lock()
-        self._used: dict[int, NDArray[np.bool_]] = {}
+        self._extents: dict[int, int] = {}
+        self._runs = FreeRuns(longest)
         self._pins: Counter[Place] = Counter()
         self._waiting: set[Place] = set()
-        self._num_free = 0
 
     @property
     def total(self) -> int:
-        """Slots of all extents."""
+        """Blocks of all extents."""
         with self._lock:
-            return sum(len(used) for used in self._used.values())
+            return sum(self._extents.values())
 
     @property
     def num_free(self) -> int:
-        """Slots that can be taken now."""
+        """Blocks that can be taken now, though not all in a row."""
         with self._lock:
-            return self._num_free
+            return self._runs.num_blocks
 
     @property
     def num_waiting(self) -> int:
-        """Slots that come back with their last pin."""
+        """Blocks that come back with their slots' last pins."""
         with self._lock:
-            return len(self._waiting)
+            return sum(place.blocks for place in self._waiting)
 
-    def add_extent(self, number: int, slots: int) -> None:
-        """A new extent file of so many free slots."""
+    def add_extent(self, number: int, blocks: int, used: Sequence[tuple[int, int]] = ()) -> None:
+        """An extent file of so many blocks; all are free but the ``used`` (first, length), ascending, at open.
+
+        IntegrityError if one of those lies outside or reaches into the next.
+        """
+        ends = [0, *(first + length for first, length in used)]
+        firsts = [*(first for first, _ in used), blocks]
         with self._lock:
-            self._used[number] = np.zeros(slots, dtype=np.bool_)
-            self._num_free += slots
+            self._extents[number] = blocks
+            for end, first in zip(ends, firsts, strict=True):
+                if first < end:
+                    raise IntegrityError(f"two records in one place of extent file {number}, or one outside")
+                if first > end:
+                    self._runs.give(number << 32 | end, first - end)
 
-    def drop_extent(self, number: int) -> None:
-        """Forget an extent none of whose slots is used or pinned."""
+    def cut_extent(self, number: int, blocks: int) -> None:
+        """Forget an extent's blocks from ``blocks`` on, none of which is used or pinned; all of it if that is 0."""
         with self._lock:
-            used = self._used.pop(number)
-            self._num_free -= len(used) - int(used.sum())
-
-    def mark(self, number: int, blocks: NDArray[np.int64]) -> None:
-        """At open: the slots of an extent that hold records. IntegrityError for one outside, or marked before."""
-        used = self._used.get(number)
-        index, rest = np.divmod(blocks, self._blocks)
-        if used is None or rest.any() or index.min() < 0 or index.max() >= len(used):
-            raise IntegrityError(f"a record outside of extent file {number}")
-        if used[index].any() or len(np.unique(index)) != len(index):
-            raise IntegrityError(f"two records in one slot of extent file {number}")
-        used[index] = True
-        self._num_free -= len(index)
+            self._runs.take_between(number << 32 | blocks, 1 << 32)
+            if blocks:
+                self._extents[number] = blocks
+            else:
+                del self._extents[number]
 
     def has(self, place: Place) -> bool:
-        """Whether there is such a slot, used or not."""
-        index, rest = divmod(place.block, self._blocks)
-        used = self._used.get(place.extent)
-        return used is not None and not rest and index < len(used)
+        """Whether there are such blocks, used or not."""
+        return 0 < place.blocks <= self._extents.get(place.extent, 0) - place.block
 
-    def take(self, count: int) -> list[Place]:
-        """``count`` free slots, neighbours next to each other; fewer if there are not so many."""
-        taken: list[Place] = []
+    def take(self, blocks: int) -> Place | None:
+        """A free slot of that length, the next one its neighbour where that can be; None if there is none."""
         with self._lock:
-            for number in sorted(self._used):
-                if len(taken) == count or not self._num_free:
-                    break
-                used = self._used[number]
-                found = np.flatnonzero(~used)[: count - len(taken)]
-                used[found] = True
-                self._num_free -= len(found)
-                taken += [Place(number, int(index) * self._blocks) for index in found]
-        return taken
+            first = self._runs.take(blocks)
+            return None if first is None else Place.at(first, blocks)
 
     def free(self, places: Iterable[Place]) -> None:
         """No committed entry names these any more: they may be taken again, pinned ones after their last pin."""
@@ -106,7 +108,12 @@ class Slots:
                     self._waiting.add(place)
                 else:
                     del self._pins[place]
-                    self._give_back(place)
+                    self._runs.give(place.first, place.blocks)
+
+    def reserve(self, window: Place) -> list[Place]:
+        """Take what is free of ``window``, so that nothing else is put there; the pieces, to be freed by the caller."""
+        with self._lock:
+            return [Place.at(*run) for run in self._runs.take_between(window.first, window.blocks)]
 
     @contextmanager
     def pinned(self, place: Place) -> Iterator[None]:
@@ -122,8 +129,19 @@ class Slots:
                     del self._pins[place]
                     if place in self._waiting:
                         self._waiting.remove(place)
-                        self._give_back(place)
+                        self._runs.give(place.first, place.blocks)
 
-    def _give_back(self, place: Place) -> None:
-        self._used[place.extent][place.block // self._blocks] = False
-        self._num_free += 1
+
+def sorted_by_extent(
+    firsts: NDArray[np.uint64], blocks: NDArray[np.uint64]
+) -> dict[int, list[tuple[int, int]]]:
+    """Slots, as (first block there, length), ascending, by the number of their extent file."""
+    order = np.argsort(firsts, kind="stable")
+    firsts, blocks = firsts[order], blocks[order]
+    extents = firsts >> np.uint64(32)
+    heres = (firsts & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    starts = np.flatnonzero(np.diff(extents, prepend=np.uint64(1 << 32)))
+    return {
+        int(extents[start]): list(zip(heres[start:end].tolist(), blocks[start:end].tolist(), strict=True))
+        for start, end in pairwise([*starts.tolist(), len(firsts)])
+    }

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from tierstore import keys
 from tierstore.codec import KEY_NBYTES
-from tierstore.errors import ConfigError, StoreClosed
-from tierstore.exp import Encoder, Geometry
+from tierstore.errors import StoreClosed
+from tierstore.exp import Geometry
 from tierstore.nvme import home
 from tierstore.nvme.acks import Outbox
 from tierstore.nvme.opening import OpenShard, open_shard
@@ -100,22 +100,14 @@ class NvmeTier:
         ``payload``: page bytes in "lmdb" or in "extents"; what is there in the other kind is removed with one warning.
         "auto" keeps the kind that is there, and where nothing is writes 32 MiB to see how fast the disk is.
         ``codec``: how pages are written from now on; records of any codec are read, encoded ones with ``geometry``,
-        which "exp" needs. It goes with LMDB alone: "auto" is "lmdb" then.
+        which "exp" needs.
         ``readers``: threads that read; None: as many as the disk needs for 0.95 of its rate, asked when a directory of
         1 GiB or more is made and remembered there, else 2.
         ``timeout_s``: a read or a batch of writes that takes longer is not waited for: ``submit_*``, ``state``.
         ConfigError if the directory is not ours, in use, or the capacity cannot be had; nothing is changed then.
         """
-        encoder = None
-        if codec == "exp":
-            if geometry is None:
-                raise ValueError("codec is 'exp'; allowed with the geometry of the pages")
-            if payload == "extents":
-                raise ConfigError(
-                    "nvme.codec is 'exp' and nvme.payload 'extents', whose slots are all of one size; allowed in this "
-                    "version: nvme.payload lmdb or auto, or nvme.codec none"
-                )
-            payload, encoder = "lmdb", Encoder(geometry)
+        if codec == "exp" and geometry is None:
+            raise ValueError("codec is 'exp'; allowed with the geometry of the pages")
         marker = home.ShardMarker(
             fingerprint=fingerprint,
             shard=shard,
@@ -125,7 +117,9 @@ class NvmeTier:
             codec=codec,
             description=dict(description or {}),
         )
-        shard_home = open_shard(path, marker, payload, readers=readers, encoder=encoder)
+        shard_home = open_shard(
+            path, marker, payload, readers=readers, geometry=geometry if codec == "exp" else None
+        )
         return cls(
             shard_home,
             Outbox(wake),

@@ -21,8 +21,10 @@ from tierstore.nvme.entry import (
     ENTRY_NBYTES,
     LOCATION,
     MAX_DBS,
+    NBYTES,
     PAGES_DB,
     STORED_NBYTES,
+    slot_blocks,
 )
 from tierstore.nvme.home import extent_sizes
 from tierstore.nvme.rawtree import prefetch
@@ -56,8 +58,11 @@ def walk(directory: str, payload: str) -> int | str:
                     return f"catalogue record of {key.hex()} differs from its checksum"
                 if payload == "extents":
                     first = int.from_bytes(raw[LOCATION], "little")
+                    blocks = slot_blocks(int.from_bytes(raw[NBYTES], "little"))
                     stored = int.from_bytes(raw[STORED_NBYTES], "little")
-                    spans.append((first, first + 1 + (stored + _BLOCK - 1) // _BLOCK))
+                    if (blocks - 1) * _BLOCK < stored:
+                        return f"catalogue record of {key.hex()} has a slot that is too short"
+                    spans.append((first, first + blocks))
                 elif any(raw[LOCATION]):
                     return f"catalogue record of {key.hex()} names an extent file where there are none"
             records = txn.stat(catalogue)["entries"]

@@ -220,31 +220,43 @@ class Writer:
         if room < len(writes):
             self._erase_ahead({job.transfer.keys[index] for job, index in writes})
             room = self._catalogue.room()
-        taken, refused = writes[:room], writes[room:]
-        sizes = self._store([_page(job, index) for job, index in taken]) if taken else []
-        if len(sizes) != len(taken):
-            taken, refused = [], writes
-        if taken:
-            self._outbox.count("bytes_written", sum(job.pages[index].nbytes for job, index in taken))
-            self._outbox.count("bytes_stored", sum(sizes))
+        sizes = self._store([_page(job, index) for job, index in writes[:room]])
+        sizes += [None] * (len(writes) - len(sizes))
+        stored = [(write, size) for write, size in zip(writes, sizes, strict=True) if size is not None]
+        refused = [write for write, size in zip(writes, sizes, strict=True) if size is None]
+        if stored:
+            self._outbox.count("bytes_written", sum(job.pages[index].nbytes for (job, index), _ in stored))
+            self._outbox.count("bytes_stored", sum(size for _, size in stored))
             self._outbox.count("batches")
             self.refusal.forget()
         if refused:
             self._outbox.count("write_no_space", len(refused))
             self._doubt(refused)
-        return [*sizes, *[Failure.NO_SPACE] * len(refused)]
+        return [Failure.NO_SPACE if size is None else size for size in sizes]
 
-    def _store(self, pages: list[Page]) -> list[int]:
-        """Write the pages in one transaction, twice tried when the map is full; what each takes, none if not there."""
+    def _store(self, pages: list[Page]) -> list[int | None]:
+        """Write the pages in one transaction, those for which there is no room again once room was made; what each
+        takes, None if it is not there.
+        """
+        sizes = self._attempt(pages)
+        for make_room in (self._make_room, self._catalogue.make_places):
+            missing = [index for index, size in enumerate(sizes) if size is None]
+            if missing and make_room([pages[index] for index in missing]):
+                again = self._attempt([pages[index] for index in missing])
+                for index, size in zip(missing, again, strict=True):
+                    sizes[index] = size
+        return sizes
+
+    def _attempt(self, pages: list[Page]) -> list[int | None]:
         try:
-            return self._catalogue.store(pages)
+            return self._catalogue.store(pages) if pages else []
         except lmdb.MapFullError:
-            self._erase_ahead({page.key for page in pages})
-            self._catalogue.turn()
-            try:
-                return self._catalogue.store(pages)
-            except lmdb.MapFullError:
-                return []
+            return [None] * len(pages)
+
+    def _make_room(self, pages: list[Page]) -> bool:
+        self._erase_ahead({page.key for page in pages})
+        self._catalogue.turn()
+        return True
 
     def _erase_ahead(self, written: set[PageKey]) -> None:
         """Do queued erases now that writes of these keys wait for the room they make."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tierstore.assembly import check_memory, check_sections, owns_hbm, slots_of
 from tierstore.errors import ConfigError
-from tierstore.nvme.sizing import size, size_extents
+from tierstore.nvme.sizing import EXTENTS_FROM, size, size_extents
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
@@ -87,10 +87,13 @@ def _disk(config: StoreConfig, layout: PageLayout, refused: list[str]) -> Iterat
         return
     capacity, pages, record = config.nvme.capacity, 0, layout.blob_nbytes
     with _noted(refused):
-        if config.nvme.payload == "extents":  # auto: the disk is not asked here
-            sizing = size_extents(capacity, layout.blob_nbytes)
-        else:  # as many pages as fit however badly they can be encoded
-            sizing = size(capacity, layout.blob_nbytes, codec=config.nvme.codec)
+        # As many pages as fit however badly they can be encoded, and with auto wherever the disk's speed will put them.
+        payload, sizings = config.nvme.payload, []
+        if payload != "extents":
+            sizings.append(size(capacity, layout.blob_nbytes, codec=config.nvme.codec))
+        if payload == "extents" or (payload == "auto" and capacity >= EXTENTS_FROM):
+            sizings.append(size_extents(capacity, layout.blob_nbytes, codec=config.nvme.codec))
+        sizing = min(sizings, key=lambda each: each.budget_nbytes // each.record_nbytes)
         pages, record = sizing.budget_nbytes // sizing.record_nbytes, sizing.record_nbytes
     yield TierSize(Tier.NVME, capacity, pages, record)
     place = nearest_directory(config.nvme.path)

@@ -1,0 +1,141 @@
+"""Records made ready for extent files: payload encoded or as it is, head and checksum before it, in aligned memory.
+
+A chunk of pages is made ready by threads of the sealer's own while the chunk before it is written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore import codec
+from tierstore.exp import Encoder, Geometry
+from tierstore.nvme.direct import BLOCK, aligned, is_aligned
+from tierstore.nvme.extents import PREFIX
+from tierstore.nvme.records import Page
+from tierstore.nvme.sizing import Sizing
+
+_CHUNK_NBYTES = 8 << 20
+_MOST_THREADS = 4
+
+
+class Sealed(NamedTuple):
+    """Head block and payload of a record, which fills its slot with them. Valid until the chunk after the next."""
+
+    parts: tuple[NDArray[np.uint8], NDArray[np.uint8]]
+    generation: int
+    stored_nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of the slot."""
+        return self.parts[0].nbytes + self.parts[1].nbytes
+
+
+class Sealer:
+    """The writer's thread alone calls it. ``geometry``: pages are encoded with ``exp`` where that pays."""
+
+    def __init__(
+        self, sizing: Sizing, *, fingerprint: bytes, page_nbytes: int, geometry: Geometry | None
+    ) -> None:
+        self._sizing = sizing
+        self._fingerprint = fingerprint
+        self._page_nbytes = page_nbytes
+        threads = 1 if geometry is None else min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+        self._encoders = [None if geometry is None else Encoder(geometry) for _ in range(threads)]
+        self._step = max(threads, _CHUNK_NBYTES // sizing.slot_nbytes)
+        rows = 2 * self._step  # one chunk is written, one is made
+        self._heads = aligned(rows * BLOCK).reshape(rows, BLOCK)
+        self._heads[:, : len(PREFIX)] = np.frombuffer(PREFIX, dtype=np.uint8)
+        self._bodies = aligned(rows * (sizing.slot_nbytes - BLOCK)).reshape(rows, -1)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tierstore-nvme-seal")
+
+    def seal(self, pages: Sequence[Page], generations: Iterator[int]) -> Generator[list[Sealed]]:
+        """The pages' records in their order, a chunk at a time.
+
+        The pages may change again once this has ended, whether at its end or by ``close``.
+        """
+        numbers = [next(generations) for _ in pages]
+        chunks = [
+            range(first, min(first + self._step, len(pages))) for first in range(0, len(pages), self._step)
+        ]
+        made: list[Future[list[Sealed]]] = []
+        ahead: list[Future[list[Sealed]]] = []
+        try:
+            for chunk in [*chunks, range(0)]:
+                made, ahead = ahead, self._begin(chunk, pages, numbers)
+                if made:
+                    yield _in_order([future.result() for future in made])
+        finally:
+            wait([*made, *ahead])  # they read pages that are the caller's again once they have failed
+
+    def close(self) -> None:
+        """End the threads. No call may follow."""
+        self._pool.shutdown()
+
+    def _begin(
+        self, chunk: range, pages: Sequence[Page], numbers: Sequence[int]
+    ) -> list[Future[list[Sealed]]]:
+        """A share of the chunk for every thread: every so many-th page."""
+        shares = [chunk[first :: len(self._encoders)] for first in range(len(self._encoders))]
+        begun: list[Future[list[Sealed]]] = []
+        for share, encoder in zip(shares, self._encoders, strict=True):
+            if not share:
+                break
+            try:
+                begun.append(self._pool.submit(self._share, share, pages, numbers, encoder))
+            except RuntimeError:  # the interpreter ends, and no thread begins anything
+                done: Future[list[Sealed]] = Future()
+                begun.append(done)
+                done.set_result(self._share(share, pages, numbers, encoder))
+        return begun
+
+    def _share(
+        self, share: range, pages: Sequence[Page], numbers: Sequence[int], encoder: Encoder | None
+    ) -> list[Sealed]:
+        return [
+            self._seal(index % len(self._heads), pages[index], numbers[index], encoder) for index in share
+        ]
+
+    def _seal(self, row: int, page: Page, generation: int, encoder: Encoder | None) -> Sealed:
+        payload, body = self._payload(row, page.payload, encoder)
+        head = codec.Head(
+            fingerprint=self._fingerprint,
+            key=page.key,
+            parent=page.parent,
+            codec=codec.Codec.NONE if payload.nbytes == page.payload.nbytes else codec.Codec.EXP,
+            raw_nbytes=page.payload.nbytes,
+            stored_nbytes=payload.nbytes,
+            generation=generation,
+        )
+        block = self._heads[row]
+        block[len(PREFIX) :] = np.frombuffer(codec.seal(head, payload), dtype=np.uint8)
+        return Sealed((block, body), generation, payload.nbytes)
+
+    def _payload(
+        self, row: int, page: NDArray[np.uint8], encoder: Encoder | None
+    ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Payload of a page, and the memory it fills up to the end of its slot: the page itself where it may be."""
+        body = self._bodies[row]
+        length = None if encoder is None else encoder.encode(page, body[: page.nbytes])
+        if length is None and is_aligned(page) and page.nbytes == body.nbytes:
+            return page, page
+        if length is None:
+            length = page.nbytes
+            np.copyto(body[:length], page)
+        body = body[: self._sizing.slot(length) - BLOCK]
+        body[length:] = 0
+        return body[:length], body
+
+
+def _in_order(shares: list[list[Sealed]]) -> list[Sealed]:
+    """What every so many-th share made, one after the other."""
+    made: list[Sealed] = []
+    for turn in range(len(shares[0])):
+        made += [share[turn] for share in shares if turn < len(share)]
+    return made
