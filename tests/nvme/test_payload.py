@@ -16,9 +16,8 @@ from tests.nvme.rig import (
     data_file,
     extent_files,
     on_disk,
-from tierstore.nvme import direct
+)
 from tests.nvme.watch import Calls
-from tierstore.nvme.sizing import EXTENTS_FROM
 from tests.support.sick_disk import Failing
 from tierstore.nvme import direct, opening, probe
 from tierstore.nvme.inspection import inspect, purge, verify
