@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
-from threading import Barrier, Thread
+from threading import Barrier, Thread, current_thread
+from time import sleep
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 from tests.nvme.rig import Rig, blank, change, find, key, page
 from tierstore.codec import HEAD_NBYTES
 from tierstore.exp import Encoder, Geometry, Group
+from tierstore.nvme import sealing
 from tierstore.nvme.inspection import verify
 from tierstore.types import Ack, Failure
 
@@ -246,3 +249,39 @@ def test_encoding_needs_to_know_the_pages(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="geometry"):
         ExpRig(tmp_path / "home", page_nbytes=NBYTES, codec="exp")
     assert not (tmp_path / "home").exists()
+
+
+def test_batches_of_several_chunks_are_encoded_by_several_threads_and_each_encoder_by_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy, overlaps, makers = set[int](), list[int](), set[str]()
+
+    class Watched(Encoder):
+        def encode(self, page: NDArray[np.uint8], out: NDArray[np.uint8]) -> int | None:
+            if id(self) in busy:
+                overlaps.append(id(self))
+            busy.add(id(self))
+            makers.add(current_thread().name)
+            sleep(0.001)  # long enough that shares of two chunks overlap
+            try:
+                return super().encode(page, out)
+            finally:
+                busy.discard(id(self))
+
+    monkeypatch.setattr(sealing, "Encoder", Watched)
+    monkeypatch.setattr(sealing, "_CHUNK_NBYTES", 4 * NBYTES)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    rig = ExpRig(
+        tmp_path / "home",
+        capacity=64 << 20,
+        page_nbytes=NBYTES,
+        payload="extents",
+        codec="exp",
+        geometry=GEOMETRY,
+    )
+    numbers = [*range(60), *NOISE[:20], *range(60, 100)]
+    assert rig.write(numbers).ok
+    assert not overlaps
+    assert len(makers) > 1
+    rig.require(numbers)
+    rig.close()

@@ -115,7 +115,7 @@ def test_a_bug_planted_in_extents_is_found(bug: str, tmp_path: Path) -> None:
 
 
 def require_found(name: str, right: str, wrong: str, payload: str, tmp_path: Path) -> None:
-    for package in ("tierstore", "tests/nvme"):
+    for package in ("tierstore", "tests/nvme", "tests/support"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     source = (tmp_path / "tierstore" / name).read_text()
     assert source.count(right) == 1

@@ -46,14 +46,15 @@ class Sealer:
         self._sizing = sizing
         self._fingerprint = fingerprint
         self._page_nbytes = page_nbytes
-        threads = 1 if geometry is None else min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-        self._encoders = [None if geometry is None else Encoder(geometry) for _ in range(threads)]
-        self._step = max(threads, _CHUNK_NBYTES // sizing.slot_nbytes)
+        self._geometry = geometry
+        self._threads = 1 if geometry is None else min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+        self._idle: list[Encoder] = []  # an encoder serves one share at a time, whichever thread has it
+        self._step = max(self._threads, _CHUNK_NBYTES // sizing.slot_nbytes)
         rows = 2 * self._step  # one chunk is written, one is made
         self._heads = aligned(rows * BLOCK).reshape(rows, BLOCK)
         self._heads[:, : len(PREFIX)] = np.frombuffer(PREFIX, dtype=np.uint8)
         self._bodies = aligned(rows * (sizing.slot_nbytes - BLOCK)).reshape(rows, -1)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tierstore-nvme-seal")
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="tierstore-nvme-seal")
 
     def seal(self, pages: Sequence[Page], generations: Iterator[int]) -> Generator[list[Sealed]]:
         """The pages' records in their order, a chunk at a time.
@@ -82,25 +83,31 @@ class Sealer:
         self, chunk: range, pages: Sequence[Page], numbers: Sequence[int]
     ) -> list[Future[list[Sealed]]]:
         """A share of the chunk for every thread: every so many-th page."""
-        shares = [chunk[first :: len(self._encoders)] for first in range(len(self._encoders))]
         begun: list[Future[list[Sealed]]] = []
-        for share, encoder in zip(shares, self._encoders, strict=True):
-            if not share:
-                break
+        for first in range(min(self._threads, len(chunk))):
+            share = chunk[first :: self._threads]
             try:
-                begun.append(self._pool.submit(self._share, share, pages, numbers, encoder))
+                begun.append(self._pool.submit(self._share, share, pages, numbers))
             except RuntimeError:  # the interpreter ends, and no thread begins anything
                 done: Future[list[Sealed]] = Future()
                 begun.append(done)
-                done.set_result(self._share(share, pages, numbers, encoder))
+                done.set_result(self._share(share, pages, numbers))
         return begun
 
-    def _share(
-        self, share: range, pages: Sequence[Page], numbers: Sequence[int], encoder: Encoder | None
-    ) -> list[Sealed]:
-        return [
-            self._seal(index % len(self._heads), pages[index], numbers[index], encoder) for index in share
-        ]
+    def _share(self, share: range, pages: Sequence[Page], numbers: Sequence[int]) -> list[Sealed]:
+        encoder = None if self._geometry is None else self._encoder(self._geometry)
+        try:
+            rows = len(self._heads)
+            return [self._seal(index % rows, pages[index], numbers[index], encoder) for index in share]
+        finally:
+            if encoder is not None:
+                self._idle.append(encoder)
+
+    def _encoder(self, geometry: Geometry) -> Encoder:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return Encoder(geometry)
 
     def _seal(self, row: int, page: Page, generation: int, encoder: Encoder | None) -> Sealed:
         payload, body = self._payload(row, page.payload, encoder)
