@@ -1,0 +1,200 @@
+"""Bugs planted in the codecs' arithmetic: the check of the bounds, or the pages that come back, must notice each."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.codecs import holding
+from tests.codecs.holding import FEATURES, assert_holds, page_like_kv, spec_of
+from tests.core import planting
+from tests.core.planting import Bug
+from tierstore.codecs import LOSSY, floats, fp8, pages, places, steps
+from tierstore.codecs.kinds import Lossy, Scheme
+from tierstore.errors import IntegrityError
+from tierstore.layout import PageLayout
+
+BUGS: list[tuple[ModuleType, Bug]] = [
+    (
+        steps,
+        Bug("codes are cut, not rounded", "np.rint(numbers, out=numbers)", "np.trunc(numbers, out=numbers)"),
+    ),
+    (
+        steps,
+        Bug(
+            "negative numbers have no extent",
+            "np.abs(block.numbers, out=_like(block.numbers, spare))",
+            "block.numbers",
+        ),
+    ),
+    (
+        steps,
+        Bug(
+            "a step too many",
+            "return (1 << self.bits - self.signed) - 1",
+            "return 1 << self.bits - self.signed",
+        ),
+    ),
+    (
+        steps,
+        Bug(
+            "floors are not added",
+            "            if self.floored:\n                np.add(",
+            "            if False:\n                np.add(",
+        ),
+    ),
+    (
+        steps,
+        Bug(
+            "the tail group is left out",
+            "            if inside.size:\n",
+            "            if inside.size and not part.start:\n",
+        ),
+    ),
+    (
+        steps,
+        Bug("the tail group has the first one's scale", "slice(whole, whole + 1)),\n", "slice(0, 1)),\n"),
+    ),
+    (
+        steps,
+        Bug("high nibbles stay low", "np.left_shift(high, 4, out=high)", "np.left_shift(high, 0, out=high)"),
+    ),
+    (
+        steps,
+        Bug(
+            "halves are swapped",
+            "np.right_shift(codes, 4, out=nibbles)",
+            "np.bitwise_and(codes, 15, out=nibbles)",
+        ),
+    ),
+    (
+        steps,
+        Bug(
+            "steps are of the scale before it was rounded",
+            "reciprocals(scale_values(stored))",
+            "reciprocals(extent / np.float32(self.most))",
+        ),
+    ),
+    (
+        floats,
+        Bug(
+            "scales are rounded down",
+            "return (bits + 0xFFFF >> 16).astype(SCALE)",
+            "return (bits >> 16).astype(SCALE)",
+        ),
+    ),
+    (
+        floats,
+        Bug("numbers are cut, not rounded", "np.add(odd, 0x7FFF, out=odd)", "np.multiply(odd, 0, out=odd)"),
+    ),
+    (
+        floats,
+        Bug(
+            "what is too large becomes infinite",
+            "np.clip(numbers, -limit, limit, out=numbers)",
+            "np.multiply(numbers, np.float32(1), out=numbers)",
+        ),
+    ),
+    (
+        floats,
+        Bug(
+            "scales may be subnormal",
+            "_SMALLEST = np.float32(2.0**-126)",
+            "_SMALLEST = np.float32(2.0**-148)",
+        ),
+    ),
+    (
+        fp8,
+        Bug(
+            "signs are lost", "np.bitwise_and(signs, 0x80, out=signs)", "np.bitwise_and(signs, 0, out=signs)"
+        ),
+    ),
+    (fp8, Bug("numbers saturate", "_MOST = 448.0", "_MOST = 960.0")),
+    (fp8, Bug("mantissas are cut", "np.add(odd, 0x7FFFF, out=odd)", "np.multiply(odd, 0, out=odd)")),
+    (
+        fp8,
+        Bug(
+            "subnormal codes are zero",
+            "np.multiply(magnitudes, _PER_SUBNORMAL, out=magnitudes)",
+            "np.multiply(magnitudes, _PER_SUBNORMAL / 9, out=magnitudes)",
+        ),
+    ),
+    (places, Bug("values are keys", ")[:, self.index]", ")[:, 0]")),
+    (places, Bug("what is between groups is left out", "if start < end)", "if start < end - 4096)")),
+    (
+        pages,
+        Bug(
+            "layers of a part are skipped", "range(0, plane.layers, step)", "range(0, plane.layers, step + 1)"
+        ),
+    ),
+]
+
+
+def with_bug(module: ModuleType, bug: Bug | None, patch: pytest.MonkeyPatch) -> None:
+    """The room with the bug in its place."""
+    planted = planting.load(module, bug)
+    if module is floats:
+        for user in (steps, fp8):
+            for name in ("rounded_up", "power_of_two", "scale_values", "reciprocals"):
+                if hasattr(user, name):
+                    patch.setattr(user, name, getattr(planted, name))
+        patch.setattr(pages, "floats", planted)
+    elif module is places:
+        patch.setattr(pages, "Places", planted.Places)
+    elif module is pages:
+        vars(planted).update(MOST_STORED=pages.MOST_STORED, _PART=pages._PART)
+        patch.setattr(holding, "Encoder", planted.Encoder)
+        patch.setattr(holding, "Decoder", planted.Decoder)
+
+
+def bugged(scheme: Scheme, module: ModuleType, bug: Bug | None) -> Any:
+    """The scheme of the planted room, or this one where it is of another."""
+    name = type(scheme).__name__
+    if module not in (steps, fp8) or name not in vars(module):
+        return scheme
+    return getattr(planting.load(module, bug), name)(**asdict(scheme))  # type: ignore[call-overload]
+
+
+def hold_all(codecs: list[Lossy]) -> None:
+    for codec in codecs:
+        for seed, wanted in enumerate(
+            [frozenset(), *(frozenset({name}) for name in FEATURES), frozenset(FEATURES)]
+        ):
+            for dtype in ("bfloat16", "float16", "float32"):
+                layout = PageLayout.of([spec_of(dtype, 3, 37, 2, 40, 0), spec_of("uint8", 1, 37, 1, 5, 1)])
+                assert_holds(codec, layout, page_like_kv(layout, seed, wanted))
+    layout = PageLayout.of(spec_of("bfloat16", 2, 9, 1, 7, 0))
+    assert_holds(codecs[-1], layout, np.zeros(layout.blob_nbytes, dtype=np.uint8))
+
+
+@pytest.fixture(autouse=True)
+def small_pages_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "MOST_STORED", 100.0)
+    monkeypatch.setattr(pages, "_PART", 6000)
+
+
+def hold_with(module: ModuleType, bug: Bug | None, patch: pytest.MonkeyPatch) -> None:
+    with_bug(module, bug, patch)
+    hold_all(
+        [
+            replace(codec, keys=bugged(codec.keys, module, bug), values=bugged(codec.values, module, bug))
+            for codec in LOSSY.values()
+        ]
+    )
+
+
+@pytest.mark.parametrize("module", [steps, floats, fp8, places, pages])
+def test_without_a_bug_everything_holds(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold_with(module, None, monkeypatch)
+
+
+@pytest.mark.parametrize(("module", "bug"), BUGS, ids=[bug.name for _, bug in BUGS])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_planted_bug_is_noticed(module: ModuleType, bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    planting.load(module, bug)  # an outdated bug fails here
+    with pytest.raises((AssertionError, IntegrityError, ValueError, IndexError)):
+        hold_with(module, bug, monkeypatch)
