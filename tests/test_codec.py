@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tierstore import codec
+from tierstore import codec, codecs
 from tierstore.errors import IntegrityError
 from tierstore.exp import Decoder, Encoder, Geometry, Group
-from tierstore.types import PageKey
+from tierstore.layout import PageLayout
+from tierstore.types import PageKey, PageSpec
 
 FINGERPRINT = codec.fingerprint_digest("a model")
 KEY = PageKey(bytes(range(36)))
@@ -206,8 +207,55 @@ def test_an_encoded_page_of_another_length_or_geometry_is_refused() -> None:
         codec.decode(head, payload, np.empty(4096, dtype=np.uint8), other)
 
 
+LAYOUT = PageLayout.of(
+    PageSpec(num_layers=1, page_size=16, num_kv_heads=1, head_dim=64, dtype="bfloat16", model="codec")
+)
+
+
+@pytest.mark.parametrize("name", codecs.LOSSY)
+def test_a_record_names_its_codec_and_no_other_decoder_takes_it(name: str) -> None:
+    page = (np.random.default_rng(0).normal(size=2048).astype(np.float32).view(np.uint32) >> 16).astype("<u2")
+    record = np.empty(codec.record_nbytes(4096), dtype=np.uint8)
+    length = codec.encode(
+        page.view(np.uint8),
+        record,
+        fingerprint=FINGERPRINT,
+        key=KEY,
+        parent=None,
+        encoder=codecs.encoder(name, LAYOUT),
+    )
+    head, payload = read(record[:length]), record[codec.HEAD_NBYTES : length]
+    assert head.codec is codec.CODECS[name]
+    found, wanted = np.zeros(4096, dtype=np.uint8), np.zeros(4096, dtype=np.uint8)
+    codec.decode(head, payload, found, codecs.decoder(name, LAYOUT))
+    decoder = codecs.decoder(name, LAYOUT)
+    assert decoder is not None
+    decoder.decode(payload, wanted)
+    np.testing.assert_array_equal(found, wanted)
+    assert found.any()
+    for other in set(codecs.LOSSY) - {name} | {"exp"}:
+        with pytest.raises(IntegrityError, match="record of codec"):
+            codec.decode(head, payload, found, codecs.decoder(other, LAYOUT))
+
+
+def test_codecs_keep_their_numbers_and_every_codec_has_one() -> None:
+    assert {name: int(number) for name, number in codec.CODECS.items()} == {
+        "none": 0,
+        "exp": 1,
+        "fp8": 2,
+        "fp8+zstd": 3,
+        "int8": 4,
+        "int8+zstd": 5,
+        "k8v4": 6,
+        "int4": 7,
+        "int4-64": 8,
+    }
+    assert set(codec.CODECS) == set(codecs.LOSS_CLASSES)
+    assert set(codec.CODECS.values()) == set(codec.Codec)
+
+
 @pytest.mark.parametrize(
-    ("kind", "raw", "stored"), [(1, 4096, 4096), (1, 100, 4096), (0, 4096, 100), (2, 4096, 100)]
+    ("kind", "raw", "stored"), [(1, 4096, 4096), (1, 100, 4096), (0, 4096, 100), (9, 4096, 100), (8, 64, 64)]
 )
 def test_lengths_that_do_not_go_with_the_codec_are_refused(kind: int, raw: int, stored: int) -> None:
     head = codec.Head(

@@ -244,6 +244,16 @@ def test_pages_of_another_model_dtype_or_shape_live_in_another_namespace(change:
     assert not set(keys_of(range(8), namespace=other)) & set(keys_of(range(8), namespace=namespace(SPEC)))
 
 
+def test_pages_of_each_loss_class_live_in_a_namespace_of_their_own_and_exact_ones_where_they_always_did() -> (
+    None
+):
+    classes = ["exact", "int8", "int4", "int4-64", ""]
+    names = [namespace(SPEC, loss_class=each) for each in classes]
+    assert len(set(names)) == len(classes)
+    assert names[0] == namespace(SPEC)
+    assert namespace([SPEC, SPEC]) not in names
+
+
 def test_all_shards_share_one_namespace() -> None:
     fields: dict[str, Any] = {
         "num_layers": 1,

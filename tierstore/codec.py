@@ -20,11 +20,12 @@ import numpy as np
 from xxhash import xxh3_128
 
 from tierstore.errors import IntegrityError
-from tierstore.exp import Decoder, Encoder
 from tierstore.types import PageKey
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from tierstore.codecs import PageDecoder, PageEncoder
 
 HEAD_NBYTES = 4080
 """Length of a record's head."""
@@ -44,10 +45,33 @@ _NO_PARENT = bytes(KEY_NBYTES)
 
 
 class Codec(IntEnum):
-    """How a record's payload is encoded."""
+    """How a record's payload is encoded. Values are on disk: they are never given to another codec."""
 
     NONE = 0
     EXP = 1
+    FP8 = 2
+    FP8_ZSTD = 3
+    INT8 = 4
+    INT8_ZSTD = 5
+    K8V4 = 6
+    INT4 = 7
+    INT4_64 = 8
+
+
+CODECS = {
+    "none": Codec.NONE,
+    "exp": Codec.EXP,
+    "fp8": Codec.FP8,
+    "fp8+zstd": Codec.FP8_ZSTD,
+    "int8": Codec.INT8,
+    "int8+zstd": Codec.INT8_ZSTD,
+    "k8v4": Codec.K8V4,
+    "int4": Codec.INT4,
+    "int4-64": Codec.INT4_64,
+}
+"""What a head says of each codec, by the codec's name."""
+
+_ENCODED = frozenset(CODECS.values()) - {Codec.NONE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +130,13 @@ def encode(
     fingerprint: bytes,
     key: PageKey,
     parent: PageKey | None,
-    encoder: Encoder | None = None,
+    encoder: PageEncoder | None = None,
 ) -> int:
     """Write the record of ``page`` into ``record`` and return its length.
 
     Both are flat contiguous uint8; ``record`` holds at least ``record_nbytes(page.nbytes)``. The checksum is taken
     over the copy in ``record``: what is summed is what will be stored. With ``encoder`` pages that it makes smaller by
-    a tenth at least are stored so.
+    a tenth at least are stored so, under its codec's name.
     """
     room = record[HEAD_NBYTES : record_nbytes(page.nbytes)]
     length = None if encoder is None else encoder.encode(page, room)
@@ -123,7 +147,7 @@ def encode(
         fingerprint=fingerprint,
         key=key,
         parent=parent,
-        codec=Codec.NONE if length is None else Codec.EXP,
+        codec=Codec.NONE if encoder is None or length is None else CODECS[encoder.name],
         raw_nbytes=page.nbytes,
         stored_nbytes=payload.nbytes,
     )
@@ -131,11 +155,13 @@ def encode(
     return HEAD_NBYTES + payload.nbytes
 
 
-def decode(head: Head, payload: NDArray[np.uint8], page: NDArray[np.uint8], decoder: Decoder | None) -> None:
+def decode(
+    head: Head, payload: NDArray[np.uint8], page: NDArray[np.uint8], decoder: PageDecoder | None
+) -> None:
     """Fill ``page`` from the payload of a record that ``verify`` has passed; the two do not overlap.
 
-    IntegrityError if it is not of a page of this length, or encoded and there is no decoder; ``page`` then holds
-    anything.
+    IntegrityError if it is not of a page of this length, or encoded and there is no decoder of its codec; ``page`` then
+    holds anything.
     """
     if head.raw_nbytes != page.nbytes:
         raise IntegrityError(f"record of a page of {head.raw_nbytes} bytes, not {page.nbytes}")
@@ -143,6 +169,8 @@ def decode(head: Head, payload: NDArray[np.uint8], page: NDArray[np.uint8], deco
         np.copyto(page, payload)
     elif decoder is None:
         raise IntegrityError("record of an encoded page of unknown geometry")
+    elif CODECS[decoder.name] is not head.codec:
+        raise IntegrityError(f"record of codec {head.codec.name}, and a decoder of {decoder.name!r}")
     else:
         decoder.decode(payload, page)
 
@@ -184,7 +212,7 @@ def parse(raw: bytes) -> Head:
     )
     if magic != _MAGIC or version != FORMAT_VERSION:
         raise IntegrityError("not a record of this format")
-    plain, encoded = codec == Codec.NONE, codec == Codec.EXP
+    plain, encoded = codec == Codec.NONE, codec in _ENCODED
     if (
         not ((plain and raw_nbytes == stored_nbytes) or (encoded and raw_nbytes > stored_nbytes))
         or has_parent > 1

@@ -40,16 +40,23 @@ SCHEME = "tierstore-keys-1"
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
-def namespace(specs: PageSpec | Sequence[PageSpec]) -> bytes:
+EXACT = "exact"
+"""The loss class of pages that hold what the model computed, bit by bit; it leaves the namespace as it is."""
+
+
+def namespace(specs: PageSpec | Sequence[PageSpec], *, loss_class: str = EXACT) -> bytes:
     """The 32-byte namespace of the pages of one store: equal only for equal fingerprints in equal order.
 
-    ValueError when there is no spec.
+    ``loss_class``: of the codec that copies of these pages go through, where they lose something; pages of two classes
+    have no key in common. ValueError when there is no spec.
     """
     groups = (specs,) if isinstance(specs, PageSpec) else tuple(specs)
     if not groups:
         raise ValueError("namespace needs at least one PageSpec")
     fields = [_field(b"f", spec.fingerprint.encode()) for spec in groups]
-    return sha256(b"".join((_field(b"N", SCHEME.encode()), _count(len(fields)), *fields))).digest()
+    if loss_class != EXACT:
+        fields.append(_field(b"l", loss_class.encode()))
+    return sha256(b"".join((_field(b"N", SCHEME.encode()), _count(len(groups)), *fields))).digest()
 
 
 def page_keys(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tierstore import exp
 from tierstore.codecs import pages
-from tierstore.codecs.kinds import EXACT, LOSS_CLASSES, LOSSY
+from tierstore.codecs.kinds import LOSS_CLASSES, LOSSY
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from tierstore.layout import PageLayout
 
 __all__ = [
-    "EXACT",
     "LOSSY",
     "LOSS_CLASSES",
     "PageDecoder",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tierstore.codecs.fp8 import Fp8
 from tierstore.codecs.steps import Steps
+from tierstore.keys import EXACT
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
 
     from tierstore.codecs.bounds import Bound
     from tierstore.codecs.steps import Shape
-
-EXACT = "exact"
-"""The loss class of what gives every bit back."""
 
 
 class Scheme(Protocol):
