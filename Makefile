@@ -8,7 +8,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: demo compare test card lint bench soak
+.PHONY: demo compare test card lint bench soak campaign
 
 ## demo: a real model answers questions over more documents than HBM and host memory hold (ARGS=--json)
 demo: $(READY)
@@ -45,6 +45,10 @@ bench: $(READY)
 ## soak: half an hour of random clients, kills and reopens (ARGS="--minutes 5")
 soak: $(READY)
 	@$(BIN)/python -m tests.soak $(ARGS)
+
+## campaign: the NVMe tier killed at random moments, or damaged (ARGS="kill --level store", "damage --payload extents")
+campaign: $(READY)
+	@$(BIN)/python -m tests.campaign $(or $(ARGS),kill)
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("TierStore needs Python 3.11 or newer; say make PYTHON=..." if sys.version_info < (3, 11) else 0)'

@@ -1,0 +1,240 @@
+"""The children of the damage campaign: one fills a directory, one opens it after damage and goes on to use it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Self
+
+import lmdb
+import numpy as np
+
+from tests.campaign.children import Say, heard_warnings
+from tests.campaign.turns import Rig, Subject
+from tests.nvme.rig import PATIENCE_S, data_file, key
+from tierstore import codec
+from tierstore.errors import ConfigError
+from tierstore.nvme import entry
+from tierstore.types import Failure, PageKey
+
+PLANTS = ("unchecked", "signal")
+"""A survivor that trusts what it reads, and one that a signal ends."""
+
+NEW = 10_000
+"""Pages that a survivor writes have numbers from here on."""
+
+_CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ordeal:
+    """What a survivor is given. ``there``: version of each page before the damage; ``history``: all there ever were."""
+
+    subject: Subject
+    home: Path
+    payload: str
+    capacity: int
+    seed: int
+    there: dict[int, int]
+    history: dict[int, list[int]]
+    plant: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fate:
+    """What became of it. ``outcomes``: "ok" or the failure of each page, before anything is written; ``older``: how
+    many pages were of an earlier version, or erased ones that were there again; ``later``: counts of what came then.
+    """
+
+    refused: str = ""
+    set_aside: bool = False
+    outcomes: dict[int, str] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    compared: int = 0
+    older: int = 0
+    later: dict[str, int] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def line(self) -> str:
+        """As a child says it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def heard(cls, line: str) -> Self:
+        """From the line."""
+        told = json.loads(line)
+        told["outcomes"] = {int(number): outcome for number, outcome in told["outcomes"].items()}
+        return cls(**told)
+
+
+def prepare(say: Say, ordeal: Ordeal) -> None:
+    """Fills a new directory with pages, many of them written twice or erased in between, so that there is a free
+    list and there are stale pages. Says the version of each page, and where its record is: file, offset, bytes.
+    """
+    chance = random.Random(ordeal.seed)
+    rig = ordeal.subject.open(ordeal.home, ordeal.capacity, ordeal.payload)
+    there: dict[int, int] = {}
+    history: dict[int, list[int]] = {}
+    for version in range(1, 14):
+        numbers = chance.sample(range(ordeal.subject.space), ordeal.subject.space // 6)
+        if not rig.ack(rig.submit(numbers, version)).ok:
+            raise AssertionError("there is no room for what is to be damaged")
+        there |= dict.fromkeys(numbers, version)
+        for number in numbers:
+            history.setdefault(number, []).append(version)
+        for number in chance.sample(sorted(there), len(there) // 8):
+            rig.erase([number])
+            del there[number]
+    if not rig.tier.sync(PATIENCE_S):
+        raise AssertionError("a sync that is false")
+    rig.close()
+    say(json.dumps({"there": there, "history": history, "records": _places(ordeal, there)}))
+
+
+def _places(ordeal: Ordeal, there: dict[int, int]) -> dict[int, tuple[str, int, int]]:
+    numbers = {key(n): n for n in there}
+    found = {}
+    directory = data_file(ordeal.home).parent
+    with lmdb.open(str(directory), readonly=True, lock=False, max_dbs=entry.MAX_DBS) as env:
+        catalogue = env.open_db(entry.CATALOGUE_DB, create=False)
+        with env.begin() as txn:
+            for raw_key, raw in txn.cursor(db=catalogue):
+                at = entry.unpack(raw_key, raw)
+                name = f"extent-{at.extent:05}.bin" if at.extent else "data.mdb"
+                first = at.block if at.extent else at.page_number
+                found[numbers[PageKey(raw_key)]] = (name, first * 4096, at.stored_nbytes)
+    return found
+
+
+def survive(say: Say, ordeal: Ordeal) -> None:
+    """Opens, lists, reads every page, writes and erases some, reads, closes, opens, reads again; says a Fate."""
+    if ordeal.plant == "signal":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if ordeal.plant == "unchecked":
+        setattr(codec, "verify", _trust)  # noqa: B010  a module's function is no attribute to a type checker
+    with heard_warnings() as warnings:
+        try:
+            survivor = _Survivor(ordeal)
+        except ConfigError as error:
+            say(Fate(refused=str(error), warnings=warnings).line())
+            return
+        survivor.read_all(survivor.outcomes)
+        older = survivor.older
+        survivor.require_counted()
+        survivor.go_on()
+        survivor.reopen()
+    fate = Fate(
+        set_aside=any(ordeal.home.glob("*.damaged-*")),
+        outcomes=survivor.outcomes,
+        faults=survivor.faults,
+        compared=survivor.compared,
+        older=older,
+        later=dict(survivor.later),
+        warnings=warnings,
+    )
+    say(fate.line())
+
+
+class _Survivor:
+    def __init__(self, ordeal: Ordeal) -> None:
+        self._ordeal, self._chance = ordeal, random.Random(ordeal.seed)
+        self._want: dict[int, set[int]] = {number: set() for number in ordeal.history}
+        self._want |= {number: {version} for number, version in ordeal.there.items()}
+        self._new: list[int] = []
+        self.older = 0
+        self.outcomes: dict[int, str] = {}
+        self.faults: list[str] = []
+        self.compared = 0
+        self.later: Counter[str] = Counter()
+        self._rig = self._open()
+
+    def _open(self) -> Rig:
+        ordeal = self._ordeal
+        rig = ordeal.subject.open(ordeal.home, ordeal.capacity, ordeal.payload)
+        listed = [found for found, _, _ in rig.tier.records()]
+        known = {key(number) for number in self._want}
+        self._offered = {number for number in self._want if key(number) in set(listed)}
+        self.faults += [f"a key is offered that was never there: {k.hex()}" for k in listed if k not in known]
+        return rig
+
+    def read_all(self, outcomes: dict[int, str]) -> None:
+        """Every page ever written; bytes that come must be its own."""
+        numbers = sorted(self._want)
+        for first in range(0, len(numbers), _CHUNK):
+            part = numbers[first : first + _CHUNK]
+            ack, out = self._rig.read(part)
+            failed = dict(ack.failures)
+            for index, number in enumerate(part):
+                failure = failed.get(index)
+                outcomes[number] = "ok" if failure is None else failure.value
+                if failure is None:
+                    self.compared += 1
+                    self._judge(out[index], number)
+                elif failure is Failure.NOT_FOUND and number in self._offered:
+                    self.later["offered and not found"] += 1
+
+    def require_counted(self) -> None:
+        """What failed is in the statistics."""
+        counts = Counter(self.outcomes.values())
+        stats = self._rig.tier.stats()
+        for failure, name in ((Failure.INTEGRITY, "read_integrity"), (Failure.IO_ERROR, "read_io_error")):
+            if stats[name] != counts[failure.value]:
+                self.faults.append(f"{counts[failure.value]} pages failed, {name} is {stats[name]}")
+
+    def go_on(self) -> None:
+        """Writes new pages and new versions, erases others, and reads all again."""
+        old = sorted(self._want)
+        chosen = self._chance.sample(old, 40)
+        again, gone = chosen[:20], chosen[20:]
+        for numbers in ([*range(NEW, NEW + 40)], again):
+            ack = self._rig.ack(self._rig.submit(numbers, 99))
+            self.later["writes failed"] += len(ack.failures)
+            failed = {numbers[index] for index, _ in ack.failures}
+            for number in numbers:  # where the disk refuses, it may refuse to erase the old version too
+                self._want[number] = {99} | (self._want.get(number, set()) if number in failed else set())
+            self._new += [number for number in numbers if number not in failed]
+        self._rig.erase(gone)
+        if self._rig.tier.sync(PATIENCE_S):
+            self._want |= {number: set() for number in gone}
+        else:
+            self.later["syncs failed"] += 1
+        self._read_later("after writes")
+
+    def reopen(self) -> None:
+        """Closes, opens, and reads all again."""
+        self._rig.close()
+        self._rig = self._open()
+        self._read_later("after a reopen")
+        self._rig.close()
+
+    def _read_later(self, when: str) -> None:
+        outcomes: dict[int, str] = {}
+        before = self.older
+        self.read_all(outcomes)
+        self.later[f"older versions {when}"] += self.older - before
+        lost = [number for number in self._new if outcomes[number] != "ok"]
+        self.later[f"new pages lost {when}"] += len(lost)
+
+    def _judge(self, got: np.typing.NDArray[np.uint8], number: int) -> None:
+        def is_one_of(versions: Iterable[int]) -> bool:
+            return any(
+                np.array_equal(got, self._ordeal.subject.page(number, version)) for version in versions
+            )
+
+        if is_one_of(self._want[number]):
+            return
+        if is_one_of(self._ordeal.history.get(number, [])):
+            self.older += 1
+        else:
+            self.faults.append(f"wrong bytes of page {number}")
+
+
+def _trust(head: np.typing.NDArray[np.uint8] | bytes, *_: object, **__: object) -> codec.Head:
+    """A planted bug: whatever is read is right."""
+    return codec.parse(bytes(head))
