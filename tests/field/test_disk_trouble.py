@@ -6,6 +6,8 @@ import errno
 import logging
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ from time import monotonic, sleep
 
 import pytest
 
+from tests.field.killing import CHECKOUT
 from tests.nvme.rig import data_file, data_file_is_read_only
 from tests.support.bench import open_bench
 from tests.support.pages import (
@@ -98,6 +101,28 @@ def test_memory_goes_on_while_the_disk_takes_nothing_and_the_disk_mends_by_itsel
         assert read(store, after) == 4
 
 
+@pytest.mark.parametrize("payload", ["lmdb", "extents"])
+def test_a_small_filesystem_that_others_fill_makes_the_tier_read_only_until_they_leave(
+    tmp_path: Path, payload: str
+) -> None:
+    # F056: a filesystem of a few MiB, in a mount namespace of its own
+    inside = 'mount -t tmpfs -o size=6m none "$1" && exec "$2" -m tests.field.small_disk "$1" "$3"'
+    namespace = ["unshare", "--user", "--map-root-user", "--mount"]
+    try:
+        allowed = subprocess.run(
+            [*namespace, "mount", "-t", "tmpfs", "none", tmp_path], capture_output=True, check=False
+        )
+    except FileNotFoundError:
+        pytest.skip("no unshare here")
+    if allowed.returncode != 0:
+        pytest.skip(f"no mount namespace here: {allowed.stderr.decode().strip()}")
+    command = [*namespace, "sh", "-c", inside, "sh", str(tmp_path), sys.executable, payload]
+    run = subprocess.run(
+        command, cwd=CHECKOUT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert run.returncode == 0, run.stderr
+
+
 def _delete_the_data_file(home: Path) -> None:
     data_file(home, SPEC.fingerprint).unlink()
 
@@ -110,13 +135,14 @@ def _delete_everything(home: Path) -> None:
     shutil.rmtree(home)
 
 
+@pytest.mark.parametrize("payload", ["lmdb", "extents"])
 @pytest.mark.parametrize("delete", [_delete_the_data_file, _delete_the_shard, _delete_everything])
 def test_files_deleted_under_a_running_store_end_no_call_and_the_next_open_starts_clean(
-    tmp_path: Path, delete: Callable[[Path], None]
+    tmp_path: Path, delete: Callable[[Path], None], payload: str
 ) -> None:
     # F054: by an operator, or another process
     home, keys = tmp_path / "disk", chain(4)
-    config = tiers(8, 8, home)
+    config = tiers(8, 8, home, nvme_more={"payload": payload})
     with TierStore.open(config, SPEC) as store:
         write(store, keys)
         store.demote(keys, Tier.NVME)

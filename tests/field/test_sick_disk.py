@@ -24,7 +24,7 @@ from tests.support.pages import (
     where,
     write,
 )
-from tests.support.sick_disk import Failing, Hanging, replace_preadv
+from tests.support.sick_disk import Failing, Hanging, Slow, replace_preadv
 from tierstore.config import StoreConfig, load_config
 from tierstore.gpu.pool import EnginePages
 from tierstore.nvme.breaker import LIMIT
@@ -210,18 +210,25 @@ def test_a_disk_that_fails_every_read_costs_a_few_records_and_then_no_read_at_al
     require_nothing_held(store)
 
 
-def test_a_slow_disk_is_waited_for(store: TierStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_is_waited_for_while_memory_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # F056: slower than usual is not hung: nothing is late, every page comes
-    send_down(store, 8, "below")
-    disk = Hanging(8)
-    replace_preadv(monkeypatch, disk)
-    disk.go_on.set()
-    with store.acquire(chain(8, "below")) as lease:
-        assert lease.wait(PATIENCE_S) is LeaseState.READY
-    disk.wait(8)
-    assert nvme(store)["read_late"] == 0
-    assert nvme(store)["state"] == "ok"
-    require_nothing_held(store)
+    with TierStore.open(tiers(8, 8, tmp_path), SPEC) as store:
+        send_down(store, 4, "below")
+        disk = Slow()
+        replace_preadv(monkeypatch, disk)
+        with store.acquire(chain(4, "below")) as lease:
+            for left in range(4, 0, -1):
+                assert lease.wait(0.0) is LeaseState.PENDING
+                write(store, chain(2, f"{left}"))
+                assert read(store, chain(2, f"{left}")) == 2
+                disk.let_one_go()
+            assert lease.wait(PATIENCE_S) is LeaseState.READY
+            assert lease.num_pages == 4
+        assert nvme(store)["read_late"] == 0
+        assert nvme(store)["state"] == "ok"
+        require_nothing_held(store)
 
 
 def test_a_store_over_a_disk_whose_reads_hang_closes_in_its_time(

@@ -38,6 +38,23 @@ class Hanging:
             assert self.begun.acquire(timeout=PATIENCE_S)
 
 
+class Slow:
+    """In the place of ``preadv``: every read stands still until the test lets one more go."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Semaphore(0)
+        self._let = threading.Semaphore(0)
+
+    def __call__(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.begun.release()
+        assert self._let.acquire(timeout=PATIENCE_S)
+        return os.preadv(fd, buffers, offset)
+
+    def let_one_go(self) -> None:
+        assert self.begun.acquire(timeout=PATIENCE_S), "no read has begun"
+        self._let.release()
+
+
 class Failing:
     """In the place of ``preadv``: an error each time, counted."""
 
@@ -49,7 +66,7 @@ class Failing:
         raise OSError(errno.EIO, "Input/output error")
 
 
-def replace_preadv(monkeypatch: pytest.MonkeyPatch, preadv: Hanging | Failing | None) -> None:
+def replace_preadv(monkeypatch: pytest.MonkeyPatch, preadv: Hanging | Slow | Failing | None) -> None:
     """The tier's page reads go through ``preadv`` from now on; None: through the system's again."""
     for module in (extents, reading):
         monkeypatch.setattr(module, "os", os if preadv is None else Calls(preadv=preadv))

@@ -51,6 +51,8 @@ __all__ = ["Catalogue", "Page"]
 _PROBE_KEY = b"probe"
 _TURN_KEY = b"turn"
 _CHUNK = 100_000
+_MAX_READERS = 126
+"""LMDB's own default: other programs may look into the environment, and each takes one of these."""
 
 
 class Catalogue:
@@ -98,7 +100,7 @@ class Catalogue:
             str(directory),
             map_size=sizing.map_size,
             max_dbs=MAX_DBS,
-            max_readers=readers + 8,
+            max_readers=max(_MAX_READERS, readers + 8),
             metasync=False,
             readahead=False,
             mode=0o600,
@@ -207,6 +209,10 @@ class Catalogue:
         self._turns += 1
         with self._env.begin(write=True) as txn:
             txn.put(_TURN_KEY, self._turns.to_bytes(8, "little"), db=self._meta)
+
+    def drop_dead_readers(self) -> int:
+        """Readers of other programs that were killed keep no room from now on; how many there were."""
+        return self._env.reader_check()
 
     def sync(self) -> None:
         """Make the last commits survive a loss of power."""

@@ -167,6 +167,11 @@ class Readers:
         except IntegrityError as error:
             failure = Failure.INTEGRITY
             self._tell("page %s on disk is not what was written: %s", key, error)
+        except lmdb.ReadersFullError as error:
+            failure = Failure.UNAVAILABLE
+            self._tell(
+                "page %s was not read: other programs read the catalogue in all its places: %s", key, error
+            )
         except (OSError, lmdb.Error) as error:
             failure = Failure.IO_ERROR
             self._tell("page %s could not be read: %s", key, error)
@@ -198,7 +203,7 @@ class Readers:
 
     def _ended(self, read: _Read, outcome: Outcome, now: float) -> list[Ack]:
         self._reading.remove(read)
-        if outcome is Failure.NOT_FOUND:  # the catalogue's answer, perhaps from memory
+        if outcome in (Failure.NOT_FOUND, Failure.UNAVAILABLE):  # the catalogue's answer, perhaps from memory
             self._breaker.gave_up(read.ticket, now)
         elif outcome is not Failure.IO_ERROR:
             self._breaker.succeeded(read.ticket, now)

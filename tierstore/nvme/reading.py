@@ -106,7 +106,11 @@ class RecordReader:
         self, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]
     ) -> tuple[codec.Head, NDArray[np.uint8]]:
         """Head and payload of a record, every byte of them checked."""
-        payload, generation = self._payload.fetch(self._env, self._catalogue, key, out, scratch)
+        try:
+            payload, generation = self._payload.fetch(self._env, self._catalogue, key, out, scratch)
+        except lmdb.ReadersFullError:
+            self._env.reader_check()  # readers that were killed may hold the places
+            payload, generation = self._payload.fetch(self._env, self._catalogue, key, out, scratch)
         head = codec.verify(
             scratch[_HEAD], payload, fingerprint=self._fingerprint, key=key, generation=generation
         )

@@ -255,6 +255,7 @@ class Writer:
 
     def _make_room(self, pages: list[Page]) -> bool:
         self._erase_ahead({page.key for page in pages})
+        self._catalogue.drop_dead_readers()
         self._catalogue.turn()
         return True
 
@@ -269,7 +270,12 @@ class Writer:
         """Remove everything owed, a transaction each ``erase_keys``; what a raise leaves is still owed."""
         while self._owed:
             keys = [key for key, _ in zip(self._owed, range(self._sizing.erase_keys), strict=False)]
-            self._catalogue.erase(keys)
+            try:
+                self._catalogue.erase(keys)
+            except lmdb.MapFullError:
+                if not self._catalogue.drop_dead_readers():
+                    raise
+                self._catalogue.erase(keys)
             for key in keys:
                 del self._owed[key]
 

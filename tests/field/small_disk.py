@@ -1,0 +1,95 @@
+"""A store on a small filesystem of its own that other files fill, run where nobody else sees the mount.
+
+Arguments: a directory to mount the filesystem on, the payload. Ends with 0 if all is as it must be.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from time import monotonic, sleep
+
+from tests.support.pages import (
+    PATIENCE_S,
+    SPEC,
+    chain,
+    read,
+    read_soon,
+    require_nothing_held,
+    tiers,
+    where,
+    write,
+)
+from tierstore.store import TierStore
+from tierstore.types import Tier
+
+
+class Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def fill(path: Path) -> None:
+    """Takes what is left of the filesystem."""
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            return
+
+
+def state(store: TierStore) -> object:
+    found = store.stats()["nvme"]
+    assert isinstance(found, dict)
+    return found["state"]
+
+
+def main() -> None:
+    home, payload = Path(sys.argv[1]), sys.argv[2]
+    warnings = Warnings()
+    logging.getLogger("tierstore").addHandler(warnings)
+    config = tiers(8, 16, home / "store", nvme_pages=100, nvme_more={"payload": payload})
+    before, after = chain(4, "before"), chain(4, "after")
+    with TierStore.open(config, SPEC) as store:
+        write(store, before)
+        store.flush()
+        fill(home / "others")
+        deadline = monotonic() + PATIENCE_S
+        number = 0
+        while state(store) != "read_only":
+            keys = chain(4, f"{number}")
+            write(store, keys)
+            assert read(store, keys) == 4
+            store.flush()
+            number += 1
+            assert monotonic() < deadline, "the disk is never full"
+        for number in range(30):
+            keys = chain(4, f"full{number}")
+            write(store, keys)
+            assert read(store, keys) == 4
+        assert read_soon(store, before) == 4
+        store.check()
+        told = [text for text in warnings.said if "read-only" in text]
+        assert len(told) == 1, warnings.said
+        (home / "others").unlink()
+        while state(store) != "ok":
+            assert monotonic() < deadline, "it does not recover"
+            sleep(0.02)
+        write(store, after)
+        while not all(where(store, key).get(Tier.NVME) == "ready" for key in after):
+            assert monotonic() < deadline
+            sleep(0.02)
+        require_nothing_held(store)
+    with TierStore.open(config, SPEC) as store:
+        assert read(store, before) == 4
+        assert read(store, after) == 4
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Field reports, K15: LMDB's map is full under readers, its readers' table is full of the dead, a process forks, a path
+is opened twice.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import monotonic
+
+import pytest
+
+from tests.field.killing import CHECKOUT
+from tests.nvme.rig import Rig, data_file
+from tests.support.pages import (
+    PATIENCE_S,
+    SPEC,
+    chain,
+    counter,
+    read,
+    require_nothing_held,
+    tiers,
+    write,
+)
+from tierstore.config import StoreConfig
+from tierstore.errors import ConfigError, StoreClosed
+from tierstore.store import TierStore
+from tierstore.types import Tier
+
+LMDB = {"payload": "lmdb"}
+
+
+@contextmanager
+def looking_in(home: Path, what: str) -> Iterator[subprocess.Popen[str]]:
+    """Another program with read transactions in the store's environment; killed at the end if it is still there."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.field.lmdb_reader",
+        str(data_file(home, SPEC.fingerprint).parent),
+        what,
+    ]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def heard(process: subprocess.Popen[str]) -> int:
+    assert process.stdout is not None
+    return int(process.stdout.readline())
+
+
+def nvme(store: TierStore) -> dict[str, object]:
+    found = store.stats()["nvme"]
+    assert isinstance(found, dict)
+    return found
+
+
+def send_down(store: TierStore, names: list[str]) -> None:
+    for name in names:
+        write(store, chain(2, name))
+        store.demote(chain(2, name), Tier.NVME)
+    assert store.drain(PATIENCE_S)
+
+
+def test_a_full_map_is_not_grown_under_those_who_read_it_in_this_process_and_another(tmp_path: Path) -> None:
+    # F081: set_mapsize under a view of another transaction is a signal
+    with TierStore.open(tiers(16, 16, tmp_path, nvme_pages=60, nvme_more=LMDB), SPEC) as store:
+        send_down(store, ["kept"])
+        size = nvme(store)["map_nbytes"]
+        over, wrong = threading.Event(), list[str]()
+
+        def reading(number: int) -> None:
+            turn = 0
+            while not over.is_set():
+                turn += 1
+                try:
+                    read(store, chain(2, f"{turn % 40}"))
+                except AssertionError as error:
+                    wrong.append(str(error))
+
+        threads = [threading.Thread(target=reading, args=(number,)) for number in range(4)]
+        with looking_in(tmp_path, "again") as other:
+            assert heard(other) > 0
+            for thread in threads:
+                thread.start()
+            for i in range(200):  # several times what the map holds
+                write(store, chain(2, f"{i}"))
+            store.flush()
+            over.set()
+            for thread in threads:
+                thread.join(PATIENCE_S)
+            assert other.stdin is not None
+            other.stdin.close()
+            assert other.wait(PATIENCE_S) == 0
+        assert wrong == []
+        assert nvme(store)["map_nbytes"] == size
+        assert nvme(store)["read_integrity"] == 0
+        require_nothing_held(store)
+
+
+def test_two_hundred_readers_at_once_take_as_many_places_as_the_tier_has_threads(tmp_path: Path) -> None:
+    # F082
+    names = [f"{i}" for i in range(40)]
+    with TierStore.open(tiers(64, 16, tmp_path, nvme_pages=200, nvme_more=LMDB), SPEC) as store:
+        send_down(store, names)
+        begin, served = threading.Barrier(200), list[int]()
+
+        def reading(number: int) -> None:
+            begin.wait(PATIENCE_S)
+            deadline = monotonic() + PATIENCE_S
+            while read(store, chain(2, names[number % 40])) < 2:
+                assert monotonic() < deadline
+            served.append(number)
+
+        threads = [threading.Thread(target=reading, args=(number,)) for number in range(200)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        assert sorted(served) == list(range(200))
+        assert counter(store, "failed_pages", "NVME,HOST,io_error") == 0
+        require_nothing_held(store)
+
+
+def test_readers_that_were_killed_cost_no_page_no_room_and_no_reopen(tmp_path: Path) -> None:
+    # F082: twenty, and one that held every place there is
+    names = [f"{i}" for i in range(10)]
+    config = tiers(8, 8, tmp_path, nvme_pages=60, nvme_more=LMDB)
+    with TierStore.open(config, SPEC) as store:
+        send_down(store, names)
+        for what in ["2"] * 20:
+            with looking_in(tmp_path, what) as other:
+                assert heard(other) == 2
+        with looking_in(tmp_path, "all") as other:
+            assert heard(other) > 0
+        for name in names:
+            assert read(store, chain(2, name)) == 2
+        for i in range(100):  # room that the dead would keep
+            write(store, chain(2, f"new{i}"))
+        store.flush()
+        assert nvme(store)["state"] == "ok"
+        assert nvme(store)["write_io_error"] == 0
+        assert read(store, chain(2, "new99")) == 2
+        require_nothing_held(store)
+    with TierStore.open(config, SPEC) as store:
+        assert read(store, chain(2, "new99")) == 2
+
+
+def test_a_reader_that_was_killed_keeps_no_room_from_a_tier_that_only_writes(tmp_path: Path) -> None:
+    # F082: LMDB keeps what a reader may still see, and takes a dead one for a slow one
+    rig = Rig(tmp_path, payload="lmdb", fingerprint=SPEC.fingerprint)
+    numbers = range(rig.tier.budget_nbytes // rig.tier.record_nbytes)
+    assert rig.write(numbers).ok
+    with looking_in(tmp_path, "1") as other:
+        assert heard(other) == 1
+    for version in range(1, 4):
+        rig.erase(numbers)
+        assert rig.write(numbers, version).ok
+    assert rig.present(numbers, 3) == set(numbers)
+    rig.close()
+
+
+def test_while_other_programs_hold_every_place_pages_are_misses_and_keep_their_records(
+    tmp_path: Path,
+) -> None:
+    # F082: their own fault, but no page is lost for it
+    with TierStore.open(tiers(8, 8, tmp_path, nvme_more=LMDB), SPEC) as store:
+        send_down(store, ["below"])
+        with looking_in(tmp_path, "all") as other:
+            assert heard(other) > 0
+            assert read(store, chain(2, "below")) == 0
+            assert counter(store, "failed_pages", "NVME,HOST,unavailable") > 0
+            assert store.match(chain(2, "below")).num_pages == 2
+        assert read(store, chain(2, "below")) == 2
+        require_nothing_held(store)
+
+
+def child_of(store: TierStore, config: StoreConfig, home: Path, answer: Connection) -> None:
+    """What a forked child gets from its parent's store, and from one of its own on the same path."""
+    said = []
+    for call in (store.stats, lambda: store.acquire(chain(2)), lambda: TierStore.open(config, SPEC)):
+        try:
+            call()
+            said.append("nothing was said")
+        except (StoreClosed, ConfigError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    answer.send(said)
+    answer.close()
+
+
+def test_a_child_by_multiprocessing_is_refused_and_the_parent_goes_on(tmp_path: Path) -> None:
+    # F084: MDB_BAD_RSLOT
+    config = tiers(8, 8, tmp_path, nvme_more=LMDB)
+    with TierStore.open(config, SPEC) as store:
+        send_down(store, [""])
+        here, there = multiprocessing.Pipe()
+        child = multiprocessing.get_context("fork").Process(
+            target=child_of, args=(store, config, tmp_path, there)
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # newer Pythons warn of forking beside threads
+            child.start()
+        there.close()
+        assert here.poll(PATIENCE_S)
+        used, acquired, opened = here.recv()
+        child.join(PATIENCE_S)
+        assert child.exitcode == 0
+        assert used.startswith("StoreClosed: this store belongs to process")
+        assert acquired.startswith("StoreClosed: ")
+        assert opened.startswith("ConfigError: nvme.path is")
+        assert f"in use by process {os.getpid()}" in opened
+        assert read(store, chain(2)) == 2
+        send_down(store, ["more"])
+        assert read(store, chain(2, "more")) == 2
+
+
+@pytest.mark.parametrize("payload", ["lmdb", "extents"])
+def test_a_second_store_on_one_path_is_refused_by_name_through_a_symlink_too(
+    tmp_path: Path, payload: str
+) -> None:
+    # F084
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    inside = {"payload": payload}
+    with TierStore.open(tiers(8, 8, tmp_path / "real", nvme_more=inside), SPEC) as store:
+        send_down(store, [""])
+        for path in (tmp_path / "real", tmp_path / "link", tmp_path / "link" / ".." / "real"):
+            with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+                TierStore.open(tiers(8, 8, path, nvme_more=inside), SPEC)
+        assert read(store, chain(2)) == 2
+    with TierStore.open(tiers(8, 8, tmp_path / "link", nvme_more=inside), SPEC) as store:
+        assert read(store, chain(2)) == 2
