@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tierstore.config import StoreConfig, load_config
     from tierstore.errors import (
+        ArchiveError,
         CapacityError,
         ConfigError,
         IntegrityError,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from tierstore.types import Hint, HintResult, LeaseState, Match, PageKey, PageSpec, Tier
 
 __all__ = [
+    "ArchiveError",
     "CapacityError",
     "ConfigError",
     "EnginePages",
@@ -49,6 +51,7 @@ __all__ = [
 _ROOMS: dict[str, tuple[str, ...]] = {
     "tierstore.config": ("StoreConfig", "load_config"),
     "tierstore.errors": (
+        "ArchiveError",
         "CapacityError",
         "ConfigError",
         "IntegrityError",

@@ -2,6 +2,7 @@
 
     TierStoreError
     ├── ConfigError (ValueError)   at open only; names the key, the value and what is allowed
+    ├── ArchiveError               a file of pages is refused whole: foreign, newer, cut or damaged
     ├── CapacityError              nothing can be evicted now; state unchanged; retry later or recompute
     ├── TransferError              one edge failed; the source is intact; carries the Transfer
     ├── IntegrityError             not what was written; never reaches acquire(): the page is missing
@@ -25,6 +26,10 @@ class TierStoreError(Exception):
 
 class ConfigError(TierStoreError, ValueError):
     """The configuration cannot be used as it is; the message names key, value and what is allowed."""
+
+
+class ArchiveError(TierStoreError):
+    """A file of pages cannot be written or used as it is; the message says what was found and what is allowed."""
 
 
 class CapacityError(TierStoreError):

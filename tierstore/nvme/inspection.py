@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -157,6 +158,18 @@ def _verify(directory: Path, fingerprint: str, progress: Progress) -> ShardVerdi
         return ShardVerdict(name=directory.name)
     bad: list[tuple[PageKey, str]] = []
     checked = 0
+    with open_reader(directory, fingerprint) as reader:
+        for key, fault in reader.verify_all():
+            checked += 1
+            if fault is not None:
+                bad.append((key, fault))
+            progress(directory.name, checked, examination.records)
+    return ShardVerdict(name=directory.name, checked=checked, bad=tuple(bad))
+
+
+@contextmanager
+def open_reader(directory: Path, fingerprint: str) -> Iterator[RecordReader]:
+    """Reads records of a sub-directory that has some, which ``examine`` has passed and whose lock the caller holds."""
     with lmdb.open(
         str(directory), readonly=True, lock=False, create=False, readahead=False, max_dbs=MAX_DBS
     ) as env:
@@ -167,14 +180,9 @@ def _verify(directory: Path, fingerprint: str, progress: Progress) -> ShardVerdi
             payload = ExtentBytes(ExtentFiles(directory, direct=False, writable=False), Slots(1))
         reader = RecordReader(env, catalogue, payload, fingerprint=fingerprint_digest(fingerprint))
         try:
-            for key, fault in reader.verify_all():
-                checked += 1
-                if fault is not None:
-                    bad.append((key, fault))
-                progress(directory.name, checked, examination.records)
+            yield reader
         finally:
             reader.close()
-    return ShardVerdict(name=directory.name, checked=checked, bad=tuple(bad))
 
 
 def _in_extents(directory: Path) -> bool:

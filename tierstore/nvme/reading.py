@@ -102,6 +102,15 @@ class RecordReader:
         if payload is not out or head.codec is not codec.Codec.NONE:
             codec.decode(head, payload, out, decoder)
 
+    def record(
+        self, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]
+    ) -> tuple[bytes, NDArray[np.uint8]]:
+        """The record of ``key`` as it is kept, every byte checked: its head, and its payload, a part of ``out`` or
+        ``scratch``, which are as for ``load`` and may hold anything else after it. Raises as ``load`` does.
+        """
+        _, payload = self._checked(key, out, scratch)
+        return scratch[_HEAD].tobytes(), payload
+
     def _checked(
         self, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]
     ) -> tuple[codec.Head, NDArray[np.uint8]]:

@@ -23,11 +23,12 @@ from tierstore.types import PageKey
 
 
 class Page(NamedTuple):
-    """One page to store; ``payload`` flat uint8."""
+    """One page to store; ``payload`` flat uint8. ``head``: of a record that is stored as it is, payload and codec."""
 
     key: PageKey
     parent: PageKey | None
     payload: NDArray[np.uint8]
+    head: codec.Head | None = None
 
 
 class Written(NamedTuple):
@@ -102,14 +103,17 @@ class InlineRecords:
         return [Written()] * len(pages)
 
     def entry(self, txn: lmdb.Transaction[memoryview], page: Page, written: Written) -> Entry:
-        length = codec.encode(
-            page.payload,
-            self._record,
-            fingerprint=self._fingerprint,
-            key=page.key,
-            parent=page.parent,
-            encoder=self._encoder,
-        )
+        if page.head is not None:
+            length = codec.copy(page.head, page.payload, self._record)
+        else:
+            length = codec.encode(
+                page.payload,
+                self._record,
+                fingerprint=self._fingerprint,
+                key=page.key,
+                parent=page.parent,
+                encoder=self._encoder,
+            )
         stored = length - codec.HEAD_NBYTES
         txn.put(page.key, self._record[:length].data, db=self._pages)
         return Entry(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -110,16 +111,16 @@ class Sealer:
             return Encoder(geometry)
 
     def _seal(self, row: int, page: Page, generation: int, encoder: Encoder | None) -> Sealed:
-        payload, body = self._payload(row, page.payload, encoder)
-        head = codec.Head(
+        payload, body = self._payload(row, page.payload, None if page.head else encoder)
+        head = page.head or codec.Head(
             fingerprint=self._fingerprint,
             key=page.key,
             parent=page.parent,
             codec=codec.Codec.NONE if payload.nbytes == page.payload.nbytes else codec.Codec.EXP,
             raw_nbytes=page.payload.nbytes,
             stored_nbytes=payload.nbytes,
-            generation=generation,
         )
+        head = replace(head, generation=generation)
         block = self._heads[row]
         block[len(PREFIX) :] = np.frombuffer(codec.seal(head, payload), dtype=np.uint8)
         return Sealed((block, body), generation, payload.nbytes)
