@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tierstore import arrivals as arrivals_module
 from tierstore import invariants
 from tierstore import store as store_module
 from tierstore.admitting import Admitting
@@ -225,6 +226,50 @@ def an_admitted_page_leaves_those_before_it_refused(patch: pytest.MonkeyPatch) -
     patch.setattr(MemoryOnly, "lift", lift)
     patch.setattr(invariants, "_check_memory_only", lambda _: None)
 
+
+def a_late_slot_is_free_at_once(patch: pytest.MonkeyPatch) -> None:
+    let_go = Residency._let_go
+
+    def late(self: Arrivals, key: PageKey, dst: Tier, slot: int) -> None:
+        copy = self._residency.tables[dst].copies.get(key)
+        if copy is not None and copy.slot == slot and not copy.ready:
+            self._residency.fail(key, dst, slot)
+            self._settled(key, dst, readable=False)
+
+    def tolerant(self: Residency, tier: Tier, table: TierTable, slot: int) -> None:
+        if slot in table.quarantine:
+            let_go(self, tier, table, slot)
+
+    patch.setattr(Arrivals, "_late", late)
+    patch.setattr(Residency, "_let_go", tolerant)
+
+
+def a_late_page_is_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Arrivals, "_late", lambda self, key, dst, slot: None)
+
+
+def a_late_page_gives_up_its_source(patch: pytest.MonkeyPatch) -> None:
+    late, unpin = Arrivals._late, Arrivals._unpin
+
+    def early(self: Arrivals, key: PageKey, dst: Tier, slot: int) -> None:
+        late(self, key, dst, slot)
+        copy = self._residency.tables[Tier.NVME].copies.get(key)
+        if copy is not None and copy.pins:
+            unpin(self, key, Tier.NVME, copy.slot)
+
+    patch.setattr(Arrivals, "_late", early)
+
+
+def a_page_that_was_not_tried_loses_its_record(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(arrivals_module, "_UNTRIED", frozenset())
+
+
+BUGS_OF_SICK_DISKS: list[Plant] = [
+    a_late_slot_is_free_at_once,
+    a_late_page_is_waited_for,
+    a_late_page_gives_up_its_source,
+    a_page_that_was_not_tried_loses_its_record,
+]
 
 BUGS_IN_MEMORY: list[Plant] = [
     abort_frees_at_once,

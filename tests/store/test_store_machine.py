@@ -11,8 +11,16 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.store.admitting_machine import AdmittingMachine, WorthyMachine
 from tests.store.machine import HOST, Shape, StoreMachine
-from tests.store.planted import BUGS_IN_MEMORY, BUGS_OF_ADMISSION, BUGS_OF_SECRETS, BUGS_ON_DISK, Plant
+from tests.store.planted import (
+    BUGS_IN_MEMORY,
+    BUGS_OF_ADMISSION,
+    BUGS_OF_SECRETS,
+    BUGS_OF_SICK_DISKS,
+    BUGS_ON_DISK,
+    Plant,
+)
 from tests.store.secret_machine import SecretMachine
+from tests.store.sick_machine import SickMachine
 
 QUIET = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
@@ -45,6 +53,12 @@ class Secretly(SecretMachine):
     patience_s = 1.0
 
 
+class Sickly(SickMachine):
+    """For bugs of reads that hang."""
+
+    patience_s = 1.0
+
+
 class Admitting(AdmittingMachine):
     """For bugs of what admission keeps from the disk."""
 
@@ -54,6 +68,10 @@ class Admitting(AdmittingMachine):
 @pytest.mark.parametrize("machine", [AdmittingMachine, WorthyMachine])
 def test_whatever_admission_thinks_what_is_asked_for_is_kept(machine: type[AdmittingMachine]) -> None:
     run_state_machine_as_test(machine, settings=QUIET)
+
+
+def test_whatever_a_hung_disk_does_late_nobody_waits_and_nothing_is_lost() -> None:
+    run_state_machine_as_test(SickMachine, settings=QUIET)
 
 
 def test_any_order_of_calls_stalls_and_failures_keeps_every_promise() -> None:
@@ -72,6 +90,7 @@ def test_where_nothing_is_planted_nothing_is_found(machine: type[StoreMachine]) 
     [(plant, InMemory) for plant in BUGS_IN_MEMORY]
     + [(plant, OnDisk) for plant in BUGS_ON_DISK]
     + [(plant, Secretly) for plant in BUGS_OF_SECRETS]
+    + [(plant, Sickly) for plant in BUGS_OF_SICK_DISKS]
     + [(plant, Admitting) for plant in BUGS_OF_ADMISSION],
 )
 def test_a_planted_bug_is_found(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from threading import Lock
 from time import monotonic, sleep
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,20 @@ Lane = tuple[Tier, Tier]
 
 OUT: Lane = (Tier.HBM, Tier.HOST)
 IN: Lane = (Tier.HOST, Tier.HBM)
+
+
+class Begin(Protocol):
+    """Starts the pages of a transfer at these positions of what was submitted; leaves rubbish at the broken ones."""
+
+    def __call__(self, part: Transfer, good: tuple[int, ...], broken: tuple[int, ...]) -> None: ...
+
+
+class Held(NamedTuple):
+    """A transfer at the gate; ``places``: positions of its pages in what was submitted."""
+
+    transfer: Transfer
+    places: tuple[int, ...]
+    begin: Begin
 
 
 class Gate:
@@ -35,7 +50,7 @@ class Gate:
         """Lanes whose transfers run and are acknowledged only after ``deliver``."""
         self.failing: dict[Lane, list[frozenset[int]]] = {}
         """For each lane the pages that fail in its next transfers, by position."""
-        self._held: dict[Lane, deque[Callable[[], None]]] = {}
+        self._held: dict[Lane, deque[Held]] = {}
         self._begun: dict[int, tuple[Transfer, tuple[int, ...], frozenset[int]]] = {}
         self._acks: list[Ack] = []
         self._late_acks: list[Ack] = []
@@ -56,7 +71,23 @@ class Gate:
         """Starts the first ``number`` held transfers of a lane, all of them if None."""
         held = self._held.get(lane, deque())
         for _ in range(len(held) if number is None else min(number, len(held))):
-            held.popleft()()
+            self._start(held.popleft())
+
+    def tell_late(self, lane: Lane, pages: Set[int]) -> bool:
+        """The first held transfer of a lane is acknowledged: these of its pages are late, the others were not tried.
+
+        The late ones stay at the gate. Whether there was such a transfer.
+        """
+        held = self._held.get(lane)
+        late = () if not held else tuple(i for i in range(len(held[0].transfer.keys)) if i in pages)
+        if not held or not late:
+            return False
+        transfer, places, begin = held[0]
+        untried = [(i, Failure.UNAVAILABLE) for i in range(len(places)) if i not in late]
+        held[0] = Held(_part(transfer, late), tuple(places[i] for i in late), begin)
+        with self._lock:
+            self._acks.append(Ack(transfer.id, False, 0, 0, failures=tuple(untried), late=late))
+        return True
 
     def overtake(self, lane: Lane) -> None:
         """The first held transfer of a lane goes behind the others, as reads by several threads do."""
@@ -95,24 +126,24 @@ class Gate:
         with self._lock:
             return len(self._begun)
 
-    def _enter(self, transfer: Transfer, begin: Callable[[Transfer, tuple[int, ...]], None]) -> None:
+    def _enter(self, transfer: Transfer, begin: Begin) -> None:
         lane = (transfer.src, transfer.dst)
-
-        def start() -> None:
-            broken = self._next_failure(lane, len(transfer.keys))
-            good = tuple(i for i in range(len(transfer.keys)) if i not in broken)
-            self._spoil(transfer, broken)
-            with self._lock:
-                self._begun[transfer.id] = (transfer, good, broken)
-            if good:
-                begin(_part(transfer, good), good)
-            else:
-                self._ended([Ack(transfer.id, True, 0, 0)])
-
+        held = Held(transfer, tuple(range(len(transfer.keys))), begin)
         if lane in self.holding or self._held.get(lane):
-            self._held.setdefault(lane, deque()).append(start)
+            self._held.setdefault(lane, deque()).append(held)
         else:
-            start()
+            self._start(held)
+
+    def _start(self, held: Held) -> None:
+        transfer, places, begin = held
+        broken = self._next_failure((transfer.src, transfer.dst), len(places))
+        good = tuple(i for i in range(len(places)) if i not in broken)
+        self._spoil(transfer, broken)
+        with self._lock:
+            self._begun[transfer.id] = (transfer, good, broken)
+        begin(_part(transfer, good), tuple(places[i] for i in good), tuple(places[i] for i in broken))
+        if not good:
+            self._ended([Ack(transfer.id, True, 0, 0)])
 
     def _next_failure(self, lane: Lane, pages: int) -> frozenset[int]:
         planned = self.failing.get(lane)
@@ -171,7 +202,11 @@ class GatedCopies(Gate):
             self._memory[transfer.dst].view(transfer.dst_slots[page]).fill(0xEE)
 
     def submit(self, transfer: Transfer) -> None:
-        self._enter(transfer, lambda part, _: self.inner.submit(part))
+        def begin(part: Transfer, good: tuple[int, ...], broken: tuple[int, ...]) -> None:
+            if good:
+                self.inner.submit(part)
+
+        self._enter(transfer, begin)
 
     def poll(self) -> list[Ack]:
         return self._take()
@@ -191,13 +226,18 @@ class GatedRecords(Gate):
         self.inner = inner
 
     def submit_write(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
-        self._enter(transfer, lambda part, good: self.inner.submit_write(part, [pages[i] for i in good]))
+        def begin(part: Transfer, good: tuple[int, ...], broken: tuple[int, ...]) -> None:
+            if good:
+                self.inner.submit_write(part, [pages[i] for i in good])
+
+        self._enter(transfer, begin)
 
     def submit_read(self, transfer: Transfer, out: Sequence[NDArray[np.uint8]]) -> None:
-        def begin(part: Transfer, good: tuple[int, ...]) -> None:
-            for i in set(range(len(out))) - set(good):
+        def begin(part: Transfer, good: tuple[int, ...], broken: tuple[int, ...]) -> None:
+            for i in broken:
                 out[i].fill(0xEE)
-            self.inner.submit_read(part, [out[i] for i in good])
+            if good:
+                self.inner.submit_read(part, [out[i] for i in good])
 
         self._enter(transfer, begin)
 
