@@ -152,6 +152,7 @@ class Directory:
         if not memory_only and parent is not None:
             self.residency.memory_only.permit_named(parent)
         for key, slot in zip(keys, slots, strict=True):
+            self._make_way_for_exact(key, parent)
             if table.ready(key):
                 self.residency.retire(Tier.HBM, slot)
                 duplicates.append(slot)
@@ -300,6 +301,15 @@ class Directory:
             self.placement.sealed(key)
         else:
             self.placement.unwritten[key] = self.residency.pin(key, Tier.HBM)
+
+    def _make_way_for_exact(self, key: PageKey, parent: PageKey | None) -> None:
+        """An exact page is put: copies of it that are not, that nobody uses and that are saved below, make way."""
+        exactness = self.residency.exactness
+        if exactness.exact(key) or (parent is not None and not exactness.exact(parent)):
+            return
+        for tier in exactness.tainted_in(key):
+            if not self.residency.tables[tier].copies[key].pins and self.residency.saved_below(key, tier):
+                self.residency.dropped.append(self.residency.evict(key, tier))
 
     def _lift(self, limit: int) -> None:
         for key in self.residency.lift(limit):

@@ -39,13 +39,15 @@ class Holding:
         self._progress = progress
         self._metrics = metrics
 
-    def acquire(self, keys: Sequence[PageKey], deadline_s: float | None, into: Sequence[int] | None) -> Lease:
+    def acquire(
+        self, keys: Sequence[PageKey], deadline_s: float | None, into: Sequence[int] | None, *, exact: bool
+    ) -> Lease:
         """A lease over the longest prefix that can be had; its first pages move before its last are reserved."""
         deadline = None if deadline_s is None else monotonic() + deadline_s
         with self._progress.lock:
             if into is not None:
                 self._directory.outgoing.require_usable(into)
-            record = self._directory.leasing.begin(keys, deadline, into)
+            record = self._directory.leasing.begin(keys, deadline, into, exact=exact)
         while not record.complete:
             with self._progress.lock:
                 self._directory.extend_lease(record, BATCH_PAGES, monotonic())

@@ -33,6 +33,8 @@ class LeaseRecord:
     keys: tuple[PageKey, ...]
     into: tuple[int, ...] | None = None
     deadline: float | None = None
+    exact: bool = False
+    """Only pages that are what was put."""
     slots: list[int] = field(default_factory=list)
     sources: list[Tier] = field(default_factory=list)
     waiting: set[int] = field(default_factory=set)

@@ -51,10 +51,10 @@ class Leasing:
         """None where an engine owns HBM: leases pin nothing there."""
 
     def begin(
-        self, keys: Sequence[PageKey], deadline: float | None, into: Sequence[int] | None
+        self, keys: Sequence[PageKey], deadline: float | None, into: Sequence[int] | None, *, exact: bool
     ) -> LeaseRecord:
-        """A lease that covers nothing yet."""
-        lease = LeaseRecord(tuple(keys), None if into is None else tuple(into), deadline)
+        """A lease that covers nothing yet. ``exact``: it takes no page that may differ from what was put."""
+        lease = LeaseRecord(tuple(keys), None if into is None else tuple(into), deadline, exact)
         self.open.add(lease)
         if deadline is not None:
             self._timed.add(lease)
@@ -155,6 +155,8 @@ class Leasing:
 
     def _attach(self, lease: LeaseRecord, index: int, key: PageKey, now: float) -> str | None:
         """Adds one page to a lease; the reason if it cannot."""
+        if lease.exact and not self._residency.exactness.exact(key):
+            return "inexact" if self._residency.held(key) else self._fate(key) or "not_found"
         copy = None if self._hbm is None else self._hbm.copies.get(key)
         if copy is not None:
             lease.slots.append(self._residency.pin(key, Tier.HBM))
@@ -188,6 +190,7 @@ class Leasing:
         source_slot = self._residency.pin(key, source)
         try:
             slot = self._residency.reserve(key, Tier.HBM)
+            self._residency.exactness.loaded(key, source, Tier.HBM)
             self._residency.pin(key, Tier.HBM)
             return slot
         finally:

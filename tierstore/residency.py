@@ -16,6 +16,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.errors import CapacityError, LeaseError
+from tierstore.exactness import Exactness
 from tierstore.lineage import Lineage
 from tierstore.memory_only import MemoryOnly
 from tierstore.tier_table import Dead
@@ -48,6 +49,7 @@ class Residency:
         self.tables = {tier: tables[tier] for tier in sorted(tables)}
         self.lineage = Lineage()
         self.memory_only = MemoryOnly(self.tables, self.lineage)
+        self.exactness = Exactness(self.tables)
         self.erased: deque[tuple[Tier, PageKey]] = deque()
         """Records of key-addressed tiers whose bytes nobody needs any more."""
         self.dropped: deque[Drop] = deque()
@@ -134,6 +136,7 @@ class Residency:
             )
         if memory_only and not self.held(key):
             self.memory_only.restrict(key)
+        self.exactness.put(key, parent)
         pins = 0
         if key in table.copies:
             pins = table.copies[key].pins
@@ -176,6 +179,8 @@ class Residency:
             raise
         if memory_only and not self.held(key):
             self.memory_only.restrict(key)
+        if src is not None:
+            self.exactness.loaded(key, src, dst)
         slot, rank = table.take(nbytes)
         if src is not None and src < dst and self.tables[src].copies[key].rank < 0:
             rank = table.policy.unwanted()  # what nobody wants above is the first to go below, too
@@ -430,8 +435,9 @@ class Residency:
         table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins + 1)
 
     def _forget_if_gone(self, key: PageKey) -> None:
-        if key in self.memory_only and not self.held(key):
+        if not self.held(key):
             self.memory_only.forget(key)
+            self.exactness.forget(key)
 
     def _let_go(self, tier: Tier, table: TierTable, slot: int) -> None:
         dead = table.quarantine.get(slot)

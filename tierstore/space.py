@@ -117,6 +117,7 @@ class Space:
             dst_slot = self._residency.reserve(key, dst, nbytes, memory_only=memory_only)
         except CapacityError:
             return False
+        self._residency.exactness.put(key, parent)
         self._traffic.add(Tier.HBM, dst, Move(key, slot, dst_slot, nbytes, parent))
         return True
 

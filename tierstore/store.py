@@ -16,6 +16,7 @@ from tierstore.keys import namespace, page_keys
 from tierstore.layout import PageLayout
 from tierstore.lease import Lease, record_of
 from tierstore.pending import PendingEvents
+from tierstore.portable import Portable
 from tierstore.progress import Progress
 from tierstore.saving import save_unsaved, wait_settled
 from tierstore.slots import EngineSlots, OwnSlots, require_key_list
@@ -25,6 +26,7 @@ from tierstore.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from os import PathLike
     from types import TracebackType
 
     import torch
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
     from tierstore.gpu.pool import EnginePages, GroupedPages
     from tierstore.keys import Extra, TokenIds
     from tierstore.lease import Event
+    from tierstore.nvme.archive.reading import Imported
+    from tierstore.nvme.archive.records import Progress as Shown
+    from tierstore.nvme.archive.writing import Exported
     from tierstore.types import Hint, HintResult, PageKey, PageSpec
 
 _log = logging.getLogger(__name__)
@@ -64,6 +69,7 @@ class TierStore:
         self._slots = (
             EngineSlots(*shared) if parts.pool is None else OwnSlots(*shared, parts.layout.page_nbytes)
         )
+        self._portable = Portable(config, parts, self._progress, self._pending, self._slots, self.acquire)
         self._lock = self._progress.lock
         self._closing = Lock()
         if pump:
@@ -157,27 +163,40 @@ class TierStore:
 
     # -- finding and holding ------------------------------------------------------------------------------------
 
-    def match(self, keys: Sequence[PageKey]) -> Match:
-        """The longest readable prefix. Changes nothing, promises nothing, is no use for the policy."""
+    def match(self, keys: Sequence[PageKey], *, exact: bool = False) -> Match:
+        """The longest readable prefix. Changes nothing, promises nothing, is no use for the policy.
+
+        ``exact``: it ends before the first page that may differ from what was put, as ``acquire`` would.
+        """
         self._progress.advance()
         require_key_list(keys)
         with self._lock:
-            tiers = self._directory.residency.match(keys)
-        return Match(len(tiers), tuple(tiers))
+            residency = self._directory.residency
+            tiers = residency.match(keys)
+            num_exact = residency.exactness.prefix(keys[: len(tiers)])
+        if exact:
+            del tiers[num_exact:]
+        return Match(len(tiers), tuple(tiers), num_exact >= len(tiers))
 
     def acquire(
-        self, keys: Sequence[PageKey], deadline_s: float | None = None, into: Sequence[int] | None = None
+        self,
+        keys: Sequence[PageKey],
+        deadline_s: float | None = None,
+        into: Sequence[int] | None = None,
+        *,
+        exact: bool = False,
     ) -> Lease:
         """Pins the longest prefix that is readable and for which HBM has room now; starts to bring in what is below.
 
         Never blocks, never raises for misses or lack of room. ``deadline_s``: pages that would come later are missing,
         and a page that is not there by then ends the lease before it. ``into``: the engine's slots to load into, where
-        an engine owns HBM. ValueError on unequal lengths.
+        an engine owns HBM. ``exact``: the lease ends before the first page of which only copies are left that went
+        through a lossy codec, or that was computed over such. ValueError on unequal lengths.
         """
         self._progress.advance()
         require_key_list(keys)
         self._slots.check_into(keys, into)
-        return self._holding.acquire(keys, deadline_s, into)
+        return self._holding.acquire(keys, deadline_s, into, exact=exact)
 
     # -- asking for moves ---------------------------------------------------------------------------------------
 
@@ -253,6 +272,16 @@ class TierStore:
         return self._wait_idle(monotonic() + timeout_s)
 
     # -- progress and reports -----------------------------------------------------------------------------------
+
+    async def export_pages(
+        self, keys: Sequence[PageKey], path: str | PathLike[str], progress: Shown | None = None
+    ) -> Exported:
+        """Writes the pages to one portable file, whole or not at all: ``Portable.export_pages``."""
+        return await self._portable.export_pages(keys, path, progress)
+
+    async def import_pages(self, path: str | PathLike[str], progress: Shown | None = None) -> Imported:
+        """Puts the pages of such a file that are whole and in reach: ``Portable.import_pages``."""
+        return await self._portable.import_pages(path, progress)
 
     def poll(self) -> list[int]:
         """Advances everything by what has finished. Engine-owned HBM: slots no copy uses any more."""

@@ -22,12 +22,21 @@ class Dead:
 
 
 class TierTable:
-    """Slots of one tier. ``num_slots`` None: the tier keeps bytes by key, bounded by ``budget_nbytes`` alone."""
+    """Slots of one tier. ``num_slots`` None: the tier keeps bytes by key, bounded by ``budget_nbytes`` alone.
+
+    ``lossy``: what is read back from there differs from what was put.
+    """
 
     def __init__(
-        self, policy: Fifo, *, num_slots: int | None = None, budget_nbytes: int | None = None
+        self,
+        policy: Fifo,
+        *,
+        num_slots: int | None = None,
+        budget_nbytes: int | None = None,
+        lossy: bool = False,
     ) -> None:
         self.policy = policy
+        self.lossy = lossy
         self.num_slots = num_slots
         self.budget_nbytes = budget_nbytes
         self.used_nbytes = 0

@@ -212,9 +212,9 @@ class Trouble:
         return preadv
 
     def _writing(
-        self, real: Callable[[Catalogue, Sequence[Page]], list[int]]
-    ) -> Callable[[Catalogue, Sequence[Page]], list[int]]:
-        def store(catalogue: Catalogue, pages: Sequence[Page]) -> list[int]:
+        self, real: Callable[[Catalogue, Sequence[Page]], list[int | None]]
+    ) -> Callable[[Catalogue, Sequence[Page]], list[int | None]]:
+        def store(catalogue: Catalogue, pages: Sequence[Page]) -> list[int | None]:
             dice = self._disk_chance.random()
             if dice < _DISK_FAULTS / 2:
                 self._account.count("faults", "write error")
