@@ -31,7 +31,7 @@ PROFILES: dict[str, frozenset[str]] = {
     "disk": frozenset({"read", "write"}),
     "full": frozenset({"full"}),
     "lost": frozenset({"hold", "fail", "lost"}),
-    "all": frozenset({"hold", "late", "fail", "read", "write", "full"}),
+    "all": frozenset({"hang", "hold", "late", "fail", "read", "write", "full"}),
 }
 """What may go wrong, by the name of a profile."""
 
@@ -109,6 +109,7 @@ class Trouble:
             for name, move in [
                 ("hold", self._hold),
                 ("hold", self._overtake),
+                ("hang", self._hang),
                 ("late", self._be_late),
                 ("fail", self._fail),
                 ("full", self._fill_the_disk),
@@ -136,6 +137,12 @@ class Trouble:
         if gate is not None and gate.waiting(UP) > 1:
             gate.overtake(UP)
             self._account.count("faults", "reordered")
+
+    def _hang(self, lane: Lane) -> None:
+        """A read that stands still is told late: nobody is to wait for some of its pages, the rest was not tried."""
+        gate = self._gate(UP)
+        if gate is not None and gate.tell_late(UP, set(self._chance.sample(range(4), 2))):
+            self._account.count("faults", "reads told late")
 
     def _be_late(self, lane: Lane) -> None:
         if (gate := self._gate(lane)) is not None:

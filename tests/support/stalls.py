@@ -97,7 +97,10 @@ class Gate:
         """The late acknowledgements come in, and none is late from now on."""
         self.late.clear()
         with self._lock:
-            self._acks, self._late_acks = self._late_acks + self._acks, []
+            acks, self._late_acks = self._late_acks + self._acks, []
+            self._acks = sorted(
+                acks, key=lambda ack: not ack.late
+            )  # what says that pages are late comes first
 
     def open(self) -> None:
         """Nothing is held, late, failed or lost from now on."""

@@ -92,8 +92,12 @@ class Outbox:
         self.add_quietly(ack)
         self._wake()
 
+    def wake(self) -> None:
+        """Say that acks were queued quietly. I/O threads only, with no lock held."""
+        self._wake()
+
     def add_quietly(self, ack: Ack) -> None:
-        """Queue ``ack`` from a submitting thread, which may hold a lock that ``wake`` takes."""
+        """Queue ``ack`` with a lock held, or from a submitting thread, which may hold one that ``wake`` takes."""
         with self._lock:
             self._acks.append(ack)
 

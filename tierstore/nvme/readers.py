@@ -22,7 +22,7 @@ from tierstore.exp import Decoder, Geometry
 from tierstore.nvme.acks import Job, Outbox, Outcome, failed
 from tierstore.nvme.breaker import Breaker, Circuit
 from tierstore.nvme.reading import RecordReader, scratch_for
-from tierstore.types import Ack, Failure, PageKey, Transfer
+from tierstore.types import Failure, PageKey, Transfer
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class Readers:
         self._reading: set[_Read] = set()
         self._num_late = 0
         self._closing = False
+        self._posted = False  # acks whose queueing nobody was told of
         self._told = False
         self._told_absent = False
         self._threads = [
@@ -99,23 +100,22 @@ class Readers:
     def look(self, now: float) -> None:
         """To be called now and then, with time.monotonic(): sees which reads are late."""
         with self._changed:
-            acks = [
-                ack for read in self._reading if self._overdue(read, now) and (ack := self._late(read, now))
-            ]
+            for read in self._reading:
+                if not read.late and now - read.since >= self._timeout_s:
+                    self._late(read, now)
             if self._num_late == self._count:
-                acks += self._refuse(Failure.UNAVAILABLE)
-        for ack in acks:
-            self._outbox.add(ack)
+                self._refuse(Failure.UNAVAILABLE)
+            posted = self._take_posted()
+        if posted:
+            self._outbox.wake()
         self._tell_state()
 
     def close(self) -> None:
         """Fail what has not begun with CLOSED and let the threads end."""
         with self._changed:
             self._closing = True
-            acks = self._refuse(Failure.CLOSED)
+            self._refuse(Failure.CLOSED)
             self._changed.notify_all()
-        for ack in acks:
-            self._outbox.add_quietly(ack)
 
     def join_until(self, deadline: float) -> bool:
         """Wait for the threads until ``deadline`` (time.monotonic); whether all have ended."""
@@ -137,24 +137,24 @@ class Readers:
         """The read has ended; the next one if there is one now. One hold of the lock for both."""
         now = time.monotonic()
         with self._changed:
-            acks = self._ended(read, outcome, now)
-            following = self._take(now, acks)
-        for ack in acks:
-            self._outbox.add(ack)
+            self._ended(read, outcome, now)
+            following = self._take(now)
+            posted = self._take_posted()
+        if posted:
+            self._outbox.wake()
         self._tell_state()
         return following
 
     def _wait(self) -> _Read | None:
         """The next read, when there is one; None when the readers close."""
         while True:
-            acks: list[Ack] = []
             with self._changed:
                 while not self._jobs and not self._closing:
                     self._changed.wait()
-                read = self._take(time.monotonic(), acks)
-                closing = self._closing
-            for ack in acks:
-                self._outbox.add(ack)
+                read = self._take(time.monotonic())
+                closing, posted = self._closing, self._take_posted()
+            if posted:
+                self._outbox.wake()
             if read is not None or closing:
                 return read
 
@@ -185,13 +185,13 @@ class Readers:
 
     # -- with the lock held -------------------------------------------------------------------------------------
 
-    def _take(self, now: float, acks: list[Ack]) -> _Read | None:
-        """The next page to read. Where reads are not tried all that is queued ends, into ``acks``."""
+    def _take(self, now: float) -> _Read | None:
+        """The next page to read. Where reads are not tried all that is queued ends."""
         if not self._jobs:
             return None
         ticket = self._breaker.admit(now)
         if ticket is None:
-            acks += self._refuse(Failure.UNAVAILABLE)
+            self._refuse(Failure.UNAVAILABLE)
             return None
         job = self._jobs[0]
         read = _Read(job, job.next, ticket, now)
@@ -201,7 +201,7 @@ class Readers:
         self._reading.add(read)
         return read
 
-    def _ended(self, read: _Read, outcome: Outcome, now: float) -> list[Ack]:
+    def _ended(self, read: _Read, outcome: Outcome, now: float) -> None:
         self._reading.remove(read)
         if outcome in (Failure.NOT_FOUND, Failure.UNAVAILABLE):  # the catalogue's answer, perhaps from memory
             self._breaker.gave_up(read.ticket, now)
@@ -210,35 +210,37 @@ class Readers:
         elif not read.late:
             self._breaker.failed(read.ticket, now)
         self._num_late -= read.late
-        if not read.job.done(read.index, outcome):
-            return []
-        return [self._ack(read.job)]
+        if read.job.done(read.index, outcome):
+            self._post(read.job)
 
-    def _overdue(self, read: _Read, now: float) -> bool:
-        return not read.late and now - read.since >= self._timeout_s
-
-    def _late(self, read: _Read, now: float) -> Ack | None:
+    def _late(self, read: _Read, now: float) -> None:
         read.late = True
         self._num_late += 1
         self._outbox.count("read_late")
         self._breaker.hung(read.ticket, now)
-        return self._ack(read.job) if read.job.late(read.index) else None
+        if read.job.late(read.index):
+            self._post(read.job)
 
-    def _refuse(self, failure: Failure) -> list[Ack]:
-        """End what is queued and has not begun; the acks that are due."""
-        acks = []
+    def _refuse(self, failure: Failure) -> None:
+        """End what is queued and has not begun."""
         while self._jobs:
             job = self._jobs.popleft()
             begun, job.next = job.next, len(job.pages)
             due = [job.done(index, failure) for index in range(begun, job.next)]
             self._outbox.count(f"read_{failure.value}", len(due))
-            acks += [self._ack(job)] if any(due) else []
-        return acks
+            if any(due):
+                self._post(job)
 
-    def _ack(self, job: Job) -> Ack:
+    def _post(self, job: Job) -> None:
+        # With the lock held, so that the ack of late pages cannot overtake the one that says they are late.
         ack = job.ack()
         self._outbox.count("bytes_read", ack.nbytes)
-        return ack
+        self._outbox.add_quietly(ack)
+        self._posted = True
+
+    def _take_posted(self) -> bool:
+        posted, self._posted = self._posted, False
+        return posted
 
     # -- what people are told -----------------------------------------------------------------------------------
 
