@@ -19,6 +19,7 @@ from tierstore.errors import StoreClosed
 from tierstore.exp import Geometry
 from tierstore.nvme import home
 from tierstore.nvme.acks import Outbox
+from tierstore.nvme.lending import Lender
 from tierstore.nvme.opening import OpenShard, open_shard
 from tierstore.nvme.patience import Patience
 from tierstore.nvme.readers import Readers
@@ -71,6 +72,7 @@ class NvmeTier:
             geometry=geometry,
         )
         self._writer = Writer(shard.catalogue, outbox, sizing, timeout_s)
+        self.lender = Lender(shard.catalogue.reader, page_nbytes)
         self._patience = Patience([self._readers.look, self._writer.look], timeout_s)
         self._disk_nbytes = 0
         self._pid = os.getpid()
@@ -201,6 +203,7 @@ class NvmeTier:
         ended = self._writer.join(max(0.0, deadline - time.monotonic()))
         if not ended:
             self._writer.abandon()
+        ended = self.lender.close(max(0.0, deadline - time.monotonic())) and ended
         if not (self._readers.join_until(deadline) and ended):
             _log.warning(
                 "the NVMe tier at %s has a thread that does not end; it is left behind", self._directory

@@ -1,0 +1,152 @@
+"""Archives of small made-up pages, and stores that are only a dictionary."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tests.support.pages import SPEC, chain, content
+from tierstore import codec
+from tierstore.layout import PageLayout
+from tierstore.nvme.archive.form import Description
+from tierstore.nvme.archive.reading import Imported, read_archive
+from tierstore.nvme.archive.records import Record, Taken
+from tierstore.nvme.archive.writing import Exported, write_archive
+from tierstore.types import PageKey
+
+T = TypeVar("T")
+
+LAYOUT = PageLayout.of(SPEC)
+DESCRIPTION = Description(LAYOUT)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(work)
+
+
+class CancelledAt(Generic[T]):
+    """Awaits ``work``, and has its task cancelled as it waits for the n-th time, from 1."""
+
+    def __init__(self, at: int, work: Coroutine[Any, Any, T]) -> None:
+        self._at = at
+        self._work = work
+        self.waits = 0
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        steps = self._work.__await__()
+        while True:
+            try:
+                waited_for = next(steps)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            self.waits += 1
+            if self.waits == self._at:
+                task = asyncio.current_task()
+                assert task is not None
+                task.cancel()
+            try:
+                yield waited_for
+            except asyncio.CancelledError as error:
+                try:
+                    yield steps.throw(error)
+                except StopIteration as end:
+                    late: T = end.value
+                    return late
+
+
+def cancelled_at(at: int, work: Coroutine[Any, Any, T]) -> T | None:
+    """Its result, or None if it was cancelled."""
+
+    async def play() -> T:
+        return await CancelledAt(at, work)
+
+    try:
+        return run(play())
+    except asyncio.CancelledError:
+        return None
+
+
+def page(key: PageKey) -> NDArray[np.uint8]:
+    """The bytes of a key's page."""
+    return content(key).view(-1).view(torch.uint8).numpy()
+
+
+def record(key: PageKey, parent: PageKey | None, description: Description = DESCRIPTION) -> Record:
+    payload = page(key)
+    head = codec.Head(
+        fingerprint=description.fingerprint,
+        key=key,
+        parent=parent,
+        codec=codec.Codec.NONE,
+        raw_nbytes=payload.nbytes,
+        stored_nbytes=payload.nbytes,
+    )
+    return Record(head, codec.seal(head, payload), payload)
+
+
+@dataclass
+class Shelf:
+    """Source and sink: records by key, at most ``room`` of them."""
+
+    description: Description = DESCRIPTION
+    records: dict[PageKey, Record] = field(default_factory=dict)
+    room: int = 1 << 30
+
+    @classmethod
+    def of(cls, *chains: Sequence[PageKey], description: Description = DESCRIPTION) -> Shelf:
+        """Sequences of pages, each the parent of the next."""
+        shelf = cls(description)
+        for keys in chains:
+            for key, parent in zip(keys, [None, *keys], strict=False):
+                shelf.records[key] = record(key, parent, description)
+        return shelf
+
+    def record(self, key: PageKey) -> Record | str:
+        return self.records.get(key, "not found")
+
+    def has(self, key: PageKey) -> bool:
+        return key in self.records
+
+    def take(self, records: Sequence[Record]) -> Taken:
+        for number, each in enumerate(records):
+            if len(self.records) == self.room:
+                return Taken(number)
+            self.records[each.head.key] = each
+        return Taken(len(records))
+
+    def require_right(self) -> None:
+        """Every page has the bytes of its key, and every page before it is here."""
+        for key, each in self.records.items():
+            assert each.head.key == key
+            np.testing.assert_array_equal(each.payload, page(key))
+            assert each.head.parent is None or each.head.parent in self.records
+
+
+def exported(path: Path, source: Shelf, keys: Sequence[PageKey] | None = None) -> Exported:
+    return run(write_archive(path, list(source.records) if keys is None else keys, source))
+
+
+def imported(path: Path, sink: Shelf) -> Imported:
+    return run(read_archive(path, sink))
+
+
+def archive(path: Path, pages: int = 6) -> tuple[Path, list[PageKey]]:
+    """A file of one sequence."""
+    keys = chain(pages)
+    exported(path, Shelf.of(keys))
+    return path, keys
+
+
+def spoiled(path: Path, change: Callable[[bytearray], bytes | bytearray]) -> Path:
+    """A copy of the file, changed."""
+    copy = path.with_name("spoiled.tier")
+    copy.write_bytes(change(bytearray(path.read_bytes())))
+    return copy

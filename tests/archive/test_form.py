@@ -1,0 +1,174 @@
+"""The bytes of an archive: what goes in comes out, and nothing that was changed is taken for what was written."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from xxhash import xxh3_128_digest
+
+from tests.archive.rig import DESCRIPTION, LAYOUT
+from tests.support.pages import SPEC, chain
+from tierstore.codec import HEAD_NBYTES
+from tierstore.errors import ArchiveError
+from tierstore.layout import PageLayout
+from tierstore.nvme.archive import form
+from tierstore.types import PageSpec
+
+NBYTES = LAYOUT.blob_nbytes
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> list[form.Item]:
+    """Records one behind the other, each after a page that comes anywhere in the file or is not in it."""
+    keys = chain(draw(st.integers(0, 12)))
+    outside = chain(1, "outside")[0]
+    parents = [draw(st.sampled_from([None, outside, *keys[:i]])) for i in range(len(keys))]
+    order = draw(st.permutations(range(len(keys))))
+    items, offset = [], len(form.header(DESCRIPTION))
+    for i in order:
+        stored = draw(st.integers(1, NBYTES))
+        items.append(
+            form.Item(keys[i], parents[i], draw(st.integers(0, 255)), NBYTES, stored, offset, bytes([i]) * 16)
+        )
+        offset += HEAD_NBYTES + stored
+    return items
+
+
+@given(forests())
+def test_an_index_comes_back_with_parents_before_children(items: list[form.Item]) -> None:
+    head = form.header(DESCRIPTION)
+    ordered = form.parents_first(items)
+    indexed = form.index(ordered)
+    start = items[-1].end if items else len(head)
+    end = form.trailer(head[-16:], start, indexed)
+    trailer = form.parse_trailer(end, start + len(indexed) + len(end), head[-16:])
+    found = form.parse_index(indexed, trailer, len(head), NBYTES)
+    assert found == ordered
+    assert sorted(found) == sorted(items, key=tuple) or set(found) == set(items)
+    places = {item.key: i for i, item in enumerate(found)}
+    assert all(places[item.parent] < i for i, item in enumerate(found) if item.parent in places)
+
+
+specs = st.builds(
+    PageSpec,
+    kind=st.sampled_from(["mha", "mla", "state"]),
+    num_layers=st.integers(1, 80),
+    page_size=st.just(16),
+    num_kv_heads=st.integers(1, 8),
+    head_dim=st.integers(1, 256),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16", "int8"]),
+    group=st.integers(0, 9),
+    shard=st.just(3),
+    model=st.text(max_size=40).filter(lambda text: text.encode("utf-8", "replace").decode() == text),
+)
+
+
+@given(st.lists(specs, min_size=1, max_size=3), st.sampled_from(["exact", "int8"]))
+def test_a_description_comes_back(groups: list[PageSpec], loss_class: str) -> None:
+    described = form.Description(PageLayout.of(groups), loss_class)
+    raw = form.header(described)
+    assert form.header_nbytes(raw) == len(raw)
+    assert form.parse_header(raw) == described
+    assert form.parse_header(raw).fingerprint == described.fingerprint
+
+
+def test_every_flipped_bit_of_header_index_and_trailer_shows() -> None:
+    head = form.header(DESCRIPTION)
+    keys = chain(2)
+    items = [
+        form.Item(keys[0], None, 0, NBYTES, NBYTES, len(head), bytes(16)),
+        form.Item(keys[1], keys[0], 0, NBYTES, NBYTES, len(head) + HEAD_NBYTES + NBYTES, bytes(16)),
+    ]
+    indexed = form.index(items)
+    start = items[-1].end
+    end = form.trailer(head[-16:], start, indexed)
+    nbytes = start + len(indexed) + len(end)
+
+    def read(head: bytes, indexed: bytes, end: bytes) -> None:
+        form.parse_header(head[: form.header_nbytes(head)])
+        trailer = form.parse_trailer(end, nbytes, head[-16:])
+        form.parse_index(indexed, trailer, len(head), NBYTES)
+
+    read(head, indexed, end)
+    parts = (head, indexed, end)
+    for which in range(3):
+        for position in range(len(parts[which])):
+            changed = [*parts]
+            spoiled = bytearray(parts[which])
+            spoiled[position] ^= 1 << (position % 8)
+            changed[which] = bytes(spoiled)
+            with pytest.raises(ArchiveError):
+                read(*changed)
+
+
+def summed(version: int, described: dict[str, object]) -> bytes:
+    """A header whose checksum is right."""
+    body = json.dumps(described).encode()
+    raw = b"TierArch" + version.to_bytes(2, "little") + bytes(2) + len(body).to_bytes(4, "little") + body
+    return raw + xxh3_128_digest(raw)
+
+
+def test_a_newer_version_is_named_before_anything_else() -> None:
+    raw = bytearray(form.header(DESCRIPTION))
+    raw[8] = form.VERSION + 1
+    with pytest.raises(ArchiveError, match=r"of version 2; allowed: version 1"):
+        form.parse_header(bytes(raw))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"groups": []},
+        {"groups": [{}]},
+        {"groups": None},
+        {"fingerprint": "00"},
+        {"page_nbytes": 1},
+        {"groups": [{**vars_of, "kind": "holographic"} for vars_of in ({"num_layers": 2},)]},
+    ],
+)
+def test_a_header_that_describes_unknown_pages_is_refused_though_its_checksum_is_right(
+    change: dict[str, object],
+) -> None:
+    raw = form.header(DESCRIPTION)
+    described = json.loads(raw[form.PRELUDE_NBYTES : -16])
+    assert form.parse_header(summed(1, described)) == DESCRIPTION
+    with pytest.raises(ArchiveError):
+        form.parse_header(summed(1, {**described, **change}))
+
+
+def test_a_description_beyond_any_header_is_refused_when_it_is_written() -> None:
+    spec = replace(SPEC, model="x" * (1 << 20))
+    with pytest.raises(ArchiveError, match="shorter model name"):
+        form.header(form.Description(PageLayout.of(spec)))
+
+
+@pytest.mark.parametrize("fault", ["twice", "child first", "gap", "too long", "other page"])
+def test_an_index_that_no_writer_makes_is_refused_though_its_checksum_is_right(fault: str) -> None:
+    head_end = len(form.header(DESCRIPTION))
+    keys = chain(2)
+    one = form.Item(keys[0], None, 0, NBYTES, NBYTES, head_end, bytes(16))
+    two = form.Item(keys[1], keys[0], 0, NBYTES, NBYTES, one.end, bytes(16))
+    items = {
+        "twice": [one, two._replace(key=keys[0], parent=None)],
+        "child first": [two, one],
+        "gap": [one, two._replace(offset=two.offset + 1)],
+        "too long": [one, two._replace(stored_nbytes=NBYTES + 1)],
+        "other page": [one, two._replace(raw_nbytes=NBYTES + 1)],
+    }[fault]
+    indexed = form.index(items)
+    end = form.trailer(bytes(16), two.end, indexed)
+    trailer = form.parse_trailer(end, two.end + len(indexed) + len(end), bytes(16))
+    with pytest.raises(ArchiveError, match="its index is damaged"):
+        form.parse_index(indexed, trailer, head_end, NBYTES)
+
+
+def test_random_bytes_are_no_archive() -> None:
+    for seed in range(200):
+        raw = random.Random(seed).randbytes(seed)
+        with pytest.raises(ArchiveError, match="no archive"):
+            form.header_nbytes(raw)

@@ -1,0 +1,400 @@
+"""What is read from an archive is what was written, page by page, or it is refused and named."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiofiles.threadpool import wrap
+
+from tests.archive.rig import (
+    DESCRIPTION,
+    Shelf,
+    archive,
+    cancelled_at,
+    exported,
+    imported,
+    record,
+    run,
+    spoiled,
+)
+from tests.support.pages import SPEC, chain
+from tierstore.codec import HEAD_NBYTES
+from tierstore.errors import ArchiveError
+from tierstore.layout import PageLayout
+from tierstore.nvme.archive import form, reading
+from tierstore.nvme.archive.records import Record, Taken
+from tierstore.types import PageSpec
+
+
+def test_a_tree_of_pages_comes_back_whole(tmp_path: Path) -> None:
+    trunk = chain(4)
+    source = Shelf.of(trunk, chain(3, "other"))
+    for name in "ab":
+        source.records[chain(1, name)[0]] = record(chain(1, name)[0], trunk[2])
+    exported(tmp_path / "x.tier", source, list(reversed(source.records)))
+    sink = Shelf()
+    done = imported(tmp_path / "x.tier", sink)
+    assert (done.pages, done.present, done.complete) == (9, 0, True)
+    assert sink.records.keys() == source.records.keys()
+    sink.require_right()
+    for key, each in sink.records.items():
+        assert each.raw == source.records[key].raw
+
+
+def test_importing_again_changes_nothing_and_what_is_there_is_not_replaced(tmp_path: Path) -> None:
+    path, keys = archive(tmp_path / "x.tier")
+    sink = Shelf.of(keys[:2])
+    before = dict(sink.records)
+    done = imported(path, sink)
+    assert (done.pages, done.present, done.complete) == (4, 2, True)
+    assert all(sink.records[key] is before[key] for key in before)
+    again = imported(path, sink)
+    assert (again.pages, again.present, again.complete) == (0, 6, True)
+    sink.require_right()
+
+
+def test_a_page_whose_parent_is_nowhere_is_an_orphan_and_so_is_all_after_it(tmp_path: Path) -> None:
+    keys = chain(6)
+    exported(tmp_path / "x.tier", Shelf.of(keys), keys[3:])
+    empty = Shelf()
+    done = imported(tmp_path / "x.tier", empty)
+    assert (done.pages, done.orphans, done.complete) == (0, tuple(keys[3:]), False)
+    assert empty.records == {}
+    before_it = Shelf.of(keys[:3])
+    assert imported(tmp_path / "x.tier", before_it).complete
+    before_it.require_right()
+
+
+def test_a_full_store_takes_a_beginning_and_says_what_had_no_room(tmp_path: Path) -> None:
+    path, keys = archive(tmp_path / "x.tier")
+    sink = Shelf(room=4)
+    done = imported(path, sink)
+    assert (done.pages, done.no_room, done.complete) == (4, tuple(keys[4:]), False)
+    sink.require_right()
+
+
+def test_small_batches_take_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_BATCH_PAGES", 2)
+    path, keys = archive(tmp_path / "x.tier", 7)
+    for room in range(8):
+        sink = Shelf(room=room)
+        done = imported(path, sink)
+        assert (done.pages, done.no_room) == (room, tuple(keys[room:]))
+        sink.require_right()
+
+
+def test_a_page_that_its_store_cannot_decode_is_damaged_and_its_children_are_orphans(tmp_path: Path) -> None:
+    trunk, twig = chain(4), chain(2, "twig")
+    source = Shelf.of(trunk, twig)
+
+    class Picky(Shelf):
+        def take(self, records: Sequence[Record]) -> Taken:
+            for number, each in enumerate(records):
+                if each.head.key == trunk[1]:
+                    return Taken(number, "cannot be decoded")
+                super().take([each])
+            return Taken(len(records))
+
+    exported(tmp_path / "x.tier", source)
+    sink = Picky()
+    done = imported(tmp_path / "x.tier", sink)
+    assert done.damaged == ((trunk[1], "cannot be decoded"),)
+    assert set(done.orphans) == set(trunk[2:])
+    assert sink.records.keys() == {trunk[0], *twig}
+    sink.require_right()
+
+
+def test_a_page_that_is_gone_again_at_the_end_is_not_counted_as_there(tmp_path: Path) -> None:
+    path, keys = archive(tmp_path / "x.tier")
+
+    class Leaky(Shelf):
+        def take(self, records: Sequence[Record]) -> Taken:
+            taken = super().take(records)
+            del self.records[keys[-1]]
+            return taken
+
+    done = imported(path, Leaky())
+    assert (done.pages, done.no_room, done.complete) == (5, (keys[-1],), False)
+
+
+# -- files that are refused -------------------------------------------------------------------------------------
+
+
+def empty(raw: bytearray) -> bytes:
+    return b""
+
+
+def zipped(raw: bytearray) -> bytes:
+    return b"PK\x03\x04" + bytes(5000)
+
+
+def pickled(raw: bytearray) -> bytes:
+    return b"\x80\x04cposix\nsystem\n." * 100
+
+
+def halved(raw: bytearray) -> bytearray:
+    return raw[: len(raw) // 2]
+
+
+def cut(raw: bytearray) -> bytearray:
+    return raw[:-1]
+
+
+def grown(raw: bytearray) -> bytearray:
+    return raw + b"x"
+
+
+def newer(raw: bytearray) -> bytearray:
+    raw[8] = 2
+    return raw
+
+
+def end_of_another(raw: bytearray) -> bytearray:
+    return raw[:100] + raw[101:]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (empty, "no archive of pages"),
+        (zipped, "no archive of pages"),
+        (pickled, "no archive of pages"),
+        (cut, "cut short"),
+        (grown, "cut short"),
+        (halved, "cut short"),
+        (newer, r"of version 2; allowed: version 1"),
+        (end_of_another, "damaged"),
+    ],
+)
+def test_what_is_no_whole_archive_is_refused_by_name(
+    tmp_path: Path, change: Callable[[bytearray], bytes], why: str
+) -> None:
+    path, _ = archive(tmp_path / "x.tier")
+    sink = Shelf()
+    with pytest.raises(ArchiveError, match=rf"spoiled\.tier: .*{why}"):
+        imported(spoiled(path, change), sink)
+    assert sink.records == {}
+
+
+def test_a_file_that_is_not_there_is_an_error_of_the_system(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        imported(tmp_path / "x.tier", Shelf())
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (replace(SPEC, model="other"), "the model of its pages is 'test'; allowed here: 'other'"),
+        (replace(SPEC, page_size=8), "the page_size of its pages is 4; allowed here: 8"),
+        (replace(SPEC, dtype="bfloat16"), "the dtype of its pages is 'float16'; allowed here: 'bfloat16'"),
+        (replace(SPEC, num_layers=3), "the num_layers of its pages is 2; allowed here: 3"),
+        (replace(SPEC, shard=1), "the shard of its pages is 0; allowed here: 1"),
+        (replace(SPEC, model="other", page_size=8), "the model of its pages"),
+    ],
+)
+def test_pages_of_another_model_are_refused_with_what_was_found_and_what_is_allowed(
+    tmp_path: Path, spec: PageSpec, why: str
+) -> None:
+    path, _ = archive(tmp_path / "x.tier")
+    sink = Shelf(form.Description(PageLayout.of(spec)))
+    with pytest.raises(ArchiveError, match=why):
+        imported(path, sink)
+    assert sink.records == {}
+
+
+def test_other_groups_schemes_and_losses_are_refused(tmp_path: Path) -> None:
+    path, _ = archive(tmp_path / "x.tier")
+    two = PageLayout.of([SPEC, replace(SPEC, group=1)])
+    for description, why in (
+        (form.Description(two), "the number of KV groups of its pages is 1; allowed here: 2"),
+        (
+            replace(DESCRIPTION, key_scheme="tierstore-keys-2"),
+            "the key scheme of its pages is 'tierstore-keys-1'",
+        ),
+        (
+            replace(DESCRIPTION, loss_class="int8"),
+            "the loss class of its pages is 'exact'; allowed here: 'int8'",
+        ),
+    ):
+        with pytest.raises(ArchiveError, match=why):
+            imported(path, Shelf(description))
+
+
+def test_a_record_of_a_codec_that_this_version_does_not_know_is_one_damaged_page(tmp_path: Path) -> None:
+    keys = chain(3)
+    source = Shelf.of(keys)
+    raw = bytearray(source.records[keys[1]].raw)
+    raw[10] = 77
+    source.records[keys[1]] = source.records[keys[1]]._replace(raw=bytes(raw))
+    exported(tmp_path / "x.tier", source)
+    done = imported(tmp_path / "x.tier", Shelf())
+    assert [key for key, _ in done.damaged] == [keys[1]]
+    assert (done.pages, done.orphans) == (1, (keys[2],))
+
+
+# -- damage -----------------------------------------------------------------------------------------------------
+
+BLOCK = HEAD_NBYTES + SPEC.page_nbytes
+
+
+def flip(raw: bytearray, dice: random.Random) -> None:
+    for _ in range(dice.choice([1, 1, 1, 2, 8])):
+        raw[dice.randrange(len(raw))] ^= 1 << dice.randrange(8)
+
+
+def cut_short(raw: bytearray, dice: random.Random) -> None:
+    del raw[dice.randrange(len(raw)) :]
+
+
+def cut_out(raw: bytearray, dice: random.Random) -> None:
+    start = dice.randrange(len(raw))
+    del raw[start : start + dice.choice([1, 16, 512, 4096])]
+
+
+def zero(raw: bytearray, dice: random.Random) -> None:
+    length = dice.choice([1, 16, 512, 4096])
+    start = dice.randrange(len(raw)) // length * length
+    raw[start : start + length] = bytes(len(raw[start : start + length]))
+
+
+def swap(raw: bytearray, dice: random.Random) -> None:
+    length = dice.choice([512, 4096])
+    one, two = (dice.randrange(len(raw) // length) * length for _ in range(2))
+    raw[one : one + length], raw[two : two + length] = raw[two : two + length], raw[one : one + length]
+
+
+def swap_records(raw: bytearray, dice: random.Random) -> None:
+    start = form.header_nbytes(bytes(raw[: form.PRELUDE_NBYTES]))
+    one, two = (start + BLOCK * dice.randrange(8) for _ in range(2))
+    raw[one : one + BLOCK], raw[two : two + BLOCK] = raw[two : two + BLOCK], raw[one : one + BLOCK]
+
+
+def write_over(raw: bytearray, dice: random.Random) -> None:
+    start = dice.randrange(len(raw))
+    piece = dice.randbytes(dice.choice([1, 16, 512]))
+    raw[start : start + len(piece)] = piece
+
+
+DAMAGES = (flip, cut_short, cut_out, zero, swap, swap_records, write_over)
+ROUNDS = 1_000
+
+
+def test_a_thousand_damages_are_refused_or_named_and_no_wrong_byte_comes_in(tmp_path: Path) -> None:
+    trunk, twig = chain(5), chain(3, "twig")
+    source = Shelf.of(trunk, twig)
+    exported(tmp_path / "x.tier", source)
+    whole = (tmp_path / "x.tier").read_bytes()
+    outcomes = {"refused": 0, "partial": 0, "unchanged": 0}
+
+    async def rounds() -> None:
+        for number in range(ROUNDS):
+            raw = bytearray(whole)
+            DAMAGES[number % len(DAMAGES)](raw, random.Random(number))
+            path = tmp_path / "damaged.tier"
+            path.write_bytes(raw)
+            sink = Shelf()
+            outcomes[await judged(path, sink, raw)] += 1
+            sink.require_right()
+            for key, each in sink.records.items():
+                assert each.raw == source.records[key].raw
+
+    async def judged(path: Path, sink: Shelf, raw: bytearray) -> str:
+        try:
+            done = await reading.read_archive(path, sink)
+        except ArchiveError:
+            assert sink.records == {}
+            return "refused"
+        if raw == whole:
+            assert done.complete
+            return "unchanged"
+        start = form.header_nbytes(whole)
+        hurt = {
+            item.key
+            for item in (await reading.read_contents(path)).items
+            if raw[item.offset : item.end] != whole[item.offset : item.end]
+        }
+        assert start <= min(position for position in range(len(raw)) if raw[position] != whole[position])
+        assert {key for key, _ in done.damaged} <= hurt
+        assert hurt <= {key for key, _ in done.damaged} | set(done.orphans)
+        assert hurt
+        assert sink.records.keys() == set(source.records) - hurt - set(done.orphans)
+        assert not done.complete
+        return "partial"
+
+    run(rounds())
+    assert outcomes["refused"] > ROUNDS // 10, outcomes
+    assert outcomes["partial"] > ROUNDS // 10, outcomes
+
+
+def test_damage_to_a_page_costs_it_and_what_follows_it_and_nothing_else(tmp_path: Path) -> None:
+    trunk, twig = chain(4), chain(2, "twig")
+    exported(tmp_path / "x.tier", Shelf.of(trunk, twig))
+    items = {item.key: item for item in run(reading.read_contents(tmp_path / "x.tier")).items}
+    for position in (0, 20, 4000, 4079, HEAD_NBYTES, BLOCK - 1):
+
+        def change(raw: bytearray, position: int = position) -> bytearray:
+            raw[items[trunk[1]].offset + position] ^= 0x10
+            return raw
+
+        sink = Shelf()
+        done = imported(spoiled(tmp_path / "x.tier", change), sink)
+        assert [key for key, _ in done.damaged] == [trunk[1]]
+        assert done.orphans == tuple(trunk[2:])
+        assert sink.records.keys() == {trunk[0], *twig}
+        sink.require_right()
+
+
+# -- cancellation and reads that fail ---------------------------------------------------------------------------
+
+
+def test_an_import_that_is_cancelled_anywhere_keeps_whole_pages_with_all_before_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_BATCH_PAGES", 1)
+    path, _ = archive(tmp_path / "x.tier", 4)
+
+    waits, sink, kept = 0, Shelf(), set()
+    while cancelled_at(waits + 1, reading.read_archive(path, sink)) is None:
+        sink.require_right()
+        kept.add(len(sink.records))
+        waits, sink = waits + 1, Shelf()
+    assert kept == {0, 1, 2, 3, 4}
+    assert waits >= 2 * 4 + 4 * 3
+    sink.require_right()
+    assert len(sink.records) == 4
+
+
+def test_a_page_that_the_disk_cannot_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, keys = archive(tmp_path / "x.tier", 4)
+    bad = run(reading.read_contents(path)).items[2]
+
+    class Bad:
+        def __init__(self, file: Any) -> None:
+            self._file = wrap(file)
+            self._at = 0
+
+        async def seek(self, offset: int) -> None:
+            self._at = offset
+            await self._file.seek(offset)
+
+        async def read(self, nbytes: int) -> bytes:
+            return bytes(await self._file.read(nbytes))
+
+        async def readinto(self, buffer: memoryview) -> int:
+            if self._at == bad.offset:
+                raise OSError(5, os.strerror(5))
+            return int(await self._file.readinto(buffer))
+
+    monkeypatch.setattr(reading, "wrap", Bad)
+    sink = Shelf()
+    done = imported(path, sink)
+    assert [key for key, _ in done.damaged] == [keys[2]]
+    assert "Input/output" in done.damaged[0][1]
+    assert done.orphans == (keys[3],)
+    sink.require_right()

@@ -1,0 +1,210 @@
+"""The directory of a store that nobody has open, as the source or the sink of an archive. Needs no model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from threading import Lock
+from typing import NamedTuple
+
+import lmdb
+
+from tierstore import keys
+from tierstore.codecs import LOSS_CLASSES
+from tierstore.errors import ArchiveError, ConfigError, TransferError
+from tierstore.layout import PageLayout
+from tierstore.nvme import home
+from tierstore.nvme.archive.form import Description
+from tierstore.nvme.archive.records import Record, Taken
+from tierstore.nvme.check import examine
+from tierstore.nvme.inspection import open_reader
+from tierstore.nvme.lending import read_record
+from tierstore.nvme.lock import FileLock
+from tierstore.nvme.opening import OpenShard, open_shard
+from tierstore.nvme.reading import RecordReader
+from tierstore.nvme.records import Page
+from tierstore.types import PageKey, PageSpec
+
+
+class Shard(NamedTuple):
+    """A sub-directory of a home, and what its marker says its pages are."""
+
+    directory: Path
+    description: Description
+    marker: home.ShardMarker
+
+
+def shards_of(path: Path) -> list[Shard]:
+    """The sub-directories of a home that say what their pages are; of others nothing can be exported.
+
+    ConfigError if ``path`` is not a home. Changes nothing.
+    """
+    root = path.expanduser().resolve()
+    home.require_home(root)
+    found = []
+    for directory, fingerprint, damaged in home.shard_directories(root):
+        marker = None if damaged else home.read_marker(directory)
+        layout = None if marker is None else _layout(marker)
+        if marker is not None and layout is not None and layout.fingerprint == fingerprint:
+            loss_class = LOSS_CLASSES.get(marker.codec, marker.codec)
+            found.append(Shard(directory, Description(layout, loss_class, marker.key_scheme), marker))
+    return found
+
+
+class ClosedSource:
+    """Gives the records of a sub-directory as they are."""
+
+    def __init__(self, reader: RecordReader, description: Description) -> None:
+        """Takes nothing over; use ``open_source``."""
+        self.description = description
+        self._reader = reader
+
+    def keys(self) -> list[PageKey]:
+        """Every page there is, in the order of the catalogue."""
+        return [key for key, _, _ in self._reader.summaries()]
+
+    def record(self, key: PageKey) -> Record | str:
+        """``Source.record``."""
+        return read_record(self._reader, key, self.description.layout.blob_nbytes)
+
+
+@contextmanager
+def open_source(shard: Shard) -> Iterator[ClosedSource]:
+    """Hold a sub-directory and read its records; changes nothing. ConfigError if it is in use or damaged."""
+    lock = FileLock.acquire(home.lock_path(shard.directory))
+    if not isinstance(lock, FileLock):
+        raise ConfigError(
+            f"{shard.directory} is in use by process {lock or 'unknown'}; allowed: a store that is closed, or "
+            "its own export_pages"
+        )
+    try:
+        found = examine(shard.directory)
+        if found.fault is not None:
+            raise ConfigError(f"{shard.directory} is damaged: {found.fault}")
+        if not found.records:
+            raise ArchiveError(f"{shard.directory} holds no pages; allowed: a store with at least one")
+        with open_reader(shard.directory, shard.description.layout.fingerprint) as reader:
+            yield ClosedSource(reader, shard.description)
+    finally:
+        lock.release()
+
+
+class ClosedSink:
+    """Takes records into a sub-directory as they are, within its budget. Drops nothing that is there."""
+
+    def __init__(self, shard: OpenShard, description: Description) -> None:
+        """Takes ``shard`` over; use ``open_sink``."""
+        self.description = description
+        self._shard = shard
+        self._catalogue = shard.catalogue
+        self._lock = Lock()
+        self._present = {key for key, _, _ in shard.catalogue.reader.summaries()}
+
+    def has(self, key: PageKey) -> bool:
+        """``Sink.has``."""
+        return key in self._present
+
+    def take(self, records: Sequence[Record]) -> Taken:
+        """``Sink.take``: each batch is one transaction."""
+        sizing = self._shard.sizing
+        count = 0
+        with self._lock:
+            while count < len(records):
+                batch = self._fitting(records[count : count + sizing.batch_pages])
+                stored = self._store(batch) if batch else 0
+                count += stored
+                if not stored or stored < len(batch):
+                    break
+        return Taken(count)
+
+    def close(self) -> None:
+        """Make everything durable and let the sub-directory go, once no call is running."""
+        with self._lock:
+            try:
+                self._catalogue.sync()
+            except (lmdb.Error, OSError) as error:
+                raise _refused(error) from error
+            finally:
+                self._catalogue.close()
+                self._shard.lock.release()
+
+    def _fitting(self, records: Sequence[Record]) -> Sequence[Record]:
+        sizing = self._shard.sizing
+        room = sizing.budget_nbytes - self._catalogue.live_nbytes
+        for number, record in enumerate(records):
+            room -= sizing.cost(record.payload.nbytes)
+            if room < 0:
+                return records[:number]
+        return records
+
+    def _store(self, records: Sequence[Record]) -> int:
+        """How many are kept, from the first on."""
+        pages = [Page(each.head.key, each.head.parent, each.payload, each.head) for each in records]
+        try:
+            sizes = self._catalogue.store(pages)
+            count = next((i for i, size in enumerate(sizes) if size is None), len(sizes))
+            late = [page.key for page, size in zip(pages[count:], sizes[count:], strict=True) if size]
+            if late:  # no page without those before it
+                self._catalogue.erase(late)
+        except lmdb.MapFullError:
+            return 0
+        except (lmdb.Error, OSError) as error:
+            raise _refused(error) from error
+        self._present.update(page.key for page in pages[:count])
+        return count
+
+
+@contextmanager
+def open_sink(
+    path: Path, description: Description, *, capacity: int, codec: str, payload: str
+) -> Iterator[ClosedSink]:
+    """Open or make the sub-directory of ``path`` for these pages, as the store of this configuration would.
+
+    ``capacity``, ``codec`` and ``payload``: of its nvme section. ConfigError if it cannot be had; ArchiveError for keys
+    of another scheme or for another loss class than ``codec`` gives. Everything kept is durable at the end.
+    """
+    if LOSS_CLASSES[codec] != description.loss_class:
+        raise ArchiveError(
+            f"the loss class of the pages is {description.loss_class!r}; allowed here: {LOSS_CLASSES[codec]!r}, "
+            f"that of nvme.codec {codec!r}"
+        )
+    if description.key_scheme != keys.SCHEME:
+        raise ArchiveError(
+            f"the key scheme of the pages is {description.key_scheme!r}; allowed here: {keys.SCHEME!r}"
+        )
+    layout = description.layout
+    marker = home.ShardMarker(
+        fingerprint=layout.fingerprint,
+        shard=layout.shard,
+        page_nbytes=layout.blob_nbytes,
+        capacity=capacity,
+        key_scheme=keys.SCHEME,
+        codec=codec,
+        description={"groups": [asdict(spec) for spec in layout.specs]},
+    )
+    shard = open_shard(path, marker, payload, readers=None)
+    try:
+        sink = ClosedSink(shard, description)
+    except BaseException:
+        shard.catalogue.close()
+        shard.lock.release()
+        raise
+    try:
+        yield sink
+    finally:
+        sink.close()
+
+
+def _layout(marker: home.ShardMarker) -> PageLayout | None:
+    """What the marker says of the pages; None if it says nothing that this version knows."""
+    try:
+        groups = marker.description["groups"]
+        return PageLayout.of([PageSpec(**group) for group in groups])  # type: ignore[attr-defined]
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _refused(error: lmdb.Error | OSError) -> TransferError:
+    return TransferError(f"the directory takes no more pages: {error}")

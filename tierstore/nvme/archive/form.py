@@ -1,0 +1,238 @@
+"""The bytes of an archive: header, records one behind the other, index, trailer. Pure: no I/O, any thread.
+
+    header    prelude (magic, version, length) | what the pages are, as JSON | xxh3-128 over both
+    records   each as a store keeps it: a head of 4,080 bytes, which ends in an xxh3-128 over itself and the payload
+    index     an item a record, parents before their children, each with the checksum of its record
+    trailer   where the index is, how long the file is, checksums of header and index, xxh3-128 over all that
+
+Every byte of a file is under one of these checksums, and records, index and trailer follow each other without a gap.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from xxhash import xxh3_128_digest
+
+from tierstore import codec, keys
+from tierstore.errors import ArchiveError
+from tierstore.layout import PageLayout
+from tierstore.types import PageKey, PageSpec
+
+MAGIC = b"TierArch"
+END = b"TierDone"
+VERSION = 1
+"""Changes whenever an old reader would misread a new file."""
+
+MOST_DESCRIBED = 1 << 20
+"""Bytes of JSON in a header at most."""
+
+CHECKSUM = slice(-16, None)
+"""Bytes of a record's head: its checksum."""
+
+_SUM_NBYTES = 16
+_PRELUDE = struct.Struct("<8sHHI")
+_ITEM = struct.Struct("<36s36sBBHIQQQ16s")
+_TRAILER = struct.Struct("<8sHHIQQ16s16s")
+_NO_PARENT = bytes(codec.KEY_NBYTES)
+
+PRELUDE_NBYTES = _PRELUDE.size
+ITEM_NBYTES = _ITEM.size
+TRAILER_NBYTES = _TRAILER.size + _SUM_NBYTES
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the pages of an archive are: of which layout, under which keys, and of which class of loss."""
+
+    layout: PageLayout
+    loss_class: str = keys.EXACT
+    key_scheme: str = keys.SCHEME
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """As heads of records have it."""
+        return codec.fingerprint_digest(self.layout.fingerprint)
+
+    @property
+    def models(self) -> str:
+        """The models of all groups, each once."""
+        return ", ".join(dict.fromkeys(spec.model for spec in self.layout.specs))
+
+
+class Item(NamedTuple):
+    """One record: ``offset`` of its head in the file, ``checksum`` that the head ends in. Lengths in bytes."""
+
+    key: PageKey
+    parent: PageKey | None
+    codec: int
+    raw_nbytes: int
+    stored_nbytes: int
+    offset: int
+    checksum: bytes
+
+    @property
+    def end(self) -> int:
+        """Where the next record begins."""
+        return self.offset + codec.HEAD_NBYTES + self.stored_nbytes
+
+
+class Trailer(NamedTuple):
+    """The end of a whole file."""
+
+    index_offset: int
+    num_items: int
+    header_sum: bytes
+    index_sum: bytes
+
+    @property
+    def file_nbytes(self) -> int:
+        """What the file must have."""
+        return self.index_offset + self.num_items * ITEM_NBYTES + TRAILER_NBYTES
+
+
+def header(description: Description) -> bytes:
+    """The beginning of a file."""
+    layout = description.layout
+    described = {
+        "fingerprint": layout.fingerprint,
+        "groups": [asdict(spec) for spec in layout.specs],
+        "key_scheme": description.key_scheme,
+        "loss_class": description.loss_class,
+        "page_nbytes": layout.blob_nbytes,
+    }
+    body = json.dumps(described, sort_keys=True).encode()
+    if len(body) > MOST_DESCRIBED:
+        raise ArchiveError(
+            f"the pages' description has {len(body)} bytes; allowed: {MOST_DESCRIBED}, so a shorter model name"
+        )
+    summed = _PRELUDE.pack(MAGIC, VERSION, 0, len(body)) + body
+    return summed + xxh3_128_digest(summed)
+
+
+def header_nbytes(prelude: bytes) -> int:
+    """The length of the header that begins so. ArchiveError unless it is an archive of this version."""
+    if len(prelude) < PRELUDE_NBYTES or prelude[: len(MAGIC)] != MAGIC:
+        raise ArchiveError("it is no archive of pages; allowed: what `tierstore export` writes")
+    _, version, reserved, length = _PRELUDE.unpack_from(prelude)
+    if version != VERSION:
+        raise ArchiveError(f"it is an archive of version {version}; allowed: version {VERSION}")
+    if reserved or length > MOST_DESCRIBED:
+        raise ArchiveError("its header is damaged")
+    return PRELUDE_NBYTES + int(length) + _SUM_NBYTES
+
+
+def parse_header(raw: bytes) -> Description:
+    """What a header says. ArchiveError if it is damaged, or describes what this version does not know."""
+    summed, found = raw[:-_SUM_NBYTES], raw[-_SUM_NBYTES:]
+    if len(raw) != header_nbytes(raw) or xxh3_128_digest(summed) != found:
+        raise ArchiveError("its header is damaged")
+    try:
+        stated = json.loads(summed[PRELUDE_NBYTES:])
+        layout = PageLayout.of([PageSpec(**group) for group in stated["groups"]])
+        known = (layout.fingerprint, layout.blob_nbytes)
+        if known != (stated["fingerprint"], stated["page_nbytes"]):
+            raise ArchiveError(
+                "its pages are laid out as this version does not know; allowed: those it writes"
+            )
+        return Description(layout, str(stated["loss_class"]), str(stated["key_scheme"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArchiveError(f"its header describes no pages that this version knows ({error})") from error
+
+
+def codec_name(number: int) -> str:
+    """The name of a record's codec; its number if this version does not know it."""
+    return next((name for name, known in codec.CODECS.items() if known == number), str(number))
+
+
+def parents_first(items: Iterable[Item]) -> list[Item]:
+    """The items in the order of an index."""
+    waiting: dict[PageKey, list[Item]] = {}
+    items = list(items)
+    present = {item.key for item in items}
+    ordered: list[Item] = []
+    for item in items:
+        if item.parent is None or item.parent not in present:
+            ordered.append(item)
+        else:
+            waiting.setdefault(item.parent, []).append(item)
+    for item in ordered:  # grows while it is walked
+        ordered += waiting.pop(item.key, [])
+    return ordered
+
+
+def index(items: Sequence[Item]) -> bytes:
+    """The index of a file."""
+    return b"".join(
+        _ITEM.pack(
+            item.key,
+            item.parent or _NO_PARENT,
+            item.parent is not None,
+            item.codec,
+            0,
+            0,
+            item.raw_nbytes,
+            item.stored_nbytes,
+            item.offset,
+            item.checksum,
+        )
+        for item in items
+    )
+
+
+def parse_index(raw: bytes, trailer: Trailer, header_end: int, page_nbytes: int) -> list[Item]:
+    """The items of an index. ArchiveError if it is damaged, or if its records leave a gap or are no such pages."""
+    if len(raw) != trailer.num_items * ITEM_NBYTES or xxh3_128_digest(raw) != trailer.index_sum:
+        raise ArchiveError("its index is damaged")
+    items = [
+        Item(
+            PageKey(key),
+            PageKey(parent) if has_parent else None,
+            number,
+            raw_nbytes,
+            stored_nbytes,
+            offset,
+            checksum,
+        )
+        for key, parent, has_parent, number, _, _, raw_nbytes, stored_nbytes, offset, checksum in (
+            _ITEM.iter_unpack(raw)
+        )
+    ]
+    end = header_end
+    for item in sorted(items, key=lambda item: item.offset):
+        if item.offset != end or item.raw_nbytes != page_nbytes or item.stored_nbytes > page_nbytes:
+            raise ArchiveError("its index is damaged: records that no writer of this version makes")
+        end = item.end
+    seen: set[PageKey] = set()
+    later = {item.key for item in items}
+    for item in items:
+        if item.key in seen or (item.parent in later and item.parent not in seen):
+            raise ArchiveError("its index is damaged: a page comes twice, or before its parent")
+        seen.add(item.key)
+    if end != trailer.index_offset:
+        raise ArchiveError("its index is damaged: it does not follow the last record")
+    return items
+
+
+def trailer(header_sum: bytes, index_offset: int, indexed: bytes) -> bytes:
+    """The end of a file whose header ends in ``header_sum``."""
+    count = len(indexed) // ITEM_NBYTES
+    summed = _TRAILER.pack(END, VERSION, 0, 0, index_offset, count, header_sum, xxh3_128_digest(indexed))
+    return summed + xxh3_128_digest(summed)
+
+
+def parse_trailer(raw: bytes, file_nbytes: int, header_sum: bytes) -> Trailer:
+    """What the end of a file of ``file_nbytes`` says. ArchiveError unless it shows that the file is whole."""
+    summed, found = raw[: _TRAILER.size], raw[_TRAILER.size :]
+    if len(raw) != TRAILER_NBYTES or summed[: len(END)] != END or xxh3_128_digest(summed) != found:
+        raise ArchiveError("it is cut short, or its end is damaged")
+    _, _, _, _, index_offset, num_items, stated_sum, index_sum = _TRAILER.unpack(summed)
+    end = Trailer(index_offset, num_items, stated_sum, index_sum)
+    if end.file_nbytes != file_nbytes or stated_sum != header_sum:
+        raise ArchiveError("its end is not that of this file")
+    return end

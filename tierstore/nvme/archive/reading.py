@@ -1,0 +1,207 @@
+"""Reading an archive into a store: everything checked before anything is kept."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from aiofiles.threadpool import wrap
+
+from tierstore import codec
+from tierstore.errors import ArchiveError, IntegrityError
+from tierstore.nvme.archive import form
+from tierstore.nvme.archive.matching import require_same
+from tierstore.nvme.archive.records import Progress, Record, Sink, checked, whole
+from tierstore.types import PageKey
+
+if TYPE_CHECKING:
+    from aiofiles.threadpool.binary import AsyncBufferedReader
+
+_BATCH_NBYTES = 16 << 20
+_BATCH_PAGES = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """What became of the pages of an archive: all of them are counted once.
+
+    ``damaged``: and how. ``orphans``: whole, but a page before them is neither in the file nor in the store, or is
+    damaged. ``no_room``: the store is full; they were not all looked at.
+    """
+
+    path: Path
+    pages: int
+    present: int
+    damaged: tuple[tuple[PageKey, str], ...]
+    orphans: tuple[PageKey, ...]
+    no_room: tuple[PageKey, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every page of the file is in the store now."""
+        return not (self.damaged or self.orphans or self.no_room)
+
+
+class Contents(NamedTuple):
+    """What is in an archive, by its header and index: ``items`` with parents before their children."""
+
+    description: form.Description
+    items: list[form.Item]
+
+
+async def read_contents(path: Path) -> Contents:
+    """Header, index and trailer of an archive, checked. ArchiveError, naming the file, for what is none, cut short or
+    damaged there; OSError if it cannot be read. No page is looked at.
+    """
+    with _named(path), _opened(path) as file:
+        return await _contents(wrap(file), os.fstat(file.fileno()).st_size)
+
+
+async def read_archive(path: Path, sink: Sink, progress: Progress | None = None) -> Imported:
+    """Keep in ``sink`` every page of an archive that is whole and whose pages before it are kept or there already.
+
+    A page that ``sink`` has already stays as it is. ArchiveError, naming what was found and what is allowed, and
+    nothing is changed, for a file that is none, is cut short or damaged outside its pages, or holds pages of another
+    model, page size, key scheme or class of loss. Cancelled, what was kept so far stays: whole pages, none without
+    those before it. OSError if the file cannot be read.
+    """
+    with _named(path), _opened(path) as file:
+        reader = wrap(file)
+        contents = await _contents(reader, os.fstat(file.fileno()).st_size)
+        require_same(contents.description, sink.description)
+        reading = _Reading(reader, sink, contents)
+        for number, item in enumerate(contents.items, 1):
+            await reading.page(item)
+            if progress is not None:
+                progress(number, len(contents.items))
+        await reading.flush()
+        reading.look_again()
+    return Imported(
+        path=path,
+        pages=len(reading.taken),
+        present=reading.present,
+        damaged=tuple(reading.damaged),
+        orphans=tuple(reading.orphans),
+        no_room=tuple(reading.no_room),
+    )
+
+
+@dataclass
+class _Reading:
+    """Pages on their way into a sink, a batch at a time."""
+
+    file: AsyncBufferedReader
+    sink: Sink
+    contents: Contents
+    taken: list[PageKey] = field(default_factory=list)
+    present: int = 0
+    damaged: list[tuple[PageKey, str]] = field(default_factory=list)
+    orphans: list[PageKey] = field(default_factory=list)
+    no_room: list[PageKey] = field(default_factory=list)
+    _kept: set[PageKey] = field(default_factory=set)
+    _batch: list[Record] = field(default_factory=list)
+
+    async def page(self, item: form.Item) -> None:
+        """One item, whose parent comes before it if it is in the file."""
+        if self.sink.has(item.key):
+            self.present += 1
+            self._kept.add(item.key)
+        elif self.no_room:
+            self.no_room.append(item.key)
+        elif not (item.parent is None or item.parent in self._kept or self.sink.has(item.parent)):
+            self.orphans.append(item.key)
+        else:
+            await self._take(item)
+
+    async def flush(self) -> None:
+        """Keep the batch."""
+        batch, self._batch = self._batch, []
+        while batch:
+            taken = await whole(partial(self.sink.take, batch))
+            self.taken += [record.head.key for record in batch[: taken.kept]]
+            batch = batch[taken.kept :]
+            if batch and taken.fault is not None:
+                batch = self._without_first(batch, taken.fault)
+            else:
+                keys = [record.head.key for record in batch]
+                self._kept.difference_update(keys)
+                self.no_room += keys
+                return
+
+    def look_again(self) -> None:
+        """A running store that is full drops pages for others, and be it for later ones of this file."""
+        self.no_room += [key for key in self.taken if not self.sink.has(key)]
+        self.taken = [key for key in self.taken if self.sink.has(key)]
+
+    async def _take(self, item: form.Item) -> None:
+        try:
+            record = await self._record(item)
+        except (IntegrityError, OSError) as error:
+            self.damaged.append((item.key, str(error)))
+            return
+        self._kept.add(item.key)
+        self._batch.append(record)
+        nbytes = sum(record.payload.nbytes for record in self._batch)
+        if nbytes >= _BATCH_NBYTES or len(self._batch) >= _BATCH_PAGES:
+            await self.flush()
+
+    async def _record(self, item: form.Item) -> Record:
+        raw = np.empty(item.end - item.offset, dtype=np.uint8)
+        await self.file.seek(item.offset)
+        if await self.file.readinto(raw.data) != raw.nbytes:
+            raise IntegrityError("the file is cut short under its reader")
+        head, payload = raw[: codec.HEAD_NBYTES].tobytes(), raw[codec.HEAD_NBYTES :]
+        return checked(item, head, payload, self.contents.description)
+
+    def _without_first(self, batch: list[Record], reason: str) -> list[Record]:
+        """The rest of a batch whose first page is none after all, without the pages that follow it."""
+        lost = {batch[0].head.key}
+        self.damaged.append((batch[0].head.key, reason))
+        left = []
+        for record in batch[1:]:
+            if record.head.parent in lost:
+                lost.add(record.head.key)
+                self.orphans.append(record.head.key)
+            else:
+                left.append(record)
+        self._kept -= lost
+        return left
+
+
+async def _contents(file: AsyncBufferedReader, nbytes: int) -> Contents:
+    start = await _read(file, 0, form.PRELUDE_NBYTES)
+    header = await _read(file, 0, form.header_nbytes(start))
+    description = form.parse_header(header)
+    end = await _read(file, max(0, nbytes - form.TRAILER_NBYTES), form.TRAILER_NBYTES)
+    trailer = form.parse_trailer(end, nbytes, header[-16:])
+    index = await _read(file, trailer.index_offset, trailer.num_items * form.ITEM_NBYTES)
+    items = form.parse_index(index, trailer, len(header), description.layout.blob_nbytes)
+    return Contents(description, items)
+
+
+async def _read(file: AsyncBufferedReader, offset: int, nbytes: int) -> bytes:
+    await file.seek(offset)
+    return await file.read(nbytes)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[io.BufferedReader]:
+    """Opened without an await, so that a cancellation leaves nothing open."""
+    file = path.open("rb")
+    with file:
+        yield file
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except ArchiveError as error:
+        raise ArchiveError(f"{path}: {error}") from error

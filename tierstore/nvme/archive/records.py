@@ -1,0 +1,93 @@
+"""What goes in and out of an archive, whichever store is at the other end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore import codec
+from tierstore.errors import IntegrityError
+from tierstore.nvme.archive.form import CHECKSUM, Description, Item
+from tierstore.types import PageKey
+
+Progress = Callable[[int, int], None]
+"""Called on the event loop's thread with the pages done so far and their total."""
+
+_T = TypeVar("_T")
+
+
+class Record(NamedTuple):
+    """A record, checked: ``raw`` is its head as bytes, ``payload`` flat uint8."""
+
+    head: codec.Head
+    raw: bytes
+    payload: NDArray[np.uint8]
+
+
+class Taken(NamedTuple):
+    """How many records of a batch are kept, from the first on. What is wrong with the next; None: there is no room."""
+
+    kept: int
+    fault: str | None = None
+
+
+class Source(Protocol):
+    """A store that gives pages."""
+
+    description: Description
+
+    def record(self, key: PageKey) -> Record | str:
+        """The page as the store has it, every byte checked, or why it cannot be had. TierStoreError if none can."""
+        ...
+
+
+class Sink(Protocol):
+    """A store that takes pages."""
+
+    description: Description
+
+    def has(self, key: PageKey) -> bool:
+        """Whether the page is there already. Quick: called on the event loop's thread."""
+        ...
+
+    def take(self, records: Sequence[Record]) -> Taken:
+        """Keep records up to the first that cannot be kept; those kept are there on return.
+
+        No record comes before its parent. TierStoreError if no page can be kept.
+        """
+        ...
+
+
+def checked(item: Item, raw: bytes, payload: NDArray[np.uint8], description: Description) -> Record:
+    """The record of an item. IntegrityError unless head and payload are what the index says, every byte of them."""
+    head = codec.verify(
+        raw,
+        payload,
+        fingerprint=description.fingerprint,
+        key=item.key,
+        generation=codec.parse(raw).generation,
+    )
+    if (head.parent, head.codec, head.raw_nbytes) != (item.parent, item.codec, item.raw_nbytes):
+        raise IntegrityError("another record of this page")
+    if raw[CHECKSUM] != item.checksum:
+        raise IntegrityError("another record of this page")
+    return Record(head, raw, payload)
+
+
+async def whole(call: Callable[[], _T]) -> _T:
+    """Run ``call`` in a thread. Who cancels this waits for its end: nothing of it goes on behind the caller's back."""
+    running = asyncio.get_running_loop().run_in_executor(None, call)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        while not running.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([running])
+        if not running.cancelled():
+            running.exception()  # looked at, so that nobody says that it was not
+        raise

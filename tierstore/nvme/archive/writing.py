@@ -1,0 +1,128 @@
+"""Writing an archive: pages from a store into one file that is there whole, or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aiofiles.threadpool import wrap
+
+from tierstore.errors import ArchiveError
+from tierstore.nvme.archive import form
+from tierstore.nvme.archive.draft import Draft
+from tierstore.nvme.archive.records import Progress, Record, Source, whole
+from tierstore.types import PageKey
+
+if TYPE_CHECKING:
+    from aiofiles.threadpool.binary import AsyncBufferedIOBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What ``write_archive`` wrote. ``missing``: pages that are not in the file, and why."""
+
+    path: Path
+    pages: int
+    nbytes: int
+    page_nbytes: int
+    codecs: dict[str, int]
+    missing: tuple[tuple[PageKey, str], ...]
+
+
+async def write_archive(
+    path: Path, keys: Sequence[PageKey], source: Source, progress: Progress | None = None
+) -> Exported:
+    """Write the pages of ``keys`` that ``source`` has, as it has them, to ``path``, which is replaced in one step.
+
+    Synced before it has its name. Cancelled, or with any error, nothing is left of it, and what was at ``path`` before
+    is there still. ArchiveError, and no file, if no page could be read. OSError, such as a full disk, as it comes.
+    """
+    wanted = list(dict.fromkeys(keys))
+    with Draft(path) as draft:
+        file = wrap(draft.file)
+        writing = _Writing(file, source, progress or _silent)
+        await writing.begin()
+        for number, key in enumerate(wanted, 1):
+            await writing.page(key, number, len(wanted))
+        if not writing.items:
+            raise ArchiveError(_nothing(writing.missing))
+        nbytes = await writing.end()
+        await file.flush()
+        await whole(partial(os.fsync, draft.file.fileno()))
+        draft.commit()
+    codecs = [form.codec_name(item.codec) for item in writing.items]
+    return Exported(
+        path=path,
+        pages=len(writing.items),
+        nbytes=nbytes,
+        page_nbytes=source.description.layout.blob_nbytes,
+        codecs={name: codecs.count(name) for name in sorted(set(codecs))},
+        missing=tuple(writing.missing),
+    )
+
+
+class _Writing:
+    """A file that grows, and its index."""
+
+    def __init__(self, file: AsyncBufferedIOBase, source: Source, progress: Progress) -> None:
+        self._file = file
+        self._source = source
+        self._progress = progress
+        self._header = form.header(source.description)
+        self._offset = 0
+        self.items: list[form.Item] = []
+        self.missing: list[tuple[PageKey, str]] = []
+
+    async def begin(self) -> None:
+        await self._write(self._header)
+
+    async def page(self, key: PageKey, number: int, total: int) -> None:
+        record = await whole(partial(self._source.record, key))
+        if isinstance(record, str):
+            self.missing.append((key, record))
+        else:
+            await self._add(record)
+        self._progress(number, total)
+
+    async def end(self) -> int:
+        """Write what follows the records; the length of the file."""
+        indexed = form.index(form.parents_first(self.items))
+        start = self._offset
+        await self._write(indexed)
+        await self._write(form.trailer(self._header[-16:], start, indexed))
+        return self._offset
+
+    async def _add(self, record: Record) -> None:
+        item = form.Item(
+            record.head.key,
+            record.head.parent,
+            int(record.head.codec),
+            record.head.raw_nbytes,
+            record.head.stored_nbytes,
+            self._offset,
+            record.raw[form.CHECKSUM],
+        )
+        await self._write(record.raw)
+        await self._write(record.payload.data)
+        self.items.append(item)
+
+    async def _write(self, piece: bytes | memoryview) -> None:
+        await self._file.write(piece)
+        self._offset += len(piece)
+
+
+def _nothing(missing: Sequence[tuple[PageKey, str]]) -> str:
+    if not missing:
+        return "no page was asked for; allowed: at least one key"
+    key, reason = missing[0]
+    return (
+        f"none of the {len(missing)} pages could be read (the first, {key.hex()}: {reason}); no file was made"
+    )
+
+
+def _silent(done: int, total: int) -> None:
+    """No progress is shown."""

@@ -1,0 +1,224 @@
+"""A running store as source and sink of archives: pages go out of whichever tier has them, and come in as by a put."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tierstore import codec, codecs
+from tierstore.errors import ArchiveError, CapacityError, ConfigError, IntegrityError
+from tierstore.keys import EXACT
+from tierstore.nvme.archive.form import Description, codec_name
+from tierstore.nvme.archive.reading import Imported, read_archive
+from tierstore.nvme.archive.records import Record, Taken
+from tierstore.nvme.archive.writing import Exported, write_archive
+from tierstore.slots import require_key_list
+from tierstore.types import LeaseState, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from os import PathLike
+
+    from numpy.typing import NDArray
+
+    from tierstore.assembly import Parts
+    from tierstore.codecs import PageDecoder
+    from tierstore.config import StoreConfig
+    from tierstore.lease import Lease
+    from tierstore.nvme.archive.records import Progress as Shown
+    from tierstore.pending import PendingEvents
+    from tierstore.progress import Progress
+    from tierstore.slots import EngineSlots, OwnSlots
+    from tierstore.types import PageKey
+
+_PATIENCE_S = 10.0
+"""How long a page is waited for: to be brought up, or for a slot to bring it to."""
+
+
+class Portable:
+    """Archives of one running store. Any thread; two calls at once do not disturb each other."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        parts: Parts,
+        progress: Progress,
+        pending: PendingEvents,
+        slots: OwnSlots | EngineSlots,
+        acquire: Callable[[Sequence[PageKey]], Lease],
+    ) -> None:
+        self._parts = parts
+        self._loss_class = loss_class(config)
+        self._progress = progress
+        self._pending = pending
+        self._slots = slots
+        self._acquire = acquire
+
+    async def export_pages(
+        self, keys: Sequence[PageKey], path: str | PathLike[str], progress: Shown | None = None
+    ) -> Exported:
+        """Writes the pages of ``keys`` that some tier has to one portable file (docs/archive.md).
+
+        What NVMe has is taken as it is there, encoded or not. Changes nothing but what ``acquire`` does. Cancelled or
+        failed it leaves no file, and what was at ``path`` before. ``progress``: called with pages done and their total.
+        ArchiveError if no page could be had or another writes there; OSError, such as a full disk, as it comes.
+        Where an engine owns HBM, only pages on disk: ``flush`` first.
+        """
+        self._progress.require_open()
+        require_key_list(keys)
+        source = LiveSource(self._parts, self._loss_class, self._progress, self._acquire)
+        return await write_archive(Path(path), keys, source, progress)
+
+    async def import_pages(self, path: str | PathLike[str], progress: Shown | None = None) -> Imported:
+        """Puts the pages of an archive that are whole, whose pages before them are here, and that fit.
+
+        They go to the lowest tier; ``flush`` makes them durable. Pages that are here already stay as they are.
+        Cancelled it keeps what was put so far. ConfigError where an engine owns HBM. ArchiveError, and nothing changed,
+        for a file that is damaged outside its pages or holds pages that are not this store's.
+        """
+        self._progress.require_open()
+        sink = LiveSink(self._parts, self._loss_class, self._progress, self._pending, self._slots)
+        return await read_archive(Path(path), sink, progress)
+
+
+class LiveSource:
+    """Gives a record that NVMe has as it is, any other page as it is in HBM, brought there under a lease."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        loss: str,
+        progress: Progress,
+        acquire: Callable[[Sequence[PageKey]], Lease],
+    ) -> None:
+        self.description = Description(parts.layout, loss)
+        self._parts = parts
+        self._progress = progress
+        self._acquire = acquire
+
+    def record(self, key: PageKey) -> Record | str:
+        """``Source.record``. StoreClosed if the store is."""
+        self._progress.advance()
+        tier = self._parts.nvme
+        on_disk = False
+        with self._progress.lock:
+            tables = self._parts.directory.residency.tables
+            if tier is not None:
+                on_disk = tables[Tier.NVME].ready(key) and tier.state != "absent"
+        lent = tier.lender.record(key) if tier is not None and on_disk else "not found"
+        return lent if isinstance(lent, Record) else self._from_memory(key, lent)
+
+    def _from_memory(self, key: PageKey, reason: str) -> Record | str:
+        """``reason``: why it was not had from disk."""
+        if self._parts.pool is None:
+            return f"{reason} on disk; an engine's own store gives what `flush` has brought there"
+        for lease in self._leases(key):
+            with lease:
+                if lease.wait(_PATIENCE_S) is LeaseState.READY and lease.num_pages:
+                    return self._leased(key, lease)
+                because = lease.missing_because or "it did not come in time"
+            if because != "no_room":
+                break
+        return reason if because == "not_found" else because
+
+    def _leases(self, key: PageKey) -> Iterator[Lease]:
+        for _ in self._progress.until(monotonic() + _PATIENCE_S):
+            yield self._acquire([key])
+
+    def _leased(self, key: PageKey, lease: Lease) -> Record:
+        assert self._parts.pool is not None
+        written = lease.ready(0, _PATIENCE_S)
+        if written is not None:
+            written.synchronize()
+        page = np.empty(self.description.layout.blob_nbytes, dtype=np.uint8)
+        self._parts.pool.read(lease.slots[0], page)
+        with self._progress.lock:
+            parent = self._parts.directory.residency.lineage.parent(key)
+        head = codec.Head(
+            fingerprint=self.description.fingerprint,
+            key=key,
+            parent=parent,
+            codec=codec.Codec.NONE,
+            raw_nbytes=page.nbytes,
+            stored_nbytes=page.nbytes,
+        )
+        return Record(head, codec.seal(head, page), page)
+
+
+class LiveSink:
+    """Puts pages as an engine would that has computed them, and sends them to disk where there is one."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        loss: str,
+        progress: Progress,
+        pending: PendingEvents,
+        slots: OwnSlots | EngineSlots,
+    ) -> None:
+        """ConfigError where an engine owns HBM; ArchiveError where copies lose something, and none is the original."""
+        if parts.pool is None:
+            raise ConfigError(
+                "import_pages: HBM belongs to the engine; allowed: `tierstore import` while the store is closed"
+            )
+        if loss != EXACT:
+            raise ArchiveError(
+                f"the loss class of the store is {loss!r}; allowed for import_pages: {EXACT!r}; "
+                "`tierstore import` takes these pages as they are while the store is closed"
+            )
+        self.description = Description(parts.layout, loss)
+        self._pool = parts.pool
+        self._directory = parts.directory
+        self._progress = progress
+        self._pending = pending
+        self._slots = slots
+        self._decoder = cache(self._make_decoder)
+        self._page = np.empty(parts.layout.blob_nbytes, dtype=np.uint8)
+
+    def has(self, key: PageKey) -> bool:
+        """``Sink.has``."""
+        with self._progress.lock:
+            return self._directory.residency.where(key) is not None
+
+    def take(self, records: Sequence[Record]) -> Taken:
+        """``Sink.take``. StoreClosed if the store is."""
+        for number, record in enumerate(records):
+            try:
+                codec.decode(record.head, record.payload, self._page, self._decoder(record.head.codec))
+                self._put(record.head, self._page)
+            except IntegrityError as error:
+                return Taken(number, str(error))
+            except CapacityError:
+                return Taken(number)
+        return Taken(len(records))
+
+    def _put(self, head: codec.Head, page: NDArray[np.uint8]) -> None:
+        self._progress.advance()
+        slots = self._slots.allocate(1, _PATIENCE_S)
+        try:
+            if head.parent is not None and not self.has(head.parent):
+                raise CapacityError("the page before it had to make room")
+            self._pool.write(slots[0], page)
+        except BaseException:
+            self._slots.free(slots, None)
+            raise
+        with self._progress.lock:
+            self._pending.seal([head.key], slots, head.parent, None, None)
+            lowest = max(self._directory.residency.tables)
+            if lowest is not Tier.HBM:
+                self._directory.demote([head.key], lowest)
+            self._progress.step()
+        self._progress.notify()
+
+    def _make_decoder(self, number: codec.Codec) -> PageDecoder | None:
+        return codecs.decoder(codec_name(number), self.description.layout)
+
+
+def loss_class(config: StoreConfig) -> str:
+    """That of the first tier, from the fastest on, whose codec loses something: all copies below come from there."""
+    names = [section.codec for section in (config.host, config.nvme) if section is not None]
+    return next((codecs.LOSS_CLASSES[name] for name in names if codecs.LOSS_CLASSES[name] != EXACT), EXACT)
