@@ -137,7 +137,7 @@ def sharing(name: str, plane: str, shape: tuple[int, ...]) -> NDArray[np.intp]:
         case "fp8", _:
             parts = (layer,)
         case "int8", _:
-            parts = (layer, token, head)
+            parts = (layer, token, head, at // 64)
         case ("k8v4" | "int4-64", "K"):
             parts = (layer, token // 64, head, at)
         case ("int4", "K"):

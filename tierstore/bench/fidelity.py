@@ -44,13 +44,9 @@ class Goal(NamedTuple):
     kl: float | None = None
     floors: float | None = None
 
-    @property
-    def text(self) -> str:
-        """In words of arithmetic."""
-        ratio = f"ratio >= {self.ratio:g}"
-        if self.floors is not None:
-            return f"{ratio}, KL <= {self.floors:g} floors"
-        return ratio if self.kl is None else f"{ratio}, KL <= {self.kl:g}"
+    def most(self, floor: float | None) -> float | None:
+        """The divergence allowed, given the floor's."""
+        return self.kl if self.floors is None or floor is None else self.floors * floor
 
 
 GOALS = {
@@ -93,7 +89,7 @@ class CodecRow:
             return False
         if self.kl is None:
             return True
-        most = goal.kl if goal.floors is None or floor is None else goal.floors * floor
+        most = goal.most(floor)
         return most is None or self.kl <= most
 
 

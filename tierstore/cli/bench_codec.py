@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tierstore.cli.bench import table_of
+from tierstore.cli.compare import WIDE
 from tierstore.cli.output import Json, print_json, progress, refusals
 from tierstore.errors import ConfigError
 
@@ -164,18 +165,22 @@ def _show(
     facts: Mapping[str, object],
     as_json: bool,
 ) -> None:
-    from tierstore.bench.fidelity import GOALS
+    from tierstore.bench.fidelity import GOALS, Goal
 
     kl = None if floor is None else floor.kl
-    columns = ("codec", "ratio", "encode MB/s", "decode MB/s", "error K", "error V", "KL", "top-1", "goal")
-    table = Table(*columns, "", box=None, header_style="bold", title=device)
+    columns = ("codec", "ratio", "encode MB/s", "decode MB/s", "error K", "error V", "KL", "top-1")
+    table = Table(*columns, "ratio >=", "KL <=", "", box=None, header_style="bold", title=device)
     for row in found:
         moved = ("", "") if row.kl is None else (f"{row.kl:.2e}", f"{row.top1:.3f}")
         rates = (f"{row.ratio:.3f}", f"{row.encode_mbps:.0f}", f"{row.decode_mbps:.0f}")
-        goal = GOALS[row.codec].text if row.codec in GOALS else ""
+        goal = GOALS.get(row.codec, Goal(0))
+        most = goal.most(kl)
+        goals = (f"{goal.ratio:g}" if goal.ratio else "", "" if most is None else f"{most:.2e}")
         errors = (f"{row.rel_error_k:.4f}", f"{row.rel_error_v:.4f}")
-        table.add_row(row.codec, *rates, *errors, *moved, goal, "" if row.meets(kl) else "missed")
+        table.add_row(row.codec, *rates, *errors, *moved, *goals, "" if row.meets(kl) else "missed")
     console = Console()
+    if not console.is_terminal:
+        console.width = WIDE
     console.print(table)
     if floor is not None:
         console.print(f"floor, the same tokens read in pieces: KL {floor.kl:.2e}, top-1 {floor.top1:.3f}")

@@ -71,7 +71,7 @@ class Lossy:
     zstd: bool = False
 
 
-_INT8 = Steps(8, "token", None, signed=True)
+_INT8 = Steps(8, "token", 64, signed=True)
 
 LOSSY = {
     codec.name: codec
