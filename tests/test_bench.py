@@ -36,6 +36,7 @@ def test_bench_core_tells_every_figure_and_leaves_nothing_behind(tmp_path: Path)
         "lock hold",
         "memory of a page",
         "open with 500 records",
+        "open with 500 records, extents",
     ):
         assert what in told
     assert list(tmp_path.iterdir()) == []

@@ -38,6 +38,7 @@ MODES = [
     ("tier", "lmdb", "none"),
     ("tier", "lmdb", "exp"),
     ("tier", "extents", "none"),
+    ("tier", "extents", "exp"),
     ("store", "lmdb", "none"),
     ("store", "extents", "none"),
 ]
@@ -76,7 +77,7 @@ def test_a_lie_of_the_victim_is_found(level: str, plant: str, capsys: pytest.Cap
     assert plant != "stale" or summary["wrong_bytes"]
 
 
-@pytest.mark.parametrize(("payload", "codec"), [("lmdb", "none"), ("lmdb", "exp"), ("extents", "none")])
+@pytest.mark.parametrize(("payload", "codec"), [(p, c) for p in ("lmdb", "extents") for c in ("none", "exp")])
 def test_damage_costs_pages_and_is_counted(
     payload: str, codec: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

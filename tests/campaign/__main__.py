@@ -59,7 +59,6 @@ def _kill(args: argparse.Namespace, seed: int, folder: Path, bar: Progress) -> d
         payload=args.payload,
         codec=args.codec,
         seed=seed,
-        other_payload=args.codec == "none" or args.payload == "extents",
         plant=args.plant,
     )
     task = bar.add_task(f"kill, {args.level}, {args.payload}", total=args.turns)

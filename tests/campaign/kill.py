@@ -61,12 +61,10 @@ class Kills:
         payload: str,
         codec: Literal["none", "exp"],
         seed: int,
-        other_payload: bool = True,
         plant: str = "",
     ) -> None:
         self._level, self._folder = level, folder
         self._payload, self._codec, self._plant = payload, codec, plant
-        self._other = other_payload
         self._chance = random.Random(seed)
         self._opens_s = [0.3]
         self._fraction = 0.0
@@ -104,7 +102,7 @@ class Kills:
         before = self._capacity
         self._capacity = int(self._base * _FACTORS[how]) if how != "same" else before
         kind = self._kind
-        if self._other and self._chance.random() < 0.12:
+        if self._chance.random() < 0.12:
             kind = _OTHER[kind]
         elif self._chance.random() < 0.5:
             kind = self._payload

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from tests.nvme import rig
 from tests.nvme.rig import key, page
-from tierstore.exp import Geometry, Group
-from tierstore.types import PageKey
+from tierstore.layout import PageLayout
+from tierstore.types import PageKey, PageSpec
 
 PLANTS = ("early", "stale", "greedy disk")
 """Lies a victim may be told to tell: a sync that was none, a version that is another's, a capacity that is larger."""
@@ -29,9 +29,22 @@ class Subject:
     fingerprint: str = rig.FINGERPRINT
 
     @property
-    def geometry(self) -> Geometry:
-        """One group of 16-bit numbers, and what is left of the page."""
-        return Geometry(self.page_nbytes, (Group(0, self.page_nbytes // 2048, 16, 64),))
+    def layout(self) -> PageLayout:
+        """One group of 16-bit numbers."""
+        numbers, rest = divmod(self.page_nbytes, 4)
+        tokens = 16 if numbers % 16 == 0 else 4
+        assert not rest
+        assert not numbers % tokens
+        return PageLayout.of(
+            PageSpec(
+                num_layers=1,
+                page_size=tokens,
+                num_kv_heads=1,
+                head_dim=numbers // tokens,
+                dtype="bfloat16",
+                model="campaign",
+            )
+        )
 
     def page(self, number: int, version: int) -> NDArray[np.uint8]:
         """Noise; with ``exp`` three pages of four are worth encoding."""
@@ -63,7 +76,7 @@ class Rig(rig.Rig):
             fingerprint=subject.fingerprint,
             payload=payload,
             codec=subject.codec,
-            geometry=subject.geometry,
+            layout=subject.layout,
         )
 
     def submit(self, numbers: list[int], version: int) -> int:

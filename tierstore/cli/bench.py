@@ -59,7 +59,8 @@ def core(
         progress.print(f"memory of {records} pages")
         found += tables.memory(records)
         progress.print(f"a catalogue of {records} records")
-        found += catalogue.reopen(records, Path(folder) / "reopened")
+        for payload in ("lmdb", "extents"):
+            found += catalogue.reopen(records, Path(folder) / f"reopened-{payload}", payload)
     _show(rows.device(), found, as_json)
 
 
