@@ -189,7 +189,7 @@ class Kills:
         self._ledger.hear(line)
 
     def _sample(self, turn: Turn, capacity: int) -> None:
-        taken = disk_nbytes(turn.home) if turn.home.exists() else 0
+        taken = disk_nbytes(turn.home)
         self.counts["samples of the disk"] += 1
         self._fraction = max(self._fraction, taken / capacity)
         if taken > capacity:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, Self
@@ -126,11 +128,10 @@ class Look:
 
 
 def disk_nbytes(home: Path) -> int:
-    """Allocated bytes of everything in a home, whose files may come and go meanwhile."""
+    """Allocated bytes of everything in a home, whose files and folders may come and go meanwhile."""
     total = 0
-    for path in [home, *home.rglob("*")]:
-        try:
-            total += path.lstat().st_blocks * 512
-        except FileNotFoundError:
-            continue
+    for folder, _, names in os.walk(home):
+        for path in (folder, *(os.path.join(folder, name) for name in names)):
+            with suppress(FileNotFoundError):
+                total += os.lstat(path).st_blocks * 512
     return total
