@@ -1,0 +1,261 @@
+"""Pages out of one closed store's directory and into another's, as they are on disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.archive.rig import Shelf, exported, imported, run
+from tests.support.pages import PATIENCE_S, chain, nvme_capacity, page_tensor, tiers
+from tierstore.codec import Codec
+from tierstore.errors import ArchiveError, ConfigError, TransferError
+from tierstore.layout import PageLayout
+from tierstore.nvme.archive.closed import open_sink, open_source, shards_of
+from tierstore.nvme.archive.form import Description
+from tierstore.nvme.archive.reading import Imported, read_archive
+from tierstore.nvme.archive.records import Record
+from tierstore.nvme.archive.writing import Exported, write_archive
+from tierstore.nvme.catalogue import Catalogue, Page
+from tierstore.nvme.inspection import verify
+from tierstore.store import TierStore
+from tierstore.types import LeaseState, PageKey, PageSpec
+
+SPEC = PageSpec(num_layers=2, page_size=16, num_kv_heads=2, head_dim=64, dtype="bfloat16", model="closed@1")
+LAYOUT = PageLayout.of(SPEC)
+PAGES = 8
+
+
+@pytest.fixture(params=["lmdb", "extents"])
+def payload(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def numbers(key: PageKey) -> torch.Tensor:
+    """A page of numbers that ``exp`` makes smaller."""
+    generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "little"))
+    return torch.randn(SPEC.shape, generator=generator).to(torch.bfloat16)
+
+
+@contextmanager
+def store(home: Path, *, payload: str = "lmdb", codec: str = "none", pages: int = 100) -> Iterator[TierStore]:
+    config = tiers(
+        16,
+        None,
+        home,
+        page_nbytes=SPEC.page_nbytes,
+        nvme_pages=pages,
+        nvme_more={"payload": payload, "codec": codec},
+    )
+    with TierStore.open(config, SPEC) as opened:
+        yield opened
+
+
+def fill(home: Path, keys: Sequence[PageKey], *, payload: str = "lmdb", codec: str = "none") -> None:
+    with store(home, payload=payload, codec=codec) as opened:
+        slots = opened.allocate(len(keys))
+        for key, slot in zip(keys, slots, strict=True):
+            page_tensor(opened)[slot].copy_(numbers(key))
+        opened.put(keys, slots)
+
+
+def require_answers(
+    home: Path, keys: Sequence[PageKey], *, payload: str = "lmdb", codec: str = "none"
+) -> int:
+    """How many pages of a sequence the store serves; each has its numbers, bit by bit."""
+    with store(home, payload=payload, codec=codec) as opened, opened.acquire(keys) as lease:
+        assert lease.wait(PATIENCE_S) is not LeaseState.PENDING
+        for key, slot in zip(keys, lease.slots, strict=False):
+            found = page_tensor(opened)[slot].view(torch.int16)
+            assert torch.equal(found, numbers(key).view(torch.int16))
+        opened.check()
+        return lease.num_pages
+
+
+def export(home: Path, path: Path, keys: Sequence[PageKey] | None = None) -> Exported:
+    (shard,) = shards_of(home)
+    with open_source(shard) as source:
+        return run(write_archive(path, source.keys() if keys is None else keys, source))
+
+
+def import_(
+    path: Path, home: Path, *, payload: str = "lmdb", codec: str = "none", pages: int = 100
+) -> Imported:
+    capacity = nvme_capacity(pages, SPEC.page_nbytes)
+    description = Description(LAYOUT)
+    with open_sink(home, description, capacity=capacity, codec=codec, payload=payload) as sink:
+        return run(read_archive(path, sink))
+
+
+def test_an_empty_store_elsewhere_serves_what_was_exported(tmp_path: Path, payload: str) -> None:
+    keys = chain(PAGES)
+    fill(tmp_path / "one", keys, payload=payload)
+    done = export(tmp_path / "one", tmp_path / "x.tier")
+    assert (done.pages, done.missing, done.codecs) == (PAGES, (), {"none": PAGES})
+    assert import_(tmp_path / "x.tier", tmp_path / "two", payload=payload).complete
+    assert require_answers(tmp_path / "two", keys, payload=payload) == PAGES
+    assert [verdict.bad for verdict in verify(tmp_path / "two")] == [()]
+
+
+@pytest.mark.parametrize("codec", ["none", "exp"])
+def test_encoded_records_travel_as_they_are_whatever_the_codec_at_the_other_end(
+    tmp_path: Path, payload: str, codec: str
+) -> None:
+    keys = chain(PAGES)
+    fill(tmp_path / "one", keys, payload=payload, codec="exp")
+    done = export(tmp_path / "one", tmp_path / "x.tier")
+    assert done.codecs == {"exp": PAGES}
+    assert done.nbytes < PAGES * (SPEC.page_nbytes + 4080)
+    assert import_(tmp_path / "x.tier", tmp_path / "two", payload=payload, codec=codec).complete
+    with (
+        open_source(shards_of(tmp_path / "one")[0]) as one,
+        open_source(shards_of(tmp_path / "two")[0]) as two,
+    ):
+        for key in keys:
+            ours, theirs = one.record(key), two.record(key)
+            assert isinstance(ours, Record)
+            assert isinstance(theirs, Record)
+            assert ours.head.codec is theirs.head.codec is Codec.EXP
+            np.testing.assert_array_equal(ours.payload, theirs.payload)
+    assert require_answers(tmp_path / "two", keys, payload=payload, codec=codec) == PAGES
+
+
+def test_a_store_that_has_some_pages_gets_the_others(tmp_path: Path, payload: str) -> None:
+    keys = chain(PAGES)
+    fill(tmp_path / "one", keys)
+    export(tmp_path / "one", tmp_path / "x.tier")
+    fill(tmp_path / "two", keys[:3], payload=payload, codec="exp")
+    done = import_(tmp_path / "x.tier", tmp_path / "two", payload=payload)
+    assert (done.pages, done.present, done.complete) == (PAGES - 3, 3, True)
+    again = import_(tmp_path / "x.tier", tmp_path / "two", payload=payload)
+    assert (again.pages, again.present, again.complete) == (0, PAGES, True)
+    assert require_answers(tmp_path / "two", keys, payload=payload) == PAGES
+
+
+def test_the_budget_holds_and_what_does_not_fit_is_said(tmp_path: Path, payload: str) -> None:
+    keys = chain(16)
+    fill(tmp_path / "one", keys)
+    export(tmp_path / "one", tmp_path / "x.tier")
+    capacity = 420 << 10 if payload == "lmdb" else 440 << 10
+    description = Description(LAYOUT)
+    with open_sink(tmp_path / "two", description, capacity=capacity, codec="none", payload=payload) as sink:
+        done = run(read_archive(tmp_path / "x.tier", sink))
+    assert 0 < done.pages < 16
+    assert done.no_room == tuple(keys[done.pages :])
+    on_disk = sum(path.lstat().st_blocks * 512 for path in (tmp_path / "two").rglob("*"))
+    assert on_disk <= capacity
+    assert export(tmp_path / "two", tmp_path / "y.tier").pages == done.pages
+    assert imported(tmp_path / "y.tier", Shelf(description)).complete
+
+
+def test_pages_for_which_there_is_no_place_take_those_after_them_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = chain(PAGES)
+    fill(tmp_path / "one", keys)
+    export(tmp_path / "one", tmp_path / "x.tier")
+    store_all = Catalogue.store
+
+    def one_hole(catalogue: Catalogue, pages: Sequence[Page]) -> list[int | None]:
+        left = [page for page in pages if page.key != keys[3]]
+        sizes = dict(zip([page.key for page in left], store_all(catalogue, left), strict=True))
+        return [sizes.get(page.key) for page in pages]
+
+    monkeypatch.setattr(Catalogue, "store", one_hole)
+    done = import_(tmp_path / "x.tier", tmp_path / "two")
+    monkeypatch.undo()
+    assert (done.pages, done.no_room) == (3, tuple(keys[3:]))
+    assert export(tmp_path / "two", tmp_path / "y.tier").pages == 3
+
+
+def test_a_directory_that_takes_no_more_ends_the_import_and_keeps_what_it_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = chain(PAGES)
+    fill(tmp_path / "one", keys)
+    export(tmp_path / "one", tmp_path / "x.tier")
+
+    def refuse(catalogue: Catalogue, pages: Sequence[Page]) -> list[int | None]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    import_(tmp_path / "x.tier", tmp_path / "two")
+    monkeypatch.setattr(Catalogue, "store", refuse)
+    with pytest.raises(TransferError, match="No space left"):
+        import_(tmp_path / "x.tier", tmp_path / "three")
+    assert import_(tmp_path / "x.tier", tmp_path / "two").present == PAGES
+
+
+def test_a_damaged_record_is_left_out_and_named(tmp_path: Path, payload: str) -> None:
+    keys = chain(PAGES)
+    fill(tmp_path / "one", keys, payload=payload)
+    needle = numbers(keys[4]).view(torch.uint8).numpy().tobytes()[:64]
+    for path in (tmp_path / "one").rglob("*"):
+        raw = path.read_bytes() if path.is_file() else b""
+        if needle in raw:
+            path.write_bytes(raw.replace(needle, needle[:-1] + bytes([needle[-1] ^ 1])))
+    done = export(tmp_path / "one", tmp_path / "x.tier")
+    assert done.missing == ((keys[4], "checksum differs"),)
+    got = import_(tmp_path / "x.tier", tmp_path / "two", payload=payload)
+    assert (got.pages, got.orphans) == (4, tuple(keys[5:]))
+
+
+def test_a_store_in_use_is_left_alone_at_both_ends(tmp_path: Path) -> None:
+    keys = chain(PAGES)
+    fill(tmp_path / "one", keys)
+    export(tmp_path / "one", tmp_path / "x.tier")
+    with store(tmp_path / "one"):
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+            export(tmp_path / "one", tmp_path / "y.tier")
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+            import_(tmp_path / "x.tier", tmp_path / "one")
+    assert not (tmp_path / "y.tier").exists()
+    assert require_answers(tmp_path / "one", keys) == PAGES
+
+
+def test_pages_of_another_loss_class_or_key_scheme_make_no_directory(tmp_path: Path) -> None:
+    ours = Description(LAYOUT)
+    for description in (replace(ours, loss_class="int8"), replace(ours, key_scheme="tierstore-keys-9")):
+        with (
+            pytest.raises(ArchiveError, match="allowed here"),
+            open_sink(tmp_path / "two", description, capacity=1 << 20, codec="none", payload="lmdb"),
+        ):
+            raise AssertionError
+    assert not (tmp_path / "two").exists()
+
+
+def test_nothing_can_be_exported_of_a_directory_without_pages(tmp_path: Path) -> None:
+    with store(tmp_path / "one"):
+        pass
+    (shard,) = shards_of(tmp_path / "one")
+    with pytest.raises(ArchiveError, match="holds no pages"), open_source(shard):
+        raise AssertionError
+
+
+def test_a_directory_whose_marker_says_nothing_that_is_known_is_not_offered(tmp_path: Path) -> None:
+    fill(tmp_path / "one", chain(2))
+    (shard,) = shards_of(tmp_path / "one")
+    assert shard.description == Description(LAYOUT)
+    marker = shard.directory / "tierstore-shard.json"
+    marker.write_text(marker.read_text().replace('"num_layers": 2', '"num_layers": 3'))
+    assert shards_of(tmp_path / "one") == []
+
+
+def test_the_lock_is_let_go_whatever_happens(tmp_path: Path) -> None:
+    fill(tmp_path / "one", chain(2))
+    shard = shards_of(tmp_path / "one")[0]
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt), open_source(shard):
+            raise KeyboardInterrupt
+        with (
+            pytest.raises(KeyboardInterrupt),
+            open_sink(tmp_path / "two", Description(LAYOUT), capacity=1 << 20, codec="none", payload="lmdb"),
+        ):
+            raise KeyboardInterrupt
+    assert exported(tmp_path / "x.tier", Shelf.of(chain(1))).pages == 1
