@@ -239,7 +239,7 @@ def test_a_bad_value_is_refused_with_what_is_allowed(
     ("text", "key"),
     [
         ("host: {capacity: 1GiB, codec: fp8}", "host.codec is 'fp8'"),
-        ("nvme: {path: d, capacity: 1GiB, codec: int8}", "nvme.codec is 'int8'"),
+        ("nvme: {path: d, capacity: 1GiB, codec: int2}", "nvme.codec is 'int2'"),
         ("nvme: {path: d, capacity: 1GiB, payload: files}", "nvme.payload is 'files'"),
         ("nvme: {path: d, capacity: 1GiB, admission: third_hit}", "nvme.admission is 'third_hit'"),
     ],

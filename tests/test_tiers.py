@@ -163,7 +163,11 @@ class EncodedDiskUnderTest(DiskUnderTest):
     def __init__(self, spec: PageSpec, home: Path) -> None:
         self._geometry = Geometry.of(PageLayout.of(spec))
         rig = Rig(
-            home / "disk", page_nbytes=spec.page_nbytes, payload="lmdb", codec="exp", geometry=self._geometry
+            home / "disk",
+            page_nbytes=spec.page_nbytes,
+            payload="lmdb",
+            codec="exp",
+            layout=PageLayout.of(spec),
         )
         super().__init__(spec, home, rig)
 

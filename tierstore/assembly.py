@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tierstore.codecs import LOSS_CLASSES
 from tierstore.directory import Directory
 from tierstore.errors import ConfigError
-from tierstore.exp import Geometry
 from tierstore.gpu.device import CpuDevice, open_device, pinner, require_device
 from tierstore.gpu.pool import CpuPool
 from tierstore.host.arena import HostArena
 from tierstore.host.memory import available_nbytes
 from tierstore.host.pinning import FIRST_NBYTES
+from tierstore.keys import EXACT
 from tierstore.metrics import Metrics
 from tierstore.mover import Mover
 from tierstore.nvme.tier import NvmeTier
@@ -223,7 +224,7 @@ def _open_nvme(config: NvmeConfig, layout: PageLayout, wake: Callable[[], None])
         timeout_s=config.timeout,
         payload=config.payload,
         codec=config.codec,
-        geometry=Geometry.of(layout),
+        layout=layout,
     )
 
 
@@ -238,6 +239,11 @@ def _admission(
     return make_admission(name, remembered=min(2 * held, _MOST_REMEMBERED), doubling_depth=depth)
 
 
+def loss_class(config: StoreConfig) -> str:
+    """What pages lose on their way down; it is part of the key namespace."""
+    return EXACT if config.nvme is None else LOSS_CLASSES[config.nvme.codec]
+
+
 def _tables(
     config: StoreConfig, pool: OwnPool | None, arena: HostArena | None, nvme: NvmeTier | None
 ) -> dict[Tier, TierTable]:
@@ -247,5 +253,9 @@ def _tables(
     if config.host is not None and arena is not None:
         tables[Tier.HOST] = TierTable(make_policy(config.host.policy), num_slots=arena.num_slots)
     if config.nvme is not None and nvme is not None:
-        tables[Tier.NVME] = TierTable(make_policy(config.nvme.policy), budget_nbytes=nvme.budget_nbytes)
+        tables[Tier.NVME] = TierTable(
+            make_policy(config.nvme.policy),
+            budget_nbytes=nvme.budget_nbytes,
+            lossy=loss_class(config) != EXACT,
+        )
     return tables

@@ -74,6 +74,7 @@ Readers = Annotated[
 Tokens = Annotated[int, BeforeValidator(_tokens), WithJsonSchema(_COUNT | {"maximum": 999999})]
 Device = Annotated[str, BeforeValidator(_device), WithJsonSchema(_TEXT | {"pattern": _DEVICE})]
 Directory = Annotated[Path, BeforeValidator(_directory), WithJsonSchema(_TEXT | {"minLength": 1})]
+DiskCodec = Literal["none", "exp", "fp8", "fp8+zstd", "int8", "int8+zstd", "k8v4", "int4", "int4-64"]
 Policy = Literal["lru", "fifo"]
 
 
@@ -117,14 +118,15 @@ class NvmeConfig(_Section):
     ``timeout``: seconds a read or a batch of writes may take before nobody waits for it;
     ``readers``: threads that read; "auto" asks the disk when a directory of 1 GiB or more is made, and is 2 else.
 
-    ``codec``: "exp" stores the exponents of 16-bit pages compressed, losslessly. ``payload``: where page
+    ``codec``: "exp" stores the exponents of 16-bit pages compressed, losslessly;
+    those after it lose something (tierstore.codecs). ``payload``: where page
     bytes are, LMDB or extent files; "auto" keeps what is there, and else asks the disk. ``admission``: which pages go
     to disk by themselves. ``daily_writes``: bytes that may, in 24 hours; None: no limit.
     """
 
     path: Directory
     capacity: Size
-    codec: Literal["none", "exp"] = "none"
+    codec: DiskCodec = "none"
     payload: Literal["auto", "lmdb", "extents"] = "auto"
     admission: Literal["all", "second_hit", "cost"] = "all"
     daily_writes: Size | None = None

@@ -8,7 +8,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from tierstore import invariants, report
-from tierstore.assembly import Parts, assemble
+from tierstore.assembly import Parts, assemble, loss_class
 from tierstore.config import StoreConfig
 from tierstore.errors import ConfigError
 from tierstore.holding import Holding
@@ -57,7 +57,7 @@ class TierStore:
         self._parts = parts
         self._directory = parts.directory
         self._mover = parts.mover
-        self._namespace = namespace(parts.layout.specs)
+        self._namespace = namespace(parts.layout.specs, loss_class=loss_class(config))
         self._wake = wakeup.bump
         self._pending = PendingEvents(self._directory)
         self._progress = Progress(self._directory, self._mover, self._pending, wakeup, parts.metrics)

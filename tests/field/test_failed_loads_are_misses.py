@@ -28,9 +28,9 @@ from tests.support.pages import (
     write,
 )
 from tests.support.stalls import IN
-from tierstore.exp import Decoder
 from tierstore.gpu.pool import CpuPool
 from tierstore.nvme import entry
+from tierstore.nvme.coding import Decoders
 from tierstore.nvme.reading import RecordReader
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
@@ -63,9 +63,9 @@ def reading_fails(monkeypatch: pytest.MonkeyPatch, bad: PageKey, error: Exceptio
         key: PageKey,
         out: NDArray[np.uint8],
         scratch: NDArray[np.uint8],
-        decoder: Decoder | None = None,
+        decoders: Decoders | None = None,
     ) -> None:
-        load(self, key, out, scratch, decoder)
+        load(self, key, out, scratch, decoders)
         if key == bad:
             out[: out.nbytes // 2] = 0xEE
             raise error

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from tests.nvme.forgery import Record, overwrite, parent_of, sealed
 from tests.nvme.rig import (
     FINGERPRINT,
+    LAYOUT,
     PATIENCE_S,
     Rig,
     data_file_is_read_only,
@@ -37,7 +38,8 @@ from tests.nvme.rig import (
 )
 from tests.nvme.watch import Watch, watching
 from tierstore import codec
-from tierstore.exp import Encoder, Geometry, Group
+from tierstore.codecs import encoder
+from tierstore.layout import PageLayout
 from tierstore.nvme.entry import CATALOGUE_DB, slot_blocks, unpack
 from tierstore.nvme.extent_records import ExtentRecords
 from tierstore.nvme.slots import Place
@@ -55,7 +57,7 @@ class TierMachine(RuleBasedStateMachine):
 
     payload = "lmdb"
     page_nbytes, capacity = 4096, 1 << 20  # three pages a batch
-    geometry: Geometry | None = None
+    layout: PageLayout | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,8 +77,8 @@ class TierMachine(RuleBasedStateMachine):
             capacity=self.capacity,
             page_nbytes=self.page_nbytes,
             payload=self.payload,
-            codec="none" if self.geometry is None else "exp",
-            geometry=self.geometry,
+            codec="none" if self.layout is None else "exp",
+            layout=self.layout,
         )
 
     def page(self, number: int, version: int) -> NDArray[np.uint8]:
@@ -313,7 +315,7 @@ class EncodedMachine(TierMachine):
     """Two pages of three are worth encoding, and not all to the same length."""
 
     page_nbytes, capacity = 32 << 10, 3 << 20
-    geometry = Geometry(32 << 10, (Group(0, 16, 16, 64),))
+    layout = LAYOUT
 
     def page(self, number: int, version: int) -> NDArray[np.uint8]:
         if number % 3 == 2:
@@ -326,7 +328,8 @@ class EncodedMachine(TierMachine):
 
     def stored(self, number: int, version: int) -> NDArray[np.uint8]:
         whole, out = self.page(number, version), self.blank()
-        length = Encoder(self.geometry).encode(whole, out)
+        exp = encoder("exp", LAYOUT)
+        length = None if exp is None else exp.encode(whole, out)
         return whole if length is None else out[:length]
 
 

@@ -9,19 +9,23 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.exp import Geometry
+from tierstore.layout import PageLayout
 from tierstore.nvme.tier import NvmeTier
-from tierstore.types import Ack, PageKey, Tier, Transfer
+from tierstore.types import Ack, PageKey, PageSpec, Tier, Transfer
 
 PAGE = 8192
 CAPACITY = 4 << 20
 FINGERPRINT = "ab12"
 PATIENCE_S = 60.0
+
+LAYOUT = PageLayout.of(
+    PageSpec(num_layers=8, page_size=16, num_kv_heads=1, head_dim=64, dtype="bfloat16", model="test")
+)
+"""Of pages of 32 KiB, for tiers with a codec."""
 
 PAYLOADS = ("lmdb", "extents")
 default_payload = "auto"
@@ -87,8 +91,8 @@ class Rig:
         payload: str | None = None,
         timeout_s: float = PATIENCE_S,
         readers: int | None = None,
-        codec: Literal["none", "exp"] = "none",
-        geometry: Geometry | None = None,
+        codec: str = "none",
+        layout: PageLayout | None = None,
     ) -> None:
         self.home = home
         self.page_nbytes = page_nbytes
@@ -107,7 +111,7 @@ class Rig:
             timeout_s=timeout_s,
             readers=readers,
             codec=codec,
-            geometry=geometry,
+            layout=layout,
         )
 
     def transfer(self, keys: Sequence[PageKey], parents: Sequence[PageKey | None] | None = None) -> Transfer:

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.nvme.rig import Rig, blank, change, find, key, page
+from tests.nvme.rig import LAYOUT, Rig, blank, change, find, key, page
+from tierstore import exp
 from tierstore.codec import HEAD_NBYTES
-from tierstore.exp import Encoder, Geometry, Group
+from tierstore.exp import Encoder, Geometry
+from tierstore.layout import PageLayout
 from tierstore.nvme import sealing
 from tierstore.nvme.inspection import verify
 from tierstore.types import Ack, Failure
@@ -23,7 +25,6 @@ from tierstore.types import Ack, Failure
 pytestmark = pytest.mark.usefixtures("payload")
 
 NBYTES = 32 << 10
-GEOMETRY = Geometry(NBYTES, (Group(0, 16, 16, 64),))
 NOISE = range(1000, 2000)
 """Numbers whose pages are not worth encoding."""
 
@@ -41,11 +42,11 @@ class ExpRig(Rig):
 
     @classmethod
     def at(cls, home: Path, capacity: int = 16 << 20) -> ExpRig:
-        return cls(home, capacity=capacity, page_nbytes=NBYTES, codec="exp", geometry=GEOMETRY)
+        return cls(home, capacity=capacity, page_nbytes=NBYTES, codec="exp", layout=LAYOUT)
 
     @classmethod
-    def plain(cls, home: Path, *, geometry: Geometry | None = GEOMETRY) -> ExpRig:
-        return cls(home, capacity=16 << 20, page_nbytes=NBYTES, geometry=geometry)
+    def plain(cls, home: Path, *, layout: PageLayout | None = LAYOUT) -> ExpRig:
+        return cls(home, capacity=16 << 20, page_nbytes=NBYTES, layout=layout)
 
     def submit_write(self, numbers: list[int] | range, version: int = 0) -> int:  # type: ignore[override]
         transfer = self.transfer([key(n) for n in numbers])
@@ -129,11 +130,11 @@ def test_records_of_both_codecs_live_in_one_directory(tmp_path: Path) -> None:
     rig.close()
 
 
-def test_an_encoded_record_is_missing_where_nobody_knows_the_geometry(tmp_path: Path) -> None:
+def test_an_encoded_record_is_missing_where_nobody_knows_the_layout(tmp_path: Path) -> None:
     rig = ExpRig.at(tmp_path / "home")
     assert rig.write([0, 1000]).ok
     rig.close()
-    rig = ExpRig.plain(tmp_path / "home", geometry=None)
+    rig = ExpRig.plain(tmp_path / "home", layout=None)
     ack, _ = rig.read([0, 1000])
     assert ack.failures == ((0, Failure.INTEGRITY),)
     rig.close()
@@ -146,7 +147,7 @@ def test_any_flipped_bit_of_an_encoded_record_is_a_miss_and_found_by_verify(tmp_
     rig.close()
     out, chance = np.empty(NBYTES, dtype=np.uint8), random.Random(0)
     for number in numbers:
-        length = Encoder(GEOMETRY).encode(content(number), out)
+        length = Encoder(Geometry.of(LAYOUT)).encode(content(number), out)
         assert length is not None
         path, start = find(tmp_path / "home", out[:length].tobytes())
         at = (
@@ -246,7 +247,7 @@ def test_sixteen_threads_get_their_own_pages_through_one_tier(tmp_path: Path) ->
 
 
 def test_encoding_needs_to_know_the_pages(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="geometry"):
+    with pytest.raises(ValueError, match="layout"):
         ExpRig(tmp_path / "home", page_nbytes=NBYTES, codec="exp")
     assert not (tmp_path / "home").exists()
 
@@ -262,13 +263,13 @@ def test_batches_of_several_chunks_are_encoded_by_several_threads_and_each_encod
                 overlaps.append(id(self))
             busy.add(id(self))
             makers.add(current_thread().name)
-            sleep(0.001)  # long enough that shares of two chunks overlap
+            sleep(0.003)  # long enough that shares of two chunks overlap
             try:
                 return super().encode(page, out)
             finally:
                 busy.discard(id(self))
 
-    monkeypatch.setattr(sealing, "Encoder", Watched)
+    monkeypatch.setattr(exp, "Encoder", Watched)
     monkeypatch.setattr(sealing, "_CHUNK_NBYTES", 4 * NBYTES)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     rig = ExpRig(
@@ -277,7 +278,7 @@ def test_batches_of_several_chunks_are_encoded_by_several_threads_and_each_encod
         page_nbytes=NBYTES,
         payload="extents",
         codec="exp",
-        geometry=GEOMETRY,
+        layout=LAYOUT,
     )
     numbers = [*range(60), *NOISE[:20], *range(60, 100)]
     assert rig.write(numbers).ok

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.nvme.rig import PATIENCE_S, on_disk, wait_until_writable
-from tests.nvme.test_encoded import GEOMETRY, NBYTES, NOISE, ExpRig
+from tests.nvme.rig import LAYOUT, PATIENCE_S, on_disk, wait_until_writable
+from tests.nvme.test_encoded import NBYTES, NOISE, ExpRig
 from tierstore.nvme import holes
 from tierstore.nvme.extent_records import ExtentRecords
 from tierstore.nvme.runs import FreeRuns
@@ -118,9 +118,7 @@ def replace_some(rig: ExpRig, held: dict[int, int], fresh: range, seed: int) -> 
 
 
 def open_at(home: Path) -> ExpRig:
-    return ExpRig(
-        home, capacity=CAPACITY, page_nbytes=NBYTES, payload="extents", codec="exp", geometry=GEOMETRY
-    )
+    return ExpRig(home, capacity=CAPACITY, page_nbytes=NBYTES, payload="extents", codec="exp", layout=LAYOUT)
 
 
 def free_and_used(rig: ExpRig) -> tuple[int, int]:

@@ -16,6 +16,7 @@ import pytest
 from tests.nvme.rig import CAPACITY, PAGE, PATIENCE_S, blank, key, page
 from tierstore.nvme.acks import Outbox
 from tierstore.nvme.catalogue import Catalogue
+from tierstore.nvme.coding import Coding
 from tierstore.nvme.reading import SCRATCH_NBYTES
 from tierstore.nvme.sizing import Sizing, size
 from tierstore.nvme.work import EraseWork, SyncWork, WorkQueue
@@ -39,7 +40,9 @@ class WriterRig:
         self.directory = directory
         honest = size(CAPACITY, PAGE)
         self.sizing: Sizing = replace(honest, budget_nbytes=100 * CAPACITY)
-        self.catalogue = Catalogue(directory, self.sizing, fingerprint="ab12", page_nbytes=PAGE, readers=2)
+        self.catalogue = Catalogue(
+            directory, self.sizing, fingerprint="ab12", page_nbytes=PAGE, readers=2, coding=Coding()
+        )
         self.woken = threading.Event()
         self.outbox = Outbox(self.woken.set)
         self.writer = Writer(self.catalogue, self.outbox, self.sizing)

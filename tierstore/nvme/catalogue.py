@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from tierstore import codec
 from tierstore.errors import IntegrityError
-from tierstore.exp import Encoder, Geometry
+from tierstore.nvme.coding import Coding
 from tierstore.nvme.direct import BLOCK
 from tierstore.nvme.entry import (
     CATALOGUE_DB,
@@ -82,14 +82,13 @@ class Catalogue:
         page_nbytes: int,
         readers: int,
         direct: bool = False,
-        geometry: Geometry | None = None,
+        coding: Coding,
     ) -> None:
         """Open or make the environment, which ``check.examine`` has passed. lmdb.Error or OSError if it cannot be;
-        IntegrityError if extent files and entries do not fit together after all. ``geometry``: pages are encoded with
-        ``exp``.
+        IntegrityError if extent files and entries do not fit together after all.
         """
         self._sizing = sizing
-        self._geometry = geometry
+        self._coding = coding
         self._change = 0  # of live_nbytes, by the transaction that is open
         self._known = True  # whether live_nbytes is: a commit that fails may have come about
         self.live_nbytes = 0
@@ -133,7 +132,7 @@ class Catalogue:
             self._sizing,
             fingerprint=self._fingerprint,
             page_nbytes=page_nbytes,
-            encoder=None if self._geometry is None else Encoder(self._geometry),
+            encoder=self._coding.encoder(),
         )
         records.numbered = self._test_page_numbers()
         self._records = records
@@ -147,7 +146,7 @@ class Catalogue:
             self._sizing,
             fingerprint=self._fingerprint,
             page_nbytes=page_nbytes,
-            geometry=self._geometry,
+            coding=self._coding,
         )
         self._records = records = ExtentRecords(files, slots, self._sizing, sealer)
         self._space = ExtentSpace(

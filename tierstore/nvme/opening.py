@@ -13,10 +13,10 @@ from typing import NamedTuple
 import lmdb
 
 from tierstore.errors import ConfigError, IntegrityError
-from tierstore.exp import Geometry
 from tierstore.nvme import direct, home, probe
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.check import examine
+from tierstore.nvme.coding import Coding
 from tierstore.nvme.lock import FileLock
 from tierstore.nvme.sizing import EXTENTS_FROM, Sizing, size, size_extents
 
@@ -61,14 +61,14 @@ def open_shard(
     payload: str,
     *,
     readers: int | None,
-    geometry: Geometry | None = None,
+    coding: Coding = Coding(),  # noqa: B008  it never changes
 ) -> OpenShard:
     """Lock the marker's sub-directory of ``path``, see that it may be used, and open it.
 
     ``payload``: "lmdb", "extents", or "auto", which keeps what is there, and decides by the disk where nothing is. One
     that is damaged is set aside with one warning, and an empty one opened in its place. ConfigError if it cannot be
     had; then nothing is held. ``readers``: None for as many as the disk was found to need when the directory was made.
-    ``geometry``: the writer encodes pages of it with ``exp``.
+    ``coding``: what the writer encodes pages with.
     """
     _sizing(marker, payload)
     name = home.shard_name(marker.fingerprint, marker.shard)
@@ -78,7 +78,7 @@ def open_shard(
         marker, sizing = _prepare(directory, marker, payload, ask=readers is None)
         readers = readers or marker.readers or DEFAULT_READERS
         works = direct.works(directory)
-        catalogue = _open_catalogue(directory, marker, sizing, readers, works, geometry)
+        catalogue = _open_catalogue(directory, marker, sizing, readers, works, coding)
         return OpenShard(directory, lock, catalogue, sizing, marker.payload, works, readers)
     except (OSError, lmdb.Error) as error:
         lock.release()
@@ -241,16 +241,16 @@ def _open_catalogue(
     sizing: Sizing,
     readers: int,
     works: bool,
-    geometry: Geometry | None,
+    coding: Coding,
 ) -> Catalogue:
     """The environment. One that breaks on first use, though a child could walk it, makes room for an empty one."""
     try:
-        catalogue = _catalogue(directory, marker, sizing, readers, works, geometry)
+        catalogue = _catalogue(directory, marker, sizing, readers, works, coding)
     except _BROKEN as error:
         _set_aside(directory, str(error))
         directory.mkdir(mode=0o700)
         home.write_marker(directory, marker)
-        catalogue = _catalogue(directory, marker, sizing, readers, works, geometry)
+        catalogue = _catalogue(directory, marker, sizing, readers, works, coding)
     if catalogue.num_dropped:
         _log.warning(
             "the NVMe tier at %s dropped %d records: its capacity is lower now",
@@ -266,7 +266,7 @@ def _catalogue(
     sizing: Sizing,
     readers: int,
     works: bool,
-    geometry: Geometry | None,
+    coding: Coding,
 ) -> Catalogue:
     return Catalogue(
         directory,
@@ -275,7 +275,7 @@ def _catalogue(
         page_nbytes=marker.page_nbytes,
         readers=readers,
         direct=works,
-        geometry=geometry,
+        coding=coding,
     )
 
 

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.errors import IntegrityError
-from tierstore.exp import Decoder, Geometry
 from tierstore.nvme.acks import Job, Outbox, Outcome, failed
 from tierstore.nvme.breaker import Breaker, Circuit
+from tierstore.nvme.coding import Coding, Decoders
 from tierstore.nvme.reading import RecordReader, scratch_for
 from tierstore.types import Failure, PageKey, Transfer
 
@@ -49,16 +49,15 @@ class Readers:
         count: int,
         page_nbytes: int,
         timeout_s: float,
-        geometry: Geometry | None = None,
+        coding: Coding,
         breaker: Breaker | None = None,
     ) -> None:
-        """``geometry``: of the pages, without which encoded ones cannot be read."""
         self._reader = reader
         self._outbox = outbox
         self._count = count
         self._page_nbytes = page_nbytes
         self._timeout_s = timeout_s
-        self._geometry = geometry
+        self._coding = coding
         self._breaker = breaker or Breaker()
         self._changed = threading.Condition()
         self._jobs: deque[Job] = deque()
@@ -127,10 +126,10 @@ class Readers:
 
     def _run(self) -> None:
         scratch = scratch_for(self._page_nbytes)
-        decoder = None if self._geometry is None else Decoder(self._geometry)  # this thread's own
+        decoders = self._coding.decoders()
         read = self._wait()
         while read is not None:
-            outcome = self._load(read.job, read.index, scratch, decoder)
+            outcome = self._load(read.job, read.index, scratch, decoders)
             read = self._next(read, outcome) or self._wait()
 
     def _next(self, read: _Read, outcome: Outcome) -> _Read | None:
@@ -158,10 +157,10 @@ class Readers:
             if read is not None or closing:
                 return read
 
-    def _load(self, job: Job, index: int, scratch: NDArray[np.uint8], decoder: Decoder | None) -> Outcome:
+    def _load(self, job: Job, index: int, scratch: NDArray[np.uint8], decoders: Decoders) -> Outcome:
         key, out = job.transfer.keys[index], job.pages[index]
         try:
-            self._reader.load(key, out, scratch, decoder)
+            self._reader.load(key, out, scratch, decoders)
         except KeyError:
             failure = Failure.NOT_FOUND
         except IntegrityError as error:

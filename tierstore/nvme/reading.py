@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from tierstore import codec
 from tierstore.errors import IntegrityError
-from tierstore.exp import Decoder
+from tierstore.nvme.coding import Decoders
 from tierstore.nvme.direct import BLOCK, aligned, is_aligned, padded, set_direct
 from tierstore.nvme.entry import Entry, slot_blocks, summary, unpack
 from tierstore.nvme.extents import ExtentFiles
@@ -91,16 +91,16 @@ class RecordReader:
         key: PageKey,
         out: NDArray[np.uint8],
         scratch: NDArray[np.uint8],
-        decoder: Decoder | None = None,
+        decoders: Decoders | None = None,
     ) -> None:
         """Fill ``out`` with the page of ``key`` and check every byte. ``out`` holds anything at all if it raises.
 
-        ``scratch`` and ``decoder`` are the calling thread's own. KeyError: no such record. IntegrityError: not what
+        ``scratch`` and ``decoders`` are the calling thread's own. KeyError: no such record. IntegrityError: not what
         was written, or encoded and there is no decoder. OSError, lmdb.Error: it could not be read.
         """
         head, payload = self._checked(key, out, scratch)
         if payload is not out or head.codec is not codec.Codec.NONE:
-            codec.decode(head, payload, out, decoder)
+            codec.decode(head, payload, out, None if decoders is None else decoders.of(head.codec))
 
     def record(
         self, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]

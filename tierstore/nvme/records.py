@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import codec
-from tierstore.exp import Encoder
+from tierstore.codecs import PageEncoder
 from tierstore.nvme.entry import Entry
 from tierstore.nvme.sizing import Sizing
 from tierstore.nvme.slots import Place
@@ -91,7 +91,7 @@ class InlineRecords:
         *,
         fingerprint: bytes,
         page_nbytes: int,
-        encoder: Encoder | None,
+        encoder: PageEncoder | None,
     ) -> None:
         self._pages = pages
         self._sizing = sizing

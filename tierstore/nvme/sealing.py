@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import codec
-from tierstore.exp import Encoder, Geometry
+from tierstore.codecs import PageEncoder
+from tierstore.nvme.coding import Coding
 from tierstore.nvme.direct import BLOCK, aligned, is_aligned
 from tierstore.nvme.extents import PREFIX
 from tierstore.nvme.records import Page
@@ -39,17 +40,15 @@ class Sealed(NamedTuple):
 
 
 class Sealer:
-    """The writer's thread alone calls it. ``geometry``: pages are encoded with ``exp`` where that pays."""
+    """The writer's thread alone calls it."""
 
-    def __init__(
-        self, sizing: Sizing, *, fingerprint: bytes, page_nbytes: int, geometry: Geometry | None
-    ) -> None:
+    def __init__(self, sizing: Sizing, *, fingerprint: bytes, page_nbytes: int, coding: Coding) -> None:
         self._sizing = sizing
         self._fingerprint = fingerprint
         self._page_nbytes = page_nbytes
-        self._geometry = geometry
-        self._threads = 1 if geometry is None else min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-        self._idle: list[Encoder] = []  # an encoder serves one share at a time, whichever thread has it
+        self._coding = coding
+        self._threads = 1 if coding.name == "none" else min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+        self._idle: list[PageEncoder] = []  # an encoder serves one share at a time, whichever thread has it
         self._step = max(self._threads, _CHUNK_NBYTES // sizing.slot_nbytes)
         rows = 2 * self._step  # one chunk is written, one is made
         self._heads = aligned(rows * BLOCK).reshape(rows, BLOCK)
@@ -96,7 +95,7 @@ class Sealer:
         return begun
 
     def _share(self, share: range, pages: Sequence[Page], numbers: Sequence[int]) -> list[Sealed]:
-        encoder = None if self._geometry is None else self._encoder(self._geometry)
+        encoder = self._encoder()
         try:
             rows = len(self._heads)
             return [self._seal(index % rows, pages[index], numbers[index], encoder) for index in share]
@@ -104,19 +103,21 @@ class Sealer:
             if encoder is not None:
                 self._idle.append(encoder)
 
-    def _encoder(self, geometry: Geometry) -> Encoder:
+    def _encoder(self) -> PageEncoder | None:
         try:
             return self._idle.pop()
         except IndexError:
-            return Encoder(geometry)
+            return self._coding.encoder()
 
-    def _seal(self, row: int, page: Page, generation: int, encoder: Encoder | None) -> Sealed:
+    def _seal(self, row: int, page: Page, generation: int, encoder: PageEncoder | None) -> Sealed:
         payload, body = self._payload(row, page.payload, None if page.head else encoder)
         head = page.head or codec.Head(
             fingerprint=self._fingerprint,
             key=page.key,
             parent=page.parent,
-            codec=codec.Codec.NONE if payload.nbytes == page.payload.nbytes else codec.Codec.EXP,
+            codec=codec.Codec.NONE
+            if payload.nbytes == page.payload.nbytes
+            else codec.CODECS[self._coding.name],
             raw_nbytes=page.payload.nbytes,
             stored_nbytes=payload.nbytes,
         )
@@ -126,7 +127,7 @@ class Sealer:
         return Sealed((block, body), generation, payload.nbytes)
 
     def _payload(
-        self, row: int, page: NDArray[np.uint8], encoder: Encoder | None
+        self, row: int, page: NDArray[np.uint8], encoder: PageEncoder | None
     ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Payload of a page, and the memory it fills up to the end of its slot: the page itself where it may be."""
         body = self._bodies[row]

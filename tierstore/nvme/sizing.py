@@ -26,7 +26,8 @@ _EXTENT_BATCH_NBYTES = (
 _EXTENT_WATERMARK_ENCODED = 0.90  # slots of many lengths leave holes, which moving records fills up to there
 _EXTENT_NBYTES = 256 * _MIB
 _UNITS = 32  # lengths of slots: more of them fit closer, fewer fit into each other's holes
-_SHORTEST = 2  # a record never takes less than this part of a slot, so that the catalogue's length is bounded
+_SHORTEST = {"exp": 2}  # a record never takes less than this part of a slot: it bounds the catalogue's length
+_SHORTEST_LOSSY = 4
 _LEAST_SLOTS = 8
 _LEAST_ENCODED = 4
 _MOST_EXTENTS = 256  # each has a descriptor
@@ -38,7 +39,8 @@ _BLOCK = 4096
 class Sizing:
     """All in bytes, but ``batch_pages`` and ``erase_keys``, which say how much one transaction may take.
 
-    Extents only, 0 in LMDB: a record's slot takes ``slot_nbytes`` at most and whole ``unit_nbytes`` if it is shorter;
+    Extents only, 0 in LMDB: a record's slot takes ``slot_nbytes`` at most and whole ``unit_nbytes`` if it is shorter,
+    never less than ``least_nbytes``;
     all files take ``extents_nbytes`` at most, a new one ``extent_nbytes``.
     """
 
@@ -49,6 +51,7 @@ class Sizing:
     erase_keys: int
     slot_nbytes: int = 0
     unit_nbytes: int = 0
+    least_nbytes: int = 0
     extents_nbytes: int = 0
     extent_nbytes: int = 0
 
@@ -61,7 +64,7 @@ class Sizing:
 
     def slot(self, stored_nbytes: int) -> int:
         """Bytes of the slot of a record with a payload of so many bytes."""
-        wanted = max(_BLOCK + stored_nbytes, self.slot_nbytes // _SHORTEST)
+        wanted = max(_BLOCK + stored_nbytes, self.least_nbytes)
         return min(-(-wanted // self.unit_nbytes) * self.unit_nbytes, self.slot_nbytes)
 
     def cost(self, stored_nbytes: int) -> int:
@@ -108,7 +111,8 @@ def size_extents(
     """
     block, encoded = mmap.PAGESIZE, codec != "none"
     slot = _BLOCK + -(-page_nbytes // _BLOCK) * _BLOCK
-    share = CATALOGUE_SHARE * (_SHORTEST if encoded else 1)
+    shortest = _SHORTEST.get(codec, _SHORTEST_LOSSY) if encoded else 1
+    share = CATALOGUE_SHARE * shortest
     copied = _COPIED_PAGES * block
     batch_pages = max(1, min(_EXTENT_BATCH_NBYTES, capacity // 16) // (slot + copied))
     erase_keys = max(batch_pages, min(_ERASED_TOGETHER, capacity // 64 // copied))
@@ -137,6 +141,7 @@ def size_extents(
         batch_pages=batch_pages,
         erase_keys=erase_keys,
         slot_nbytes=slot,
+        least_nbytes=slot // shortest,
         unit_nbytes=-(-slot // _UNITS // _BLOCK) * _BLOCK if encoded else slot,
         extents_nbytes=num_slots * slot,
         extent_nbytes=extent_slots * slot,

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from tierstore import keys
 from tierstore.codec import KEY_NBYTES
 from tierstore.errors import StoreClosed
-from tierstore.exp import Geometry
+from tierstore.layout import PageLayout
 from tierstore.nvme import home
 from tierstore.nvme.acks import Outbox
+from tierstore.nvme.coding import Coding
 from tierstore.nvme.lending import Lender
 from tierstore.nvme.opening import OpenShard, open_shard
 from tierstore.nvme.patience import Patience
@@ -49,8 +50,7 @@ class NvmeTier:
         *,
         page_nbytes: int,
         timeout_s: float,
-        codec: str = "none",
-        geometry: Geometry | None = None,
+        coding: Coding,
     ) -> None:
         sizing = shard.sizing
         self.record_nbytes = sizing.record_nbytes
@@ -61,7 +61,7 @@ class NvmeTier:
         self._catalogue = shard.catalogue
         self._sizing = sizing
         self._num_readers = shard.readers
-        self._payload, self._direct, self._codec = shard.payload, shard.direct, codec
+        self._payload, self._direct, self._codec = shard.payload, shard.direct, coding.name
         self._outbox = outbox
         self._readers = Readers(
             shard.catalogue.reader,
@@ -69,7 +69,7 @@ class NvmeTier:
             count=shard.readers,
             page_nbytes=page_nbytes,
             timeout_s=timeout_s,
-            geometry=geometry,
+            coding=coding,
         )
         self._writer = Writer(shard.catalogue, outbox, sizing, timeout_s)
         self.lender = Lender(shard.catalogue.reader, page_nbytes)
@@ -92,8 +92,8 @@ class NvmeTier:
         timeout_s: float = 10.0,
         description: Mapping[str, object] | None = None,
         payload: str = "auto",
-        codec: Literal["none", "exp"] = "none",
-        geometry: Geometry | None = None,
+        codec: str = "none",
+        layout: PageLayout | None = None,
     ) -> NvmeTier:
         """Open the tier's sub-directory of ``path``, made if missing; ``capacity`` is for everything in it on disk.
 
@@ -101,15 +101,14 @@ class NvmeTier:
         ``wake`` is called from an I/O thread, with no lock held, for each Ack. ``description`` is kept for people.
         ``payload``: page bytes in "lmdb" or in "extents"; what is there in the other kind is removed with one warning.
         "auto" keeps the kind that is there, and where nothing is writes 32 MiB to see how fast the disk is.
-        ``codec``: how pages are written from now on; records of any codec are read, encoded ones with ``geometry``,
-        which "exp" needs.
+        ``codec``: how pages are written from now on, a name of ``tierstore.codecs``; records of any codec are read,
+        encoded ones with ``layout``, which every codec but "none" needs.
         ``readers``: threads that read; None: as many as the disk needs for 0.95 of its rate, asked when a directory of
         1 GiB or more is made and remembered there, else 2.
         ``timeout_s``: a read or a batch of writes that takes longer is not waited for: ``submit_*``, ``state``.
         ConfigError if the directory is not ours, in use, or the capacity cannot be had; nothing is changed then.
         """
-        if codec == "exp" and geometry is None:
-            raise ValueError("codec is 'exp'; allowed with the geometry of the pages")
+        coding = Coding(codec, layout)
         marker = home.ShardMarker(
             fingerprint=fingerprint,
             shard=shard,
@@ -119,16 +118,13 @@ class NvmeTier:
             codec=codec,
             description=dict(description or {}),
         )
-        shard_home = open_shard(
-            path, marker, payload, readers=readers, geometry=geometry if codec == "exp" else None
-        )
+        shard_home = open_shard(path, marker, payload, readers=readers, coding=coding)
         return cls(
             shard_home,
             Outbox(wake),
             page_nbytes=page_nbytes,
             timeout_s=timeout_s,
-            codec=codec,
-            geometry=geometry,
+            coding=coding,
         )
 
     def records(self) -> Iterator[tuple[PageKey, PageKey | None, int]]:

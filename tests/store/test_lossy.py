@@ -1,0 +1,179 @@
+"""A store whose disk loses something: what comes back is near, is said to be inexact, and never passes for exact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.pages import PATIENCE_S, chain, page_tensor, tier_stats
+from tierstore.codecs import LOSSY
+from tierstore.config import load_config
+from tierstore.store import TierStore
+from tierstore.types import LeaseState, PageKey, PageSpec, Tier
+
+SPEC = PageSpec(num_layers=4, page_size=64, num_kv_heads=2, head_dim=64, dtype="bfloat16", model="lossy")
+
+
+def open_store(home: Path, codec: str = "int8", payload: str = "lmdb", host: int = 8) -> TierStore:
+    tree = {
+        "hbm": {"capacity": 8 * SPEC.page_nbytes, "device": "cpu"},
+        "host": {"capacity": host * SPEC.page_nbytes},
+        "nvme": {"path": str(home), "capacity": 16 << 20, "codec": codec, "payload": payload},
+    }
+    return TierStore.open(load_config(tree), SPEC)
+
+
+def content(key: PageKey) -> torch.Tensor:
+    seed = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
+    return torch.randn(SPEC.shape, generator=seed).to(torch.bfloat16)
+
+
+def put(store: TierStore, keys: Sequence[PageKey], pages: Sequence[torch.Tensor] | None = None) -> None:
+    slots = store.allocate(len(keys), timeout_s=PATIENCE_S)
+    for index, (key, slot) in enumerate(zip(keys, slots, strict=True)):
+        page_tensor(store)[slot] = content(key) if pages is None else pages[index]
+    store.put(keys, slots)
+
+
+def read(store: TierStore, keys: Sequence[PageKey], *, exact: bool = False) -> list[torch.Tensor]:
+    with store.acquire(keys, exact=exact) as lease:
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
+        return [page_tensor(store)[slot].clone() for slot in lease.slots]
+
+
+def drop_memory(store: TierStore, keys: Sequence[PageKey]) -> None:
+    for tier in (Tier.HBM, Tier.HOST):
+        store.evict(keys, tier)
+
+
+@pytest.mark.parametrize("payload", ["lmdb", "extents"])
+@pytest.mark.parametrize("codec", LOSSY)
+def test_pages_come_back_near_and_smaller_and_are_told_from_exact_ones(
+    tmp_path: Path, codec: str, payload: str
+) -> None:
+    keys = chain(4, "a")
+    with open_store(tmp_path / "disk", codec, payload) as store:
+        put(store, keys)
+        assert store.match(keys).exact
+        store.flush()
+        assert store.match(keys).exact  # what was put is still in HBM
+        assert tier_stats(store, Tier.NVME)["used_nbytes"] < 0.75 * len(keys) * SPEC.page_nbytes
+        drop_memory(store, keys)
+        assert (store.match(keys).num_pages, store.match(keys).exact) == (4, False)
+        found = read(store, keys)
+        for key, page in zip(keys, found, strict=True):
+            error = (page.float() - content(key).float()).norm() / content(key).float().norm()
+            assert 0 < error < 0.2
+        assert not store.match(keys).exact  # in HBM again, and not what was put
+        store.check()
+    with open_store(tmp_path / "disk", codec, payload) as store:
+        assert (store.match(keys).num_pages, store.match(keys).exact) == (4, False)
+        for first, again in zip(found, read(store, keys), strict=True):
+            assert torch.equal(first, again)
+
+
+def test_a_request_for_exact_pages_gets_no_others(tmp_path: Path) -> None:
+    keys = chain(5, "a")
+    with open_store(tmp_path / "disk") as store:
+        put(store, keys)
+        store.flush()
+        drop_memory(store, keys[3:])
+        assert store.match(keys, exact=True).num_pages == 3
+        with store.acquire(keys, exact=True) as lease:
+            assert lease.wait(PATIENCE_S) is LeaseState.READY
+            assert (lease.num_pages, lease.missing_because) == (3, "inexact")
+        assert [
+            torch.equal(page, content(key)) for key, page in zip(keys, read(store, keys), strict=True)
+        ] == [
+            True,
+            True,
+            True,
+            False,
+            False,
+        ]
+        assert store.match(keys, exact=True).num_pages == 3
+
+
+def test_what_is_computed_over_an_inexact_page_is_inexact(tmp_path: Path) -> None:
+    keys = chain(6, "a")
+    with open_store(tmp_path / "disk") as store:
+        put(store, keys[:2])
+        store.flush()
+        drop_memory(store, keys[:2])
+        with store.acquire(keys[:2]) as lease:
+            assert lease.wait(PATIENCE_S) is LeaseState.READY
+            slots = store.allocate(2)
+            store.put(keys[2:4], slots, lease=lease)
+            store.put(keys[4:], store.allocate(2), lease=lease)
+        assert store.match(keys).num_pages == 6
+        assert store.match(keys, exact=True).num_pages == 0
+        assert [store.match(keys[n : n + 1]).exact for n in range(6)] == [False] * 6
+
+
+def test_pages_computed_again_exactly_take_the_place_of_inexact_ones(tmp_path: Path) -> None:
+    keys = chain(3, "a")
+    with open_store(tmp_path / "disk") as store:
+        put(store, keys)
+        store.flush()
+        drop_memory(store, keys)
+        read(store, keys)
+        assert store.match(keys, exact=True).num_pages == 0
+        put(store, keys)
+        assert store.match(keys, exact=True).num_pages == 3
+        for key, page in zip(keys, read(store, keys, exact=True), strict=True):
+            assert torch.equal(page, content(key))
+        store.check()
+
+
+def test_a_page_that_somebody_holds_stays_as_it_is(tmp_path: Path) -> None:
+    keys = chain(2, "a")
+    with open_store(tmp_path / "disk") as store:
+        put(store, keys)
+        store.flush()
+        drop_memory(store, keys)
+        with store.acquire(keys) as lease:
+            assert lease.wait(PATIENCE_S) is LeaseState.READY
+            before = [page_tensor(store)[slot].clone() for slot in lease.slots]
+            put(store, keys)
+            assert all(
+                torch.equal(page, page_tensor(store)[slot])
+                for page, slot in zip(before, lease.slots, strict=True)
+            )
+            assert store.match(keys, exact=True).num_pages == 0
+
+
+def test_no_key_of_a_lossy_store_is_one_of_an_exact_or_another_lossy_one(tmp_path: Path) -> None:
+    found = {}
+    for codec in ("none", "exp", "int8", "int8+zstd", "fp8", "k8v4", "int4", "int4-64"):
+        with open_store(tmp_path / "disk", codec) as store:
+            found[codec] = store.keys(range(128))[0]
+    assert found["none"] == found["exp"]
+    assert found["int8"] == found["int8+zstd"]
+    assert len(set(found.values())) == 6
+
+
+def test_pages_with_infinities_and_nans_come_back_as_they_were(tmp_path: Path) -> None:
+    keys = chain(2, "a")
+    pages = [content(key) for key in keys]
+    pages[0][1, 0, 3, 1, 7], pages[1][2, 1, 0, 0, 0] = float("inf"), float("nan")
+    with open_store(tmp_path / "disk") as store:
+        put(store, keys, pages)
+        store.flush()
+        drop_memory(store, keys)
+        for page, back in zip(pages, read(store, keys), strict=True):
+            np.testing.assert_array_equal(page.view(torch.int16).numpy(), back.view(torch.int16).numpy())
+
+
+def test_an_exact_store_says_exact_of_everything(tmp_path: Path) -> None:
+    keys = chain(3, "a")
+    with open_store(tmp_path / "disk", "exp") as store:
+        put(store, keys)
+        store.flush()
+        drop_memory(store, keys)
+        assert store.match(keys, exact=True).num_pages == 3
+        for key, page in zip(keys, read(store, keys, exact=True), strict=True):
+            assert torch.equal(page, content(key))
