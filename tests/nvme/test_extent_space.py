@@ -26,10 +26,10 @@ from tests.nvme.rig import (
 )
 from tests.nvme.watch import Watch, watching
 from tierstore.errors import ConfigError, IntegrityError
-from tierstore.nvme import entry
+from tierstore.nvme import entry, reading
 from tierstore.nvme.home import disk_nbytes
 from tierstore.nvme.slots import Place, Slots
-from tierstore.types import Failure
+from tierstore.types import Failure, PageKey
 
 SLOT = 4096 + PAGE
 
@@ -83,6 +83,26 @@ def test_a_page_erased_between_look_up_and_pin_is_a_miss_not_damage(
         return pinned(self, place)
 
     monkeypatch.setattr(Slots, "pinned", late)
+    ack, _ = rig.read([5])
+    assert ack.failures == ((0, Failure.NOT_FOUND),)
+
+
+def test_a_page_erased_while_it_is_looked_up_is_a_miss_not_damage(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The snapshot that found the entry may be older than the erase, however soon the reader is told of it."""
+    assert rig.write([5]).ok
+    lookup = reading._lookup
+
+    def late(env: Any, catalogue: Any, wanted: PageKey) -> bytes:
+        monkeypatch.setattr(reading, "_lookup", lookup)
+        found = lookup(env, catalogue, wanted)
+        rig.erase([5])
+        rig.submit_write(range(100, 140))
+        assert rig.tier.sync(PATIENCE_S)
+        return found
+
+    monkeypatch.setattr(reading, "_lookup", late)
     ack, _ = rig.read([5])
     assert ack.failures == ((0, Failure.NOT_FOUND),)
 

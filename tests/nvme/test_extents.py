@@ -19,7 +19,7 @@ from tests.nvme.rig import (
     page,
 )
 from tierstore.nvme import direct
-from tierstore.nvme.direct import aligned
+from tierstore.nvme.direct import BLOCK, aligned, is_aligned
 
 
 @pytest.fixture
@@ -84,3 +84,18 @@ def test_pages_anywhere_in_memory_go_out_and_come_back(
     if not works:
         assert rig.tier.stats()["o_direct"] is False
     rig.close()
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_buffer_is_aligned_by_its_address_and_length_whether_it_may_be_written_or_not(
+    writable: bool,
+) -> None:
+    whole = aligned(3 * BLOCK)
+    for start, end in [(0, 2), (1, 2), (0, 0)]:
+        part = whole[start * BLOCK : end * BLOCK]
+        part.flags.writeable = writable
+        assert is_aligned(part)
+    for start, end in [(512, 512 + BLOCK), (0, 512), (1, 1 + BLOCK)]:
+        part = whole[start:end]
+        part.flags.writeable = writable
+        assert not is_aligned(part)

@@ -242,18 +242,20 @@ class ExtentBytes:
         out: NDArray[np.uint8],
         scratch: NDArray[np.uint8],
     ) -> Fetched:
+        frees = self._slots.num_frees
         raw = _lookup(env, catalogue, key)
         for _ in range(_TRIES):
             entry = unpack(key, raw)
             body, payload = _memory(entry, out, scratch)
             place = Place(entry.extent, entry.block, slot_blocks(entry.nbytes))
             with self._slots.pinned(place):
-                # An entry that is still there now had its slot pinned before it could go.
-                again = _lookup(env, catalogue, key)
+                # An entry that is still there now had its slot pinned before it could go. So had one that was there
+                # since the last slot was freed: then it need not be looked at.
+                again = raw if self._slots.num_frees == frees else _lookup(env, catalogue, key)
                 if again == raw:
                     self._files.read(place, body, scratch)
                     return Fetched(payload, entry.generation)
-            raw = again
+            raw, frees = again, -1
         raise KeyError(key)  # replaced faster than it can be looked up
 
     def close(self) -> None:

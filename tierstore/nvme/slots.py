@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +47,8 @@ class Slots:
         self._runs = FreeRuns(longest)
         self._pins: Counter[Place] = Counter()
         self._waiting: set[Place] = set()
+        self.num_frees = 0
+        """Calls of ``free``. A slot that an entry named after this was looked at is not free while it is the same."""
 
     @property
     def total(self) -> int:
@@ -103,6 +105,7 @@ class Slots:
     def free(self, places: Iterable[Place]) -> None:
         """No committed entry names these any more: they may be taken again, pinned ones after their last pin."""
         with self._lock:
+            self.num_frees += 1
             for place in places:
                 if self._pins[place] > 0:
                     self._waiting.add(place)
@@ -115,21 +118,44 @@ class Slots:
         with self._lock:
             return [Place.at(*run) for run in self._runs.take_between(window.first, window.blocks)]
 
-    @contextmanager
-    def pinned(self, place: Place) -> Iterator[None]:
+    def pinned(self, place: Place) -> Pin:
         """While this lasts the slot is not taken again. To be held before the entry is looked at for the last time."""
+        return Pin(self, place)
+
+    def pin(self, place: Place) -> None:
+        """Begin what ``pinned`` does, until ``unpin``."""
         with self._lock:
             self._pins[place] += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._pins[place] -= 1
-                if not self._pins[place]:
-                    del self._pins[place]
-                    if place in self._waiting:
-                        self._waiting.remove(place)
-                        self._runs.give(place.first, place.blocks)
+
+    def unpin(self, place: Place) -> None:
+        """End it."""
+        with self._lock:
+            left = self._pins[place] - 1
+            if left:
+                self._pins[place] = left
+                return
+            del self._pins[place]
+            if place in self._waiting:
+                self._waiting.remove(place)
+                self._runs.give(place.first, place.blocks)
+
+
+class Pin:
+    """A slot pinned while the context lasts. A class of its own: every read of a page makes one."""
+
+    __slots__ = ("_place", "_slots")
+
+    def __init__(self, slots: Slots, place: Place) -> None:
+        self._slots = slots
+        self._place = place
+
+    def __enter__(self) -> None:
+        self._slots.pin(self._place)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._slots.unpin(self._place)
 
 
 def sorted_by_extent(
