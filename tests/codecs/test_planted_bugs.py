@@ -27,8 +27,8 @@ BUGS: list[tuple[ModuleType, Bug]] = [
         steps,
         Bug(
             "negative numbers have no extent",
-            "np.abs(block.numbers, out=_like(block.numbers, spare))",
-            "block.numbers",
+            "np.maximum(largest, -smallest)",
+            "np.maximum(largest, -largest)",
         ),
     ),
     (

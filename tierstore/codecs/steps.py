@@ -52,6 +52,13 @@ class Block(NamedTuple):
         """The view of ``sides`` (scales, or smallest numbers, of all blocks) that belongs to this block."""
         return np.expand_dims(sides[self.place], self.axis)
 
+    def ends(self) -> tuple[Numbers, Numbers]:
+        """The smallest and the largest of those that share a scale, to be broadcast."""
+        members, axis = self.numbers, self.axis
+        if axis == members.ndim - 1:  # numpy is slow along short last axes
+            members, axis = np.ascontiguousarray(np.moveaxis(members, axis, 0)), 0
+        return np.expand_dims(members.min(axis), self.axis), np.expand_dims(members.max(axis), self.axis)
+
 
 @dataclass(frozen=True, slots=True)
 class Steps:
@@ -106,14 +113,11 @@ class Steps:
         ``scales`` and ``floors`` ``[rows, *sides]`` (empty where not stored), ``codes`` ``[rows, code_nbytes]``.
         """
         for block in self._blocks(numbers):
-            if self.signed:
-                lowest = None
-                extent = np.abs(block.numbers, out=_like(block.numbers, spare)).max(block.axis, keepdims=True)
-            else:
-                lowest = block.numbers.min(block.axis, keepdims=True)
-                extent = block.numbers.max(block.axis, keepdims=True) - lowest
-                block.of(floors)[...] = lowest
-                np.subtract(block.numbers, lowest, out=block.numbers)
+            smallest, largest = block.ends()
+            extent: Numbers = np.maximum(largest, -smallest) if self.signed else largest - smallest
+            if self.floored:
+                block.of(floors)[...] = smallest
+                np.subtract(block.numbers, smallest, out=block.numbers)
             stored = rounded_up(extent / np.float32(self.most))
             np.expand_dims(scales[block.place], block.axis)[...] = stored
             np.multiply(block.numbers, reciprocals(scale_values(stored)), out=block.numbers)
