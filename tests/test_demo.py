@@ -297,3 +297,24 @@ def test_a_restore_slower_than_an_old_plain_run_is_measured_again_beside_a_new_o
         assert times.again >= 1
         assert times.recompute_s > 0
         assert measured(session, store, ids, answer, replace(impossible, ttft_s=1e9)).again == 0
+
+
+def test_answers_over_a_lossy_disk_stand_beside_the_exact_ones_and_are_counted(
+    model: Path, texts: Path, tmp_path: Path
+) -> None:
+    codec = "int8"
+    outcome = run_demo(model, replace(SMALL, codec=codec), lambda line: None, [texts], tmp_path)
+    assert [claim.text for claim in judge(outcome) if not claim.held] == []
+    inexact = [row for row in outcome.rows if not row.exact]
+    assert {row.tier for row in inexact} >= {"NVME"}
+    assert all(row.exact for row in outcome.rows if row.tier == "none")
+    assert all(not row.exact for row in outcome.rows if row.after_restart and row.tier == "NVME")
+    assert all((row.agreeing == row.tokens) == (row.answer == row.plain_answer) for row in outcome.rows)
+    found = json.loads(json.dumps(as_json(outcome, judge(outcome))))
+    assert (found["codec"], found["inexact"]["answers"]) == (codec, len(inexact))
+    assert found["inexact"]["tokens"] == 5 * len(inexact) >= found["inexact"]["agreeing"]
+    console = Console(width=200, file=io.StringIO(), record=True)
+    show(console, outcome, judge(outcome))
+    text = console.export_text()
+    assert text.count("  exact: ") == len(inexact)
+    assert f"{len(inexact)} answers over pages that went through {codec}" in text

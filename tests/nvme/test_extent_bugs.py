@@ -118,7 +118,7 @@ BUGS = {
     "an encoder serves two chunks at once": (
         "sealing.py",
         "            return self._coding.encoder()\n",
-        "            self._only = getattr(self, '_only', None) or self._coding.encoder()\n            return self._only\n",
+        "            return self.__dict__.setdefault('_one', self._coding.encoder())\n",
         "test_encoded.py::test_batches_of_several_chunks_are_encoded_by_several_threads_and_each_encoder_by_one_at_a_time",
     ),
     "places are not checked before an open": (

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from tierstore.config import load_config
 from tierstore.demo.plan import Plan
-from tierstore.demo.session import PlainAnswer, Session, StoredAnswer, differs
+from tierstore.demo.session import PlainAnswer, Session, StoredAnswer, agreeing, differs
 from tierstore.store import TierStore
 from tierstore.types import Tier
 
@@ -39,6 +39,8 @@ class Row:
 
     ``verdict``: "same", "near-tie" or "other", against the plain run. Times in seconds. ``measured_again``: how often
     both times were taken anew, side by side, because a restore from NVMe looked slower than a recompute long before it.
+    ``exact``: no page went through a lossy codec. ``plain_answer``: without the store; its first ``agreeing`` tokens of
+    ``tokens`` are those of ``answer``.
     """
 
     document: str
@@ -52,6 +54,10 @@ class Row:
     answer: str
     verdict: str
     measured_again: int = 0
+    exact: bool = True
+    plain_answer: str = ""
+    tokens: int = 0
+    agreeing: int = 0
 
 
 def open_store(session: Session, plan: Plan) -> TierStore:
@@ -85,6 +91,10 @@ def ask_all(session: Session, store: TierStore, plan: Plan, say: Say, *, after_r
             answer=session.text(answer.tokens),
             verdict=differs(plain, answer.tokens),
             measured_again=times.again,
+            exact=answer.exact,
+            plain_answer=session.text(plain.tokens),
+            tokens=len(plain.tokens),
+            agreeing=agreeing(plain, answer.tokens),
         )
         rows.append(row)
         say(

@@ -18,6 +18,7 @@ from rich.status import Status
 from tierstore.errors import TierStoreError
 
 if TYPE_CHECKING:
+    from tierstore.demo.plan import Settings
     from tierstore.demo.report import Claim
     from tierstore.demo.run import Outcome
 
@@ -41,6 +42,9 @@ def demo(
     place: Annotated[
         Path | None, typer.Option("--dir", help="Where the disk tier goes; a folder in it comes and goes.")
     ] = None,
+    codec: Annotated[
+        str, typer.Option(help="How the disk keeps pages: none, exp, fp8, int8, k8v4, int4, ...")
+    ] = "none",
     questions: Annotated[int, typer.Option(min=1, max=6, help="Questions of each document.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
@@ -51,6 +55,8 @@ def demo(
     """
     if find_spec("transformers") is None:
         _refuse("the demo needs transformers: pip install 'tierstore[hf]'")
+    from tierstore.demo.plan import Settings
+
     console = Console(stderr=as_json)
     if not console.is_terminal:
         console.width = WIDE
@@ -60,7 +66,9 @@ def demo(
             status.update(line)
             console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
-        outcome, claims = _play(docs or [], model, wheel, place, questions, say)
+        outcome, claims = _play(
+            docs or [], model, wheel, place, Settings(num_questions=questions, codec=codec), say
+        )
     from tierstore.demo import report
 
     report.show(console, outcome, claims)
@@ -75,13 +83,13 @@ def _play(
     model: Path | None,
     wheel: Path | None,
     place: Path | None,
-    questions: int,
+    settings: Settings,
     say: Callable[[str], None],
 ) -> tuple[Outcome, list[Claim]]:
     """Prepare the model, play, judge; what cannot be done becomes one line and exit code 2."""
     from tierstore.demo.documents import DocumentError
     from tierstore.demo.model import ModelError, default_cache_dir, prepare_model
-    from tierstore.demo.plan import PlanError, Settings
+    from tierstore.demo.plan import PlanError
     from tierstore.demo.report import judge
     from tierstore.demo.run import RestartError, run_demo
 
@@ -89,7 +97,7 @@ def _play(
         folder = model or prepare_model(say, wheel=wheel)
         place = place or default_cache_dir()
         place.mkdir(parents=True, exist_ok=True)
-        outcome = run_demo(folder, Settings(num_questions=questions), say, docs, place)
+        outcome = run_demo(folder, settings, say, docs, place)
     except (ModelError, DocumentError, PlanError, RestartError, TierStoreError, OSError) as error:
         _refuse(str(error))
     return outcome, judge(outcome)

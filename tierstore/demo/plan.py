@@ -38,6 +38,7 @@ class Settings:
     num_questions: int = 3
     answer_tokens: int = 12
     page_size: int = 64
+    codec: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +140,13 @@ def tier_sizes(
     return Sizes(total, hbm, host)
 
 
-def store_config(sizes: Sizes, page_nbytes: int, num_questions: int, directory: Path) -> dict[str, Any]:
+def store_config(
+    sizes: Sizes, page_nbytes: int, num_questions: int, directory: Path, codec: str
+) -> dict[str, Any]:
     """A configuration whose disk holds everything: documents, the rest of every prompt, answers, and slack."""
     pages = 2 * (sizes.documents + 4 * num_questions) + 16
     return {
         "hbm": {"capacity": sizes.hbm * page_nbytes, "device": "cpu"},
         "host": {"capacity": sizes.host * page_nbytes},
-        "nvme": {"path": str(directory), "capacity": pages * page_nbytes + (64 << 20)},
+        "nvme": {"path": str(directory), "capacity": pages * page_nbytes + (64 << 20), "codec": codec},
     }

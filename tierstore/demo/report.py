@@ -38,15 +38,16 @@ def judge(outcome: Outcome) -> list[Claim]:
     """The claims, in the order they are printed."""
     before = hits([row for row in outcome.rows if not row.after_restart])
     after = hits([row for row in outcome.rows if row.after_restart])
-    near = sum(row.verdict == "near-tie" for row in outcome.rows)
-    other = sum(row.verdict == "other" for row in outcome.rows)
+    exact = [row for row in outcome.rows if row.exact]
+    near = sum(row.verdict == "near-tie" for row in exact)
+    other = sum(row.verdict == "other" for row in exact)
     slow = [row for row in outcome.rows if row.tier == "NVME" and row.tokens_reused >= LONG]
     late = [row for row in slow if row.ttft_s >= row.recompute_ttft_s]
     sizes = outcome.sizes
     return [
         Claim(
-            f"{len(outcome.rows)} answers: {len(outcome.rows) - near - other} equal to plain transformers token by "
-            f"token, {near} differ at a near-tie (top-2 logits < 1e-4 apart), {other} differ otherwise",
+            f"{len(exact)} answers{_over_exact(outcome)}: {len(exact) - near - other} equal to plain transformers "
+            f"token by token, {near} differ at a near-tie (top-2 logits < 1e-4 apart), {other} differ otherwise",
             other == 0,
         ),
         Claim(
@@ -64,6 +65,17 @@ def judge(outcome: Outcome) -> list[Claim]:
     ]
 
 
+def agreement(rows: Sequence[Row]) -> dict[str, int]:
+    """How the answers over pages that went through a lossy codec compare with those of plain transformers."""
+    inexact = [row for row in rows if not row.exact]
+    return {
+        "answers": len(inexact),
+        "equal": sum(row.verdict == "same" for row in inexact),
+        "tokens": sum(row.tokens for row in inexact),
+        "agreeing": sum(row.agreeing for row in inexact),
+    }
+
+
 def as_json(outcome: Outcome, claims: Sequence[Claim]) -> dict[str, Any]:
     """The last line of ``--json``."""
     rows = outcome.rows
@@ -77,9 +89,15 @@ def as_json(outcome: Outcome, claims: Sequence[Claim]) -> dict[str, Any]:
         "after_restart",
         "answer",
         "measured_again",
+        "exact",
+        "plain_answer",
+        "tokens",
+        "agreeing",
     )
     return {
-        "answers_equal": all(row.verdict != "other" for row in rows),
+        "answers_equal": all(row.verdict != "other" for row in rows if row.exact),
+        "codec": outcome.codec,
+        "inexact": agreement(rows),
         "near_ties": sum(row.verdict == "near-tie" for row in rows),
         "hits": hits([row for row in rows if not row.after_restart]),
         "restart_hits": hits([row for row in rows if row.after_restart]),
@@ -98,6 +116,8 @@ def show(console: Console, outcome: Outcome, claims: Sequence[Claim]) -> None:
         "Tier: the slowest one that pages of the prompt came from. TTFT: from the prompt's ids to the first token, "
         "restore included.\n"
     )
+    if outcome.codec != "none":
+        _compare(console, outcome)
     for claim in claims:
         mark = Text("holds  ", style="green") if claim.held else Text("FAILED ", style="bold red")
         console.print(mark + Text(claim.text, style=""))
@@ -125,6 +145,27 @@ def _cells(row: Row) -> Iterator[str]:
         f"{row.ttft_s:.2f}",
         f"{row.recompute_ttft_s:.2f}",
         "yes" if row.verdict == "same" else row.verdict,
+    )
+
+
+def _over_exact(outcome: Outcome) -> str:
+    return "" if all(row.exact for row in outcome.rows) else " over pages that no lossy codec has touched"
+
+
+def _compare(console: Console, outcome: Outcome) -> None:
+    """Answers over inexact pages beside the exact ones, and how far they agree."""
+    inexact = [row for row in outcome.rows if not row.exact]
+    for row in inexact:
+        console.print(
+            Text(
+                f"{row.document}: {row.question}\n  exact: {row.plain_answer}\n  {outcome.codec}: {row.answer}  "
+                f"({row.agreeing} of {row.tokens} tokens)"
+            )
+        )
+    found = agreement(outcome.rows)
+    console.print(
+        f"{found['answers']} answers over pages that went through {outcome.codec}: {found['equal']} equal to plain "
+        f"transformers; {found['agreeing']} of {found['tokens']} tokens before the first that differs\n"
     )
 
 

@@ -39,6 +39,7 @@ class Outcome:
     sizes: Sizes
     page_nbytes: int
     rows: list[Row]
+    codec: str = "none"
 
 
 def run_demo(
@@ -64,7 +65,7 @@ def run_demo(
             settle(session, store, plan)
         say("the store is closed; a new process opens it from disk")
         rows += _second_act(plan, Path(scratch), say)
-    return Outcome(documents, sizes, page_nbytes, rows)
+    return Outcome(documents, sizes, page_nbytes, rows, settings.codec)
 
 
 def _prepare(
@@ -91,7 +92,7 @@ def _prepare(
         model=str(model),
         page_size=settings.page_size,
         answer_tokens=settings.answer_tokens,
-        store=store_config(sizes, page_nbytes, len(questions), scratch / "store"),
+        store=store_config(sizes, page_nbytes, len(questions), scratch / "store", settings.codec),
         documents=prefixes,
         questions=questions,
         order=mixed_order(len(documents), settings.num_questions),

@@ -46,12 +46,16 @@ class PlainAnswer:
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """What the model answers over the store. ``tier``: the slowest one that pages came from; None without a hit."""
+    """What the model answers over the store. ``tier``: the slowest one that pages came from; None without a hit.
+
+    ``exact``: none of them went through a lossy codec, or was computed over such.
+    """
 
     tokens: list[int]
     ttft_s: float
     reused_tokens: int
     tier: Tier | None
+    exact: bool = True
 
 
 class FirstToken(BaseStreamer):
@@ -124,12 +128,15 @@ class Session:
         """Ask over the store. The time to the first token covers match, restore and the rest of the prompt."""
         self.model.set_attn_implementation(ATTENTION)
         first = FirstToken()
+        exact = store.match(store.keys(ids)).exact
         begin = time.perf_counter()
         with TierStoreCache(store, ids, model=self.model) as cache:
             out = self._generate(ids, max_new_tokens, first, **{cache_argument(self.model): cache})
             tier = max((tier for tier, count in cache.reused_by_tier.items() if count), default=None)
             assert first.at is not None
-            return StoredAnswer(out[0, len(ids) :].tolist(), first.at - begin, cache.reused_tokens, tier)
+            return StoredAnswer(
+                out[0, len(ids) :].tolist(), first.at - begin, cache.reused_tokens, tier, exact
+            )
 
     def _generate(self, ids: list[int], max_new_tokens: int, first: FirstToken, **more: Any) -> Any:
         """Greedy. Without a mask, generate would take a pad token inside the text for padding."""
@@ -145,10 +152,15 @@ class Session:
         )
 
 
+def agreeing(plain: PlainAnswer, tokens: Sequence[int]) -> int:
+    """How many tokens the two answers begin with in common."""
+    pairs = enumerate(zip(plain.tokens, tokens, strict=False))
+    return next((step for step, (a, b) in pairs if a != b), min(len(plain.tokens), len(tokens)))
+
+
 def differs(plain: PlainAnswer, tokens: Sequence[int]) -> str:
     """ "same", "near-tie" (the plain run's top-2 logits at the first differing step are < 1e-4 apart) or "other"."""
     if plain.tokens == list(tokens):
         return "same"
-    pairs = zip(plain.tokens, tokens, strict=False)
-    step = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain.tokens), len(tokens)))
+    step = agreeing(plain, tokens)
     return "near-tie" if step < len(plain.gaps) and plain.gaps[step] < NEAR_TIE else "other"
