@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore import codec, codecs
+from tierstore.assembly import loss_class
 from tierstore.errors import ArchiveError, CapacityError, ConfigError, IntegrityError
 from tierstore.keys import EXACT
 from tierstore.nvme.archive.form import Description, codec_name
@@ -216,9 +217,3 @@ class LiveSink:
 
     def _make_decoder(self, number: codec.Codec) -> PageDecoder | None:
         return codecs.decoder(codec_name(number), self.description.layout)
-
-
-def loss_class(config: StoreConfig) -> str:
-    """That of the first tier, from the fastest on, whose codec loses something: all copies below come from there."""
-    names = [section.codec for section in (config.host, config.nvme) if section is not None]
-    return next((codecs.LOSS_CLASSES[name] for name in names if codecs.LOSS_CLASSES[name] != EXACT), EXACT)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tierstore.cli.archive import export, import_
 from tierstore.cli.bench import bench
 from tierstore.cli.bench_card import arena, copy
 from tierstore.cli.bench_codec import codec
@@ -28,8 +29,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, compare, plan, inspect, verify, purge):
+for command in (demo, compare, plan, inspect, verify, purge, export):
     app.command()(command)
+app.command("import")(import_)
 for measurement in (codec, copy, arena):
     bench.command()(measurement)
 app.add_typer(bench, name="bench")

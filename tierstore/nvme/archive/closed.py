@@ -17,6 +17,7 @@ from tierstore.errors import ArchiveError, ConfigError, TransferError
 from tierstore.layout import PageLayout
 from tierstore.nvme import home
 from tierstore.nvme.archive.form import Description
+from tierstore.nvme.archive.matching import require_same
 from tierstore.nvme.archive.records import Record, Taken
 from tierstore.nvme.check import examine
 from tierstore.nvme.inspection import open_reader
@@ -51,6 +52,21 @@ def shards_of(path: Path) -> list[Shard]:
             loss_class = LOSS_CLASSES.get(marker.codec, marker.codec)
             found.append(Shard(directory, Description(layout, loss_class, marker.key_scheme), marker))
     return found
+
+
+def require_known(path: Path, description: Description) -> None:
+    """ArchiveError, naming what was found and what is allowed, if ``path`` holds pages of other models only.
+
+    A new or an empty directory takes any.
+    """
+    root = path.expanduser().resolve()
+    if not root.exists() or not any(root.iterdir()):
+        return
+    known = shards_of(root)
+    if any(shard.description.fingerprint == description.fingerprint for shard in known):
+        return
+    for shard in known:
+        require_same(description, shard.description)
 
 
 class ClosedSource:

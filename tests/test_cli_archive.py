@@ -1,0 +1,279 @@
+"""``tierstore export`` and ``tierstore import``, by their output and exit code."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from tests.adapters.tiny import tiny_llama
+from tests.archive.rig import Shelf, imported, run
+from tests.support.folders import save_with_byte_tokenizer
+from tests.support.pages import SPEC, chain, nvme_capacity, read, tiers, write
+from tests.test_cli import last_line, tierstore
+from tierstore.cli import app
+from tierstore.config import load_config
+from tierstore.demo.session import Session
+from tierstore.nvme.archive.reading import read_contents
+from tierstore.store import TierStore
+from tierstore.types import PageKey, PageSpec
+
+OTHER = PageSpec(num_layers=2, page_size=4, num_kv_heads=2, head_dim=8, dtype="float16", model="other")
+KEYS = chain(6)
+
+
+def here(*words: str | Path) -> Result:
+    """The command in this process, where torch and transformers are loaded already."""
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def configured(directory: Path, name: str = "store", **nvme: object) -> Path:
+    """A configuration file whose store is in ``directory / name``."""
+    path = directory / f"{name}.yaml"
+    section = {"path": str(directory / name), "capacity": nvme_capacity(100), **nvme}
+    path.write_text(yaml.safe_dump({"nvme": section}), encoding="utf-8")
+    return path
+
+
+def filled(
+    directory: Path, keys: Sequence[PageKey] = KEYS, spec: PageSpec = SPEC, name: str = "store"
+) -> Path:
+    with TierStore.open(tiers(16, None, directory / name, nvme_pages=100), spec) as store:
+        write(store, keys)
+    return configured(directory, name)
+
+
+def test_all_pages_go_out_and_come_into_an_empty_store(tmp_path: Path) -> None:
+    out = tmp_path / "x.tier"
+    result = tierstore("export", "--config", filled(tmp_path), "--all", out, "--json")
+    assert result.returncode == 0, result.stderr
+    report = last_line(result)
+    assert (report["ok"], report["pages"], report["codecs"], report["missing"]) == (True, 6, {"none": 6}, [])
+    assert report["nbytes"] == out.stat().st_size
+    assert f"{out}: 6 pages (6 none)" in result.stdout
+    elsewhere = configured(tmp_path, "elsewhere")
+    for present in (0, 6):
+        result = tierstore("import", "--config", elsewhere, out, "--json")
+        assert result.returncode == 0, result.stderr
+        report = last_line(result)
+        assert (report["ok"], report["pages"], report["present"]) == (True, 6 - present, present)
+    with TierStore.open(tiers(16, None, tmp_path / "elsewhere", nvme_pages=100), SPEC) as store:
+        assert read(store, KEYS) == 6
+
+
+def test_the_keys_of_a_file_go_out_and_the_missing_ones_are_named(tmp_path: Path) -> None:
+    missing = chain(1, "missing")[0]
+    listed = tmp_path / "keys.txt"
+    lines = ["# the first two", KEYS[0].hex(), f"  {KEYS[1].hex().upper()}  # in capitals", "", missing.hex()]
+    listed.write_text("\n".join(lines), encoding="utf-8")
+    result = tierstore(
+        "export", "--config", filled(tmp_path), "--keys", listed, tmp_path / "x.tier", "--json"
+    )
+    assert result.returncode == 1, result.stderr
+    report = last_line(result)
+    assert (report["ok"], report["pages"]) == (False, 2)
+    assert report["missing"] == [[missing.hex(), "not found"]]
+    assert f"not exported: {missing.hex()}: not found" in result.stdout
+    sink = Shelf()
+    assert imported(tmp_path / "x.tier", sink).complete
+    assert list(sink.records) == KEYS[:2]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("zz", "line 1: 'zz' is no key; allowed: 72 hex digits"), ("00", "line 1"), ("# none", "has no keys")],
+)
+def test_what_is_no_key_is_refused_by_its_line(tmp_path: Path, text: str, why: str) -> None:
+    listed = tmp_path / "keys.txt"
+    listed.write_text(text, encoding="utf-8")
+    result = tierstore("export", "--config", configured(tmp_path), "--keys", listed, tmp_path / "x.tier")
+    assert result.returncode == 2
+    assert why in result.stderr
+    assert not (tmp_path / "x.tier").exists()
+
+
+def test_what_cannot_be_exported_as_asked_ends_with_code_2_and_no_file(tmp_path: Path) -> None:
+    out = tmp_path / "x.tier"
+    config = filled(tmp_path)
+    none = tmp_path / "none.yaml"
+    none.write_text("host: {capacity: 1MiB}\n", encoding="utf-8")
+    refused: list[tuple[list[str | Path], str]] = [
+        (["--config", config], "needs one of"),
+        (["--config", config, "--all", "--keys", config], "needs one of"),
+        (["--config", config, "--doc", config], "needs one of"),
+        (["--config", none, "--all"], "has no nvme section"),
+        (["--config", configured(tmp_path, "new"), "--all"], "does not exist"),
+        (["--config", config, "--all", "--fingerprint", "zz"], "has no pages that are asked for"),
+    ]
+    for arguments, why in refused:
+        result = tierstore("export", *arguments, out, "--json")
+        assert result.returncode == 2
+        assert why in result.stderr
+        assert why in last_line(result)["error"]
+        assert not out.exists()
+
+
+def test_of_several_models_one_is_chosen_by_its_fingerprint(tmp_path: Path) -> None:
+    config = filled(tmp_path)
+    filled(tmp_path, KEYS[:2], OTHER)
+    result = tierstore("export", "--config", config, "--all", tmp_path / "x.tier")
+    assert result.returncode == 2
+    assert SPEC.fingerprint[:12] in result.stderr
+    assert OTHER.fingerprint[:12] in result.stderr
+    chosen = ["--fingerprint", OTHER.fingerprint[:8]]
+    result = tierstore("export", "--config", config, "--all", *chosen, tmp_path / "x.tier", "--json")
+    assert (result.returncode, last_line(result)["pages"]) == (0, 2)
+
+
+def test_a_foreign_models_file_is_refused_by_name_unless_it_is_told_to_be_new(tmp_path: Path) -> None:
+    out = tmp_path / "x.tier"
+    assert tierstore("export", "--config", filled(tmp_path), "--all", out).returncode == 0
+    other = filled(tmp_path, KEYS[:2], OTHER, "other")
+    result = tierstore("import", "--config", other, out, "--json")
+    assert result.returncode == 2
+    assert f"{out}: the model of its pages is 'test'; allowed here: 'other'" in result.stderr
+    assert [path.name[:12] for path in (tmp_path / "other").glob("*-0")] == [OTHER.fingerprint[:12]]
+    result = tierstore("import", "--config", other, out, "--new-model", "--json")
+    assert (result.returncode, last_line(result)["pages"]) == (0, 6)
+
+
+def test_a_damaged_file_is_refused_or_imported_in_part_with_the_page_named(tmp_path: Path) -> None:
+    out = tmp_path / "x.tier"
+    assert tierstore("export", "--config", filled(tmp_path), "--all", out).returncode == 0
+    item = {item.key: item for item in run(read_contents(out)).items}[KEYS[3]]
+    raw = bytearray(out.read_bytes())
+    raw[item.end - 1] ^= 1
+    out.write_bytes(raw)
+    result = tierstore("import", "--config", configured(tmp_path, "two"), out, "--json")
+    assert result.returncode == 1
+    report = last_line(result)
+    assert (report["ok"], report["pages"]) == (False, 3)
+    assert report["damaged"] == [[KEYS[3].hex(), "checksum differs"]]
+    assert report["orphans"] == [key.hex() for key in KEYS[4:]]
+    assert f"damaged: {KEYS[3].hex()}: checksum differs" in result.stdout
+    out.write_bytes(raw[:-5])
+    result = tierstore("import", "--config", configured(tmp_path, "three"), out, "--json")
+    assert result.returncode == 2
+    assert "cut short" in result.stderr
+    assert not (tmp_path / "three").exists()
+
+
+def test_what_does_not_fit_the_capacity_is_said(tmp_path: Path) -> None:
+    out = tmp_path / "x.tier"
+    keys = chain(16)
+    assert tierstore("export", "--config", filled(tmp_path, keys), "--all", out).returncode == 0
+    result = tierstore("import", "--config", configured(tmp_path, "two", capacity="360KiB"), out, "--json")
+    assert result.returncode == 1, result.stderr
+    report = last_line(result)
+    assert 0 < report["pages"] < 16
+    assert report["no_room"] == [key.hex() for key in keys[report["pages"] :]]
+    assert "no room in nvme.capacity" in result.stdout
+
+
+def test_a_store_in_use_is_named_with_its_process(tmp_path: Path) -> None:
+    config = filled(tmp_path)
+    with TierStore.open(tiers(16, None, tmp_path / "store", nvme_pages=100), SPEC):
+        result = tierstore("export", "--config", config, "--all", tmp_path / "x.tier")
+    assert result.returncode == 2
+    assert "in use by process" in result.stderr
+
+
+def test_interrupted_it_leaves_no_file(tmp_path: Path) -> None:
+    config = filled(tmp_path)
+    program = (
+        "import os, signal, sys\n"
+        "from tierstore.nvme.archive.closed import ClosedSource\n"
+        "record = ClosedSource.record\n"
+        "def interrupted(self, key):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return record(self, key)\n"
+        "ClosedSource.record = interrupted\n"
+        "from tierstore.cli import main\n"
+        "main()\n"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        "export",
+        "--config",
+        str(config),
+        "--all",
+        str(tmp_path / "x.tier"),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode in (1, 130, -signal.SIGINT), result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["store", "store.yaml"]
+
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "plain"])
+def test_a_documents_pages_go_out_by_its_text_and_answer_elsewhere(tmp_path: Path, chat: bool) -> None:
+    folder = save_with_byte_tokenizer(tiny_llama(vocabulary=256), tmp_path / "model")
+    if chat:
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    session = Session(folder)
+    spec = session.spec(8)
+    text = "The lighthouse keeper counts the ships and writes each down. " * 2
+    (tmp_path / "doc.txt").write_text(text, encoding="utf-8")
+    question = session.prompt(text, "How many?")
+    answers = []
+    for name in ("here", "there"):
+        memory = {"hbm": {"capacity": 64 * spec.page_nbytes, "device": "cpu"}}
+        config = {**memory, "nvme": {"path": str(tmp_path / name), "capacity": "32MiB"}}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+        if name == "there":
+            command: list[str | Path] = [
+                "--doc",
+                tmp_path / "doc.txt",
+                "--model",
+                folder,
+                tmp_path / "x.tier",
+                "--json",
+            ]
+            result = tierstore("export", "--config", tmp_path / "here.yaml", *command)
+            assert result.returncode == 0, result.stderr
+            pages = last_line(result)["pages"]
+            result = tierstore("import", "--config", tmp_path / "there.yaml", tmp_path / "x.tier", "--json")
+            assert last_line(result)["pages"] == pages, result.stderr
+        with TierStore.open(load_config(config), spec) as store:
+            answers.append(session.stored(store, question, 5))
+    begins = len("[user]") if chat else 0
+    assert pages == (begins + len(text)) // 8
+    assert answers[0].tokens == answers[1].tokens
+    assert (answers[0].reused_tokens, answers[1].reused_tokens) == (0, 8 * pages)
+
+
+def test_a_document_that_nobody_read_is_not_exported(tmp_path: Path) -> None:
+    folder = save_with_byte_tokenizer(tiny_llama(vocabulary=256), tmp_path / "model")
+    spec = Session(folder).spec(8)
+    (tmp_path / "doc.txt").write_text("Nobody read this text before, nor will they.", encoding="utf-8")
+    config = tmp_path / "store.yaml"
+    section = {"path": str(tmp_path / "store"), "capacity": "32MiB"}
+    config.write_text(yaml.safe_dump({"nvme": section}), encoding="utf-8")
+    with TierStore.open(
+        load_config({"hbm": {"capacity": "1MiB", "device": "cpu"}, "nvme": section}), spec
+    ) as store:
+        store.put(store.keys(range(8)), store.allocate(1))
+    out = tmp_path / "x.tier"
+    refused: list[tuple[list[str | Path], str]] = [
+        ([folder], "no page of a prompt that begins with the document"),
+        ([tmp_path / "nowhere"], "no such folder"),
+        ([folder, "--dtype", "float31"], "--dtype float31; allowed"),
+        ([folder, "--dtype", "float64"], "has no pages of"),
+    ]
+    for arguments, why in refused:
+        result = here("export", "--config", config, "--doc", tmp_path / "doc.txt", "--model", *arguments, out)
+        assert result.exit_code == 2, result.output
+        assert why in result.stderr
+    assert not out.exists()

@@ -1,0 +1,197 @@
+"""``export`` and ``import``: pages of a closed store as one file, and back into another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tierstore.cli.output import Json, print_json, progress, refusals
+from tierstore.config import NvmeConfig, load_config
+from tierstore.errors import ArchiveError, ConfigError
+from tierstore.units import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tierstore.cli.document import Document
+    from tierstore.nvme.archive.closed import Shard
+    from tierstore.nvme.archive.form import Description
+    from tierstore.nvme.archive.reading import Imported
+    from tierstore.nvme.archive.writing import Exported
+    from tierstore.types import PageKey
+
+Config = Annotated[Path, typer.Option(help="The store's configuration; its nvme section is used.")]
+_SHOWN_KEYS = 20
+
+
+def export(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write; replaced in one step.")],
+    config: Config,
+    keys: Annotated[
+        Path | None, typer.Option(help="A file of page keys in hex, one a line, # begins a comment.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every page there is.")] = False,
+    doc: Annotated[
+        Path | None, typer.Option(help="A text file: the pages of prompts that begin with this document.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Whose pages --doc means: a known model, or a model's folder.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="In which --model computes.")] = "float32",
+    fingerprint: Annotated[
+        str, typer.Option(help="The beginning of a fingerprint, where the directory has several models.")
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Write pages of a closed store to one portable file, as they are. Exit code 1 if some could not be had."""
+    with refusals(as_json):
+        from tierstore.nvme.archive import closed, writing
+
+        if (keys is not None) + everything + (doc is not None) != 1 or (doc is None) != (model is None):
+            raise ConfigError("export needs one of --keys FILE, --all, and --doc FILE with --model NAME")
+        path = _nvme(config).path
+        listed = None if keys is None else _keys(keys)
+        shards = [each for each in closed.shards_of(path) if each.directory.name.startswith(fingerprint)]
+        document = None if doc is None or model is None else _document(doc, model, dtype)
+        if document is not None:
+            shards = document.shards_among(shards)
+        with closed.open_source(_only(shards, path, document)) as source, _bar("exported") as show:
+            wanted = listed or (source.keys() if document is None else document.keys(source))
+            done = asyncio.run(writing.write_archive(out, wanted, source, show))
+    _say_exported(done)
+    if as_json:
+        print_json({"ok": not done.missing, **asdict(done)})
+    raise typer.Exit(1 if done.missing else 0)
+
+
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What export wrote.")],
+    config: Config,
+    new_model: Annotated[
+        bool, typer.Option("--new-model", help="Let it in beside other models in the same directory.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Check a file of pages and put what is whole into a closed store. Exit code 1 if not every page is there then."""
+    with refusals(as_json):
+        from tierstore.nvme.archive import closed, reading
+
+        nvme = _nvme(config)
+        description = asyncio.run(reading.read_contents(file)).description
+        if not new_model:
+            _require_known(nvme.path, description, file)
+        with (
+            closed.open_sink(
+                nvme.path, description, capacity=nvme.capacity, codec=nvme.codec, payload=nvme.payload
+            ) as sink,
+            _bar("imported") as show,
+        ):
+            done = asyncio.run(reading.read_archive(file, sink, show))
+    _say_imported(done)
+    if as_json:
+        print_json({"ok": done.complete, **asdict(done)})
+    raise typer.Exit(0 if done.complete else 1)
+
+
+def _require_known(path: Path, description: Description, file: Path) -> None:
+    from tierstore.nvme.archive import closed
+
+    try:
+        closed.require_known(path, description)
+    except ArchiveError as error:
+        raise ArchiveError(
+            f"{file}: {error}, which {path} is of, or --new-model for a directory of its own"
+        ) from error
+
+
+def _nvme(config: Path) -> NvmeConfig:
+    nvme = load_config(config).nvme
+    if nvme is None:
+        raise ConfigError(
+            f"{config}: has no nvme section; allowed: one, with the path of the store's directory"
+        )
+    return nvme
+
+
+def _only(shards: Sequence[Shard], path: Path, document: Document | None) -> Shard:
+    if len(shards) == 1:
+        return shards[0]
+    whose = "that are asked for" if document is None else f"of {document.model}"
+    if not shards:
+        raise ConfigError(f"{path} has no pages {whose}; `tierstore inspect` shows what there is")
+    there = ", ".join(f"{shard.directory.name[:12]}: {shard.description.models[:40]}" for shard in shards)
+    raise ConfigError(
+        f"{path} has {len(shards)} directories with pages {whose} ({there}); allowed: one, chosen by --fingerprint"
+    )
+
+
+def _document(doc: Path, model: str, dtype: str) -> Document:
+    if find_spec("transformers") is None:
+        raise ConfigError("--doc needs transformers: pip install 'tierstore[hf]'")
+    from tierstore.cli.document import Document
+
+    return Document(doc, model, dtype)
+
+
+def _keys(path: Path) -> list[PageKey]:
+    from tierstore.codec import KEY_NBYTES
+    from tierstore.types import PageKey
+
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text; allowed: keys in hex, one a line") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        try:
+            key = bytes.fromhex(text)
+        except ValueError:
+            key = b""
+        if len(key) != KEY_NBYTES:
+            raise ConfigError(
+                f"{path}, line {number}: {text[:80]!r} is no key; allowed: {2 * KEY_NBYTES} hex digits"
+            )
+        found.append(PageKey(key))
+    if not found:
+        raise ConfigError(f"{path} has no keys; allowed: keys in hex, one a line")
+    return found
+
+
+def _say_exported(done: Exported) -> None:
+    codecs = ", ".join(f"{count} {name}" for name, count in done.codecs.items())
+    typer.echo(f"{done.path}: {done.pages} pages ({codecs}), {format_size(done.nbytes)}")
+    _say_keys("not exported", [(key, reason) for key, reason in done.missing])
+
+
+def _say_imported(done: Imported) -> None:
+    typer.echo(f"{done.path}: {done.pages} pages imported, {done.present} were there")
+    _say_keys("damaged", done.damaged)
+    _say_keys("without the pages before it", [(key, "") for key in done.orphans])
+    _say_keys("no room in nvme.capacity", [(key, "") for key in done.no_room])
+
+
+def _say_keys(what: str, keys: Sequence[tuple[PageKey, str]]) -> None:
+    for key, reason in keys[:_SHOWN_KEYS]:
+        typer.echo(f"  {what}: {key.hex()}{': ' + reason if reason else ''}")
+    if len(keys) > _SHOWN_KEYS:
+        typer.echo(f"  {what}: {len(keys) - _SHOWN_KEYS} more")
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar, and what moves it."""
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=progress, transient=True) as bars:
+        task = bars.add_task(what, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)

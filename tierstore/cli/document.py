@@ -1,0 +1,117 @@
+"""A document's pages by their keys, as the transformers adapter keys them. Loads torch and transformers."""
+
+# transformers leaves some of its functions untyped:
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from tierstore.adapters.huggingface import page_specs
+from tierstore.cli.output import progress
+from tierstore.demo.known import KNOWN
+from tierstore.demo.model import ModelError, prepare_model
+from tierstore.errors import ConfigError
+from tierstore.keys import namespace, page_keys
+from tierstore.layout import PageLayout
+from tierstore.nvme.archive.closed import ClosedSource, Shard
+from tierstore.types import DTYPE_NBYTES, PageKey
+
+_GOES_ON = ("\n\nWhat", "\n\n1", " and")
+"""Ways for a prompt to go on after a document: what they change of its tokens is no page of the document."""
+
+
+class Document:
+    """A text file and the model that reads it."""
+
+    def __init__(self, path: Path, model: str, dtype: str) -> None:
+        """Loads the model. ConfigError if it or the text cannot be had."""
+        self.model = model
+        try:
+            self._text = path.read_text(encoding="utf-8")
+            if model not in KNOWN and not Path(model).is_dir():
+                raise ConfigError(f"--model {model}: no such folder; known models: {', '.join(KNOWN)}")
+            if dtype not in DTYPE_NBYTES:
+                raise ConfigError(f"--dtype {dtype}; allowed: {', '.join(sorted(DTYPE_NBYTES))}")
+            folder = prepare_model(progress.print, known=KNOWN[model]) if model in KNOWN else Path(model)
+            transformers_logging.disable_progress_bar()
+            self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True
+            )
+            self._weights: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=getattr(torch, dtype), local_files_only=True
+            )
+        except (ModelError, ValueError) as error:
+            raise ConfigError(str(error)) from error
+
+    def shards_among(self, shards: Sequence[Shard]) -> list[Shard]:
+        """Those with pages of this model, whatever their page size."""
+        return [
+            shard
+            for shard in shards
+            if self._layout(shard).fingerprint == shard.description.layout.fingerprint
+        ]
+
+    def keys(self, source: ClosedSource) -> list[PageKey]:
+        """Of every full page of the document, begun as most of its pages in ``source`` are.
+
+        ConfigError if the first page is not there however it begins: nothing would be exported.
+        """
+        there = set(source.keys())
+        ways = [self._keys(tokens, source) for tokens in self._beginnings()]
+        best = max(ways, key=lambda keys: len(list(takewhile(there.__contains__, keys))))
+        if not best:
+            raise ConfigError(
+                "the document is shorter than a page; allowed: one of at least a page of tokens"
+            )
+        if best[0] not in there:
+            raise ConfigError(
+                "no page of a prompt that begins with the document is there, as a chat's first words or by itself; "
+                "allowed: one that the model has read, without salt and extras; else export --keys"
+            )
+        return best
+
+    def _layout(self, shard: Shard) -> PageLayout:
+        try:
+            return PageLayout.of(page_specs(self._weights, shard.description.layout.page_size))
+        except ValueError as error:
+            raise ConfigError(f"--model {self.model}: {error}") from error
+
+    def _keys(self, tokens: Sequence[int], source: ClosedSource) -> list[PageKey]:
+        layout = source.description.layout
+        return page_keys(
+            tokens,
+            page_size=layout.page_size,
+            namespace=namespace(layout.specs, loss_class=source.description.loss_class),
+            group=layout.specs[0].group,
+            shard=layout.shard,
+        )
+
+    def _beginnings(self) -> list[list[int]]:
+        """What prompts with the document have in common, whatever comes after it."""
+        ways = []
+        if self._tokenizer.chat_template:
+            for role in ("user", "system"):
+                ways.append(_common([self._chat(role, self._text + more) for more in _GOES_ON]))
+        for special in (True, False):
+            ways.append(_common([self._tokens(self._text + more, special=special) for more in _GOES_ON]))
+        return ways
+
+    def _chat(self, role: str, text: str) -> list[int]:
+        chat = [{"role": role, "content": text}]
+        prompt = str(self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        return self._tokens(prompt, special=False)
+
+    def _tokens(self, text: str, *, special: bool) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        return ids
+
+
+def _common(ways: Sequence[Sequence[int]]) -> list[int]:
+    """What all begin with."""
+    return [column[0] for column in takewhile(lambda column: len(set(column)) == 1, zip(*ways, strict=False))]
