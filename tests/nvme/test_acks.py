@@ -1,0 +1,48 @@
+"""Of which pages a job's acks speak, when some of them are late."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.nvme.rig import blank, key
+from tierstore.nvme.acks import Job
+from tierstore.types import Failure, Tier, Transfer
+
+TRANSFER = Transfer(7, tuple(key(n) for n in range(4)), Tier.NVME, (), Tier.HOST, (), 0, (None,) * 4)
+
+
+def job() -> Job:
+    return Job(TRANSFER, [blank()] * 4)
+
+
+def test_late_pages_are_the_transfer_from_their_ack_on() -> None:
+    work = job()
+    assert [work.done(0, 10), work.late(3), work.done(2, Failure.INTEGRITY)] == [False, False, False]
+    assert work.late(1)
+    first = work.ack()
+    assert (first.transfer_id, first.ok, first.num_ready, first.nbytes) == (7, False, 1, 10)
+    assert (first.late, first.failures) == ((1, 3), ((2, Failure.INTEGRITY),))
+    assert not work.done(3, 30)
+    assert work.done(1, Failure.IO_ERROR)
+    second = work.ack()
+    assert (second.ok, second.num_ready, second.nbytes, second.late) == (False, 1, 30, ())
+    assert second.failures == ((0, Failure.IO_ERROR),)
+    assert second.seconds == 0.0  # it tells nothing of the disk's rate
+
+
+def test_a_late_page_that_comes_before_the_others_is_not_late() -> None:
+    work = job()
+    assert not work.late(0)
+    assert not work.done(0, 5)
+    assert [work.done(index, 5) for index in (1, 2, 3)] == [False, False, True]
+    ack = work.ack()
+    assert (ack.ok, ack.num_ready, ack.nbytes, ack.late, ack.failures) == (True, 4, 20, (), ())
+
+
+def test_late_pages_of_several_sizes_keep_their_order() -> None:
+    work = job()
+    dues = [work.late(2), work.late(0), work.done(1, 11), work.done(3, 13)]
+    assert dues == [False, False, False, True]
+    assert replace(work.ack(), seconds=0.0).sizes == (11, 13)
+    assert [work.done(2, 12), work.done(0, 10)] == [False, True]
+    assert work.ack().sizes == (10, 12)
