@@ -35,7 +35,7 @@ def is_aligned(buffer: NDArray[np.uint8]) -> bool:
 def _address(buffer: NDArray[np.uint8]) -> int:
     # Asked twice for every page read: numpy's own answer takes six times as long, and is needed for read-only buffers.
     try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        return ctypes.addressof(ctypes.c_char.from_buffer(buffer.data))
     except (TypeError, ValueError):
         return int(buffer.__array_interface__["data"][0])
 
