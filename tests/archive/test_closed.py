@@ -20,11 +20,12 @@ from tierstore.errors import ArchiveError, ConfigError, TransferError
 from tierstore.layout import PageLayout
 from tierstore.nvme.archive.closed import open_sink, open_source, shards_of
 from tierstore.nvme.archive.form import Description
-from tierstore.nvme.archive.reading import Imported, read_archive
+from tierstore.nvme.archive.reading import Imported, read_archive, read_contents
 from tierstore.nvme.archive.records import Record
 from tierstore.nvme.archive.writing import Exported, write_archive
 from tierstore.nvme.catalogue import Catalogue, Page
 from tierstore.nvme.inspection import verify
+from tierstore.nvme.sizing import size, size_extents
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, PageSpec
 
@@ -127,6 +128,43 @@ def test_encoded_records_travel_as_they_are_whatever_the_codec_at_the_other_end(
     assert require_answers(tmp_path / "two", keys, payload=payload, codec=codec) == PAGES
 
 
+@pytest.mark.parametrize("codec", ["int8+zstd", "k8v4"])
+def test_lossy_records_travel_as_they_are_and_only_into_a_store_of_their_loss(
+    tmp_path: Path, payload: str, codec: str
+) -> None:
+    keys = chain(PAGES)
+    fill(tmp_path / "one", keys, payload=payload, codec=codec)
+    assert export(tmp_path / "one", tmp_path / "x.tier").codecs == {codec: PAGES}
+    found = run(read_contents(tmp_path / "x.tier")).description
+    assert found == Description(LAYOUT, codec.partition("+")[0])
+    options = {"capacity": nvme_capacity(100, SPEC.page_nbytes), "payload": payload}
+    with (
+        pytest.raises(ArchiveError, match="the loss class of the pages is"),
+        open_sink(tmp_path / "two", found, codec="exp", **options),  # type: ignore[arg-type]
+    ):
+        raise AssertionError
+    with (
+        store(tmp_path / "two") as opened,
+        pytest.raises(ArchiveError, match="the loss class of its pages is"),
+    ):
+        run(opened.import_pages(tmp_path / "x.tier"))
+    three = tmp_path / "three"
+    with open_sink(three, found, codec=codec, **options) as sink:  # type: ignore[arg-type]
+        assert run(read_archive(tmp_path / "x.tier", sink)).complete
+    with open_source(shards_of(tmp_path / "one")[0]) as one, open_source(shards_of(three)[0]) as other:
+        for key in keys:
+            ours, theirs = one.record(key), other.record(key)
+            assert isinstance(ours, Record)
+            assert isinstance(theirs, Record)
+            np.testing.assert_array_equal(ours.payload, theirs.payload)
+    with store(three, payload=payload, codec=codec) as opened:
+        assert opened.match(keys).num_pages == PAGES
+        assert not opened.match(keys).exact
+        with pytest.raises(ArchiveError, match="takes these pages as they are while the store is closed"):
+            run(opened.import_pages(tmp_path / "x.tier"))
+        assert run(opened.export_pages(keys, tmp_path / "y.tier")).codecs == {codec: PAGES}
+
+
 def test_a_store_that_has_some_pages_gets_the_others(tmp_path: Path, payload: str) -> None:
     keys = chain(PAGES)
     fill(tmp_path / "one", keys)
@@ -147,6 +185,8 @@ def test_the_budget_holds_and_what_does_not_fit_is_said(tmp_path: Path, payload:
     description = Description(LAYOUT)
     with open_sink(tmp_path / "two", description, capacity=capacity, codec="none", payload=payload) as sink:
         done = run(read_archive(tmp_path / "x.tier", sink))
+    sizing = (size if payload == "lmdb" else size_extents)(capacity, LAYOUT.blob_nbytes)
+    assert done.pages == sizing.budget_nbytes // sizing.record_nbytes
     assert 0 < done.pages < 16
     assert done.no_room == tuple(keys[done.pages :])
     on_disk = sum(path.lstat().st_blocks * 512 for path in (tmp_path / "two").rglob("*"))

@@ -24,6 +24,7 @@ from tests.archive.rig import (
     spoiled,
 )
 from tests.support.pages import SPEC, chain
+from tierstore import codec
 from tierstore.codec import HEAD_NBYTES
 from tierstore.errors import ArchiveError
 from tierstore.layout import PageLayout
@@ -398,3 +399,42 @@ def test_a_page_that_the_disk_cannot_read_is_named(tmp_path: Path, monkeypatch: 
     assert "Input/output" in done.damaged[0][1]
     assert done.orphans == (keys[3],)
     sink.require_right()
+
+
+def test_another_record_of_the_same_page_is_not_taken_for_the_one_that_was_written(tmp_path: Path) -> None:
+    keys = chain(3)
+    exported(tmp_path / "x.tier", Shelf.of(keys))
+    offsets = {item.key: item.offset for item in run(reading.read_contents(tmp_path / "x.tier")).items}
+    other = Shelf.of(keys).records[keys[1]]
+    noise = other.payload.copy()
+    noise[0] ^= 1
+    for head in (other.head, replace(other.head, parent=None)):
+
+        def change(raw: bytearray, head: codec.Head = head) -> bytearray:
+            start = offsets[keys[1]]
+            payload = noise if head.parent else other.payload
+            raw[start : start + BLOCK] = codec.seal(head, payload) + payload.tobytes()
+            return raw
+
+        sink = Shelf()
+        done = imported(spoiled(tmp_path / "x.tier", change), sink)
+        assert done.damaged == ((keys[1], "another record of this page"),)
+        sink.require_right()
+
+
+def test_an_index_that_lies_about_a_page_does_not_bring_it_in(tmp_path: Path) -> None:
+    keys = chain(4)
+    path = tmp_path / "x.tier"
+    exported(path, Shelf.of(keys), keys[2:])  # the page before them is not in the file
+    items = run(reading.read_contents(path)).items
+    liar = [items[0]._replace(parent=None), items[1]]
+    raw = path.read_bytes()
+    start = items[-1].end
+    indexed = form.index(liar)
+    head = raw[: form.header_nbytes(raw)]
+    path.write_bytes(raw[:start] + indexed + form.trailer(head[-16:], start, indexed))
+    sink = Shelf()
+    done = imported(path, sink)
+    assert [key for key, _ in done.damaged] == [keys[2]]
+    assert done.orphans == (keys[3],)
+    assert sink.records == {}

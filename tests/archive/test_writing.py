@@ -244,11 +244,13 @@ def test_who_cancels_a_call_in_a_thread_waits_for_its_end(tmp_path: Path) -> Non
 
         task = asyncio.ensure_future(records.whole(work))
         await begun.wait()
-        for _ in range(3):
-            task.cancel()
-            await asyncio.sleep(0)
-        assert not task.done()
-        gate.set()
+        try:
+            for _ in range(3):
+                task.cancel()
+                await asyncio.sleep(0)
+            assert not task.done()
+        finally:
+            gate.set()
         await asyncio.wait([task])
         assert task.cancelled()
         assert ended == [1]

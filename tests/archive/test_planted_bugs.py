@@ -1,0 +1,262 @@
+"""Bugs planted in the archive's rooms: the test that is there for it must notice each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.archive import test_closed, test_form, test_reading, test_writing
+from tests.core import planting
+from tests.core.planting import Bug
+from tierstore.nvme.archive import closed, draft, form, reading, records, writing
+
+Check = Callable[[Path, pytest.MonkeyPatch], None]
+
+
+def bits(path: Path, patch: pytest.MonkeyPatch) -> None:
+    test_form.test_every_flipped_bit_of_header_index_and_trailer_shows()
+
+
+def damages(path: Path, patch: pytest.MonkeyPatch) -> None:
+    test_reading.test_a_thousand_damages_are_refused_or_named_and_no_wrong_byte_comes_in(path)
+
+
+def spliced(path: Path, patch: pytest.MonkeyPatch) -> None:
+    test_reading.test_another_record_of_the_same_page_is_not_taken_for_the_one_that_was_written(path)
+
+
+def lied_about(path: Path, patch: pytest.MonkeyPatch) -> None:
+    test_reading.test_an_index_that_lies_about_a_page_does_not_bring_it_in(path)
+
+
+def again(path: Path, patch: pytest.MonkeyPatch) -> None:
+    test_reading.test_importing_again_changes_nothing_and_what_is_there_is_not_replaced(path)
+
+
+def trouble(path: Path, patch: pytest.MonkeyPatch) -> None:
+    test_writing.test_trouble_at_any_write_leaves_nothing_and_keeps_what_was_there(
+        path, patch, test_writing.full, OSError, after=False
+    )
+
+
+def killed(path: Path, patch: pytest.MonkeyPatch) -> None:
+    test_writing.test_what_a_killed_writer_left_is_gone_after_the_next(path)
+
+
+def two_writers(path: Path, patch: pytest.MonkeyPatch) -> None:
+    test_writing.test_two_writers_of_one_file_are_told_apart(path)
+
+
+def one_after_the_other(path: Path, patch: pytest.MonkeyPatch) -> None:
+    test_writing.test_a_writer_that_comes_as_the_first_one_ends_does_not_write_into_its_file(path, patch)
+
+
+def synced(path: Path, patch: pytest.MonkeyPatch) -> None:
+    test_writing.test_a_sync_that_fails_leaves_nothing(path, patch)
+
+
+def waited(path: Path, patch: pytest.MonkeyPatch) -> None:
+    test_writing.test_who_cancels_a_call_in_a_thread_waits_for_its_end(path)
+
+
+def no_place(path: Path, patch: pytest.MonkeyPatch) -> None:
+    test_closed.test_pages_for_which_there_is_no_place_take_those_after_them_along(path, patch)
+
+
+def budget(path: Path, patch: pytest.MonkeyPatch) -> None:
+    test_closed.test_the_budget_holds_and_what_does_not_fit_is_said(path, "lmdb")
+
+
+BUGS: list[tuple[ModuleType, Check, Bug]] = [
+    (
+        form,
+        bits,
+        Bug(
+            "index not summed",
+            " or xxh3_128_digest(raw) != trailer.index_sum",
+            "",
+        ),
+    ),
+    (
+        form,
+        bits,
+        Bug(
+            "end not summed",
+            " or summed[: len(END)] != END or xxh3_128_digest(summed) != found",
+            " or summed[: len(END)] != END",
+        ),
+    ),
+    (
+        form,
+        bits,
+        Bug(
+            "header not summed",
+            "header_nbytes(raw) or xxh3_128_digest(summed) != found",
+            "header_nbytes(raw)",
+        ),
+    ),
+    (
+        records,
+        spliced,
+        Bug(
+            "index's checksum not compared",
+            "if raw[CHECKSUM] != item.checksum:",
+            "if False:",
+        ),
+    ),
+    (
+        records,
+        lied_about,
+        Bug(
+            "parent not compared",
+            "if (head.parent, head.codec",
+            "if head.parent is None and (head.parent, head.codec",
+        ),
+    ),
+    (
+        records,
+        waited,
+        Bug(
+            "does not wait",
+            "while not running.done():",
+            "while False:",
+        ),
+    ),
+    (
+        reading,
+        damages,
+        Bug(
+            "orphans are taken",
+            "elif not (item.parent is None or ",
+            "elif not (True or ",
+        ),
+    ),
+    (
+        reading,
+        damages,
+        Bug(
+            "damage counts as kept",
+            "self.damaged.append((item.key, str(error)))\n",
+            "self._kept.add(item.key)\n            self.damaged.append((item.key, str(error)))\n",
+        ),
+    ),
+    (
+        reading,
+        damages,
+        Bug(
+            "not checked",
+            "return checked(item, head, payload, self.contents.description)",
+            "return Record(codec.parse(head), head, payload)",
+        ),
+    ),
+    (
+        reading,
+        again,
+        Bug(
+            "what is there is replaced",
+            "if self.sink.has(item.key):",
+            "if False:",
+        ),
+    ),
+    (
+        draft,
+        trouble,
+        Bug(
+            "draft stays",
+            "self._part.unlink(missing_ok=True)",
+            "pass",
+        ),
+    ),
+    (
+        draft,
+        killed,
+        Bug(
+            "not emptied",
+            "os.ftruncate(fd, 0)",
+            "pass",
+        ),
+    ),
+    (
+        draft,
+        two_writers,
+        Bug(
+            "not locked",
+            "fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+            "pass",
+        ),
+    ),
+    (
+        draft,
+        one_after_the_other,
+        Bug(
+            "lock of another name",
+            "if _is(fd, part):",
+            "if True:",
+        ),
+    ),
+    (
+        writing,
+        synced,
+        Bug(
+            "not synced",
+            "await whole(partial(os.fsync, draft.file.fileno()))",
+            "pass",
+        ),
+    ),
+    (
+        closed,
+        no_place,
+        Bug(
+            "children stay",
+            "if late:",
+            "if False:",
+        ),
+    ),
+    (
+        closed,
+        budget,
+        Bug(
+            "no budget",
+            "if room < 0:",
+            "if False:",
+        ),
+    ),
+]
+
+
+def plant(module: ModuleType, patch: pytest.MonkeyPatch, bug: Bug | None) -> None:
+    """Every name of the module that another room or a test uses is the copy's."""
+    copy = planting.load(module, bug)
+    for user in (reading, writing, closed, test_form, test_reading, test_writing, test_closed, records):
+        for name, value in list(vars(user).items()):
+            if value is module:
+                patch.setattr(user, name, copy)
+            elif getattr(value, "__module__", None) == module.__name__ and hasattr(copy, name):
+                patch.setattr(user, name, getattr(copy, name))
+    for name in ("read_archive", "write_archive"):
+        if hasattr(copy, name) and copy.__name__ in (reading.__name__, writing.__name__):
+            patch.setattr("tests.archive.rig." + name, getattr(copy, name))
+
+
+@pytest.mark.parametrize(("module", "check", "bug"), BUGS, ids=[bug.name for _, _, bug in BUGS])
+def test_a_planted_bug_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, check: Check, bug: Bug
+) -> None:
+    plant(module, monkeypatch, bug)
+    with pytest.raises((Exception, pytest.fail.Exception)):
+        check(tmp_path, monkeypatch)
+
+
+PAIRS = {
+    f"{module.__name__.rpartition('.')[2]}-{check.__name__}": (module, check) for module, check, _ in BUGS
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_copy_without_a_bug_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: str) -> None:
+    module, check = PAIRS[pair]
+    plant(module, monkeypatch, None)
+    check(tmp_path, monkeypatch)
