@@ -47,8 +47,10 @@ BUGS = {
     "an erase that failed is forgotten": (
         "nvme/writer.py",
         "try:\n                self._catalogue.erase(keys)\n",
-        "try:\n                self._owed.clear(); self._catalogue.erase(keys)\n"
-        "                self._owed.update(dict.fromkeys(keys))\n",
+        (
+            "try:\n                self._owed.clear(); self._catalogue.erase(keys)\n"
+            "                self._owed.update(dict.fromkeys(keys))\n"
+        ),
     ),
     "parent lost": (
         "nvme/records.py",
