@@ -18,6 +18,7 @@ from tests.archive.rig import Shelf, imported, run
 from tests.support.folders import save_with_byte_tokenizer
 from tests.support.pages import SPEC, chain, nvme_capacity, read, tiers, write
 from tests.test_cli import last_line, tierstore
+from tests.test_readme import block
 from tierstore.cli import app
 from tierstore.config import load_config
 from tierstore.demo.session import Session
@@ -216,6 +217,16 @@ def test_interrupted_it_leaves_no_file(tmp_path: Path) -> None:
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 
+def words_of_the_readme(line: str, directory: Path, model: Path) -> list[str | Path]:
+    """A command of the README, its files in ``directory`` and its model a small one."""
+    program, *words = line.split()
+    assert program == "tierstore"
+    given = {"smollm2": model} | {
+        word: directory / word for word in words if word.startswith(("here.", "there.", "report."))
+    }
+    return [given.get(word, word) for word in words]
+
+
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "plain"])
 def test_a_documents_pages_go_out_by_its_text_and_answer_elsewhere(tmp_path: Path, chat: bool) -> None:
     folder = save_with_byte_tokenizer(tiny_llama(vocabulary=256), tmp_path / "model")
@@ -225,27 +236,22 @@ def test_a_documents_pages_go_out_by_its_text_and_answer_elsewhere(tmp_path: Pat
     session = Session(folder)
     spec = session.spec(8)
     text = "The lighthouse keeper counts the ships and writes each down. " * 2
-    (tmp_path / "doc.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "report.txt").write_text(text, encoding="utf-8")
     question = session.prompt(text, "How many?")
-    answers = []
+    answers, pages = [], 0
     for name in ("here", "there"):
         memory = {"hbm": {"capacity": 64 * spec.page_nbytes, "device": "cpu"}}
         config = {**memory, "nvme": {"path": str(tmp_path / name), "capacity": "32MiB"}}
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
         if name == "there":
-            command: list[str | Path] = [
-                "--doc",
-                tmp_path / "doc.txt",
-                "--model",
-                folder,
-                tmp_path / "x.tier",
-                "--json",
-            ]
-            result = tierstore("export", "--config", tmp_path / "here.yaml", *command)
-            assert result.returncode == 0, result.stderr
-            pages = last_line(result)["pages"]
-            result = tierstore("import", "--config", tmp_path / "there.yaml", tmp_path / "x.tier", "--json")
-            assert last_line(result)["pages"] == pages, result.stderr
+            export, import_ = (
+                words_of_the_readme(line, tmp_path, folder) for line in block("sh", 1).splitlines()
+            )
+            result = here(*export, "--json")
+            assert result.exit_code == 0, result.stderr
+            pages = json.loads(result.stdout.splitlines()[-1])["pages"]
+            result = here(*import_, "--json")
+            assert json.loads(result.stdout.splitlines()[-1])["pages"] == pages, result.stderr
         with TierStore.open(load_config(config), spec) as store:
             answers.append(session.stored(store, question, 5))
     begins = len("[user]") if chat else 0

@@ -78,6 +78,11 @@ def test_the_engine_example_copies_pages_out_and_in(tmp_path: Path) -> None:
     assert printed.splitlines() == ["[1, 3, 4, 15]", "4 True"]
 
 
+def test_the_archive_example_takes_pages_to_another_store(tmp_path: Path) -> None:
+    printed = run(block("python", 4), tmp_path, "-W", "error")
+    assert printed.splitlines() == ["4", "4 True 4"]
+
+
 def test_the_configuration_loads(tmp_path: Path) -> None:
     (tmp_path / "store.yaml").write_text(block("yaml"), encoding="utf-8")
     assert load_config(tmp_path / "store.yaml").page_size == 64
