@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tierstore import codec, codecs
+from tierstore.codecs.exp import Decoder, Encoder, Geometry, Group
 from tierstore.errors import IntegrityError
-from tierstore.exp import Decoder, Encoder, Geometry, Group
 from tierstore.layout import PageLayout
 from tierstore.types import PageKey, PageSpec
 

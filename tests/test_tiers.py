@@ -16,7 +16,7 @@ from tests.nvme.rig import PATIENCE_S, Rig, blank, key
 from tests.tier_contract import Page, TierContract, TierUnderTest
 from tierstore import codec
 from tierstore.codec import HEAD_NBYTES, Codec
-from tierstore.exp import Decoder, Geometry
+from tierstore.codecs.exp import Decoder, Geometry
 from tierstore.gpu.pool import CpuPool, EnginePages, EnginePool, GroupedPages
 from tierstore.host.arena import HostArena
 from tierstore.layout import PageLayout

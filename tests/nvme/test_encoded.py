@@ -14,9 +14,9 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.nvme.rig import LAYOUT, Rig, blank, change, find, key, page
-from tierstore import exp
 from tierstore.codec import HEAD_NBYTES
-from tierstore.exp import Encoder, Geometry
+from tierstore.codecs import exp
+from tierstore.codecs.exp import Encoder, Geometry
 from tierstore.layout import PageLayout
 from tierstore.nvme import sealing
 from tierstore.nvme.inspection import verify

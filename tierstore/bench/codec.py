@@ -11,7 +11,7 @@ import numpy as np
 import zstandard
 
 from tierstore.bench.rows import Row
-from tierstore.exp import Decoder, Encoder, Geometry
+from tierstore.codecs.exp import Decoder, Encoder, Geometry
 from tierstore.layout import PageLayout
 
 if TYPE_CHECKING:

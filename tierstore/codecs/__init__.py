@@ -1,4 +1,4 @@
-"""Lossy codecs of stated bounds for pages of floating point, and one way to make every codec by its name.
+"""Codecs for pages of floats: the lossless ``exp``, lossy ones of stated bounds, and one way to make each by its name.
 
 ``fp8``, ``int8``, ``k8v4``, ``int4`` and ``int4-64`` give payloads whose length follows from the layout alone; with
 ``+zstd`` their codes are compressed, and the length depends on the numbers. ``kinds.LOSSY`` says what each does and
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from tierstore import exp
-from tierstore.codecs import pages
+from tierstore.codecs import exp, pages
 from tierstore.codecs.kinds import LOSS_CLASSES, LOSSY
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tierstore import exp
+from tierstore.codecs import exp
+from tierstore.codecs.exp import Decoder, Encoder, Geometry, Group
 from tierstore.errors import IntegrityError
-from tierstore.exp import Decoder, Encoder, Geometry, Group
 from tierstore.layout import PageLayout
 from tierstore.types import PageSpec
 
