@@ -145,6 +145,17 @@ def test_a_foreign_models_file_is_refused_by_name_unless_it_is_told_to_be_new(tm
     assert (result.returncode, last_line(result)["pages"]) == (0, 6)
 
 
+def test_a_file_of_another_page_size_than_the_configurations_is_refused_by_name(tmp_path: Path) -> None:
+    out = tmp_path / "x.tier"
+    assert tierstore("export", "--config", filled(tmp_path), "--all", out).returncode == 0
+    other = configured(tmp_path, "other")
+    other.write_text("page_size: 64\n" + other.read_text(encoding="utf-8"), encoding="utf-8")
+    result = tierstore("import", "--config", other, out)
+    assert result.returncode == 2
+    assert f"{out}: the page_size of its pages is 4; allowed here: 64" in result.stderr
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_damaged_file_is_refused_or_imported_in_part_with_the_page_named(tmp_path: Path) -> None:
     out = tmp_path / "x.tier"
     assert tierstore("export", "--config", filled(tmp_path), "--all", out).returncode == 0

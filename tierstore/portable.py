@@ -67,7 +67,7 @@ class Portable:
         What NVMe has is taken as it is there, encoded or not. Changes nothing but what ``acquire`` does. Cancelled or
         failed it leaves no file, and what was at ``path`` before. ``progress``: called with pages done and their total.
         ArchiveError if no page could be had or another writes there; OSError, such as a full disk, as it comes.
-        Where an engine owns HBM, only pages on disk: ``flush`` first.
+        Where an engine owns HBM, only pages on disk: ``flush`` first. Memory-only pages never go to a file.
         """
         self._progress.require_open()
         require_key_list(keys)
@@ -107,9 +107,11 @@ class LiveSource:
         tier = self._parts.nvme
         on_disk = False
         with self._progress.lock:
-            tables = self._parts.directory.residency.tables
+            residency = self._parts.directory.residency
+            if key in residency.memory_only and key not in residency.memory_only.refused:
+                return "it was put to stay in memory"
             if tier is not None:
-                on_disk = tables[Tier.NVME].ready(key) and tier.state != "absent"
+                on_disk = residency.tables[Tier.NVME].ready(key) and tier.state != "absent"
         lent = tier.lender.record(key) if tier is not None and on_disk else "not found"
         return lent if isinstance(lent, Record) else self._from_memory(key, lent)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -230,6 +233,35 @@ def test_a_directory_that_takes_no_more_ends_the_import_and_keeps_what_it_took(
     with pytest.raises(TransferError, match="No space left"):
         import_(tmp_path / "x.tier", tmp_path / "three")
     assert import_(tmp_path / "x.tier", tmp_path / "two").present == PAGES
+
+
+def test_killed_while_it_imports_a_store_has_a_beginning_and_takes_the_rest(
+    tmp_path: Path, payload: str
+) -> None:
+    keys = chain(PAGES)
+    fill(tmp_path / "one", keys)
+    export(tmp_path / "one", tmp_path / "x.tier")
+    program = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from tests.archive import test_closed\n"
+        "from tierstore.nvme.archive import closed, reading\n"
+        "reading._BATCH_PAGES = 3\n"
+        "store = closed.ClosedSink._store\n"
+        "def killed(sink, records):\n"
+        "    kept = store(sink, records)\n"
+        "    if len(sink._present) >= 6: os.kill(os.getpid(), 9)\n"
+        "    return kept\n"
+        "closed.ClosedSink._store = killed\n"
+        "test_closed.import_(Path(sys.argv[1]), Path(sys.argv[2]), payload=sys.argv[3])\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "x.tier"), str(tmp_path / "two"), payload]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], check=False, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert require_answers(tmp_path / "two", keys, payload=payload) == 6
+    rest = import_(tmp_path / "x.tier", tmp_path / "two", payload=payload)
+    assert (rest.pages, rest.present) == (PAGES - 6, 6)
+    assert require_answers(tmp_path / "two", keys, payload=payload) == PAGES
 
 
 def test_a_damaged_record_is_left_out_and_named(tmp_path: Path, payload: str) -> None:

@@ -114,6 +114,18 @@ def test_a_page_that_cannot_be_read_is_named_and_the_file_has_the_others(tmp_pat
         store.check()
 
 
+def test_pages_that_are_to_stay_in_memory_go_to_no_file(tmp_path: Path) -> None:
+    keys = chain(3)
+    with open_store(4, 4, None) as store:
+        write(store, keys[:2])
+        slots = store.allocate(1)
+        fill(store, keys[2:], slots)
+        store.put(keys[2:], slots, memory_only=True)
+        done = run(store.export_pages(keys, tmp_path / "x.tier"))
+        assert done.missing == ((keys[2], "it was put to stay in memory"),)
+        assert record(keys[2], None).payload.tobytes() not in (tmp_path / "x.tier").read_bytes()
+
+
 def test_keys_that_nobody_has_are_named(tmp_path: Path) -> None:
     with open_store(4, 4, None) as store:
         write(store, chain(2))

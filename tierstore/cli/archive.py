@@ -86,6 +86,11 @@ def import_(
 
         nvme = _nvme(config)
         description = asyncio.run(reading.read_contents(file)).description
+        allowed, found = load_config(config).page_size, description.layout.page_size
+        if allowed not in (None, found):
+            raise ArchiveError(
+                f"{file}: the page_size of its pages is {found}; allowed here: {allowed}, page_size of {config}"
+            )
         if not new_model:
             _require_known(nvme.path, description, file)
         with (
