@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.archive import test_closed, test_form, test_reading, test_writing
+from tests.archive import test_closed, test_damages, test_form, test_reading, test_writing
 from tests.core import planting
 from tests.core.planting import Bug
 from tierstore.nvme.archive import closed, draft, form, reading, records, writing
@@ -21,15 +21,15 @@ def bits(path: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def damages(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_reading.test_a_thousand_damages_are_refused_or_named_and_no_wrong_byte_comes_in(path)
+    test_damages.test_a_thousand_damages_are_refused_or_named_and_no_wrong_byte_comes_in(path)
 
 
 def spliced(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_reading.test_another_record_of_the_same_page_is_not_taken_for_the_one_that_was_written(path)
+    test_damages.test_another_record_of_the_same_page_is_not_taken_for_the_one_that_was_written(path)
 
 
 def lied_about(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_reading.test_an_index_that_lies_about_a_page_does_not_bring_it_in(path)
+    test_damages.test_an_index_that_lies_about_a_page_does_not_bring_it_in(path)
 
 
 def again(path: Path, patch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,17 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
 def plant(module: ModuleType, patch: pytest.MonkeyPatch, bug: Bug | None) -> None:
     """Every name of the module that another room or a test uses is the copy's."""
     copy = planting.load(module, bug)
-    for user in (reading, writing, closed, test_form, test_reading, test_writing, test_closed, records):
+    for user in (
+        reading,
+        writing,
+        closed,
+        test_form,
+        test_reading,
+        test_damages,
+        test_writing,
+        test_closed,
+        records,
+    ):
         for name, value in list(vars(user).items()):
             if value is module:
                 patch.setattr(user, name, copy)
