@@ -1,4 +1,6 @@
-"""Admission at work: pages that are not worth a write stay in memory, until they are or their room is needed.
+"""Puts and hits as the policies see them: told to the history, and asked of admission.
+
+Pages that are not worth a write stay in memory, until they are or their room is needed.
 
 Only pages that go down by themselves are asked about; what ``demote``, ``flush`` and ``close`` send down is written
 whatever admission thinks, and counts against the day's budget. Metadata only; time comes with ``tick``.
@@ -13,24 +15,31 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tierstore.policy import Admission, WriteBudget
+    from tierstore.policy import Admission, History, WriteBudget
     from tierstore.residency import Residency
     from tierstore.types import PageKey
 
 
 class Admitting:
-    """Tells ``admission`` of puts and hits and holds its answers. Does nothing where there is no NVMe tier.
+    """Tells ``history`` of puts and hits, asks ``admission`` and holds its answers. ``history`` is None where no policy
+    needs one. Without an NVMe tier there is nothing to admit to.
 
     A page refused now is asked about again when it is hit. A page is written with all pages before it, so a budget
     must have room for them too.
     """
 
     def __init__(
-        self, residency: Residency, admission: Admission, budget: WriteBudget, record_nbytes: int
+        self,
+        residency: Residency,
+        history: History | None,
+        admission: Admission,
+        budget: WriteBudget,
+        record_nbytes: int,
     ) -> None:
         self.budget = budget
         self._residency = residency
         self._memory_only = residency.memory_only
+        self._history = history
         self._admission = admission
         self._record_nbytes = record_nbytes
         self._nvme = residency.tables.get(Tier.NVME)
@@ -47,19 +56,24 @@ class Admitting:
 
     def put(self, key: PageKey, parent: PageKey | None) -> None:
         """A page that no tier holds, and that may be stored, is about to get its first copy, after ``parent``."""
+        history, record, again = self._history, None, False
+        if history is not None:
+            record, again = history.put(key, parent)
         if self._nvme is None:
             return
-        if not (self._admission.put(key, parent, self._pressure()) and self._afford(key, parent)):
+        if not (self._admission.put(record, self._pressure(), again=again) and self._afford(key, parent)):
             self._memory_only.refuse(key)
 
     def hit(self, key: PageKey, source: Tier) -> None:
         """A held page was asked for, or put again; ``source`` is the fastest tier that had it."""
-        if self._nvme is None:
+        record = None
+        if self._history is not None:
+            record = self._history.hit(key, below=source == Tier.NVME)
+        if self._nvme is None or key not in self._memory_only.refused:
             return
-        worth = self._admission.hit(key, self._pressure(), below=source == Tier.NVME)
-        if not worth or key not in self._memory_only.refused:
-            return
-        if self._afford(key, self._residency.lineage.parent(key)):
+        if self._admission.hit(record, self._pressure()) and self._afford(
+            key, self._residency.lineage.parent(key)
+        ):
             self._memory_only.permit(key)
 
     def insist(self, keys: Sequence[PageKey]) -> None:
@@ -90,13 +104,13 @@ class Admitting:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _pressure(self) -> float:
-        """How dear a write is, in mean worths: half of one where it costs another page its place, and ever dearer as
-        the day's budget goes."""
+        """How dear a write is, in mean worths: one where it costs another page its place, and ever dearer as the day's
+        budget goes."""
         assert self._nvme is not None
         full = not self._nvme.has_space(self._record_nbytes)
         daily = self.budget.daily_nbytes
         gone = 0.0 if daily is None else min(1.0, self._committed() / daily)
-        return (full + gone) / 2 / (1 - gone) if gone < 1 else float("inf")
+        return (full + gone) / (1 - gone) if gone < 1 else float("inf")
 
     def _committed(self) -> int:
         return self.budget.spent(self._now) + len(self._promised) * self._record_nbytes

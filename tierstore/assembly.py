@@ -22,7 +22,7 @@ from tierstore.keys import EXACT
 from tierstore.metrics import Metrics
 from tierstore.mover import Mover
 from tierstore.nvme.tier import NvmeTier
-from tierstore.policy import WriteBudget, make_admission, make_policy
+from tierstore.policy import Known, WriteBudget, make_admission, make_history, make_policy
 from tierstore.policy.recompute import doubling_depth
 from tierstore.tier_table import TierTable
 from tierstore.types import Tier
@@ -35,13 +35,10 @@ if TYPE_CHECKING:
     from tierstore.gpu.pool import OwnPool
     from tierstore.layout import PageLayout
     from tierstore.mover import SlotBytes
-    from tierstore.policy import Admission
 
 _log = logging.getLogger(__name__)
 
 _PIN_PATIENCE_S = 600.0
-_MOST_REMEMBERED = 1 << 20
-"""Pages that admission may remember: about 200 bytes each."""
 
 
 @dataclass
@@ -76,14 +73,15 @@ def assemble(config: StoreConfig, layout: PageLayout, wake: Callable[[], None]) 
         metrics.watch_pinned(arena.pinned_nbytes)
     if nvme is not None:
         metrics.watch_disk(lambda: nvme.state)
-    tables = _tables(config, pool, arena, nvme)
+    known = _known(config, layout, arena, pool, nvme)
     directory = Directory(
-        tables,
+        _tables(config, pool, arena, nvme, known),
         metrics,
         page_nbytes=layout.page_nbytes,
         record_nbytes=0 if nvme is None else nvme.record_nbytes,
         flush_s=0.0 if config.nvme is None else config.nvme.flush,
-        admission=_admission(config, layout, tables, nvme),
+        history=None if known is None else known.history,
+        admission=make_admission("all" if config.nvme is None else config.nvme.admission, known),
         budget=WriteBudget(None if config.nvme is None else config.nvme.daily_writes),
     )
     if nvme is not None:
@@ -228,15 +226,21 @@ def _open_nvme(config: NvmeConfig, layout: PageLayout, wake: Callable[[], None])
     )
 
 
-def _admission(
-    config: StoreConfig, layout: PageLayout, tables: dict[Tier, TierTable], nvme: NvmeTier | None
-) -> Admission:
-    """It remembers as many pages as the tiers hold, and so many more again."""
-    name = "all" if config.nvme is None else config.nvme.admission
-    held = 0 if nvme is None else nvme.budget_nbytes // nvme.record_nbytes
-    held += sum(table.num_slots or 0 for table in tables.values())
-    depth = min(doubling_depth(spec) for spec in layout.specs)
-    return make_admission(name, remembered=min(2 * held, _MOST_REMEMBERED), doubling_depth=depth)
+def _known(
+    config: StoreConfig,
+    layout: PageLayout,
+    arena: HostArena | None,
+    pool: OwnPool | None,
+    nvme: NvmeTier | None,
+) -> Known | None:
+    """What the policies of a configuration may look at; None if none looks at anything."""
+    sections = [section for section in (config.hbm, config.host, config.nvme) if section is not None]
+    names = [section.policy for section in sections] + [config.nvme.admission if config.nvme else "all"]
+    pages = sum(memory.num_slots for memory in (arena, pool) if memory is not None)
+    history = make_history(names, pages + (0 if nvme is None else nvme.budget_nbytes // nvme.record_nbytes))
+    if history is None:
+        return None
+    return Known(history, min(doubling_depth(spec) for spec in layout.specs))
 
 
 def loss_class(config: StoreConfig) -> str:
@@ -245,16 +249,25 @@ def loss_class(config: StoreConfig) -> str:
 
 
 def _tables(
-    config: StoreConfig, pool: OwnPool | None, arena: HostArena | None, nvme: NvmeTier | None
+    config: StoreConfig,
+    pool: OwnPool | None,
+    arena: HostArena | None,
+    nvme: NvmeTier | None,
+    known: Known | None,
 ) -> dict[Tier, TierTable]:
     tables: dict[Tier, TierTable] = {}
     if config.hbm is not None and pool is not None:
-        tables[Tier.HBM] = TierTable(make_policy(config.hbm.policy), num_slots=pool.num_slots)
+        tables[Tier.HBM] = TierTable(
+            make_policy(config.hbm.policy, known, pool.num_slots), num_slots=pool.num_slots
+        )
     if config.host is not None and arena is not None:
-        tables[Tier.HOST] = TierTable(make_policy(config.host.policy), num_slots=arena.num_slots)
+        tables[Tier.HOST] = TierTable(
+            make_policy(config.host.policy, known, arena.num_slots), num_slots=arena.num_slots
+        )
     if config.nvme is not None and nvme is not None:
+        pages = max(1, nvme.budget_nbytes // nvme.record_nbytes)
         tables[Tier.NVME] = TierTable(
-            make_policy(config.nvme.policy),
+            make_policy(config.nvme.policy, known, pages),
             budget_nbytes=nvme.budget_nbytes,
             lossy=loss_class(config) != EXACT,
         )

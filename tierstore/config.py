@@ -75,7 +75,7 @@ Tokens = Annotated[int, BeforeValidator(_tokens), WithJsonSchema(_COUNT | {"maxi
 Device = Annotated[str, BeforeValidator(_device), WithJsonSchema(_TEXT | {"pattern": _DEVICE})]
 Directory = Annotated[Path, BeforeValidator(_directory), WithJsonSchema(_TEXT | {"minLength": 1})]
 DiskCodec = Literal["none", "exp", "fp8", "fp8+zstd", "int8", "int8+zstd", "k8v4", "int4", "int4-64"]
-Policy = Literal["lru", "fifo"]
+Policy = Literal["lru", "fifo", "lfu", "slru", "gdsf", "session", "adaptive"]
 
 
 class _Section(BaseModel):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from tierstore.lease import LeaseRecord
     from tierstore.metrics import Metrics
-    from tierstore.policy import Admission, WriteBudget
+    from tierstore.policy import Admission, History, WriteBudget
     from tierstore.tier_table import TierTable
 
 
@@ -42,6 +42,7 @@ class Directory:
         page_nbytes: int,
         record_nbytes: int,
         flush_s: float,
+        history: History | None,
         admission: Admission,
         budget: WriteBudget,
     ) -> None:
@@ -53,7 +54,7 @@ class Directory:
         self.placement = Placement(self.residency, self.traffic, record_nbytes, flush_s)
         self.space = self.placement.space
         self.drops.left = self.placement.left
-        self.admitting = Admitting(self.residency, admission, budget, record_nbytes)
+        self.admitting = Admitting(self.residency, history, admission, budget, record_nbytes)
         self.hints = HintTable(self.residency)
         self.leasing = Leasing(
             self.residency,

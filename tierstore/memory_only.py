@@ -43,15 +43,16 @@ class MemoryOnly:
     def restrict(self, key: PageKey) -> None:
         """A page that no tier holds gets its first copy and is to stay in memory.
 
-        No effect if a page that may be stored follows it: that one would be out of reach after a restart.
+        No effect if a page follows it that may be stored, or may once admission wants it: that one would be out of
+        reach after a restart.
         """
-        if all(child in self.keys for child in self._lineage.children(key)):
+        if all(child in self.keys and child not in self.refused for child in self._lineage.children(key)):
             self.keys.add(key)
 
     def refuse(self, key: PageKey) -> None:
-        """Admission refuses a page that gets its first copy: as ``restrict``, until it is permitted."""
-        self.restrict(key)
-        if key in self.keys:
+        """Admission refuses a page that gets its first copy. No effect if a page that may be stored follows it."""
+        if all(child in self.keys for child in self._lineage.children(key)):
+            self.keys.add(key)
             self.refused.add(key)
 
     def forget(self, key: PageKey) -> None:

@@ -106,7 +106,7 @@ class Residency:
         """A slot owned by the caller, by evicting a droppable copy if none is free. CapacityError changes nothing."""
         table = self.tables[tier]
         self._make_space(tier, table, nbytes)
-        slot, _ = table.take(nbytes)
+        slot = table.take(nbytes)
         table.owned.add(slot)
         return slot
 
@@ -145,9 +145,10 @@ class Residency:
             table.count(table.copies[key], 1)
             self._kill(key, tier)
         table.owned.discard(slot)
-        table.copies[key] = Copy(slot, 0, table.policy.enter(), pins=pins)
+        table.copies[key] = Copy(slot, 0, table.policy.enter(key), pins=pins)
         table.count(table.copies[key], 1)
         self._make_ready(table, key, parent)
+        self._give_up_places(tier, table)
 
     # -- reserve, commit, abort ---------------------------------------------------------------------------------
 
@@ -181,11 +182,12 @@ class Residency:
             self.memory_only.restrict(key)
         if src is not None:
             self.exactness.loaded(key, src, dst)
-        slot, rank = table.take(nbytes)
+        slot, rank = table.take(nbytes), table.policy.enter(key)
         if src is not None and src < dst and self.tables[src].copies[key].rank < 0:
             rank = table.policy.unwanted()  # what nobody wants above is the first to go below, too
         table.copies[key] = Copy(slot, nbytes, rank)
         table.count(table.copies[key], 1)
+        self._give_up_places(dst, table)
         return slot
 
     def commit(
@@ -259,7 +261,9 @@ class Residency:
             for tier, table in self._order:
                 copy = table.copies.get(key)
                 if copy is not None:
-                    self._rerank(key, tier, table, copy, table.policy.touch(copy.rank))
+                    self._rerank(key, tier, table, copy, table.policy.touch(key, copy.rank))
+        for tier, table in self._order:
+            self._give_up_places(tier, table)
 
     def set_wanted(self, keys: Iterable[PageKey], *, wanted: bool) -> None:
         """Moves pages after (wanted) or before (not wanted) all normal ones in every tier's victim order."""
@@ -276,7 +280,7 @@ class Residency:
             for tier, table in self._order:
                 copy = table.copies.get(key)
                 if copy is not None:
-                    self._rerank(key, tier, table, copy, table.policy.ordinary(copy.rank))
+                    self._rerank(key, tier, table, copy, table.policy.ordinary(key, copy.rank))
 
     # -- evict --------------------------------------------------------------------------------------------------
 
@@ -289,6 +293,7 @@ class Residency:
         table.withdraw(copy)
         table.count(copy, -1)
         del table.copies[key]
+        table.policy.left(key, copy.rank)
         if copy.pins:
             table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins)
         else:
@@ -311,8 +316,7 @@ class Residency:
         table, lineage = self.tables[tier], self.lineage
         enter, copies, used = table.policy.enter, table.copies, 0
         for key, parent, nbytes in records:
-            rank = enter()
-            copies[key] = Copy(rank, nbytes, rank, True)
+            copies[key] = Copy(next(table.new_slots), nbytes, enter(key), True)
             used += nbytes
             if parent is not None:
                 lineage.link(key, parent)
@@ -420,6 +424,13 @@ class Residency:
             if key in self.memory_only.keys:
                 table.fleeting.shift(copy.rank, key, offered=not inner)
 
+    def _give_up_places(self, tier: Tier, table: TierTable) -> None:
+        """Carries out what the order decided about other pages than those it was asked about."""
+        for key, before, rank in table.policy.moved():
+            copy = table.copies.get(key)
+            if copy is not None and copy.rank == before:
+                self._rerank(key, tier, table, copy, rank)
+
     def _rerank(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy, rank: int) -> None:
         if rank == copy.rank:
             return
@@ -432,6 +443,7 @@ class Residency:
         table = self.tables[dst]
         copy = table.copies.pop(key)
         table.count(copy, -1)
+        table.policy.left(key, copy.rank)
         table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins + 1)
 
     def _forget_if_gone(self, key: PageKey) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING
 
 from tierstore.policy import VictimQueue
@@ -42,6 +43,8 @@ class TierTable:
         self.used_nbytes = 0
         self.free: list[int] = list(range(num_slots - 1, -1, -1)) if num_slots is not None else []
         self.copies: dict[PageKey, Copy] = {}
+        self.new_slots = count()
+        """Slots of a tier that keeps bytes by key: a new number for each record."""
         self.arriving = 0
         """Copies that are not readable yet."""
         self.pinned = 0
@@ -69,12 +72,10 @@ class TierTable:
         copy = self.copies.get(key)
         return copy is not None and copy.ready
 
-    def take(self, nbytes: int) -> tuple[int, int]:
-        """A slot that is free, and the rank of the page that goes there; there must be space."""
-        rank = self.policy.enter()
-        slot = self.free.pop() if self.num_slots is not None else rank
+    def take(self, nbytes: int) -> int:
+        """A slot that is free; there must be space."""
         self.used_nbytes += nbytes
-        return slot, rank
+        return self.free.pop() if self.num_slots is not None else next(self.new_slots)
 
     def put_back(self, slot: int, nbytes: int) -> None:
         """The slot is free again."""

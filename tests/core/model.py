@@ -10,7 +10,7 @@ import pytest
 
 from tests.core.hardware import Flight, Hardware
 from tierstore.errors import CapacityError, LeaseError
-from tierstore.policy import make_policy
+from tierstore.policy import History, Known, make_policy
 from tierstore.residency import Residency
 from tierstore.tier_table import TierTable
 from tierstore.types import PageKey, Tier
@@ -44,11 +44,13 @@ class ResidencyModel:
     def begin(self, code: Code, hbm: int, host: int, budget: int, policy: str) -> None:
         """Everything empty."""
         table = code.table
+        self.history = History(5)
+        known = Known(self.history, 2.0)
         self.residency = code.residency(
             {
-                Tier.HBM: table(make_policy(policy), num_slots=hbm),
-                Tier.HOST: table(make_policy(policy), num_slots=host),
-                Tier.NVME: table(make_policy(policy), budget_nbytes=budget),
+                Tier.HBM: table(make_policy(policy, known, hbm), num_slots=hbm),
+                Tier.HOST: table(make_policy(policy, known, host), num_slots=host),
+                Tier.NVME: table(make_policy(policy, known, budget // RECORD), budget_nbytes=budget),
             }
         )
         self.hardware = Hardware(budget)
@@ -85,6 +87,7 @@ class ResidencyModel:
         if decline and not self._held(key):
             self.residency.memory_only.refuse(key)
             self._put(key, confine=True, decline=True)
+        self.history.put(key, parent)
         self.residency.adopt(key, Tier.HBM, slot, parent, memory_only=confine)
         self._put(key, confine=confine)
         self.owned.remove(slot)
@@ -163,7 +166,8 @@ class ResidencyModel:
     def _put(self, key: PageKey, *, confine: bool, decline: bool = False) -> None:
         """A page that nobody holds is confined to memory, unless one that is not follows it."""
         children = {child for child, parent in self.parents.items() if parent == key}
-        if confine and not self._held(key) and children <= self.confined:
+        may_precede = self.confined if decline else self.confined - self.declined
+        if confine and not self._held(key) and children <= may_precede:
             self.confined.add(key)
             if decline:
                 self.declined.add(key)

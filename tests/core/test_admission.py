@@ -7,127 +7,171 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.pages import chain
-from tierstore.policy import make_admission
+from tierstore.policy import History, Known, make_admission, make_history
 from tierstore.policy.admission import Cost
 from tierstore.policy.budget import DAY_S, WriteBudget
-from tierstore.policy.history import History, Record
+from tierstore.policy.history import Record
 from tierstore.policy.recompute import doubling_depth
-from tierstore.types import PageSpec
+from tierstore.types import PageKey, PageSpec
 
 LLAMA = PageSpec(num_layers=32, page_size=64, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="8b")
 
 
+class Asked:
+    """An admission with its history, told and asked as a directory does it."""
+
+    def __init__(self, name: str, remembered: int = 16, doubling_depth: float = 1000.0) -> None:
+        self.history = History(remembered)
+        self.admission = make_admission(name, Known(self.history, doubling_depth))
+
+    def put(self, key: PageKey, parent: PageKey | None = None, pressure: float = 0.5) -> bool:
+        record, again = self.history.put(key, parent)
+        return self.admission.put(record, pressure, again=again)
+
+    def hit(self, key: PageKey, *, below: bool, pressure: float = 0.5) -> bool:
+        return self.admission.hit(self.history.hit(key, below=below), pressure)
+
+
 def test_all_takes_every_page_whatever_a_write_costs() -> None:
-    admission = make_admission("all", remembered=4, doubling_depth=1.0)
-    key = chain(1)[0]
-    assert admission.put(key, None, float("inf"))
-    assert admission.hit(key, float("inf"), below=False)
+    asked, key = Asked("all"), chain(1)[0]
+    assert asked.put(key, pressure=float("inf"))
+    assert asked.hit(key, below=False, pressure=float("inf"))
 
 
 def test_second_hit_takes_a_page_put_twice_while_it_is_remembered() -> None:
-    admission = make_admission("second_hit", remembered=3, doubling_depth=1.0)
-    keys = chain(4)
-    assert [admission.put(key, None, 0.0) for key in keys] == [False] * 4
-    assert admission.put(keys[1], None, 0.0)
-    assert not admission.put(keys[0], None, 0.0), "four are one more than it remembers"
+    asked, keys = Asked("second_hit", remembered=3), chain(4)
+    assert [asked.put(key) for key in keys] == [False] * 4
+    assert asked.put(keys[1])
+    assert not asked.put(keys[0]), "four are one more than it remembers"
 
 
 def test_second_hit_takes_what_is_hit() -> None:
-    admission = make_admission("second_hit", remembered=3, doubling_depth=1.0)
-    key = chain(1)[0]
-    admission.put(key, None, 0.0)
-    assert admission.hit(key, 9.0, below=False)
+    asked, key = Asked("second_hit"), chain(1)[0]
+    asked.put(key)
+    assert asked.hit(key, below=False, pressure=9.0)
 
 
 def test_an_unknown_admission_is_refused() -> None:
     with pytest.raises(KeyError):
-        make_admission("some", remembered=1, doubling_depth=1.0)
+        make_admission("some", Known(History(1), 1.0))
+    with pytest.raises(ValueError, match="history"):
+        make_admission("cost")
+
+
+def test_only_what_looks_back_has_a_history_and_a_bounded_one() -> None:
+    assert make_history(["lru", "fifo", "all"], 10) is None
+    sizes = [make_history(["lru", "cost"], pages) for pages in (10, 100_000, 1_000_000)]
+    assert [history.limit for history in sizes if history is not None] == [320, 1 << 18, 2_000_000]
 
 
 def test_cost_takes_everything_where_a_write_displaces_nothing() -> None:
-    admission = Cost(16, 10.0)
-    for i in range(200):
-        assert admission.put(chain(1, str(i))[0], None, 0.0)
+    asked = Asked("cost")
+    assert all(asked.put(chain(1, str(i))[0], pressure=0.0) for i in range(200))
 
 
 def test_cost_learns_which_kind_of_page_comes_back() -> None:
     """Second turns come back after they left, first turns never do."""
-    admission = Cost(8, 1000.0)
-    root = chain(1, "root")[0]
-    admission.put(root, None, 0.5)
+    asked, root = Asked("cost", remembered=8), chain(1, "root")[0]
+    asked.put(root)
     for i in range(300):
-        first, after = chain(1, f"first{i}")[0], chain(1, f"after{i}")[0]
-        admission.put(first, None, 0.5)
-        admission.hit(root, 0.5, below=True)
-        admission.put(after, root, 0.5)
-        admission.put(after, root, 0.5)
-    assert not admission.put(chain(1, "new")[0], None, 0.5)
-    assert admission.put(chain(1, "next")[0], root, 0.5)
+        after = chain(1, f"after{i}")[0]
+        asked.put(chain(1, f"first{i}")[0])
+        asked.hit(root, below=True)
+        asked.put(after, root)
+        asked.put(after, root)
+    assert not asked.put(chain(1, "new")[0])
+    assert asked.put(chain(1, "next")[0], root)
 
 
 def test_cost_asks_more_of_a_page_as_a_write_becomes_dearer() -> None:
     key = chain(1)[0]
-    assert Cost(8, 10.0).put(key, None, 0.9)
-    assert not Cost(8, 10.0).put(key, None, 1.5)
-    assert not Cost(8, 10.0).put(key, None, float("inf"))
+    answers = [Asked("cost").put(key, pressure=pressure) for pressure in (0.9, 1.5, float("inf"))]
+    assert answers == [True, False, False]
 
 
 def test_cost_takes_a_deep_page_sooner_than_a_shallow_one_of_its_kind() -> None:
-    admission, keys = Cost(64, 10.0), chain(30)
-    answers = [admission.put(key, parent, 2.0) for key, parent in zip(keys, [None, *keys[:-1]], strict=True)]
+    asked, keys = Asked("cost", remembered=64, doubling_depth=10.0), chain(30)
+    answers = [asked.put(k, parent, 2.0) for k, parent in zip(keys, [None, *keys[:-1]], strict=True)]
     assert answers == sorted(answers)
     assert answers[0] != answers[-1]
 
 
 def test_a_use_in_memory_does_not_speak_for_the_disk() -> None:
-    admission = Cost(8, 1000.0)
+    asked = Asked("cost", remembered=8)
     for i in range(200):
-        key = chain(1, str(i))[0]
-        admission.put(key, None, 0.5)
-        admission.hit(key, 0.5, below=False)
-        used = chain(1, f"used{i}")[0]
-        admission.put(used, key, 0.5)
-        admission.put(used, key, 0.5)
-    assert not admission.put(chain(1, "new")[0], None, 0.5)
+        key, used = chain(1, str(i))[0], chain(1, f"used{i}")[0]
+        asked.put(key)
+        asked.hit(key, below=False)
+        asked.put(used, key)
+        asked.put(used, key)
+    assert not asked.put(chain(1, "new")[0])
+
+
+def test_what_is_not_remembered_is_taken_when_it_is_hit() -> None:
+    assert Cost(History(1), 1.0).hit(None, 5.0)
 
 
 def test_a_history_knows_turns_depths_and_uses() -> None:
     history, keys = History(10), chain(5)
     for key, parent in zip(keys[:3], [None, *keys[:2]], strict=True):
-        history.first(key, parent)
-    record = history.get(keys[2])
-    assert record is not None
-    history.again(keys[2], record)
-    history.first(keys[3], keys[2])
-    history.first(keys[4], keys[3])
+        history.put(key, parent)
+    history.hit(keys[2], below=False)
+    history.put(keys[3], keys[2])
+    history.put(keys[4], keys[3])
     found = [history.get(key) for key in keys]
-    assert [None if r is None else (r.turn, r.depth, r.uses) for r in found] == [
-        (0, 0, 0),
-        (0, 1, 0),
-        (0, 2, 1),
-        (1, 3, 0),
-        (1, 4, 0),
+    assert [None if r is None else (r.turn, r.depth, r.uses, r.last) for r in found] == [
+        (0, 0, 0, 0),
+        (0, 1, 0, 1),
+        (0, 2, 1, 3),
+        (1, 3, 0, 4),
+        (1, 4, 0, 5),
     ]
+
+
+class Log:
+    """A watcher that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.asked_for: list[tuple[int, bool]] = []
+        self.gone: list[PageKey] = []
+        self.begun = 0
+
+    def asked(self, record: Record, now: int, *, below: bool) -> None:
+        self.asked_for.append((now - record.last, below))
+
+    def began(self, record: Record, now: int) -> None:
+        self.begun += 1
+
+    def forgotten(self, record: Record, now: int) -> None:
+        self.gone.append(record.key)
 
 
 @given(st.lists(st.integers(0, 30), max_size=200), st.integers(1, 12))
 def test_a_history_forgets_the_page_that_was_asked_for_longest_ago(asked: list[int], limit: int) -> None:
-    keys, firsts = chain(31), 0
-    gone: list[Record] = []
-    history = History(limit, gone.append)
+    keys, history, log = chain(31), History(limit), Log()
+    history.watchers.append(log)
     model: list[int] = []
+    gone: list[PageKey] = []
     for i in asked:
-        record = history.get(keys[i])
-        assert (record is not None) == (i in model)
-        if record is None:
-            history.first(keys[i], None)
-            firsts += 1
-        else:
-            model.remove(i)
-            history.again(keys[i], record)
-        model = [*model, i][-limit:]
+        known = i in model
+        assert history.put(keys[i], None)[1] == known
+        model = [*(m for m in model if m != i), i]
+        gone += [keys[m] for m in model[:-limit]]
+        model = model[-limit:]
         assert len(history) == len(model)
-    assert len(gone) == firsts - len(model)
+    assert log.gone == gone
+    assert log.begun == history.now == len(asked)
+
+
+def test_a_watcher_hears_how_long_a_page_was_waited_for_and_where_it_was() -> None:
+    history, log, keys = History(8), Log(), chain(3)
+    history.watchers.append(log)
+    for key in keys:
+        history.put(key, None)
+    history.hit(keys[0], below=False)
+    history.hit(keys[2], below=True)
+    history.put(keys[0], None)
+    assert log.asked_for == [(3, False), (2, True), (2, True)]
 
 
 def test_a_budget_counts_the_last_day_and_no_more() -> None:
@@ -140,6 +184,7 @@ def test_a_budget_counts_the_last_day_and_no_more() -> None:
     budget.spend(200, DAY_S + 1000.0)
     assert budget.left(DAY_S + 1000.0) == 0
     assert budget.left(3 * DAY_S) == 100
+    assert budget.total == 280
 
 
 def test_without_a_limit_there_is_no_end_but_a_count() -> None:

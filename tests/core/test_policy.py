@@ -1,4 +1,4 @@
-"""Victim order: what each policy makes of entering, use and hints, and a queue that finds the lowest rank."""
+"""Victim order: what each order makes of entering, use and hints, and a queue that finds the lowest rank."""
 
 from __future__ import annotations
 
@@ -6,51 +6,127 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.policy import Fifo, Lru, VictimQueue, make_policy
+from tests.core.order_model import ORDERS, Tier, pages, run
+from tierstore.policy import Fifo, History, Known, Lru, VictimQueue, make_policy
 from tierstore.types import PageKey
 
 KEYS = [PageKey(bytes([i])) for i in range(6)]
 
 
-def order(ranks: dict[str, int]) -> str:
-    return "".join(sorted(ranks, key=ranks.__getitem__))
-
-
 def test_use_makes_a_page_the_last_to_leave_under_lru_and_not_under_fifo() -> None:
     for name, expected in (("lru", "bca"), ("fifo", "abc")):
-        policy = make_policy(name)
-        ranks = {page: policy.enter() for page in "abc"}
-        ranks["a"] = policy.touch(ranks["a"])
-        assert order(ranks) == expected
+        tier = Tier(name)
+        tier.put("abc")
+        tier.hit("a")
+        assert tier.order() == expected
 
 
-@pytest.mark.parametrize("policy", [Lru(), Fifo()], ids=["lru", "fifo"])
-def test_unwanted_pages_leave_first_and_retained_ones_last(policy: Fifo) -> None:
-    ranks = {page: policy.enter() for page in "abcd"}
-    ranks["a"], ranks["c"] = policy.retained(), policy.unwanted()
-    assert order(ranks) == "cbda"
-    ranks["e"] = policy.enter()
-    assert order(ranks) == "cbdea"
+@pytest.mark.parametrize("name", ORDERS)
+def test_unwanted_pages_leave_first_and_retained_ones_last(name: str) -> None:
+    tier = Tier(name)
+    tier.put("abcd")
+    tier.retain("a")
+    tier.unwant("c")
+    assert tier.order()[0] + tier.order()[-1] == "ca"
+    tier.put("e")
+    tier.hit("b")
+    assert tier.order()[0] + tier.order()[-1] == "ca"
 
 
-@pytest.mark.parametrize("policy", [Lru(), Fifo()], ids=["lru", "fifo"])
-def test_use_takes_back_that_nobody_wants_a_page_and_keeps_a_retention(policy: Fifo) -> None:
-    ranks = {"a": policy.unwanted(), "b": policy.enter(), "c": policy.retained(), "d": policy.enter()}
-    ranks["a"], ranks["c"] = policy.touch(ranks["a"]), policy.touch(ranks["c"])
-    assert order(ranks) == "bdac"
+@pytest.mark.parametrize("name", ORDERS)
+def test_use_takes_back_that_nobody_wants_a_page_and_keeps_a_retention(name: str) -> None:
+    tier = Tier(name)
+    tier.put("abcd")
+    tier.unwant("a")
+    tier.retain("c")
+    tier.hit("a")
+    tier.hit("c")
+    assert tier.order()[-1] == "c"
+    assert tier.ranks["a"] >= 0
 
 
-@pytest.mark.parametrize("policy", [Lru(), Fifo()], ids=["lru", "fifo"])
-def test_the_end_of_a_retention_makes_a_page_normal_and_leaves_others_alone(policy: Fifo) -> None:
-    ranks = {"a": policy.retained(), "b": policy.enter(), "c": policy.unwanted()}
-    ended = {page: policy.ordinary(rank) for page, rank in ranks.items()}
-    assert order(ended) == "cba"
-    assert (ended["b"], ended["c"]) == (ranks["b"], ranks["c"])
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_end_of_a_retention_makes_a_page_normal_and_leaves_others_alone(name: str) -> None:
+    tier = Tier(name)
+    tier.put("abcd")
+    tier.retain("a")
+    tier.unwant("c")
+    before = dict(tier.ranks)
+    tier.end_retention("abc")
+    assert (tier.ranks["b"], tier.ranks["c"]) == (before["b"], before["c"])
+    tier.retain("d")
+    assert tier.order()[0] + tier.order()[-1] == "cd"
+    assert tier.ranks["a"] < tier.ranks["d"]
 
 
-def test_an_unknown_policy_is_refused() -> None:
+@pytest.mark.parametrize("name", ORDERS)
+@given(steps=st.lists(st.tuples(st.sampled_from("prhuxe"), st.sampled_from(pages())), max_size=80))
+def test_every_order_is_an_order(name: str, steps: list[tuple[str, str]]) -> None:
+    run(Tier(name), steps)
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_of_pages_alike_the_last_of_a_sequence_leaves_first(name: str) -> None:
+    tier = Tier(name)
+    tier.put("abcd")
+    tier.touch("abcd")
+    assert tier.order() == ("abcd" if name == "fifo" else "dcba")
+
+
+def test_lfu_keeps_what_was_used_more_often_and_knows_it_when_it_comes_back() -> None:
+    tier = Tier("lfu")
+    tier.put("ab")
+    tier.hit("a")
+    tier.hit("a")
+    tier.hit("b")
+    assert tier.order() == "ba"
+    tier.leave("a")
+    tier.put("c")
+    tier.put("a")
+    assert tier.order() == "cba"
+
+
+def test_slru_protects_what_was_used_again_up_to_four_fifths() -> None:
+    tier = Tier("slru", pages=5)
+    tier.put("abcdef")
+    for page in "abcd":
+        tier.hit(page)
+    assert tier.order() == "efabcd"
+    tier.hit("e")
+    assert tier.order() == "fabcde", "five are one more than four fifths: the oldest is pushed out, behind f"
+    tier.hit("f")
+    assert tier.order() == "abcdef"
+
+
+def test_gdsf_keeps_a_deep_page_longer_and_forgets_old_fame() -> None:
+    tier = Tier("gdsf", doubling_depth=1.0)
+    tier.put("ab", parents={"b": "a"})
+    assert tier.order() == "ab"
+    for _ in range(3):
+        tier.hit("a")
+    for page in "cdefghijklmnop":
+        tier.put(page)
+        tier.leave(page)
+    tier.put("q", parents={"q": "b"})
+    for page in "rstuvwxyz":
+        tier.put(page)
+        tier.hit(page)
+        tier.hit(page)
+        tier.leave(page)
+    tier.put("0")
+    assert tier.order()[-1] == "0"
+
+
+def test_an_unknown_order_is_refused() -> None:
     with pytest.raises(KeyError):
-        make_policy("random")
+        make_policy("random", Known(History(1), 1.0))
+    with pytest.raises(ValueError, match="history"):
+        make_policy("session")
+
+
+def test_lru_and_fifo_need_nothing() -> None:
+    assert type(make_policy("lru")) is Lru
+    assert type(make_policy("fifo")) is Fifo
 
 
 @given(st.lists(st.tuples(st.sampled_from(("offer", "withdraw")), st.integers(0, 200)), max_size=400))

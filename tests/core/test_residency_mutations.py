@@ -201,7 +201,7 @@ BUGS = [
     Bug(
         "a page before a stored one becomes memory-only",
         memory_only,
-        "        if all(child in self.keys for child in self._lineage.children(key)):\n",
+        "        if all(child in self.keys and child not in self.refused for child in self._lineage.children(key)):\n",
         "        if True:\n",
     ),
     Bug(
@@ -231,8 +231,14 @@ BUGS = [
     Bug(
         "a page before a stored one is refused",
         memory_only,
-        "        self.restrict(key)\n        if key in self.keys:\n",
-        "        self.keys.add(key)\n        if key in self.keys:\n",
+        "        if all(child in self.keys for child in self._lineage.children(key)):\n",
+        "        if True:\n",
+    ),
+    Bug(
+        "a page before a refused one becomes memory-only",
+        memory_only,
+        "if all(child in self.keys and child not in self.refused for child",
+        "if all(child in self.keys for child",
     ),
     Bug(
         "a refusal outlives the page",

@@ -20,6 +20,7 @@ from tierstore.cli.compare import compare
 from tierstore.cli.data import inspect, purge, verify
 from tierstore.cli.output import Json, print_json
 from tierstore.cli.plan import plan
+from tierstore.cli.replay import replay
 from tierstore.config import config_schema
 from tierstore.demo.command import demo
 
@@ -29,7 +30,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, compare, plan, inspect, verify, purge, export):
+for command in (demo, compare, plan, replay, inspect, verify, purge, export):
     app.command()(command)
 app.command("import")(import_)
 for measurement in (codec, copy, arena):

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from tierstore.policy.admission import Admission, make_admission
+from tierstore.policy.admission import Admission
 from tierstore.policy.budget import WriteBudget
-from tierstore.policy.orders import Fifo, Lru, make_policy
+from tierstore.policy.choosing import Known, make_admission, make_history, make_policy
+from tierstore.policy.history import History
+from tierstore.policy.orders import Fifo, Lru
 from tierstore.policy.queue import VictimQueue
 
-__all__ = ["Admission", "Fifo", "Lru", "VictimQueue", "WriteBudget", "make_admission", "make_policy"]
+__all__ = [
+    "Admission",
+    "Fifo",
+    "History",
+    "Known",
+    "Lru",
+    "VictimQueue",
+    "WriteBudget",
+    "make_admission",
+    "make_history",
+    "make_policy",
+]

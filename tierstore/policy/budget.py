@@ -16,6 +16,8 @@ class WriteBudget:
 
     def __init__(self, daily_nbytes: int | None) -> None:
         self.daily_nbytes = daily_nbytes
+        self.total = 0
+        """Bytes written since the beginning."""
         self._buckets: deque[list[float]] = deque()
         self._sum = 0
 
@@ -26,6 +28,7 @@ class WriteBudget:
             self._buckets.append([bucket, 0])
         self._buckets[-1][1] += nbytes
         self._sum += nbytes
+        self.total += nbytes
 
     def spent(self, now: float) -> int:
         """Bytes written in the last 24 hours."""

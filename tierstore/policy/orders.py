@@ -1,28 +1,40 @@
-"""Victim order per tier. An order and nothing else: it sees ranks and keys, never slots, bytes or clocks.
+"""Victim order per tier. An order and nothing else: it sees ranks, keys and records, never slots, bytes or clocks.
 
 A rank is an integer given when a page enters a tier and renewed when it is used; the evictable page of lowest rank
-goes first. Ranks live in three bands: unwanted pages before all others, retained pages after all others.
+goes first. Ranks are unique and live in three bands: unwanted pages before all others, retained pages after all
+others. Which pages are evictable is not the order's business: a page with readable children never is, so every order
+is leaf first.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from itertools import count
+from typing import TYPE_CHECKING
 
-_BAND = 1 << 60
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tierstore.policy.history import History, Record
+    from tierstore.types import PageKey
+
+_BAND = 1 << 120
+_SHIFT = 48
+"""Bits of a rank that only keep ranks unique, and tails before heads, among pages of equal value."""
 
 
 class Fifo:
-    """First in, first out: use does not renew a rank. Ranks are unique."""
+    """First in, first out: use does not renew a rank."""
 
     def __init__(self) -> None:
         self._next = count()
 
-    def enter(self) -> int:
+    def enter(self, key: PageKey) -> int:
         """Rank of a page that becomes resident now."""
         return next(self._next)
 
-    def touch(self, rank: int) -> int:
-        """Rank after the page was used; an unwanted page becomes a normal one."""
+    def touch(self, key: PageKey, rank: int) -> int:
+        """Rank after the page was used; an unwanted page becomes a normal one, a retained one stays retained."""
         return rank if rank >= 0 else next(self._next)
 
     def unwanted(self) -> int:
@@ -33,18 +45,107 @@ class Fifo:
         """Rank after every normal page: somebody announced to come back for this one."""
         return next(self._next) + _BAND
 
-    def ordinary(self, rank: int) -> int:
+    def ordinary(self, key: PageKey, rank: int) -> int:
         """Rank of a page whose retention ended; other ranks stay."""
-        return next(self._next) if rank >= _BAND else rank
+        return self.enter(key) if rank >= _BAND else rank
+
+    def left(self, key: PageKey, rank: int) -> None:
+        """The page left the tier."""
+
+    def moved(self) -> Iterator[tuple[PageKey, int, int]]:
+        """Pages, with their ranks before and now, that lost their place to others since this was last asked."""
+        return iter(())
 
 
 class Lru(Fifo):
     """Least recently used first."""
 
-    def touch(self, rank: int) -> int:
+    def touch(self, key: PageKey, rank: int) -> int:
         return next(self._next) + (_BAND if rank >= _BAND else 0)
 
 
-def make_policy(name: str) -> Fifo:
-    """The policy a configuration names: "lru" or "fifo"."""
-    return {"lru": Lru, "fifo": Fifo}[name]()
+class Scored(Fifo):
+    """By a value of at least 0 that the page's record gives; of equal values the least recently used first."""
+
+    def __init__(self, history: History) -> None:
+        super().__init__()
+        self._history = history
+
+    def enter(self, key: PageKey) -> int:
+        return (self._value(key, self._history.get(key)) << _SHIFT) + next(self._next)
+
+    def touch(self, key: PageKey, rank: int) -> int:
+        return self.enter(key) + (_BAND if rank >= _BAND else 0)
+
+    def _value(self, key: PageKey, record: Record | None) -> int:
+        raise NotImplementedError
+
+
+class Lfu(Scored):
+    """Least often used first, uses before the page left included while they are remembered."""
+
+    def _value(self, key: PageKey, record: Record | None) -> int:
+        return 0 if record is None else record.uses
+
+
+class Gdsf(Scored):
+    """Greedy dual size frequency (Cherkasova, 1998), pages all of one size: uses times the cost of computing the page
+    again, on top of the value of what left last, so that old fame fades.
+
+    The cost grows with the depth: 1 for the first page of a sequence, 2 at ``doubling_depth``.
+    """
+
+    def __init__(self, history: History, doubling_depth: float) -> None:
+        super().__init__(history)
+        self._doubling = max(1.0, doubling_depth)
+        self._inflation = 0
+
+    def left(self, key: PageKey, rank: int) -> None:
+        """What leaves sets the floor for what comes."""
+        if 0 <= rank < _BAND:
+            self._inflation = max(self._inflation, rank >> _SHIFT)
+
+    def _value(self, key: PageKey, record: Record | None) -> int:
+        uses, depth = (1, 0) if record is None else (record.uses + 1, record.depth)
+        return self._inflation + int(1024 * uses * (1 + depth / self._doubling))
+
+
+class Slru(Fifo):
+    """Segmented LRU (Karedla, 1994): pages that were used again are protected, up to four fifths of the tier.
+
+    What is pushed out of the protected segment goes to the end of the other one. A page that is put again while it is
+    remembered counts as used.
+    """
+
+    def __init__(self, history: History, pages: int) -> None:
+        super().__init__()
+        self._history = history
+        self._most = max(1, pages * 4 // 5)
+        self._protected: OrderedDict[PageKey, int] = OrderedDict()
+        self._moved: list[tuple[PageKey, int, int]] = []
+
+    def enter(self, key: PageKey) -> int:
+        record = self._history.get(key)
+        if record is None or not record.uses:
+            return next(self._next)
+        self._protected.pop(key, None)
+        rank = self._protected[key] = (1 << _SHIFT) + next(self._next)
+        if len(self._protected) > self._most:
+            pushed, before = self._protected.popitem(last=False)
+            self._moved.append((pushed, before, next(self._next)))
+        return rank
+
+    def touch(self, key: PageKey, rank: int) -> int:
+        if rank < _BAND:
+            return self.enter(key)
+        self._protected.pop(key, None)
+        return self.retained()
+
+    def left(self, key: PageKey, rank: int) -> None:
+        """It is protected no more."""
+        if self._protected.get(key) == rank:
+            del self._protected[key]
+
+    def moved(self) -> Iterator[tuple[PageKey, int, int]]:
+        moved, self._moved = self._moved, []
+        return iter(moved)

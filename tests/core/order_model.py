@@ -1,0 +1,97 @@
+"""One tier's order beside a plain model: which pages are there, and in which of the three bands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+
+from tierstore.policy import History, Known, choosing
+from tierstore.types import PageKey
+
+ORDERS = ["lru", "fifo", "lfu", "slru", "gdsf", "session", "adaptive"]
+
+
+def pages() -> str:
+    return "abcdefg"
+
+
+class Tier:
+    """Pages named by a letter, with the rank that the order gave each."""
+
+    def __init__(
+        self, name: str, pages: int = 4, doubling_depth: float = 8.0, code: ModuleType = choosing
+    ) -> None:
+        self.history = History(12)
+        self.policy = code.make_policy(name, Known(self.history, doubling_depth), pages)
+        self.ranks: dict[str, int] = {}
+        self.bands: dict[str, int] = {}
+
+    def put(self, names: str, parents: Mapping[str, str] | None = None) -> None:
+        for name in names:
+            parent = (parents or {}).get(name)
+            self.history.put(_key(name), None if parent is None else _key(parent))
+            self.ranks[name] = self.policy.enter(_key(name))
+            self.bands[name] = 0
+            self._moved()
+
+    def hit(self, name: str) -> None:
+        self.history.hit(_key(name), below=False)
+        self.touch(name)
+
+    def touch(self, names: str) -> None:
+        """As residency does: the last page oldest."""
+        for name in reversed(names):
+            self.ranks[name] = self.policy.touch(_key(name), self.ranks[name])
+            self.bands[name] = max(self.bands[name], 0)
+        self._moved()
+
+    def retain(self, name: str) -> None:
+        self.ranks[name], self.bands[name] = self.policy.retained(), 1
+
+    def unwant(self, name: str) -> None:
+        self.ranks[name], self.bands[name] = self.policy.unwanted(), -1
+
+    def end_retention(self, names: str) -> None:
+        for name in names:
+            self.ranks[name] = self.policy.ordinary(_key(name), self.ranks[name])
+            self.bands[name] = min(self.bands[name], 0)
+        self._moved()
+
+    def leave(self, name: str) -> None:
+        self.policy.left(_key(name), self.ranks.pop(name))
+        del self.bands[name]
+
+    def order(self) -> str:
+        return "".join(sorted(self.ranks, key=self.ranks.__getitem__))
+
+    def _moved(self) -> None:
+        for key, before, rank in self.policy.moved():
+            name = key.decode()
+            assert rank < before, "who loses a place goes sooner"
+            if self.ranks.get(name) == before:
+                self.ranks[name] = rank
+
+
+def run(tier: Tier, steps: list[tuple[str, str]]) -> None:
+    """Puts, retains, hits, unwants, drops and ends retentions; what every order owes at every moment."""
+    for step, name in steps:
+        if step == "p" and name not in tier.ranks:
+            tier.put(name)
+        elif name in tier.ranks:
+            act = {
+                "r": tier.retain,
+                "h": tier.hit,
+                "u": tier.unwant,
+                "x": tier.leave,
+                "e": tier.end_retention,
+            }
+            act.get(step, tier.hit)(name)
+        ranks = tier.ranks
+        assert len(set(ranks.values())) == len(ranks), "two pages have one rank"
+        bands = [tier.bands[name] for name in sorted(ranks, key=ranks.__getitem__)]
+        assert bands == sorted(bands), "unwanted pages go first, retained ones last"
+        assert all((ranks[name] < 0) == (tier.bands[name] < 0) for name in ranks)
+
+
+def _key(name: str) -> PageKey:
+    return PageKey(name.encode())

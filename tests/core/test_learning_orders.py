@@ -1,0 +1,130 @@
+"""The orders that learn: what they make of how soon pages came back, and when LRU is followed instead."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.pages import chain
+from tierstore.policy.adaptive import Adaptive, Ghost, GhostLru
+from tierstore.policy.history import History
+from tierstore.policy.session import Lifetimes, Returns, Session, kind_of
+from tierstore.types import PageKey
+
+asks = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 50)), max_size=150)
+
+
+@given(asks, st.integers(1, 8))
+def test_a_ghost_holds_the_pages_of_highest_value(steps: list[tuple[int, int]], pages: int) -> None:
+    ghost, model, hits, keys = Ghost(pages), dict[PageKey, int](), 0, chain(13)
+    for number, (page, value) in enumerate(steps):
+        worth = value * 1000 + number
+        hits += keys[page] in model
+        ghost.ask(keys[page], worth)
+        model[keys[page]] = worth
+        if len(model) > pages:
+            del model[min(model, key=model.__getitem__)]
+        assert (ghost.hits, ghost._values) == (hits, model)
+
+
+@given(st.lists(st.integers(0, 12), max_size=150), st.integers(1, 8))
+def test_a_ghost_lru_holds_the_pages_asked_for_last(steps: list[int], pages: int) -> None:
+    ghost, model, hits, keys = GhostLru(pages), list[int](), 0, chain(13)
+    for page in steps:
+        hits += page in model
+        ghost.ask(keys[page])
+        model = [*(m for m in model if m != page), page][-pages:]
+        assert (ghost.hits, list(ghost._keys)) == (hits, [keys[m] for m in model])
+
+
+def test_a_ghost_s_memory_is_bounded() -> None:
+    ghost, keys = Ghost(4), chain(4)
+    for value in range(10_000):
+        ghost.ask(keys[value % 4], value)
+    assert len(ghost._heap) < 100
+
+
+def test_a_curve_is_the_share_that_came_back_by_each_age() -> None:
+    """Of 100 pages a quarter came back after 10, a quarter after 100; the rest still waits."""
+    returns = Returns(64)
+    for i in range(100):
+        returns.begin(i)
+    for i in range(50):
+        returns.end(i, i + (10 if i < 25 else 100), back=True)
+    curve = returns.curve(100_000)
+    by_age = {age: (chance, place) for age, chance, place in curve}
+    assert by_age[0.0] == (0.0, 0.0)
+    near, far = (max(p for age, p in by_age.items() if age <= limit) for limit in (64.0, 256.0))
+    assert near[0] == pytest.approx(0.25, abs=0.02)
+    assert far[0] == pytest.approx(0.5, abs=0.02)
+    assert [chance for _, chance, _ in curve] == sorted(chance for _, chance, _ in curve)
+    assert all(place <= age for age, _, place in curve)
+
+
+def test_what_is_not_known_yet_is_no_curve() -> None:
+    returns = Returns(64)
+    returns.begin(0)
+    assert returns.curve(1000) == [(0.0, 0.0, 0.0)]
+
+
+def test_a_wait_that_was_given_up_ends_without_effect() -> None:
+    returns = Returns(8)
+    for _ in range(20):
+        returns.begin(0)
+    returns.age(1.0, 100, 1000)
+    before = returns.curve(1000)
+    returns.end(0, 1000, back=True)
+    assert returns.curve(1000) == before
+    assert not returns._waiting
+
+
+def ask(history: History, key: PageKey, parent: PageKey | None = None) -> None:
+    history.put(key, parent)
+
+
+def chats(history: History, rounds: int) -> None:
+    """Eight pages come back every 40, three in four of what is asked for never does."""
+    regulars = chain(8, "regular")
+    for i in range(rounds):
+        ask(history, regulars[i % 8])
+        for j in range(4):
+            ask(history, chain(1, f"{i}/{j}")[0])
+
+
+def test_kinds_that_come_back_are_kept_until_they_do_and_others_not_at_all() -> None:
+    history, lifetimes = History(1000), Lifetimes(16)
+    history.watchers.append(lifetimes)
+    chats(history, 600)
+    assert lifetimes.kept[0] == pytest.approx(0.0, abs=1.0)
+    assert lifetimes.kept[7] >= 40
+
+
+def test_the_page_whose_time_is_up_first_leaves_first() -> None:
+    history = History(1000)
+    session = Session(history, 16)
+    chats(history, 600)
+    regular, passing = chain(8, "regular")[0], chain(1, "599/3")[0]
+    known = history.get(regular)
+    assert known is not None
+    assert kind_of(known) == 7
+    assert session.enter(passing) < session.enter(regular)
+    assert session.enter(chain(1, "never seen")[0]) < session.enter(regular)
+
+
+def test_adaptive_is_session_while_that_hits_more_and_lru_when_it_does_not() -> None:
+    history = History(1000)
+    adaptive = Adaptive(history, 16)
+    chats(history, 600)
+    regular, passing = chain(8, "regular")[0], chain(1, "599/3")[0]
+    assert adaptive.rivals.follow_session
+    assert adaptive.enter(passing) < adaptive.enter(regular)
+    for i in range(2000):
+        adaptive.lifetimes.kept = [0.0] + [
+            10_000.0
+        ] * 7  # as if learnt in another world: twice used is for ever
+        ask(history, chain(1, f"old{i}")[0])
+        ask(history, chain(1, f"old{i}")[0])
+        ask(history, chain(1, f"old{max(0, i - 10)}")[0])
+    assert not adaptive.rivals.follow_session
+    assert adaptive.enter(regular) < adaptive.enter(passing), "the one asked about last"

@@ -1,0 +1,108 @@
+"""``session`` as long as it beats LRU, judged by small ghost caches of both that run beside.
+
+A ghost cache holds keys of a sample of the pages, chosen by key, and as much smaller a capacity (SHARDS, Waldspurger
+2015), so that it hits as often as the whole would.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+from tierstore.policy.session import Session, kind_of
+
+if TYPE_CHECKING:
+    from tierstore.policy.history import History, Record
+    from tierstore.types import PageKey
+
+_GHOST_PAGES = 512
+_WINDOW = 4
+"""Capacities after which a hit of a ghost counts half."""
+_MARGIN = 0.98
+"""LRU must be better by so much before it is followed: a change costs something too."""
+
+
+class Ghost:
+    """Keys with a value each, at most ``pages``; the lowest value leaves first."""
+
+    def __init__(self, pages: int) -> None:
+        self.hits = 0.0
+        self._pages = max(1, pages)
+        self._values: dict[PageKey, int] = {}
+        self._heap: list[tuple[int, PageKey]] = []
+
+    def ask(self, page: PageKey, value: int) -> None:
+        """The page is asked for and gets a value."""
+        self.hits += page in self._values
+        self._values[page] = value
+        heappush(self._heap, (value, page))
+        while len(self._values) > self._pages:
+            lowest, victim = heappop(self._heap)
+            if self._values.get(victim) == lowest:
+                del self._values[victim]
+        if len(self._heap) > 4 * self._pages + 64:
+            self._heap = sorted((value, page) for page, value in self._values.items())
+
+
+class GhostLru:
+    """Keys, at most ``pages``; the least recently used leaves first."""
+
+    def __init__(self, pages: int) -> None:
+        self.hits = 0.0
+        self._pages = max(1, pages)
+        self._keys: OrderedDict[PageKey, None] = OrderedDict()
+
+    def ask(self, page: PageKey) -> None:
+        """The page is asked for."""
+        self.hits += page in self._keys
+        self._keys[page] = None
+        self._keys.move_to_end(page)
+        if len(self._keys) > self._pages:
+            self._keys.popitem(last=False)
+
+
+class Rivals:
+    """A watcher that lets both orders serve the same sample of requests, and says which does better."""
+
+    def __init__(self, session: Session, pages: int) -> None:
+        self.follow_session = True
+        self._session = session
+        self._every = max(1, pages // _GHOST_PAGES)
+        self._ghost, self._lru = Ghost(pages // self._every), GhostLru(pages // self._every)
+        self._next = self._period = max(64, pages // 2)
+        self._fade = 0.5 ** (self._period / max(1, pages) / _WINDOW)
+
+    def asked(self, record: Record, now: int, *, below: bool) -> None:
+        """Nothing: the ghosts know what they hold."""
+
+    def forgotten(self, record: Record, now: int) -> None:
+        """Nothing: the ghosts know what they hold."""
+
+    def began(self, record: Record, now: int) -> None:
+        """The ghosts are asked for the page too."""
+        if int.from_bytes(record.key[:4]) % self._every == 0:
+            self._ghost.ask(record.key, now + int(self._session.lifetimes.kept[kind_of(record)]))
+            self._lru.ask(record.key)
+        if now >= self._next:
+            self._next = now + self._period
+            self.follow_session = self._ghost.hits >= _MARGIN * self._lru.hits
+            self._ghost.hits *= self._fade
+            self._lru.hits *= self._fade
+
+
+class Adaptive(Session):
+    """``session`` or LRU, whichever would hit more often now."""
+
+    def __init__(self, history: History, pages: int) -> None:
+        super().__init__(history, pages)
+        self.rivals = Rivals(self, pages)
+        self._longest = 0
+        history.watchers.append(self.rivals)
+
+    def _value(self, key: PageKey, record: Record | None) -> int:
+        if self.rivals.follow_session:
+            return super()._value(key, record)
+        # After all that was promised a longer life: else pages of the past would outlive those in use.
+        self._longest = max(self._longest, *map(int, self.lifetimes.kept))
+        return self._history.now + self._longest

@@ -1,0 +1,35 @@
+"""Hit rate against capacity, a line a policy and one for the bound. Needs matplotlib: the extra ``plot``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure  # no pyplot: no state, no display
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from tierstore.replay.rows import Row
+
+
+def draw(rows: Sequence[Row], file: Path) -> None:
+    """One panel a trace. OSError if the file cannot be written, ValueError for a suffix matplotlib does not know."""
+    traces = list(dict.fromkeys(row.trace for row in rows))
+    figure = Figure(figsize=(6 * len(traces), 4.5), layout="constrained")
+    for axes, trace in zip(figure.subplots(1, len(traces), squeeze=False)[0], traces, strict=True):
+        mine = [row for row in rows if row.trace == trace]
+        best = {row.capacity_bytes: row.optimal_hit_rate for row in mine}
+        axes.plot(*_line(best), "k--", label="knows the future")
+        for policy in dict.fromkeys(row.policy for row in mine):
+            found = {row.capacity_bytes: row.hit_rate for row in mine if row.policy == policy}
+            axes.plot(*_line(found), "o-", label=policy)
+        axes.set(xscale="log", title=trace, xlabel="capacity, GiB", ylabel="prefix-hit tokens by tokens")
+        axes.set_ylim(bottom=0)
+        axes.legend()
+    figure.savefig(file)
+
+
+def _line(points: dict[int, float]) -> tuple[list[float], list[float]]:
+    sizes = sorted(points)
+    return [size / (1 << 30) for size in sizes], [points[size] for size in sizes]

@@ -1,0 +1,166 @@
+"""One store's directory, driven by a trace. Copies are instant, the clock is the trace's; the rest is the real thing.
+
+Requests come one after another: each holds its prefix, puts the pages that were missing, and lets go.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tierstore.directory import Directory
+from tierstore.metrics import Metrics
+from tierstore.policy import Known, WriteBudget, make_admission, make_history, make_policy
+from tierstore.tier_table import TierTable
+from tierstore.types import Ack, Tier, Transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from tierstore.replay.traces import Request, Trace
+    from tierstore.types import PageKey
+
+_RECORD_HEAD = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is simulated. Pages by tier, HBM among them; an order for each tier.
+
+    ``page_nbytes``: of a block of the trace. ``doubling_depth``: pages before one that costs twice the first.
+    """
+
+    pages: Mapping[Tier, int]
+    policies: Mapping[Tier, str]
+    page_nbytes: int
+    doubling_depth: float
+    admission: str = "all"
+    daily_writes: int | None = None
+    flush_s: float = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Tokens and hits over the second half of a trace, when the first has warmed the tiers; bytes over all of it.
+
+    ``hits``: pages by the fastest tier that had them. ``too_long``: requests with more pages than HBM, passed over.
+    """
+
+    asked_tokens: int
+    hit_tokens: int
+    hits: Mapping[Tier, int]
+    moved: dict[str, int]
+    nvme_written: int
+    too_long: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Prefix-hit tokens by tokens asked for."""
+        return self.hit_tokens / self.asked_tokens if self.asked_tokens else 0.0
+
+
+class Simulation:
+    """A directory with the tables, orders, admission and history that ``assemble`` would give it."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self._metrics = Metrics()
+        self._record_nbytes = setting.page_nbytes + _RECORD_HEAD
+        names = [*setting.policies.values(), setting.admission]
+        history = make_history(names, sum(setting.pages.values()))
+        known = None if history is None else Known(history, setting.doubling_depth)
+        tables: dict[Tier, TierTable] = {}
+        for tier, pages in setting.pages.items():
+            policy = make_policy(setting.policies[tier], known, pages)
+            tables[tier] = (
+                TierTable(policy, budget_nbytes=pages * self._record_nbytes)
+                if tier == Tier.NVME
+                else TierTable(policy, num_slots=pages)
+            )
+        self.directory = Directory(
+            tables,
+            self._metrics,
+            page_nbytes=setting.page_nbytes,
+            record_nbytes=self._record_nbytes,
+            flush_s=setting.flush_s,
+            history=history,
+            admission=make_admission(setting.admission, known),
+            budget=WriteBudget(setting.daily_writes),
+        )
+
+    def serve(self, request: Request) -> list[Tier]:
+        """The tiers in which the pages of its prefix were found. All its pages are held at the end, then let go."""
+        directory, keys, now = self.directory, request.keys, request.at
+        self._run(now)
+        lease = directory.leasing.begin(keys, None, None, exact=False)
+        while not lease.complete:
+            directory.extend_lease(lease, len(keys) + 1, now)
+            if lease.complete and lease.miss_reason == "no_room" and len(lease.slots) < len(keys):
+                lease.complete = not self._make_room(len(keys) - len(lease.slots), now)
+        self._run(now)
+        found = lease.sources[: len(lease.slots)]
+        self._put(keys, len(lease.slots), now)
+        while directory.leasing.release_some(lease, len(keys) + 1):
+            pass
+        self._run(now)
+        return found
+
+    def _put(self, keys: tuple[PageKey, ...], start: int, now: float) -> None:
+        missing = len(keys) - start
+        if not missing:
+            return
+        slots = self.directory.allocate(missing, reserve=missing)
+        while slots is None and self._make_room(missing, now):
+            slots = self.directory.allocate(missing, reserve=missing)
+        if slots is None:
+            return
+        parent = keys[start - 1] if start else None
+        _, duplicates = self.directory.put(keys[start:], slots, parent, None, written=True)
+        self.directory.free(duplicates)
+
+    def _make_room(self, pages: int, now: float) -> bool:
+        """Saves or drops what stands in the way; whether that made a difference."""
+        before = self.directory.space.room(Tier.HBM)
+        self.directory.want_slots(pages, now)
+        self._run(now)
+        return self.directory.space.room(Tier.HBM) > before
+
+    def _run(self, now: float) -> None:
+        """Carries out every copy at once, until nothing follows from it."""
+        directory, more = self.directory, True
+        while more:
+            acks = [self._ack(c) for c in directory.take_commands() if isinstance(c, Transfer)]
+            more = directory.advance(acks, now) or bool(acks) or bool(directory.traffic.outbox)
+
+    def _ack(self, transfer: Transfer) -> Ack:
+        number = len(transfer.keys)
+        return Ack(transfer.id, True, number, number * self._record_nbytes)
+
+    @property
+    def nvme_written(self) -> int:
+        """Bytes of records written to NVMe."""
+        return self.directory.admitting.budget.total
+
+    def moved(self) -> dict[str, int]:
+        """Payload bytes copied, by edge."""
+        return {edge: int(nbytes) for edge, nbytes in self._metrics.snapshot()["transfer_bytes"].items()}
+
+
+def replay(trace: Trace, setting: Setting, step: Callable[[int], None]) -> Outcome:
+    """The whole trace through a fresh simulation; ``step`` is told of each request's pages."""
+    simulation, half = Simulation(setting), len(trace.requests) // 2
+    hits: Counter[Tier] = Counter()
+    asked = hit = too_long = 0
+    for number, request in enumerate(trace.requests):
+        found: list[Tier] = []
+        if len(request.keys) > setting.pages[Tier.HBM]:
+            too_long += 1
+        else:
+            found = simulation.serve(request)
+        if number >= half:
+            asked += request.tokens
+            hit += len(found) * trace.block_tokens
+            hits.update(found)
+        step(len(request.keys))
+    return Outcome(asked, hit, hits, simulation.moved(), simulation.nvme_written, too_long)
