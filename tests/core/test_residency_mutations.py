@@ -183,8 +183,8 @@ BUGS = [
     Bug(
         "a memory-only page is forgotten while a copy is on its way",
         residency,
-        "if key in self.memory_only and not self.held(key):",
-        "if key in self.memory_only:",
+        "        if not self.held(key):\n            self.memory_only.forget(key)",
+        "        if True:\n            self.memory_only.forget(key)",
     ),
     Bug(
         "a memory-only page that is gone is remembered",
@@ -195,8 +195,8 @@ BUGS = [
     Bug(
         "a page that is put again becomes memory-only",
         residency,
-        "        if memory_only and not self.held(key):\n            self.memory_only.restrict(key)\n        pins",
-        "        if memory_only:\n            self.memory_only.restrict(key)\n        pins",
+        "        if memory_only and not self.held(key):\n            self.memory_only.restrict(key)\n        self.ex",
+        "        if memory_only:\n            self.memory_only.restrict(key)\n        self.ex",
     ),
     Bug(
         "a page before a stored one becomes memory-only",
