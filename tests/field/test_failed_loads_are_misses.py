@@ -31,7 +31,7 @@ from tests.support.stalls import IN
 from tierstore.gpu.pool import CpuPool
 from tierstore.nvme import entry
 from tierstore.nvme.coding import Decoders
-from tierstore.nvme.reading import RecordReader
+from tierstore.nvme.reading import Fetched, RecordReader
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
 
@@ -56,21 +56,22 @@ def write_down(store: TierStore, keys: list[PageKey], tier: Tier) -> None:
 
 def reading_fails(monkeypatch: pytest.MonkeyPatch, bad: PageKey, error: Exception) -> None:
     """The disk gives half of another page and then the error, for this page."""
-    load = RecordReader.load
+    check = RecordReader.check
 
     def failing(
         self: RecordReader,
         key: PageKey,
+        fetched: Fetched,
         out: NDArray[np.uint8],
         scratch: NDArray[np.uint8],
         decoders: Decoders | None = None,
     ) -> None:
-        load(self, key, out, scratch, decoders)
+        check(self, key, fetched, out, scratch, decoders)
         if key == bad:
             out[: out.nbytes // 2] = 0xEE
             raise error
 
-    monkeypatch.setattr(RecordReader, "load", failing)
+    monkeypatch.setattr(RecordReader, "check", failing)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import lmdb
 import numpy as np
@@ -20,11 +21,14 @@ from numpy.typing import NDArray
 from tierstore.errors import IntegrityError
 from tierstore.nvme.acks import Job, Outbox, Outcome, failed
 from tierstore.nvme.breaker import Breaker, Circuit
+from tierstore.nvme.checking import Checkers
 from tierstore.nvme.coding import Coding, Decoders
-from tierstore.nvme.reading import RecordReader, scratch_for
+from tierstore.nvme.reading import Fetched, RecordReader, scratch_for
 from tierstore.types import Failure, PageKey, Transfer
 
 _log = logging.getLogger(__name__)
+
+_WORTH_CHECKING_APART = 512 << 10  # bytes of a page: handing over a smaller one takes as long as checking it
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +71,8 @@ class Readers:
         self._posted = False  # acks whose queueing nobody was told of
         self._told = False
         self._told_absent = False
+        apart = max(1, count // 2) if page_nbytes >= _WORTH_CHECKING_APART else 0
+        self._checkers = Checkers(apart, page_nbytes, coding)
         self._threads = [
             threading.Thread(target=self._run, name=f"tierstore-nvme-read-{number}", daemon=True)
             for number in range(count)
@@ -115,12 +121,14 @@ class Readers:
             self._closing = True
             self._refuse(Failure.CLOSED)
             self._changed.notify_all()
+        self._checkers.close()
 
     def join_until(self, deadline: float) -> bool:
         """Wait for the threads until ``deadline`` (time.monotonic); whether all have ended."""
-        for thread in self._threads:
+        threads = [*self._threads, *self._checkers.threads]
+        for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return not any(thread.is_alive() for thread in threads)
 
     # -- a thread -----------------------------------------------------------------------------------------------
 
@@ -129,8 +137,25 @@ class Readers:
         decoders = self._coding.decoders()
         read = self._wait()
         while read is not None:
-            outcome = self._load(read.job, read.index, scratch, decoders)
-            read = self._next(read, outcome) or self._wait()
+            fetched = self._fetch(read, scratch)
+            if isinstance(fetched, Failure):
+                read = self._next(read, fetched) or self._wait()
+                continue
+            spare = self._checkers.offer(partial(self._check_apart, read, fetched, scratch), scratch)
+            if spare is None:
+                read = self._next(read, self._check(read, fetched, scratch, decoders)) or self._wait()
+            else:
+                scratch, read = spare, self._wait()
+
+    def _check_apart(
+        self, read: _Read, fetched: Fetched, scratch: NDArray[np.uint8], decoders: Decoders
+    ) -> None:
+        """For another thread than the one that fetched the page."""
+        outcome = self._check(read, fetched, scratch, decoders)
+        with self._changed:
+            self._ended(read, outcome, time.monotonic())
+            posted = self._take_posted()
+        self._told_of(posted=posted)
 
     def _next(self, read: _Read, outcome: Outcome) -> _Read | None:
         """The read has ended; the next one if there is one now. One hold of the lock for both."""
@@ -139,10 +164,13 @@ class Readers:
             self._ended(read, outcome, now)
             following = self._take(now)
             posted = self._take_posted()
+        self._told_of(posted=posted)
+        return following
+
+    def _told_of(self, *, posted: bool) -> None:
         if posted:
             self._outbox.wake()
         self._tell_state()
-        return following
 
     def _wait(self) -> _Read | None:
         """The next read, when there is one; None when the readers close."""
@@ -157,10 +185,23 @@ class Readers:
             if read is not None or closing:
                 return read
 
-    def _load(self, job: Job, index: int, scratch: NDArray[np.uint8], decoders: Decoders) -> Outcome:
-        key, out = job.transfer.keys[index], job.pages[index]
+    def _fetch(self, read: _Read, scratch: NDArray[np.uint8]) -> Fetched | Failure:
+        key, out = read.job.transfer.keys[read.index], read.job.pages[read.index]
+        fetched: list[Fetched] = []
+        failure = self._guarded(key, lambda: fetched.append(self._reader.fetch(key, out, scratch)))
+        return fetched[0] if failure is None else failure
+
+    def _check(
+        self, read: _Read, fetched: Fetched, scratch: NDArray[np.uint8], decoders: Decoders
+    ) -> Outcome:
+        key, out = read.job.transfer.keys[read.index], read.job.pages[read.index]
+        failure = self._guarded(key, lambda: self._reader.check(key, fetched, out, scratch, decoders))
+        return out.nbytes if failure is None else failure
+
+    def _guarded(self, key: PageKey, act: Callable[[], None]) -> Failure | None:
+        """Do it; what went wrong, counted and told, or None."""
         try:
-            self._reader.load(key, out, scratch, decoders)
+            act()
         except KeyError:
             failure = Failure.NOT_FOUND
         except IntegrityError as error:
@@ -178,7 +219,7 @@ class Readers:
             failure = Failure.IO_ERROR
             _log.exception("reading page %s failed", key.hex())
         else:
-            return out.nbytes
+            return None
         self._outbox.count(f"read_{failure.value}")
         return failure
 

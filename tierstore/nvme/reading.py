@@ -98,9 +98,28 @@ class RecordReader:
         ``scratch`` and ``decoders`` are the calling thread's own. KeyError: no such record. IntegrityError: not what
         was written, or encoded and there is no decoder. OSError, lmdb.Error: it could not be read.
         """
-        head, payload = self._checked(key, out, scratch)
-        if payload is not out or head.codec is not codec.Codec.NONE:
-            codec.decode(head, payload, out, None if decoders is None else decoders.of(head.codec))
+        self.check(key, self.fetch(key, out, scratch), out, scratch, decoders)
+
+    def fetch(self, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]) -> Fetched:
+        """The first half of ``load``: bytes are read, and nothing of them is checked."""
+        try:
+            return self._payload.fetch(self._env, self._catalogue, key, out, scratch)
+        except lmdb.ReadersFullError:
+            self._env.reader_check()  # readers that were killed may hold the places
+            return self._payload.fetch(self._env, self._catalogue, key, out, scratch)
+
+    def check(
+        self,
+        key: PageKey,
+        fetched: Fetched,
+        out: NDArray[np.uint8],
+        scratch: NDArray[np.uint8],
+        decoders: Decoders | None = None,
+    ) -> None:
+        """The second half of ``load``, with what was given to the first; another thread may do it."""
+        head = self._verified(key, fetched, scratch)
+        if fetched.payload is not out or head.codec is not codec.Codec.NONE:
+            codec.decode(head, fetched.payload, out, None if decoders is None else decoders.of(head.codec))
 
     def record(
         self, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]
@@ -108,22 +127,19 @@ class RecordReader:
         """The record of ``key`` as it is kept, every byte checked: its head, and its payload, a part of ``out`` or
         ``scratch``, which are as for ``load`` and may hold anything else after it. Raises as ``load`` does.
         """
-        _, payload = self._checked(key, out, scratch)
-        return scratch[_HEAD].tobytes(), payload
+        fetched = self.fetch(key, out, scratch)
+        self._verified(key, fetched, scratch)
+        return scratch[_HEAD].tobytes(), fetched.payload
 
-    def _checked(
-        self, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]
-    ) -> tuple[codec.Head, NDArray[np.uint8]]:
-        """Head and payload of a record, every byte of them checked."""
-        try:
-            payload, generation = self._payload.fetch(self._env, self._catalogue, key, out, scratch)
-        except lmdb.ReadersFullError:
-            self._env.reader_check()  # readers that were killed may hold the places
-            payload, generation = self._payload.fetch(self._env, self._catalogue, key, out, scratch)
-        head = codec.verify(
-            scratch[_HEAD], payload, fingerprint=self._fingerprint, key=key, generation=generation
+    def _verified(self, key: PageKey, fetched: Fetched, scratch: NDArray[np.uint8]) -> codec.Head:
+        """The head of a record, every byte of it and of the payload checked."""
+        return codec.verify(
+            scratch[_HEAD],
+            fetched.payload,
+            fingerprint=self._fingerprint,
+            key=key,
+            generation=fetched.generation,
         )
-        return head, payload
 
     def summaries(self) -> Iterator[tuple[PageKey, PageKey | None, int]]:
         """Key, parent and bytes on disk of every record, in key order, from one snapshot. Not beside a writer.
@@ -146,7 +162,7 @@ class RecordReader:
                 length = unpack(key, raw).stored_nbytes
                 if length != out.nbytes:
                     out, scratch = aligned(length)[:length], scratch_for(length)
-                self._checked(PageKey(key), out, scratch)
+                self._verified(PageKey(key), self.fetch(PageKey(key), out, scratch), scratch)
             except KeyError:
                 yield PageKey(key), "no record"
             except (IntegrityError, OSError, lmdb.Error) as error:

@@ -21,7 +21,7 @@ _WATERMARK = 0.85  # of the map: fuller, and runs of free pages become too short
 _WATERMARK_ENCODED = 0.80  # records of many lengths leave holes
 _BATCH_NBYTES = 16 * _MIB
 _EXTENT_BATCH_NBYTES = (
-    64 * _MIB
+    128 * _MIB
 )  # nothing of it is kept in memory; a commit is what a batch costs beside its bytes
 _EXTENT_WATERMARK_ENCODED = 0.90  # slots of many lengths leave holes, which moving records fills up to there
 _EXTENT_NBYTES = 256 * _MIB
