@@ -17,10 +17,12 @@ import lmdb
 import numpy as np
 import pytest
 
+from tests.nvme import rig as rig_module
 from tests.nvme.rig import CAPACITY, FINGERPRINT, PAGE, Rig, change, data_file, find, key, page
 from tierstore import codec
-from tierstore.nvme import entry
+from tierstore.nvme import check, entry
 from tierstore.nvme.check import walk_apart
+from tierstore.nvme.walk import walk
 from tierstore.types import Failure
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +48,14 @@ def by_hand(home: Path) -> Iterator[tuple[lmdb.Transaction[bytes], lmdb._Databas
         catalogue, pages = env.open_db(entry.CATALOGUE_DB), env.open_db(entry.PAGES_DB)
         with env.begin(write=True) as txn:
             yield txn, catalogue, pages
+
+
+@contextmanager
+def in_use(rig: Rig) -> Iterator[tuple[lmdb.Transaction[bytes], lmdb._Database, lmdb._Database]]:
+    """A write transaction behind the back of an open tier, with its catalogue and its pages."""
+    env = rig.tier._catalogue._env
+    with env.begin(write=True) as txn:
+        yield txn, env.open_db(entry.CATALOGUE_DB, txn), env.open_db(entry.PAGES_DB, txn)
 
 
 @both
@@ -125,13 +135,27 @@ def test_two_damaged_directories_are_kept_apart(home: Path) -> None:
     assert names == [FINGERPRINT + "-0" + suffix for suffix in ("", ".damaged-1", ".damaged-2")]
 
 
+SUICIDE = "import os, signal; print('walking', flush=True); os.kill(os.getpid(), signal.SIGBUS)"
+
+
 @both
-def test_a_walk_that_ends_in_a_signal_costs_a_child(home: Path) -> None:
+def test_a_walk_that_ends_in_a_signal_costs_a_child(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(check, "_PROGRAM", SUICIDE)
+        rig = Rig(home)
+    assert list(rig.tier.records()) == []
+    [aside] = home.glob("*.damaged-1")
+    rig.close()
+    assert walk(str(aside), rig_module.default_payload) == COUNT
+
+
+@both
+def test_a_tree_that_is_cut_is_told_without_a_signal(home: Path) -> None:
     data = data_file(home)
     os.truncate(data, 3 * 4096)  # what the look at its length would have found
     fault = walk_apart(data.parent, timeout_s=60.0).fault
     assert fault is not None
-    assert "SIGBUS" in fault
+    assert fault.endswith("is cut")
 
 
 @both
@@ -170,10 +194,10 @@ def test_records_deleted_behind_our_back_are_not_found(home: Path) -> None:
 
 
 def test_a_page_deleted_under_its_entry_never_gives_other_bytes(home: Path) -> None:
-    with by_hand(home) as (txn, _, pages):
+    rig = Rig(home)
+    with in_use(rig) as (txn, _, pages):
         for number in range(0, COUNT, 2):
             txn.delete(key(number), db=pages)
-    rig = Rig(home)
     rig.write(range(COUNT, COUNT + 40))
     rig.write(range(COUNT + 40, COUNT + 80))
     there = rig.present(range(COUNT + 80))
@@ -183,11 +207,11 @@ def test_a_page_deleted_under_its_entry_never_gives_other_bytes(home: Path) -> N
 
 def test_an_entry_that_points_to_another_page_is_an_integrity_failure(home: Path) -> None:
     # F016
-    with by_hand(home) as (txn, catalogue, _):
+    rig = Rig(home)
+    with in_use(rig) as (txn, catalogue, _):
         raw = txn.get(key(1), db=catalogue)
         assert raw is not None
         txn.put(key(0), entry.pack(key(0), entry.unpack(key(1), raw)), db=catalogue)
-    rig = Rig(home)
     ack, _ = rig.read([0, 1])
     assert ack.failures == ((0, Failure.INTEGRITY),)
     rig.close()
@@ -195,12 +219,12 @@ def test_an_entry_that_points_to_another_page_is_an_integrity_failure(home: Path
 
 @pytest.mark.parametrize("page_number", [1, 3, 10**6, 2**51, 2**63])
 def test_an_entry_that_points_nowhere_is_an_integrity_failure(home: Path, page_number: int) -> None:
-    with by_hand(home) as (txn, catalogue, _):
+    rig = Rig(home)
+    with in_use(rig) as (txn, catalogue, _):
         raw = txn.get(key(0), db=catalogue)
         assert raw is not None
         wrong = entry.unpack(key(0), raw)._replace(page_number=page_number)
         txn.put(key(0), entry.pack(key(0), wrong), db=catalogue)
-    rig = Rig(home)
     ack, _ = rig.read([0])
     assert ack.failures[0][1] in (Failure.INTEGRITY, Failure.IO_ERROR)
     rig.close()

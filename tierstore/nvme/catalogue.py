@@ -12,7 +12,6 @@ LMDB errors come as they are; the writer and the readers name them.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,8 +38,9 @@ from tierstore.nvme.entry import (
 from tierstore.nvme.extent_records import ExtentRecords, slots_of
 from tierstore.nvme.extent_space import ExtentSpace
 from tierstore.nvme.extents import ExtentFiles
+from tierstore.nvme.headers import PageHeaders
 from tierstore.nvme.reading import ExtentBytes, InlineBytes, RecordReader
-from tierstore.nvme.records import InlineRecords, Page, Records, page_number
+from tierstore.nvme.records import InlineRecords, Page, Records, numbers_hold
 from tierstore.nvme.sealing import Sealer
 from tierstore.nvme.sizing import Sizing
 from tierstore.nvme.slots import Place
@@ -48,7 +48,6 @@ from tierstore.types import PageKey
 
 __all__ = ["Catalogue", "Page"]
 
-_PROBE_KEY = b"probe"
 _TURN_KEY = b"turn"
 _CHUNK = 100_000
 _MAX_READERS = 126
@@ -114,9 +113,10 @@ class Catalogue:
 
     def _set_up(self, directory: Path, page_nbytes: int, direct: bool) -> None:
         self._env.reader_check()
-        self._catalogue = self._env.open_db(CATALOGUE_DB)
-        self._pages = self._env.open_db(PAGES_DB)
-        self._meta = self._env.open_db(META_DB)
+        with self._env.begin(write=True) as txn:  # all or none, also after a kill
+            self._catalogue, self._pages, self._meta = (
+                self._env.open_db(name, txn) for name in (CATALOGUE_DB, PAGES_DB, META_DB)
+            )
         self._turns = 0
         self._records: Records
         if self._sizing.slot_nbytes:
@@ -133,8 +133,9 @@ class Catalogue:
             fingerprint=self._fingerprint,
             page_nbytes=page_nbytes,
             encoder=self._coding.encoder(),
+            headers=PageHeaders(Path(self._env.path()), self._env.stat()["psize"]),
         )
-        records.numbered = self._test_page_numbers()
+        records.numbered = numbers_hold(self._env, self._meta)
         self._records = records
         payload = InlineBytes(self._env, self._pages, direct=direct)
         self.reader = RecordReader(self._env, self._catalogue, payload, fingerprint=self._fingerprint)
@@ -180,8 +181,8 @@ class Catalogue:
                 if where is None:
                     sizes.append(None)
                     continue
-                entry = self._records.entry(txn, page, where)
                 self._replace(txn, page.key)
+                entry = self._records.entry(txn, page, where)
                 self._change += entry.nbytes
                 txn.put(page.key, pack(page.key, entry), db=self._catalogue)
                 sizes.append(entry.nbytes)
@@ -276,21 +277,6 @@ class Catalogue:
                 self._records.replaced(key, bytes(found))
                 entry = entry._replace(extent=place.extent, block=place.block)
                 txn.put(key, pack(key, entry), db=self._catalogue)
-
-    def _test_page_numbers(self) -> bool:
-        """Whether a value's page number, as we find it, is where its bytes are in the file after the commit."""
-        value = os.urandom(codec.HEAD_NBYTES + 4096)
-        with self._env.begin(write=True, buffers=True) as txn:
-            txn.put(_PROBE_KEY, value, db=self._meta)
-            number = page_number(txn, _PROBE_KEY, self._meta)
-        block = self._env.stat()["psize"]
-        if not 0 < number < 1 << 40:
-            return False
-        fd = os.open(Path(self._env.path()) / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return os.pread(fd, len(value), number * block + 16) == value
-        finally:
-            os.close(fd)
 
     def _count(self) -> int:
         with self._env.begin() as txn:

@@ -34,6 +34,9 @@ NBYTES = slice(40, 48)
 STORED_NBYTES = slice(48, 56)
 """Bytes of an entry: its ``stored_nbytes``, little endian."""
 
+PAGE_NUMBER = slice(56, 64)
+"""Bytes of an entry: its ``page_number``, little endian."""
+
 CATALOGUE_SHARE = 1024
 """In an entry's ``nbytes``: leaf and branch bytes of one record in both trees, at their lowest fill of a quarter."""
 

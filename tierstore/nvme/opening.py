@@ -30,6 +30,7 @@ FAST = 0.8e9  # bytes a second beyond which LMDB's one writer is what a disk wai
 _BROKEN = (
     IntegrityError,
     lmdb.BadDbiError,
+    lmdb.BadTxnError,
     lmdb.CorruptedError,
     lmdb.IncompatibleError,
     lmdb.InvalidError,

@@ -1,7 +1,8 @@
 """LMDB's file read by hand, with ``pread`` alone: nothing here can end in a signal, whatever the file holds.
 
-For two questions before it is mapped: how long must it be, and which pages will a walk of its trees need? Answers are
-hints as far as damage goes: the walk decides. Standard library only; layouts of LMDB 0.9 on 64 bits, little endian.
+For two questions before it is gone through: how long must it be, and which pages of its trees will be needed? Answers
+are hints as far as damage goes: ``pagecount`` decides. Standard library only; layouts of LMDB 0.9 on 64 bits, little
+endian.
 """
 
 from __future__ import annotations
@@ -10,30 +11,55 @@ import os
 import struct
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
-_HEADER = struct.Struct("<QHHHH")  # page number, pad, flags, lower, upper
-_NODE = struct.Struct("<HHHH")  # two halves of a size or a page number, flags (its upper part), key length
+HEADER = struct.Struct("<QHHHH")  # page number, pad, flags, lower, upper
+NODE = struct.Struct("<HHHH")  # two halves of a size or a page number, flags (its upper part), key length
+NO_PAGE = (1 << 64) - 1
+
 _TREE = struct.Struct("<IHHQQQQQ")  # pad, flags, depth, branch, leaf and overflow pages, entries, root
-_META = struct.Struct(f"<IIQQ{_TREE.size}s{_TREE.size}sQQ")  # magic, version, address, size, trees, last, txn
+TREE_NBYTES = _TREE.size
+
+_META = struct.Struct(f"<IIQQ{TREE_NBYTES}s{TREE_NBYTES}sQQ")
+"""Magic, version, address, size, free list and tree of trees, last page, transaction."""
+
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _PAGE_SIZES = tuple(1 << power for power in range(9, 17))
 _GAP = 4  # pages between two wanted ones that are read along with them
 _MAX_DEPTH = 16
 
 
+class Tree(NamedTuple):
+    """What LMDB knows of a tree; ``pad`` is the block size in the free list's, ``root`` NO_PAGE in an empty one's."""
+
+    pad: int
+    flags: int
+    depth: int
+    branches: int
+    leaves: int
+    large: int
+    entries: int
+    root: int
+
+    @classmethod
+    def of(cls, raw: bytes) -> Self:
+        """From its TREE_NBYTES bytes."""
+        return cls._make(_TREE.unpack(raw))
+
+
 class Meta(NamedTuple):
-    """The newest meta page: block size, bytes up to the end of the last page, and the tree of trees."""
+    """The newest meta page: block size, bytes up to the end of the last page, the tree of trees and the free list."""
 
     block: int
     end: int
     main: bytes
+    free: bytes
     transaction: int
 
 
 def read_meta(fd: int) -> Meta | None:
     """The newest of the two meta pages, or None if one of them cannot be read."""
-    start = _HEADER.size
+    start = HEADER.size
     first = os.pread(fd, start + _META.size, 0)
     if len(first) < start + _META.size:
         return None
@@ -44,10 +70,10 @@ def read_meta(fd: int) -> Meta | None:
     for raw in (first, os.pread(fd, start + _META.size, block)):
         if len(raw) < start + _META.size:
             return None
-        magic, version, _, _, _, main, last, transaction = _META.unpack_from(raw, start)
+        magic, version, _, _, free, main, last, transaction = _META.unpack_from(raw, start)
         if magic != _MAGIC or version != _VERSION:
             return None
-        metas.append(Meta(block, (last + 1) * block, main, transaction))
+        metas.append(Meta(block, (last + 1) * block, main, free, transaction))
     return max(metas, key=lambda meta: meta.transaction)
 
 
@@ -61,17 +87,15 @@ def prefetch(fd: int, names: Iterable[bytes]) -> int:
         return 0
     asked = 0
     wanted = set(names)
-    main = _TREE.unpack(meta.main)
-    for name, tree in list(_named_trees(fd, meta.block, main[-1])):
+    for name, tree in list(_named_trees(fd, meta.block, Tree.of(meta.main).root)):
         if name in wanted:
-            asked += _prefetch_tree(fd, meta, _TREE.unpack(tree))
+            asked += _prefetch_tree(fd, meta, Tree.of(tree))
     return asked
 
 
-def _prefetch_tree(fd: int, meta: Meta, tree: tuple[int, ...]) -> int:
-    depth, root = tree[2], tree[-1]
-    level, asked = [root], 0
-    for below in range(min(depth, _MAX_DEPTH) - 1, -1, -1):
+def _prefetch_tree(fd: int, meta: Meta, tree: Tree) -> int:
+    level, asked = [tree.root], 0
+    for below in range(min(tree.depth, _MAX_DEPTH) - 1, -1, -1):
         level = sorted({number for number in level if 0 < number < meta.end // meta.block})
         asked += len(level)
         _will_need(fd, meta.block, level)
@@ -100,18 +124,18 @@ def _named_trees(fd: int, block: int, number: int) -> Iterator[tuple[bytes, byte
     """Name and tree of each node of the main leaf; our few names fit on one."""
     raw = os.pread(fd, block, number * block) if number < 1 << 40 else b""
     for offset, _, _, _, length in _nodes(raw):
-        name = raw[offset + _NODE.size : offset + _NODE.size + length]
-        tree = raw[offset + _NODE.size + length : offset + _NODE.size + length + _TREE.size]
-        if len(tree) == _TREE.size:
+        name = raw[offset + NODE.size : offset + NODE.size + length]
+        tree = raw[offset + NODE.size + length : offset + NODE.size + length + TREE_NBYTES]
+        if len(tree) == TREE_NBYTES:
             yield name, tree
 
 
 def _nodes(raw: bytes) -> Iterator[tuple[int, int, int, int, int]]:
     """Offset and the four fields of each node of a page; none of a page that is cut or makes no sense."""
-    if len(raw) < _HEADER.size:
+    if len(raw) < HEADER.size:
         return
-    lower = _HEADER.unpack_from(raw)[3]
-    for at in range(_HEADER.size, min(lower, len(raw) - 1), 2):
+    lower = HEADER.unpack_from(raw)[3]
+    for at in range(HEADER.size, min(lower, len(raw) - 1), 2):
         offset = int.from_bytes(raw[at : at + 2], "little")
-        if offset + _NODE.size <= len(raw):
-            yield (offset, *_NODE.unpack_from(raw, offset))
+        if offset + NODE.size <= len(raw):
+            yield (offset, *NODE.unpack_from(raw, offset))

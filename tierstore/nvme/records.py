@@ -1,13 +1,15 @@
 """Where page records are kept: in LMDB beside the catalogue, here, or in extent files. The writer's thread, or at open.
 
-Both answer the same calls of a ``Catalogue``: ``write`` before its transaction, ``entry``, ``replaced`` and ``erased``
-within it, then ``settle`` if it was committed, ``undo`` if not, ``doubt`` if nobody knows.
+Both answer the same calls of a ``Catalogue``: ``write`` before its transaction, ``replaced``, then ``entry`` or
+``erased`` of a key within it, then ``settle`` if it was committed, ``undo`` if not, ``doubt`` if nobody knows.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import lmdb
@@ -16,10 +18,15 @@ from numpy.typing import NDArray
 
 from tierstore import codec
 from tierstore.codecs import PageEncoder
-from tierstore.nvme.entry import Entry
+from tierstore.errors import IntegrityError
+from tierstore.nvme.entry import Entry, unpack
+from tierstore.nvme.headers import PageHeaders
+from tierstore.nvme.home import DATA_FILE
 from tierstore.nvme.sizing import Sizing
 from tierstore.nvme.slots import Place
 from tierstore.types import PageKey
+
+_PROBE_KEY = b"probe"
 
 
 class Page(NamedTuple):
@@ -54,7 +61,7 @@ class Records(Protocol):
         ...
 
     def replaced(self, key: PageKey, old: bytes | None) -> None:
-        """The transaction replaces or removes this entry."""
+        """The transaction will replace or remove this entry, or make one where there is none. OSError: it must not."""
         ...
 
     def erased(self, txn: lmdb.Transaction[memoryview], key: PageKey) -> None:
@@ -92,8 +99,12 @@ class InlineRecords:
         fingerprint: bytes,
         page_nbytes: int,
         encoder: PageEncoder | None,
+        headers: PageHeaders,
     ) -> None:
+        """Closes ``headers``."""
         self._pages = pages
+        self._headers = headers
+        self._fresh: set[PageKey] = set()  # written by this transaction: their pages are not on disk yet
         self._sizing = sizing
         self._encoder = encoder
         self._fingerprint = fingerprint
@@ -115,6 +126,9 @@ class InlineRecords:
                 encoder=self._encoder,
             )
         stored = length - codec.HEAD_NBYTES
+        if page.key in self._fresh:  # else LMDB may keep it in pages that are too many for it
+            txn.delete(page.key, db=self._pages)
+        self._fresh.add(page.key)
         txn.put(page.key, self._record[:length].data, db=self._pages)
         return Entry(
             parent=page.parent,
@@ -124,22 +138,31 @@ class InlineRecords:
         )
 
     def replaced(self, key: PageKey, old: bytes | None) -> None:
-        """LMDB keeps what is still read."""
+        """LMDB keeps what is still read; here its header is put right before LMDB frees it."""
+        if old is None or key in self._fresh:
+            return
+        try:
+            entry = unpack(key, old)
+        except IntegrityError:
+            return  # changed behind our back: nothing is known of it
+        if entry.page_number:
+            self._headers.mend(entry.page_number, codec.HEAD_NBYTES + entry.stored_nbytes)
 
     def erased(self, txn: lmdb.Transaction[memoryview], key: PageKey) -> None:
         txn.delete(key, db=self._pages)
+        self._fresh.discard(key)
 
     def settle(self) -> None:
-        """Nothing is left to do."""
+        self._fresh.clear()
 
     def undo(self) -> None:
-        """LMDB did."""
-
-    def close(self) -> None:
-        """Nothing of its own is open."""
+        self._fresh.clear()
 
     def doubt(self) -> None:
-        """LMDB knows."""
+        self._fresh.clear()
+
+    def close(self) -> None:
+        self._headers.close()
 
 
 def page_number(txn: lmdb.Transaction[memoryview], key: bytes, db: lmdb._Database) -> int:
@@ -149,3 +172,19 @@ def page_number(txn: lmdb.Transaction[memoryview], key: bytes, db: lmdb._Databas
         return 0
     address = np.frombuffer(value, dtype=np.uint8).ctypes.data
     return int.from_bytes(ctypes.string_at(address - 16, 8), "little")
+
+
+def numbers_hold(env: lmdb.Environment, db: lmdb._Database) -> bool:
+    """Whether a value's page number, as we find it, is where its bytes are in the file after the commit: tries one."""
+    value = os.urandom(codec.HEAD_NBYTES + 4096)
+    with env.begin(write=True, buffers=True) as txn:
+        txn.put(_PROBE_KEY, value, db=db)
+        number = page_number(txn, _PROBE_KEY, db)
+    block = env.stat()["psize"]
+    if not 0 < number < 1 << 40:
+        return False
+    fd = os.open(Path(env.path()) / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.pread(fd, len(value), number * block + 16) == value
+    finally:
+        os.close(fd)

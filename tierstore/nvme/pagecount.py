@@ -1,0 +1,262 @@
+"""LMDB's file counted through by hand, with ``pread`` alone, before it is mapped: each page belongs to one thing.
+
+LMDB trusts what it finds: a wrong page number in its free list or in a node, or a node that is longer than it is, ends
+a later commit in SIGABRT, SIGBUS or SIGSEGV, or makes it write over a live tree. Here each page is given to the tree,
+the value or the free list that names it; one that is named twice, or is not what it is named for, is damage. Pages
+that nobody names are harmless: LMDB leaves some. Large values of page records are not looked at, which would cost a
+read each: ``headers`` mends their page headers before LMDB needs them.
+
+No third library; layouts of LMDB 0.9 on 64 bits, little endian.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections import deque
+from collections.abc import Iterator
+from itertools import pairwise, repeat
+from typing import NamedTuple
+
+from tierstore.nvme.entry import ENTRY_NBYTES
+from tierstore.nvme.rawtree import HEADER, NO_PAGE, NODE, TREE_NBYTES, Meta, Tree
+
+KEY_NBYTES = 36
+NO_TREE = Tree(0, 0, 0, 0, 0, 0, 0, NO_PAGE)
+
+_BRANCH, _LEAF, _OVERFLOW = 1, 2, 4
+_BIG, _SUBTREE = 1, 2
+_INTEGER_KEYS = 8  # a tree's flag: numbers in the machine's order
+_DEEPEST = 32
+_FREE, _NAMES = "free list", "tree of names"
+_ENTRY_NODE = NODE.pack(ENTRY_NBYTES, 0, 0, KEY_NBYTES)
+_ENTRY_STEP = NODE.size + KEY_NBYTES + ENTRY_NBYTES
+
+
+class Damaged(Exception):
+    """What is wrong with the file."""
+
+
+class Value(NamedTuple):
+    """One value of a tree: how long it is, and its first page if it has pages of its own, else 0."""
+
+    key: bytes
+    nbytes: int
+    page: int
+
+
+class _Node(NamedTuple):
+    key: bytes
+    nbytes: int  # of the value; in a branch the lower part of the child's page number
+    flags: int  # in a branch its upper part
+    at: int  # where the value begins in the page
+
+
+class _Part(NamedTuple):
+    """A page of a tree, and the keys that may be in it: from ``low`` on, below ``high``."""
+
+    page: int
+    low: bytes
+    high: bytes | None
+
+
+class PageCount:
+    """Of the newest transaction of a file, by one thread. What a method has yielded or returned is sound by itself;
+    the file is when all trees and the free list were gone through. Damaged from every method; OSError as it comes.
+    """
+
+    def __init__(self, fd: int, meta: Meta) -> None:
+        self._fd, self._meta, self._block = fd, meta, meta.block
+        self._pages = meta.end // meta.block
+        self._taken = bytearray(self._pages)
+        self._taken[:2] = b"\1\1"
+
+    def trees(self) -> dict[bytes, Tree]:
+        """The trees by name."""
+        found = {}
+        main = _tree(self._meta.main, 0, _NAMES)
+        for key, raw, flags in self._whole(main, _NAMES):
+            if flags != _SUBTREE or len(raw) != TREE_NBYTES:
+                raise Damaged(f"{key!r} is no tree")
+            found[key] = _tree(raw, 0, repr(key))
+        return found
+
+    def free_list(self) -> None:
+        """Takes the pages of the free list, and those it names."""
+        before = 0
+        free = _tree(self._meta.free, _INTEGER_KEYS, _FREE, pad=self._block)
+        for key, raw, flags in self._whole(free, _FREE):
+            transaction = int.from_bytes(key, "big")  # turned round
+            if len(key) != 8 or flags & ~_BIG or not before < transaction <= self._meta.transaction:
+                raise Damaged(f"the {_FREE} has a record of no transaction")
+            before = transaction
+            self._take_free(raw)
+
+    def small(self, tree: Tree, name: str) -> None:
+        """Takes the pages of a tree and of its values, which are looked at."""
+        for key, _, flags in self._whole(tree, name):
+            if flags & ~_BIG:
+                raise Damaged(f"{key!r} of the {name} is no plain value")
+
+    def entries(self, tree: Tree, name: str) -> Iterator[bytes]:
+        """Takes the pages of a tree whose keys and values have KEY_NBYTES and ENTRY_NBYTES; both in one, in order."""
+        count = 0
+        for part in self._leaves(tree, name):
+            raw, offsets, upper = self._read(part.page, _LEAF, name)
+            steps = list(range(upper, self._block, _ENTRY_STEP))
+            whole = len(steps) * _ENTRY_STEP == self._block - upper and sorted(offsets) == steps
+            if not whole or any(raw[at : at + NODE.size] != _ENTRY_NODE for at in steps):
+                raise Damaged(f"page {part.page} of the {name} has a node that is none of it")
+            records = [raw[at + NODE.size : at + _ENTRY_STEP] for at in offsets]
+            _check_order([record[:KEY_NBYTES] for record in records], part, name)
+            count += len(records)
+            yield from records
+        _check_count(count, tree, name)
+
+    def values(self, tree: Tree, name: str) -> Iterator[Value]:
+        """Takes the pages of a tree and of its values, which are not looked at; in order."""
+        count = 0
+        for part in self._leaves(tree, name):
+            for key, nbytes, flags, at, raw in self._leaf(part, name):
+                first = 0
+                if flags & ~_BIG:
+                    raise Damaged(f"{key!r} of the {name} is no plain value")
+                if flags & _BIG:
+                    first = int.from_bytes(raw[at : at + 8], "little")
+                    self._take(first, self._length(nbytes), name)
+                count += 1
+                yield Value(key, nbytes, first)
+        _check_count(count, tree, name)
+
+    def _whole(self, tree: Tree, name: str) -> Iterator[tuple[bytes, bytes, int]]:
+        """Takes the pages of a tree and of its values; key, value and flags of each."""
+        count = 0
+        for part in self._leaves(tree, name):
+            for key, nbytes, flags, at, raw in self._leaf(part, name):
+                value = self._large(raw, at, nbytes, name) if flags & _BIG else raw[at : at + nbytes]
+                count += 1
+                yield key, value, flags
+        _check_count(count, tree, name)
+
+    def _large(self, raw: bytes, at: int, nbytes: int, name: str) -> bytes:
+        """A value with pages of its own. They may be more than it needs: LMDB shortens values in place."""
+        first = int.from_bytes(raw[at : at + 8], "little")
+        self._take(first, self._length(nbytes), name)
+        value = os.pread(self._fd, HEADER.size + nbytes, first * self._block)
+        if len(value) < HEADER.size + nbytes:
+            raise Damaged(f"a large value of the {name} is cut")
+        own, _, flags, lower, upper = HEADER.unpack_from(value)
+        more = (lower | upper << 16) - self._length(nbytes)
+        if own != first or flags != _OVERFLOW or more < 0:
+            raise Damaged(f"page {first} of the {name} is no value")
+        if more:
+            self._take(first + self._length(nbytes), more, name)
+        return value[HEADER.size :]
+
+    def _length(self, nbytes: int) -> int:
+        """Pages of a large value."""
+        return -(-(HEADER.size + nbytes) // self._block)
+
+    def _take_free(self, raw: bytes) -> None:
+        """The free pages of one transaction: their number, and they in descending order."""
+        if not raw or len(raw) % 8:
+            raise Damaged(f"the {_FREE} has a record of {len(raw)} bytes")
+        count, *numbers = struct.unpack(f"<{len(raw) // 8}Q", raw)
+        if count > len(numbers):
+            raise Damaged(f"the {_FREE} has {count} pages in a record of {len(numbers)}")
+        del numbers[count:]
+        if not numbers:
+            return
+        if numbers[0] >= self._pages or any(this <= following for this, following in pairwise(numbers)):
+            raise Damaged(f"the {_FREE} names pages out of order or beyond the file")
+        if any(map(self._taken.__getitem__, numbers)):
+            raise Damaged(f"the {_FREE} names a page that is something else too")
+        deque(map(self._taken.__setitem__, numbers, repeat(1)), maxlen=0)
+
+    def _take(self, first: int, count: int, name: str) -> None:
+        end = first + count
+        if not first < end <= self._pages or self._taken.find(1, first, end) >= 0:
+            raise Damaged(f"page {first} of the {name} is something else too, or beyond the file")
+        self._taken[first:end] = b"\1" * count
+
+    def _leaves(self, tree: Tree, name: str) -> Iterator[_Part]:
+        """Takes the branches and leaves of a tree; its leaves in order."""
+        if tree.root == NO_PAGE and not tree.depth:
+            return
+        if not 0 < tree.depth <= _DEEPEST:
+            raise Damaged(f"the {name} is {tree.depth} deep")
+        level = [_Part(tree.root, b"", None)]
+        for _ in range(tree.depth - 1):
+            level = [child for part in level for child in self._children(part, name)]
+        for part in level:
+            self._take(part.page, 1, name)
+            yield part
+
+    def _children(self, part: _Part, name: str) -> list[_Part]:
+        """Takes a branch. Its first key means nothing."""
+        self._take(part.page, 1, name)
+        nodes, _ = self._nodes(part.page, _BRANCH, name)
+        keys = [part.low, *(_turned(node.key, name) for node in nodes[1:])]
+        _check_order(keys, part, name)
+        highs = [*keys[1:], part.high]
+        if len(nodes) < 2 and name != _FREE:  # while it deletes from the free list, LMDB lets that be
+            raise Damaged(f"page {part.page} of the {name} has one branch")
+        pages = (node.nbytes | node.flags << 32 for node in nodes)
+        return [_Part(*each) for each in zip(pages, keys, highs, strict=True)]
+
+    def _leaf(self, part: _Part, name: str) -> Iterator[tuple[bytes, int, int, int, bytes]]:
+        """Key, length, flags and place of each value of a leaf, and the leaf."""
+        nodes, raw = self._nodes(part.page, _LEAF, name)
+        keys = [_turned(node.key, name) for node in nodes]
+        _check_order(keys, part, name)
+        for key, node in zip(keys, nodes, strict=True):
+            yield key, node.nbytes, node.flags, node.at, raw
+
+    def _nodes(self, number: int, kind: int, name: str) -> tuple[list[_Node], bytes]:
+        """The nodes of a page, which lie one behind the other up to its end, and the page."""
+        raw, offsets, upper = self._read(number, kind, name)
+        nodes, ends = [], {}
+        for offset in offsets:
+            if not upper <= offset <= self._block - NODE.size:
+                raise Damaged(f"page {number} of the {name} has a node outside")
+            low, high, flags, length = NODE.unpack_from(raw, offset)
+            at, nbytes = offset + NODE.size + length, low | high << 16
+            inside = 0 if kind == _BRANCH else 8 if flags & _BIG else nbytes
+            nodes.append(_Node(raw[offset + NODE.size : at], nbytes, flags, at))
+            ends[offset] = at + inside + (at + inside) % 2
+        if [*sorted(ends), self._block] != [upper, *sorted(ends.values())] or len(ends) != len(nodes):
+            raise Damaged(f"page {number} of the {name} has nodes that overlap")
+        return nodes, raw
+
+    def _read(self, number: int, kind: int, name: str) -> tuple[bytes, tuple[int, ...], int]:
+        """A page, where its nodes are in the order of their keys, and where the first of them begins."""
+        raw = os.pread(self._fd, self._block, number * self._block)
+        if len(raw) < self._block:
+            raise Damaged(f"page {number} of the {name} is cut")
+        own, _, flags, lower, upper = HEADER.unpack_from(raw)
+        if own != number or flags != kind or lower % 2 or not HEADER.size < lower <= upper < len(raw):
+            raise Damaged(f"page {number} of the {name} is no such page")
+        return raw, struct.unpack_from(f"<{(lower - HEADER.size) // 2}H", raw, HEADER.size), upper
+
+
+def _tree(raw: bytes, flags: int, name: str, *, pad: int = 0) -> Tree:
+    tree = Tree.of(raw)
+    if (tree.pad, tree.flags) != (pad, flags):
+        raise Damaged(f"the {name} is of another kind")
+    return tree
+
+
+def _turned(key: bytes, name: str) -> bytes:
+    """A key as it is compared."""
+    return key[::-1] if name == _FREE else key
+
+
+def _check_order(keys: list[bytes], part: _Part, name: str) -> None:
+    ascending = keys[0] >= part.low and (part.high is None or keys[-1] < part.high)
+    if not ascending or any(this >= following for this, following in pairwise(keys)):
+        raise Damaged(f"page {part.page} of the {name} has keys out of order")
+
+
+def _check_count(count: int, tree: Tree, name: str) -> None:
+    if count != tree.entries:
+        raise Damaged(f"the {name} has {count} records and not {tree.entries}")
