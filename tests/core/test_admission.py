@@ -85,12 +85,15 @@ def test_cost_learns_which_kind_of_page_comes_back() -> None:
 
 def test_cost_asks_more_of_a_page_as_a_write_becomes_dearer() -> None:
     key = chain(1)[0]
-    answers = [Asked("cost").put(key, pressure=pressure) for pressure in (0.9, 1.5, float("inf"))]
+    answers = [Asked("cost").put(key, pressure=pressure) for pressure in (0.5, 1.5, float("inf"))]
     assert answers == [True, False, False]
 
 
 def test_cost_takes_a_deep_page_sooner_than_a_shallow_one_of_its_kind() -> None:
     asked, keys = Asked("cost", remembered=64, doubling_depth=10.0), chain(30)
+    for i in range(200):
+        asked.put(chain(1, str(i))[0])
+        asked.put(chain(1, str(i))[0])
     answers = [asked.put(k, parent, 2.0) for k, parent in zip(keys, [None, *keys[:-1]], strict=True)]
     assert answers == sorted(answers)
     assert answers[0] != answers[-1]
@@ -105,6 +108,20 @@ def test_a_use_in_memory_does_not_speak_for_the_disk() -> None:
         asked.put(used, key)
         asked.put(used, key)
     assert not asked.put(chain(1, "new")[0])
+
+
+def test_what_waits_to_be_asked_for_again_does_not_speak_for_its_kind() -> None:
+    """One page in ten has come back so far, and nothing is forgotten yet: nine in ten are no reason to write."""
+    asked = Asked("cost", remembered=10_000)
+    for i in range(300):
+        asked.put(chain(1, str(i))[0])
+        if i % 10 == 0:
+            asked.put(chain(1, str(i))[0])
+        used = chain(1, f"used{i}")[0]
+        asked.put(used, chain(1, "0")[0])
+        asked.put(used, chain(1, "0")[0])
+    assert not asked.put(chain(1, "new")[0], pressure=1.0)
+    assert asked.put(chain(1, "next")[0], chain(1, "0")[0], pressure=1.0)
 
 
 def test_what_is_not_remembered_is_taken_when_it_is_hit() -> None:

@@ -51,8 +51,8 @@ class SecondHit:
         return True
 
 
-_HALF_LIFE = 4096
-"""Outcomes of a kind of page after which older ones count half."""
+_HALF_LIFE = 1 << 15
+"""Pages of a kind after which what was learnt of older ones counts half."""
 _SMOOTHING = 1 / 1024
 _TURNS, _USES = 8, 4
 
@@ -60,11 +60,11 @@ _TURNS, _USES = 8, 4
 class Cost:
     """Expected worth against the price of a write. A watcher of ``history``.
 
-    Pages are of one kind if they have the same turn and were used as often. Of each kind it learns how often the next
-    use found the page in the tier below, or gone and put again before it was forgotten: then a write would have paid.
-    The worth is that share times the cost of computing the page: 1 for the first of a sequence, 2 for the page at
-    ``doubling_depth``, where attention costs as much as the rest. The price is ``pressure`` times the mean worth of
-    the pages asked about lately, so there is no unit to tune.
+    Pages are of one kind if they have the same turn and were used as often. Of each kind it learns how many were asked
+    for again and found in the tier below, or gone and put again before they were forgotten: then a write has paid. The
+    worth is that share times the cost of computing the page: 1 for the first of a sequence, 2 for the page at
+    ``doubling_depth``, where attention costs as much as the rest. The price is ``pressure`` times the mean worth of the
+    pages asked for lately, so there is no unit to tune.
     """
 
     def __init__(self, history: History, doubling_depth: float) -> None:
@@ -75,36 +75,31 @@ class Cost:
 
     def put(self, record: Record | None, pressure: float, *, again: bool) -> bool:
         """Whether the page promises its price."""
-        return record is not None and self._worth_it(record, pressure)
+        return record is not None and self._worth(record) >= pressure * self._mean
 
     def hit(self, record: Record | None, pressure: float) -> bool:
         """Whether the page promises its price now; True if it is not remembered: it was asked for again at all."""
-        return record is None or self._worth_it(record, pressure)
+        return record is None or self._worth(record) >= pressure * self._mean
 
     def asked(self, record: Record, now: int, *, below: bool) -> None:
         """The next use of the page has come."""
-        self._learn(record, paid=below)
+        self._paid[_kind(record)] += below
 
     def began(self, record: Record, now: int) -> None:
-        """Nothing is known of the use after this one."""
-
-    def forgotten(self, record: Record, now: int) -> None:
-        """There was no next use."""
-        self._learn(record, paid=False)
-
-    def _worth_it(self, record: Record, pressure: float) -> bool:
+        """The page may be asked for again, or not."""
         kind = _kind(record)
-        worth = self._paid[kind] / self._asked[kind] * (1 + record.depth / self._doubling)
-        self._mean += (worth - self._mean) * _SMOOTHING
-        return worth >= pressure * self._mean
-
-    def _learn(self, record: Record, *, paid: bool) -> None:
-        kind = _kind(record)
-        self._paid[kind] += paid
+        self._mean += (self._worth(record) - self._mean) * _SMOOTHING
         self._asked[kind] += 1
         if self._asked[kind] > _HALF_LIFE:
             self._paid[kind] /= 2
             self._asked[kind] /= 2
+
+    def forgotten(self, record: Record, now: int) -> None:
+        """It was not asked for again: it has only been counted when it was put."""
+
+    def _worth(self, record: Record) -> float:
+        kind = _kind(record)
+        return self._paid[kind] / self._asked[kind] * (1 + record.depth / self._doubling)
 
 
 def _kind(record: Record) -> int:
