@@ -54,8 +54,12 @@ def aligned(rows: int, nbytes: int) -> Bytes:
 
 
 def capacity_for(nbytes: int) -> int:
-    """A tier's capacity that holds so many bytes of pages with none evicted."""
-    return int(nbytes * 1.4) + (64 << 20)
+    """A tier's capacity for so many bytes of pages: so much more that it makes files as long as a real one's.
+
+    One just large enough would make sixteen short ones, and each is set aside and named durably in the time that is
+    taken, where the raw file is there before.
+    """
+    return int(nbytes * 1.4) + (64 << 20) + min(4 << 30, 7 * nbytes)
 
 
 class Contender(ABC):

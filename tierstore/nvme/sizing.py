@@ -20,9 +20,9 @@ _COPIED_PAGES = 3  # tree pages that one changed record copies before the old on
 _WATERMARK = 0.85  # of the map: fuller, and runs of free pages become too short
 _WATERMARK_ENCODED = 0.80  # records of many lengths leave holes
 _BATCH_NBYTES = 16 * _MIB
-_EXTENT_BATCH_NBYTES = (
-    128 * _MIB
-)  # nothing of it is kept in memory; a commit is what a batch costs beside its bytes
+# Nothing of a batch is kept in memory. A commit takes 10 ms beside its bytes, whatever they are.
+_EXTENT_BATCH_NBYTES = 256 * _MIB
+_SLACK_NBYTES = 64 * _MIB  # for records that replace others
 _EXTENT_WATERMARK_ENCODED = 0.90  # slots of many lengths leave holes, which moving records fills up to there
 _EXTENT_NBYTES = 256 * _MIB
 _UNITS = 32  # lengths of slots: more of them fit closer, fewer fit into each other's holes
@@ -131,7 +131,7 @@ def size_extents(
     if num_slots < least_slots:
         least = _SMALL_FILES + (36 + _FIXED_PAGES) * block + 3 * copied + catalogue_nbytes
         raise _too_small(capacity, least + least_slots * (slot + share), page_nbytes)
-    slack = min(batch_pages, max(1, num_slots // 16))
+    slack = max(1, min(_SLACK_NBYTES // slot, num_slots // 16))
     record = slot + CATALOGUE_SHARE
     fitting = int(num_slots * _EXTENT_WATERMARK_ENCODED) if encoded else num_slots
     return Sizing(
