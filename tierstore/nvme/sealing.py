@@ -9,6 +9,7 @@ import os
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -62,9 +63,9 @@ class Sealer:
         The pages may change again once this has ended, whether at its end or by ``close``.
         """
         numbers = [next(generations) for _ in pages]
-        chunks = [
-            range(first, min(first + self._step, len(pages))) for first in range(0, len(pages), self._step)
-        ]
+        first = min(len(pages), max(self._threads, self._step // 4))  # nothing is written while it is made
+        starts = [*range(first, len(pages), self._step), len(pages)]
+        chunks = [range(first), *(range(start, end) for start, end in pairwise(starts))]
         made: list[Future[list[Sealed]]] = []
         ahead: list[Future[list[Sealed]]] = []
         try:
