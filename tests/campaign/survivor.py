@@ -188,15 +188,16 @@ class _Survivor:
                 self.faults.append(f"{counts[failure.value]} pages failed, {name} is {stats[name]}")
 
     def go_on(self) -> None:
-        """Writes new pages and new versions, erases others, and reads all again."""
+        """Writes new pages and new versions, erases others, and reads all again. What was opened takes writes."""
         old = sorted(self._want)
         chosen = self._chance.sample(old, 40)
         again, gone = chosen[:20], chosen[20:]
         for numbers in ([*range(NEW, NEW + 40)], again):
             ack = self._rig.ack(self._rig.submit(numbers, 99))
             self.later["writes failed"] += len(ack.failures)
+            self.faults += [f"a write fails with {failure.value}" for _, failure in ack.failures[:1]]
             failed = {numbers[index] for index, _ in ack.failures}
-            for number in numbers:  # where the disk refuses, it may refuse to erase the old version too
+            for number in numbers:  # where writes are refused, the erase of the old version may be too
                 self._want[number] = {99} | (self._want.get(number, set()) if number in failed else set())
             self._new += [number for number in numbers if number not in failed]
         self._rig.erase(gone)
@@ -204,6 +205,7 @@ class _Survivor:
             self._want |= {number: set() for number in gone}
         else:
             self.later["syncs failed"] += 1
+            self.faults.append("a sync that is false")
         self._read_later("after writes")
 
     def reopen(self) -> None:
@@ -211,7 +213,19 @@ class _Survivor:
         self._rig.close()
         self._rig = self._open()
         self._read_later("after a reopen")
+        self._erase_all()
         self._rig.close()
+
+    def _erase_all(self) -> None:
+        """So every record that was left is freed, and then its room is written to."""
+        self._rig.erase([*self._want])
+        numbers = [*range(2 * NEW, 2 * NEW + 40)]
+        ack = self._rig.ack(self._rig.submit(numbers, 99))
+        if not self._rig.tier.sync(PATIENCE_S) or not ack.ok:
+            self.faults.append("after a reopen, records cannot be erased or new ones not be written")
+        self._want |= {number: set() for number in self._want} | {number: {99} for number in numbers}
+        self._new = numbers
+        self._read_later("after the last erase")
 
     def _read_later(self, when: str) -> None:
         outcomes: dict[int, str] = {}
