@@ -209,7 +209,11 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(tmp_path: Path, text: s
         ("hbm: {capacity: 1GiB}", "hbm.device is missing", "'cuda:N'"),
         ("hbm: {capacity: 1GiB, device: gpu}", "hbm.device is 'gpu'", "'cuda:N'"),
         ("hbm: {capacity: 1GiB, device: 'cuda:-1'}", "hbm.device is 'cuda:-1'", "'cuda:N'"),
-        ("hbm: {capacity: 1GiB, device: cpu, policy: LRU}", "hbm.policy is 'LRU'", "'lru', 'fifo', 'lfu', 'slru', 'gdsf', 'session' or 'adaptive'"),
+        (
+            "hbm: {capacity: 1GiB, device: cpu, policy: LRU}",
+            "hbm.policy is 'LRU'",
+            "'lru', 'fifo', 'lfu', 'slru', 'gdsf', 'session' or 'adaptive'",
+        ),
         ("hbm: {capacity: 1GiB, device: cpu, owner: me}", "hbm.owner is 'me'", "'store' or 'engine'"),
         ("host: {}", "host.capacity is missing", "24GiB"),
         ("host: {capacity: 1GiB, pin: yes}", "host.pin is 'yes'", "'auto', 'always' or 'never'"),
