@@ -1,0 +1,237 @@
+"""LMDB's file counted through by hand: whatever a tier leaves passes, and what LMDB would stumble over does not."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+from contextlib import ExitStack
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.campaign.regions import BLOCK
+from tests.nvme.rig import FINGERPRINT, LAYOUT, PATIENCE_S, Rig, data_file, key, page, wait_until_writable
+from tests.nvme.tree_damage import DAMAGES, Hurt, name_twice
+from tierstore import codec
+from tierstore.nvme import catalogue, entry, opening, pagecount
+from tierstore.nvme import walk as walking
+from tierstore.nvme.catalogue import Catalogue
+from tierstore.nvme.walk import walk
+
+both = pytest.mark.usefixtures("payload")
+
+NBYTES = 32 << 10
+
+
+def directory(home: Path) -> str:
+    return str(data_file(home).parent)
+
+
+def fault(home: Path) -> str | None:
+    """What a walk finds wrong."""
+    marker = (data_file(home).parent / "tierstore-shard.json").read_text()
+    try:
+        found = walk(directory(home), "extents" if '"extents"' in marker else "lmdb")
+    except lmdb.Error as error:
+        pytest.fail(f"LMDB was asked: {error}")
+    return found if isinstance(found, str) else None
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A closed home with a history: trees with branches, and a free list of several transactions."""
+    rig = Rig(tmp_path / "home")
+    for version in range(12):
+        assert rig.write(range(version * 10, version * 10 + 40), version).ok
+        rig.erase(range(version * 10, version * 10 + 40, 4))
+    assert rig.tier.sync(PATIENCE_S)
+    rig.tier._catalogue.turn()  # so that no tree is empty
+    rig.close()
+    return rig.home
+
+
+@both
+def test_a_home_with_a_history_passes(home: Path) -> None:
+    assert fault(home) is None
+
+
+@both
+def test_a_value_that_lmdb_shortened_in_place_passes_with_all_its_pages(home: Path) -> None:
+    with lmdb.open(directory(home), map_size=4 << 20, max_dbs=entry.MAX_DBS) as env:
+        meta = env.open_db(entry.META_DB)
+        with env.begin(write=True) as txn:
+            txn.put(b"other", bytes(5 * BLOCK), db=meta)
+            txn.put(b"other", bytes(2 * BLOCK), db=meta)
+            taken = txn.stat(meta)["overflow_pages"]
+        assert taken >= 6
+    assert fault(home) is None
+
+
+@both
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_lmdb_would_stumble_over_is_found(home: Path, damage: str) -> None:
+    hurt = Hurt(home)
+    change, told = DAMAGES[damage]
+    change(hurt)
+    hurt.save()
+    found = fault(home)
+    assert found is not None
+    assert told in found
+
+
+@both
+def test_damage_of_the_free_list_sets_the_directory_aside_and_ends_no_process(home: Path) -> None:
+    hurt = Hurt(home)
+    name_twice(hurt, hurt.page("catalogue") // BLOCK)
+    hurt.save()
+    rig = Rig(home)
+    assert data_file(home).parent.with_name(f"{FINGERPRINT}-0.damaged-1").is_dir()
+    assert rig.write(range(40)).ok
+    assert rig.present(range(40)) == set(range(40))
+    rig.close()
+
+
+@pytest.mark.parametrize("region", ["catalogue", "pages"])
+def test_every_bit_of_a_leaf_that_means_something_is_looked_at(home: Path, region: str) -> None:
+    chance = random.Random(6)
+    hurt = Hurt(home)
+    leaf = hurt.page(region)
+    lower, upper = struct.unpack_from("<HH", hurt.raw, leaf + 12)
+    places = [
+        at for at in (*range(lower), *range(upper, BLOCK)) if at not in (8, 9)
+    ]  # a pad that nobody reads
+    for at in chance.sample(places, 400):
+        bit = 1 << chance.randrange(8)
+        hurt.raw[leaf + at] ^= bit
+        hurt.save()
+        assert fault(home) is not None, (at, bit)
+        hurt.raw[leaf + at] ^= bit
+
+
+def test_a_free_list_that_names_a_page_of_a_value_is_found(home: Path) -> None:
+    hurt = Hurt(home)
+    [first] = struct.unpack_from("<Q", hurt.raw, hurt.node(hurt.page("pages")) + 8 + 36)
+    name_twice(hurt, first + 1)
+    hurt.save()
+    assert "something else too" in str(fault(home))
+
+
+@both
+def test_damage_of_the_small_tree_sets_the_directory_aside(home: Path) -> None:
+    hurt = Hurt(home)
+    hurt.number("<H", hurt.page("meta") + 10, lambda n: 1)
+    hurt.save()
+    for count in (1, 1):
+        rig = Rig(home)
+        assert len(list(home.glob("*.damaged-*"))) == count
+        rig.close()
+
+
+def test_what_breaks_in_lmdb_though_the_walk_passed_it_sets_the_directory_aside(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object, **kwargs: object) -> Catalogue:
+        monkeypatch.setattr(opening, "Catalogue", Catalogue)
+        raise lmdb.BadTxnError("as a damaged tree has it")
+
+    monkeypatch.setattr(opening, "Catalogue", broken)
+    Rig(home).close()
+    assert len(list(home.glob("*.damaged-*"))) == 1
+
+
+@both
+@pytest.mark.parametrize("there", [(), (entry.CATALOGUE_DB,), (entry.CATALOGUE_DB, entry.PAGES_DB)])
+def test_trees_whose_making_was_killed_are_made(tmp_path: Path, there: tuple[bytes, ...]) -> None:
+    home = tmp_path / "home"
+    Rig(home).close()
+    data_file(home).unlink()
+    with lmdb.open(directory(home), map_size=4 << 20, max_dbs=entry.MAX_DBS) as env:
+        for name in there:
+            env.open_db(name)
+    rig = Rig(home)
+    assert rig.write([0]).ok
+    rig.close()
+    assert not list(home.glob("*.damaged-*"))
+
+
+def test_a_new_directory_has_all_its_trees_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def commits(env: lmdb.Environment, db: object) -> bool:
+        made.append((env.info()["last_txnid"], env.stat()["entries"]))
+        return True
+
+    made: list[tuple[int, int]] = []
+    monkeypatch.setattr(catalogue, "numbers_hold", commits)
+    Rig(tmp_path / "home", payload="lmdb").close()
+    assert made == [(1, 3)]
+
+
+def test_a_walk_reads_no_value(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would be a disk access: 100,000 of them took 9 s."""
+    read: set[int] = set()
+
+    class Os:
+        @staticmethod
+        def pread(fd: int, count: int, offset: int) -> bytes:
+            read.update(range(offset // BLOCK, -(-(offset + count) // BLOCK)))
+            return os.pread(fd, count, offset)
+
+    with lmdb.open(directory(home), readonly=True, lock=False, max_dbs=entry.MAX_DBS) as env:
+        db = env.open_db(entry.CATALOGUE_DB, create=False)
+        with env.begin() as txn:
+            first = {entry.unpack(*item).page_number for item in txn.cursor(db=db)}
+    monkeypatch.setattr(pagecount, "os", Os)
+    assert fault(home) is None
+    assert len(first) > 50
+    assert read
+    assert read.isdisjoint(first)
+
+
+def test_the_head_of_a_record_is_as_long_as_a_walk_takes_it_for() -> None:
+    assert walking._HEAD_NBYTES == codec.HEAD_NBYTES
+
+
+def content(number: int, version: int, form: str) -> NDArray[np.uint8]:
+    """Noise, or with ``exp`` now and then a page that is worth encoding."""
+    if form == "none" or (number + version) % 3 == 0:
+        return page(number, version, NBYTES)
+    drawn = np.random.default_rng([number, version]).standard_normal(NBYTES // 2, dtype=np.float32)
+    return (drawn.view(np.uint32) >> 16).astype("<u2").view(np.uint8)
+
+
+@both
+@pytest.mark.parametrize("form", ["none", "exp"])
+def test_whatever_a_tier_leaves_passes(tmp_path: Path, form: str) -> None:
+    """Full maps, pages written twice in a transaction, old readers, erases of everything, reopens."""
+    chance = random.Random(8)
+    layout = LAYOUT if form == "exp" else None
+    rig = Rig(tmp_path / "home", capacity=6 << 20, page_nbytes=NBYTES, codec=form, layout=layout)
+    walks, refused = 0, 0
+    with ExitStack() as reader:
+        for step in range(150):
+            some = [chance.randrange(200) for _ in range(chance.choice((1, 3, 20, 200)))]
+            for version in range(chance.choice((0, 1, 2, 2))):
+                transfer = rig.transfer([key(n) for n in some])
+                rig.tier.submit_write(transfer, [content(n, version, form) for n in some])
+                refused += len(rig.ack(transfer.id).failures)
+            if step % 4 == 3:
+                rig.erase(range(200) if step % 16 == 15 else some)
+            if step % 10 == 5:
+                reader.enter_context(rig.tier._catalogue._env.begin())
+            elif step % 10 == 8:
+                reader.close()
+                wait_until_writable(rig)
+            if step % 50 == 49:
+                rig.close()
+                rig = Rig(tmp_path / "home", capacity=6 << 20, page_nbytes=NBYTES, codec=form, layout=layout)
+            rig.tier.sync(PATIENCE_S)
+            if not rig.tier.stats()["read_only"]:  # else its writer tries again at any moment
+                assert fault(rig.home) is None
+                walks += 1
+    rig.close()
+    assert walks >= 100
+    assert refused
+    assert not list(rig.home.glob("*.damaged-*"))

@@ -1,0 +1,98 @@
+"""Each bug planted in a copy of what looks through LMDB's file, or mends it, is found by the test that is for it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.nvme.test_extent_bugs import ROOT, copied, outcome
+
+FOUND = "test_pagecount.py::test_what_lmdb_would_stumble_over_is_found"
+
+BUGS = {
+    "the free list is not gone through": (
+        "walk.py",
+        "    count.free_list()\n",
+        "",
+        "test_pagecount.py::test_damage_of_the_free_list_sets_the_directory_aside_and_ends_no_process",
+    ),
+    "small trees are not gone through": (
+        "walk.py",
+        '        count.small(tree, name.decode(errors="replace"))\n',
+        "        pass\n",
+        FOUND,
+    ),
+    "an entry's page is not compared": (
+        "walk.py",
+        "value[1:] != (_HEAD_NBYTES + stored, number)",
+        "value.page != number",
+        "test_pagecount.py::test_every_bit_of_a_leaf_that_means_something_is_looked_at",
+    ),
+    "flags of a page are not all compared": ("pagecount.py", "flags != kind", "not flags & kind", FOUND),
+    "a node's flags are not compared": (
+        "pagecount.py",
+        "any(raw[at : at + NODE.size] != _ENTRY_NODE for at in steps)",
+        "any(raw[at : at + 4] != _ENTRY_NODE[:4] for at in steps)",
+        FOUND,
+    ),
+    "pages of values are nobody's": (
+        "pagecount.py",
+        "                    self._take(first, self._length(nbytes), name)\n                count += 1",
+        "                count += 1",
+        "test_pagecount.py::test_a_free_list_that_names_a_page_of_a_value_is_found",
+    ),
+    "a large value has only the pages it needs": (
+        "pagecount.py",
+        "or more < 0:",
+        "or more != 0:",
+        "test_pagecount.py::test_a_value_that_lmdb_shortened_in_place_passes_with_all_its_pages",
+    ),
+    "borders are not compared": ("pagecount.py", "keys[0] >= part.low and", "True or", FOUND),
+    "records are not counted": ("pagecount.py", "if count != tree.entries:", "if False:", FOUND),
+    "trees are made one after the other": (
+        "catalogue.py",
+        "with self._env.begin(write=True) as txn:  # all or none, also after a kill",
+        "for txn in [None]:",
+        "test_pagecount.py::test_a_new_directory_has_all_its_trees_or_none",
+    ),
+    "headers are not mended": (
+        "records.py",
+        "        if entry.page_number:\n",
+        "        if False:\n",
+        "test_headers.py::test_a_header_that_says",
+    ),
+    "a header is mended that is not on disk yet": (
+        "records.py",
+        "if old is None or key in self._fresh:",
+        "if old is None:",
+        "test_headers.py::test_a_page_written_twice_in_a_transaction_has_the_pages_that_it_needs",
+    ),
+    "a shorter value keeps the pages of a longer one": (
+        "records.py",
+        "if page.key in self._fresh:",
+        "if False:",
+        "test_headers.py::test_a_page_written_twice_in_a_transaction_has_the_pages_that_it_needs",
+    ),
+}
+
+
+def copy_of(tmp_path: Path) -> Path:
+    shutil.copytree(ROOT / "tests" / "campaign", tmp_path / "tests" / "campaign")
+    return copied(tmp_path)
+
+
+def test_a_copy_without_a_bug_passes(tmp_path: Path) -> None:
+    copy_of(tmp_path)
+    assert outcome(tmp_path, (bug[3] for bug in BUGS.values())) == 0
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug: str, tmp_path: Path) -> None:
+    name, right, wrong, test = BUGS[bug]
+    room = copy_of(tmp_path) / name
+    source = room.read_text()
+    assert source.count(right) == 1
+    room.write_text(source.replace(right, wrong))
+    assert outcome(tmp_path, [test]) in (1, -6, -7, -11)  # failures, or a signal that LMDB ends in
