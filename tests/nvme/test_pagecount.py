@@ -17,6 +17,7 @@ from tests.campaign.regions import BLOCK
 from tests.nvme.rig import FINGERPRINT, LAYOUT, PATIENCE_S, Rig, data_file, key, page, wait_until_writable
 from tests.nvme.tree_damage import DAMAGES, Hurt, name_twice
 from tierstore import codec
+from tierstore.errors import ConfigError
 from tierstore.nvme import catalogue, entry, opening, pagecount
 from tierstore.nvme import walk as walking
 from tierstore.nvme.catalogue import Catalogue
@@ -141,6 +142,17 @@ def test_what_breaks_in_lmdb_though_the_walk_passed_it_sets_the_directory_aside(
     monkeypatch.setattr(opening, "Catalogue", broken)
     Rig(home).close()
     assert len(list(home.glob("*.damaged-*"))) == 1
+
+
+def test_an_open_that_fails_leaves_no_descriptor(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> bool:
+        raise lmdb.BadTxnError("as a damaged tree has it")
+
+    monkeypatch.setattr(catalogue, "numbers_hold", broken)
+    with pytest.raises(ConfigError):
+        Rig(home, payload="lmdb")
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    assert not [link for link in links if os.path.realpath(link).startswith(str(home.resolve()))]
 
 
 @both

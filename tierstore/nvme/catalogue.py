@@ -127,6 +127,7 @@ class Catalogue:
         self.live_nbytes = self._sum()
 
     def _set_up_inline(self, page_nbytes: int, direct: bool) -> None:
+        numbered = numbers_hold(self._env, self._meta)
         records = InlineRecords(
             self._pages,
             self._sizing,
@@ -135,7 +136,7 @@ class Catalogue:
             encoder=self._coding.encoder(),
             headers=PageHeaders(Path(self._env.path()), self._env.stat()["psize"]),
         )
-        records.numbered = numbers_hold(self._env, self._meta)
+        records.numbered = numbered
         self._records = records
         payload = InlineBytes(self._env, self._pages, direct=direct)
         self.reader = RecordReader(self._env, self._catalogue, payload, fingerprint=self._fingerprint)
