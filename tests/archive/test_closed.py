@@ -180,6 +180,15 @@ def test_a_store_that_has_some_pages_gets_the_others(tmp_path: Path, payload: st
     assert require_answers(tmp_path / "two", keys, payload=payload) == PAGES
 
 
+def test_an_import_lowers_no_capacity(tmp_path: Path, payload: str) -> None:
+    keys = chain(PAGES)
+    fill(tmp_path / "one", keys, payload=payload)
+    export(tmp_path / "one", tmp_path / "x.tier")
+    with pytest.raises(ConfigError, match=r"nvme\.capacity is \d+ bytes, .* opened with \d+ before; allowed"):
+        import_(tmp_path / "x.tier", tmp_path / "one", payload=payload, pages=20)
+    assert require_answers(tmp_path / "one", keys, payload=payload) == PAGES
+
+
 def test_the_budget_holds_and_what_does_not_fit_is_said(tmp_path: Path, payload: str) -> None:
     keys = chain(16)
     fill(tmp_path / "one", keys)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.nvme.rig import LAYOUT, PATIENCE_S, on_disk, wait_until_writable
@@ -56,6 +56,7 @@ def test_the_shortest_run_that_is_long_enough_is_cut(lengths: list[int], chance:
     assert runs.take(wanted) == (min(fitting)[1] if fitting else None)
 
 
+@settings(max_examples=600, derandomize=True)
 @given(st.data())
 def test_moves_make_room_and_touch_nothing_else(data: st.DataObject) -> None:
     """Records here and there, some in the way that nobody names: whatever is planned is disjoint and gives room."""

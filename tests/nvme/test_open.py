@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from tests.nvme.rig import CAPACITY, FINGERPRINT, PAGE, PATIENCE_S, Rig, data_file, key
 from tierstore.errors import ConfigError
 from tierstore.nvme import entry
+from tierstore.nvme.catalogue import Catalogue
 from tierstore.types import PageKey
 
 ROOT = Path(__file__).parents[2]
@@ -229,4 +232,29 @@ def test_the_home_is_given_back_after_a_failed_open(tmp_path: Path) -> None:
         Rig(tmp_path / "home", capacity=1 << 60)
     rig = Rig(tmp_path / "home", capacity=CAPACITY)
     assert rig.write([0]).ok
+    rig.close()
+
+
+def test_a_map_in_which_not_even_an_erase_has_room_starts_empty_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it was met with a capacity just above the length of the old file."""
+    home = tmp_path / "home"
+    rig = Rig(home)
+    assert rig.write(range(10)).ok
+    rig.close()
+    set_up = Catalogue._set_up
+
+    def full(self: Catalogue, *args: Any) -> None:
+        monkeypatch.setattr(Catalogue, "_set_up", set_up)
+        raise lmdb.MapFullError("mdb_put: MDB_MAP_FULL")
+
+    monkeypatch.setattr(Catalogue, "_set_up", full)
+    with caplog.at_level(logging.WARNING):
+        rig = Rig(home)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "its capacity is too low for the old one" in caplog.text
+    assert list(rig.tier.records()) == []
+    assert rig.write(range(5)).ok
+    assert rig.present(range(10)) == set(range(5))
     rig.close()

@@ -53,6 +53,10 @@ def demo(
     Every answer is held against plain transformers, token by token. Prepares SmolLM2-135M-Instruct on first use.
     Exit code 1 if an answer differs or another claim of the summary fails; 2 if it could not be run.
     """
+    from tierstore.codecs import LOSS_CLASSES
+
+    if codec not in LOSS_CLASSES:
+        _refuse(f"--codec is {codec!r}; allowed: {', '.join(LOSS_CLASSES)}")
     if find_spec("transformers") is None:
         _refuse("the demo needs transformers: pip install 'tierstore[hf]'")
     from tierstore.demo.plan import Settings

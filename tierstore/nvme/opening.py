@@ -244,12 +244,19 @@ def _open_catalogue(
     works: bool,
     coding: Coding,
 ) -> Catalogue:
-    """The environment. One that breaks on first use, though a child could walk it, makes room for an empty one."""
+    """The environment. One that breaks on first use, though a child could walk it, makes room for an empty one, and so
+    does one that fills its map.
+    """
     try:
         catalogue = _catalogue(directory, marker, sizing, readers, works, coding)
     except _BROKEN as error:
         _set_aside(directory, str(error))
         directory.mkdir(mode=0o700)
+        home.write_marker(directory, marker)
+        catalogue = _catalogue(directory, marker, sizing, readers, works, coding)
+    except lmdb.MapFullError:  # not even a transaction that erases has room
+        _log.warning("the NVMe tier at %s starts empty: its capacity is too low for the old one", directory)
+        _empty(directory)
         home.write_marker(directory, marker)
         catalogue = _catalogue(directory, marker, sizing, readers, works, coding)
     if catalogue.num_dropped:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierstore.assembly import check_memory, check_sections, owns_hbm, slots_of
+from tierstore.codecs import fixed_nbytes
 from tierstore.errors import ConfigError
 from tierstore.nvme.sizing import EXTENTS_FROM, size, size_extents
 from tierstore.types import Tier
@@ -87,14 +88,18 @@ def _disk(config: StoreConfig, layout: PageLayout, refused: list[str]) -> Iterat
         return
     capacity, pages, record = config.nvme.capacity, 0, layout.blob_nbytes
     with _noted(refused):
-        # As many pages as fit however badly they can be encoded, and with auto wherever the disk's speed will put them.
+        # With auto as many as fit wherever the disk's speed will put them.
         payload, sizings = config.nvme.payload, []
         if payload != "extents":
             sizings.append(size(capacity, layout.blob_nbytes, codec=config.nvme.codec))
         if payload == "extents" or (payload == "auto" and capacity >= EXTENTS_FROM):
             sizings.append(size_extents(capacity, layout.blob_nbytes, codec=config.nvme.codec))
         sizing = min(sizings, key=lambda each: each.budget_nbytes // each.record_nbytes)
-        pages, record = sizing.budget_nbytes // sizing.record_nbytes, sizing.record_nbytes
+        fixed = fixed_nbytes(
+            config.nvme.codec, layout
+        )  # None: as many pages as fit however badly they are encoded
+        record = sizing.record_nbytes if fixed is None else sizing.cost(fixed)
+        pages = sizing.budget_nbytes // record
     yield TierSize(Tier.NVME, capacity, pages, record)
     place = nearest_directory(config.nvme.path)
     disk = os.statvfs(place)

@@ -172,6 +172,16 @@ class ClosedSink:
         return count
 
 
+def _refuse_lower(path: Path, marker: home.ShardMarker) -> None:
+    """ConfigError for a capacity below that of the directory: opened so, it would drop pages to take others in."""
+    old = home.read_marker(path.expanduser() / home.shard_name(marker.fingerprint, marker.shard))
+    if old is not None and marker.capacity < old.capacity:
+        raise ConfigError(
+            f"nvme.capacity is {marker.capacity} bytes, and the directory was opened with {old.capacity} before; "
+            "allowed for an import: at least that (a store that is opened with less drops pages)"
+        )
+
+
 @contextmanager
 def open_sink(
     path: Path, description: Description, *, capacity: int, codec: str, payload: str
@@ -200,6 +210,7 @@ def open_sink(
         codec=codec,
         description={"groups": [asdict(spec) for spec in layout.specs]},
     )
+    _refuse_lower(path, marker)
     shard = open_shard(path, marker, payload, readers=None)
     try:
         sink = ClosedSink(shard, description)
