@@ -173,4 +173,14 @@ def _show(rows: Sequence[Row]) -> None:
             f"{share:.3f}",
             format_size(row.nvme_bytes_written),
         )
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for row in rows:
+        if row.too_long:
+            console.print(
+                f"{row.trace}, {row.policy}, {format_size(row.capacity_bytes)}: {row.too_long} requests have more "
+                "pages than HBM and were passed over",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
