@@ -256,6 +256,9 @@ def test_command_says_in_one_line_what_it_cannot_do(model: Path, tmp_path: Path)
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert "nowhere does not exist" in result.stderr
+    result = CliRunner().invoke(app, ["--codec", "nonsense", "--model", str(model), "--dir", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "--codec is 'nonsense'; allowed: none, exp, fp8" in result.stderr
     assert "Traceback" not in result.output
     assert torch.is_grad_enabled()
 

@@ -161,6 +161,23 @@ def test_the_plan_holds_as_many_pages_as_the_opened_store(tmp_path: Path, fields
         assert tier_stats(store, Tier.NVME)["resident"] == pages[Tier.NVME]
 
 
+@pytest.mark.parametrize("payload", ["lmdb", "extents"])
+def test_a_plan_counts_what_a_codec_of_fixed_length_saves(tmp_path: Path, payload: str) -> None:
+    pages = {}
+    for codec in ("none", "int8"):
+        more = {"codec": codec, "payload": payload}
+        config = tiers(5, 9, tmp_path / codec, nvme_pages=60, page_nbytes=128 << 10, nvme_more=more)
+        plan = planned(config, GQA | {"hidden_size": 8192})
+        pages[codec] = {size.tier: size.pages for size in plan.sizes.tiers}[Tier.NVME] or 0
+        with TierStore.open(config, plan.layout.specs) as store:
+            for number in range(2 * pages[codec]):
+                store.put(chain(1, str(number)), store.allocate(1, PATIENCE_S))
+            store.flush()
+            # Each page that is on its way has room for a raw one set aside.
+            assert 0.95 * pages[codec] - 1 <= tier_stats(store, Tier.NVME)["resident"] <= pages[codec]
+    assert pages["int8"] > 1.1 * pages["none"]
+
+
 def test_rates_of_this_machine_are_taken_and_leave_nothing_behind(tmp_path: Path) -> None:
     for rate in (
         copy_rate(5000, "cpu"),

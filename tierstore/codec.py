@@ -71,7 +71,7 @@ CODECS = {
 }
 """What a head says of each codec, by the codec's name."""
 
-NAMES = {codec: name for name, codec in CODECS.items()}
+NAMES: dict[int, str] = {codec: name for name, codec in CODECS.items()}
 """The codec's name, by what a head says."""
 
 _ENCODED = frozenset(CODECS.values()) - {Codec.NONE}

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierstore import codec, codecs
+from tierstore import codec
 from tierstore.assembly import loss_class
 from tierstore.errors import ArchiveError, CapacityError, ConfigError, IntegrityError
 from tierstore.keys import EXACT
-from tierstore.nvme.archive.form import Description, codec_name
+from tierstore.nvme.archive.form import Description
 from tierstore.nvme.archive.reading import Imported, read_archive
 from tierstore.nvme.archive.records import Record, Taken
 from tierstore.nvme.archive.writing import Exported, write_archive
+from tierstore.nvme.coding import Decoders
 from tierstore.slots import require_key_list
 from tierstore.types import LeaseState, Tier
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierstore.assembly import Parts
-    from tierstore.codecs import PageDecoder
     from tierstore.config import StoreConfig
     from tierstore.lease import Lease
     from tierstore.nvme.archive.records import Progress as Shown
@@ -179,7 +178,7 @@ class LiveSink:
         self._progress = progress
         self._pending = pending
         self._slots = slots
-        self._decoder = cache(self._make_decoder)
+        self._decoders = Decoders(parts.layout)
         self._page = np.empty(parts.layout.blob_nbytes, dtype=np.uint8)
 
     def has(self, key: PageKey) -> bool:
@@ -191,7 +190,7 @@ class LiveSink:
         """``Sink.take``. StoreClosed if the store is."""
         for number, record in enumerate(records):
             try:
-                codec.decode(record.head, record.payload, self._page, self._decoder(record.head.codec))
+                codec.decode(record.head, record.payload, self._page, self._decoders.of(record.head.codec))
                 self._put(record.head, self._page)
             except IntegrityError as error:
                 return Taken(number, str(error))
@@ -216,6 +215,3 @@ class LiveSink:
                 self._directory.demote([head.key], lowest)
             self._progress.step()
         self._progress.notify()
-
-    def _make_decoder(self, number: codec.Codec) -> PageDecoder | None:
-        return codecs.decoder(codec_name(number), self.description.layout)

@@ -174,7 +174,7 @@ def test_a_read_cut_short_is_a_miss(rig: Rig, calls: Callable[..., None]) -> Non
     out = page(0)
     calls(preadv=lambda fd, buffers, offset: os.preadv(fd, buffers, offset) - 1)
     with pytest.raises(IntegrityError, match="bytes where the record has"):
-        rig.tier._catalogue.reader.load(key(0), out, scratch)
+        rig.tier._catalogue.reader.fetch(key(0), out, scratch)
 
 
 @pytest.mark.parametrize("position", [0, 7, 15])

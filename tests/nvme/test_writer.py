@@ -74,7 +74,8 @@ class WriterRig:
     def is_there(self, number: int) -> bool:
         out, scratch = blank(), blank(SCRATCH_NBYTES)
         try:
-            self.catalogue.reader.load(key(number), out, scratch)
+            reader = self.catalogue.reader
+            reader.check(key(number), reader.fetch(key(number), out, scratch), out, scratch)
         except KeyError:
             return False
         assert (out == page(number)).all()

@@ -120,7 +120,7 @@ class Catalogue:
         self._turns = 0
         self._records: Records
         if self._sizing.slot_nbytes:
-            self._set_up_extents(directory, page_nbytes, direct)
+            self._set_up_extents(directory, direct)
         else:
             self._set_up_inline(page_nbytes, direct)
         self.num_records = self._count()
@@ -141,15 +141,10 @@ class Catalogue:
         payload = InlineBytes(self._env, self._pages, direct=direct)
         self.reader = RecordReader(self._env, self._catalogue, payload, fingerprint=self._fingerprint)
 
-    def _set_up_extents(self, directory: Path, page_nbytes: int, direct: bool) -> None:
+    def _set_up_extents(self, directory: Path, direct: bool) -> None:
         self._files = files = ExtentFiles(directory, direct=direct)
         slots = slots_of(files, self._sizing, self.locations())
-        sealer = Sealer(
-            self._sizing,
-            fingerprint=self._fingerprint,
-            page_nbytes=page_nbytes,
-            coding=self._coding,
-        )
+        sealer = Sealer(self._sizing, fingerprint=self._fingerprint, coding=self._coding)
         self._records = records = ExtentRecords(files, slots, self._sizing, sealer)
         self._space = ExtentSpace(
             self,

@@ -29,14 +29,14 @@ from tierstore.nvme.slots import Place, Slots
 from tierstore.types import PageKey
 
 SCRATCH_NBYTES = BLOCK
-"""What a caller lends to ``load`` at least: LMDB's page header, or an extent's, and ours."""
+"""What a caller lends to ``fetch`` at least: LMDB's page header, or an extent's, and ours."""
 
 _HEAD = slice(BLOCK - codec.HEAD_NBYTES, BLOCK)
 _TRIES = 4
 
 
 def scratch_for(page_nbytes: int) -> NDArray[np.uint8]:
-    """What ``load`` makes the best of: aligned, and with room for pages that a direct read cannot reach."""
+    """What ``fetch`` makes the best of: aligned, and with room for pages that a direct read cannot reach."""
     return aligned(BLOCK + padded(page_nbytes))
 
 
@@ -61,7 +61,7 @@ class RecordBytes(Protocol):
         """Fill ``out`` with the payload, or ``scratch`` behind BLOCK with one that is shorter than a page; ``scratch``
         up to BLOCK with the head.
 
-        KeyError, IntegrityError, OSError, lmdb.Error as ``load`` raises them.
+        KeyError, IntegrityError, OSError, lmdb.Error as ``RecordReader.fetch`` raises them.
         """
         ...
 
@@ -86,22 +86,12 @@ class RecordReader:
         self._payload = payload
         self._fingerprint = fingerprint
 
-    def load(
-        self,
-        key: PageKey,
-        out: NDArray[np.uint8],
-        scratch: NDArray[np.uint8],
-        decoders: Decoders | None = None,
-    ) -> None:
-        """Fill ``out`` with the page of ``key`` and check every byte. ``out`` holds anything at all if it raises.
-
-        ``scratch`` and ``decoders`` are the calling thread's own. KeyError: no such record. IntegrityError: not what
-        was written, or encoded and there is no decoder. OSError, lmdb.Error: it could not be read.
-        """
-        self.check(key, self.fetch(key, out, scratch), out, scratch, decoders)
-
     def fetch(self, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]) -> Fetched:
-        """The first half of ``load``: bytes are read, and nothing of them is checked."""
+        """Read the record of ``key`` to ``out``, or to ``scratch`` what is shorter than a page; nothing is checked.
+
+        Both are the caller's own until ``check`` is through. KeyError: no such record. IntegrityError: it cannot be
+        what was written. OSError, lmdb.Error: it could not be read.
+        """
         try:
             return self._payload.fetch(self._env, self._catalogue, key, out, scratch)
         except lmdb.ReadersFullError:
@@ -116,7 +106,11 @@ class RecordReader:
         scratch: NDArray[np.uint8],
         decoders: Decoders | None = None,
     ) -> None:
-        """The second half of ``load``, with what was given to the first; another thread may do it."""
+        """Fill ``out`` with the page, every byte of it checked; it holds anything at all if this raises.
+
+        ``fetched``, ``out`` and ``scratch``: what ``fetch`` gave and was given. ``decoders``: the calling thread's,
+        which need not be that one. IntegrityError: not what was written, or encoded and there is no decoder.
+        """
         head = self._verified(key, fetched, scratch)
         if fetched.payload is not out or head.codec is not codec.Codec.NONE:
             codec.decode(head, fetched.payload, out, None if decoders is None else decoders.of(head.codec))
@@ -125,7 +119,7 @@ class RecordReader:
         self, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]
     ) -> tuple[bytes, NDArray[np.uint8]]:
         """The record of ``key`` as it is kept, every byte checked: its head, and its payload, a part of ``out`` or
-        ``scratch``, which are as for ``load`` and may hold anything else after it. Raises as ``load`` does.
+        ``scratch``, which are as for ``fetch`` and may hold anything else after it. Raises as that and ``check`` do.
         """
         fetched = self.fetch(key, out, scratch)
         self._verified(key, fetched, scratch)

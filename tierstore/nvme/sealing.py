@@ -43,10 +43,9 @@ class Sealed(NamedTuple):
 class Sealer:
     """The writer's thread alone calls it."""
 
-    def __init__(self, sizing: Sizing, *, fingerprint: bytes, page_nbytes: int, coding: Coding) -> None:
+    def __init__(self, sizing: Sizing, *, fingerprint: bytes, coding: Coding) -> None:
         self._sizing = sizing
         self._fingerprint = fingerprint
-        self._page_nbytes = page_nbytes
         self._coding = coding
         self._threads = 1 if coding.name == "none" else min(_MOST_THREADS, len(os.sched_getaffinity(0)))
         self._idle: list[PageEncoder] = []  # an encoder serves one share at a time, whichever thread has it

@@ -147,7 +147,7 @@ def parse_header(raw: bytes) -> Description:
 
 def codec_name(number: int) -> str:
     """The name of a record's codec; its number if this version does not know it."""
-    return next((name for name, known in codec.CODECS.items() if known == number), str(number))
+    return codec.NAMES.get(number, str(number))
 
 
 def parents_first(items: Iterable[Item]) -> list[Item]:
