@@ -75,6 +75,8 @@ class Failure(Enum):
     UNAVAILABLE = "unavailable"
     """The tier did not try: it hangs or fails, and is left alone for a while."""
     CLOSED = "closed"
+    UNFIT = "unfit"
+    """The tier keeps pages encoded, and this one holds numbers that its codec cannot state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
