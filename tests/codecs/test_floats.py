@@ -49,19 +49,23 @@ def test_every_bfloat16_has_its_value() -> None:
     np.testing.assert_array_equal(numbers.view(np.uint32), wanted.view(np.uint32))
 
 
-def test_stored_scales_are_never_smaller_and_at_most_a_128th_larger() -> None:
+def test_stored_scales_are_the_nearest_or_never_smaller_and_at_most_a_128th_larger() -> None:
     scales = np.abs(finite_float32())
     scales = scales[(scales < 2.0**126) & (scales >= 2.0**-126)]
     values = floats.scale_values(floats.rounded_up(scales))
     assert (values >= scales).all()
     assert (values.astype(np.float64) <= scales.astype(np.float64) * (1 + 2.0**-7)).all()
+    nearest = floats.scale_values(floats.rounded(scales)).astype(np.float64)
+    wanted = torch.from_numpy(scales).bfloat16().double().numpy()
+    np.testing.assert_array_equal(nearest, wanted)
     powers = floats.scale_values(floats.power_of_two(scales))
     assert (np.frexp(powers)[0] == 0.5).all()
     assert ((powers >= scales) & (powers.astype(np.float64) < 2 * scales.astype(np.float64))).all()
     zero = np.zeros(1, dtype=np.float32)
-    assert floats.rounded_up(zero) == floats.power_of_two(zero) == 0
+    assert floats.rounded_up(zero) == floats.rounded(zero) == floats.power_of_two(zero) == 0
     subnormal = np.array([1e-45, 1e-39], dtype=np.float32)
     assert (floats.scale_values(floats.rounded_up(subnormal)) == 2.0**-126).all()
+    assert (floats.scale_values(floats.rounded(subnormal)) == 2.0**-126).all()
 
 
 def fp8_page(numbers: NDArray[np.float32], dtype: str, scale: float) -> tuple[PageLayout, NDArray[np.uint8]]:

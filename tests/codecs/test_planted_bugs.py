@@ -81,6 +81,10 @@ BUGS: list[tuple[ModuleType, Bug]] = [
     ),
     (
         floats,
+        Bug("the nearest scale is the next smaller", "bits + 0x7FFF + (bits >> 16 & 1) >> 16", "bits >> 16"),
+    ),
+    (
+        floats,
         Bug(
             "scales are rounded down",
             "return (bits + 0xFFFF >> 16).astype(SCALE)",
@@ -139,7 +143,7 @@ def with_bug(module: ModuleType, bug: Bug | None, patch: pytest.MonkeyPatch) -> 
     planted = planting.load(module, bug)
     if module is floats:
         for user in (steps, fp8):
-            for name in ("rounded_up", "power_of_two", "scale_values", "reciprocals"):
+            for name in ("rounded_up", "rounded", "power_of_two", "scale_values", "reciprocals"):
                 if hasattr(user, name):
                     patch.setattr(user, name, getattr(planted, name))
         patch.setattr(pages, "floats", planted)

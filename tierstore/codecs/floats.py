@@ -26,7 +26,7 @@ WORDS: dict[str, np.dtype[Any]] = {
 """What a page's dtype is viewed as. Groups of other dtypes are kept as they are."""
 
 SCALE = np.dtype("<u2")
-"""A scale is stored as bfloat16: it has the range of what it scales, and 8 bits are enough once it is rounded up."""
+"""A scale is stored as bfloat16: it has the range of what it scales, and 8 bits are enough if steps are made of it."""
 
 _SMALLEST = np.float32(2.0**-126)
 
@@ -76,6 +76,15 @@ def rounded_up(scales: Numbers) -> NDArray[np.uint16]:
     """
     bits = np.where(scales > 0, np.maximum(scales, _SMALLEST), np.float32(0)).view(np.uint32)
     return (bits + 0xFFFF >> 16).astype(SCALE)
+
+
+def rounded(scales: Numbers) -> NDArray[np.uint16]:
+    """Non-negative ``scales`` as the nearest bfloat16, at most 1/256 larger or smaller; 0 stays 0.
+
+    None but 0 is below the smallest normal number, so that its reciprocal is finite.
+    """
+    bits = np.where(scales > 0, np.maximum(scales, _SMALLEST), np.float32(0)).view(np.uint32)
+    return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(SCALE)
 
 
 def power_of_two(scales: Numbers) -> NDArray[np.uint16]:

@@ -3,6 +3,10 @@
 Keys have channels that are large throughout: a scale along a channel, over some tokens, fits them. Values have none, a
 scale a token does (KIVI, Liu et al. 2024). ``signed`` steps go both ways from 0; else they go up from the smallest
 number, which is stored beside the scale in the page's own dtype, exactly: a constant channel comes back as it was.
+
+A page may go up and down again and again, so what was decoded is to be encoded without another loss. Where a scale is
+the nearest to a ``most``-th of the extent, and ``most`` is below 128, the largest step is always taken: the next scale
+is the same, and so are the steps. Of 255 steps the last may be missed by one; there the scale is rounded up.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from tierstore.codecs.bounds import LARGEST, Bound
-from tierstore.codecs.floats import reciprocals, rounded_up, scale_values
+from tierstore.codecs.floats import reciprocals, rounded, rounded_up, scale_values
 from tierstore.errors import IntegrityError
 
 if TYPE_CHECKING:
@@ -79,8 +83,9 @@ class Steps:
 
     @property
     def bound(self) -> Bound:
-        """What is promised: half a step, of a scale that was rounded up by a 128th at most."""
-        return Bound((1 + 2.0**-7 + _EPSILON) / (2 * self.most), self.signed)
+        """What is promised: half a step, of a scale that was rounded by a 256th at most, or up by a 128th."""
+        larger = 2.0**-8 if self._nearest else 2.0**-7
+        return Bound((1 + larger + _EPSILON) / (2 * self.most), self.signed)
 
     @property
     def floored(self) -> bool:
@@ -118,7 +123,7 @@ class Steps:
             if self.floored:
                 block.of(floors)[...] = smallest
                 np.subtract(block.numbers, smallest, out=block.numbers)
-            stored = rounded_up(extent / np.float32(self.most))
+            stored = self._scales(extent)
             np.expand_dims(scales[block.place], block.axis)[...] = stored
             np.multiply(block.numbers, reciprocals(scale_values(stored)), out=block.numbers)
         np.rint(numbers, out=numbers)
@@ -140,7 +145,7 @@ class Steps:
     ) -> None:
         """IntegrityError if ``encode`` cannot have made these; after it ``decode`` gives finite numbers."""
         extent = LARGEST[dtype] * (1 if self.signed else 2)
-        most = rounded_up(np.array([extent / self.most], dtype=np.float32))[0]
+        most = self._scales(np.array([extent], dtype=np.float32))[0]
         if scales.size and scales.max() > most:
             raise IntegrityError("scales that no page has")
         if floors.size and not np.abs(floors).max() <= LARGEST[dtype]:
@@ -149,6 +154,14 @@ class Steps:
             raise IntegrityError("steps beyond the last")
         if self.bits == 4 and shape.tokens % 2 and (codes[:, -shape.heads * shape.dim :] > 15).any():
             raise IntegrityError("steps of tokens that the page does not have")
+
+    @property
+    def _nearest(self) -> bool:
+        return self.most < 128
+
+    def _scales(self, extent: Numbers) -> NDArray[np.uint16]:
+        scales = extent / np.float32(self.most)
+        return rounded(scales) if self._nearest else rounded_up(scales)
 
     def _blocks(self, numbers: Numbers) -> Iterator[Block]:
         """The numbers by the scales they share: all whole ones in one, and the rest of the page or head."""
