@@ -144,7 +144,8 @@ class Directory:
     ) -> tuple[list[int], list[int]]:
         """Seals owned slots: the slot that holds each key now, and the duplicates among yours (retired).
 
-        ``parent`` is the page before the first key; None: the last page of the lease, if there is one.
+        ``parent`` is the page before the first key; None: the last page of the lease, if there is one. Under an exact
+        lease it ends before a key whose copy in HBM is not exact and does not make way.
         """
         table = self.residency.tables[Tier.HBM]
         kept: list[int] = []
@@ -153,7 +154,8 @@ class Directory:
         if not memory_only and parent is not None:
             self.residency.memory_only.permit_named(parent)
         for key, slot in zip(keys, slots, strict=True):
-            self._make_way_for_exact(key, parent)
+            if not self._may_put(key, parent, lease):
+                break
             if table.ready(key):
                 self.residency.retire(Tier.HBM, slot)
                 duplicates.append(slot)
@@ -161,6 +163,8 @@ class Directory:
                     self.admitting.hit(key, Tier.HBM)
             else:
                 self._seal(key, slot, parent, written=written, memory_only=memory_only)
+                if lease is not None and lease.inexact:
+                    self.residency.exactness.doubt(key)
             if not memory_only:
                 self.residency.memory_only.permit_named(key)
             kept.append(table.copies[key].slot)
@@ -303,14 +307,19 @@ class Directory:
         else:
             self.placement.unwritten[key] = self.residency.pin(key, Tier.HBM)
 
-    def _make_way_for_exact(self, key: PageKey, parent: PageKey | None) -> None:
-        """An exact page is put: copies of it that are not, that nobody uses and that are saved below, make way."""
+    def _may_put(self, key: PageKey, parent: PageKey | None, lease: LeaseRecord | None) -> bool:
+        """Whether the lease may hold what will be the page's copy in HBM.
+
+        For an exact page copies that are not, that nobody uses and that are saved below, make way.
+        """
         exactness = self.residency.exactness
-        if exactness.exact(key) or (parent is not None and not exactness.exact(parent)):
-            return
-        for tier in exactness.tainted_in(key):
-            if not self.residency.tables[tier].copies[key].pins and self.residency.saved_below(key, tier):
-                self.residency.dropped.append(self.residency.evict(key, tier))
+        if exactness.exact(key):
+            return True
+        if (parent is None or exactness.exact(parent)) and not (lease is not None and lease.inexact):
+            for tier in exactness.tainted_in(key):
+                if not self.residency.tables[tier].copies[key].pins and self.residency.saved_below(key, tier):
+                    self.residency.dropped.append(self.residency.evict(key, tier))
+        return lease is None or not lease.exact or not self.residency.tables[Tier.HBM].ready(key)
 
     def _lift(self, limit: int) -> None:
         for key in self.residency.lift(limit):

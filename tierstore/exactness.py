@@ -58,6 +58,11 @@ class Exactness:
         if parent is not None and not self.exact(parent):
             self._tainted.add(key)
 
+    def doubt(self, key: PageKey) -> None:
+        """The page was computed over numbers that are not the model's, whatever its parent says."""
+        if self._first_lossy is not None:
+            self._tainted.add(key)
+
     def tainted_in(self, key: PageKey) -> list[Tier]:
         """Where there are readable copies of a tainted page above the lossy tiers, slowest first."""
         if key not in self._tainted:

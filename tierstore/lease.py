@@ -40,6 +40,8 @@ class LeaseRecord:
     waiting: set[int] = field(default_factory=set)
     landing: set[int] = field(default_factory=set)
     """Pages already given up whose copies still write an engine's slots."""
+    inexact_from: int | None = None
+    """Before a page of this number all it took in were exact; -1: one that was sealed under it is not."""
     held: list[tuple[PageKey, int]] = field(default_factory=list)
     """Pages sealed under this lease by ``put``."""
     complete: bool = False
@@ -49,6 +51,11 @@ class LeaseRecord:
     miss_reason: str = "not_found"
     counted: bool = False
     released: bool = False
+
+    @property
+    def inexact(self) -> bool:
+        """Whether a page it covers is not certainly what was put: then neither is what is computed over it."""
+        return self.inexact_from is not None and self.inexact_from < len(self.slots)
 
     @property
     def state(self) -> LeaseState:

@@ -76,6 +76,8 @@ class Leasing:
     def hold(self, lease: LeaseRecord, key: PageKey) -> None:
         """Pins a page sealed under the lease until its release."""
         lease.held.append((key, self._residency.pin(key, Tier.HBM)))
+        if not self._residency.exactness.exact(key):
+            lease.inexact_from = -1
 
     def moved(self, load: Load, slot: int) -> None:
         """Another slot became the page's copy while it was being loaded: it is there for all who wait."""
@@ -155,8 +157,11 @@ class Leasing:
 
     def _attach(self, lease: LeaseRecord, index: int, key: PageKey, now: float) -> str | None:
         """Adds one page to a lease; the reason if it cannot."""
-        if lease.exact and not self._residency.exactness.exact(key):
-            return "inexact" if self._residency.held(key) else self._fate(key) or "not_found"
+        if not self._residency.exactness.exact(key):
+            if lease.exact:
+                return "inexact" if self._residency.held(key) else self._fate(key) or "not_found"
+            if lease.inexact_from is None:
+                lease.inexact_from = index
         copy = None if self._hbm is None else self._hbm.copies.get(key)
         if copy is not None:
             lease.slots.append(self._residency.pin(key, Tier.HBM))

@@ -85,7 +85,10 @@ class PendingEvents:
         *,
         memory_only: bool = False,
     ) -> list[int]:
-        """``put``: the pages are matchable at once, copies of them start once they are written."""
+        """``put``: the pages are matchable at once, copies of them start once they are written.
+
+        The slot of each key now; fewer where the directory's ``put`` ended early.
+        """
         written = after is None or after.query()
         kept, duplicates = self._directory.put(
             keys, slots, parent, lease, written=written, memory_only=memory_only
@@ -95,7 +98,7 @@ class PendingEvents:
             return kept
         self.retired.extend(duplicates)
         self._defer(after, partial(self._freed, duplicates))
-        fresh = [(k, s) for k, s in zip(keys, slots, strict=True) if s not in set(duplicates)]
+        fresh = [(k, s) for k, s in zip(keys[: len(kept)], slots, strict=False) if s not in set(duplicates)]
         if fresh:
             pages: Pages = (tuple(k for k, _ in fresh), tuple(s for _, s in fresh))
             self.writing.append(pages)

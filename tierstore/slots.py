@@ -56,7 +56,7 @@ class OwnSlots:
         *,
         memory_only: bool,
     ) -> list[int]:
-        """``TierStore.put``, a chunk at each hold of the lock."""
+        """``TierStore.put``, a chunk at each hold of the lock; under an exact lease it may end early."""
         _require_keys(keys, slots)
         with self._progress.lock:
             self._directory.require_owned(slots)
@@ -69,6 +69,8 @@ class OwnSlots:
                     keys[chunk], slots[chunk], parent, lease, after, memory_only=memory_only
                 )
                 self._progress.step()
+            if len(kept) < min(i + BATCH_PAGES, len(keys)):
+                break
         self._progress.notify()
         return kept
 

@@ -141,9 +141,10 @@ class TierStore:
 
         ``keys[i]`` is the parent of ``keys[i + 1]``. Where a key was readable in HBM already, its slot is returned and
         yours is freed after ``after``. ``after``: the event that ends the writing; on CUDA None means what was launched
-        so far on the caller's current stream. ``lease``: keeps the pages pinned
-        until its release. ValueError on unequal lengths or what is no key; LeaseError on a slot that is not yours;
-        nothing changed then.
+        so far on the caller's current stream. ``lease``: keeps the pages pinned until its release; an exact one holds
+        no others: the put ends before a key of which HBM has a copy in use that is not exact, fewer slots are returned,
+        and the rest stays yours. ValueError on unequal lengths or what is no key; LeaseError on a slot that is not
+        yours; nothing changed then.
         Engine-owned HBM: the pages are copied out, your slots are returned, and ``poll`` tells when they are free.
         ``memory_only``: pages that no tier holds yet are never written to NVMe; where memory is needed they are
         dropped. A page that is held already stays as it is. A put without it, of the page or of one after it, ends it.

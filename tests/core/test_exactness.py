@@ -83,9 +83,9 @@ class ExactnessMachine(RuleBasedStateMachine):
             self.start(*possible[which % len(possible)])
         self.check()
 
-    @rule(number=keys, dst=st.sampled_from([Tier.HBM, Tier.HOST]), arrives=st.booleans())
-    def down_and_up_again(self, number: int, dst: Tier, arrives: bool) -> None:
-        """Only the disk has the page, and it is on its way from there, if nothing else moves it."""
+    @rule(number=keys, dst=st.sampled_from([Tier.HBM, Tier.HOST]), arrives=st.booleans(), again=st.booleans())
+    def down_and_up_again(self, number: int, dst: Tier, arrives: bool, again: bool) -> None:
+        """Only the disk has the page, and it is on its way from there, if nothing else moves it. Then perhaps put."""
         key = KEYS[number]
         fastest = self.residency.where(key)
         if fastest is not None and self.may_move(key, fastest, Tier.NVME):
@@ -98,6 +98,8 @@ class ExactnessMachine(RuleBasedStateMachine):
             self.start(key, Tier.NVME, dst)
             if arrives:
                 self.finish(len(self.moving) - 1, arrives=True)
+        if again:
+            self.put(number, alone=True)
         self.check()
 
     def start(self, key: PageKey, src: Tier, dst: Tier) -> None:

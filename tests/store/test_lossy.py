@@ -177,3 +177,38 @@ def test_an_exact_store_says_exact_of_everything(tmp_path: Path) -> None:
         assert store.match(keys, exact=True).num_pages == 3
         for key, page in zip(keys, read(store, keys, exact=True), strict=True):
             assert torch.equal(page, content(key))
+
+
+def test_what_is_computed_over_a_lease_with_an_inexact_page_is_inexact_whatever_its_parent(
+    tmp_path: Path,
+) -> None:
+    keys = chain(4, "a")
+    with open_store(tmp_path / "disk") as store:
+        put(store, keys[:3])
+        store.flush()
+        drop_memory(store, keys[:1])
+        with store.acquire(keys[:3]) as lease:
+            assert lease.wait(PATIENCE_S) is LeaseState.READY
+            assert [store.match([key]).exact for key in keys[:3]] == [False, True, True]
+            store.put(keys[3:], store.allocate(1), lease=lease)
+        assert not store.match(keys[3:]).exact
+
+
+def test_a_put_under_an_exact_lease_ends_before_an_inexact_page_that_somebody_holds(tmp_path: Path) -> None:
+    keys = chain(4, "a")
+    with open_store(tmp_path / "disk") as store:
+        put(store, keys[:3])
+        store.flush()
+        drop_memory(store, keys[1:3])
+        with store.acquire(keys[:3]) as other, store.acquire(keys[:3], exact=True) as lease:
+            assert other.wait(PATIENCE_S) is lease.wait(PATIENCE_S) is LeaseState.READY
+            assert (other.num_pages, lease.num_pages) == (3, 1)
+            mine = store.allocate(3)
+            assert store.put(keys[1:], mine, lease=lease) == []
+            assert store.match(keys).num_pages == 3
+            store.free(mine)  # they are still the caller's
+        mine = store.allocate(3)
+        with store.acquire(keys[:1], exact=True) as lease:
+            assert store.put(keys[1:], mine, lease=lease) == mine  # nobody holds them: they make way
+        assert store.match(keys, exact=True).num_pages == 4
+        store.check()
