@@ -12,7 +12,7 @@ from tests.support.engine import ENGINES, SLOTS, Engine
 from tests.support.pages import SPEC, chain, content
 from tierstore.gpu.pool import CpuPool, EnginePool
 from tierstore.gpu.routes import worth_going_straight
-from tierstore.gpu.segments import Segments, of_pool, of_tensors
+from tierstore.gpu.segments import Segments, alignment, in_equal_pieces, of_pool, of_tensors
 from tierstore.layout import PageLayout
 from tierstore.types import PageSpec
 
@@ -122,3 +122,41 @@ def _evenly(pieces: int, nbytes: int) -> Segments:
 def test_few_large_pieces_are_copied_one_by_one(segments: Segments | None, straight: bool) -> None:
     spec = PageSpec(num_layers=32, page_size=64, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="m")
     assert worth_going_straight(segments, PageLayout.of(spec)) is straight
+
+
+@pytest.mark.parametrize("make", ENGINES)
+def test_equal_pieces_are_the_same_bytes(make: type[Engine]) -> None:
+    engine = make()  # type: ignore[call-arg]
+    pool = EnginePool(LAYOUT, [engine.pages])
+    segments = of_tensors(pool.layers, LAYOUT, NO_LIMIT)
+    assert segments is not None
+    equal = in_equal_pieces(segments)
+    if segments.smallest < 64:
+        assert equal is None, "too small for a kernel"
+        return
+    assert equal is not None
+    for slot, key in enumerate(chain(SLOTS)):
+        engine.fill(slot, key)
+        want = content(key).view(torch.uint8).numpy().tobytes()
+        assert gathered(equal, slot, SPEC.page_nbytes) == want
+
+
+def test_pieces_of_several_lengths_are_cut_to_what_divides_all() -> None:
+    segments = Segments(*(np.array(x) for x in ([1000, 9000], [64, 640], [0, 384], [384, 256])))
+    equal = in_equal_pieces(segments)
+    assert equal is not None
+    assert equal.base.tolist() == [1000, 1128, 1256, 9000, 9128]
+    assert equal.stride.tolist() == [64, 64, 64, 640, 640]
+    assert equal.offset.tolist() == [0, 128, 256, 384, 512]
+    assert equal.nbytes.tolist() == [128] * 5
+
+
+@pytest.mark.parametrize(
+    ("base", "stride", "offset", "nbytes", "width"),
+    [(0, 0, 0, 64, 16), (32, 4096, 48, 16, 16), (8, 4096, 0, 64, 8), (0, 4100, 0, 64, 4), (2, 0, 0, 64, 2)],
+)
+def test_a_width_divides_every_address_and_length(
+    base: int, stride: int, offset: int, nbytes: int, width: int
+) -> None:
+    columns = [np.array([x, x + 1024 * (i == 0)]) for i, x in enumerate((base, stride, offset, nbytes))]
+    assert alignment(Segments(*columns)) == width

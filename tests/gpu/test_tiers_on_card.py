@@ -16,6 +16,7 @@ from tierstore.gpu.cuda_copies import CudaCopyEngine
 from tierstore.gpu.cuda_pool import CudaPool
 from tierstore.gpu.driver import CudaPinner, Driver
 from tierstore.gpu.kernels import Kernel
+from tierstore.gpu.paths import through_slabs
 from tierstore.gpu.pool import EnginePages, EnginePool, GroupedPages
 from tierstore.gpu.routes import Route, Slab, Straight
 from tierstore.gpu.segments import of_tensors
@@ -82,7 +83,9 @@ def card_engine(
     driver = Driver(0)
     threads = CpuCopyEngine(pool, arena, layout.page_nbytes, lambda: None)
     streams = (driver.stream(0), driver.stream(0))
-    return CudaCopyEngine(make(driver), arena, layout.page_nbytes, streams, threads)
+    route = make(driver)
+    loads_end_on = route.side[0] if isinstance(route, Slab) else None
+    return CudaCopyEngine(route, arena, layout.page_nbytes, streams, threads, loads_end_on=loads_end_on)
 
 
 def pinned(layout: PageLayout, num_slots: int) -> HostArena:
@@ -162,7 +165,7 @@ class TestEngineSlotsThroughASlab(TierContract):
         arena = pinned(layout, num_slots)
 
         def route(driver: Driver) -> Route:
-            slab = Slab(pool.layers, layout, driver, DEVICE)
+            slab = through_slabs(pool.layers, layout, driver, DEVICE)
             slab._pages = 2  # a transfer takes several rounds
             return slab
 

@@ -15,6 +15,7 @@ from tierstore.gpu.cuda_pool import CudaPool
 from tierstore.gpu.device import pinner, require_device
 from tierstore.gpu.driver import Driver
 from tierstore.gpu.kernels import Kernel
+from tierstore.gpu.paths import through_slabs
 from tierstore.gpu.pool import CpuPool, EnginePages, EnginePool, GroupedPages
 from tierstore.gpu.routes import Slab, Straight
 from tierstore.host.arena import HostArena
@@ -179,14 +180,18 @@ class Rig:
         driver = Driver(self.device.index)
         route: Route
         if isinstance(pool, EnginePool):
-            route, name = Slab(pool.layers, layout, driver, self.device), f"slab, {driver.call}"
+            route, name = through_slabs(pool.layers, layout, driver, self.device), f"slab, {driver.call}"
         else:
             assert isinstance(pool, CudaPool)
             route, name = Straight(pool.segments, driver), f"straight, {driver.call}"
             if path == "kernel":
                 route, name = Kernel(pool.segments, self.device), "kernel"
         streams = (driver.stream(self.device.index), driver.stream(self.device.index))
-        return CudaCopyEngine(route, self.arena, self.page_nbytes, streams, threads), name
+        loads_end_on = route.side[0] if isinstance(route, Slab) else None
+        engine = CudaCopyEngine(
+            route, self.arena, self.page_nbytes, streams, threads, loads_end_on=loads_end_on
+        )
+        return engine, name
 
 
 def _spec(piece_nbytes: int, path: Path) -> PageSpec:

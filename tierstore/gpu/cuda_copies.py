@@ -84,6 +84,8 @@ class _Flight:
 @dataclass(slots=True)
 class _Lane:
     stream: torch.cuda.Stream
+    last: torch.cuda.Stream
+    """Where a copy ends."""
     waiting: deque[_Job] = field(default_factory=deque)
     flying: deque[_Flight] = field(default_factory=deque)
 
@@ -102,14 +104,19 @@ class CudaCopyEngine:
         streams: tuple[torch.cuda.Stream, torch.cuda.Stream],
         unpinned: CopyEngine,
         new_event: Callable[[], TimedEvent] | None = None,
+        loads_end_on: torch.cuda.Stream | None = None,
     ) -> None:
-        """``streams``: to the device, to the host. ``new_event``: torch's where none is given."""
+        """``streams``: to the device, to the host. ``new_event``: torch's where none is given.
+
+        ``loads_end_on``: the stream of the last work of a load where it is not the one that it begins on.
+        """
         self._new_event = new_event or _cuda_event
         self._route = route
         self._host = host
         self._page_nbytes = page_nbytes
         self._unpinned = unpinned
-        self._lanes = {Tier.HBM: _Lane(streams[0]), Tier.HOST: _Lane(streams[1])}
+        up, down = streams
+        self._lanes = {Tier.HBM: _Lane(up, loads_end_on or up), Tier.HOST: _Lane(down, down)}
         self._events: list[TimedEvent] = []
         self._failed: list[Ack] = []
         self._closing = False
@@ -168,21 +175,21 @@ class CudaCopyEngine:
             # In this order: pinning may end in between.
             pinning, pinned = self._host.pinning, self._host.pinned_slots
             if lane.waiting[0].host_slots.max(initial=0) < pinned:
-                lane.flying.append(self._launch(lane.waiting.popleft(), lane.stream))
+                lane.flying.append(self._launch(lane.waiting.popleft(), lane))
             elif not pinning:
                 self._unpinned.submit(lane.waiting.popleft().transfer)
             else:
                 return
 
-    def _launch(self, job: _Job, stream: torch.cuda.Stream) -> _Flight:
+    def _launch(self, job: _Job, lane: _Lane) -> _Flight:
         transfer = job.transfer
         flight = _Flight(transfer, self._event(), self._event())
         try:
-            flight.begun.record(stream)
+            flight.begun.record(lane.stream)
             try:
-                self._copy(job, stream)
+                self._copy(job, lane.stream)
             finally:
-                flight.ended.record(stream)  # also after an error: pieces queued before it may still write
+                flight.ended.record(lane.last)  # also after an error: pieces queued before it may still write
         except RuntimeError:
             flight.broken = True
             _log.exception("copy %s -> %s was not queued", transfer.src.name, transfer.dst.name)

@@ -15,6 +15,7 @@ from tierstore.gpu.cuda_copies import CudaCopyEngine
 from tierstore.gpu.cuda_pool import CudaPool
 from tierstore.gpu.driver import CudaPinner, Driver, DriverError
 from tierstore.gpu.kernels import Kernel
+from tierstore.gpu.paths import through_slabs
 from tierstore.gpu.pool import CpuPool, EnginePool
 from tierstore.gpu.routes import MOST_PIECES, Route, Slab, Straight, worth_going_straight
 
@@ -172,11 +173,13 @@ class CudaDevice:
             return threads
         streams = (self._driver.stream(self._device.index), self._driver.stream(self._device.index))
         route = self._route(pool, layout, self._driver)
+        side = route.side if isinstance(route, Slab) else ()
         for tensor in _tensors(pool):
-            for stream in streams:
+            for stream in (*streams, *side):
                 tensor.record_stream(stream)  # should the store be dropped with copies on their way
         self._copies = "kernel" if isinstance(route, Kernel) else f"dma, {route.name}, {self._driver.call}"
-        return CudaCopyEngine(route, host, layout.page_nbytes, streams, threads)
+        loads_end_on = side[0] if side else None
+        return CudaCopyEngine(route, host, layout.page_nbytes, streams, threads, loads_end_on=loads_end_on)
 
     def last_use(self, after: Event | None) -> Event | None:
         """None on an idle stream; else an event recorded there."""
@@ -207,7 +210,7 @@ class CudaDevice:
         found = segments.of_tensors(pool.layers, layout, MOST_PIECES)
         if found is not None and worth_going_straight(found, layout):
             return Straight(found, driver)
-        return Slab(pool.layers, layout, driver, self._device)
+        return through_slabs(pool.layers, layout, driver, self._device)
 
 
 def open_device(name: str) -> HbmDevice:

@@ -1,15 +1,19 @@
-"""A copy kernel for pages too small for DMA: a few blocks move 16 bytes a thread between HBM and mapped host memory.
+"""The copy kernel: pieces in device memory to and from whole pages elsewhere, in mapped host memory or in a slab.
 
-The only importer of cupy. The kernel and the number of blocks are those that measured best: more blocks gain nothing on
-the link and take memory bandwidth from compute.
+The only importer of cupy. A few blocks do: more gain nothing on the link and take memory bandwidth from compute. A warp
+moves up to ``_UNROLLED`` vectors a thread at a time, so that enough bytes are in flight on few multiprocessors.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+from tierstore.gpu import segments as places
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -17,68 +21,179 @@ if TYPE_CHECKING:
     from tierstore.gpu.segments import Segments
 
 BLOCKS = 16
+"""On the link."""
+
+NEAR_BLOCKS = 16
+"""Between two places in device memory."""
+
 _THREADS = 1024
-_VECTOR = 16
+_WARPS = _THREADS // 32
+_UNROLLED = 8
+_MOST_ITEMS = 1 << 31
+_WIDTHS = {16: "int4", 8: "int2", 4: "int", 2: "short", 1: "char"}
 
 _SOURCE = r"""
-extern "C" __global__ void move(const long long* at, long long vectors, long long pieces) {
-    const long long all = vectors * pieces;
-    for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < all;
-         i += (long long)gridDim.x * blockDim.x) {
-        const long long piece = i / vectors, offset = i - piece * vectors;
-        const int4* from = (const int4*)at[piece] + offset;
-        int4* to = (int4*)at[pieces + piece] + offset;
-        int4 v;
-        asm volatile("ld.global.nc.L1::no_allocate.v4.s32 {%0,%1,%2,%3},[%4];"
-                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
-        asm volatile("st.global.wt.v4.s32 [%0],{%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
+#ifndef UNROLLED
+#define UNROLLED 8
+#endif
+typedef unsigned long long u64;
+
+template <typename T> __device__ __forceinline__ T read(const T* at) { return *at; }
+template <typename T> __device__ __forceinline__ void write(T* at, T v) { *at = v; }
+template <> __device__ __forceinline__ int4 read<int4>(const int4* at) {
+    int4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.s32 {%0,%1,%2,%3},[%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+    return v;
+}
+template <> __device__ __forceinline__ void write<int4>(int4* at, int4 v) {
+    asm volatile("st.global.wt.v4.s32 [%0],{%1,%2,%3,%4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
+}
+
+// table: base, stride and offset of each piece; pages: the slots, then where their pages lie elsewhere.
+// A warp takes `run` items in a row, an item being 32 * UNROLLED vectors of a piece of a page; its lanes look them up.
+extern "C" __global__ void __launch_bounds__(1024) move(
+    const long long* __restrict__ table, const volatile long long* pages, unsigned pieces, unsigned number,
+    unsigned vectors, unsigned parts, unsigned run, unsigned inward) {
+    const unsigned lane = threadIdx.x & 31;
+    const unsigned warp = (blockIdx.x * blockDim.x + threadIdx.x) >> 5, warps = (gridDim.x * blockDim.x) >> 5;
+    const unsigned all = number * pieces * parts;
+    for (u64 first = (u64)warp * run; first < all; first += (u64)warps * run) {
+        const unsigned mine = (unsigned)first + lane;
+        long long near = 0, far = 0;
+        unsigned start = 0;
+        if (lane < run && mine < all) {
+            const unsigned rest = mine / parts, page = rest / pieces, piece = rest - page * pieces;
+            near = table[piece] + pages[page] * table[pieces + piece];
+            far = pages[number + page] + table[2 * pieces + piece];
+            start = (mine - rest * parts) * (32 * UNROLLED);
+        }
+        const unsigned count = all - (unsigned)first < run ? all - (unsigned)first : run;
+        for (unsigned k = 0; k < count; ++k) {
+            const long long here = __shfl_sync(~0u, near, k), there = __shfl_sync(~0u, far, k);
+            const unsigned begin = __shfl_sync(~0u, start, k) + lane;
+            const VECTOR* from = (const VECTOR*)(inward ? there : here);
+            VECTOR* to = (VECTOR*)(inward ? here : there);
+            VECTOR v[UNROLLED];
+#pragma unroll
+            for (unsigned u = 0; u < UNROLLED; ++u)
+                if (begin + 32 * u < vectors) v[u] = read(from + begin + 32 * u);
+#pragma unroll
+            for (unsigned u = 0; u < UNROLLED; ++u)
+                if (begin + 32 * u < vectors) write(to + begin + 32 * u, v[u]);
+        }
     }
 }
 """
 
 
-class Kernel:
-    """A route (see ``routes.Route``) for slots whose pages are one piece of a multiple of 16 bytes."""
+@dataclass(slots=True)
+class _Table:
+    """Slots and addresses of one launch, in page-locked memory that the kernel reads itself. ``read``: it has ended."""
 
-    name = "kernel"
+    memory: torch.Tensor
+    read: torch.cuda.Event
 
-    def __init__(self, segments: Segments, device: torch.device) -> None:
-        """ImportError without cupy. ``segments``: one, see ``suits``."""
+
+class Pieces:
+    """Moves the pieces of slots to and from pages whose addresses are given. Queues; never waits.
+
+    One instance a stream: tables are used again in the order in which it launches.
+    """
+
+    def __init__(self, segments: Segments, device: torch.device, blocks: int) -> None:
+        """ImportError without cupy. ``segments``: such as ``suits``; read at once."""
         import cupy
 
         self._cupy: Any = cupy
-        self._segments = segments
-        self._vectors = int(segments.nbytes[0]) // _VECTOR
+        equal = places.in_equal_pieces(segments)
+        assert equal is not None
+        width = places.alignment(equal)
+        self._number = len(equal)
+        self._vectors = int(equal.nbytes[0]) // width
+        self._parts = -(-self._vectors // (32 * _UNROLLED))
+        self._blocks = blocks
         self._device = device
+        columns = np.concatenate((equal.base, equal.stride, equal.offset))
+        self._segments = torch.from_numpy(columns).to(device)
+        self._tables: deque[_Table] = deque()
         self._streams: dict[int, Any] = {}
+        options = ("--std=c++14", f"-DVECTOR={_WIDTHS[width]}", f"-DUNROLLED={_UNROLLED}")
         with cupy.cuda.Device(device.index):
-            self._move = cupy.RawModule(code=_SOURCE, options=("--std=c++14",)).get_function("move")
+            self._move = cupy.RawModule(code=_SOURCE, options=options).get_function("move")
 
     @staticmethod
-    def suits(segments: Segments) -> bool:
-        """Whether pages of this form can go this way."""
-        return len(segments) == 1 and not any(
-            int(column[0]) % _VECTOR for column in (segments.base, segments.stride, segments.nbytes)
-        )
+    def suits(segments: Segments | None) -> bool:
+        """Whether pages of this form can go this way at a good speed."""
+        return segments is not None and places.in_equal_pieces(segments) is not None
 
-    def load(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
-        """Host to device."""
-        self._launch(host, self._segments.addresses(slots).ravel(), stream)
+    def scatter(self, slots: NDArray[np.int64], pages: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
+        """From the pages at these addresses into the slots."""
+        self._launch(slots, pages, 1, stream)
 
-    def save(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
-        """Device to host."""
-        self._launch(self._segments.addresses(slots).ravel(), host, stream)
+    def gather(self, slots: NDArray[np.int64], pages: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
+        """From the slots to these addresses."""
+        self._launch(slots, pages, 0, stream)
 
-    def _launch(self, src: NDArray[np.int64], dst: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
-        with torch.cuda.stream(stream):
-            # Pinned by torch, which gives the memory to nobody else before this stream has read it.
-            at = torch.from_numpy(np.concatenate((src, dst))).pin_memory().to(self._device, non_blocking=True)
+    def _launch(
+        self, slots: NDArray[np.int64], pages: NDArray[np.int64], inward: int, stream: torch.cuda.Stream
+    ) -> None:
+        most = _MOST_ITEMS // (self._number * self._parts)
+        for start in range(0, len(slots), most):
+            self._queue(slots[start : start + most], pages[start : start + most], inward, stream)
+
+    def _queue(
+        self, slots: NDArray[np.int64], pages: NDArray[np.int64], inward: int, stream: torch.cuda.Stream
+    ) -> None:
+        number = len(slots)
+        table = self._table(2 * number)
+        filled = table.memory.numpy()
+        filled[:number], filled[number : 2 * number] = slots, pages
+        items = number * self._number * self._parts
+        run = min(32, max(1, items // (self._blocks * _WARPS)))
+        sizes = (self._number, number, self._vectors, self._parts, run, inward)
+        arguments = (np.uint64(self._segments.data_ptr()), np.uint64(table.memory.data_ptr()))
+        blocks = min(self._blocks, -(-items // (run * _WARPS)))
         foreign = self._streams.get(stream.cuda_stream)
         if foreign is None:
             foreign = self._streams[stream.cuda_stream] = _foreign(self._cupy, stream)
         with self._cupy.cuda.Device(self._device.index), foreign:
-            arguments = (np.uint64(at.data_ptr()), np.int64(self._vectors), np.int64(len(src)))
-            self._move((BLOCKS,), (_THREADS,), arguments)
+            self._move((blocks,), (_THREADS,), (*arguments, *map(np.uint32, sizes)))
+        table.read.record(stream)
+        self._tables.append(table)
+
+    def _table(self, entries: int) -> _Table:
+        """One that no launch reads any more, a new one where there is none long enough."""
+        if self._tables and self._tables[0].read.query():  # type: ignore[no-untyped-call]
+            table = self._tables.popleft()
+            if len(table.memory) >= entries:
+                return table
+        length = 1 << max(9, (entries - 1).bit_length())
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return _Table(torch.empty(length, dtype=torch.int64, pin_memory=True), event)
+
+
+class Kernel:
+    """A route (see ``routes.Route``) straight between slots and mapped host memory."""
+
+    name = "kernel"
+
+    def __init__(self, segments: Segments, device: torch.device) -> None:
+        """ImportError without cupy. ``segments``: such as ``suits``."""
+        self._up, self._down = (Pieces(segments, device, BLOCKS) for _ in "ud")
+
+    @staticmethod
+    def suits(segments: Segments | None) -> bool:
+        """Whether pages of this form can go this way at a good speed."""
+        return Pieces.suits(segments)
+
+    def load(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
+        """Host to device."""
+        self._up.scatter(slots, host, stream)
+
+    def save(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
+        """Device to host."""
+        self._down.gather(slots, host, stream)
 
 
 class _Handle:

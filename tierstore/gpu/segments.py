@@ -99,3 +99,27 @@ def _append(pieces: list[tuple[int, int, int, int]], piece: tuple[int, int, int,
 def _segments(pieces: list[tuple[int, int, int, int]]) -> Segments:
     columns = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
     return Segments(*(np.ascontiguousarray(column) for column in columns))
+
+
+_SMALLEST_EQUAL = 64
+_MOST_EQUAL = 1 << 16
+
+
+def in_equal_pieces(segments: Segments) -> Segments | None:
+    """The same bytes in pieces of one length; None if these would be too small or too many for a kernel."""
+    length = int(np.gcd.reduce(segments.nbytes))
+    counts = segments.nbytes // length
+    if length < min(_SMALLEST_EQUAL, int(segments.nbytes.sum())) or counts.sum() > _MOST_EQUAL:
+        return None
+    within = np.concatenate([np.arange(count, dtype=np.int64) for count in counts.tolist()]) * length
+    base, stride, offset = (
+        np.repeat(column, counts) for column in (segments.base, segments.stride, segments.offset)
+    )
+    return Segments(base + within, stride, offset + within, np.full(len(base), length, dtype=np.int64))
+
+
+def alignment(segments: Segments) -> int:
+    """The largest of 16, 8, 4, 2, 1 that divides every address, stride, offset and length."""
+    columns = (segments.base, segments.stride, segments.offset, segments.nbytes)
+    common = int(np.gcd.reduce([np.gcd.reduce(column) for column in columns]))
+    return int(np.gcd(common, 16))
