@@ -16,6 +16,7 @@ from tests.codecs.holding import Bytes, decoded, encoded, page_like_kv, spec_of,
 from tierstore import codecs
 from tierstore.codecs import LOSSY, pages
 from tierstore.codecs.pages import Decoder, Encoder
+from tierstore.codecs.places import Places
 from tierstore.codecs.steps import Shape
 from tierstore.errors import IntegrityError
 from tierstore.layout import PageLayout
@@ -315,3 +316,18 @@ def test_codecs_of_one_loss_class_give_back_the_same_numbers_and_no_others_do() 
     assert set(found) == {"exact", "fp8", "int8", "k8v4", "int4", "int4-64"}
     assert all(len(each) == 1 for each in found.values())
     assert len(set.union(*found.values())) == len(found)
+
+
+@pytest.mark.parametrize("name", ["k8v4", "int4", "int4-64"])
+def test_the_smallest_of_zeros_is_stored_without_a_sign_in_whatever_order_they_come(name: str) -> None:
+    layout = PageLayout.of(spec_of("bfloat16", 1, 64, 2, 64))
+    for seed in range(3):
+        words = np.random.default_rng(seed).choice(
+            np.array([0, 0x8000, 0x3F80], "<u2"), layout.blob_nbytes // 2
+        )
+        for page in (words.view(np.uint8), np.full_like(words, 0x8000).view(np.uint8)):
+            payload = encoded(LOSSY[name], layout, page)
+            assert payload is not None
+            places = Places.of(layout, LOSSY[name])
+            for _, parts in places.parts(payload[: places.kept_nbytes], payload[places.kept_nbytes :]):
+                assert not parts.floors.any()

@@ -45,6 +45,11 @@ class Fp8:
     """A byte a number, a scale for all keys, or all values, of a layer of the page."""
 
     @property
+    def most(self) -> float:
+        """The largest code's number."""
+        return _MOST
+
+    @property
     def bound(self) -> Bound:
         """What is promised: half a place of three bits; below 2**-6 of 448 half a step of 2**-9."""
         return Bound(of_extent=2.0**-10 / (_MOST / 2), signed=True, of_value=2.0**-4)
@@ -93,11 +98,14 @@ class Fp8:
         self, shape: Shape, dtype: str, scales: NDArray[np.uint16], floors: Numbers, codes: Bytes
     ) -> None:
         """IntegrityError if ``encode`` cannot have made these; after it ``decode`` gives finite numbers."""
-        most = power_of_two(np.array([LARGEST[dtype] / _MOST], dtype=np.float32))[0]
-        if scales.size and (scales.max() > most or (scales & 0x7F).any()):
+        if scales.size and (scales.max() > self.largest_scale(dtype) or (scales & 0x7F).any()):
             raise IntegrityError("scales that no page has")
         if (codes & 0x7F == 0x7F).any():
             raise IntegrityError("codes of no number")
+
+    def largest_scale(self, dtype: str) -> int:
+        """The largest that is stored, as the bits of bfloat16."""
+        return int(power_of_two(np.array([LARGEST[dtype] / _MOST], dtype=np.float32))[0])
 
 
 def _codes(magnitudes: Numbers, spare: Numbers) -> None:

@@ -109,7 +109,7 @@ class Places:
     def kept_nbytes(self) -> int:
         """Bytes before the codes: scales, smallest numbers, and what is kept as it is."""
         sides = sum(plane.scale_nbytes + plane.floor_nbytes for plane in self.planes)
-        return sides + sum(end - start for start, end in self._gaps())
+        return sides + sum(end - start for start, end in self.gaps())
 
     @property
     def fixed_nbytes(self) -> int:
@@ -133,11 +133,12 @@ class Places:
     def rest(self, page: Bytes, kept: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
         """Views of each piece of ``page`` that is kept as it is, and of its place in ``kept``."""
         at = sum(plane.scale_nbytes + plane.floor_nbytes for plane in self.planes)
-        for start, end in self._gaps():
+        for start, end in self.gaps():
             yield page[start:end], kept[at : at + end - start]
             at += end - start
 
-    def _gaps(self) -> Iterator[tuple[int, int]]:
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """Start and end of each piece of a page that is kept as it is, in order."""
         groups = dict.fromkeys((plane.offset, plane.end) for plane in self.planes)
         starts, ends = [0, *(end for _, end in groups)], [*(start for start, _ in groups), self.page_nbytes]
         return ((start, end) for start, end in zip(starts, ends, strict=True) if start < end)

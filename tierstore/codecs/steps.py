@@ -84,7 +84,7 @@ class Steps:
     @property
     def bound(self) -> Bound:
         """What is promised: half a step, of a scale that was rounded by a 256th at most, or up by a 128th."""
-        larger = 2.0**-8 if self._nearest else 2.0**-7
+        larger = 2.0**-8 if self.nearest else 2.0**-7
         return Bound((1 + larger + _EPSILON) / (2 * self.most), self.signed)
 
     @property
@@ -121,7 +121,8 @@ class Steps:
             smallest, largest = block.ends()
             extent: Numbers = np.maximum(largest, -smallest) if self.signed else largest - smallest
             if self.floored:
-                block.of(floors)[...] = smallest
+                # Of -0 and 0 either may be found the smallest, by the order of comparing: always 0 is stored.
+                block.of(floors)[...] = smallest + np.float32(0)
                 np.subtract(block.numbers, smallest, out=block.numbers)
             stored = self._scales(extent)
             np.expand_dims(scales[block.place], block.axis)[...] = stored
@@ -144,9 +145,7 @@ class Steps:
         self, shape: Shape, dtype: str, scales: NDArray[np.uint16], floors: Numbers, codes: Bytes
     ) -> None:
         """IntegrityError if ``encode`` cannot have made these; after it ``decode`` gives finite numbers."""
-        extent = LARGEST[dtype] * (1 if self.signed else 2)
-        most = self._scales(np.array([extent], dtype=np.float32))[0]
-        if scales.size and scales.max() > most:
+        if scales.size and scales.max() > self.largest_scale(dtype):
             raise IntegrityError("scales that no page has")
         if floors.size and not np.abs(floors).max() <= LARGEST[dtype]:
             raise IntegrityError("smallest numbers that no page has")
@@ -155,13 +154,19 @@ class Steps:
         if self.bits == 4 and shape.tokens % 2 and (codes[:, -shape.heads * shape.dim :] > 15).any():
             raise IntegrityError("steps of tokens that the page does not have")
 
+    def largest_scale(self, dtype: str) -> int:
+        """The largest that is stored, as the bits of bfloat16."""
+        extent = LARGEST[dtype] * (1 if self.signed else 2)
+        return int(self._scales(np.array([extent], dtype=np.float32))[0])
+
     @property
-    def _nearest(self) -> bool:
+    def nearest(self) -> bool:
+        """Whether a scale is the nearest bfloat16, not the next that is not smaller."""
         return self.most < 128
 
     def _scales(self, extent: Numbers) -> NDArray[np.uint16]:
         scales = extent / np.float32(self.most)
-        return rounded(scales) if self._nearest else rounded_up(scales)
+        return rounded(scales) if self.nearest else rounded_up(scales)
 
     def _blocks(self, numbers: Numbers) -> Iterator[Block]:
         """The numbers by the scales they share: all whole ones in one, and the rest of the page or head."""
