@@ -116,6 +116,13 @@ class Lease:
         return self._record.sources[: self.num_pages]
 
     @property
+    def exact(self) -> bool:
+        """Whether every page it covers, and was sealed under it, is certainly what was put: none went through a lossy
+        codec, or was computed over such."""
+        first = self._record.inexact_from
+        return first is None or first >= self.num_pages
+
+    @property
     def missing(self) -> list[PageKey]:
         """The keys that are not covered: recompute them."""
         return list(self._record.keys[self.num_pages :])

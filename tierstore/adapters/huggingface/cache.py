@@ -220,6 +220,7 @@ class TierStoreCache(PagedCache):
         deadline_s: float | None = None,
         timeout_s: float = 10.0,
         storing: Storing = "all",
+        exact: bool = False,
         tail: Tail | None = None,
     ) -> None:
         """``input_ids``: whole prompts, ``[B, T]`` padded on the left as ``attention_mask`` says, or one, ``[T]``.
@@ -227,7 +228,8 @@ class TierStoreCache(PagedCache):
         ``draft``: the model that ``generate`` is given as assistant (see ``draft_model``); its K/V are in the same
         pages, in the KV groups that ``page_specs(model, page_size, draft=draft)`` adds. ``salt``, ``extra``: as in
         ``TierStore.keys``. ``storing``: "all", "memory-only" (never on disk), "read-only" (reuses, keeps nothing) or
-        "no-store" (neither). ``tail``: a half full page that a session kept.
+        "no-store" (neither). ``exact``: stored pages that went through a lossy codec, or were computed over such, are
+        computed anew. ``tail``: a half full page that a session kept.
 
         Pages that cannot be there by ``deadline_s``, or are not within ``timeout_s``, are computed instead; an
         allocation waits up to ``timeout_s`` for room. Raises ValueError for a model or prompts it cannot serve.
@@ -254,6 +256,7 @@ class TierStoreCache(PagedCache):
                 deadline_s=deadline_s,
                 timeout_s=timeout_s,
                 storing=storing,
+                exact=exact,
             )
         batch = PagedBatch(terms, prompts, width, tail)
         super().__init__(batch, model, number=0, first_group=0)

@@ -44,6 +44,8 @@ class Tail:
     page: int
     tokens: tuple[int, ...]
     """All tokens of the sequence up to the last one in the page: its K/V depend on them all."""
+    exact: bool
+    """Whether no page before it was inexact when it was written."""
 
 
 @dataclass(slots=True)
@@ -113,11 +115,11 @@ def _hold(terms: Terms, keys: Sequence[PageKey], page_size: int) -> tuple[Lease,
     The lease may begin later than the prefix: with windows, pages that no query looks at stay where they are.
     """
     store = terms.store
-    found = [] if terms.window is None else list(store.match(keys).tiers)
+    found = [] if terms.window is None else list(store.match(keys, exact=terms.exact).tiers)
     count = len(keys) if terms.window is None else len(found)
     while count:
         first = first_needed(terms, count * page_size, page_size)
-        lease = store.acquire(keys[first:count], deadline_s=terms.deadline_s)
+        lease = store.acquire(keys[first:count], deadline_s=terms.deadline_s, exact=terms.exact)
         if lease.wait(terms.timeout_s) is LeaseState.PENDING:
             lease.release()
             break
@@ -126,14 +128,17 @@ def _hold(terms: Terms, keys: Sequence[PageKey], page_size: int) -> tuple[Lease,
         # A page of the window is gone: what ends before it has a window of its own.
         count = first + lease.num_pages if lease.num_pages else 0
         lease.release()
-    return store.acquire([]), []
+    return store.acquire([], exact=terms.exact), []
 
 
 def _take_tail(terms: Terms, opening: Opening, prompt: Sequence[int], tail: Tail) -> None:
-    """Go on in the page that the session kept, as far as the prompt agrees with it."""
+    """Go on in the page that the session kept, as far as the prompt agrees with it.
+
+    Not in an inexact one after exact pages: what is sealed under their lease passes for exact.
+    """
     table = opening.table
     start, same = tail.page * table.page_size, common_prefix(tail.tokens, prompt)
-    if same <= start or table.num_tokens != start:
+    if same <= start or table.num_tokens != start or (opening.lease.lease.exact and not tail.exact):
         give_back(terms.store, tail)
         return
     table.extend(same, [tail.slot])
@@ -142,19 +147,23 @@ def _take_tail(terms: Terms, opening: Opening, prompt: Sequence[int], tail: Tail
 
 
 def _copy_half_page(terms: Terms, opening: Opening, prompt: Sequence[int], keys: Sequence[PageKey]) -> None:
-    """Where a stored page begins like the rest of the prompt: a copy of it, to be written on after the split."""
+    """Where a stored page begins like the rest of the prompt: a copy of it, to be written on after the split.
+
+    After exact pages an exact one only, as with a tail.
+    """
     pages = opening.leased.stop
     limit = len(prompt) if terms.plain_tokens is None else min(len(prompt), terms.plain_tokens)
     while True:
         match = terms.prefixes.longest(terms.root, prompt[:limit])
         if match.next_key is None or list(match.keys) != list(keys[:pages]):
             return
-        with terms.store.acquire([match.next_key], deadline_s=terms.deadline_s) as lease:
+        exact = opening.lease.lease.exact
+        with terms.store.acquire([match.next_key], deadline_s=terms.deadline_s, exact=exact) as lease:
             state = lease.wait(terms.timeout_s)
             if state is LeaseState.READY and lease.num_pages:
                 _copy(terms, opening, lease, match.next_tokens)
                 return
-            if state is LeaseState.PENDING or lease.missing_because in ("no_room", "deadline"):
+            if state is LeaseState.PENDING or lease.missing_because in ("no_room", "deadline", "inexact"):
                 return
         terms.prefixes.discard(match.next_key)
 

@@ -17,6 +17,7 @@ from tierstore.adapters.huggingface.cache import TierStoreCache
 from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.adapters.huggingface.session import Session
 from tierstore.adapters.huggingface.terms import Storing, check_storing
+from tierstore.arguments import require_flag
 from tierstore.keys import Extra
 from tierstore.store import TierStore
 from tierstore.types import PageKey
@@ -41,13 +42,15 @@ class PrefixCache:
         extra: Iterable[Extra] = (),
         timeout_s: float = 10.0,
         storing: Storing = "all",
+        exact: bool = False,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """The options are those of ``TierStoreCache``, for every request. Changes nothing yet.
 
-        ValueError for an unknown way of storing.
+        ValueError for an unknown way of storing, TypeError unless ``exact`` is True or False.
         """
         check_storing(storing)
+        require_flag("exact", exact)
         self.store = store
         self.model = model
         self.has_draft = draft is not None
@@ -62,6 +65,7 @@ class PrefixCache:
             "extra": tuple(extra),
             "timeout_s": timeout_s,
             "storing": storing,
+            "exact": exact,
         }
         self._max_tails = max(1, len(self.pages.groups[0]) // TAILS_OF_HBM)
 

@@ -63,6 +63,8 @@ class PagedSequence:
         self._keys: list[PageKey] = []
         self._lease: SharedLease | None = None
         self._leased = range(0)
+        self._exact = True
+        """Whether every lease it had was exact."""
         self._confirmed = 0
         """Tokens that are not taken back as rejected drafts."""
 
@@ -79,6 +81,7 @@ class PagedSequence:
         sequence = cls(terms, BlockTable(terms.pages.page_size, private), prompt)
         opening = open_prefix(terms, sequence.table, prompt, tail)
         sequence._lease, sequence._leased = opening.lease, opening.leased
+        sequence._exact = opening.lease.lease.exact
         sequence.origins, sequence.copied_tokens = opening.origins, opening.copied_tokens
         count = sequence.table.num_tokens
         sequence.written = [Written(count, list(prompt[:count])) for _ in range(terms.num_models)]
@@ -168,7 +171,7 @@ class PagedSequence:
         other.written = [Written(each.held, list(each.tokens), each.fed) for each in self.written]
         other._keys = list(self._keys)
         other._lease = None if self._lease is None else self._lease.share()
-        other._leased, other._confirmed = self._leased, self._confirmed
+        other._leased, other._confirmed, other._exact = self._leased, self._confirmed, self._exact
         return other
 
     def equals(self, other: PagedSequence) -> bool:
@@ -192,7 +195,7 @@ class PagedSequence:
         self.table.truncate(start)
         for written in self.written:
             written.cut(start)
-        return Tail(slot, page, tokens)
+        return Tail(slot, page, tokens, self._exact)
 
     def close(self) -> None:
         """Seal what is full, give back the rest and let go of the lease. The second call does nothing."""
@@ -234,9 +237,11 @@ class PagedSequence:
             memory_only=self._terms.storing == "memory-only",
         )
         self.table.seal(pages.start, kept, self.table.generation)
-        self._leased = range(self._leased.start, pages.stop)
+        stop = pages.start + len(kept)
+        self._leased = range(self._leased.start, stop)
+        self._exact = self._exact and self._lease.lease.exact
         plain = self._terms.plain_tokens
-        count = pages.stop if plain is None else min(pages.stop, plain // self.table.page_size)
+        count = stop if plain is None else min(stop, plain // self.table.page_size)
         self._terms.prefixes.insert(
             self._terms.root, tokens[: count * self.table.page_size], self._keys[:count]
         )
@@ -245,13 +250,14 @@ class PagedSequence:
         """Hold the pages before ``stop``, and no others, under a lease of this sequence alone.
 
         The store takes the last page of a lease for the parent of the next one sealed under it. False if one of the
-        pages was evicted meanwhile: then nothing more of this sequence can be found, and nothing is sealed.
+        pages was evicted meanwhile: then nothing more of this sequence can be found, and nothing is sealed. Nor is
+        what was computed over inexact pages once a window has left them behind: it would pass for exact.
         """
         wanted = range(self.table.first_page, stop)
         if self._lease is not None and self._lease.holders == 1 and self._leased == wanted:
             return True
-        lease = self._terms.store.acquire(self._keys_to(stop)[wanted.start :])
-        if lease.slots != self.table.slots[wanted.start : stop]:
+        lease = self._terms.store.acquire(self._keys_to(stop)[wanted.start :], exact=self._terms.exact)
+        if lease.slots != self.table.slots[wanted.start : stop] or (lease.exact and not self._exact):
             lease.release()
             return False
         old, self._lease, self._leased = self._lease, SharedLease(lease), wanted

@@ -187,7 +187,7 @@ class Session:
             except CapacityError:
                 return None
             self._home.pages.copy(tail.slot, slot)
-            return Tail(slot, tail.page, tail.tokens[:num_tokens])
+            return Tail(slot, tail.page, tail.tokens[:num_tokens], tail.exact)
 
     def _hint(self, need: Literal["retain", "wont_need"], ttl_s: float | None) -> None:
         with suppress(StoreClosed):

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.adapters.huggingface.prefixes import Prefixes
+from tierstore.arguments import require_flag
 from tierstore.keys import Extra
 from tierstore.store import TierStore
 
@@ -39,9 +40,12 @@ class Terms:
     deadline_s: float | None = None
     timeout_s: float = 10.0
     storing: Storing = "all"
+    exact: bool = False
+    """Pages that went through a lossy codec, or were computed over such, are computed anew."""
 
     def __post_init__(self) -> None:
         check_storing(self.storing)
+        require_flag("exact", self.exact)
 
     @property
     def looks_up(self) -> bool:
