@@ -92,7 +92,9 @@ class Arrivals:
             self._loads.failed(key, slot)
             return
         self._residency.fail(key, dst, slot)
-        if transfer.src < dst:
+        if failure is Failure.UNFIT and transfer.src < dst:
+            self._drop_unfit(key, transfer.src)
+        elif transfer.src < dst:
             self._placement.not_saved(key, transfer.src, dst)
         self._settled(key, dst, readable=False)
 
@@ -120,6 +122,23 @@ class Arrivals:
         if copy is not None and copy.ready and copy.slot == slot:
             self._residency.dropped.append(self._residency.evict(key, Tier.NVME))
             self._drops.note(failure.value)
+
+    def _drop_unfit(self, key: PageKey, src: Tier) -> None:
+        """The tier below takes any page but this one: without a way down it goes, like a page that a codec broke.
+
+        To keep it would ask for a place of its own in every order: it could neither be saved nor, with pages after it
+        below, be dropped. Numbers that no codec can state come from a model that has gone wrong.
+        """
+        self._placement.sinks.settle(key, failed=True)
+        if src not in self._residency.tables:
+            self._metrics.dropped(src, Failure.UNFIT.value, 1)
+            return
+        self._drops.note()
+        if self._residency.tables[src].ready(key):
+            self._residency.dropped.append(self._residency.evict(key, src))
+            self._drops.note(Failure.UNFIT.value)
+        if self._residency.where(key) is None:
+            self._placement.forgotten(key)
 
     def _unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
         self._residency.unpin(key, tier, slot)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tierstore.codecs import LOSS_CLASSES
+from tierstore.codecs.held import Held
 from tierstore.directory import Directory
 from tierstore.errors import ConfigError
 from tierstore.gpu.device import CpuDevice, open_device, pinner, require_device
@@ -19,8 +20,10 @@ from tierstore.host.arena import HostArena
 from tierstore.host.memory import available_nbytes
 from tierstore.host.pinning import FIRST_NBYTES
 from tierstore.keys import EXACT
+from tierstore.layout import PageLayout
 from tierstore.metrics import Metrics
 from tierstore.mover import Mover
+from tierstore.nvme.coding import allowed_over
 from tierstore.nvme.tier import NvmeTier
 from tierstore.policy import Known, WriteBudget, make_admission, make_history, make_policy
 from tierstore.policy.recompute import doubling_depth
@@ -33,7 +36,6 @@ if TYPE_CHECKING:
     from tierstore.config import HostConfig, NvmeConfig, StoreConfig
     from tierstore.gpu.device import HbmDevice
     from tierstore.gpu.pool import OwnPool
-    from tierstore.layout import PageLayout
     from tierstore.mover import SlotBytes
 
 _log = logging.getLogger(__name__)
@@ -60,14 +62,15 @@ def assemble(config: StoreConfig, layout: PageLayout, wake: Callable[[], None]) 
     check_sections(config, layout)
     device: HbmDevice = CpuDevice() if config.hbm is None else open_device(config.hbm.device)
     hbm_slots = slots_of("hbm", config.hbm.capacity if owns_hbm(config) and config.hbm else None, layout)
-    host_slots = slots_of("host", config.host.capacity if config.host else None, layout)
-    check_memory(layout, hbm_slots if device.available_nbytes() is None else None, host_slots)
+    held = held_form(config, layout)
+    host_slots = slots_of("host", config.host.capacity if config.host else None, held)
+    check_memory(layout, hbm_slots if device.available_nbytes() is None else None, held, host_slots)
     check_device_memory(layout, hbm_slots, device)
     pool = None if hbm_slots is None else device.open_pool(layout, hbm_slots)
     arena = (
         None if host_slots is None or config.host is None else _arena(config, config.host, layout, host_slots)
     )
-    nvme = None if config.nvme is None else _open_nvme(config.nvme, layout, wake)
+    nvme = None if config.nvme is None else _open_nvme(config.nvme, held, wake)
     metrics = Metrics()
     if arena is not None:
         metrics.watch_pinned(arena.pinned_nbytes)
@@ -118,9 +121,9 @@ def _arena(config: StoreConfig, host: HostConfig, layout: PageLayout, num_slots:
     be, now too. ConfigError if it must be and cannot."""
     device = "cpu" if config.hbm is None else config.hbm.device
     if host.pin == "never" or (host.pin == "auto" and device == "cpu"):
-        return HostArena(layout, num_slots)
-    arena = HostArena(layout, num_slots, pinner(device))
-    first = max(1, FIRST_NBYTES // layout.slot_nbytes)
+        return HostArena(layout, num_slots, codec=host.codec)
+    arena = HostArena(layout, num_slots, pinner(device), codec=host.codec)
+    first = max(1, FIRST_NBYTES // arena.held.slot_nbytes)
     if (
         not arena.wait_pinned(num_slots if host.pin == "always" else first, _PIN_PATIENCE_S)
         and host.pin == "always"
@@ -165,6 +168,14 @@ def check_sections(config: StoreConfig, layout: PageLayout) -> None:
                 f"host is missing; pages go between hbm.device {config.hbm.device!r} and the disk through host memory; "
                 "allowed: a host section with a capacity"
             )
+    held_form(config, layout)
+    if config.host is not None and config.host.codec != "none" and config.nvme is not None:
+        allowed = allowed_over(config.host.codec)
+        if config.nvme.codec not in allowed:
+            raise ConfigError(
+                f"nvme.codec is {config.nvme.codec!r}; allowed with host.codec {config.host.codec!r}, as which pages "
+                f"come from memory: {', '.join(allowed)}"
+            )
     if config.prefetch is not None:
         _log.info("the prefetch section is for an attached prefetcher; this version has none")
     if config.host is not None and config.host.pin == "always" and not torch.cuda.is_available():
@@ -173,26 +184,46 @@ def check_sections(config: StoreConfig, layout: PageLayout) -> None:
         )
 
 
-def slots_of(section: str, capacity: int | None, layout: PageLayout) -> int | None:
+def held_form(config: StoreConfig, layout: PageLayout) -> Held:
+    """How host memory holds pages. ConfigError for a codec that does not suit them."""
+    codec = "none" if config.host is None else config.host.codec
+    try:
+        return Held.of(codec, layout)
+    except ValueError as error:
+        raise ConfigError(f"host.codec is {codec!r}; allowed: {error}") from error
+
+
+def slots_of(section: str, capacity: int | None, pages: PageLayout | Held) -> int | None:
     """Pages of a memory tier, None without a capacity. ConfigError if not even one fits."""
     if capacity is None:
         return None
-    slots = capacity // layout.page_nbytes
+    nbytes = nbytes_of(pages)
+    slots = capacity // nbytes
     if slots == 0:
         raise ConfigError(
-            f"{section}.capacity is {capacity} bytes; allowed: at least one page, {layout.page_nbytes} bytes"
+            f"{section}.capacity is {capacity} bytes; allowed: at least one page, {nbytes} bytes"
         )
     return slots
 
 
-def check_memory(layout: PageLayout, hbm_slots: int | None, host_slots: int | None) -> None:
+def nbytes_of(pages: PageLayout | Held) -> int:
+    """What one page takes of a tier's capacity: its payload, or that of its codec."""
+    if isinstance(pages, PageLayout):
+        return pages.page_nbytes
+    return pages.payload_nbytes if pages.encoded else pages.layout.page_nbytes
+
+
+def check_memory(layout: PageLayout, hbm_slots: int | None, held: Held, host_slots: int | None) -> None:
     """ConfigError if so many slots need more memory than is available now."""
     available = available_nbytes()
-    wanted = {"hbm.capacity": hbm_slots, "host.capacity": host_slots}
-    total = sum(slots * layout.slot_nbytes for slots in wanted.values() if slots is not None)
+    wanted = {
+        "hbm.capacity": (hbm_slots or 0) * layout.slot_nbytes,
+        "host.capacity": (host_slots or 0) * held.slot_nbytes,
+    }
+    total = sum(wanted.values())
     if available is None or total <= available:
         return
-    parts = ", ".join(f"{k} {s * layout.slot_nbytes}" for k, s in wanted.items() if s is not None)
+    parts = ", ".join(f"{key} {nbytes}" for key, nbytes in wanted.items() if nbytes)
     raise ConfigError(
         f"{parts} bytes need {total} bytes of memory; allowed: at most {available} that are available"
     )
@@ -209,7 +240,8 @@ def check_device_memory(layout: PageLayout, hbm_slots: int | None, device: HbmDe
     )
 
 
-def _open_nvme(config: NvmeConfig, layout: PageLayout, wake: Callable[[], None]) -> NvmeTier:
+def _open_nvme(config: NvmeConfig, held: Held, wake: Callable[[], None]) -> NvmeTier:
+    layout = held.layout
     return NvmeTier.open(
         config.path,
         capacity=config.capacity,
@@ -223,6 +255,7 @@ def _open_nvme(config: NvmeConfig, layout: PageLayout, wake: Callable[[], None])
         payload=config.payload,
         codec=config.codec,
         layout=layout,
+        held=held.codec,
     )
 
 
@@ -245,7 +278,7 @@ def _known(
 
 def loss_class(config: StoreConfig) -> str:
     """What pages lose on their way down; it is part of the key namespace."""
-    return EXACT if config.nvme is None else LOSS_CLASSES[config.nvme.codec]
+    return LOSS_CLASSES[config.codec]
 
 
 def _tables(
@@ -262,7 +295,9 @@ def _tables(
         )
     if config.host is not None and arena is not None:
         tables[Tier.HOST] = TierTable(
-            make_policy(config.host.policy, known, arena.num_slots), num_slots=arena.num_slots
+            make_policy(config.host.policy, known, arena.num_slots),
+            num_slots=arena.num_slots,
+            lossy=arena.held.encoded,
         )
     if config.nvme is not None and nvme is not None:
         pages = max(1, nvme.budget_nbytes // nvme.record_nbytes)

@@ -134,12 +134,15 @@ def encode(
     key: PageKey,
     parent: PageKey | None,
     encoder: PageEncoder | None = None,
+    plain: Codec = Codec.NONE,
+    raw_nbytes: int | None = None,
 ) -> int:
     """Write the record of ``page`` into ``record`` and return its length.
 
     Both are flat contiguous uint8; ``record`` holds at least ``record_nbytes(page.nbytes)``. The checksum is taken
     over the copy in ``record``: what is summed is what will be stored. With ``encoder`` pages that it makes smaller by
-    a tenth at least are stored so, under its codec's name.
+    a tenth at least are stored so, under its codec's name. ``plain``: the codec that ``page`` is encoded with already,
+    and ``raw_nbytes`` how long it was before.
     """
     room = record[HEAD_NBYTES : record_nbytes(page.nbytes)]
     length = None if encoder is None else encoder.encode(page, room)
@@ -150,8 +153,8 @@ def encode(
         fingerprint=fingerprint,
         key=key,
         parent=parent,
-        codec=Codec.NONE if encoder is None or length is None else CODECS[encoder.name],
-        raw_nbytes=page.nbytes,
+        codec=plain if encoder is None or length is None else CODECS[encoder.name],
+        raw_nbytes=page.nbytes if raw_nbytes is None else raw_nbytes,
         stored_nbytes=payload.nbytes,
     )
     record[:HEAD_NBYTES] = np.frombuffer(seal(head, payload), dtype=np.uint8)

@@ -75,6 +75,7 @@ Tokens = Annotated[int, BeforeValidator(_tokens), WithJsonSchema(_COUNT | {"maxi
 Device = Annotated[str, BeforeValidator(_device), WithJsonSchema(_TEXT | {"pattern": _DEVICE})]
 Directory = Annotated[Path, BeforeValidator(_directory), WithJsonSchema(_TEXT | {"minLength": 1})]
 DiskCodec = Literal["none", "exp", "fp8", "fp8+zstd", "int8", "int8+zstd", "k8v4", "int4", "int4-64"]
+HostCodec = Literal["none", "fp8", "int8", "k8v4", "int4", "int4-64"]
 Policy = Literal["lru", "fifo", "lfu", "slru", "gdsf", "session", "adaptive"]
 
 
@@ -105,12 +106,15 @@ class HbmConfig(_Section):
 
 
 class HostConfig(_Section):
-    """``capacity``: payload bytes. ``pin``: page-lock the memory when it can be ("auto"), must be, or never."""
+    """``capacity``: payload bytes. ``pin``: page-lock the memory when it can be ("auto"), must be, or never.
+
+    ``codec``: what pages lose on their way there so that more fit (tierstore.codecs); they go to disk as they are held.
+    """
 
     capacity: Size
     pin: Literal["auto", "always", "never"] = "auto"
     policy: Policy = "lru"
-    codec: Literal["none"] = "none"
+    codec: HostCodec = "none"
 
 
 class NvmeConfig(_Section):
@@ -151,6 +155,12 @@ class StoreConfig(_Section):
     host: HostConfig | None = None
     nvme: NvmeConfig | None = None
     prefetch: PrefetchConfig | None = None
+
+    @property
+    def codec(self) -> str:
+        """The codec that pages are written to disk with, which host memory may have encoded already."""
+        host, disk = ("none" if section is None else section.codec for section in (self.host, self.nvme))
+        return host if disk == "none" else disk
 
     def effective(self) -> dict[str, Any]:
         """Every value in force, defaults included, as plain data; ``load_config`` reads it back to an equal one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tierstore.assembly import nbytes_of
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:
         states = _states(directory, tier)
         for state, number in states.items():
             parts.metrics.pages(tier, state, number)
-        tiers[tier.name] = {**states, **_sizes(table, layout.page_nbytes, layout.slot_nbytes)}
+        held = layout if tier != Tier.HOST or parts.arena is None else parts.arena.held
+        tiers[tier.name] = {**states, **_sizes(table, nbytes_of(held), held.slot_nbytes)}
     return {
         "config": config.effective(),
         "page_nbytes": layout.page_nbytes,

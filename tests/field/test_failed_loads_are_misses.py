@@ -64,7 +64,7 @@ def reading_fails(monkeypatch: pytest.MonkeyPatch, bad: PageKey, error: Exceptio
         fetched: Fetched,
         out: NDArray[np.uint8],
         scratch: NDArray[np.uint8],
-        decoders: Decoders | None = None,
+        decoders: Decoders,
     ) -> None:
         check(self, key, fetched, out, scratch, decoders)
         if key == bad:

@@ -50,7 +50,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
         fetched: Fetched,
         out: NDArray[np.uint8],
         scratch: NDArray[np.uint8],
-        decoders: Decoders | None = None,
+        decoders: Decoders,
     ) -> None:
         seen["check"].add(threading.current_thread().name)
         check(self, key, fetched, out, scratch, decoders)

@@ -84,9 +84,9 @@ def import_(
     with refusals(as_json):
         from tierstore.nvme.archive import closed, reading
 
-        nvme = _nvme(config)
+        settings, nvme = load_config(config), _nvme(config)
         description = asyncio.run(reading.read_contents(file)).description
-        allowed, found = load_config(config).page_size, description.layout.page_size
+        allowed, found = settings.page_size, description.layout.page_size
         if allowed not in (None, found):
             raise ArchiveError(
                 f"{file}: the page_size of its pages is {found}; allowed here: {allowed}, page_size of {config}"
@@ -95,7 +95,7 @@ def import_(
             _require_known(nvme.path, description, file)
         with (
             closed.open_sink(
-                nvme.path, description, capacity=nvme.capacity, codec=nvme.codec, payload=nvme.payload
+                nvme.path, description, capacity=nvme.capacity, codec=settings.codec, payload=nvme.payload
             ) as sink,
             _bar("imported") as show,
         ):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import zstandard
 
-from tierstore.codecs import floats
+from tierstore.codecs import floats, frames
 from tierstore.codecs.places import Parts, Places, Plane
 from tierstore.errors import IntegrityError
 
@@ -77,8 +77,7 @@ class Encoder:
         self._places = Places.of(layout, codec)
         self._passes = _Passes(self._places)
         self._codes = np.empty(self._places.code_nbytes if codec.zstd else 0, dtype=np.uint8)
-        settings = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=12)
-        self._zstd = zstandard.ZstdCompressor(compression_params=settings) if codec.zstd else None
+        self._zstd = frames.compressor() if codec.zstd else None
 
     def encode(self, page: Bytes, out: Bytes) -> int | None:
         """Write the payload of ``page`` into ``out`` and return its length.
@@ -140,7 +139,7 @@ class Decoder:
             raise IntegrityError(f"payload of {payload.nbytes} bytes for a page of {page.nbytes}")
         kept, codes = payload[: places.kept_nbytes], payload[places.kept_nbytes :]
         if self._zstd is not None:
-            codes = self._expand(self._zstd, codes)
+            codes = frames.expanded(self._zstd, codes, places.code_nbytes)
         for plane, parts in places.parts(kept, codes):
             self._plane(plane, page, parts)
         for piece, place in places.rest(page, kept):
@@ -162,16 +161,3 @@ class Decoder:
             plane.scheme.check(plane.shape, plane.dtype, parts.scales, floors, parts.codes)
             plane.scheme.decode(parts.scales, floors, parts.codes, numbers, spare)
             floats.narrow(numbers, words, spare)
-
-    def _expand(self, zstd: zstandard.ZstdDecompressor, frame: Bytes) -> Bytes:
-        wanted = self._places.code_nbytes
-        try:
-            stated = zstandard.frame_content_size(frame.data)
-            if stated != wanted:  # before anything of that size is allocated
-                raise IntegrityError(f"codes of {stated} bytes where the page has {wanted}")
-            codes = zstd.decompress(frame.data, max_output_size=wanted, allow_extra_data=False)
-        except zstandard.ZstdError as error:
-            raise IntegrityError(f"codes cannot be expanded: {error}") from error
-        if len(codes) != wanted:
-            raise IntegrityError(f"codes of {len(codes)} bytes where the page has {wanted}")
-        return np.frombuffer(codes, dtype=np.uint8)

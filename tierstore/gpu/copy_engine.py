@@ -12,14 +12,19 @@ from threading import Thread
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
+from tierstore.codecs.held import Packer, Unpacker
+from tierstore.gpu.arriving import NOT_YET, Arriving
+from tierstore.gpu.layer_loads import LayerLoads
 from tierstore.types import Ack, Failure, Tier, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import numpy as np
     from numpy.typing import NDArray
 
+    from tierstore.codecs.held import Held
+    from tierstore.gpu.layer_groups import LayerGroups
     from tierstore.gpu.pool import HbmBytes
 
 _log = logging.getLogger(__name__)
@@ -29,7 +34,7 @@ class HostBytes(Protocol):
     """Page slots in host memory."""
 
     def view(self, slot: int) -> NDArray[np.uint8]:
-        """The slot's page in place, flat uint8 ``[blob_nbytes]``, writable."""
+        """The slot's page in place, flat uint8 ``[held.view_nbytes]``, writable."""
         ...
 
 
@@ -49,21 +54,43 @@ class CopyEngine(Protocol):
         """Transfers that ended since the last call."""
         ...
 
+    def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
+        """How far the loads of this layer into these HBM slots are; those whose acks were polled are not known."""
+        ...
+
     def close(self, timeout_s: float) -> bool:
         """Fails what has not started, waits for what has; whether its threads ended in time."""
         ...
 
 
 class CpuCopyEngine:
-    """One thread a direction, first in first out. ``wake`` is called after each ack, from that thread."""
+    """One thread a direction, first in first out. ``wake`` is called after each ack, from that thread.
 
-    def __init__(self, hbm: HbmBytes, host: HostBytes, page_nbytes: int, wake: Callable[[], None]) -> None:
+    ``held``: how host memory holds pages; None: as they are. Each thread encodes or decodes for itself. ``layers``: pages
+    that host memory holds as they are go up by these groups; None: whole.
+    """
+
+    def __init__(
+        self,
+        hbm: HbmBytes,
+        host: HostBytes,
+        page_nbytes: int,
+        wake: Callable[[], None],
+        held: Held | None = None,
+        layers: LayerGroups | None = None,
+    ) -> None:
+        encoded = held is not None and held.encoded
+        self._packer = Packer(held) if held is not None and encoded else None
+        self._unpacker = Unpacker(held) if held is not None and encoded else None
         self._hbm = hbm
         self._host = host
         self._page_nbytes = page_nbytes
         self._wake = wake
         self._acks: deque[Ack] = deque()
         self._closing = False
+        self._by_layers = (
+            None if encoded or layers is None else LayerLoads(hbm, host, page_nbytes, layers, self._moved)
+        )
         self._queues: dict[Tier, SimpleQueue[Transfer | None]] = {
             Tier.HOST: SimpleQueue(),
             Tier.HBM: SimpleQueue(),
@@ -82,7 +109,14 @@ class CpuCopyEngine:
 
     def submit(self, transfer: Transfer) -> None:
         """Queues a transfer; never blocks."""
-        self._queues[transfer.dst].put(transfer)
+        if self._by_layers is not None and transfer.dst == Tier.HBM:
+            self._by_layers.submit(transfer)
+        else:
+            self._queues[transfer.dst].put(transfer)
+
+    def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
+        """How far the loads of this layer into these HBM slots are. Any thread."""
+        return NOT_YET if self._by_layers is None else self._by_layers.arriving(slots, layer)
 
     def poll(self) -> list[Ack]:
         """Transfers that ended since the last call. Any thread."""
@@ -97,9 +131,10 @@ class CpuCopyEngine:
         for queue in self._queues.values():
             queue.put(None)
         deadline = perf_counter() + timeout_s
+        ended = self._by_layers is None or self._by_layers.close(timeout_s)
         for thread in self._threads:
             thread.join(max(0.0, deadline - perf_counter()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return ended and not any(thread.is_alive() for thread in self._threads)
 
     def _run(self, queue: SimpleQueue[Transfer | None]) -> None:
         while (transfer := queue.get()) is not None:
@@ -108,18 +143,38 @@ class CpuCopyEngine:
             except Exception:  # noqa: BLE001 - a thread's top: the transfer fails, the thread goes on
                 _log.exception("copy %s -> %s failed", transfer.src.name, transfer.dst.name)
                 ack = self._failed(transfer, Failure.IO_ERROR)
+            self._moved(ack)
+
+    def _moved(self, ack: Ack | None) -> None:
+        if ack is not None:
             self._acks.append(ack)
-            self._wake()
+        self._wake()
 
     def _copy(self, transfer: Transfer) -> Ack:
         start = perf_counter()
-        for src_slot, dst_slot in zip(transfer.src_slots, transfer.dst_slots, strict=True):
-            if transfer.dst == Tier.HOST:
-                self._hbm.read(src_slot, self._host.view(dst_slot))
-            else:
-                self._hbm.write(dst_slot, self._host.view(src_slot))
-        pages = len(transfer.keys)
-        return Ack(transfer.id, True, pages, pages * self._page_nbytes, perf_counter() - start)
+        copy = self._save if transfer.dst == Tier.HOST else self._load
+        slots = zip(transfer.src_slots, transfer.dst_slots, strict=True)
+        unfit = tuple((i, Failure.UNFIT) for i, (src, dst) in enumerate(slots) if not copy(src, dst))
+        pages = len(transfer.keys) - len(unfit)
+        return Ack(transfer.id, not unfit, pages, pages * self._page_nbytes, perf_counter() - start, unfit)
+
+    def _save(self, src_slot: int, dst_slot: int) -> bool:
+        """Copies a page down; whether host memory can hold it."""
+        slot = self._host.view(dst_slot)
+        if self._packer is None:
+            self._hbm.read(src_slot, slot)
+            return True
+        self._hbm.read(src_slot, self._packer.page)
+        return self._packer.pack(self._packer.page, slot)
+
+    def _load(self, src_slot: int, dst_slot: int) -> bool:
+        """Copies a page up."""
+        page = slot = self._host.view(src_slot)
+        if self._unpacker is not None:
+            page = self._unpacker.page
+            self._unpacker.unpack(slot, page)
+        self._hbm.write(dst_slot, page)
+        return True
 
     def _failed(self, transfer: Transfer, failure: Failure) -> Ack:
         failures = tuple((i, failure) for i in range(len(transfer.keys)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierstore.codecs.held import Held
 from tierstore.host.pinning import Pinning
 
 if TYPE_CHECKING:
@@ -18,25 +19,27 @@ if TYPE_CHECKING:
 
 
 class HostArena:
-    """``num_slots`` page slots of host memory, page aligned, allocated once and never moved.
+    """``num_slots`` slots of host memory, page aligned, allocated once and never moved.
 
+    ``codec``: what pages are encoded with in them; ``held`` tells the form. ValueError where it has none of fixed length.
     Without a ``pinner`` the memory is touched as it is first used. It returns to the system when the arena and all
     views are gone.
     """
 
-    def __init__(self, layout: PageLayout, num_slots: int, pinner: Pinner | None = None) -> None:
+    def __init__(
+        self, layout: PageLayout, num_slots: int, pinner: Pinner | None = None, *, codec: str = "none"
+    ) -> None:
+        self.held = held = Held.of(codec, layout)
         self.num_slots = num_slots
-        self.nbytes = num_slots * layout.slot_nbytes
-        self._stride = layout.slot_nbytes
-        self._length = layout.blob_nbytes
+        self.nbytes = num_slots * held.slot_nbytes
+        self._stride = held.slot_nbytes
+        self._length = held.view_nbytes
         self._bytes = np.frombuffer(_mapping(self.nbytes, huge=pinner is not None), dtype=np.uint8)
         self._address = self._bytes.ctypes.data
-        self._pinning = (
-            None if pinner is None else Pinning(self._bytes, layout.slot_nbytes, num_slots, pinner)
-        )
+        self._pinning = None if pinner is None else Pinning(self._bytes, held.slot_nbytes, num_slots, pinner)
 
     def view(self, slot: int) -> NDArray[np.uint8]:
-        """The slot's bytes in place: flat uint8 ``[blob_nbytes]``, writable. Valid while the arena lives."""
+        """The slot's bytes in place: flat uint8 ``[held.view_nbytes]``, writable. Valid while the arena lives."""
         if not 0 <= slot < self.num_slots:
             raise IndexError(f"host slot {slot}; allowed: 0 to {self.num_slots - 1}")
         start = slot * self._stride
@@ -83,7 +86,13 @@ class HostArena:
 
     def stats(self) -> dict[str, object]:
         """For ``TierStore.stats``."""
-        return {"pinned_nbytes": self.pinned_nbytes(), "pinning": self.pinning, "refused": self.refused}
+        return {
+            "pinned_nbytes": self.pinned_nbytes(),
+            "pinning": self.pinning,
+            "refused": self.refused,
+            "codec": self.held.codec,
+            "slot_nbytes": self.held.slot_nbytes,
+        }
 
 
 def _mapping(nbytes: int, *, huge: bool) -> mmap.mmap:

@@ -39,7 +39,7 @@ from tierstore.nvme.extent_records import ExtentRecords, slots_of
 from tierstore.nvme.extent_space import ExtentSpace
 from tierstore.nvme.extents import ExtentFiles
 from tierstore.nvme.headers import PageHeaders
-from tierstore.nvme.reading import ExtentBytes, InlineBytes, RecordReader
+from tierstore.nvme.reading import ExtentBytes, InlineBytes, RecordBytes, RecordReader
 from tierstore.nvme.records import InlineRecords, Page, Records, numbers_hold
 from tierstore.nvme.sealing import Sealer
 from tierstore.nvme.sizing import Sizing
@@ -133,13 +133,13 @@ class Catalogue:
             self._sizing,
             fingerprint=self._fingerprint,
             page_nbytes=page_nbytes,
-            encoder=self._coding.encoder(),
+            coding=self._coding,
             headers=PageHeaders(Path(self._env.path()), self._env.stat()["psize"]),
         )
         records.numbered = numbered
         self._records = records
         payload = InlineBytes(self._env, self._pages, direct=direct)
-        self.reader = RecordReader(self._env, self._catalogue, payload, fingerprint=self._fingerprint)
+        self.reader = self._reader(payload)
 
     def _set_up_extents(self, directory: Path, direct: bool) -> None:
         self._files = files = ExtentFiles(directory, direct=direct)
@@ -155,8 +155,16 @@ class Catalogue:
             erase_keys=self._sizing.erase_keys,
         )
         self.num_dropped = self._space.shrink(self._sizing.extents_nbytes)
-        self.reader = RecordReader(
-            self._env, self._catalogue, ExtentBytes(files, slots), fingerprint=self._fingerprint
+        self.reader = self._reader(ExtentBytes(files, slots))
+
+    def _reader(self, payload: RecordBytes) -> RecordReader:
+        form = self._coding.form
+        return RecordReader(
+            self._env,
+            self._catalogue,
+            payload,
+            fingerprint=self._fingerprint,
+            held_nbytes=None if form is None else form.payload_nbytes,
         )
 
     def room(self) -> int:

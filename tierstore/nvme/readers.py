@@ -22,7 +22,7 @@ from tierstore.errors import IntegrityError
 from tierstore.nvme.acks import Job, Outbox, Outcome, failed
 from tierstore.nvme.breaker import Breaker, Circuit
 from tierstore.nvme.checking import Checkers
-from tierstore.nvme.coding import Coding, Decoders
+from tierstore.nvme.coding import Coding, Decoders, UnfitError
 from tierstore.nvme.reading import Fetched, RecordReader, scratch_for
 from tierstore.types import Failure, PageKey, Transfer
 
@@ -204,6 +204,9 @@ class Readers:
             act()
         except KeyError:
             failure = Failure.NOT_FOUND
+        except UnfitError as error:
+            failure = Failure.UNFIT
+            self._tell("page %s on disk is none for memory: %s", key, error)
         except IntegrityError as error:
             failure = Failure.INTEGRITY
             self._tell("page %s on disk is not what was written: %s", key, error)

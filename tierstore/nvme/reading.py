@@ -57,9 +57,10 @@ class RecordBytes(Protocol):
         key: PageKey,
         out: NDArray[np.uint8],
         scratch: NDArray[np.uint8],
+        held: int | None = None,
     ) -> Fetched:
-        """Fill ``out`` with the payload, or ``scratch`` behind BLOCK with one that is shorter than a page; ``scratch``
-        up to BLOCK with the head.
+        """Fill ``out`` with the payload, or ``scratch`` behind BLOCK with one that is not as long as a page; ``scratch``
+        up to BLOCK with the head. One of ``held`` bytes goes to the beginning of ``out``.
 
         KeyError, IntegrityError, OSError, lmdb.Error as ``RecordReader.fetch`` raises them.
         """
@@ -80,23 +81,26 @@ class RecordReader:
         payload: RecordBytes,
         *,
         fingerprint: bytes,
+        held_nbytes: int | None = None,
     ) -> None:
+        """``held_nbytes``: length of the payloads that memory holds in place of pages; None: it holds pages."""
+        self._held = held_nbytes
         self._env = env
         self._catalogue = catalogue
         self._payload = payload
         self._fingerprint = fingerprint
 
     def fetch(self, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]) -> Fetched:
-        """Read the record of ``key`` to ``out``, or to ``scratch`` what is shorter than a page; nothing is checked.
+        """Read the record of ``key`` to ``out``, or to ``scratch`` what memory holds otherwise; nothing is checked.
 
         Both are the caller's own until ``check`` is through. KeyError: no such record. IntegrityError: it cannot be
         what was written. OSError, lmdb.Error: it could not be read.
         """
         try:
-            return self._payload.fetch(self._env, self._catalogue, key, out, scratch)
+            return self._payload.fetch(self._env, self._catalogue, key, out, scratch, self._held)
         except lmdb.ReadersFullError:
             self._env.reader_check()  # readers that were killed may hold the places
-            return self._payload.fetch(self._env, self._catalogue, key, out, scratch)
+            return self._payload.fetch(self._env, self._catalogue, key, out, scratch, self._held)
 
     def check(
         self,
@@ -104,16 +108,15 @@ class RecordReader:
         fetched: Fetched,
         out: NDArray[np.uint8],
         scratch: NDArray[np.uint8],
-        decoders: Decoders | None = None,
+        decoders: Decoders,
     ) -> None:
-        """Fill ``out`` with the page, every byte of it checked; it holds anything at all if this raises.
+        """Fill ``out`` with the page as memory holds it, every byte checked; it holds anything at all if this raises.
 
         ``fetched``, ``out`` and ``scratch``: what ``fetch`` gave and was given. ``decoders``: the calling thread's,
-        which need not be that one. IntegrityError: not what was written, or encoded and there is no decoder.
+        which need not be that one. IntegrityError: not what was written, or encoded and there is no decoder;
+        UnfitError: memory cannot hold it.
         """
-        head = self._verified(key, fetched, scratch)
-        if fetched.payload is not out or head.codec is not codec.Codec.NONE:
-            codec.decode(head, fetched.payload, out, None if decoders is None else decoders.of(head.codec))
+        decoders.fill(self._verified(key, fetched, scratch), fetched.payload, out)
 
     def record(
         self, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]
@@ -189,13 +192,14 @@ class InlineBytes:
         key: PageKey,
         out: NDArray[np.uint8],
         scratch: NDArray[np.uint8],
+        held: int | None = None,
     ) -> Fetched:
         with env.begin(buffers=True) as txn:
             raw = txn.get(key, db=catalogue)
             if raw is None:
                 raise KeyError(key)
             entry = unpack(key, bytes(raw))
-            body, payload = _memory(entry, out, scratch)
+            body, payload = _memory(entry, out, scratch, held)
             if entry.page_number:
                 self._read_at(entry.page_number, body, scratch[:BLOCK], BLOCK + payload.nbytes)
             else:
@@ -251,12 +255,13 @@ class ExtentBytes:
         key: PageKey,
         out: NDArray[np.uint8],
         scratch: NDArray[np.uint8],
+        held: int | None = None,
     ) -> Fetched:
         frees = self._slots.num_frees
         raw = _lookup(env, catalogue, key)
         for _ in range(_TRIES):
             entry = unpack(key, raw)
-            body, payload = _memory(entry, out, scratch)
+            body, payload = _memory(entry, out, scratch, held)
             place = Place(entry.extent, entry.block, slot_blocks(entry.nbytes))
             with self._slots.pinned(place):
                 # An entry that is still there now had its slot pinned before it could go. So had one that was there
@@ -281,18 +286,21 @@ def _lookup(env: lmdb.Environment, catalogue: lmdb._Database, key: PageKey) -> b
 
 
 def _memory(
-    entry: Entry, out: NDArray[np.uint8], scratch: NDArray[np.uint8]
+    entry: Entry, out: NDArray[np.uint8], scratch: NDArray[np.uint8], held: int | None
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Where a record's payload is to be read to, and the part of it that is payload.
 
-    IntegrityError for one longer than a page. One that is shorter is an encoded page, or one of another length: its
-    head tells.
+    IntegrityError for one longer than a page. One that is neither as long as memory holds it is another codec's, or of
+    a page of another length: its head tells.
     """
-    if entry.stored_nbytes > out.nbytes:
-        raise IntegrityError(f"record of {entry.stored_nbytes} bytes for a page of {out.nbytes}")
-    if entry.stored_nbytes == out.nbytes:
+    stored = entry.stored_nbytes
+    if stored == out.nbytes:
         return out, out
-    body = scratch[BLOCK : BLOCK + padded(entry.stored_nbytes)]
-    if body.nbytes < entry.stored_nbytes:
+    if stored == held and stored < out.nbytes:
+        return out[: padded(stored)], out[:stored]
+    if stored > out.nbytes and (held is None or stored > scratch.nbytes - BLOCK):
+        raise IntegrityError(f"record of {stored} bytes for a page of {out.nbytes}")
+    body = scratch[BLOCK : BLOCK + padded(stored)]
+    if body.nbytes < stored:
         raise ValueError(f"scratch of {scratch.nbytes} bytes is too small for a page of {out.nbytes}")
-    return body, body[: entry.stored_nbytes]
+    return body, body[:stored]

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import codec
-from tierstore.codecs import PageEncoder
 from tierstore.errors import IntegrityError
+from tierstore.nvme.coding import Coding
 from tierstore.nvme.entry import Entry, unpack
 from tierstore.nvme.headers import PageHeaders
 from tierstore.nvme.home import DATA_FILE
@@ -98,7 +98,7 @@ class InlineRecords:
         *,
         fingerprint: bytes,
         page_nbytes: int,
-        encoder: PageEncoder | None,
+        coding: Coding,
         headers: PageHeaders,
     ) -> None:
         """Closes ``headers``."""
@@ -106,7 +106,8 @@ class InlineRecords:
         self._headers = headers
         self._fresh: set[PageKey] = set()  # written by this transaction: their pages are not on disk yet
         self._sizing = sizing
-        self._encoder = encoder
+        self._coding = coding
+        self._encoder = coding.encoder()
         self._fingerprint = fingerprint
         self._record = np.empty(codec.record_nbytes(page_nbytes), dtype=np.uint8)
 
@@ -124,6 +125,8 @@ class InlineRecords:
                 key=page.key,
                 parent=page.parent,
                 encoder=self._encoder,
+                plain=self._coding.plain,
+                raw_nbytes=self._coding.raw_nbytes(page.payload),
             )
         stored = length - codec.HEAD_NBYTES
         if page.key in self._fresh:  # else LMDB may keep it in pages that are too many for it

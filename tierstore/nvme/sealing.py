@@ -47,7 +47,9 @@ class Sealer:
         self._sizing = sizing
         self._fingerprint = fingerprint
         self._coding = coding
-        self._threads = 1 if coding.name == "none" else min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+        self._threads = (
+            1 if coding.name in ("none", coding.held) else min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+        )
         self._idle: list[PageEncoder] = []  # an encoder serves one share at a time, whichever thread has it
         self._step = max(self._threads, _CHUNK_NBYTES // sizing.slot_nbytes)
         rows = 2 * self._step  # one chunk is written, one is made
@@ -115,10 +117,10 @@ class Sealer:
             fingerprint=self._fingerprint,
             key=page.key,
             parent=page.parent,
-            codec=codec.Codec.NONE
+            codec=self._coding.plain
             if payload.nbytes == page.payload.nbytes
             else codec.CODECS[self._coding.name],
-            raw_nbytes=page.payload.nbytes,
+            raw_nbytes=self._coding.raw_nbytes(page.payload),
             stored_nbytes=payload.nbytes,
         )
         head = replace(head, generation=generation)

@@ -55,13 +55,14 @@ class NvmeTier:
         sizing = shard.sizing
         self.record_nbytes = sizing.record_nbytes
         self.budget_nbytes = sizing.budget_nbytes
-        self._page_nbytes = page_nbytes
+        self._form = coding.form
+        self._view_nbytes = page_nbytes if self._form is None else self._form.view_nbytes
         self._directory = shard.directory
         self._lock = shard.lock
         self._catalogue = shard.catalogue
         self._sizing = sizing
         self._num_readers = shard.readers
-        self._payload, self._direct, self._codec = shard.payload, shard.direct, coding.name
+        self._payload, self._direct, self._codec = shard.payload, shard.direct, coding.on_disk
         self._outbox = outbox
         self._readers = Readers(
             shard.catalogue.reader,
@@ -94,6 +95,7 @@ class NvmeTier:
         payload: str = "auto",
         codec: str = "none",
         layout: PageLayout | None = None,
+        held: str = "none",
     ) -> NvmeTier:
         """Open the tier's sub-directory of ``path``, made if missing; ``capacity`` is for everything in it on disk.
 
@@ -102,20 +104,21 @@ class NvmeTier:
         ``payload``: page bytes in "lmdb" or in "extents"; what is there in the other kind is removed with one warning.
         "auto" keeps the kind that is there, and where nothing is writes 32 MiB to see how fast the disk is.
         ``codec``: how pages are written from now on, a name of ``tierstore.codecs``; records of any codec are read,
-        encoded ones with ``layout``, which every codec but "none" needs.
+        encoded ones with ``layout``, which every codec but "none" needs. ``held``: the codec that the pages given and
+        asked for are encoded with (``codecs.held``); they are written as they are, or with their codes compressed.
         ``readers``: threads that read; None: as many as the disk needs for 0.95 of its rate, asked when a directory of
         1 GiB or more is made and remembered there, else 2.
         ``timeout_s``: a read or a batch of writes that takes longer is not waited for: ``submit_*``, ``state``.
         ConfigError if the directory is not ours, in use, or the capacity cannot be had; nothing is changed then.
         """
-        coding = Coding(codec, layout)
+        coding = Coding(codec, layout, held)
         marker = home.ShardMarker(
             fingerprint=fingerprint,
             shard=shard,
             page_nbytes=page_nbytes,
             capacity=capacity,
             key_scheme=keys.SCHEME,
-            codec=codec,
+            codec=coding.on_disk,
             description=dict(description or {}),
         )
         shard_home = open_shard(path, marker, payload, readers=readers, coding=coding)
@@ -147,17 +150,20 @@ class NvmeTier:
         self._writer.submit_erase(surplus)
 
     def submit_write(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
-        """Store ``pages[i]`` (flat uint8 of page_nbytes) under ``transfer.keys[i]``, replacing what was there.
+        """Store ``pages[i]`` (flat uint8 of page_nbytes, or of the held form's view) under ``transfer.keys[i]``, replacing what was there.
 
         The pages must not change before the Ack, whose ``nbytes`` are record bytes on disk. A page that failed left
         no record. While a batch hangs, what is behind it fails as UNAVAILABLE.
         """
         self._guard()
         self._check(transfer, pages)
-        self._writer.submit_write(transfer, pages)
+        form = self._form
+        self._writer.submit_write(
+            transfer, pages if form is None else [page[: form.payload_nbytes] for page in pages]
+        )
 
     def submit_read(self, transfer: Transfer, out: Sequence[NDArray[np.uint8]]) -> None:
-        """Fill ``out[i]`` (flat writable uint8 of page_nbytes) with the page of ``transfer.keys[i]``.
+        """Fill ``out[i]`` (flat writable uint8, as for ``submit_write``) with the page of ``transfer.keys[i]``.
 
         Until the Ack, and after it for a page that failed, ``out[i]`` holds anything. ``nbytes`` are page bytes. A read
         that hangs is ``late`` in a first Ack, and a second one says when nothing writes ``out[i]`` any more. While the
@@ -267,8 +273,8 @@ class NvmeTier:
             )
         if any(len(key) != KEY_NBYTES for key in transfer.keys):
             raise ValueError(f"a key has {KEY_NBYTES} bytes")
-        if any(page.shape != (self._page_nbytes,) or page.dtype != np.uint8 for page in pages):
-            raise ValueError(f"a page is a flat uint8 array of {self._page_nbytes} bytes")
+        if any(page.shape != (self._view_nbytes,) or page.dtype != np.uint8 for page in pages):
+            raise ValueError(f"a page is a flat uint8 array of {self._view_nbytes} bytes")
 
 
 _COUNTERS = (
@@ -280,6 +286,7 @@ _COUNTERS = (
     "read_io_error",
     "read_late",
     "read_not_found",
+    "read_unfit",
     "read_unavailable",
     "write_io_error",
     "write_no_space",

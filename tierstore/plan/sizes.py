@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierstore.assembly import check_memory, check_sections, owns_hbm, slots_of
+from tierstore.assembly import check_memory, check_sections, held_form, nbytes_of, owns_hbm, slots_of
 from tierstore.codecs import fixed_nbytes
+from tierstore.codecs.held import Held
 from tierstore.errors import ConfigError
 from tierstore.nvme.sizing import EXTENTS_FROM, size, size_extents
 from tierstore.types import Tier
@@ -70,17 +71,20 @@ def _noted(refused: list[str]) -> Iterator[None]:
 
 def _memory(config: StoreConfig, layout: PageLayout, refused: list[str]) -> Iterator[TierSize]:
     slots: dict[Tier, int | None] = {Tier.HBM: None, Tier.HOST: None}
+    held = Held.of("none", layout)
+    with suppress(ConfigError):  # check_sections has noted it
+        held = held_form(config, layout)
     for tier, section in ((Tier.HBM, config.hbm), (Tier.HOST, config.host)):
         if section is None:
             continue
         pages = None if section.capacity is None else 0
         with _noted(refused):
-            pages = slots_of(tier.name.lower(), section.capacity, layout)
+            pages = slots_of(tier.name.lower(), section.capacity, layout if tier == Tier.HBM else held)
         slots[tier] = pages
-        yield TierSize(tier, section.capacity, pages, layout.page_nbytes)
+        yield TierSize(tier, section.capacity, pages, nbytes_of(layout if tier == Tier.HBM else held))
     in_memory = owns_hbm(config) and config.hbm is not None and config.hbm.device == "cpu"
     with _noted(refused):
-        check_memory(layout, slots[Tier.HBM] if in_memory else None, slots[Tier.HOST])
+        check_memory(layout, slots[Tier.HBM] if in_memory else None, held, slots[Tier.HOST])
 
 
 def _disk(config: StoreConfig, layout: PageLayout, refused: list[str]) -> Iterator[TierSize]:
@@ -91,12 +95,12 @@ def _disk(config: StoreConfig, layout: PageLayout, refused: list[str]) -> Iterat
         # With auto as many as fit wherever the disk's speed will put them.
         payload, sizings = config.nvme.payload, []
         if payload != "extents":
-            sizings.append(size(capacity, layout.blob_nbytes, codec=config.nvme.codec))
+            sizings.append(size(capacity, layout.blob_nbytes, codec=config.codec))
         if payload == "extents" or (payload == "auto" and capacity >= EXTENTS_FROM):
-            sizings.append(size_extents(capacity, layout.blob_nbytes, codec=config.nvme.codec))
+            sizings.append(size_extents(capacity, layout.blob_nbytes, codec=config.codec))
         sizing = min(sizings, key=lambda each: each.budget_nbytes // each.record_nbytes)
         fixed = fixed_nbytes(
-            config.nvme.codec, layout
+            config.codec, layout
         )  # None: as many pages as fit however badly they are encoded
         record = sizing.record_nbytes if fixed is None else sizing.cost(fixed)
         pages = sizing.budget_nbytes // record

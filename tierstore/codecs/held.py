@@ -1,0 +1,90 @@
+"""How host memory holds pages: as they are, or as payloads of a codec that gives all of them one length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tierstore import codecs
+from tierstore.types import ALIGNMENT
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from tierstore.layout import PageLayout
+
+    Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The form of the pages of ``layout`` in a slot; ``payload_nbytes`` of it are used. Make it with ``of``."""
+
+    codec: str
+    layout: PageLayout
+    payload_nbytes: int
+
+    @classmethod
+    def of(cls, codec: str, layout: PageLayout) -> Held:
+        """ValueError, saying what is allowed, for a codec whose payloads differ in length or that encodes no such page."""
+        nbytes = codecs.fixed_nbytes(codec, layout)
+        if nbytes is not None:
+            return cls(codec, layout, nbytes)
+        dtypes = ", ".join(sorted({spec.dtype for spec in layout.specs}))
+        raise ValueError(f"a codec that gives every page of {dtypes} the same, shorter length, or none")
+
+    @property
+    def encoded(self) -> bool:
+        """Whether pages are held otherwise than they are."""
+        return self.codec != "none"
+
+    @property
+    def view_nbytes(self) -> int:
+        """What a slot's view shows: the page, or the payload and what fills its last block, so that a disk can read
+        straight into it.
+        """
+        return self.slot_nbytes if self.encoded else self.payload_nbytes
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Distance between slots."""
+        return -(-self.payload_nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Packer:
+    """Pages into slots of an encoded form. For one thread."""
+
+    def __init__(self, held: Held) -> None:
+        self._held = held
+        self._encoder = codecs.encoder(held.codec, held.layout)
+        self.page = np.empty(held.layout.blob_nbytes, dtype=np.uint8)
+        """Where a page may be put before it is packed."""
+
+    def pack(self, page: Bytes, slot: Bytes) -> bool:
+        """Fill ``slot`` (a view of ``view_nbytes``) with what stands for ``page`` (flat uint8), which is not changed.
+
+        False if the codec cannot state a number of it; ``slot`` then holds anything.
+        """
+        assert self._encoder is not None
+        length = self._encoder.encode(page, slot)
+        if length is None:
+            return False
+        slot[length:] = 0
+        return True
+
+
+class Unpacker:
+    """Slots of an encoded form back into pages. For one thread."""
+
+    def __init__(self, held: Held) -> None:
+        self._held = held
+        self._decoder = codecs.decoder(held.codec, held.layout)
+        self.page = np.empty(held.layout.blob_nbytes, dtype=np.uint8)
+        """Where a page may be put when it is unpacked."""
+
+    def unpack(self, slot: Bytes, page: Bytes) -> None:
+        """Fill ``page`` from ``slot``. IntegrityError for what ``pack`` cannot have made."""
+        assert self._decoder is not None
+        self._decoder.decode(slot[: self._held.payload_nbytes], page)
