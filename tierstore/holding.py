@@ -5,7 +5,9 @@ from __future__ import annotations
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from tierstore.gpu.arriving import HERE, NOT_YET, Arriving
 from tierstore.lease import Event, Lease, LeaseRecord
+from tierstore.pending import both
 from tierstore.traffic import BATCH_PAGES
 from tierstore.types import LeaseState
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
     from tierstore.directory import Directory
     from tierstore.metrics import Metrics
+    from tierstore.mover import Mover
     from tierstore.pending import PendingEvents
     from tierstore.progress import Progress
     from tierstore.types import PageKey
@@ -28,6 +31,7 @@ class Holding:
         pending: PendingEvents,
         progress: Progress,
         metrics: Metrics,
+        mover: Mover,
         num_layers: int,
         last_use: Callable[[Event | None], Event | None],
     ) -> None:
@@ -35,6 +39,7 @@ class Holding:
         self._last_use = last_use
         self.num_layers = num_layers
         self._directory = directory
+        self._mover = mover
         self._pending = pending
         self._progress = progress
         self._metrics = metrics
@@ -63,10 +68,24 @@ class Holding:
         self._metrics.waited(monotonic() - start)
         return record.state
 
-    def unwritten(self, record: LeaseRecord) -> Event | None:
-        """The event that ends the writing of the lease's pages; None: they are written."""
-        with self._progress.lock:
-            return self._pending.writers(record.slots)
+    def wait_for_layer(self, record: LeaseRecord, layer: int, deadline: float | None) -> Event | None:
+        """Drives the store until this layer of the lease's pages is on its way; what ends its copies and the writing
+        of the pages, None: it is there. TimeoutError at the deadline."""
+        start = monotonic()
+        for _ in self._progress.until(deadline):
+            with self._progress.lock:
+                arriving = self._arriving(record, layer)
+                if arriving.submitted:
+                    self._metrics.waited(monotonic() - start)
+                    written = self._pending.writers(record.slots)
+                    return arriving.event if written is None else both(written, arriving.event)
+        raise TimeoutError(f"layer {layer} of the leased pages was not on its way in time")
+
+    def _arriving(self, record: LeaseRecord, layer: int) -> Arriving:
+        if record.state is not LeaseState.PENDING:
+            return HERE
+        coming = self._directory.leasing.under_way(record)
+        return NOT_YET if coming is None else self._mover.arriving(coming, layer)
 
     def release_lease(self, record: LeaseRecord, after: Event | None) -> None:
         """Ends the lease's pins, once ``after`` has happened."""

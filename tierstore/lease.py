@@ -74,8 +74,9 @@ class LeaseHost(Protocol):
         """Drives the store until the lease is final or the time has come."""
         ...
 
-    def unwritten(self, record: LeaseRecord) -> Event | None:
-        """The event that ends the writing of the lease's pages; None: they are written."""
+    def wait_for_layer(self, record: LeaseRecord, layer: int, deadline: float | None) -> Event | None:
+        """Drives the store until this layer of the lease's pages is on its way; what ends its copies and the writing
+        of the pages, None: it is there. TimeoutError at the deadline."""
         ...
 
     def release_lease(self, record: LeaseRecord, after: Event | None) -> None:
@@ -145,18 +146,19 @@ class Lease:
         return self._host.wait_until_settled(self._record, _deadline(timeout_s))
 
     def ready(self, layer: int, timeout_s: float | None = None) -> Event | None:
-        """Blocks until this layer of all covered pages has been brought in; None: the bytes are there now.
+        """Blocks until this layer's copies of all covered pages are queued; None: its bytes are there now.
 
-        An event: a page was sealed by ``put(..., after=event)`` and is still being written; wait for it before reading.
-        The CPU copy engine moves whole pages, so every layer is ready when the pages are. TimeoutError when
-        ``timeout_s`` ran out; ValueError for a layer that is not there; LeaseError after release.
+        An event: wait for it before reading, on the host or with ``stream.wait_event``; it ends these copies, and the
+        writing of pages sealed by ``put(..., after=event)``. Later layers may still be on their way: pages from HOST
+        come by groups of layers, all pages of the lease a group. Where a copy fails later, ``wait`` still cuts the
+        lease: what was computed from the pages it takes away is void. A page that host memory holds encoded, or that
+        comes from NVMe without HOST, counts as queued once it is there whole. TimeoutError when ``timeout_s`` ran
+        out; ValueError for a layer that is not there; LeaseError after release.
         """
         self._require_open(f"ready({layer})")
         if not 0 <= layer < self._host.num_layers:
             raise ValueError(f"layer {layer}; allowed: 0 to {self._host.num_layers - 1}")
-        if self._host.wait_until_settled(self._record, _deadline(timeout_s)) is LeaseState.PENDING:
-            raise TimeoutError(f"layer {layer} of the leased pages did not arrive within {timeout_s} s")
-        return self._host.unwritten(self._record)
+        return self._host.wait_for_layer(self._record, layer, _deadline(timeout_s))
 
     def release(self, after: Event | None = None) -> None:
         """Ends the hold; the slots may be reused once ``after`` has happened. LeaseError on a second release.

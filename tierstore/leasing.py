@@ -111,6 +111,15 @@ class Leasing:
         self._unpin_from(lease, index)
         lease.waiting = {i for i in lease.waiting if i < index}
 
+    def under_way(self, lease: LeaseRecord) -> list[int] | None:
+        """The slots of its pages that are on their way; None while one cannot be told of: it waits for a promotion, or
+        pages that the lease gave up still come."""
+        if not lease.complete or lease.landing:
+            return None
+        slots = [lease.slots[index] for index in lease.waiting]
+        loads = map(self._loads.by_slot.get, slots)
+        return slots if all(load is not None and load.submitted for load in loads) else None
+
     def expire(self, now: float) -> None:
         """Cuts leases whose deadline has come before the first page that is not there."""
         if not self._timed:

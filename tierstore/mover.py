@@ -5,10 +5,11 @@ from __future__ import annotations
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
+from tierstore.gpu.arriving import NOT_YET, Arriving
 from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -91,6 +92,10 @@ class Mover:
     def polled(self) -> bool:
         """Whether something is on its way whose end wakes nobody."""
         return self._copies is not None and self._copies.polled
+
+    def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
+        """How far copies of this layer into these HBM slots are; other ways into HBM tell nothing until they end."""
+        return NOT_YET if self._copies is None else self._copies.arriving(slots, layer)
 
     def poll(self) -> list[Ack]:
         """Transfers that ended since the last call."""

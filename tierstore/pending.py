@@ -53,6 +53,13 @@ class AllOf:
                 event.synchronize()
 
 
+def both(one: Event, other: Event | None) -> Event:
+    """An event that has happened when both have; ``other`` None has."""
+    if other is None:
+        return one
+    return AllOf((*(one.events if isinstance(one, AllOf) else (one,)), other))
+
+
 class PendingEvents:
     """Directory calls deferred until an event has happened. Used under the store's lock."""
 

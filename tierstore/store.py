@@ -63,7 +63,13 @@ class TierStore:
         self._progress = Progress(self._directory, self._mover, self._pending, wakeup, parts.metrics)
         layers = max(spec.num_layers for spec in parts.layout.specs)
         self._holding = Holding(
-            self._directory, self._pending, self._progress, parts.metrics, layers, parts.device.last_use
+            self._directory,
+            self._pending,
+            self._progress,
+            parts.metrics,
+            parts.mover,
+            layers,
+            parts.device.last_use,
         )
         shared = (self._directory, self._pending, self._progress)
         self._slots = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable
+from time import monotonic
 from typing import Any, cast
 
 import numpy as np
@@ -13,13 +14,16 @@ import torch
 from numpy.typing import NDArray
 
 from tierstore.gpu.copy_engine import CpuCopyEngine
-from tierstore.gpu.cuda_copies import CudaCopyEngine, TimedEvent
+from tierstore.gpu.cuda_copies import CudaCopyEngine, Pace
+from tierstore.gpu.lanes import TimedEvent
+from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.gpu.pool import CpuPool
+from tierstore.gpu.routes import WholePages
 from tierstore.host.arena import HostArena
 from tierstore.layout import PageLayout
 from tierstore.types import Ack, Failure, PageKey, PageSpec, Tier, Transfer
 
-SPEC = PageSpec(num_layers=1, page_size=1, num_kv_heads=1, head_dim=1024, dtype="uint8", model="engine")
+SPEC = PageSpec(num_layers=4, page_size=1, num_kv_heads=1, head_dim=128, dtype="uint8", model="engine")
 LAYOUT = PageLayout.of(SPEC)
 SLOTS = 6
 PATIENCE_S = 60.0
@@ -53,13 +57,16 @@ class ManualEvent:
             raise RuntimeError("the device has failed")
         return self.happened == self.recorded
 
+    def synchronize(self) -> None:
+        raise AssertionError("the engine never waits for the device")
+
     def elapsed_time(self, end: TimedEvent) -> float:
         assert self.query()
         assert end.query()
         return 2.0
 
 
-class ByAddress:
+class ByAddress(WholePages):
     """Copies pages of a pool in ordinary memory when the stream runs. ``refuse``: raises after the first page."""
 
     name = "by address"
@@ -67,16 +74,28 @@ class ByAddress:
     def __init__(self, pool: CpuPool) -> None:
         self._pool = pool
         self.refuse = False
+        self.groups: list[tuple[int, int]] = []
+        """Layer group and number of pages of each launch of one."""
 
     def load(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: Any) -> None:
         self._queue([(self._at(slot), int(at)) for slot, at in zip(slots, host, strict=True)], stream)
 
+    def load_group(self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: Any) -> None:
+        assert self.layers is not None
+        self.groups.append((group, len(slots)))
+        for part in self.layers.parts[group]:
+            pairs = [
+                (self._at(slot) + part.offset, int(at) + part.offset)
+                for slot, at in zip(slots, host, strict=True)
+            ]
+            self._queue(pairs, stream, part.nbytes)
+
     def save(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: Any) -> None:
         self._queue([(int(at), self._at(slot)) for slot, at in zip(slots, host, strict=True)], stream)
 
-    def _queue(self, pairs: list[tuple[int, int]], stream: Any) -> None:
+    def _queue(self, pairs: list[tuple[int, int]], stream: Any, nbytes: int = SPEC.page_nbytes) -> None:
         for dst, src in pairs:
-            stream.work.append(lambda dst=dst, src=src: ctypes.memmove(dst, src, SPEC.page_nbytes))
+            stream.work.append(lambda dst=dst, src=src: ctypes.memmove(dst, src, nbytes))
             if self.refuse:
                 raise RuntimeError("no more room in the queue")
 
@@ -100,17 +119,18 @@ class Arena(HostArena):
 
 
 class Rig:
-    def __init__(self) -> None:
+    def __init__(self, layers: int | None = None, pace: Pace | None = None) -> None:
         self.pool, self.arena = CpuPool(LAYOUT, SLOTS), Arena(LAYOUT, SLOTS)
         for slot in range(SLOTS):
             self.pool.view(slot).fill(10 + slot)
             self.arena.view(slot).fill(20 + slot)
         self.route = ByAddress(self.pool)
+        self.route.layers = None if layers is None else LayerGroups.of(LAYOUT, layers, 1)
         self.up, self.down = ManualStream(), ManualStream()
         streams = cast("tuple[torch.cuda.Stream, torch.cuda.Stream]", (self.up, self.down))
         threads = CpuCopyEngine(self.pool, self.arena, SPEC.page_nbytes, lambda: None)
         self.engine = CudaCopyEngine(
-            self.route, self.arena, SPEC.page_nbytes, streams, threads, new_event=ManualEvent
+            self.route, self.arena, SPEC.page_nbytes, streams, threads, ManualEvent, pace
         )
 
     def move(self, number: int, dst: Tier, *pairs: tuple[int, int]) -> None:
@@ -124,6 +144,12 @@ class Rig:
         while not (acks := self.engine.poll()):
             pass
         return acks
+
+    def wait_launched(self, launches: int) -> None:
+        """Until so many layer groups, of one transfer or of several together, were launched by the lane's thread."""
+        deadline = monotonic() + PATIENCE_S
+        while len(self.route.groups) < launches or self.engine._lanes[Tier.HBM].launching:
+            assert monotonic() < deadline, f"only {self.route.groups} were launched"
 
 
 @pytest.fixture
@@ -222,3 +248,150 @@ def test_close_fails_what_is_not_launched_and_waits_for_what_is(rig: Rig) -> Non
     assert rig.engine.close(PATIENCE_S)
     found = {ack.transfer_id: ack.failures for ack in rig.engine.poll()}
     assert found == {1: (), 2: ((0, Failure.CLOSED),), 3: ((0, Failure.CLOSED),)}
+
+
+# -- layer by layer -------------------------------------------------------------------------------------------
+
+PAGE = SPEC.page_nbytes
+BY_THREAD = Pace(inline=0, together=64 * PAGE, ahead=1 << 30)
+
+
+def layer(rig: Rig, slot: int, index: int) -> int:
+    """The byte that fills this layer of the slot."""
+    found = rig.pool.view(slot).reshape(SPEC.num_layers, -1)[index]
+    assert found.min() == found.max()
+    return int(found[0])
+
+
+def test_a_layer_is_there_while_later_ones_are_on_their_way() -> None:
+    rig = Rig(layers=4, pace=BY_THREAD)
+    rig.move(1, Tier.HBM, (0, 3), (5, 1))
+    rig.wait_launched(4)
+    assert [group for group, _ in rig.route.groups] == [0, 1, 2, 3]
+    first, last = rig.engine.arriving((0, 5), 0), rig.engine.arriving((0, 5), 3)
+    assert first.submitted
+    assert last.submitted
+    assert first.event is not None
+    assert last.event is not None
+    assert not first.event.query()
+    while not first.event.query():
+        rig.up.work.popleft()()
+    assert [layer(rig, slot, 0) for slot in (0, 5)] == [23, 21]
+    assert [layer(rig, slot, 3) for slot in (0, 5)] == [10, 15], "not moved yet"
+    assert not last.event.query()
+    assert rig.engine.poll() == [], "the transfer is acknowledged whole"
+    assert rig.engine.arriving((0, 5), 0).event is None
+    rig.up.run()
+    assert last.event.query()
+    assert [ack.ok for ack in rig.engine.poll()] == [True]
+    assert [layer(rig, slot, 3) for slot in (0, 5)] == [23, 21]
+    assert not rig.engine.arriving((0, 5), 0).submitted, "it no longer knows of them"
+    assert rig.engine.close(PATIENCE_S)
+
+
+def test_pages_that_come_later_go_before_the_next_group_of_those_on_their_way() -> None:
+    rig = Rig(layers=4, pace=Pace(inline=0, together=PAGE, ahead=PAGE // 4))
+    rig.move(1, Tier.HBM, (0, 0))
+    rig.wait_launched(1)
+    rig.move(2, Tier.HBM, (1, 1))
+    assert not rig.engine.arriving((0, 1), 0).submitted
+    rig.up.run()
+    rig.wait_launched(2)
+    assert rig.engine.arriving((0, 1), 0).submitted, "the first group of both, before the second of any"
+    assert not rig.engine.arriving((0,), 1).submitted
+    acks: list[Ack] = []
+    deadline = monotonic() + PATIENCE_S
+    while len(acks) < 2:
+        assert monotonic() < deadline
+        rig.up.run()
+        acks += rig.engine.poll()
+    assert rig.route.groups == [(0, 1), (0, 1), (1, 2), (2, 2), (3, 2)]
+    assert [ack.transfer_id for ack in acks] == [1, 2]
+    assert [layer(rig, slot, 3) for slot in (0, 1)] == [20, 21]
+    assert rig.engine.close(PATIENCE_S)
+
+
+def test_each_transfer_is_given_its_share_of_the_time() -> None:
+    rig = Rig(layers=4, pace=Pace(inline=0, together=64 * PAGE, ahead=1))
+    rig.move(1, Tier.HBM, (0, 0))
+    rig.wait_launched(1)
+    rig.move(2, Tier.HBM, (1, 1), (2, 2), (3, 3))
+    acks: list[Ack] = []
+    while len(acks) < 2:
+        rig.up.run()
+        acks += rig.engine.poll()
+    # A launch takes 2 ms here: the first alone, then three groups of four pages together and one of three.
+    assert [ack.seconds for ack in acks] == pytest.approx([0.002 + 3 * 0.0005, 0.002 + 3 * 0.0015])
+    assert rig.engine.close(PATIENCE_S)
+
+
+def test_small_transfers_on_an_idle_link_go_whole_at_once() -> None:
+    rig = Rig(layers=4, pace=Pace(inline=2 * PAGE))
+    rig.move(1, Tier.HBM, (0, 3), (1, 4))
+    assert len(rig.up.work) == 4, "two pages and two events"
+    arriving = rig.engine.arriving((0, 1), 0)
+    assert arriving.submitted
+    assert arriving.event is rig.engine.arriving((0, 1), 3).event
+    rig.up.run()
+    assert [ack.ok for ack in rig.engine.poll()] == [True]
+    assert rig.route.groups == []
+
+
+def test_transfers_of_many_pieces_are_left_to_the_thread() -> None:
+    rig = Rig(pace=Pace(pieces=3))
+    rig.move(1, Tier.HOST, (0, 0), (1, 1), (2, 2))
+    assert len(rig.down.work) == 5
+    rig.down.run()
+    assert [ack.ok for ack in rig.engine.poll()] == [True]
+    rig.move(2, Tier.HOST, *((slot, slot) for slot in range(4)))
+    deadline = monotonic() + PATIENCE_S
+    while len(rig.down.work) < 6 or rig.engine._lanes[Tier.HOST].launching:
+        assert monotonic() < deadline
+    assert list(rig.engine._threads) == [Tier.HOST]
+    rig.down.run()
+    assert [ack.ok for ack in rig.wait()] == [True]
+    assert rig.engine.close(PATIENCE_S)
+
+
+def test_an_event_that_was_handed_out_is_not_used_again() -> None:
+    rig = Rig()
+    rig.move(1, Tier.HBM, (0, 3))
+    event = rig.engine.arriving((0,), 0).event
+    assert event is not None
+    rig.up.run()
+    assert [ack.ok for ack in rig.engine.poll()] == [True]
+    for number in range(2, 6):
+        rig.move(number, Tier.HBM, (1, 3))
+        assert event.query()
+        rig.up.run()
+        rig.engine.poll()
+
+
+def test_a_group_that_is_refused_fails_its_transfer_when_nothing_of_it_writes_any_more() -> None:
+    rig = Rig(layers=4, pace=Pace(inline=0, together=64 * PAGE, ahead=1))
+    rig.move(1, Tier.HBM, (0, 3), (1, 4))
+    rig.wait_launched(1)
+    rig.route.refuse = True
+    rig.up.run()
+    rig.wait_launched(2)
+    rig.route.refuse = False
+    assert not rig.engine.arriving((0, 1), 1).submitted
+    assert rig.engine.poll() == [], "a page of the second group is still to be written"
+    rig.up.run()
+    failures = ((0, Failure.IO_ERROR), (1, Failure.IO_ERROR))
+    assert rig.wait() == [Ack(1, False, 0, 0, 0.0, failures)]
+    assert [group for group, _ in rig.route.groups] == [0, 1], "the others were not tried"
+    assert rig.engine.close(PATIENCE_S)
+
+
+def test_close_gives_up_the_groups_to_come_and_waits_for_those_on_their_way() -> None:
+    rig = Rig(layers=4, pace=Pace(inline=0, together=64 * PAGE, ahead=1))
+    rig.move(1, Tier.HBM, (0, 3))
+    rig.wait_launched(1)
+    rig.move(2, Tier.HBM, (1, 4))
+    assert not rig.engine.close(0.0), "the first group has not ended"
+    assert {ack.transfer_id for ack in rig.engine.poll()} == {2}
+    rig.up.run()
+    assert rig.engine.close(PATIENCE_S)
+    assert rig.engine.poll() == [Ack(1, False, 0, 0, 0.0, ((0, Failure.CLOSED),))]
+    assert len(rig.route.groups) == 1

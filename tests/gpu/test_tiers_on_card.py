@@ -18,7 +18,7 @@ from tierstore.gpu.driver import CudaPinner, Driver
 from tierstore.gpu.kernels import Kernel
 from tierstore.gpu.paths import through_slabs
 from tierstore.gpu.pool import EnginePages, EnginePool, GroupedPages
-from tierstore.gpu.routes import Route, Slab, Straight
+from tierstore.gpu.routes import Route, Straight
 from tierstore.gpu.segments import of_tensors
 from tierstore.host.arena import HostArena
 from tierstore.layout import PageLayout
@@ -83,9 +83,7 @@ def card_engine(
     driver = Driver(0)
     threads = CpuCopyEngine(pool, arena, layout.page_nbytes, lambda: None)
     streams = (driver.stream(0), driver.stream(0))
-    route = make(driver)
-    loads_end_on = route.side[0] if isinstance(route, Slab) else None
-    return CudaCopyEngine(route, arena, layout.page_nbytes, streams, threads, loads_end_on=loads_end_on)
+    return CudaCopyEngine(make(driver), arena, layout.page_nbytes, streams, threads)
 
 
 def pinned(layout: PageLayout, num_slots: int) -> HostArena:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from threading import Lock
 from time import monotonic, sleep
@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore.gpu.arriving import Arriving
 from tierstore.gpu.copy_engine import CopyEngine
 from tierstore.mover import RecordTier, SlotBytes
 from tierstore.types import Ack, Failure, PageKey, Tier, Transfer
@@ -213,6 +214,9 @@ class GatedCopies(Gate):
 
     def poll(self) -> list[Ack]:
         return self._take()
+
+    def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
+        return self.inner.arriving(slots, layer)
 
     def close(self, timeout_s: float) -> bool:
         return self.inner.close(timeout_s)

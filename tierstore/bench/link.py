@@ -17,7 +17,7 @@ from tierstore.gpu.driver import Driver
 from tierstore.gpu.kernels import Kernel
 from tierstore.gpu.paths import through_slabs
 from tierstore.gpu.pool import CpuPool, EnginePages, EnginePool, GroupedPages
-from tierstore.gpu.routes import Slab, Straight
+from tierstore.gpu.routes import Straight
 from tierstore.host.arena import HostArena
 from tierstore.host.pinning import CHUNK_NBYTES
 from tierstore.layout import PageLayout
@@ -187,11 +187,7 @@ class Rig:
             if path == "kernel":
                 route, name = Kernel(pool.segments, self.device), "kernel"
         streams = (driver.stream(self.device.index), driver.stream(self.device.index))
-        loads_end_on = route.side[0] if isinstance(route, Slab) else None
-        engine = CudaCopyEngine(
-            route, self.arena, self.page_nbytes, streams, threads, loads_end_on=loads_end_on
-        )
-        return engine, name
+        return CudaCopyEngine(route, self.arena, self.page_nbytes, streams, threads), name
 
 
 def _spec(piece_nbytes: int, path: Path) -> PageSpec:

@@ -1,35 +1,55 @@
-"""Copies between HBM and page-locked host memory by DMA: one stream a direction, launched by whoever submits.
+"""Copies between HBM and page-locked host memory by DMA: one stream a direction.
 
 Ordering: the store submits a copy once the page's bytes are written, and hands out a slot again once its last use has
 ended, so a copy waits for nothing but the copies before it. A transfer keeps its slots until its ack, which comes when
 the event recorded after its last piece has happened.
+
+Small transfers on an idle link are launched by whoever submits. What is large, or comes while much is on its way, is
+launched by a thread of the lane, a little ahead of the link: loads go layer group by layer group there, and a group of
+pages that come later still goes before the next group of those that came first.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from dataclasses import dataclass, field
-from threading import Lock
+from dataclasses import dataclass
+from threading import Condition, Thread
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Protocol, cast
 
-import numpy as np
 import torch
 
-from tierstore.types import Ack, Failure, Tier, Transfer
+from tierstore.gpu.arriving import HERE, NOT_YET, Arriving
+from tierstore.gpu.lanes import Job, Lane, TimedEvent, ack_of
+from tierstore.types import Ack, Tier, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from tierstore.gpu.copy_engine import CopyEngine
+    from tierstore.gpu.lanes import Flight
     from tierstore.gpu.routes import Route
 
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How much is launched at once. In bytes but for ``pieces``."""
+
+    inline: int = 16 << 20
+    """Transfers up to this are launched by whoever submits them, as long as less than ``ahead`` is on its way."""
+    pieces: int = 4096
+    """But not transfers of more pieces, which take the driver too long."""
+    together: int = 64 << 20
+    """Layer groups of several transfers are launched together up to this."""
+    ahead: int = 256 << 20
+    """The link has so much to do before the next launch: some milliseconds."""
 
 
 class PinnedHost(Protocol):
@@ -50,46 +70,6 @@ class PinnedHost(Protocol):
         ...
 
 
-class TimedEvent(Protocol):
-    """An event of a stream that knows when it happened, such as ``torch.cuda.Event``."""
-
-    def record(self, stream: torch.cuda.Stream) -> None:
-        """Happens when the stream gets there."""
-        ...
-
-    def query(self) -> bool:
-        """Whether it has happened. RuntimeError when the device has failed."""
-        ...
-
-    def elapsed_time(self, end: TimedEvent) -> float:
-        """Milliseconds from this one to ``end``; both have happened."""
-        ...
-
-
-@dataclass(slots=True)
-class _Job:
-    transfer: Transfer
-    device_slots: NDArray[np.int64]
-    host_slots: NDArray[np.int64]
-
-
-@dataclass(slots=True)
-class _Flight:
-    transfer: Transfer
-    begun: TimedEvent
-    ended: TimedEvent
-    broken: bool = False
-
-
-@dataclass(slots=True)
-class _Lane:
-    stream: torch.cuda.Stream
-    last: torch.cuda.Stream
-    """Where a copy ends."""
-    waiting: deque[_Job] = field(default_factory=deque)
-    flying: deque[_Flight] = field(default_factory=deque)
-
-
 class CudaCopyEngine:
     """Whole pages, first in first out in each direction. Nobody is woken: ask ``poll`` while ``polled`` says so.
 
@@ -104,137 +84,170 @@ class CudaCopyEngine:
         streams: tuple[torch.cuda.Stream, torch.cuda.Stream],
         unpinned: CopyEngine,
         new_event: Callable[[], TimedEvent] | None = None,
-        loads_end_on: torch.cuda.Stream | None = None,
+        pace: Pace | None = None,
     ) -> None:
-        """``streams``: to the device, to the host. ``new_event``: torch's where none is given.
-
-        ``loads_end_on``: the stream of the last work of a load where it is not the one that it begins on.
-        """
-        self._new_event = new_event or _cuda_event
+        """``streams``: to the device, to the host. ``new_event``: torch's where none is given."""
         self._route = route
         self._host = host
         self._page_nbytes = page_nbytes
         self._unpinned = unpinned
-        up, down = streams
-        self._lanes = {Tier.HBM: _Lane(up, loads_end_on or up), Tier.HOST: _Lane(down, down)}
-        self._events: list[TimedEvent] = []
-        self._failed: list[Ack] = []
+        self._pace = pace or Pace()
+        self._ended: list[Job] = []
         self._closing = False
-        self._lock = Lock()
+        self._turn = Condition()
+        self._threads: dict[Tier, Thread] = {}
+        up, down = streams
+        event = new_event or _cuda_event
+        self._lanes = {
+            Tier.HBM: Lane(self._load, (up, route.loads_end_on or up), page_nbytes, route.layers, event),
+            Tier.HOST: Lane(self._save, (down, down), page_nbytes, None, event),
+        }
 
     @property
     def polled(self) -> bool:
         """Whether copies are on their way that end without waking anybody."""
-        return self._unpinned.polled or any(lane.waiting or lane.flying for lane in self._lanes.values())
+        return bool(self._ended) or self._unpinned.polled or any(lane.busy for lane in self._lanes.values())
 
     def submit(self, transfer: Transfer) -> None:
-        """Queues the copies and records their event, unless host slots are still being page-locked. Never blocks."""
-        with self._lock:
+        """Queues the copies, at once or when their host slots are page-locked and the link has room. Never blocks."""
+        job = Job.of(transfer)
+        with self._turn:
             lane = self._lanes[transfer.dst]
+            lane.arrived.append(job)
             if self._closing:
-                self._failed.append(_failure(transfer, Failure.CLOSED))
-                return
-            lane.waiting.append(_job(transfer))
-            self._launch_waiting(lane)
+                self._ended += lane.give_up()
+            else:
+                self._advance(transfer.dst)
 
     def poll(self) -> list[Ack]:
         """Transfers that ended since the last call. Any thread."""
         acks = self._unpinned.poll()
-        with self._lock:
-            for lane in self._lanes.values():
-                self._launch_waiting(lane)
-                while lane.flying and (ack := self._landed(lane.flying[0])) is not None:
-                    lane.flying.popleft()
-                    acks.append(ack)
-            acks += self._failed
-            self._failed.clear()
+        with self._turn:
+            for dst, lane in self._lanes.items():
+                self._ended += lane.land()
+                self._advance(dst)
+            acks += [ack_of(job, self._page_nbytes) for job in self._ended]
+            self._ended.clear()
         return acks
+
+    def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
+        """How far the loads of this layer into these HBM slots are. Any thread."""
+        with self._turn:
+            lane = self._lanes[Tier.HBM]
+            ours: list[int] = []
+            others: list[int] = []
+            for slot in slots:
+                (ours if lane.knows(slot) else others).append(slot)
+            here = lane.arriving(ours, layer) if ours else HERE
+        there = self._unpinned.arriving(others, layer) if others else HERE
+        if not (here.submitted and there.submitted):
+            return NOT_YET
+        return here if there.event is None else there
 
     def close(self, timeout_s: float) -> bool:
         """Fails what is not launched, waits for what is; whether all of it ended in time."""
         deadline = monotonic() + timeout_s
-        with self._lock:
+        with self._turn:
             self._closing = True
             for lane in self._lanes.values():
-                self._failed += [_failure(job.transfer, Failure.CLOSED) for job in lane.waiting]
-                lane.waiting.clear()
+                self._ended += lane.give_up()
+            self._turn.notify_all()
         ended = self._unpinned.close(timeout_s)
         while not self._idle():
             if monotonic() > deadline:
                 return False
             sleep(_POLL_S)
-        return ended
+        for thread in self._threads.values():
+            thread.join(max(0.0, deadline - monotonic()))
+        return ended and not any(thread.is_alive() for thread in self._threads.values())
 
     def _idle(self) -> bool:
         """Whether every launched copy has ended; acks stay for ``poll``."""
-        with self._lock:
-            return all(_happened(flight.ended) for lane in self._lanes.values() for flight in lane.flying)
+        with self._turn:
+            return all(lane.idle() for lane in self._lanes.values())
 
-    def _launch_waiting(self, lane: _Lane) -> None:
-        while lane.waiting:
+    # -- launching ----------------------------------------------------------------------------------------------
+
+    def _advance(self, dst: Tier) -> None:
+        """With the lock: looks at what has arrived, launches what is small, leaves the rest to the lane's thread."""
+        lane = self._lanes[dst]
+        while lane.arrived:
             # In this order: pinning may end in between.
             pinning, pinned = self._host.pinning, self._host.pinned_slots
-            if lane.waiting[0].host_slots.max(initial=0) < pinned:
-                lane.flying.append(self._launch(lane.waiting.popleft(), lane))
+            job = lane.arrived[0]
+            if job.host_slots.max(initial=0) < pinned:
+                lane.add(lane.arrived.popleft())
+                if self._may_launch(lane, job):
+                    flight = lane.take_whole()
+                    lane.launch(flight)
+                    lane.launched(flight)
             elif not pinning:
-                self._unpinned.submit(lane.waiting.popleft().transfer)
+                self._unpinned.submit(lane.arrived.popleft().transfer)
             else:
-                return
+                break
+        if lane.waiting and not lane.launching:
+            self._wake_thread(dst)
 
-    def _launch(self, job: _Job, lane: _Lane) -> _Flight:
-        transfer = job.transfer
-        flight = _Flight(transfer, self._event(), self._event())
-        try:
-            flight.begun.record(lane.stream)
+    def _may_launch(self, lane: Lane, job: Job) -> bool:
+        small = job.pages * self._page_nbytes <= self._pace.inline
+        few = job.pages * self._route.pieces <= self._pace.pieces
+        return small and few and lane.waiting == 1 and not lane.launching and lane.nbytes < self._pace.ahead
+
+    def _wake_thread(self, dst: Tier) -> None:
+        if dst not in self._threads:
+            name = f"tierstore-launch-to-{dst.name}"
+            self._threads[dst] = Thread(target=self._run, args=(self._lanes[dst],), name=name, daemon=True)
+            self._threads[dst].start()
+        self._turn.notify_all()
+
+    def _run(self, lane: Lane) -> None:
+        while (flight := self._next(lane)) is not None:
             try:
-                self._copy(job, lane.stream)
-            finally:
-                flight.ended.record(lane.last)  # also after an error: pieces queued before it may still write
-        except RuntimeError:
-            flight.broken = True
-            _log.exception("copy %s -> %s was not queued", transfer.src.name, transfer.dst.name)
-        return flight
+                lane.launch(flight)
+            except Exception:  # noqa: BLE001 - a thread's top: the transfers fail, the thread goes on
+                flight.broken = True
+                _log.exception("copies were not queued")
+            with self._turn:
+                lane.launched(flight)
+                lane.launching = False
 
-    def _copy(self, job: _Job, stream: torch.cuda.Stream) -> None:
-        copy = self._route.load if job.transfer.dst == Tier.HBM else self._route.save
-        copy(job.device_slots, self._host.addresses(job.host_slots), stream)
+    def _next(self, lane: Lane) -> Flight | None:
+        """Waits until the lane has something to launch and the link little to do; None when the engine closes."""
+        with self._turn:
+            while not self._closing:
+                if lane.waiting and self._has_room(lane):
+                    lane.launching = True
+                    return lane.take(self._pace.together)
+                self._turn.wait(_POLL_S if lane.waiting else None)
+            return None
 
-    def _landed(self, flight: _Flight) -> Ack | None:
-        transfer = flight.transfer
-        try:
-            if not flight.ended.query():
-                return None
-        except RuntimeError:
-            flight.broken = True
-            _log.exception("copy %s -> %s failed on the device", transfer.src.name, transfer.dst.name)
-        if flight.broken:
-            return _failure(transfer, Failure.IO_ERROR)
-        seconds = flight.begun.elapsed_time(flight.ended) / 1e3
-        self._events += (flight.begun, flight.ended)
-        pages = len(transfer.keys)
-        return Ack(transfer.id, True, pages, pages * self._page_nbytes, seconds)
+    def _has_room(self, lane: Lane) -> bool:
+        self._ended += lane.land()
+        return lane.nbytes < self._pace.ahead
 
-    def _event(self) -> TimedEvent:
-        return self._events.pop() if self._events else self._new_event()
+    def _load(
+        self,
+        group: int | None,
+        slots: NDArray[np.int64],
+        host: NDArray[np.int64],
+        stream: torch.cuda.Stream,
+    ) -> None:
+        at = self._host.addresses(host)
+        if group is None:
+            self._route.load(slots, at, stream)
+        else:
+            self._route.load_group(group, slots, at, stream)
+
+    def _save(
+        self,
+        group: int | None,
+        slots: NDArray[np.int64],
+        host: NDArray[np.int64],
+        stream: torch.cuda.Stream,
+    ) -> None:
+        self._route.save(slots, self._host.addresses(host), stream)
 
 
 def _cuda_event() -> TimedEvent:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     return cast("TimedEvent", event)  # its methods are those, under other names of arguments
-
-
-def _job(transfer: Transfer) -> _Job:
-    src, dst = (np.fromiter(s, np.int64, len(s)) for s in (transfer.src_slots, transfer.dst_slots))
-    return _Job(transfer, dst, src) if transfer.dst == Tier.HBM else _Job(transfer, src, dst)
-
-
-def _happened(event: TimedEvent) -> bool:
-    try:
-        return event.query()
-    except RuntimeError:  # the device is gone: nothing runs there any more
-        return True
-
-
-def _failure(transfer: Transfer, failure: Failure) -> Ack:
-    failures = tuple((i, failure) for i in range(len(transfer.keys)))
-    return Ack(transfer.id, False, 0, 0, 0.0, failures)

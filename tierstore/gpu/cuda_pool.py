@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from tierstore.gpu.layer_groups import LayerGroups, Part
     from tierstore.gpu.segments import Segments
     from tierstore.layout import PageLayout
 
@@ -40,6 +41,10 @@ class CudaPool:
         """Where a page's bytes are: one piece."""
         return segments.of_pool(self.bytes.data_ptr(), self._layout)
 
+    def groups(self, layers: LayerGroups) -> list[Segments]:
+        """The same by layer groups."""
+        return segments.groups_of_pool(self.bytes.data_ptr(), self._layout, layers)
+
     def read(self, slot: int, out: NDArray[np.uint8]) -> None:
         """Copies the slot's page into ``out``, ordinary memory; blocks until it is there."""
         with torch.cuda.stream(self._out):
@@ -49,6 +54,12 @@ class CudaPool:
         """Copies ``page``, ordinary memory, into the slot; blocks until it is there."""
         with torch.cuda.stream(self._in):
             self._row(slot).copy_(torch.from_numpy(page))
+
+    def write_part(self, slot: int, page: NDArray[np.uint8], part: Part) -> None:
+        """Copies these layers of ``page``, ordinary memory, into the slot; blocks until they are there."""
+        where = slice(part.offset, part.offset + part.nbytes)
+        with torch.cuda.stream(self._in):
+            self._row(slot)[where].copy_(torch.from_numpy(page[where]))
 
     def _row(self, slot: int) -> torch.Tensor:
         if not 0 <= slot < self.num_slots:

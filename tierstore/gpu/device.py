@@ -15,6 +15,7 @@ from tierstore.gpu.cuda_copies import CudaCopyEngine
 from tierstore.gpu.cuda_pool import CudaPool
 from tierstore.gpu.driver import CudaPinner, Driver, DriverError
 from tierstore.gpu.kernels import Kernel
+from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.gpu.paths import through_slabs
 from tierstore.gpu.pool import CpuPool, EnginePool
 from tierstore.gpu.routes import MOST_PIECES, Route, Slab, Straight, worth_going_straight
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from tierstore.codecs.held import Held
     from tierstore.gpu.copy_engine import CopyEngine
     from tierstore.gpu.pool import EnginePages, OwnPool
     from tierstore.layout import PageLayout
@@ -48,7 +50,9 @@ class Event(Protocol):
 
 
 class Host(Protocol):
-    """The host tier as a copy engine sees it."""
+    """The host tier as a copy engine sees it. ``held``: the form of its pages."""
+
+    held: Held
 
     @property
     def pinned_slots(self) -> int:
@@ -120,7 +124,7 @@ class CpuDevice:
         self, pool: OwnPool | EnginePool, host: Host, layout: PageLayout, wake: Callable[[], None]
     ) -> CopyEngine:
         """A thread a direction."""
-        return CpuCopyEngine(pool, host, layout.page_nbytes, wake)
+        return CpuCopyEngine(pool, host, layout.page_nbytes, wake, host.held, _finest(layout))
 
     def last_use(self, after: Event | None) -> Event | None:
         """What the caller says: work on the CPU has ended when the call is made."""
@@ -164,7 +168,7 @@ class CudaDevice:
         self, pool: OwnPool | EnginePool, host: Host, layout: PageLayout, wake: Callable[[], None]
     ) -> CopyEngine:
         """DMA where the host slots are page-locked and the driver can be called, threads elsewhere."""
-        threads = CpuCopyEngine(pool, host, layout.page_nbytes, wake)
+        threads = CpuCopyEngine(pool, host, layout.page_nbytes, wake, host.held, _finest(layout))
         pinned = host.pinning or host.pinned_slots > 0
         if self._driver is None or not pinned:
             self._copies = "threads, as host memory is not page-locked"
@@ -178,8 +182,7 @@ class CudaDevice:
             for stream in (*streams, *side):
                 tensor.record_stream(stream)  # should the store be dropped with copies on their way
         self._copies = "kernel" if isinstance(route, Kernel) else f"dma, {route.name}, {self._driver.call}"
-        loads_end_on = side[0] if side else None
-        return CudaCopyEngine(route, host, layout.page_nbytes, streams, threads, loads_end_on=loads_end_on)
+        return CudaCopyEngine(route, host, layout.page_nbytes, streams, threads)
 
     def last_use(self, after: Event | None) -> Event | None:
         """None on an idle stream; else an event recorded there."""
@@ -205,11 +208,14 @@ class CudaDevice:
             if layout.blob_nbytes <= KERNEL_NBYTES and Kernel.suits(pool.segments):
                 with suppress(ImportError):  # cupy comes with the extra "gpu"; DMA does without it
                     return Kernel(pool.segments, self._device)
-            return Straight(pool.segments, driver)
+            layers = LayerGroups.of(layout)
+            return Straight(pool.segments, driver, layers, pool.groups(layers))
         assert isinstance(pool, EnginePool)
         found = segments.of_tensors(pool.layers, layout, MOST_PIECES)
         if found is not None and worth_going_straight(found, layout):
-            return Straight(found, driver)
+            layers = LayerGroups.of(layout)
+            groups = segments.groups_of_tensors(pool.layers, layout, layers, MOST_PIECES)
+            return Straight(found, driver, layers, groups)
         return through_slabs(pool.layers, layout, driver, self._device)
 
 
@@ -258,6 +264,11 @@ def _require_on(device: torch.device, pages: tuple[EnginePages, ...]) -> None:
         raise ConfigError(
             f"the engine's tensors are on {', '.join(sorted(map(str, others)))}; allowed by hbm.device: {device}"
         )
+
+
+def _finest(layout: PageLayout) -> LayerGroups:
+    """On threads a small piece costs little."""
+    return LayerGroups.of(layout, smallest_nbytes=1)
 
 
 def _tensors(pool: OwnPool | EnginePool) -> list[torch.Tensor]:

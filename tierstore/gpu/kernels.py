@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tierstore.gpu import segments as places
+from tierstore.gpu.routes import WholePages
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -173,7 +174,7 @@ class Pieces:
         return _Table(torch.empty(length, dtype=torch.int64, pin_memory=True), event)
 
 
-class Kernel:
+class Kernel(WholePages):
     """A route (see ``routes.Route``) straight between slots and mapped host memory."""
 
     name = "kernel"

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tierstore.gpu.layer_groups import Part
     from tierstore.layout import PageLayout
 
 
@@ -34,6 +35,10 @@ class HbmBytes(Protocol):
 
     def write(self, slot: int, page: NDArray[np.uint8]) -> None:
         """Copies ``page``, flat uint8 ``[blob_nbytes]``, into the slot."""
+        ...
+
+    def write_part(self, slot: int, page: NDArray[np.uint8], part: Part) -> None:
+        """Copies these layers of ``page`` into the slot."""
         ...
 
 
@@ -98,6 +103,11 @@ class CpuPool:
         """Copies ``page`` into the slot."""
         np.copyto(self.view(slot), page)
 
+    def write_part(self, slot: int, page: NDArray[np.uint8], part: Part) -> None:
+        """Copies these layers of ``page`` into the slot."""
+        where = slice(part.offset, part.offset + part.nbytes)
+        np.copyto(self.view(slot)[where], page[where])
+
 
 @dataclass(frozen=True)
 class EnginePages:
@@ -151,6 +161,16 @@ class EnginePool:
             for blob, layers in self._blobs(page):
                 for i, layer in enumerate(layers):
                     layer[slot].copy_(blob[i])
+
+    def write_part(self, slot: int, page: NDArray[np.uint8], part: Part) -> None:
+        """Scatters these layers of ``page`` into the engine's tensors."""
+        spec = self._layout.specs[part.spec]
+        nbytes = (part.end - part.first) * spec.layer_nbytes
+        raw = torch.from_numpy(page[part.offset : part.offset + nbytes])
+        with torch.inference_mode():
+            blob = raw.view(_dtype(spec)).view(-1, *spec.shape[1:])
+            for i, layer in enumerate(self.layers[part.spec][part.first : part.end]):
+                layer[slot].copy_(blob[i])
 
     def _blobs(self, page: NDArray[np.uint8]) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
         layout = self._layout

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierstore.gpu.driver import Driver
+    from tierstore.gpu.layer_groups import LayerGroups
     from tierstore.gpu.segments import Segments
     from tierstore.layout import PageLayout
 
@@ -48,12 +49,25 @@ class PieceMover(Protocol):
 
 
 class Route(Protocol):
-    """Queues copies of whole pages. ``slots``: in device memory; ``host``: addresses of the pages' slots in memory."""
+    """Queues copies of pages. ``slots``: in device memory; ``host``: addresses of the pages' slots in memory.
+
+    ``pieces``: copies that the driver is asked for, for each page. ``layers``: how ``load_group`` cuts pages; None:
+    loads go whole. ``loads_end_on``: the stream of a load's last work; None: the one that it is given.
+    """
 
     name: str
+    pieces: int
+    layers: LayerGroups | None
+    loads_end_on: torch.cuda.Stream | None
 
     def load(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
         """Host to device."""
+        ...
+
+    def load_group(
+        self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
+    ) -> None:
+        """One group of ``layers``, host to device."""
         ...
 
     def save(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
@@ -61,32 +75,63 @@ class Route(Protocol):
         ...
 
 
+class WholePages:
+    """What routes have in common that load pages whole, on the stream they are given."""
+
+    pieces = 1
+    layers: LayerGroups | None = None
+    loads_end_on: torch.cuda.Stream | None = None
+
+    def load_group(
+        self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
+    ) -> None:
+        """Never called where ``layers`` is None."""
+        raise NotImplementedError
+
+
 class Straight:
-    """One copy a piece."""
+    """One copy a piece. ``groups``: the pieces of each of ``layers``, as ``segments`` has them of all."""
 
     name = "straight"
+    loads_end_on: torch.cuda.Stream | None = None
 
-    def __init__(self, segments: Segments, driver: Driver) -> None:
+    def __init__(
+        self,
+        segments: Segments,
+        driver: Driver,
+        layers: LayerGroups | None = None,
+        groups: Sequence[Segments] = (),
+    ) -> None:
+        self.layers = layers
+        self.pieces = len(segments)
         self._segments = segments
+        self._groups = groups
         self._driver = driver
 
     def load(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
         """Host to device."""
-        there, here, nbytes = self._pieces(slots, host)
+        there, here, nbytes = _pieces(self._segments, slots, host)
+        self._driver.copy(there, here, nbytes, stream)
+
+    def load_group(
+        self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
+    ) -> None:
+        """One group of ``layers``, host to device."""
+        there, here, nbytes = _pieces(self._groups[group], slots, host)
         self._driver.copy(there, here, nbytes, stream)
 
     def save(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
         """Device to host."""
-        there, here, nbytes = self._pieces(slots, host)
+        there, here, nbytes = _pieces(self._segments, slots, host)
         self._driver.copy(here, there, nbytes, stream)
 
-    def _pieces(
-        self, slots: NDArray[np.int64], host: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        segments = self._segments
-        there = segments.addresses(slots).ravel()
-        here = (host[:, None] + segments.offset).ravel()
-        return there, here, np.tile(segments.nbytes, len(slots))
+
+def _pieces(
+    segments: Segments, slots: NDArray[np.int64], host: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    there = segments.addresses(slots).ravel()
+    here = (host[:, None] + segments.offset).ravel()
+    return there, here, np.tile(segments.nbytes, len(slots))
 
 
 class Spreading(Protocol):
@@ -167,7 +212,7 @@ class _Slabs:
         return self.memory[at], self.free[at]
 
 
-class Slab:
+class Slab(WholePages):
     """Whole pages to and from slabs in HBM, spread and gathered there beside the link's next copies.
 
     ``side``: streams for the spreading of loads and of saves. A load ends on the first of them, a save where it began.
@@ -190,7 +235,8 @@ class Slab:
         self._pages = max(1, _SLAB_NBYTES // layout.slot_nbytes)
         self._up, self._down = (_Slabs(self._pages * self._stride, device) for _ in "ud")
         self.side = side
-        self._spreads_on, self._gathers_on = side
+        self.loads_end_on = self._spreads_on = side[0]
+        self._gathers_on = side[1]
 
     def load(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
         """Host to device; ends on the first of ``side``."""

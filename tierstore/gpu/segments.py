@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from tierstore.gpu.layer_groups import LayerGroups, Part
     from tierstore.layout import PageLayout
 
 
@@ -48,15 +49,29 @@ def of_pool(address: int, layout: PageLayout) -> Segments:
     return _segments([(address, layout.slot_nbytes, 0, layout.blob_nbytes)])
 
 
-def of_tensors(groups: Sequence[Sequence[torch.Tensor]], layout: PageLayout, limit: int) -> Segments | None:
+def groups_of_pool(address: int, layout: PageLayout, layers: LayerGroups) -> list[Segments]:
+    """The same slots by layer groups: a piece for each of their parts."""
+    return [
+        _segments([(address + part.offset, layout.slot_nbytes, part.offset, part.nbytes) for part in parts])
+        for parts in layers.parts
+    ]
+
+
+def of_tensors(
+    groups: Sequence[Sequence[torch.Tensor]], layout: PageLayout, limit: int, parts: Sequence[Part] = ()
+) -> Segments | None:
     """An engine's layers ``[slots, planes, tokens, heads, dim]``, one sequence a KV group; any strides.
 
-    None if a page would have more than ``limit`` pieces. Neighbours that are neighbours in the blob too are one piece.
+    ``parts``: only these, all of the page if empty. None if that would be more than ``limit`` pieces. Neighbours that
+    are neighbours in the blob too are one piece.
     """
     pieces: list[tuple[int, int, int, int]] = []
-    for offset, layers in zip(layout.offsets, groups, strict=True):
-        for i, layer in enumerate(layers):
-            found = _pieces(layer, offset + i * layer[0].nbytes, limit)
+    wanted = [(part.spec, part.first, part.end) for part in parts] or [
+        (spec, 0, len(layers)) for spec, layers in enumerate(groups)
+    ]
+    for spec, first, end in wanted:
+        for i, layer in enumerate(groups[spec][first:end], first):
+            found = _pieces(layer, layout.offsets[spec] + i * layer[0].nbytes, limit)
             if found is None:
                 return None
             for piece in found:
@@ -64,6 +79,14 @@ def of_tensors(groups: Sequence[Sequence[torch.Tensor]], layout: PageLayout, lim
             if len(pieces) > limit:
                 return None
     return _segments(pieces)
+
+
+def groups_of_tensors(
+    groups: Sequence[Sequence[torch.Tensor]], layout: PageLayout, layers: LayerGroups, limit: int
+) -> list[Segments]:
+    """The same by layer groups. ``limit``: such that the whole page was found within it."""
+    found = [of_tensors(groups, layout, limit, parts) for parts in layers.parts]
+    return [segments for segments in found if segments is not None]
 
 
 def _pieces(layer: torch.Tensor, offset: int, limit: int) -> list[tuple[int, int, int, int]] | None:

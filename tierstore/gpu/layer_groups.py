@@ -1,0 +1,80 @@
+"""Which layers of a page cross the link together. Derived values only.
+
+Loads go group by group, all pages of a batch for each, so that an engine can compute the first layers while the others
+travel (the idea of LayerKV and of LMCache's layer-wise transfers).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tierstore.layout import PageLayout
+
+MOST_GROUPS = 16
+"""More gain little: what cannot overlap is one group's share of the time."""
+
+SMALLEST_NBYTES = 128 << 10
+"""Smaller pieces of pages are not copied at the full speed of the link."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Layers ``[first, end)`` of KV group ``spec``: ``nbytes`` from ``offset`` of the page's blob on.
+
+    The last part of a KV group takes in what lies between it and the next one.
+    """
+
+    spec: int
+    first: int
+    end: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    """``parts[g]``: what group g consists of; ``starts[g]``: its first layer."""
+
+    parts: tuple[tuple[Part, ...], ...]
+    starts: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, layout: PageLayout, most: int = MOST_GROUPS, smallest_nbytes: int = SMALLEST_NBYTES
+    ) -> LayerGroups:
+        """As many groups as there may be with parts of ``smallest_nbytes`` or more on average in each; at least one."""
+        layers = max(spec.num_layers for spec in layout.specs)
+        for number in range(min(most, layers), 1, -1):
+            groups = _cut(layout, layers, number)
+            if all(sum(p.nbytes for p in parts) >= smallest_nbytes * len(parts) for parts in groups.parts):
+                return groups
+        return _cut(layout, layers, 1)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def holding(self, layer: int) -> int:
+        """The group that layer ``layer`` of every KV group that has it is in."""
+        return bisect_right(self.starts, layer) - 1
+
+
+def _cut(layout: PageLayout, layers: int, number: int) -> LayerGroups:
+    bounds = [layers * i // number for i in range(number + 1)]
+    found = []
+    for first, end in pairwise(bounds):
+        parts = [_part(layout, spec, first, end) for spec in range(len(layout.specs))]
+        found.append(tuple(part for part in parts if part.first < part.end))
+    return LayerGroups(tuple(found), tuple(bounds[:-1]))
+
+
+def _part(layout: PageLayout, index: int, first: int, end: int) -> Part:
+    spec = layout.specs[index]
+    first, end = min(first, spec.num_layers), min(end, spec.num_layers)
+    begin = layout.offsets[index] + first * spec.layer_nbytes
+    after = (*layout.offsets[1:], layout.blob_nbytes)[index]
+    stop = after if end == spec.num_layers else layout.offsets[index] + end * spec.layer_nbytes
+    return Part(index, first, end, begin, stop - begin)
