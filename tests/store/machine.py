@@ -394,6 +394,8 @@ class StoreMachine(RuleBasedStateMachine):
         pages = page_tensor(self.running.store)
         writing = {slot for _, _, slots in self.unwritten for slot in slots}
         for held in self.held:
+            for layer in range(pages.shape[1]):
+                self.a_ready_layer_has_its_bytes(held, layer)
             if held.lease.wait(0.0) is LeaseState.PENDING:
                 assert held.settled is None, "a final lease became pending again"
                 continue
@@ -402,6 +404,16 @@ class StoreMachine(RuleBasedStateMachine):
             held.settled = slots
             for key, slot in [*zip(held.lease.keys, slots, strict=False), *held.sealed]:
                 assert slot in writing or same(pages[slot], key), "wrong bytes"
+
+    def a_ready_layer_has_its_bytes(self, held: Held, layer: int) -> None:
+        try:
+            written = held.lease.ready(layer, timeout_s=0.0)
+        except TimeoutError:
+            return
+        for key, slot in zip(held.lease.keys, held.lease.slots, strict=False):
+            there = page_tensor(self.running.store)[slot][layer].cpu().contiguous().view(torch.uint8)
+            right = torch.equal(there, content(key)[layer].view(torch.uint8))
+            assert right or written is not None, "a layer that is ready has wrong bytes"
 
     @invariant()
     def accounts_balance(self) -> None:

@@ -13,10 +13,12 @@ from tierstore import store as store_module
 from tierstore.admitting import Admitting
 from tierstore.arrivals import Arrivals
 from tierstore.directory import Directory
+from tierstore.gpu.arriving import HERE
 from tierstore.lease import Event, LeaseRecord
 from tierstore.leasing import Leasing
 from tierstore.loads import Load
 from tierstore.memory_only import MemoryOnly
+from tierstore.mover import Mover
 from tierstore.pending import PendingEvents
 from tierstore.residency import Residency
 from tierstore.tier_table import TierTable
@@ -55,6 +57,10 @@ def a_load_is_ready_when_it_is_submitted(patch: pytest.MonkeyPatch) -> None:
         return commands
 
     patch.setattr(Directory, "take_commands", eager)
+
+
+def a_layer_is_ready_when_it_is_asked_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Mover, "arriving", lambda self, slots, layer: HERE)
 
 
 def a_failed_page_is_served(patch: pytest.MonkeyPatch) -> None:
@@ -274,6 +280,7 @@ BUGS_OF_SICK_DISKS: list[Plant] = [
 BUGS_IN_MEMORY: list[Plant] = [
     abort_frees_at_once,
     a_load_is_ready_when_it_is_submitted,
+    a_layer_is_ready_when_it_is_asked_for,
     a_failed_page_is_served,
     a_source_is_unpinned_at_submit,
     a_lease_is_not_cut,

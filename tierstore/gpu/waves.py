@@ -33,7 +33,7 @@ class Waves(Generic[Job]):
         self._wave: list[_Entry[Job]] = []
         self._later: deque[_Entry[Job]] = deque()
         self._handed_out = 0
-        """Of the wave's job that is furthest."""
+        """Groups, of the job of the wave that was furthest."""
 
     def __len__(self) -> int:
         """Jobs that have groups to come."""

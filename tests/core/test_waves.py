@@ -1,0 +1,133 @@
+"""The order of layer groups: what comes first, and that nothing is left out, doubled or overtaken for ever."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.core.planting import SEARCH, Bug, load
+from tierstore.gpu import waves as module
+from tierstore.gpu.waves import Waves
+
+Script = list[int | None]
+"""A number: a job of that size comes. None: the next are taken."""
+
+scripts = st.lists(st.one_of(st.none(), st.integers(1, 5)), max_size=40)
+
+
+def run(waves_module: ModuleType, groups: int, most: int, script: Script) -> None:
+    """AssertionError for an order that breaks a promise."""
+    waves = waves_module.Waves(groups)
+    sizes: list[int] = []
+    got: dict[int, int] = {}
+    ended: list[int] = []
+    next_wave: set[int] = set()
+    furthest = 0
+    for size in [*script, *[None] * (groups * len(script) + 1)]:
+        left = [job for job, count in got.items() if count < groups]
+        if next_wave.issuperset(left):
+            next_wave.clear()
+            furthest = 0
+        if size is not None:
+            if next_wave or 2 * furthest > groups:
+                next_wave.add(len(sizes))
+            waves.add(len(sizes), size)
+            got[len(sizes)] = 0
+            sizes.append(size)
+            continue
+        assert len(waves) == len(left)
+        if not left:
+            continue
+        jobs, group = waves.take(most)
+        assert jobs == sorted(set(jobs))
+        assert len(jobs) == 1 or sum(sizes[job] for job in jobs) <= most
+        for job in jobs:
+            assert got[job] == group, "each job gets its groups in order, each once"
+            got[job] += 1
+        furthest = max(furthest, group + 1)
+        assert next_wave.isdisjoint(jobs), "a job that came late overtakes those before it"
+        behind = [job for job in left if got[job] < group and job not in next_wave]
+        assert not behind, "a group is taken while a job of the wave has not had the one before"
+        ended += [job for job in jobs if got[job] == groups]
+    assert ended == list(range(len(sizes))), "jobs end in the order in which they came"
+
+
+@given(st.integers(1, 6), st.integers(1, 9), scripts)
+@settings(max_examples=400)
+def test_every_job_gets_every_group_once_and_in_order(groups: int, most: int, script: Script) -> None:
+    run(module, groups, most, script)
+
+
+def test_a_new_job_catches_up_before_the_others_go_on() -> None:
+    waves: Waves[str] = Waves(4)
+    waves.add("a", 1)
+    assert waves.take(9) == (["a"], 0)
+    assert waves.take(9) == (["a"], 1)
+    waves.add("b", 1)
+    assert [waves.take(9) for _ in range(4)] == [(["b"], 0), (["b"], 1), (["a", "b"], 2), (["a", "b"], 3)]
+
+
+def test_a_job_that_comes_late_waits_for_the_next_wave_and_so_do_those_behind_it() -> None:
+    waves: Waves[str] = Waves(4)
+    waves.add("a", 1)
+    for _ in range(3):
+        waves.take(9)
+    waves.add("b", 1)
+    assert waves.take(9) == (["a"], 3)
+    waves.add("c", 1)
+    assert waves.take(9) == (["b", "c"], 0)
+
+
+def test_a_group_is_taken_of_as_many_jobs_as_fit_and_of_one_at_least() -> None:
+    waves: Waves[str] = Waves(2)
+    for name, size in (("a", 2), ("b", 2), ("c", 9)):
+        waves.add(name, size)
+    assert [waves.take(4) for _ in range(4)] == [(["a", "b"], 0), (["c"], 0), (["a", "b"], 1), (["c"], 1)]
+    with pytest.raises(IndexError):
+        waves.take(4)
+
+
+def test_what_is_removed_gets_nothing_more() -> None:
+    waves: Waves[str] = Waves(2)
+    waves.add("a", 1)
+    waves.add("b", 1)
+    waves.take(9)
+    waves.remove("a")
+    assert waves.take(9) == (["b"], 1)
+    waves.add("c", 1)
+    assert waves.take_whole() == "c"
+    waves.add("d", 1)
+    waves.add("e", 1)
+    assert waves.clear() == ["d", "e"]
+    assert not len(waves)
+
+
+BUGS = [
+    Bug("any group first", "min((entry.group", "max((entry.group"),
+    Bug("joins for ever", "self._handed_out * 2 <= self._groups", "True"),
+    Bug("overtakes those that wait", "joins = not self._later and", "joins ="),
+    Bug("the last group is left out", "entry.group == self._groups", "entry.group == self._groups - 1"),
+    Bug("a group twice", "            entry.group += 1", "            entry.group += len(taken) < 3"),
+    Bug("more than fits", "total + entry.size <= most", "total <= most"),
+    Bug(
+        "over those that do not fit",
+        "            elif taken:\n                break",
+        "            else:\n                continue",
+    ),
+]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug: Bug) -> None:
+    planted = load(module, bug)
+
+    @given(st.integers(1, 6), st.integers(1, 9), scripts)
+    @settings(SEARCH, stateful_step_count=1)
+    def hunt(groups: int, most: int, script: Script) -> None:
+        run(planted, groups, most, script)
+
+    with pytest.raises((AssertionError, IndexError)):
+        hunt()
