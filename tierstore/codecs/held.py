@@ -28,7 +28,7 @@ class Held:
 
     @classmethod
     def of(cls, codec: str, layout: PageLayout) -> Held:
-        """ValueError, saying what is allowed, for a codec whose payloads differ in length or that encodes no such page."""
+        """ValueError, saying what is allowed, for a codec of payloads of many lengths, or that encodes no such page."""
         nbytes = codecs.fixed_nbytes(codec, layout)
         if nbytes is not None:
             return cls(codec, layout, nbytes)

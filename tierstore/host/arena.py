@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class HostArena:
     """``num_slots`` slots of host memory, page aligned, allocated once and never moved.
 
-    ``codec``: what pages are encoded with in them; ``held`` tells the form. ValueError where it has none of fixed length.
+    ``codec``: what pages are encoded with in them, ``held`` the form that this gives. ValueError where it is none.
     Without a ``pinner`` the memory is touched as it is first used. It returns to the system when the arena and all
     views are gone.
     """

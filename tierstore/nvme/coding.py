@@ -103,8 +103,8 @@ class Decoders:
         """Fill ``out``, a page or a slot's view, from the payload of a record that was verified.
 
         ``payload`` may be the beginning of ``out``: where it is there already nothing is copied. IntegrityError if it
-        is no page of this length, or there is no decoder of its codec; UnfitError if memory cannot hold it. ``out`` then
-        holds anything.
+        is no page of this length, or there is no decoder of its codec; UnfitError if memory cannot hold it. ``out`` may
+        hold anything then.
         """
         there = np.may_share_memory(payload, out)
         if head.codec is self._plain:

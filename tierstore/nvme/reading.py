@@ -59,8 +59,8 @@ class RecordBytes(Protocol):
         scratch: NDArray[np.uint8],
         held: int | None = None,
     ) -> Fetched:
-        """Fill ``out`` with the payload, or ``scratch`` behind BLOCK with one that is not as long as a page; ``scratch``
-        up to BLOCK with the head. One of ``held`` bytes goes to the beginning of ``out``.
+        """Fill ``out`` with a payload as long as it, or its beginning with one of ``held`` bytes, ``scratch`` behind
+        BLOCK with any other, and ``scratch`` up to BLOCK with the head.
 
         KeyError, IntegrityError, OSError, lmdb.Error as ``RecordReader.fetch`` raises them.
         """
