@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 from typer.testing import CliRunner
 
-from tierstore.bench import copies, link
+from tierstore.bench import copies, link, overlap
 from tierstore.cli.app import app
+from tierstore.gpu.pool import CpuPool
 from tierstore.types import Transfer
 
 
@@ -62,3 +64,29 @@ def test_bench_arena_tells_how_soon_memory_can_be_used() -> None:
         "0.02 GiB usable",
     ]
     assert all(row["value"] > 0 for row in rows)
+
+
+def test_bench_overlap_restores_layer_by_layer_and_reads_beside_every_way() -> None:
+    sizes = ("--restored", "512KiB", "--page-size", "1", "--matrix", "16", "--rounds", "1")
+    beside = ("--read", "64KiB", "--times", "3", "--batch", "8MiB")
+    code, line = run("overlap", "--device", "cpu", *sizes, *beside)
+    assert code == 0
+    report = json.loads(line)
+    hidden, *rows = report["rows"]
+    assert (hidden["what"], hidden["groups"], hidden["num_pages"]) == ("overlap", 16, 4)
+    assert hidden["ideal"] == 1 - 1 / 16
+    assert min(hidden["compute_ms"], hidden["copy_ms"], hidden["both_ms"]) > 0
+    assert hidden["first_layer_ms"] <= hidden["copy_ms"]
+    told = [(row["what"], row["way"], row["direction"]) for row in rows]
+    ways = [("contiguous", d) for d in ("h2d", "d2h", "both")] + [
+        ("threads", d) for d in ("h2d", "d2h", "both", "h2d", "d2h")
+    ]
+    assert told == [("beside", *way) for way in ways]
+    assert all(row["gbps"] > 0 and 0 < row["share"] < 1 for row in rows)
+
+
+def test_a_layer_computed_before_its_bytes_are_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = dataclasses.replace(overlap.LLAMA_8B, page_size=1, num_layers=2)
+    monkeypatch.setattr(CpuPool, "write_part", lambda self, slot, page, part: None)
+    with pytest.raises(RuntimeError, match="before its bytes were there"):
+        overlap.overlap_row("cpu", spec, 64 << 10, 1, 8)

@@ -59,28 +59,32 @@ class Ceiling:
 
     def __init__(self, name: str, nbytes: int) -> None:
         """ConfigError unless the device is there."""
-        self._device = device_of(name)
-        on_card = self._device.type == "cuda"
-        self._nbytes = nbytes
+        self.device = device_of(name)
+        on_card = self.device.type == "cuda"
+        self.nbytes = nbytes
         self._host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_card) for _ in range(2)]
-        self._there = [torch.zeros(nbytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        self._there = [torch.zeros(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
         for host in self._host:
             host.fill_(1)
         self._streams: list[torch.cuda.Stream] = []
         if on_card:
-            self._streams += [torch.cuda.Stream(self._device) for _ in range(2)]  # type: ignore[no-untyped-call]
+            self._streams += [torch.cuda.Stream(self.device) for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def gbps(self, direction: Direction) -> float:
         """One run."""
-        settle(self._device)
+        settle(self.device)
         start = perf_counter()
+        self.queue(direction)
+        settle(self.device)
+        moved = self.nbytes * (2 if direction == "both" else 1)
+        return moved / (perf_counter() - start) / 1e9
+
+    def queue(self, direction: Direction) -> None:
+        """One run that nobody waits for; on the CPU it has ended."""
         if direction != "d2h":
             self._copy(0, self._there[0], self._host[0])
         if direction != "h2d":
             self._copy(1, self._host[1], self._there[1])
-        settle(self._device)
-        moved = self._nbytes * (2 if direction == "both" else 1)
-        return moved / (perf_counter() - start) / 1e9
 
     def _copy(self, lane: int, dst: torch.Tensor, src: torch.Tensor) -> None:
         if not self._streams:

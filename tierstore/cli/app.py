@@ -16,6 +16,7 @@ from tierstore.cli.archive import export, import_
 from tierstore.cli.bench import bench
 from tierstore.cli.bench_card import arena, copy
 from tierstore.cli.bench_codec import codec
+from tierstore.cli.bench_overlap import overlap
 from tierstore.cli.compare import compare
 from tierstore.cli.data import inspect, purge, verify
 from tierstore.cli.output import Json, print_json
@@ -33,7 +34,7 @@ app = typer.Typer(
 for command in (demo, compare, plan, replay, inspect, verify, purge, export):
     app.command()(command)
 app.command("import")(import_)
-for measurement in (codec, copy, arena):
+for measurement in (codec, copy, arena, overlap):
     bench.command()(measurement)
 app.add_typer(bench, name="bench")
 

@@ -41,7 +41,7 @@ def copy(
                 if device != "cpu":
                     found += copy_rows(device, piece, parse_size(batch), pairs, "kernel", ceiling)
                 found += copy_rows(device, piece, parse_size(batch), pairs, "slab", ceiling)
-    name = _name(device)
+    name = name_of(device)
     table = Table(
         "way", "page", "pages", "GB/s", "ceiling", "ratio", "path", "submit ms", box=None, title=name
     )
@@ -66,7 +66,7 @@ def arena(
 
     with refusals(as_json):
         found = arena_rows(device, parse_size(size) if size else default_nbytes())
-    name = _name(device)
+    name = name_of(device)
     table = Table("what", "found", "", "goal", "", box=None, header_style="bold", title=name)
     for row in found:
         table.add_row(row.what, f"{row.value:.3f}", row.unit, row.goal_text, "" if row.ok else "missed")
@@ -75,7 +75,7 @@ def arena(
         print_json({"device": name, "rows": [row.plain() for row in found]})
 
 
-def _name(device: str) -> str:
+def name_of(device: str) -> str:
     import torch
 
     from tierstore.bench import rows

@@ -107,6 +107,9 @@ class HbmDevice(Protocol):
 class CpuDevice:
     """Ordinary memory: the twin that runs without a GPU."""
 
+    def __init__(self) -> None:
+        self._groups = 1
+
     def available_nbytes(self) -> int | None:
         """None: the pool takes the machine's memory."""
         return None
@@ -124,7 +127,9 @@ class CpuDevice:
         self, pool: OwnPool | EnginePool, host: Host, layout: PageLayout, wake: Callable[[], None]
     ) -> CopyEngine:
         """A thread a direction."""
-        return CpuCopyEngine(pool, host, layout.page_nbytes, wake, host.held, _finest(layout))
+        layers = None if host.held.encoded else _finest(layout)
+        self._groups = 1 if layers is None else len(layers)
+        return CpuCopyEngine(pool, host, layout.page_nbytes, wake, host.held, layers)
 
     def last_use(self, after: Event | None) -> Event | None:
         """What the caller says: work on the CPU has ended when the call is made."""
@@ -132,7 +137,7 @@ class CpuDevice:
 
     def stats(self) -> dict[str, object]:
         """Device and path of copies."""
-        return {"device": "cpu", "copies": "threads"}
+        return {"device": "cpu", "copies": "threads", "layer_groups": self._groups}
 
 
 class CudaDevice:
@@ -143,6 +148,7 @@ class CudaDevice:
         self._device = torch.device("cuda", _index_of(name))
         self._driver = _driver(self._device.index)
         self._copies = "none"
+        self._groups = 1
 
     def available_nbytes(self) -> int | None:
         """Free memory of the card."""
@@ -169,14 +175,17 @@ class CudaDevice:
     ) -> CopyEngine:
         """DMA where the host slots are page-locked and the driver can be called, threads elsewhere."""
         threads = CpuCopyEngine(pool, host, layout.page_nbytes, wake, host.held, _finest(layout))
-        pinned = host.pinning or host.pinned_slots > 0
+        pinned = (host.pinning or host.pinned_slots > 0) and not host.held.encoded
         if self._driver is None or not pinned:
             self._copies = "threads, as host memory is not page-locked"
+            if host.held.encoded:
+                self._copies = "threads, as host memory holds pages encoded"
             if self._driver is None:
                 self._copies = "threads, as cuda-bindings is missing"
             return threads
         streams = (self._driver.stream(self._device.index), self._driver.stream(self._device.index))
         route = self._route(pool, layout, self._driver)
+        self._groups = 1 if route.layers is None else len(route.layers)
         side = route.side if isinstance(route, Slab) else ()
         for tensor in _tensors(pool):
             for stream in (*streams, *side):
@@ -201,6 +210,7 @@ class CudaDevice:
             "device": str(self._device),
             "name": torch.cuda.get_device_name(self._device),
             "copies": self._copies,
+            "layer_groups": self._groups,
         }
 
     def _route(self, pool: OwnPool | EnginePool, layout: PageLayout, driver: Driver) -> Route:

@@ -1,14 +1,14 @@
 """The copy kernel: pieces in device memory to and from whole pages elsewhere, in mapped host memory or in a slab.
 
-The only importer of cupy. A few blocks do: more gain nothing on the link and take memory bandwidth from compute. A warp
-moves up to ``_UNROLLED`` vectors a thread at a time, so that enough bytes are in flight on few multiprocessors.
+The only importer of cupy. Few threads with several vectors each in flight: on the link no more than it can carry, as
+what waits for the link waits in the way of all other traffic of the card.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,23 +21,30 @@ if TYPE_CHECKING:
 
     from tierstore.gpu.segments import Segments
 
-BLOCKS = 16
-"""On the link."""
-
-NEAR_BLOCKS = 16
-"""Between two places in device memory."""
-
-_THREADS = 1024
-_WARPS = _THREADS // 32
-_UNROLLED = 8
 _MOST_ITEMS = 1 << 31
 _WIDTHS = {16: "int4", 8: "int2", 4: "int", 2: "short", 1: "char"}
 
+
+class Grid(NamedTuple):
+    """How many threads move how many vectors each at a time."""
+
+    blocks: int
+    threads: int
+    vectors: int
+
+
+UP = Grid(8, 512, 2)
+"""From host memory: 128 KiB in flight."""
+
+DOWN = Grid(4, 512, 2)
+"""To host memory: what is stored queues up behind the link, so fewer."""
+
+NEAR = Grid(16, 1024, 4)
+"""Between two places in device memory."""
+
 _SOURCE = r"""
-#ifndef UNROLLED
-#define UNROLLED 8
-#endif
 typedef unsigned long long u64;
+#define TABLE 1024
 
 template <typename T> __device__ __forceinline__ T read(const T* at) { return *at; }
 template <typename T> __device__ __forceinline__ void write(T* at, T v) { *at = v; }
@@ -51,38 +58,43 @@ template <> __device__ __forceinline__ void write<int4>(int4* at, int4 v) {
     asm volatile("st.global.wt.v4.s32 [%0],{%1,%2,%3,%4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
 
-// table: base, stride and offset of each piece; pages: the slots, then where their pages lie elsewhere.
-// A warp takes `run` items in a row, an item being 32 * UNROLLED vectors of a piece of a page; its lanes look them up.
-extern "C" __global__ void __launch_bounds__(1024) move(
-    const long long* __restrict__ table, const volatile long long* pages, unsigned pieces, unsigned number,
-    unsigned vectors, unsigned parts, unsigned run, unsigned inward) {
-    const unsigned lane = threadIdx.x & 31;
-    const unsigned warp = (blockIdx.x * blockDim.x + threadIdx.x) >> 5, warps = (gridDim.x * blockDim.x) >> 5;
-    const unsigned all = number * pieces * parts;
-    for (u64 first = (u64)warp * run; first < all; first += (u64)warps * run) {
-        const unsigned mine = (unsigned)first + lane;
-        long long near = 0, far = 0;
-        unsigned start = 0;
-        if (lane < run && mine < all) {
-            const unsigned rest = mine / parts, page = rest / pieces, piece = rest - page * pieces;
-            near = table[piece] + pages[page] * table[pieces + piece];
-            far = pages[number + page] + table[2 * pieces + piece];
-            start = (mine - rest * parts) * (32 * UNROLLED);
+// table: base, stride and offset of each piece; pages, in host memory: the slots, then where their pages lie
+// elsewhere. An item is 32 * UNROLLED vectors of a piece of a page, and a warp's; a block has items in a row, and takes
+// their pages over into shared memory: each number crosses the link once.
+extern "C" __global__ void move(const long long* __restrict__ table, const long long* pages, unsigned pieces,
+                                unsigned number, unsigned vectors, unsigned parts, unsigned inward) {
+    __shared__ long long slot[TABLE], far[TABLE];
+    const unsigned lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    const unsigned each = pieces * parts;
+    const u64 all = (u64)number * each;
+    u64 begin = all * blockIdx.x / gridDim.x;
+    const u64 end = all * (blockIdx.x + 1) / gridDim.x;
+    while (begin < end) {
+        const unsigned first = (unsigned)(begin / each), last = (unsigned)((end - 1) / each);
+        const unsigned here = last - first < TABLE ? last - first + 1 : TABLE;
+        __syncthreads();
+        for (unsigned i = threadIdx.x; i < here; i += blockDim.x) {
+            slot[i] = pages[first + i];
+            far[i] = pages[number + first + i];
         }
-        const unsigned count = all - (unsigned)first < run ? all - (unsigned)first : run;
-        for (unsigned k = 0; k < count; ++k) {
-            const long long here = __shfl_sync(~0u, near, k), there = __shfl_sync(~0u, far, k);
-            const unsigned begin = __shfl_sync(~0u, start, k) + lane;
-            const VECTOR* from = (const VECTOR*)(inward ? there : here);
-            VECTOR* to = (VECTOR*)(inward ? here : there);
+        __syncthreads();
+        const u64 known = (u64)(first + here) * each, stop = known < end ? known : end;
+        for (unsigned item = (unsigned)begin + warp; item < stop; item += warps) {
+            const unsigned rest = item / parts, page = rest / pieces, piece = rest - page * pieces;
+            const long long near = table[piece] + slot[page - first] * table[pieces + piece];
+            const long long away = far[page - first] + table[2 * pieces + piece];
+            const VECTOR* from = (const VECTOR*)(inward ? away : near);
+            VECTOR* to = (VECTOR*)(inward ? near : away);
+            const unsigned at = (item - rest * parts) * (32 * UNROLLED) + lane;
             VECTOR v[UNROLLED];
 #pragma unroll
             for (unsigned u = 0; u < UNROLLED; ++u)
-                if (begin + 32 * u < vectors) v[u] = read(from + begin + 32 * u);
+                if (at + 32 * u < vectors) v[u] = read(from + at + 32 * u);
 #pragma unroll
             for (unsigned u = 0; u < UNROLLED; ++u)
-                if (begin + 32 * u < vectors) write(to + begin + 32 * u, v[u]);
+                if (at + 32 * u < vectors) write(to + at + 32 * u, v[u]);
         }
+        begin = stop;
     }
 }
 """
@@ -90,7 +102,10 @@ extern "C" __global__ void __launch_bounds__(1024) move(
 
 @dataclass(slots=True)
 class _Table:
-    """Slots and addresses of one launch, in page-locked memory that the kernel reads itself. ``read``: it has ended."""
+    """Slots and addresses of one launch, in page-locked memory that the kernel reads itself. ``read``: it has ended.
+
+    Not uploaded: an upload would wait for the copies that are queued on the link.
+    """
 
     memory: torch.Tensor
     read: torch.cuda.Event
@@ -102,7 +117,7 @@ class Pieces:
     One instance a stream: tables are used again in the order in which it launches.
     """
 
-    def __init__(self, segments: Segments, device: torch.device, blocks: int) -> None:
+    def __init__(self, segments: Segments, device: torch.device, grid: Grid) -> None:
         """ImportError without cupy. ``segments``: such as ``suits``; read at once."""
         import cupy
 
@@ -112,14 +127,14 @@ class Pieces:
         width = places.alignment(equal)
         self._number = len(equal)
         self._vectors = int(equal.nbytes[0]) // width
-        self._parts = -(-self._vectors // (32 * _UNROLLED))
-        self._blocks = blocks
+        self._parts = -(-self._vectors // (32 * grid.vectors))
+        self._grid = grid
         self._device = device
         columns = np.concatenate((equal.base, equal.stride, equal.offset))
         self._segments = torch.from_numpy(columns).to(device)
         self._tables: deque[_Table] = deque()
         self._streams: dict[int, Any] = {}
-        options = ("--std=c++14", f"-DVECTOR={_WIDTHS[width]}", f"-DUNROLLED={_UNROLLED}")
+        options = ("--std=c++14", f"-DVECTOR={_WIDTHS[width]}", f"-DUNROLLED={grid.vectors}")
         with cupy.cuda.Device(device.index):
             self._move = cupy.RawModule(code=_SOURCE, options=options).get_function("move")
 
@@ -151,15 +166,14 @@ class Pieces:
         filled = table.memory.numpy()
         filled[:number], filled[number : 2 * number] = slots, pages
         items = number * self._number * self._parts
-        run = min(32, max(1, items // (self._blocks * _WARPS)))
-        sizes = (self._number, number, self._vectors, self._parts, run, inward)
+        sizes = (self._number, number, self._vectors, self._parts, inward)
         arguments = (np.uint64(self._segments.data_ptr()), np.uint64(table.memory.data_ptr()))
-        blocks = min(self._blocks, -(-items // (run * _WARPS)))
+        blocks = min(self._grid.blocks, -(-items * 32 // self._grid.threads))
         foreign = self._streams.get(stream.cuda_stream)
         if foreign is None:
             foreign = self._streams[stream.cuda_stream] = _foreign(self._cupy, stream)
         with self._cupy.cuda.Device(self._device.index), foreign:
-            self._move((blocks,), (_THREADS,), (*arguments, *map(np.uint32, sizes)))
+            self._move((blocks,), (self._grid.threads,), (*arguments, *map(np.uint32, sizes)))
         table.read.record(stream)
         self._tables.append(table)
 
@@ -181,7 +195,7 @@ class Kernel(WholePages):
 
     def __init__(self, segments: Segments, device: torch.device) -> None:
         """ImportError without cupy. ``segments``: such as ``suits``."""
-        self._up, self._down = (Pieces(segments, device, BLOCKS) for _ in "ud")
+        self._up, self._down = (Pieces(segments, device, grid) for grid in (UP, DOWN))
 
     @staticmethod
     def suits(segments: Segments | None) -> bool:

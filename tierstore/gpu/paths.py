@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from tierstore.gpu import segments
-from tierstore.gpu.kernels import NEAR_BLOCKS, Pieces
+from tierstore.gpu.kernels import NEAR, Pieces
 from tierstore.gpu.routes import ByLayers, ByPieces, Slab
 
 if TYPE_CHECKING:
@@ -40,6 +40,6 @@ def _spreading(
     found = segments.of_tensors(layers, layout, _MOST_LISTED)
     if found is not None and Pieces.suits(found):
         with suppress(ImportError):  # cupy comes with the extra "gpu"
-            inward, outward = (Pieces(found, device, NEAR_BLOCKS) for _ in "io")
+            inward, outward = (Pieces(found, device, NEAR) for _ in "io")
             return ByPieces(inward, outward, layout)
     return ByLayers(layers, layout)

@@ -1,0 +1,210 @@
+"""What streaming pages costs compute, and how much of it hides behind compute.
+
+Two questions. A lease is restored from HOST layer group by layer group while each layer is computed as soon as its
+bytes are there: how much of the shorter of both is hidden? And a kernel that only reads memory runs beside copies: how
+much slower is it? Ratios are of runs next to each other; the bytes are checked.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from tierstore.bench.link import device_of, settle
+from tierstore.config import load_config
+from tierstore.gpu.pool import GroupedPages
+from tierstore.store import TierStore
+from tierstore.types import LeaseState, PageKey, PageSpec, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tierstore.lease import Lease
+
+_PATIENCE_S = 600.0
+_WARM_MATMULS = 20
+
+LLAMA_8B = PageSpec(
+    num_layers=32, page_size=64, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="tierstore-bench"
+)
+"""Pages of 8 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapRow:
+    """Medians of the rounds. ``overlap``: what was saved of the shorter one, (compute + copy - both) / the shorter.
+
+    ``ideal``: 1 - 1 / groups, as computing begins with the first group there.
+    """
+
+    groups: int
+    num_pages: int
+    page_bytes: int
+    compute_ms: float
+    copy_ms: float
+    both_ms: float
+    overlap: float
+    ideal: float
+    gbps: float
+    """Of the copies alone."""
+    first_layer_ms: float
+    """From the call of acquire until the first layer could be used, the GPU having nothing else to do."""
+
+    def plain(self) -> dict[str, object]:
+        """For JSON."""
+        return {"what": "overlap", **{name: getattr(self, name) for name in self.__dataclass_fields__}}
+
+
+class _Compute:
+    """Matrix products, layer by layer, and a sum over the layer of all pages: whether its bytes are there."""
+
+    def __init__(self, pages: torch.Tensor, size: int) -> None:
+        self._words = pages.view(torch.int64)
+        self._matrix = torch.randn(size, size, device=pages.device).to(torch.bfloat16)
+        self._product = torch.empty_like(self._matrix)
+        self._sums = torch.zeros(pages.shape[1], dtype=torch.int64, device=pages.device)
+        self.expected = self._sum_all()
+        self.products = 1
+
+    def layer(self, layer: int) -> None:
+        """Queues one layer's work on the current stream."""
+        self._sums[layer] = self._words[:, layer].sum()
+        for _ in range(self.products):
+            torch.mm(self._matrix, self._matrix, out=self._product)
+
+    def require_right(self) -> None:
+        """RuntimeError unless every layer was there when it was summed."""
+        if not torch.equal(self._sums, self.expected):
+            raise RuntimeError("a layer was computed before its bytes were there")
+        self._sums.zero_()
+
+    def fill_up(self, seconds: float, layers: int) -> None:
+        """Chooses the number of products so that all layers together take about so long."""
+        start = self._timed(_WARM_MATMULS)
+        self.products = max(1, round(seconds / layers / (start / _WARM_MATMULS)))
+
+    def _timed(self, number: int) -> float:
+        for _ in range(2):
+            settle(self._matrix.device)
+            start = perf_counter()
+            for _ in range(number):
+                torch.mm(self._matrix, self._matrix, out=self._product)
+            settle(self._matrix.device)
+        return perf_counter() - start
+
+    def _sum_all(self) -> torch.Tensor:
+        return torch.stack([self._words[:, layer].sum() for layer in range(self._words.shape[1])])
+
+
+class Restore:
+    """A store whose pages are all in HOST, to be brought back again and again."""
+
+    def __init__(self, store: TierStore, keys: list[PageKey], matrix: int) -> None:
+        self._store = store
+        self._keys = keys
+        pages = store.pages
+        assert not isinstance(pages, GroupedPages)
+        self._pages = pages
+        self._layers = pages.shape[1]
+        self.compute = _Compute(pages, matrix)
+
+    def alone(self) -> float:
+        """Seconds of computing with the pages there."""
+        settle(self._pages.device)
+        start = perf_counter()
+        for layer in range(self._layers):
+            self.compute.layer(layer)
+        settle(self._pages.device)
+        return perf_counter() - start
+
+    def copied(self) -> tuple[float, float]:
+        """Seconds until the first layer and until all of them were there, with nothing computed."""
+        with self._empty() as start, self._store.acquire(self._keys) as lease:
+            self._wait(lease, 0)
+            first = perf_counter() - start
+            self._wait(lease, self._layers - 1)
+            whole = perf_counter() - start
+            self._require_all(lease)
+        return first, whole
+
+    def both(self) -> float:
+        """Seconds of computing each layer once it is there."""
+        with self._empty() as start, self._store.acquire(self._keys) as lease:
+            for layer in range(self._layers):
+                event = lease.ready(layer, _PATIENCE_S)
+                if isinstance(event, torch.cuda.Event):
+                    torch.cuda.current_stream(self._pages.device).wait_event(event)
+                elif event is not None:
+                    event.synchronize()
+                self.compute.layer(layer)
+            settle(self._pages.device)
+            seconds = perf_counter() - start
+            self._require_all(lease)
+        self.compute.require_right()
+        return seconds
+
+    @contextmanager
+    def _empty(self) -> Iterator[float]:
+        """With nothing in HBM; the time when that is so."""
+        self._store.evict(self._keys, Tier.HBM)
+        self._store.drain(_PATIENCE_S)
+        self._pages.zero_()
+        settle(self._pages.device)
+        yield perf_counter()
+
+    def _wait(self, lease: Lease, layer: int) -> None:
+        event = lease.ready(layer, _PATIENCE_S)
+        if event is not None:
+            event.synchronize()
+
+    def _require_all(self, lease: Lease) -> None:
+        if lease.wait(_PATIENCE_S) is not LeaseState.READY or lease.num_pages < len(self._keys):
+            raise RuntimeError(f"only {lease.num_pages} pages came back: {lease.missing_because}")
+
+
+def overlap_row(device: str, spec: PageSpec, nbytes: int, rounds: int, matrix: int) -> OverlapRow:
+    """Restores pages of ``nbytes`` together; compute is made to take about as long. ConfigError as from ``open``."""
+    device_of(device)
+    pages = max(1, nbytes // spec.page_nbytes)
+    capacity = pages * spec.page_nbytes
+    pin: Literal["never", "always"] = "never" if device == "cpu" else "always"
+    config = load_config(
+        {"hbm": {"capacity": capacity, "device": device}, "host": {"capacity": capacity, "pin": pin}}
+    )
+    with TierStore.open(config, spec) as store:
+        keys = _filled(store, pages, spec)
+        restore = Restore(store, keys, matrix)
+        restore.compute.fill_up(restore.copied()[1], spec.num_layers)
+        restore.both()
+        found = [(restore.alone(), *restore.copied(), restore.both()) for _ in range(rounds)]
+        groups = _groups(store)
+    compute, first, copy, both = (median(column) for column in zip(*found, strict=True))
+    overlap = median((c + t - b) / min(c, t) for c, _, t, b in found)
+    milliseconds = (compute * 1e3, copy * 1e3, both * 1e3)
+    ideal = 1 - 1 / groups
+    return OverlapRow(
+        groups, pages, spec.page_nbytes, *milliseconds, overlap, ideal, capacity / copy / 1e9, first * 1e3
+    )
+
+
+def _filled(store: TierStore, number: int, spec: PageSpec) -> list[PageKey]:
+    """Random pages, in HOST too."""
+    slots = store.allocate(number)
+    pages = store.pages
+    assert not isinstance(pages, GroupedPages)
+    pages.view(torch.int64).random_()
+    keys = store.keys(range(number * spec.page_size))
+    store.put(keys, slots)
+    store.drain(_PATIENCE_S)
+    return keys
+
+
+def _groups(store: TierStore) -> int:
+    hbm = store.stats()["hbm"]
+    assert isinstance(hbm, dict)
+    return int(hbm["layer_groups"])
