@@ -17,6 +17,7 @@ from tierstore.nvme.archive.reading import Imported, read_archive
 from tierstore.nvme.archive.records import Record, Taken
 from tierstore.nvme.archive.writing import Exported, write_archive
 from tierstore.nvme.coding import Decoders
+from tierstore.nvme.lending import Memory
 from tierstore.slots import require_key_list
 from tierstore.types import LeaseState, Tier
 
@@ -99,6 +100,7 @@ class LiveSource:
         self._parts = parts
         self._progress = progress
         self._acquire = acquire
+        self._memory = Memory(parts.layout.blob_nbytes)
 
     def record(self, key: PageKey) -> Record | str:
         """``Source.record``. StoreClosed if the store is."""
@@ -111,8 +113,12 @@ class LiveSource:
                 return "it was put to stay in memory"
             if tier is not None:
                 on_disk = residency.tables[Tier.NVME].ready(key) and tier.state != "absent"
-        lent = tier.lender.record(key) if tier is not None and on_disk else "not found"
+        lent = tier.lender.record(key, self._memory) if tier is not None and on_disk else "not found"
         return lent if isinstance(lent, Record) else self._from_memory(key, lent)
+
+    def release(self, record: Record) -> None:
+        """``Source.release``."""
+        self._memory.give_back(record)
 
     def _from_memory(self, key: PageKey, reason: str) -> Record | str:
         """``reason``: why it was not had from disk."""
@@ -136,7 +142,8 @@ class LiveSource:
         written = lease.ready(0, _PATIENCE_S)
         if written is not None:
             written.synchronize()
-        page = np.empty(self.description.layout.blob_nbytes, dtype=np.uint8)
+        lent = self._memory.take()
+        page = lent.page
         self._parts.pool.read(lease.slots[0], page)
         with self._progress.lock:
             parent = self._parts.directory.residency.lineage.parent(key)
@@ -148,7 +155,7 @@ class LiveSource:
             raw_nbytes=page.nbytes,
             stored_nbytes=page.nbytes,
         )
-        return Record(head, codec.seal(head, page), page)
+        return Record(head, codec.seal(head, page), page, lent)
 
 
 class LiveSink:

@@ -112,6 +112,9 @@ class Shelf:
     def record(self, key: PageKey) -> Record | str:
         return self.records.get(key, "not found")
 
+    def release(self, record: Record) -> None:
+        """It stays on the shelf."""
+
     def has(self, key: PageKey) -> bool:
         return key in self.records
 

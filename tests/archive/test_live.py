@@ -30,8 +30,10 @@ from tierstore.codec import Codec
 from tierstore.config import load_config
 from tierstore.errors import ArchiveError, ConfigError, StoreClosed
 from tierstore.gpu.pool import EnginePages
+from tierstore.nvme import lending
+from tierstore.nvme.archive import writing
 from tierstore.nvme.archive.reading import read_contents
-from tierstore.nvme.lending import Lender
+from tierstore.nvme.reading import RecordReader
 from tierstore.store import TierStore
 from tierstore.types import PageKey, Tier
 
@@ -246,7 +248,10 @@ def test_a_closed_store_gives_and_takes_nothing(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["x.tier"]
 
 
-def test_closing_the_store_ends_an_export_that_goes_on_and_leaves_no_file(tmp_path: Path) -> None:
+def test_closing_the_store_ends_an_export_that_goes_on_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "most_ahead", lambda page_nbytes: 2)
     keys = chain(6)
     store = open_store(8, None, tmp_path / "store")
     write(store, keys)
@@ -269,15 +274,14 @@ def test_the_tier_closes_only_after_a_read_that_it_lends(
     write(store, keys)
     store.flush()
     begun, go_on, results = threading.Event(), threading.Event(), []
-    lend = Lender.record
+    read = lending.read_record
 
-    def slow(lender: Lender, key: PageKey) -> object:
-        with lender._lock:
-            begun.set()
-            assert go_on.wait(PATIENCE_S)
-        return lend(lender, key)
+    def slow(reader: RecordReader, key: PageKey, memory: lending.Memory) -> object:
+        begun.set()
+        assert go_on.wait(PATIENCE_S)
+        return read(reader, key, memory)
 
-    monkeypatch.setattr(Lender, "record", slow)
+    monkeypatch.setattr(lending, "read_record", slow)
     tier = store._parts.nvme
     assert tier is not None
     reading = threading.Thread(target=lambda: results.append(tier.lender.record(keys[0])))

@@ -8,10 +8,10 @@ from types import ModuleType
 
 import pytest
 
-from tests.archive import test_closed, test_damages, test_form, test_reading, test_writing
+from tests.archive import test_closed, test_damages, test_form, test_output, test_reading, test_writing
 from tests.core import planting
 from tests.core.planting import Bug
-from tierstore.nvme.archive import closed, draft, form, reading, records, writing
+from tierstore.nvme.archive import closed, draft, form, output, reading, records, threads, writing
 
 Check = Callable[[Path, pytest.MonkeyPatch], None]
 
@@ -40,6 +40,14 @@ def trouble(path: Path, patch: pytest.MonkeyPatch) -> None:
     test_writing.test_trouble_at_any_write_leaves_nothing_and_keeps_what_was_there(
         path, patch, test_writing.full, OSError, after=False
     )
+
+
+def pieces(path: Path, patch: pytest.MonkeyPatch) -> None:
+    test_output.test_pieces_of_any_length_make_the_file_that_they_are(path, patch, test_output.as_it_is)
+
+
+def longer(path: Path, patch: pytest.MonkeyPatch) -> None:
+    test_output.test_what_was_in_the_file_beyond_its_end_is_gone(path, patch)
 
 
 def killed(path: Path, patch: pytest.MonkeyPatch) -> None:
@@ -117,12 +125,12 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        records,
+        threads,
         waited,
         Bug(
             "does not wait",
-            "while not running.done():",
-            "while False:",
+            "while pending := [each for each in running if not each.done()]:",
+            "while pending := []:",
         ),
     ),
     (
@@ -139,8 +147,8 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         damages,
         Bug(
             "damage counts as kept",
-            "self.damaged.append((item.key, str(error)))\n",
-            "self._kept.add(item.key)\n            self.damaged.append((item.key, str(error)))\n",
+            "self.damaged.append((item.key, found))\n",
+            "self._kept.add(item.key)\n            self.damaged.append((item.key, found))\n",
         ),
     ),
     (
@@ -171,12 +179,39 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
+        output,
+        longer,
+        Bug(
+            "not cut to its length",
+            "os.ftruncate(self._fd, self._offset + self._filled)",
+            "pass",
+        ),
+    ),
+    (
+        output,
+        pieces,
+        Bug(
+            "the staged end is lost",
+            "self._offset, self._filled = self._offset + begin, rest",
+            "self._offset, self._filled = self._offset + begin, 0",
+        ),
+    ),
+    (
+        output,
+        pieces,
+        Bug(
+            "staged from the beginning",
+            "self._staged[self._filled : self._filled + count]",
+            "self._staged[:count]",
+        ),
+    ),
+    (
         draft,
         killed,
         Bug(
-            "not emptied",
-            "os.ftruncate(fd, 0)",
-            "pass",
+            "another's draft is in the way",
+            "fd = os.open(part, os.O_RDWR | os.O_CREAT |",
+            "fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL |",
         ),
     ),
     (
@@ -238,6 +273,7 @@ def plant(module: ModuleType, patch: pytest.MonkeyPatch, bug: Bug | None) -> Non
         test_reading,
         test_damages,
         test_writing,
+        test_output,
         test_closed,
         records,
     ):

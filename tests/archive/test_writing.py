@@ -22,7 +22,7 @@ from aiofiles.threadpool import wrap
 from tests.archive.rig import Shelf, archive, cancelled_at, exported, imported, run
 from tests.support.pages import chain
 from tierstore.errors import ArchiveError
-from tierstore.nvme.archive import records, writing
+from tierstore.nvme.archive import threads, writing
 from tierstore.nvme.archive.draft import Draft
 from tierstore.nvme.archive.reading import read_contents
 from tierstore.nvme.archive.writing import write_archive
@@ -119,8 +119,8 @@ def test_an_export_that_is_cancelled_at_any_of_its_waits_leaves_nothing(tmp_path
         assert list(tmp_path.iterdir()) == []
         waits += 1
     assert (
-        waits >= 3 + 2 + 2 * 3 + 2 + 1
-    )  # each page is read in a thread, each piece written, all of it synced
+        waits >= 1 + 2 + 2 * 3 + 2 + 1
+    )  # the first page is read in a thread at least, each piece written, all of it synced
     assert imported(path, Shelf()).complete
 
 
@@ -242,7 +242,7 @@ def test_who_cancels_a_call_in_a_thread_waits_for_its_end(tmp_path: Path) -> Non
             assert gate.wait(60)
             ended.append(1)
 
-        task = asyncio.ensure_future(records.whole(work))
+        task = asyncio.ensure_future(threads.whole(work))
         await begun.wait()
         try:
             for _ in range(3):

@@ -21,7 +21,7 @@ from tierstore.nvme.archive.matching import require_same
 from tierstore.nvme.archive.records import Record, Taken
 from tierstore.nvme.check import examine
 from tierstore.nvme.inspection import open_reader
-from tierstore.nvme.lending import read_record
+from tierstore.nvme.lending import Memory, read_record
 from tierstore.nvme.lock import FileLock
 from tierstore.nvme.opening import OpenShard, open_shard
 from tierstore.nvme.reading import RecordReader
@@ -76,6 +76,7 @@ class ClosedSource:
         """Takes nothing over; use ``open_source``."""
         self.description = description
         self._reader = reader
+        self._memory = Memory(description.layout.blob_nbytes)
 
     def keys(self) -> list[PageKey]:
         """Every page there is, in the order of the catalogue."""
@@ -83,7 +84,11 @@ class ClosedSource:
 
     def record(self, key: PageKey) -> Record | str:
         """``Source.record``."""
-        return read_record(self._reader, key, self.description.layout.blob_nbytes)
+        return read_record(self._reader, key, self._memory)
+
+    def release(self, record: Record) -> None:
+        """``Source.release``."""
+        self._memory.give_back(record)
 
 
 @contextmanager

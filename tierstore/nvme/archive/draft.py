@@ -7,7 +7,6 @@ writer of NAME takes it over, so at most one is ever there.
 from __future__ import annotations
 
 import fcntl
-import io
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from tierstore.errors import ArchiveError
+from tierstore.nvme.archive.output import Output
 
 SUFFIX = ".part"
 
@@ -32,7 +32,7 @@ class Draft:
         self._committed = False
         if path.is_dir():
             raise ArchiveError(f"{path} is a directory; allowed: the name of a file")
-        self.file = io.BufferedWriter(io.FileIO(_locked(self._part), "w"))
+        self.file = Output(_locked(self._part))
 
     def commit(self) -> None:
         """Everything is written and synced: give it its name, durably."""
@@ -52,7 +52,7 @@ class Draft:
     ) -> None:
         if not self._committed:
             self._part.unlink(missing_ok=True)
-        with suppress(OSError):  # a disk that is full refuses what is buffered; nobody wants it any more
+        with suppress(OSError):  # what a network says only at the end; the file is synced, or nobody wants it
             self.file.close()  # waits for a write that a thread is still at
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from aiofiles.threadpool import wrap
+from numpy.typing import NDArray
 
 from tierstore import codec
 from tierstore.errors import ArchiveError, IntegrityError
 from tierstore.nvme.archive import form
 from tierstore.nvme.archive.matching import require_same
-from tierstore.nvme.archive.records import Progress, Record, Sink, checked, whole
+from tierstore.nvme.archive.records import Progress, Record, Sink, checked
+from tierstore.nvme.archive.threads import ahead, most_ahead, whole
 from tierstore.types import PageKey
 
 if TYPE_CHECKING:
@@ -76,11 +78,8 @@ async def read_archive(path: Path, sink: Sink, progress: Progress | None = None)
         reader = wrap(file)
         contents = await _contents(reader, os.fstat(file.fileno()).st_size)
         require_same(contents.description, sink.description)
-        reading = _Reading(reader, sink, contents)
-        for number, item in enumerate(contents.items, 1):
-            await reading.page(item)
-            if progress is not None:
-                progress(number, len(contents.items))
+        reading = _Reading(file.fileno(), sink, contents)
+        await reading.pages(progress)
         await reading.flush()
         reading.look_again()
     return Imported(
@@ -97,7 +96,7 @@ async def read_archive(path: Path, sink: Sink, progress: Progress | None = None)
 class _Reading:
     """Pages on their way into a sink, a batch at a time."""
 
-    file: AsyncBufferedReader
+    fd: int
     sink: Sink
     contents: Contents
     taken: list[PageKey] = field(default_factory=list)
@@ -108,8 +107,20 @@ class _Reading:
     _kept: set[PageKey] = field(default_factory=set)
     _batch: list[Record] = field(default_factory=list)
 
-    async def page(self, item: form.Item) -> None:
-        """One item, whose parent comes before it if it is in the file."""
+    async def pages(self, progress: Progress | None) -> None:
+        """All items, parents before their children, while those behind them are read."""
+        items = self.contents.items
+        looks = (partial(self._look, item) for item in items)
+        most = most_ahead(self.contents.description.layout.blob_nbytes)
+        async with aclosing(ahead(looks, most)) as found:
+            number = 0
+            async for record in found:
+                await self._page(items[number], record)
+                number += 1
+                if progress is not None:
+                    progress(number, len(items))
+
+    async def _page(self, item: form.Item, found: Record | str | None) -> None:
         if self.sink.has(item.key):
             self.present += 1
             self._kept.add(item.key)
@@ -118,7 +129,7 @@ class _Reading:
         elif not (item.parent is None or item.parent in self._kept or self.sink.has(item.parent)):
             self.orphans.append(item.key)
         else:
-            await self._take(item)
+            await self._take(item, found)
 
     async def flush(self) -> None:
         """Keep the batch."""
@@ -140,25 +151,29 @@ class _Reading:
         self.no_room += [key for key in self.taken if not self.sink.has(key)]
         self.taken = [key for key in self.taken if self.sink.has(key)]
 
-    async def _take(self, item: form.Item) -> None:
-        try:
-            record = await self._record(item)
-        except (IntegrityError, OSError) as error:
-            self.damaged.append((item.key, str(error)))
+    async def _take(self, item: form.Item, found: Record | str | None) -> None:
+        if found is None:  # there when it was looked at, and gone since
+            found = await whole(partial(self._read, item))
+        if isinstance(found, str):
+            self.damaged.append((item.key, found))
             return
         self._kept.add(item.key)
-        self._batch.append(record)
+        self._batch.append(found)
         nbytes = sum(record.payload.nbytes for record in self._batch)
         if nbytes >= _BATCH_NBYTES or len(self._batch) >= _BATCH_PAGES:
             await self.flush()
 
-    async def _record(self, item: form.Item) -> Record:
-        raw = np.empty(item.end - item.offset, dtype=np.uint8)
-        await self.file.seek(item.offset)
-        if await self.file.readinto(raw.data) != raw.nbytes:
-            raise IntegrityError("the file is cut short under its reader")
-        head, payload = raw[: codec.HEAD_NBYTES].tobytes(), raw[codec.HEAD_NBYTES :]
-        return checked(item, head, payload, self.contents.description)
+    def _look(self, item: form.Item) -> Record | str | None:
+        """The record of an item, or what is wrong with it; None if it is not wanted as things are. Any thread."""
+        return None if self.no_room or self.sink.has(item.key) else self._read(item)
+
+    def _read(self, item: form.Item) -> Record | str:
+        try:
+            raw = _read_at(self.fd, item.offset, item.end - item.offset)
+            head, payload = raw[: codec.HEAD_NBYTES].tobytes(), raw[codec.HEAD_NBYTES :]
+            return checked(item, head, payload, self.contents.description)
+        except (IntegrityError, OSError) as error:
+            return str(error)
 
     def _without_first(self, batch: list[Record], reason: str) -> list[Record]:
         """The rest of a batch whose first page is none after all, without the pages that follow it."""
@@ -184,6 +199,17 @@ async def _contents(file: AsyncBufferedReader, nbytes: int) -> Contents:
     index = await _read(file, trailer.index_offset, trailer.num_items * form.ITEM_NBYTES)
     items = form.parse_index(index, trailer, len(header), description.layout.blob_nbytes)
     return Contents(description, items)
+
+
+def _read_at(fd: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
+    raw = np.empty(nbytes, dtype=np.uint8)
+    done = 0
+    while done < nbytes:
+        got = os.preadv(fd, [raw[done:].data], offset + done)
+        if not got:
+            raise IntegrityError("the file is cut short under its reader")
+        done += got
+    return raw
 
 
 async def _read(file: AsyncBufferedReader, offset: int, nbytes: int) -> bytes:

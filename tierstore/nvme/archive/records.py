@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +16,21 @@ from tierstore.types import PageKey
 Progress = Callable[[int, int], None]
 """Called on the event loop's thread with the pages done so far and their total."""
 
-_T = TypeVar("_T")
+
+class Lent(NamedTuple):
+    """Memory that a record is read to: as ``RecordReader.fetch`` wants it."""
+
+    page: NDArray[np.uint8]
+    scratch: NDArray[np.uint8]
 
 
 class Record(NamedTuple):
-    """A record, checked: ``raw`` is its head as bytes, ``payload`` flat uint8."""
+    """A record, checked: ``raw`` is its head as bytes, ``payload`` flat uint8, in ``lent`` where that is not None."""
 
     head: codec.Head
     raw: bytes
     payload: NDArray[np.uint8]
+    lent: Lent | None = None
 
 
 class Taken(NamedTuple):
@@ -42,7 +46,14 @@ class Source(Protocol):
     description: Description
 
     def record(self, key: PageKey) -> Record | str:
-        """The page as the store has it, every byte checked, or why it cannot be had. TierStoreError if none can."""
+        """The page as the store has it, every byte checked, or why it cannot be had. TierStoreError if none can.
+
+        Any thread, several at once.
+        """
+        ...
+
+    def release(self, record: Record) -> None:
+        """The record is not used any more: its memory may hold another."""
         ...
 
 
@@ -52,7 +63,7 @@ class Sink(Protocol):
     description: Description
 
     def has(self, key: PageKey) -> bool:
-        """Whether the page is there already. Quick: called on the event loop's thread."""
+        """Whether the page is there already. Quick: also called on the event loop's thread. Any thread."""
         ...
 
     def take(self, records: Sequence[Record]) -> Taken:
@@ -77,17 +88,3 @@ def checked(item: Item, raw: bytes, payload: NDArray[np.uint8], description: Des
     if raw[CHECKSUM] != item.checksum:
         raise IntegrityError("another record of this page")
     return Record(head, raw, payload)
-
-
-async def whole(call: Callable[[], _T]) -> _T:
-    """Run ``call`` in a thread. Who cancels this waits for its end: nothing of it goes on behind the caller's back."""
-    running = asyncio.get_running_loop().run_in_executor(None, call)
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        while not running.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait([running])
-        if not running.cancelled():
-            running.exception()  # looked at, so that nobody says that it was not
-        raise

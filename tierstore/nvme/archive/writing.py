@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,8 @@ from aiofiles.threadpool import wrap
 from tierstore.errors import ArchiveError
 from tierstore.nvme.archive import form
 from tierstore.nvme.archive.draft import Draft
-from tierstore.nvme.archive.records import Progress, Record, Source, whole
+from tierstore.nvme.archive.records import Progress, Record, Source
+from tierstore.nvme.archive.threads import ahead, most_ahead, whole
 from tierstore.types import PageKey
 
 if TYPE_CHECKING:
@@ -46,8 +48,7 @@ async def write_archive(
         file = wrap(draft.file)
         writing = _Writing(file, source, progress or _silent)
         await writing.begin()
-        for number, key in enumerate(wanted, 1):
-            await writing.page(key, number, len(wanted))
+        await writing.pages(wanted)
         if not writing.items:
             raise ArchiveError(_nothing(writing.missing))
         nbytes = await writing.end()
@@ -80,13 +81,20 @@ class _Writing:
     async def begin(self) -> None:
         await self._write(self._header)
 
-    async def page(self, key: PageKey, number: int, total: int) -> None:
-        record = await whole(partial(self._source.record, key))
-        if isinstance(record, str):
-            self.missing.append((key, record))
-        else:
-            await self._add(record)
-        self._progress(number, total)
+    async def pages(self, keys: Sequence[PageKey]) -> None:
+        """Write pages in this order, while those behind them are read."""
+        reads = [partial(self._source.record, key) for key in keys]
+        most = most_ahead(self._source.description.layout.blob_nbytes)
+        async with aclosing(ahead(reads, most)) as records:
+            number = 0
+            async for record in records:
+                if isinstance(record, str):
+                    self.missing.append((keys[number], record))
+                else:
+                    await self._add(record)
+                    self._source.release(record)
+                number += 1
+                self._progress(number, len(keys))
 
     async def end(self) -> int:
         """Write what follows the records; the length of the file."""
