@@ -71,7 +71,7 @@ class PinnedHost(Protocol):
 
 
 class CudaCopyEngine:
-    """Whole pages, first in first out in each direction. Nobody is woken: ask ``poll`` while ``polled`` says so.
+    """First in first out in each direction. No end wakes anybody: ask ``poll`` while ``polled`` says so.
 
     ``unpinned`` takes the transfers that touch host slots which will not be page-locked.
     """
@@ -85,13 +85,18 @@ class CudaCopyEngine:
         unpinned: CopyEngine,
         new_event: Callable[[], TimedEvent] | None = None,
         pace: Pace | None = None,
+        wake: Callable[[], None] | None = None,
     ) -> None:
-        """``streams``: to the device, to the host. ``new_event``: torch's where none is given."""
+        """``streams``: to the device, to the host. ``new_event``: torch's where none is given.
+
+        ``wake``: called by a lane's thread when it has launched something, for who waits for a layer.
+        """
         self._route = route
         self._host = host
         self._page_nbytes = page_nbytes
         self._unpinned = unpinned
         self._pace = pace or Pace()
+        self._wake = wake
         self._ended: list[Job] = []
         self._closing = False
         self._turn = Condition()
@@ -210,6 +215,8 @@ class CudaCopyEngine:
             with self._turn:
                 lane.launched(flight)
                 lane.launching = False
+            if self._wake is not None:
+                self._wake()
 
     def _next(self, lane: Lane) -> Flight | None:
         """Waits until the lane has something to launch and the link little to do; None when the engine closes."""

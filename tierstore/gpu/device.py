@@ -191,7 +191,7 @@ class CudaDevice:
             for stream in (*streams, *side):
                 tensor.record_stream(stream)  # should the store be dropped with copies on their way
         self._copies = "kernel" if isinstance(route, Kernel) else f"dma, {route.name}, {self._driver.call}"
-        return CudaCopyEngine(route, host, layout.page_nbytes, streams, threads)
+        return CudaCopyEngine(route, host, layout.page_nbytes, streams, threads, wake=wake)
 
     def last_use(self, after: Event | None) -> Event | None:
         """None on an idle stream; else an event recorded there."""
