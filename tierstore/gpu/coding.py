@@ -1,0 +1,259 @@
+"""A codec's payloads made from pages in device memory, and pages from payloads, by kernels on the card.
+
+Byte for byte what ``tierstore.codecs`` makes of the same pages and payloads. Kernels are queued on torch's current
+stream; nothing waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tierstore.codecs.bounds import LARGEST
+from tierstore.codecs.places import Places
+from tierstore.codecs.steps import Steps
+from tierstore.gpu import lots as lots_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+    from tierstore.codecs.kinds import Lossy
+    from tierstore.codecs.places import Plane
+    from tierstore.gpu.lots import Lot
+    from tierstore.layout import PageLayout
+
+BLOCK = 4096
+"""Numbers, or bytes, that a program of a kernel has."""
+
+_WORDS = {"bfloat16": torch.int16, "float16": torch.float16, "float32": torch.float32}
+_KINDS = {"bfloat16": 0, "float16": 1, "float32": 2}
+_SIGNED, _FLOORED, _FP8 = range(3)
+
+Constants = dict[str, int | float]
+
+
+class Call(NamedTuple):
+    """What a call is about: ``pages`` pages of ``slots[first:]`` and the rows of ``payloads``, flat uint8.
+
+    ``slots`` int64. ``flags`` int32, one a slot, which hold 0.
+    """
+
+    slots: torch.Tensor
+    payloads: torch.Tensor
+    flags: torch.Tensor
+    first: int
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """A kernel over ``(pages, *grid)``, with its tensors besides a call's, and its constants."""
+
+    kernel: Any
+    grid: tuple[int, int]
+    words: torch.Tensor
+    deltas: torch.Tensor
+    constants: Constants
+
+    @classmethod
+    def of(
+        cls, kernel: Any, grid: tuple[int, int], words: torch.Tensor, lot: Lot, known: Constants
+    ) -> _Launch:
+        """Of what is known of the pages the kernel is told what it has a name for."""
+        deltas = torch.tensor(lot.deltas, dtype=torch.int64, device=words.device)
+        return cls(
+            kernel, grid, words, deltas, {name: known[name] for name in kernel.arg_names if name in known}
+        )
+
+    def queue(self, *tensors: torch.Tensor, first: int, pages: int) -> None:
+        self.kernel[(pages, *self.grid)](
+            self.words, self.deltas, *tensors, first, **self.constants, enable_fp_fusion=False
+        )
+
+
+class Coder:
+    """Encodes and decodes whole pages of ``lots``. Payloads lie ``stride`` bytes apart, a multiple of 16.
+
+    ``kernels``: the module ``coding_kernels``. ``pool``: slots of our own as flat uint8, whose bytes between KV groups
+    are kept too; None: the lots are an engine's tensors, which have none.
+    """
+
+    def __init__(
+        self,
+        codec: Lossy,
+        layout: PageLayout,
+        lots: tuple[Lot, ...],
+        pool: torch.Tensor | None,
+        stride: int,
+        kernels: ModuleType,
+    ) -> None:
+        """``codec``: one of fixed length for this layout, see ``codecs.fixed_nbytes``."""
+        places = Places.of(layout, codec)
+        assert not codec.zstd
+        assert 0 < places.fixed_nbytes <= stride
+        self._encoding: list[_Launch] = []
+        self._decoding: list[_Launch] = []
+        for run in _runs(places):
+            lot = lots[layout.offsets.index(run.plane.offset)]
+            words = lot.words(_WORDS[run.plane.dtype], run.plane.index)
+            known = _strides(lot) | run.constants(stride)
+            rows = run.plane.layers * run.count
+            sides, bytes_ = _blocks(known["SIDES"], known["SIDE_BLOCK"]), _blocks(known["LAYER_CODES"], BLOCK)
+            self._encoding.append(_Launch.of(kernels.measure, (rows, sides), words, lot, known))
+            if known["BITS"] == 4:
+                self._encoding.append(_Launch.of(kernels.pack, (rows, bytes_), words, lot, known))
+            self._decoding.append(_Launch.of(kernels.expand, (rows, bytes_), words, lot, known))
+        kept = list(_kept(places, layout, lots, pool))
+        self._keeping = [
+            [_keep(kernels.keep, lot, at, stride, back=back) for lot, at in kept] for back in (False, True)
+        ]
+
+    def encode(self, call: Call) -> None:
+        """Payloads of the pages. Flags of pages that the codec cannot state become 1, and their payloads are anything.
+
+        Bytes past a payload are not touched.
+        """
+        self._queue(self._encoding, self._keeping[0], call)
+
+    def decode(self, call: Call) -> None:
+        """The way back. Flags become 1 where no ``encode`` can have made the payload, and the page is anything."""
+        self._queue(self._decoding, self._keeping[1], call)
+
+    def _queue(self, coding: list[_Launch], keeping: list[_Launch], call: Call) -> None:
+        slots, payloads, flags, first, pages = call
+        halves = payloads.view(torch.int16)
+        for launch in coding:
+            launch.queue(slots, halves, payloads, flags, first=first, pages=pages)
+        for launch in keeping:
+            launch.queue(slots, payloads, first=first, pages=pages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Planes of a KV group with one scheme: the first, how many, and where its parts are in a payload."""
+
+    plane: Plane
+    count: int
+    scales: int
+    codes: int
+
+    def constants(self, stride: int) -> Constants:
+        """What the kernels are told of the codec and of payloads."""
+        plane = self.plane
+        sides = prod(plane.scheme.sides(plane.shape))
+        found: Constants = {
+            "PLANES": self.count,
+            "PAYLOAD": stride,
+            "SCALES": self.scales,
+            "FLOORS": self.scales + plane.scale_nbytes,
+            "SIDES_NEXT": plane.scale_nbytes + plane.floor_nbytes,
+            "CODES": self.codes,
+            "CODES_NEXT": plane.code_nbytes,
+            "LAYER_CODES": plane.scheme.code_nbytes(plane.shape),
+            "NUMBERS": plane.shape.numbers,
+            "SIDES": sides,
+            "BLOCK": BLOCK,
+        }
+        return found | _groups(plane, sides) | _arithmetic(plane)
+
+
+def _runs(places: Places) -> Iterator[_Run]:
+    scales, codes = 0, places.kept_nbytes
+    for _, alike in groupby(places.planes, lambda plane: (plane.offset, plane.scheme)):
+        planes = list(alike)
+        yield _Run(planes[0], len(planes), scales, codes)
+        scales += sum(plane.scale_nbytes + plane.floor_nbytes for plane in planes)
+        codes += sum(plane.code_nbytes for plane in planes)
+
+
+def _strides(lot: Lot) -> Constants:
+    plane, token, head, number = lot.strides
+    return {
+        "SLOT": lot.slot,
+        "PLANE": plane,
+        "TOKEN": token,
+        "HEAD": head,
+        "NUMBER": number,
+        "HEADS": lot.shape[2],
+        "DIM": lot.shape[3],
+        "PLAIN": lot.plain,
+        "ALIGNED": lot.aligned,
+    }
+
+
+def _groups(plane: Plane, sides: int) -> Constants:
+    """Which numbers share a scale, and how many of them a program has."""
+    shape, scheme = plane.shape, plane.scheme
+    members, length, channels = scheme.members(shape), shape.numbers, 0
+    if isinstance(scheme, Steps):
+        length = shape.dim if scheme.along == "token" else shape.tokens
+        channels = 0 if scheme.along == "token" else shape.heads * shape.dim
+    block = min(_power(members), BLOCK)
+    return {
+        "LENGTH": length,
+        "MEMBERS": members,
+        "CHANNELS": channels,
+        "MEMBER_BLOCK": block,
+        "SIDE_BLOCK": min(_power(sides), BLOCK // block),
+    }
+
+
+def _arithmetic(plane: Plane) -> Constants:
+    scheme = plane.scheme
+    rule, bits, up = _FP8, 8, False
+    if isinstance(scheme, Steps):
+        rule, bits, up = (_FLOORED if scheme.floored else _SIGNED), scheme.bits, not scheme.nearest
+    return {
+        "DTYPE": _KINDS[plane.dtype],
+        "LARGEST": LARGEST[plane.dtype],
+        "LIMIT": int(np.float32(LARGEST[plane.dtype]).view(np.int32)),
+        "MOST": float(scheme.most),
+        "MOST_SCALE": scheme.largest_scale(plane.dtype),
+        "UP": up,
+        "RULE": rule,
+        "BITS": bits,
+    }
+
+
+def _kept(
+    places: Places, layout: PageLayout, lots: tuple[Lot, ...], pool: torch.Tensor | None
+) -> Iterator[tuple[Lot, int]]:
+    """What is kept as it is, each with its place in a payload."""
+    at = sum(plane.scale_nbytes + plane.floor_nbytes for plane in places.planes)
+    for start, end in places.gaps():
+        if pool is not None:
+            yield lots_of.of_bytes(pool, start, end - start, layout.slot_nbytes), at
+        else:
+            inside = (i for i, offset in enumerate(layout.offsets) if start <= offset < end)
+            yield from ((lots[i], at + layout.offsets[i] - start) for i in inside)
+        at += end - start
+
+
+def _keep(kernel: Any, lot: Lot, at: int, stride: int, *, back: bool) -> _Launch:
+    nbytes = lot.numbers * lot.itemsize
+    known = _strides(lot) | {
+        "PLANES": lot.shape[0],
+        "ITEM": lot.itemsize,
+        "PAYLOAD": stride,
+        "AT": at,
+        "NBYTES": nbytes,
+        "BACK": back,
+        "BLOCK": BLOCK,
+    }
+    rows = len(lot.deltas) * lot.shape[0]
+    return _Launch.of(kernel, (rows, _blocks(nbytes, BLOCK)), lot.words(torch.uint8), lot, known)
+
+
+def _blocks(number: float, size: float) -> int:
+    return -(-int(number) // int(size))
+
+
+def _power(number: int) -> int:
+    """The next power of two that is not smaller."""
+    return 1 << (number - 1).bit_length()
