@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tierstore.gpu.copy_engine import CpuCopyEngine
 from tierstore.gpu.cuda_copies import CudaCopyEngine, Pace
-from tierstore.gpu.lanes import TimedEvent
+from tierstore.gpu.lanes import Job, TimedEvent
 from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.gpu.pool import CpuPool
 from tierstore.gpu.routes import WholePages
@@ -76,9 +76,14 @@ class ByAddress(WholePages):
         self.refuse = False
         self.groups: list[tuple[int, int]] = []
         """Layer group and number of pages of each launch of one."""
+        self.wrong: set[int] = set()
+        """HBM slots whose pages are found to have a wrong form when the stream runs."""
 
-    def load(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: Any) -> None:
+    def load(
+        self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: Any
+    ) -> NDArray[np.int32] | None:
         self._queue([(self._at(slot), int(at)) for slot, at in zip(slots, host, strict=True)], stream)
+        return self._found(slots, stream)
 
     def load_group(self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: Any) -> None:
         assert self.layers is not None
@@ -90,8 +95,18 @@ class ByAddress(WholePages):
             ]
             self._queue(pairs, stream, part.nbytes)
 
-    def save(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: Any) -> None:
+    def save(
+        self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: Any
+    ) -> NDArray[np.int32] | None:
         self._queue([(int(at), self._at(slot)) for slot, at in zip(slots, host, strict=True)], stream)
+        return self._found(slots, stream)
+
+    def _found(self, slots: NDArray[np.int64], stream: Any) -> NDArray[np.int32] | None:
+        if not self.wrong:
+            return None
+        found = np.zeros(len(slots), dtype=np.int32)
+        stream.work.append(lambda: np.copyto(found, np.isin(slots, list(self.wrong))))
+        return found
 
     def _queue(self, pairs: list[tuple[int, int]], stream: Any, nbytes: int = SPEC.page_nbytes) -> None:
         for dst, src in pairs:
@@ -227,6 +242,42 @@ def test_a_copy_that_is_refused_fails_only_when_nothing_of_it_writes_any_more(ri
     rig.move(2, Tier.HBM, (2, 2))
     rig.up.run()
     assert [ack.ok for ack in rig.engine.poll()] == [True]
+
+
+@pytest.mark.parametrize(("dst", "why"), [(Tier.HOST, Failure.UNFIT), (Tier.HBM, Failure.INTEGRITY)])
+def test_pages_of_a_wrong_form_fail_alone(rig: Rig, dst: Tier, why: Failure) -> None:
+    rig.route.wrong = {1, 4}
+    rig.move(1, dst, (0, 0), (1, 1), (2, 2), (4, 4))
+    rig.move(2, dst, (3, 3))
+    assert rig.engine.poll() == []
+    (rig.down if dst == Tier.HOST else rig.up).run()
+    first, second = rig.engine.poll()
+    assert (first.ok, first.num_ready, first.failures) == (False, 2, ((1, why), (3, why)))
+    assert first.nbytes == 2 * SPEC.page_nbytes
+    assert (second.ok, second.num_ready, second.failures) == (True, 1, ())
+    rig.route.wrong = set()
+    rig.move(3, dst, (1, 1))
+    (rig.down if dst == Tier.HOST else rig.up).run()
+    assert [ack.ok for ack in rig.engine.poll()] == [True]
+
+
+def test_pages_of_a_wrong_form_are_told_to_the_transfers_they_are_of(rig: Rig) -> None:
+    rig.route.wrong = {0, 3, 5}
+    lane = rig.engine._lanes[Tier.HOST]
+    keys, parents = (PageKey(bytes(36)),) * 2, (None,) * 2
+    pairs = [(0, 1), (2, 4), (3, 5)]
+    jobs = [
+        Job.of(Transfer(i, keys, Tier.HBM, pair, Tier.HOST, pair, 0, parents)) for i, pair in enumerate(pairs)
+    ]
+    for job in jobs:
+        lane.add(job)
+    flight = lane.take(1 << 30)
+    assert flight.jobs == jobs
+    lane.launch(flight)
+    lane.launched(flight)
+    rig.down.run()
+    assert lane.land() == jobs
+    assert [job.refused for job in jobs] == [{0}, set(), {0, 1}]
 
 
 def test_when_the_device_fails_every_copy_fails(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

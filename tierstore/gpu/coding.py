@@ -20,7 +20,7 @@ from tierstore.codecs.steps import Steps
 from tierstore.gpu import lots as lots_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import ModuleType
 
     from tierstore.codecs.kinds import Lossy
@@ -76,6 +76,13 @@ class _Launch:
             self.words, self.deltas, *tensors, first, **self.constants, enable_fp_fusion=False
         )
 
+    def compile(self, *tensors: torch.Tensor, first: int, pages: int) -> None:
+        """Makes the machine code that ``queue`` uses, now."""
+        grid = (pages, *self.grid)
+        self.kernel.warmup(
+            self.words, self.deltas, *tensors, first, grid=grid, **self.constants, enable_fp_fusion=False
+        )
+
 
 class Coder:
     """Encodes and decodes whole pages of ``lots``. Payloads lie ``stride`` bytes apart, a multiple of 16.
@@ -119,19 +126,30 @@ class Coder:
 
         Bytes past a payload are not touched.
         """
-        self._queue(self._encoding, self._keeping[0], call)
+        self._each(_Launch.queue, self._encoding, self._keeping[0], call)
 
     def decode(self, call: Call) -> None:
         """The way back. Flags become 1 where no ``encode`` can have made the payload, and the page is anything."""
-        self._queue(self._decoding, self._keeping[1], call)
+        self._each(_Launch.queue, self._decoding, self._keeping[1], call)
 
-    def _queue(self, coding: list[_Launch], keeping: list[_Launch], call: Call) -> None:
+    def compile(self, call: Call) -> None:
+        """Makes the kernels' machine code, seconds the first time on a machine. Nothing is run; ``call`` as later ones.
+
+        Triton's errors where its compiler, or the compiler of C that it needs, is missing or fails.
+        """
+        self._each(
+            _Launch.compile, self._encoding + self._decoding, self._keeping[0] + self._keeping[1], call
+        )
+
+    def _each(
+        self, act: Callable[..., None], coding: list[_Launch], keeping: list[_Launch], call: Call
+    ) -> None:
         slots, payloads, flags, first, pages = call
         halves = payloads.view(torch.int16)
         for launch in coding:
-            launch.queue(slots, halves, payloads, flags, first=first, pages=pages)
+            act(launch, slots, halves, payloads, flags, first=first, pages=pages)
         for launch in keeping:
-            launch.queue(slots, payloads, first=first, pages=pages)
+            act(launch, slots, payloads, first=first, pages=pages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,12 +238,12 @@ class CudaCopyEngine:
         slots: NDArray[np.int64],
         host: NDArray[np.int64],
         stream: torch.cuda.Stream,
-    ) -> None:
+    ) -> NDArray[np.int32] | None:
         at = self._host.addresses(host)
         if group is None:
-            self._route.load(slots, at, stream)
-        else:
-            self._route.load_group(group, slots, at, stream)
+            return self._route.load(slots, at, stream)
+        self._route.load_group(group, slots, at, stream)
+        return None
 
     def _save(
         self,
@@ -251,8 +251,8 @@ class CudaCopyEngine:
         slots: NDArray[np.int64],
         host: NDArray[np.int64],
         stream: torch.cuda.Stream,
-    ) -> None:
-        self._route.save(slots, self._host.addresses(host), stream)
+    ) -> NDArray[np.int32] | None:
+        return self._route.save(slots, self._host.addresses(host), stream)
 
 
 def _cuda_event() -> TimedEvent:

@@ -60,6 +60,8 @@ class Job:
     """Flights of it that are being launched or have not landed."""
     seconds: float = 0.0
     failure: Failure | None = None
+    refused: set[int] = field(default_factory=set)
+    """Positions of pages that did not arrive as their form is wrong."""
 
     @classmethod
     def of(cls, transfer: Transfer) -> Job:
@@ -87,6 +89,8 @@ class Flight:
     landed: bool = False
     lent: bool = False
     """A caller holds the event that ends it."""
+    refused: NDArray[np.int32] | None = None
+    """See ``routes.Route``; to be looked at when it has landed."""
 
 
 class Lane:
@@ -94,7 +98,9 @@ class Lane:
 
     def __init__(
         self,
-        copy: Callable[[int | None, NDArray[np.int64], NDArray[np.int64], torch.cuda.Stream], None],
+        copy: Callable[
+            [int | None, NDArray[np.int64], NDArray[np.int64], torch.cuda.Stream], NDArray[np.int32] | None
+        ],
         streams: tuple[torch.cuda.Stream, torch.cuda.Stream],
         page_nbytes: int,
         layers: LayerGroups | None,
@@ -153,7 +159,7 @@ class Lane:
         try:
             flight.begun.record(self.stream)
             try:
-                self._copy(flight.group, slots, host, self.stream)
+                flight.refused = self._copy(flight.group, slots, host, self.stream)
             finally:
                 flight.ended.record(
                     self._last
@@ -181,6 +187,8 @@ class Lane:
             self.nbytes -= flight.nbytes
             seconds = 0.0 if flight.broken else flight.begun.elapsed_time(flight.ended) / 1e3
             pages = sum(job.pages for job in flight.jobs)
+            if not flight.broken:
+                _share_refused(flight)
             for job in flight.jobs:
                 job.airborne -= 1
                 job.seconds += seconds * job.pages / max(1, pages)
@@ -266,8 +274,20 @@ def ack_of(job: Job, page_nbytes: int) -> Ack:
     if job.failure is not None:
         failures = tuple((i, job.failure) for i in range(len(transfer.keys)))
         return Ack(transfer.id, False, 0, 0, 0.0, failures)
-    pages = len(transfer.keys)
-    return Ack(transfer.id, True, pages, pages * page_nbytes, job.seconds)
+    why = Failure.UNFIT if transfer.dst == Tier.HOST else Failure.INTEGRITY
+    refused = tuple((i, why) for i in sorted(job.refused))
+    pages = len(transfer.keys) - len(refused)
+    return Ack(transfer.id, not refused, pages, pages * page_nbytes, job.seconds, refused)
+
+
+def _share_refused(flight: Flight) -> None:
+    """Tells each job of a flight that has landed which of its pages did not arrive."""
+    if flight.refused is None or not flight.refused.any():
+        return
+    first = 0
+    for job in flight.jobs:
+        job.refused.update(np.flatnonzero(flight.refused[first : first + job.pages]).tolist())
+        first += job.pages
 
 
 def _happened(event: TimedEvent) -> bool:
