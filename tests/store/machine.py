@@ -68,6 +68,9 @@ class StoreMachine(RuleBasedStateMachine):
     shapes: ClassVar[list[Shape]] = [(HOST, None), (HOST, 200), (1, 200), (None, 200), (HOST, 6)]
     """Pages of HOST and of NVMe, None where there is no such tier."""
 
+    host_more: ClassVar[dict[str, object]] = {}
+    """More about HOST."""
+
     nvme_more: ClassVar[dict[str, object]] = {}
     """More about NVMe."""
 
@@ -98,7 +101,12 @@ class StoreMachine(RuleBasedStateMachine):
     def open(self, data: st.DataObject) -> None:
         host, nvme = data.draw(st.sampled_from(self.shapes))
         self.config = tiers(
-            HBM, host, None if nvme is None else self.home, nvme_pages=nvme or 0, nvme_more=self.nvme_more
+            HBM,
+            host,
+            None if nvme is None else self.home,
+            nvme_pages=nvme or 0,
+            host_more=self.host_more,
+            nvme_more=self.nvme_more,
         )
         self.roomy = nvme == 200
         self.reopened = False

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from tests.support import pages
 from tierstore import arrivals as arrivals_module
 from tierstore import invariants
 from tierstore import store as store_module
 from tierstore.admitting import Admitting
 from tierstore.arrivals import Arrivals
+from tierstore.codecs.frames import Spreader
+from tierstore.codecs.held import Packer, Unpacker
 from tierstore.directory import Directory
 from tierstore.gpu.arriving import HERE
 from tierstore.lease import Event, LeaseRecord
@@ -269,6 +272,38 @@ def a_late_page_gives_up_its_source(patch: pytest.MonkeyPatch) -> None:
 def a_page_that_was_not_tried_loses_its_record(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(arrivals_module, "_UNTRIED", frozenset())
 
+
+def pages_lose_more_than_the_codec_says(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pages, "STEADY", None)  # as if it lost something of these
+
+
+def a_slot_keeps_what_it_held(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Packer, "pack", lambda self, page, slot: True)
+
+
+def a_page_is_unpacked_once_too_often(patch: pytest.MonkeyPatch) -> None:
+    unpack = Unpacker.unpack
+
+    def twice(self: Unpacker, slot: Any, page: Any) -> None:
+        unpack(self, slot, page)
+        page[:] = slot[: page.nbytes]
+
+    patch.setattr(Unpacker, "unpack", twice)
+
+
+def compressed_codes_are_taken_for_codes(patch: pytest.MonkeyPatch) -> None:
+    def as_it_is(self: Spreader, payload: Any, out: Any) -> None:
+        out[: payload.nbytes] = payload
+
+    patch.setattr(Spreader, "decode", as_it_is)
+
+
+BUGS_OF_ENCODED_MEMORY: list[Plant] = [
+    pages_lose_more_than_the_codec_says,
+    a_slot_keeps_what_it_held,
+    a_page_is_unpacked_once_too_often,
+    compressed_codes_are_taken_for_codes,
+]
 
 BUGS_OF_SICK_DISKS: list[Plant] = [
     a_late_slot_is_free_at_once,

@@ -216,7 +216,7 @@ def test_pages_of_an_engine_are_asked_about_too(tmp_path: Path) -> None:
     bench.close()
 
 
-def test_where_a_write_displaces_nothing_cost_writes_everything(tmp_path: Path) -> None:
+def test_as_long_as_nothing_is_known_cost_writes_everything(tmp_path: Path) -> None:
     bench = opened(tmp_path, "cost")
     keys = chain(3)
     write(bench.store, keys)

@@ -14,6 +14,7 @@ from tests.store.machine import HOST, Shape, StoreMachine
 from tests.store.planted import (
     BUGS_IN_MEMORY,
     BUGS_OF_ADMISSION,
+    BUGS_OF_ENCODED_MEMORY,
     BUGS_OF_SECRETS,
     BUGS_OF_SICK_DISKS,
     BUGS_ON_DISK,
@@ -21,6 +22,7 @@ from tests.store.planted import (
 )
 from tests.store.secret_machine import SecretMachine
 from tests.store.sick_machine import SickMachine
+from tests.support import pages
 
 QUIET = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
@@ -65,6 +67,28 @@ class Admitting(AdmittingMachine):
     patience_s = 1.0
 
 
+class Encoded(SecretMachine):
+    """HOST holds pages as int8, the disk as HOST does or compressed as well."""
+
+    shapes: ClassVar[list[Shape]] = [(HOST, None), (HOST, 200), (1, 200), (HOST, 6)]
+    host_more: ClassVar[dict[str, object]] = {"codec": "int8"}
+    patience_s = 1.0
+
+
+class EncodedTwice(Encoded):
+    """The disk compresses what HOST has encoded."""
+
+    nvme_more: ClassVar[dict[str, object]] = {"codec": "int8+zstd"}
+
+
+@pytest.mark.parametrize("machine", [Encoded, EncodedTwice])
+def test_an_encoded_host_keeps_every_promise_to_the_byte_of_pages_that_its_codec_states(
+    machine: type[Encoded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "STEADY", "int8")
+    run_state_machine_as_test(machine, settings=QUIET)
+
+
 @pytest.mark.parametrize("machine", [AdmittingMachine, WorthyMachine])
 def test_whatever_admission_thinks_what_is_asked_for_is_kept(machine: type[AdmittingMachine]) -> None:
     run_state_machine_as_test(machine, settings=QUIET)
@@ -91,12 +115,15 @@ def test_where_nothing_is_planted_nothing_is_found(machine: type[StoreMachine]) 
     + [(plant, OnDisk) for plant in BUGS_ON_DISK]
     + [(plant, Secretly) for plant in BUGS_OF_SECRETS]
     + [(plant, Sickly) for plant in BUGS_OF_SICK_DISKS]
-    + [(plant, Admitting) for plant in BUGS_OF_ADMISSION],
+    + [(plant, Admitting) for plant in BUGS_OF_ADMISSION]
+    + [(plant, EncodedTwice) for plant in BUGS_OF_ENCODED_MEMORY],
 )
 def test_a_planted_bug_is_found(
     plant: Plant, machine: type[StoreMachine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logging.disable(logging.CRITICAL)
+    if issubclass(machine, Encoded):
+        monkeypatch.setattr(pages, "STEADY", "int8")
     plant(monkeypatch)
     try:
         with pytest.raises(BaseException):  # noqa: B017, PT011  whatever the bug breaks

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from hashlib import shake_128
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from tierstore import codecs
 from tierstore.codec import record_nbytes
 from tierstore.config import StoreConfig, load_config
 from tierstore.gpu.pool import GroupedPages
+from tierstore.layout import PageLayout
 from tierstore.lease import Lease
 from tierstore.store import TierStore
 from tierstore.types import DTYPE_NBYTES, LeaseState, PageKey, PageSpec, Tier
@@ -29,12 +33,36 @@ def chain(length: int, name: str = "") -> list[PageKey]:
     return [PageKey(shake_128(f"{name}/{i}".encode()).digest(32) + bytes(4)) for i in range(length)]
 
 
+STEADY: str | None = None
+"""A codec that gives every ``content`` back as it was: then a store that loses something is held to every byte."""
+
+
 def content(key: PageKey, spec: PageSpec = SPEC) -> torch.Tensor:
-    """The page of a key: raw bytes seen as the spec's dtype (compare with ``same``: some are NaN)."""
+    """The page of a key: raw bytes seen as the spec's dtype (compare with ``same``: some are NaN), or ``STEADY``."""
     raw = shake_128(key + spec.fingerprint.encode()).digest(spec.page_nbytes)
+    if STEADY is not None:
+        raw = _steady(raw, spec, STEADY)
     dtype = getattr(torch, spec.dtype)
     assert isinstance(dtype, torch.dtype)
     return torch.frombuffer(bytearray(raw), dtype=dtype).view(spec.shape)
+
+
+@cache
+def _steady(raw: bytes, spec: PageSpec, name: str) -> bytes:
+    """A page of few whole numbers, so that codes can be compressed, encoded and decoded often enough."""
+    layout = PageLayout.of(spec)
+    encoder, decoder = codecs.encoder(name, layout), codecs.decoder(name, layout)
+    assert encoder is not None
+    assert decoder is not None
+    numbers = (np.frombuffer(raw, dtype=np.uint8)[: spec.page_nbytes // 2] % 5).astype(np.float16)
+    assert spec.dtype == "float16"
+    page, payload = numbers.view(np.uint8), np.empty(spec.page_nbytes, dtype=np.uint8)
+    for _ in range(3):
+        length = encoder.encode(page, payload)
+        assert length is not None
+        page = np.empty_like(page)
+        decoder.decode(payload[:length], page)
+    return page.tobytes()
 
 
 def same(page: torch.Tensor, key: PageKey, spec: PageSpec = SPEC) -> bool:
