@@ -11,7 +11,6 @@ import torch
 from tests.support.engine import ENGINES, SLOTS, Engine
 from tests.support.pages import SPEC, chain, content
 from tierstore.gpu.pool import CpuPool, EnginePool
-from tierstore.gpu.routes import worth_going_straight
 from tierstore.gpu.segments import Segments, alignment, in_equal_pieces, of_pool, of_tensors
 from tierstore.layout import PageLayout
 from tierstore.types import PageSpec
@@ -102,26 +101,6 @@ def test_groups_lie_one_after_the_other_in_the_blob() -> None:
     want = [i * first.layer_nbytes for i in range(3)]
     want += [GROUPS.offsets[1] + i * second.layer_nbytes for i in range(2)]
     assert segments.offset.tolist() == want
-
-
-def _evenly(pieces: int, nbytes: int) -> Segments:
-    numbers = np.arange(pieces, dtype=np.int64)
-    return Segments(numbers * 2 * nbytes, numbers * 0 + 1, numbers * nbytes, numbers * 0 + nbytes)
-
-
-@pytest.mark.parametrize(
-    ("segments", "straight"),
-    [
-        (None, False),
-        (_evenly(1, 64), True),
-        (_evenly(32, 256 << 10), True),
-        (_evenly(33, 256 << 10), False),
-        (_evenly(32, 32 << 10), False),
-    ],
-)
-def test_few_large_pieces_are_copied_one_by_one(segments: Segments | None, straight: bool) -> None:
-    spec = PageSpec(num_layers=32, page_size=64, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="m")
-    assert worth_going_straight(segments, PageLayout.of(spec)) is straight
 
 
 @pytest.mark.parametrize("make", ENGINES)

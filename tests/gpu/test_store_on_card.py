@@ -35,8 +35,8 @@ def test_no_sequence_of_calls_breaks_a_promise() -> None:
 @pytest.mark.parametrize(
     ("pin", "copies"),
     [
-        ("auto", "kernel"),
-        ("always", "kernel"),
+        ("auto", "straight or kernel"),
+        ("always", "straight or kernel"),
         ("never", "threads, as host memory"),
     ],
 )
@@ -71,7 +71,13 @@ def test_large_pages_go_by_dma() -> None:
     with TierStore.open(small_tiers(2, 2), LARGE) as store:
         hbm = store.stats()["hbm"]
         assert isinstance(hbm, dict)
-        assert hbm["copies"] == "dma, straight, batch"
+        assert hbm["copies"] == "straight or kernel, batch"
+        write(store, chain(2))
+        assert store.drain(PATIENCE_S)
+        hbm = store.stats()["hbm"]
+        assert isinstance(hbm, dict)
+        assert hbm["batches"]["straight"] > 0
+        assert not hbm["batches"]["kernel"]
 
 
 def test_closing_unlocks_the_memory_so_that_it_can_be_locked_again() -> None:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from tierstore.errors import ConfigError
-from tierstore.gpu import segments
+from tierstore.gpu import paths
+from tierstore.gpu.choosing import Choice
 from tierstore.gpu.copy_engine import CpuCopyEngine
 from tierstore.gpu.cuda_copies import CudaCopyEngine
 from tierstore.gpu.cuda_pool import CudaPool
 from tierstore.gpu.driver import CudaPinner, Driver, DriverError
-from tierstore.gpu.kernels import Kernel
 from tierstore.gpu.layer_groups import LayerGroups
-from tierstore.gpu.paths import through_slabs
 from tierstore.gpu.pool import CpuPool, EnginePool
-from tierstore.gpu.routes import MOST_PIECES, Route, Slab, Straight, worth_going_straight
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,12 +26,10 @@ if TYPE_CHECKING:
     from tierstore.codecs.held import Held
     from tierstore.gpu.copy_engine import CopyEngine
     from tierstore.gpu.pool import EnginePages, OwnPool
+    from tierstore.gpu.routes import Route
     from tierstore.layout import PageLayout
 
 _log = logging.getLogger(__name__)
-
-KERNEL_NBYTES = 128 << 10
-"""Pages up to this size go by the copy kernel, larger ones by DMA."""
 
 
 class Event(Protocol):
@@ -148,6 +143,7 @@ class CudaDevice:
         self._device = torch.device("cuda", _index_of(name))
         self._driver = _driver(self._device.index)
         self._copies = "none"
+        self._batches: dict[str, int] = {}
         self._groups = 1
 
     def available_nbytes(self) -> int | None:
@@ -186,11 +182,11 @@ class CudaDevice:
         streams = (self._driver.stream(self._device.index), self._driver.stream(self._device.index))
         route = self._route(pool, layout, self._driver)
         self._groups = 1 if route.layers is None else len(route.layers)
-        side = route.side if isinstance(route, Slab) else ()
         for tensor in _tensors(pool):
-            for stream in (*streams, *side):
+            for stream in (*streams, *route.streams):
                 tensor.record_stream(stream)  # should the store be dropped with copies on their way
-        self._copies = "kernel" if isinstance(route, Kernel) else f"dma, {route.name}, {self._driver.call}"
+        self._copies = f"{route.name}, {self._driver.call}"
+        self._batches = route.batches if isinstance(route, Choice) else {}
         return CudaCopyEngine(route, host, layout.page_nbytes, streams, threads, wake=wake)
 
     def last_use(self, after: Event | None) -> Event | None:
@@ -211,22 +207,14 @@ class CudaDevice:
             "name": torch.cuda.get_device_name(self._device),
             "copies": self._copies,
             "layer_groups": self._groups,
+            "batches": dict(self._batches),
         }
 
     def _route(self, pool: OwnPool | EnginePool, layout: PageLayout, driver: Driver) -> Route:
         if isinstance(pool, CudaPool):
-            if layout.blob_nbytes <= KERNEL_NBYTES and Kernel.suits(pool.segments):
-                with suppress(ImportError):  # cupy comes with the extra "gpu"; DMA does without it
-                    return Kernel(pool.segments, self._device)
-            layers = LayerGroups.of(layout)
-            return Straight(pool.segments, driver, layers, pool.groups(layers))
+            return paths.of_own(pool, layout, driver, self._device)
         assert isinstance(pool, EnginePool)
-        found = segments.of_tensors(pool.layers, layout, MOST_PIECES)
-        if found is not None and worth_going_straight(found, layout):
-            layers = LayerGroups.of(layout)
-            groups = segments.groups_of_tensors(pool.layers, layout, layers, MOST_PIECES)
-            return Straight(found, driver, layers, groups)
-        return through_slabs(pool.layers, layout, driver, self._device)
+        return paths.of_engine(pool.layers, layout, driver, self._device)
 
 
 def open_device(name: str) -> HbmDevice:

@@ -6,20 +6,61 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from tierstore.gpu import segments
-from tierstore.gpu.kernels import NEAR, Pieces
-from tierstore.gpu.routes import ByLayers, ByPieces, Slab
+from tierstore.gpu.calibration import rates_of
+from tierstore.gpu.choosing import Choice, Option
+from tierstore.gpu.kernels import NEAR, Kernel, Pieces
+from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu.rates import SIZES
+from tierstore.gpu.routes import ByLayers, ByPieces, Slab, Straight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
+    from tierstore.gpu.cuda_pool import CudaPool
     from tierstore.gpu.driver import Driver
-    from tierstore.gpu.routes import Spreading
+    from tierstore.gpu.routes import Route
+    from tierstore.gpu.segments import Segments
     from tierstore.layout import PageLayout
 
 _MOST_LISTED = 1 << 16
 """Pieces of a page that are still written down one by one."""
+
+_MOST_PIECES = 128
+"""Pieces of a page that the driver may be asked to copy one by one."""
+
+_SPREAD_S = 50e-6
+"""Spreading the last slab, which nothing hides."""
+
+_LAUNCH_S = 10e-6
+"""A launch of torch's, where it takes one or two a layer."""
+
+
+def of_own(pool: CudaPool, layout: PageLayout, driver: Driver, device: torch.device) -> Route:
+    """For slots of our own: by DMA, or by the kernel where pages are so small that it may be faster."""
+    layers = LayerGroups.of(layout)
+    straight = Straight(pool.segments, driver, layers, pool.groups(layers))
+    if layout.blob_nbytes > SIZES[-1] or not Kernel.suits(pool.segments):
+        return straight
+    options = [Option(straight, "dma", 1, layout.blob_nbytes)]
+    with suppress(ImportError):  # cupy comes with the extra "gpu"; DMA does without it
+        options.append(Option(Kernel(pool.segments, device), "kernel", 1, layout.blob_nbytes))
+    return Choice(options, rates_of(driver, device)) if len(options) > 1 else straight
+
+
+def of_engine(
+    layers: Sequence[Sequence[torch.Tensor]], layout: PageLayout, driver: Driver, device: torch.device
+) -> Route:
+    """For an engine's tensors: piece by piece, by DMA or by the kernel, or as whole pages through slabs."""
+    found = segments.of_tensors(layers, layout, _MOST_LISTED)
+    options = [] if found is None else _piece_by_piece(layers, found, layout, driver, device)
+    if found is not None and len(found) == 1 and layout.blob_nbytes > SIZES[-1]:
+        return options[0].route
+    slab = through_slabs(layers, layout, driver, device)
+    last = _SPREAD_S if slab.one_launch else 2 * _LAUNCH_S * sum(len(group) for group in layers)
+    options.append(Option(slab, "dma", 1, layout.blob_nbytes, last))
+    return Choice(options, rates_of(driver, device), slab.side[0])
 
 
 def through_slabs(
@@ -27,19 +68,39 @@ def through_slabs(
 ) -> Slab:
     """Whole pages to and from an engine's layers; by one kernel, or by torch's where it cannot or cupy is missing."""
     side = (driver.stream(device.index), driver.stream(device.index))
-    slab = Slab(_spreading(layers, layout, device), layout, driver, device, side)
+    spreading = _by_pieces(layers, layout, device) or ByLayers(layers, layout)
+    slab = Slab(spreading, layout, driver, device, side)
     for tensor in slab.memory:
         for stream in side:
             tensor.record_stream(stream)  # should the store be dropped with copies on their way
     return slab
 
 
-def _spreading(
+def _piece_by_piece(
+    layers: Sequence[Sequence[torch.Tensor]],
+    found: Segments,
+    layout: PageLayout,
+    driver: Driver,
+    device: torch.device,
+) -> list[Option]:
+    number, nbytes = len(found), layout.blob_nbytes // len(found)
+    options = []
+    if number <= _MOST_PIECES:
+        by_layers = LayerGroups.of(layout)
+        groups = segments.groups_of_tensors(layers, layout, by_layers, _MOST_PIECES)
+        options.append(Option(Straight(found, driver, by_layers, groups), "dma", number, nbytes))
+    if Kernel.suits(found):
+        with suppress(ImportError):
+            options.append(Option(Kernel(found, device), "kernel", number, nbytes))
+    return options
+
+
+def _by_pieces(
     layers: Sequence[Sequence[torch.Tensor]], layout: PageLayout, device: torch.device
-) -> Spreading:
+) -> ByPieces | None:
     found = segments.of_tensors(layers, layout, _MOST_LISTED)
     if found is not None and Pieces.suits(found):
-        with suppress(ImportError):  # cupy comes with the extra "gpu"
+        with suppress(ImportError):
             inward, outward = (Pieces(found, device, NEAR) for _ in "io")
             return ByPieces(inward, outward, layout)
-    return ByLayers(layers, layout)
+    return None

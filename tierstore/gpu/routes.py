@@ -25,12 +25,6 @@ if TYPE_CHECKING:
     from tierstore.gpu.segments import Segments
     from tierstore.layout import PageLayout
 
-MOST_PIECES = 32
-"""Pieces of a page that are still copied one by one."""
-
-SMALLEST_PIECE = 128 << 10
-"""Bytes below which a piece is not worth a copy of its own, unless the whole page is smaller."""
-
 _SLAB_NBYTES = 32 << 20
 _SLABS = 2
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -51,16 +45,21 @@ class PieceMover(Protocol):
 class Route(Protocol):
     """Queues copies of pages. ``slots``: in device memory; ``host``: addresses of the pages' slots in memory.
 
-    ``pieces``: copies that the driver is asked for, for each page. ``layers``: how ``load_group`` cuts pages; None:
-    loads go whole. ``loads_end_on``: the stream of a load's last work; None: the one that it is given.
+    What is given back is an entry a page, not 0 once the copies have ended where the page did not arrive as its form is
+    wrong; None: none can fail so. ``pieces``: copies that the driver is asked for, for each page. ``layers``: how
+    ``load_group`` cuts pages; None: loads go whole. ``loads_end_on``: the stream of a load's last work; None: the one
+    that it is given. ``streams``: those that it uses besides.
     """
 
     name: str
     pieces: int
     layers: LayerGroups | None
     loads_end_on: torch.cuda.Stream | None
+    streams: Sequence[torch.cuda.Stream]
 
-    def load(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
+    def load(
+        self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
+    ) -> NDArray[np.int32] | None:
         """Host to device."""
         ...
 
@@ -70,7 +69,9 @@ class Route(Protocol):
         """One group of ``layers``, host to device."""
         ...
 
-    def save(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
+    def save(
+        self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
+    ) -> NDArray[np.int32] | None:
         """Device to host."""
         ...
 
@@ -81,6 +82,7 @@ class WholePages:
     pieces = 1
     layers: LayerGroups | None = None
     loads_end_on: torch.cuda.Stream | None = None
+    streams: Sequence[torch.cuda.Stream] = ()
 
     def load_group(
         self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
@@ -94,6 +96,7 @@ class Straight:
 
     name = "straight"
     loads_end_on: torch.cuda.Stream | None = None
+    streams: Sequence[torch.cuda.Stream] = ()
 
     def __init__(
         self,
@@ -228,13 +231,15 @@ class Slab(WholePages):
         device: torch.device,
         side: tuple[torch.cuda.Stream, torch.cuda.Stream],
     ) -> None:
+        self.one_launch = isinstance(spreading, ByPieces)
+        """A slab is spread by one, or by one a layer."""
         self._spreading = spreading
         self._driver = driver
         self._length = layout.blob_nbytes
         self._stride = layout.slot_nbytes
         self._pages = max(1, _SLAB_NBYTES // layout.slot_nbytes)
         self._up, self._down = (_Slabs(self._pages * self._stride, device) for _ in "ud")
-        self.side = side
+        self.side = self.streams = side
         self.loads_end_on = self._spreads_on = side[0]
         self._gathers_on = side[1]
 
@@ -282,14 +287,6 @@ def _addresses(slab: torch.Tensor, pages: int, stride: int) -> NDArray[np.int64]
 def _uploaded(slots: NDArray[np.int64], device: torch.device) -> torch.Tensor:
     # Pinned by torch, which gives the memory to nobody else before this stream has read it.
     return torch.from_numpy(slots).pin_memory().to(device, non_blocking=True)
-
-
-def worth_going_straight(segments: Segments | None, layout: PageLayout) -> bool:
-    """Whether the pieces of a page are few and large enough to be copied one by one."""
-    return segments is not None and (
-        len(segments) == 1
-        or (len(segments) <= MOST_PIECES and segments.smallest >= min(SMALLEST_PIECE, layout.blob_nbytes))
-    )
 
 
 def _as_integers(layer: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,164 @@
+"""Which way a batch takes: what was measured decides, for each batch anew."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tierstore.gpu.choosing import Choice, Option
+from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu.rates import Direction, Way, measured
+from tierstore.gpu.routes import WholePages
+from tierstore.layout import PageLayout
+from tierstore.types import PageSpec
+
+SPEC = PageSpec(num_layers=4, page_size=1, num_kv_heads=1, head_dim=256, dtype="uint8", model="m")
+LAYERS = LayerGroups.of(PageLayout.of(SPEC), 4, 1)
+STREAM = cast("torch.cuda.Stream", "the lane's")
+
+
+def link(way: Way, direction: Direction, nbytes: int, pieces: int) -> float:
+    """DMA: a microsecond a piece, or 50 bytes in a nanosecond. The kernel: 30 us, then 45 bytes; down a tenth less."""
+    if way == "dma":
+        return 20e-6 + pieces * max(1e-6, nbytes / 50e9)
+    return 30e-6 + pieces * nbytes / (45e9 if direction == "up" else 40e9)
+
+
+RATES = measured(["dma", "kernel"], link)
+
+
+@pytest.mark.parametrize("way", ["dma", "kernel"])
+@pytest.mark.parametrize("direction", ["up", "down"])
+@given(
+    nbytes=st.sampled_from([4 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20]), pieces=st.integers(1, 4096)
+)
+def test_sizes_that_were_measured_and_larger_ones_are_told_right(
+    way: Way, direction: Direction, nbytes: int, pieces: int
+) -> None:
+    want = link(way, direction, nbytes, pieces)
+    assert RATES.seconds(way, direction, nbytes, pieces) == pytest.approx(want, rel=1e-6)
+
+
+@given(st.integers(1, 1 << 22), st.integers(1, 1000))
+def test_more_and_larger_pieces_never_take_less(nbytes: int, pieces: int) -> None:
+    seconds = RATES.seconds("dma", "up", nbytes, pieces)
+    assert RATES.seconds("dma", "up", nbytes, pieces + 1) >= seconds
+    assert RATES.seconds("dma", "up", nbytes + 1, pieces) >= seconds * (1 - 1e-9)
+
+
+def test_a_clock_that_jumps_gives_no_negative_costs() -> None:
+    odd = measured(["dma"], lambda way, direction, nbytes, pieces: 1e-3 if pieces == 8 else 5e-4)
+    assert odd.seconds("dma", "down", 4096, 1) > 0
+    assert odd.seconds("dma", "down", 4096, 9) > odd.seconds("dma", "down", 4096, 1)
+    assert odd.seconds("kernel", "down", 4096, 1) == inf, "it was not measured"
+
+
+def test_rates_are_shown_in_gigabytes_a_second() -> None:
+    shown = RATES.plain()
+    assert set(shown) == {"dma up", "dma down", "kernel up", "kernel down"}
+    assert shown["dma up"] == {4096: 4.1, 32768: 32.77, 131072: 50.0, 524288: 50.0}
+    assert shown["kernel down"][4096] == 40.0
+
+
+class Noted(WholePages):
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls: list[str] = []
+
+    def load(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: Any) -> None:
+        self.calls.append(f"load {len(slots)} on {stream}")
+
+    def load_group(self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: Any) -> None:
+        self.calls.append(f"group {group} of {len(slots)}")
+
+    def save(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: Any) -> NDArray[np.int32]:
+        self.calls.append(f"save {len(slots)}")
+        return np.zeros(len(slots), dtype=np.int32)
+
+
+def slots(number: int) -> NDArray[np.int64]:
+    return np.arange(number, dtype=np.int64)
+
+
+def test_each_batch_takes_the_way_that_ends_first() -> None:
+    dma, kernel = Noted("straight"), Noted("kernel")
+    options = [Option(dma, "dma", 1, 4096), Option(kernel, "kernel", 1, 4096)]
+    choice = Choice(options, RATES)
+    choice.load(slots(2), slots(2), STREAM)
+    choice.load(slots(500), slots(500), STREAM)
+    flags = choice.save(slots(500), slots(500), STREAM)
+    assert flags is not None
+    assert len(flags) == 500
+    assert dma.calls == ["load 2 on the lane's"]
+    assert kernel.calls == ["load 500 on the lane's", "save 500"]
+    assert choice.batches == {"straight": 1, "kernel": 2}
+    assert choice.name == "straight or kernel"
+    assert choice.layers is None
+    assert choice.loads_end_on is None
+
+
+@pytest.mark.parametrize(
+    ("piece_nbytes", "taken"),
+    [(4 << 10, "kernel"), (32 << 10, "kernel"), (64 << 10, "dma"), (512 << 10, "dma")],
+)
+def test_a_kernel_must_be_faster_by_a_tenth(piece_nbytes: int, taken: str) -> None:
+    routes = {"dma": Noted("dma"), "kernel": Noted("kernel")}
+    ways: list[Way] = ["dma", "kernel"]
+    choice = Choice([Option(routes[way], way, 1, piece_nbytes) for way in ways], RATES)
+    choice.load(slots(500), slots(500), STREAM)
+    assert [name for name, route in routes.items() if route.calls] == [taken]
+
+
+def test_many_pieces_of_a_page_and_what_comes_on_top_count() -> None:
+    pieces, slab = Noted("straight"), Noted("slab")
+    options = [Option(pieces, "dma", 64, 32 << 10), Option(slab, "dma", 1, 2 << 20, extra_s=50e-6)]
+    choice = Choice(options, RATES)
+    choice.load(slots(1), slots(1), STREAM)
+    choice.load(slots(32), slots(32), STREAM)
+    assert (pieces.calls, slab.calls) == (["load 1 on the lane's"], ["load 32 on the lane's"])
+
+
+class Side:
+    """A stream that notes what it waits for."""
+
+    def __init__(self) -> None:
+        self.waits: list[object] = []
+
+    def wait_event(self, event: object) -> None:
+        self.waits.append(event)
+
+
+class Joint:
+    def __init__(self) -> None:
+        self.on: list[object] = []
+
+    def record(self, stream: object) -> None:
+        self.on.append(stream)
+
+
+def test_loads_end_on_one_stream_whichever_way_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Joint)
+    side = Side()
+    straight, slab = Noted("straight"), Noted("slab")
+    straight.layers = LAYERS
+    slab.loads_end_on = cast("torch.cuda.Stream", side)
+    options = [Option(straight, "dma", 64, 32 << 10), Option(slab, "dma", 1, 2 << 20, extra_s=50e-6)]
+    choice = Choice(options, RATES, slab.loads_end_on)
+    choice.load(slots(32), slots(32), STREAM)
+    assert slab.calls
+    assert not side.waits, "it ends there by itself"
+    choice.load(slots(1), slots(1), STREAM)
+    choice.load_group(2, slots(3), slots(3), STREAM)
+    assert straight.calls == ["load 1 on the lane's", "group 2 of 3"]
+    assert choice.layers is LAYERS
+    [first, second] = side.waits
+    assert isinstance(first, Joint)
+    assert first is second
+    assert first.on == [STREAM, STREAM], "recorded before each wait"
