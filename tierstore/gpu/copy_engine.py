@@ -66,8 +66,8 @@ class CopyEngine(Protocol):
 class CpuCopyEngine:
     """One thread a direction, first in first out. ``wake`` is called after each ack, from that thread.
 
-    ``held``: how host memory holds pages; None: as they are. Each thread encodes or decodes for itself. ``layers``: pages
-    that host memory holds as they are go up by these groups; None: whole.
+    ``held``: how host memory holds pages; None: as they are. Each thread encodes or decodes for itself. ``layers``:
+    pages that host memory holds as they are go up by these groups; None: whole.
     """
 
     def __init__(

@@ -138,12 +138,7 @@ class CudaCopyEngine:
     def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
         """How far the loads of this layer into these HBM slots are. Any thread."""
         with self._turn:
-            lane = self._lanes[Tier.HBM]
-            ours: list[int] = []
-            others: list[int] = []
-            for slot in slots:
-                (ours if lane.knows(slot) else others).append(slot)
-            here = lane.arriving(ours, layer) if ours else HERE
+            here, others = self._lanes[Tier.HBM].arriving(set(slots), layer)
         there = self._unpinned.arriving(others, layer) if others else HERE
         if not (here.submitted and there.submitted):
             return NOT_YET

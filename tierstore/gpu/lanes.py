@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from tierstore.gpu.waves import Waves
 from tierstore.types import Ack, Failure, Tier, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     import torch
     from numpy.typing import NDArray
@@ -48,7 +49,7 @@ class TimedEvent(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Job:
     """A transfer and how far it is. ``flights``: what carries each layer group launched so far."""
 
@@ -68,6 +69,11 @@ class Job:
         """Nothing of it launched."""
         src, dst = (np.fromiter(s, np.int64, len(s)) for s in (transfer.src_slots, transfer.dst_slots))
         return cls(transfer, dst, src) if transfer.dst == Tier.HBM else cls(transfer, src, dst)
+
+    @cached_property
+    def into(self) -> frozenset[int]:
+        """The slots it writes."""
+        return frozenset(self.transfer.dst_slots)
 
     @property
     def pages(self) -> int:
@@ -121,6 +127,7 @@ class Lane:
         self._waves: Waves[Job] = Waves(self._groups)
         self._flying: deque[Flight] = deque()
         self._loading: dict[int, Job] = {}
+        """Jobs to HBM that have not come to their end, by transfer."""
         self._spare: list[TimedEvent] = []
         self._number = 0
 
@@ -138,7 +145,7 @@ class Lane:
         """Its memory is page-locked: it may be launched in its turn."""
         self._waves.add(job, job.pages * self._page_nbytes // self._groups)
         if job.transfer.dst == Tier.HBM:
-            self._loading.update(dict.fromkeys(job.transfer.dst_slots, job))
+            self._loading[job.transfer.id] = job
 
     def take(self, most_nbytes: int) -> Flight:
         """What is to be launched next, about so many bytes."""
@@ -218,24 +225,24 @@ class Lane:
         """Whether nothing launched is still running; it stays for ``land``."""
         return not self.launching and all(_happened(flight.ended) for flight in self._flying)
 
-    def knows(self, slot: int) -> bool:
-        """Whether the slot is being loaded from here."""
-        return slot in self._loading
-
-    def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
-        """How far this layer of slots that it knows is."""
+    def arriving(self, slots: set[int], layer: int) -> tuple[Arriving, set[int]]:
+        """How far this layer of those of the slots is that are loaded from here; and the other slots."""
         group = 0 if self._layers is None else self._layers.holding(layer)
         last: Flight | None = None
-        for job in {id(job): job for job in map(self._loading.__getitem__, slots)}.values():
+        left = set(slots)
+        for job in self._loading.values():
+            if left.isdisjoint(job.into):
+                continue
+            left -= job.into
             if job.failure is not None or len(job.flights) <= group:
-                return NOT_YET
+                return NOT_YET, left
             flight = job.flights[group]
             if not flight.landed and (last is None or flight.number > last.number):
                 last = flight
         if last is None:
-            return HERE
+            return HERE, left
         last.lent = True
-        return Arriving(True, last.ended)
+        return Arriving(True, last.ended), left
 
     def _flight(self, jobs: list[Job], group: int | None) -> Flight:
         nbytes = sum(job.pages for job in jobs) * self._page_nbytes
@@ -263,9 +270,7 @@ class Lane:
         self._waves.remove(job)
 
     def _forget(self, job: Job) -> None:
-        for slot in job.transfer.dst_slots if job.transfer.dst == Tier.HBM else ():
-            if self._loading.get(slot) is job:
-                del self._loading[slot]
+        self._loading.pop(job.transfer.id, None)
 
 
 def ack_of(job: Job, page_nbytes: int) -> Ack:
