@@ -54,14 +54,17 @@ class Admitting:
 
     # -- what happens to pages ----------------------------------------------------------------------------------
 
-    def put(self, key: PageKey, parent: PageKey | None) -> None:
-        """A page that no tier holds, and that may be stored, is about to get its first copy, after ``parent``."""
+    def put(self, key: PageKey, parent: PageKey | None, following: int = 0) -> None:
+        """A page that no tier holds, and that may be stored, is about to get its first copy, after ``parent``.
+
+        ``following``: pages that come after it at once.
+        """
         history, record, again = self._history, None, False
         if history is not None:
-            record, again = history.put(key, parent)
+            record, again = history.put(key, parent, following)
         if self._nvme is None:
             return
-        if not (self._admission.put(record, self._pressure(), again=again) and self._afford(key, parent)):
+        if not (self._admission.put(record, self._gone(), again=again) and self._afford(key, parent)):
             self._memory_only.refuse(key)
 
     def hit(self, key: PageKey, source: Tier) -> None:
@@ -71,7 +74,7 @@ class Admitting:
             record = self._history.hit(key, below=source == Tier.NVME)
         if self._nvme is None or key not in self._memory_only.refused:
             return
-        if self._admission.hit(record, self._pressure()) and self._afford(
+        if self._admission.hit(record, self._gone()) and self._afford(
             key, self._residency.lineage.parent(key)
         ):
             self._memory_only.permit(key)
@@ -90,6 +93,7 @@ class Admitting:
         """A record of so many bytes was written."""
         self._promised.pop(key, None)
         self.budget.spend(nbytes, now)
+        self._admission.wrote()
 
     def stats(self) -> dict[str, int | None]:
         """Pages that wait in memory for a reason to be written, and the budget: bytes written in the last 24 hours,
@@ -103,14 +107,10 @@ class Admitting:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _pressure(self) -> float:
-        """How dear a write is, in mean worths: one where it costs another page its place, and ever dearer as the day's
-        budget goes."""
-        assert self._nvme is not None
-        full = not self._nvme.has_space(self._record_nbytes)
+    def _gone(self) -> float:
+        """How much of the day's budget is used up or promised, 0 to 1."""
         daily = self.budget.daily_nbytes
-        gone = 0.0 if daily is None else min(1.0, self._committed() / daily)
-        return (full + gone) / (1 - gone) if gone < 1 else float("inf")
+        return 0.0 if daily is None else min(1.0, self._committed() / daily)
 
     def _committed(self) -> int:
         return self.budget.spent(self._now) + len(self._promised) * self._record_nbytes

@@ -153,7 +153,7 @@ class Directory:
         parent = parent or last_key(lease)
         if not memory_only and parent is not None:
             self.residency.memory_only.permit_named(parent)
-        for key, slot in zip(keys, slots, strict=True):
+        for following, key, slot in zip(range(len(keys) - 1, -1, -1), keys, slots, strict=True):
             if not self._may_put(key, parent, lease):
                 break
             if table.ready(key):
@@ -162,7 +162,7 @@ class Directory:
                 if not memory_only:
                     self.admitting.hit(key, Tier.HBM)
             else:
-                self._seal(key, slot, parent, written=written, memory_only=memory_only)
+                self._seal(key, slot, parent, following, written=written, memory_only=memory_only)
                 if lease is not None and lease.inexact:
                     self.residency.exactness.doubt(key)
             if not memory_only:
@@ -289,7 +289,14 @@ class Directory:
         return len(hbm.free) + self.residency.unpinned(Tier.HBM) - len(hbm.dirty) >= n
 
     def _seal(
-        self, key: PageKey, slot: int, parent: PageKey | None, *, written: bool, memory_only: bool
+        self,
+        key: PageKey,
+        slot: int,
+        parent: PageKey | None,
+        following: int,
+        *,
+        written: bool,
+        memory_only: bool,
     ) -> None:
         table = self.residency.tables[Tier.HBM]
         copy = table.copies.get(key)
@@ -298,7 +305,7 @@ class Directory:
         if not memory_only and source is not None:
             self.admitting.hit(key, source)
         elif not memory_only and not self.residency.held(key):
-            self.admitting.put(key, parent)
+            self.admitting.put(key, parent, following)
         self.residency.adopt(key, Tier.HBM, slot, parent, memory_only=memory_only)
         if old_slot is not None and old_slot in self.loads.by_slot:
             self.leasing.moved(self.loads.cancel(old_slot), slot)

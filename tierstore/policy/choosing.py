@@ -74,5 +74,5 @@ _ORDERS: dict[str, Callable[[Known, int], Fifo]] = {
 _ADMISSIONS: dict[str, Callable[[Known], Admission]] = {
     "all": lambda known: All(),
     "second_hit": lambda known: SecondHit(),
-    "cost": lambda known: Cost(known.history, known.doubling_depth),
+    "cost": lambda known: Cost(known.history),
 }

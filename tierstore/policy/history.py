@@ -2,6 +2,10 @@
 
 A record is a few small numbers of one page. Bounded: the page that was asked for longest ago is forgotten first. Its
 clock counts pages asked for: ages are in pages, as capacities are.
+
+Pages put one after another by one request are a run. How a run began says much of whether it is asked for again: after
+the last page of a chat (it went on), after a page that a few others follow (it was left for another way), or after
+none or one that many follow (a new chat after a shared beginning). So does its length.
 """
 
 from __future__ import annotations
@@ -12,24 +16,60 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from tierstore.types import PageKey
 
-MOST_USES = 255
-MOST_TURNS = 255
+_MOST = 255
+_SHARED = 16
+"""What so many pages follow is a shared beginning."""
 
 
 class Record:
-    """``uses``: how often the page was asked for after its first put. ``depth``: pages before it. ``last``: when.
+    """What is known of one page. Counts end at 255, but for ``depth``, ``place`` and ``span``.
 
+    ``uses``: how often it was asked for after its first put. ``last``: when. ``depth``: pages before it.
     ``turn``: how often a request went on from pages of an earlier one to reach it: the turn of a chat.
+    ``followers``: pages first put after it.
+
+    Of its run: ``steps``, how often in a row runs before it went on from where one had ended, 0 if this one did not;
+    ``branch``, whether it began after a page that a few others follow; ``place`` in it, from 1; ``span``, its length as
+    far as it was known when the page was put; ``lot``, a number of 0 to 1 that is the run's own.
     """
 
-    __slots__ = ("depth", "key", "last", "turn", "uses")
+    __slots__ = (
+        "branch",
+        "depth",
+        "followers",
+        "key",
+        "last",
+        "lot",
+        "place",
+        "span",
+        "steps",
+        "turn",
+        "uses",
+    )
 
-    def __init__(self, key: PageKey, turn: int, depth: int) -> None:
+    def __init__(self, key: PageKey, before: Record | None, following: int = 0) -> None:
         self.key = key
-        self.turn = turn
-        self.depth = depth
-        self.uses = 0
-        self.last = 0
+        self.uses = self.last = self.followers = 0
+        self.turn = self.depth = self.steps = 0
+        self.branch, self.place = False, 1
+        self.lot = -1.0
+        if before is not None:
+            self._come_after(before)
+        if self.lot < 0:
+            self.lot = int.from_bytes(key[:4]) / (1 << 32)
+        self.span = self.place + following
+
+    def _come_after(self, before: Record) -> None:
+        self.depth = before.depth + 1
+        self.turn = min(before.turn + (before.uses > 0), _MOST)
+        if before.followers:
+            self.branch = before.followers < _SHARED
+        elif before.uses:
+            self.steps = min(before.steps + 1, _MOST)
+        else:
+            self.steps, self.branch, self.lot = before.steps, before.branch, before.lot
+            self.place = before.place + 1
+        before.followers = min(before.followers + 1, _MOST)
 
 
 class Watcher(Protocol):
@@ -68,18 +108,17 @@ class History:
         """The page's record, if it is remembered. Changes nothing."""
         return self._records.get(key)
 
-    def put(self, key: PageKey, parent: PageKey | None) -> tuple[Record, bool]:
-        """A page that no tier holds was put after ``parent``; its record, and whether it was remembered."""
+    def put(self, key: PageKey, parent: PageKey | None, following: int = 0) -> tuple[Record, bool]:
+        """A page that no tier holds was put after ``parent``; its record, and whether it was remembered.
+
+        ``following``: pages that are put after it at once.
+        """
         record = self.get(key)
         if record is not None:
             self._again(record, below=True)
             return record, True
         before = None if parent is None else self.get(parent)
-        turn = depth = 0
-        if before is not None:
-            turn = min(before.turn + 1 if before.uses else before.turn, MOST_TURNS)
-            depth = before.depth + 1
-        record = self._records[key] = Record(key, turn, depth)
+        record = self._records[key] = Record(key, before, following)
         self._begin(record)
         if len(self._records) > self.limit:
             _, oldest = self._records.popitem(last=False)
@@ -97,7 +136,7 @@ class History:
     def _again(self, record: Record, *, below: bool) -> None:
         for watcher in self.watchers:
             watcher.asked(record, self.now, below=below)
-        record.uses = min(record.uses + 1, MOST_USES)
+        record.uses = min(record.uses + 1, _MOST)
         self._records.move_to_end(record.key)
         self._begin(record)
 
