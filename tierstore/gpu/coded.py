@@ -63,7 +63,7 @@ class Coded(WholePages):
         self._coder = coder
         self._up, self._carry_up = up
         self._down, self._carry_down = down
-        self.side = side
+        self.streams = side
         self.loads_end_on = self._decodes_on = side[0]
         self._encodes_on = side[1]
 

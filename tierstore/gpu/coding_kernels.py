@@ -12,6 +12,8 @@ after ``words``. A payload starts every ``PAYLOAD`` bytes of ``halves`` and ``co
 
 from __future__ import annotations
 
+from subprocess import CalledProcessError
+
 import triton
 import triton.language as tl
 
@@ -34,6 +36,9 @@ from tierstore.gpu.coding_numbers import (
     value_of,
     widened,
 )
+
+REFUSALS = (triton.TritonError, CalledProcessError, OSError, RuntimeError)
+"""What Triton raises where it cannot compile: for a card it does not know, or without a compiler of C."""
 
 _FINITE = tl.constexpr(0x7FFFFFFF)
 

@@ -10,6 +10,7 @@ import torch
 from tierstore.errors import ConfigError
 from tierstore.gpu import paths
 from tierstore.gpu.choosing import Choice
+from tierstore.gpu.coded_path import coded
 from tierstore.gpu.copy_engine import CpuCopyEngine
 from tierstore.gpu.cuda_copies import CudaCopyEngine
 from tierstore.gpu.cuda_pool import CudaPool
@@ -169,18 +170,20 @@ class CudaDevice:
     def open_copies(
         self, pool: OwnPool | EnginePool, host: Host, layout: PageLayout, wake: Callable[[], None]
     ) -> CopyEngine:
-        """DMA where the host slots are page-locked and the driver can be called, threads elsewhere."""
+        """DMA where the host slots are page-locked and the driver can be called, threads elsewhere.
+
+        Pages that host memory holds encoded are coded on the card, by the threads where it cannot.
+        """
         threads = CpuCopyEngine(pool, host, layout.page_nbytes, wake, host.held, _finest(layout))
-        pinned = (host.pinning or host.pinned_slots > 0) and not host.held.encoded
-        if self._driver is None or not pinned:
-            self._copies = "threads, as host memory is not page-locked"
-            if host.held.encoded:
-                self._copies = "threads, as host memory holds pages encoded"
-            if self._driver is None:
-                self._copies = "threads, as cuda-bindings is missing"
+        if self._driver is None or not (host.pinning or host.pinned_slots > 0):
+            missing = "cuda-bindings is missing" if self._driver is None else "host memory is not page-locked"
+            self._copies = f"threads, as {missing}"
+            return threads
+        route = self._route(pool, host.held, self._driver)
+        if isinstance(route, str):
+            self._copies = f"threads, as {route}"
             return threads
         streams = (self._driver.stream(self._device.index), self._driver.stream(self._device.index))
-        route = self._route(pool, layout, self._driver)
         self._groups = 1 if route.layers is None else len(route.layers)
         for tensor in _tensors(pool):
             for stream in (*streams, *route.streams):
@@ -210,11 +213,14 @@ class CudaDevice:
             "batches": dict(self._batches),
         }
 
-    def _route(self, pool: OwnPool | EnginePool, layout: PageLayout, driver: Driver) -> Route:
+    def _route(self, pool: OwnPool | EnginePool, held: Held, driver: Driver) -> Route | str:
+        """Or why there is none."""
+        if held.encoded:
+            return coded(pool, held, driver, self._device)
         if isinstance(pool, CudaPool):
-            return paths.of_own(pool, layout, driver, self._device)
+            return paths.of_own(pool, held.layout, driver, self._device)
         assert isinstance(pool, EnginePool)
-        return paths.of_engine(pool.layers, layout, driver, self._device)
+        return paths.of_engine(pool.layers, held.layout, driver, self._device)
 
 
 def open_device(name: str) -> HbmDevice:

@@ -1,0 +1,93 @@
+"""The way to host memory that holds pages encoded, built where the card can code."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tierstore.codecs import LOSSY
+from tierstore.gpu import lots
+from tierstore.gpu.calibration import rates_of
+from tierstore.gpu.choosing import Choice, Option
+from tierstore.gpu.coded import Coded, PayloadSlabs
+from tierstore.gpu.coding import Call, Coder
+from tierstore.gpu.cuda_pool import CudaPool
+from tierstore.gpu.kernels import Kernel
+from tierstore.gpu.pool import EnginePool
+from tierstore.gpu.rates import SIZES
+from tierstore.gpu.routes import Straight
+from tierstore.gpu.segments import Segments
+
+if TYPE_CHECKING:
+    from tierstore.codecs.held import Held
+    from tierstore.gpu.driver import Driver
+    from tierstore.gpu.lots import Lot
+    from tierstore.gpu.pool import OwnPool
+    from tierstore.gpu.routes import Route
+
+_log = logging.getLogger(__name__)
+
+
+def coded(pool: OwnPool | EnginePool, held: Held, driver: Driver, device: torch.device) -> Coded | str:
+    """Between these slots and host slots of ``held``. Compiles, seconds the first time on a machine.
+
+    Else why not, after a warning: pages are then coded by the CPU, far below the speed of the link.
+    """
+    coder = _coder(pool, held, device)
+    if isinstance(coder, str):
+        _log.warning("host.codec %s: the CPU codes pages, and copies are slow: %s", held.codec, coder)
+        return coder
+    side = (driver.stream(device.index), driver.stream(device.index))
+    up, down = (PayloadSlabs(held.slot_nbytes, device) for _ in "ud")
+    for slabs in (up, down):
+        for stream in side:
+            slabs.memory.record_stream(stream)  # should the store be dropped with copies on their way
+    carry_up, carry_down = (_carrier(slabs, held.slot_nbytes, driver, device) for slabs in (up, down))
+    torch.cuda.current_stream(device).synchronize()  # zeros are there before another stream looks
+    return Coded(f"{held.codec} on the card", coder, (up, carry_up), (down, carry_down), side)
+
+
+def _coder(pool: OwnPool | EnginePool, held: Held, device: torch.device) -> Coder | str:
+    try:
+        from tierstore.gpu import coding_kernels
+    except ImportError:
+        return "triton is missing"
+    own = pool.bytes if isinstance(pool, CudaPool) else None
+    if own is not None:
+        found: tuple[Lot, ...] | None = lots.of_pool(own, held.layout)
+    else:
+        assert isinstance(pool, EnginePool)
+        found = lots.of_tensors(pool.layers)
+    if found is None:
+        return "the layers of the engine differ in strides"
+    coder = Coder(LOSSY[held.codec], held.layout, found, own, held.slot_nbytes, coding_kernels)
+    try:
+        with torch.cuda.device(device):
+            coder.compile(_any_call(held, device))
+    except coding_kernels.REFUSALS as error:
+        return f"triton cannot compile its kernels: {error}"
+    return coder
+
+
+def _any_call(held: Held, device: torch.device) -> Call:
+    """Of the form that all calls have."""
+    slots = torch.zeros(1, dtype=torch.int64, device=device)
+    flags = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    return Call(slots, torch.zeros(held.slot_nbytes, dtype=torch.uint8, device=device), flags, 0, 1)
+
+
+def _carrier(slabs: PayloadSlabs, nbytes: int, driver: Driver, device: torch.device) -> Route:
+    """Between the slabs' rows and host memory: by DMA, or by the copy kernel where payloads are small."""
+    columns = (slabs.memory.data_ptr(), slabs.stride, 0, nbytes)
+    rows = Segments(*(np.array([column], dtype=np.int64) for column in columns))
+    straight = Straight(rows, driver)
+    if nbytes > SIZES[-1] or not Kernel.suits(rows):
+        return straight
+    options = [Option(straight, "dma", 1, nbytes)]
+    with suppress(ImportError):  # cupy comes with the extra "gpu"
+        options.append(Option(Kernel(rows, device), "kernel", 1, nbytes))
+    return Choice(options, rates_of(driver, device)) if len(options) > 1 else straight
