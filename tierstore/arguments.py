@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import isnan
+from numbers import Real
 
 
 def require_flag(name: str, value: object) -> None:
@@ -13,7 +14,7 @@ def require_flag(name: str, value: object) -> None:
 
 def require_seconds(name: str, value: object) -> None:
     """TypeError for what is no number, ValueError for one that is no duration. Infinity is one: without end."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}; allowed: a number of seconds, 0 or more")
     if isnan(value) or value < 0:
         raise ValueError(f"{name} is {value!r}; allowed: a number of seconds, 0 or more")

@@ -8,6 +8,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from tierstore import invariants, report
+from tierstore.arguments import require_flag
 from tierstore.assembly import Parts, assemble, loss_class
 from tierstore.config import StoreConfig
 from tierstore.errors import ConfigError
@@ -156,6 +157,7 @@ class TierStore:
         dropped. A page that is held already stays as it is. A put without it, of the page or of one after it, ends it.
         """
         self._progress.advance()
+        require_flag("memory_only", memory_only)
         record = None if lease is None else record_of(lease, self._holding)
         after = self._parts.device.last_use(after)
         return self._slots.put(keys, slots, after, record, memory_only=memory_only)
@@ -176,6 +178,7 @@ class TierStore:
         ``exact``: it ends before the first page that may differ from what was put, as ``acquire`` would.
         """
         self._progress.advance()
+        require_flag("exact", exact)
         require_key_list(keys)
         with self._lock:
             residency = self._directory.residency
@@ -198,9 +201,11 @@ class TierStore:
         Never blocks, never raises for misses or lack of room. ``deadline_s``: pages that would come later are missing,
         and a page that is not there by then ends the lease before it. ``into``: the engine's slots to load into, where
         an engine owns HBM. ``exact``: the lease ends before the first page of which only copies are left that went
-        through a lossy codec, or that was computed over such. ValueError on unequal lengths.
+        through a lossy codec, or that was computed over such. ValueError on unequal lengths; TypeError unless ``exact``
+        is True or False.
         """
         self._progress.advance()
+        require_flag("exact", exact)
         require_key_list(keys)
         self._slots.check_into(keys, into)
         return self._holding.acquire(keys, deadline_s, into, exact=exact)

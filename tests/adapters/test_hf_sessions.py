@@ -217,3 +217,32 @@ def test_tokens_that_no_turn_could_compute_are_refused_when_appended(model: Llam
         assert session.tokens == ()
         with pytest.raises(ValueError, match="allowed: all, memory-only"):
             PrefixCache(store, model, storing="none")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ttl_s", "error"),
+    [(-1, ValueError), (float("nan"), ValueError), ("600", TypeError), (None, TypeError), (True, TypeError)],
+)
+def test_a_time_to_live_that_is_no_duration_is_refused_and_changes_nothing(
+    model: LlamaForCausalLM, ttl_s: Any, error: type[Exception]
+) -> None:
+    with open_store(model) as store, PrefixCache(store, model) as cache:
+        session = cache.session("a", ttl_s=60)
+        for call in (lambda: cache.session("a", ttl_s=ttl_s), lambda: session.retain(ttl_s)):
+            with pytest.raises(error, match=r"ttl_s is .*; allowed: a number of seconds"):
+                call()
+        assert session.ttl_s == 60
+        with pytest.raises(error):
+            cache.session("b", ttl_s=ttl_s)
+        with pytest.raises(TypeError, match="session_id is 7; allowed: a string"):
+            cache.session(7)  # type: ignore[arg-type]
+
+
+def test_a_session_may_last_for_ever(model: LlamaForCausalLM) -> None:
+    clock = Clock()
+    with open_store(model) as store, PrefixCache(store, model, clock=clock) as cache:
+        session = cache.session("a", ttl_s=float("inf"))
+        session.append(random_prompt(PAGE + 1))
+        session.generate(**ANSWER)
+        clock.now += 1e12
+        assert cache.session("a") is session

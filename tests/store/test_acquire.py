@@ -262,3 +262,20 @@ def test_what_is_no_list_of_keys_is_refused_and_does_not_look_like_a_miss() -> N
             for wrong in wrong_keys:
                 with pytest.raises(TypeError, match="allowed: a sequence of page keys"):
                     call(wrong)
+
+
+@pytest.mark.parametrize("flag", ["yes", 1, 0, None])
+def test_a_flag_that_is_neither_true_nor_false_is_refused_and_nothing_changes(
+    store: TierStore, flag: Any
+) -> None:
+    keys = chain(1)
+    (slot,) = store.allocate(1)
+    for name, call in (
+        ("exact", lambda: store.acquire(keys, exact=flag)),
+        ("exact", lambda: store.match(keys, exact=flag)),
+        ("memory_only", lambda: store.put(keys, [slot], memory_only=flag)),
+    ):
+        with pytest.raises(TypeError, match=rf"{name} is {flag!r}; allowed: True, False"):
+            call()
+    assert store.match(keys).num_pages == 0
+    store.free([slot])  # still the caller's

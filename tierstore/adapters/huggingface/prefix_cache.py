@@ -17,7 +17,7 @@ from tierstore.adapters.huggingface.cache import TierStoreCache
 from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.adapters.huggingface.session import Session
 from tierstore.adapters.huggingface.terms import Storing, check_storing
-from tierstore.arguments import require_flag
+from tierstore.arguments import require_flag, require_seconds
 from tierstore.keys import Extra
 from tierstore.store import TierStore
 from tierstore.types import PageKey
@@ -80,7 +80,13 @@ class PrefixCache:
         return TierStoreCache(self.store, input_ids, attention_mask, **{**self._options, **options})
 
     def session(self, session_id: str, *, ttl_s: float = 600.0) -> Session:
-        """The session of this name, a new one if there is none; it lasts ``ttl_s`` seconds beyond each turn."""
+        """The session of this name, a new one if there is none; it lasts ``ttl_s`` seconds beyond each turn.
+
+        TypeError for a name that is no string or a ``ttl_s`` that is no number, ValueError for one that is no duration.
+        """
+        require_seconds("ttl_s", ttl_s)
+        if not isinstance(session_id, str):
+            raise TypeError(f"session_id is {session_id!r}; allowed: a string")
         self.expire()
         with self.lock:
             found = self._sessions.get(session_id)

@@ -19,6 +19,7 @@ import torch
 
 from tierstore.adapters.huggingface.cache import TierStoreCache, cache_argument
 from tierstore.adapters.huggingface.opening import Tail, give_back
+from tierstore.arguments import require_seconds
 from tierstore.errors import CapacityError, StoreClosed
 from tierstore.types import Hint
 
@@ -159,7 +160,11 @@ class Session:
         return other
 
     def retain(self, ttl_s: float) -> None:
-        """Last ``ttl_s`` seconds from now, and ask the store to let this conversation's pages go after others."""
+        """Last ``ttl_s`` seconds from now, and ask the store to let this conversation's pages go after others.
+
+        Infinity: without end. TypeError for what is no number, ValueError for what is no duration; nothing changed.
+        """
+        require_seconds("ttl_s", ttl_s)
         self.ttl_s, self._expires_at = ttl_s, self._home.now() + ttl_s
         self._hint("retain", ttl_s)
 
