@@ -17,6 +17,7 @@ from tests.tier_contract import Page, TierContract, TierUnderTest
 from tierstore import codec
 from tierstore.codec import HEAD_NBYTES, Codec
 from tierstore.codecs.exp import Decoder, Geometry
+from tierstore.codecs.held import Held
 from tierstore.gpu.pool import CpuPool, EnginePages, EnginePool, GroupedPages
 from tierstore.host.arena import HostArena
 from tierstore.layout import PageLayout
@@ -180,6 +181,30 @@ class EncodedDiskUnderTest(DiskUnderTest):
         return page
 
 
+class HeldDiskUnderTest(DiskUnderTest):
+    """The disk under memory that holds pages as int8, which it is not told the meaning of."""
+
+    def __init__(self, spec: PageSpec, home: Path, payload: str) -> None:
+        layout = PageLayout.of(spec)
+        self._form = Held.of("int8", layout)
+        rig = Rig(
+            home / "disk",
+            page_nbytes=layout.blob_nbytes,
+            payload=payload,
+            layout=layout,
+            held="int8",
+        )
+        super().__init__(spec, home, rig)
+        self._nbytes = self._form.view_nbytes
+
+    def look(self, slot: int) -> Page:
+        head, payload = codec.parse(self.record(slot)[:HEAD_NBYTES].tobytes()), super().look(slot)
+        assert (head.codec, head.stored_nbytes) == (Codec.INT8, self._form.payload_nbytes)
+        found = np.zeros(self._form.view_nbytes, dtype=np.uint8)
+        found[: payload.nbytes] = payload
+        return found
+
+
 class TestCpuPool(TierContract):
     def open(self, spec: PageSpec, num_slots: int, home: Path) -> TierUnderTest:
         return PoolUnderTest(spec, num_slots)
@@ -209,6 +234,22 @@ class TestNvmeTierWithExp(TierContract):
         found = super().pages(replace(spec, dtype="bfloat16", head_dim=2 * spec.head_dim), number, seed)
         for page in found:
             page[1::2] = 0x3F
+        return found
+
+
+class TestNvmeTierUnderEncodedMemory(TierContract):
+    def open(self, spec: PageSpec, num_slots: int, home: Path) -> TierUnderTest:
+        return HeldDiskUnderTest(replace(spec, dtype="float32"), home, "lmdb")
+
+    def pages(self, spec: PageSpec, number: int, seed: int = 0) -> list[Page]:
+        """Whatever a slot may show: behind a payload there is nothing."""
+        form = Held.of("int8", PageLayout.of(replace(spec, dtype="float32")))
+        found = [
+            np.random.default_rng([seed, i]).integers(0, 256, form.view_nbytes, dtype=np.uint8)
+            for i in range(number)
+        ]
+        for page in found:
+            page[form.payload_nbytes :] = 0
         return found
 
 

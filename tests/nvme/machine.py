@@ -39,6 +39,7 @@ from tests.nvme.rig import (
 from tests.nvme.watch import Watch, watching
 from tierstore import codec
 from tierstore.codecs import encoder
+from tierstore.codecs.held import Held
 from tierstore.layout import PageLayout
 from tierstore.nvme.entry import CATALOGUE_DB, slot_blocks, unpack
 from tierstore.nvme.extent_records import ExtentRecords
@@ -58,6 +59,7 @@ class TierMachine(RuleBasedStateMachine):
     payload = "lmdb"
     page_nbytes, capacity = 4096, 1 << 20  # three pages a batch
     layout: PageLayout | None = None
+    codec, held = "none", "none"
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,8 +79,9 @@ class TierMachine(RuleBasedStateMachine):
             capacity=self.capacity,
             page_nbytes=self.page_nbytes,
             payload=self.payload,
-            codec="none" if self.layout is None else "exp",
+            codec=self.codec,
             layout=self.layout,
+            held=self.held,
         )
 
     def page(self, number: int, version: int) -> NDArray[np.uint8]:
@@ -316,6 +319,7 @@ class EncodedMachine(TierMachine):
 
     page_nbytes, capacity = 32 << 10, 3 << 20
     layout = LAYOUT
+    codec = "exp"
 
     def page(self, number: int, version: int) -> NDArray[np.uint8]:
         if number % 3 == 2:
@@ -339,7 +343,35 @@ class EncodedExtentMachine(EncodedMachine):
     payload = "extents"
 
 
+class HeldMachine(TierMachine):
+    """Memory holds pages as int8, and so does the disk."""
+
+    page_nbytes, capacity = 32 << 10, 3 << 20
+    layout = LAYOUT
+    held = "int8"
+    form = Held.of("int8", LAYOUT)
+
+    def page(self, number: int, version: int) -> NDArray[np.uint8]:
+        view = self.blank()
+        view[: self.form.payload_nbytes] = page(number, version, self.form.payload_nbytes)
+        return view
+
+    def stored(self, number: int, version: int) -> NDArray[np.uint8]:
+        return self.page(number, version)[: self.form.payload_nbytes]
+
+    def blank(self) -> NDArray[np.uint8]:
+        return np.zeros(self.form.view_nbytes, dtype=np.uint8)
+
+
+class HeldExtentMachine(HeldMachine):
+    """The same, pages in extent files."""
+
+    payload = "extents"
+
+
 MACHINES = {
+    "lmdb held": HeldMachine,
+    "extents held": HeldExtentMachine,
     "lmdb": TierMachine,
     "extents": ExtentMachine,
     "lmdb encoded": EncodedMachine,

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore.codecs.held import Held
 from tierstore.layout import PageLayout
 from tierstore.nvme.tier import NvmeTier
 from tierstore.types import Ack, PageKey, PageSpec, Tier, Transfer
@@ -93,9 +94,11 @@ class Rig:
         readers: int | None = None,
         codec: str = "none",
         layout: PageLayout | None = None,
+        held: str = "none",
     ) -> None:
         self.home = home
         self.page_nbytes = page_nbytes
+        self.view_nbytes = page_nbytes if layout is None else Held.of(held, layout).view_nbytes
         self._woken = threading.Event()
         self._acks: dict[int, Ack] = {}
         self._last_id = 0
@@ -112,6 +115,7 @@ class Rig:
             readers=readers,
             codec=codec,
             layout=layout,
+            held=held,
         )
 
     def transfer(self, keys: Sequence[PageKey], parents: Sequence[PageKey | None] | None = None) -> Transfer:
@@ -134,7 +138,7 @@ class Rig:
 
     def submit_read(self, numbers: Sequence[int]) -> tuple[int, list[NDArray[np.uint8]]]:
         transfer = self.transfer([key(n) for n in numbers])
-        out = [blank(self.page_nbytes) for _ in numbers]
+        out = [blank(self.view_nbytes) for _ in numbers]
         self.tier.submit_read(transfer, out)
         return transfer.id, out
 

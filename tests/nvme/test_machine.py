@@ -102,6 +102,25 @@ EXTENT_BUGS = {
 }
 
 
+HELD_BUGS = {
+    "what is held is taken for a page": (
+        "nvme/coding.py",
+        'return payload.nbytes if self.held == "none" or self.layout is None else self.layout.blob_nbytes',
+        "return payload.nbytes",
+    ),
+    "the end of the last block is stored as well": (
+        "nvme/tier.py",
+        "[page[: form.payload_nbytes] for page in pages]",
+        "pages",
+    ),
+    "the whole view is taken for the payload": (
+        "nvme/reading.py",
+        "return out[: padded(stored)], out[:stored]",
+        "return out[: padded(stored)], out[: padded(stored)]",
+    ),
+}
+
+
 @pytest.mark.parametrize("payload", MACHINES)
 def test_the_tier_behaves_as_a_dict_whatever_happens_to_its_disk(payload: str) -> None:
     search(payload, EXAMPLES, STEPS, shrink=True)
@@ -115,6 +134,11 @@ def test_a_planted_bug_is_found(bug: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("bug", EXTENT_BUGS)
 def test_a_bug_planted_in_extents_is_found(bug: str, tmp_path: Path) -> None:
     require_found(*EXTENT_BUGS[bug], "extents", tmp_path)
+
+
+@pytest.mark.parametrize("bug", HELD_BUGS)
+def test_a_bug_planted_under_encoded_memory_is_found(bug: str, tmp_path: Path) -> None:
+    require_found(*HELD_BUGS[bug], "extents held", tmp_path)
 
 
 def require_found(name: str, right: str, wrong: str, payload: str, tmp_path: Path) -> None:

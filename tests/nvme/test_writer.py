@@ -75,7 +75,9 @@ class WriterRig:
         out, scratch = blank(), blank(SCRATCH_NBYTES)
         try:
             reader = self.catalogue.reader
-            reader.check(key(number), reader.fetch(key(number), out, scratch), out, scratch, Coding().decoders())
+            reader.check(
+                key(number), reader.fetch(key(number), out, scratch), out, scratch, Coding().decoders()
+            )
         except KeyError:
             return False
         assert (out == page(number)).all()

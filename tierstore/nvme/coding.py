@@ -102,15 +102,14 @@ class Decoders:
     def fill(self, head: Head, payload: Bytes, out: Bytes) -> None:
         """Fill ``out``, a page or a slot's view, from the payload of a record that was verified.
 
-        ``payload`` may be the beginning of ``out``: where it is there already nothing is copied. IntegrityError if it
-        is no page of this length, or there is no decoder of its codec; UnfitError if memory cannot hold it. ``out`` may
+        A payload that is as memory holds it is the beginning of ``out`` already. IntegrityError if it is no page of
+        this length, or there is no decoder of its codec; UnfitError if memory cannot hold it. ``out`` may
         hold anything then.
         """
         there = np.may_share_memory(payload, out)
         if head.codec is self._plain:
             self._require_length(head, out)
-            if not there:
-                np.copyto(out[: payload.nbytes], payload)
+            assert there, "what memory holds is read to where it is held"
         elif self._form is None:
             records.decode(head, payload.copy() if there else payload, out, self.of(head.codec))
         else:
