@@ -86,8 +86,8 @@ class Arrivals:
 
     def _failed(self, transfer: Transfer, i: int, failure: Failure) -> None:
         key, slot, dst = transfer.keys[i], transfer.dst_slots[i], transfer.dst
-        if transfer.src == Tier.NVME and failure not in _UNTRIED:
-            self._drop_broken(key, transfer.src_slots[i], failure)
+        if _tells_of_source(transfer.src, failure):
+            self._drop_broken(key, transfer.src, transfer.src_slots[i], failure)
         if dst == Tier.HBM:
             self._loads.failed(key, slot)
             return
@@ -117,10 +117,11 @@ class Arrivals:
             self._loads.promoted(key)
         self._placement.sinks.wake(key)
 
-    def _drop_broken(self, key: PageKey, slot: int, failure: Failure) -> None:
-        copy = self._residency.tables[Tier.NVME].copies.get(key)
+    def _drop_broken(self, key: PageKey, tier: Tier, slot: int, failure: Failure) -> None:
+        table = self._residency.tables.get(tier)
+        copy = None if table is None else table.copies.get(key)
         if copy is not None and copy.ready and copy.slot == slot:
-            self._residency.dropped.append(self._residency.evict(key, Tier.NVME))
+            self._residency.dropped.append(self._residency.evict(key, tier))
             self._drops.note(failure.value)
 
     def _drop_unfit(self, key: PageKey, src: Tier) -> None:
@@ -143,3 +144,9 @@ class Arrivals:
     def _unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
         self._residency.unpin(key, tier, slot)
         self._placement.sinks.unpinned(key, tier)
+
+
+def _tells_of_source(src: Tier, failure: Failure) -> bool:
+    """Whether the failure says that the copy there is worth nothing: a record that cannot be read, memory that holds no
+    payload of its codec."""
+    return failure not in _UNTRIED if src == Tier.NVME else failure is Failure.INTEGRITY

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.pages import PATIENCE_S, chain, page_tensor, tier_stats
+from tests.support import pages as support
+from tests.support.pages import PATIENCE_S, chain, page_tensor, tier_stats, where
 from tierstore import codecs
 from tierstore.codec import Codec, Head, parse
 from tierstore.config import load_config
@@ -40,7 +41,7 @@ def config(
     payload: str = "lmdb",
     owner: str = "store",
 ) -> dict[str, object]:
-    hbm_section = {"device": "cpu", "owner": owner}
+    hbm_section = {"device": support.DEVICE, "owner": owner}
     if owner == "store":
         hbm_section["capacity"] = str(hbm * SPEC.page_nbytes)
     tree: dict[str, object] = {
@@ -72,7 +73,7 @@ def read(store: TierStore, keys: Sequence[PageKey]) -> list[torch.Tensor]:
     with store.acquire(keys) as lease:
         assert lease.wait(PATIENCE_S) is LeaseState.READY
         assert lease.num_pages == len(keys)
-        return [page_tensor(store)[slot].clone() for slot in lease.slots]
+        return [page_tensor(store)[slot].cpu().clone() for slot in lease.slots]
 
 
 def same(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
@@ -216,6 +217,28 @@ def test_a_leased_page_that_cannot_be_stated_stays_until_its_lease_ends() -> Non
         assert len(store.allocate(2, timeout_s=PATIENCE_S)) == 2
 
 
+def test_host_memory_that_holds_no_payload_fails_its_page_alone() -> None:
+    keys = chain(4, "a")
+    with open_store(None) as store:
+        put(store, keys)
+        store.demote(keys, Tier.HOST)
+        assert store.drain(PATIENCE_S)
+        arena = store._parts.arena
+        assert arena is not None
+        arena.view(store._parts.directory.residency.tables[Tier.HOST].copies[keys[2]].slot)[:2] = 0xFF
+        with store.acquire(keys) as lease:
+            assert lease.wait(PATIENCE_S) is LeaseState.READY
+            assert lease.num_pages == 2
+            found = [page_tensor(store)[slot].cpu() for slot in lease.slots[:2]]
+            assert all(error(page, key) < 0.01 for page, key in zip(found, keys, strict=False))
+        assert store.drain(PATIENCE_S)
+        assert store.match(keys).num_pages == 2
+        assert where(store, keys[3]) == {Tier.HBM: "ready", Tier.HOST: "ready"}
+        put(store, keys[2:3])
+        assert store.match(keys).num_pages == 4
+        store.check()
+
+
 def test_a_store_of_nothing_but_such_pages_goes_on() -> None:
     with open_store(None, hbm=3, host=2) as store:
         for turn in range(12):
@@ -269,7 +292,10 @@ def test_the_keys_are_those_of_the_loss_class(tmp_path: Path) -> None:
 
 def test_an_engines_pages_go_through_encoded_memory(tmp_path: Path) -> None:
     keys = chain(3, "a")
-    tensors = [torch.zeros(8, 2, 64, 2, 64, dtype=torch.bfloat16) for _ in range(SPEC.num_layers)]
+    shape = (8, 2, 64, 2, 64)
+    tensors = [
+        torch.zeros(shape, dtype=torch.bfloat16, device=support.DEVICE) for _ in range(SPEC.num_layers)
+    ]
     with open_store(tmp_path / "disk", owner="engine") as store:
         store.register(EnginePages(tensors, "BKNHD"))
         for slot, key in enumerate(keys):
@@ -282,7 +308,7 @@ def test_an_engines_pages_go_through_encoded_memory(tmp_path: Path) -> None:
         with store.acquire(keys, into=[5, 6, 7]) as lease:
             assert lease.wait(PATIENCE_S) is LeaseState.READY
         for key, slot in zip(keys, (5, 6, 7), strict=True):
-            assert 0 < error(torch.stack([tensor[slot] for tensor in tensors]), key) < 0.01
+            assert 0 < error(torch.stack([tensor[slot].cpu() for tensor in tensors]), key) < 0.01
 
 
 @pytest.mark.parametrize(
