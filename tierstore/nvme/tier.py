@@ -150,10 +150,10 @@ class NvmeTier:
         self._writer.submit_erase(surplus)
 
     def submit_write(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
-        """Store ``pages[i]`` (flat uint8 of page_nbytes, or of the held form's view) under ``transfer.keys[i]``, replacing what was there.
+        """Store ``pages[i]`` (flat uint8 of page_nbytes, or of the held form's view) under ``transfer.keys[i]``.
 
-        The pages must not change before the Ack, whose ``nbytes`` are record bytes on disk. A page that failed left
-        no record. While a batch hangs, what is behind it fails as UNAVAILABLE.
+        It replaces what was there. The pages must not change before the Ack, whose ``nbytes`` are record bytes on disk.
+        A page that failed left no record. While a batch hangs, what is behind it fails as UNAVAILABLE.
         """
         self._guard()
         self._check(transfer, pages)
