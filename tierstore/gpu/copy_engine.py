@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 from tierstore.codecs.held import Packer, Unpacker
+from tierstore.errors import IntegrityError
 from tierstore.gpu.arriving import NOT_YET, Arriving
 from tierstore.gpu.layer_loads import LayerLoads
 from tierstore.types import Ack, Failure, Tier, Transfer
@@ -154,9 +155,12 @@ class CpuCopyEngine:
         start = perf_counter()
         copy = self._save if transfer.dst == Tier.HOST else self._load
         slots = zip(transfer.src_slots, transfer.dst_slots, strict=True)
-        unfit = tuple((i, Failure.UNFIT) for i, (src, dst) in enumerate(slots) if not copy(src, dst))
-        pages = len(transfer.keys) - len(unfit)
-        return Ack(transfer.id, not unfit, pages, pages * self._page_nbytes, perf_counter() - start, unfit)
+        why = Failure.UNFIT if transfer.dst == Tier.HOST else Failure.INTEGRITY
+        refused = tuple((i, why) for i, (src, dst) in enumerate(slots) if not copy(src, dst))
+        pages = len(transfer.keys) - len(refused)
+        return Ack(
+            transfer.id, not refused, pages, pages * self._page_nbytes, perf_counter() - start, refused
+        )
 
     def _save(self, src_slot: int, dst_slot: int) -> bool:
         """Copies a page down; whether host memory can hold it."""
@@ -168,11 +172,15 @@ class CpuCopyEngine:
         return self._packer.pack(self._packer.page, slot)
 
     def _load(self, src_slot: int, dst_slot: int) -> bool:
-        """Copies a page up."""
+        """Copies a page up; whether host memory held one."""
         page = slot = self._host.view(src_slot)
         if self._unpacker is not None:
             page = self._unpacker.page
-            self._unpacker.unpack(slot, page)
+            try:
+                self._unpacker.unpack(slot, page)
+            except IntegrityError as error:
+                _log.warning("a page in host memory is no payload of its codec: %s", error)
+                return False
         self._hbm.write(dst_slot, page)
         return True
 
