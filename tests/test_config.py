@@ -212,7 +212,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(tmp_path: Path, text: s
         (
             "hbm: {capacity: 1GiB, device: cpu, policy: LRU}",
             "hbm.policy is 'LRU'",
-            "'lru', 'fifo', 'lfu', 'slru', 'gdsf', 'session' or 'adaptive'",
+            "'lru', 'fifo', 'lfu', 'slru', 's3-fifo', 'w-tinylfu', 'gdsf', 'priority', 'session' or 'adaptive'",
         ),
         ("hbm: {capacity: 1GiB, device: cpu, owner: me}", "hbm.owner is 'me'", "'store' or 'engine'"),
         ("host: {}", "host.capacity is missing", "24GiB"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.core.order_model import ORDERS
 from tests.support.pages import SPEC, tiers
 from tierstore import assembly, invariants
 from tierstore.assembly import assemble
@@ -24,7 +25,6 @@ from tierstore.replay.simulation import Setting, Simulation, replay
 from tierstore.replay.traces import Request, Trace, read_traces
 from tierstore.types import PageKey, Tier
 
-ORDERS = ["lru", "fifo", "lfu", "slru", "gdsf", "session", "adaptive"]
 runner = CliRunner()
 
 

@@ -76,7 +76,9 @@ Device = Annotated[str, BeforeValidator(_device), WithJsonSchema(_TEXT | {"patte
 Directory = Annotated[Path, BeforeValidator(_directory), WithJsonSchema(_TEXT | {"minLength": 1})]
 DiskCodec = Literal["none", "exp", "fp8", "fp8+zstd", "int8", "int8+zstd", "k8v4", "int4", "int4-64"]
 HostCodec = Literal["none", "fp8", "int8", "k8v4", "int4", "int4-64"]
-Policy = Literal["lru", "fifo", "lfu", "slru", "gdsf", "session", "adaptive"]
+Policy = Literal[
+    "lru", "fifo", "lfu", "slru", "s3-fifo", "w-tinylfu", "gdsf", "priority", "session", "adaptive"
+]
 
 
 class _Section(BaseModel):

@@ -100,7 +100,8 @@ class HintTable:
             self._queue[hint.request_id] = hint
             return HintResult.DEFERRED
         if hint.need == "retain":
-            self._changes.append((partial(self._residency.set_wanted, wanted=True), list(hint.keys)))
+            retain = partial(self._residency.set_wanted, wanted=True, priority=hint.priority)
+            self._changes.append((retain, list(hint.keys)))
             self._retain(hint, now)
         else:
             self._changes.append((partial(self._residency.set_wanted, wanted=False), list(hint.keys)))

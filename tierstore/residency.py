@@ -265,13 +265,16 @@ class Residency:
         for tier, table in self._order:
             self._give_up_places(tier, table)
 
-    def set_wanted(self, keys: Iterable[PageKey], *, wanted: bool) -> None:
-        """Moves pages after (wanted) or before (not wanted) all normal ones in every tier's victim order."""
+    def set_wanted(self, keys: Iterable[PageKey], *, wanted: bool, priority: int = 0) -> None:
+        """Moves pages after (wanted) or before (not wanted) all normal ones in every tier's victim order.
+
+        ``priority``: of those that are wanted.
+        """
         for key in keys:
             for tier, table in self._order:
                 copy = table.copies.get(key)
                 if copy is not None:
-                    rank = table.policy.retained() if wanted else table.policy.unwanted()
+                    rank = table.policy.retained(priority) if wanted else table.policy.unwanted()
                     self._rerank(key, tier, table, copy, rank)
 
     def end_retention(self, keys: Iterable[PageKey]) -> None:

@@ -213,6 +213,7 @@ class Hint:
     """What a scheduler knows about the near future. A hint never pins memory.
 
     A revision not above the last seen of ``request_id`` is a duplicate; ``keys=()`` with a higher one cancels.
+    ``priority``: of retained pages those of the lowest leave first; below 0 counts as 0.
     """
 
     request_id: str

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import ModuleType
 
 from tierstore.policy import History, Known, choosing
 from tierstore.types import PageKey
 
-ORDERS = ["lru", "fifo", "lfu", "slru", "gdsf", "session", "adaptive"]
+ORDERS = ["lru", "fifo", "lfu", "slru", "s3-fifo", "w-tinylfu", "gdsf", "priority", "session", "adaptive"]
 
 
 def pages() -> str:
@@ -45,8 +46,8 @@ class Tier:
             self.bands[name] = max(self.bands[name], 0)
         self._moved()
 
-    def retain(self, name: str) -> None:
-        self.ranks[name], self.bands[name] = self.policy.retained(), 1
+    def retain(self, name: str, priority: int = 0) -> None:
+        self.ranks[name], self.bands[name] = self.policy.retained(priority), 1 + max(0, priority)
 
     def unwant(self, name: str) -> None:
         self.ranks[name], self.bands[name] = self.policy.unwanted(), -1
@@ -80,6 +81,7 @@ def run(tier: Tier, steps: list[tuple[str, str]]) -> None:
         elif name in tier.ranks:
             act = {
                 "r": tier.retain,
+                "R": partial(tier.retain, priority=2),
                 "h": tier.hit,
                 "u": tier.unwant,
                 "x": tier.leave,

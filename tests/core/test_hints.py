@@ -32,8 +32,15 @@ def table(residency: Residency) -> HintTable:
     return HintTable(residency)
 
 
-def hint(need: Need, *keys: PageKey, revision: int = 1, who: str = "r", ttl_s: float | None = None) -> Hint:
-    return Hint(who, revision, keys, need, ttl_s=ttl_s)
+def hint(
+    need: Need,
+    *keys: PageKey,
+    revision: int = 1,
+    who: str = "r",
+    ttl_s: float | None = None,
+    priority: int = 0,
+) -> Hint:
+    return Hint(who, revision, keys, need, ttl_s=ttl_s, priority=priority)
 
 
 def order(residency: Residency) -> list[PageKey]:
@@ -51,6 +58,13 @@ def test_what_nobody_wants_leaves_first_and_what_is_retained_last(
 def test_the_tail_of_what_nobody_wants_leaves_before_its_head(residency: Residency, table: HintTable) -> None:
     table.apply(hint("wont_need", A, B, C), 0.0)
     assert order(residency) == [C, B, A]
+
+
+def test_what_is_retained_with_a_lower_priority_leaves_first(residency: Residency, table: HintTable) -> None:
+    table.apply(hint("retain", A, who="a", priority=2), 0.0)
+    table.apply(hint("retain", B, who="b", priority=1), 0.0)
+    table.apply(hint("retain", C, who="c", priority=3), 0.0)
+    assert order(residency) == [B, A, C]
 
 
 def test_a_revision_that_is_not_newer_changes_nothing(residency: Residency, table: HintTable) -> None:

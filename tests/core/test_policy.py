@@ -60,17 +60,17 @@ def test_the_end_of_a_retention_makes_a_page_normal_and_leaves_others_alone(name
 
 
 @pytest.mark.parametrize("name", ORDERS)
-@given(steps=st.lists(st.tuples(st.sampled_from("prhuxe"), st.sampled_from(pages())), max_size=80))
+@given(steps=st.lists(st.tuples(st.sampled_from("prRhuxe"), st.sampled_from(pages())), max_size=80))
 def test_every_order_is_an_order(name: str, steps: list[tuple[str, str]]) -> None:
     run(Tier(name), steps)
 
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_of_pages_alike_the_last_of_a_sequence_leaves_first(name: str) -> None:
-    tier = Tier(name)
+    tier = Tier(name, pages=400)
     tier.put("abcd")
     tier.touch("abcd")
-    assert tier.order() == ("abcd" if name == "fifo" else "dcba")
+    assert tier.order() == ("abcd" if name in ("fifo", "s3-fifo") else "dcba")
 
 
 def test_lfu_keeps_what_was_used_more_often_and_knows_it_when_it_comes_back() -> None:
@@ -96,6 +96,97 @@ def test_slru_protects_what_was_used_again_up_to_four_fifths() -> None:
     assert tier.order() == "fabcde", "five are one more than four fifths: the oldest is pushed out, behind f"
     tier.hit("f")
     assert tier.order() == "abcdef"
+
+
+def test_s3_fifo_lets_go_of_what_its_window_saw_used_less_than_twice() -> None:
+    tier = Tier("s3-fifo", pages=20)
+    tier.put("ab")
+    tier.hit("a")
+    tier.hit("a")
+    tier.hit("b")
+    tier.put("cd")
+    assert tier.order() == "bacd", "b leaves next, a is in the main part, c and d are in the window"
+
+
+def test_s3_fifo_keeps_what_is_used_in_the_main_part_for_another_round_each_up_to_three() -> None:
+    tier = Tier("s3-fifo", pages=10)
+    for page in "abc":
+        tier.put(page)
+        tier.leave(page)
+        tier.put(page)
+    assert tier.order() == "abc", "they were remembered: none is in the window"
+    for page in "aaaaab":
+        tier.hit(page)
+    assert tier.order() == "cba"
+    tier.leave("c")
+    tier.leave("b")
+    for _ in range(2):
+        tier.put("d")
+        tier.leave("d")
+    tier.put("d")
+    assert tier.order() == "da", "a round ended with b: a stays for two more"
+    tier.hit("d")
+    tier.hit("d")
+    assert tier.order() == "ad"
+    tier.hit("a")
+    assert tier.order() == "da", "and now for three"
+
+
+def test_w_tinylfu_takes_from_the_window_what_was_used_more_often_than_the_next_victim() -> None:
+    tier = Tier("w-tinylfu", pages=100)
+    tier.put("a")
+    tier.hit("a")
+    tier.put("b")
+    assert tier.order() == "ab", "nothing else is there: a is on probation"
+    tier.hit("b")
+    tier.put("c")
+    assert tier.order() == "bac", "b was used as often as a: it leaves next"
+    for _ in range(3):
+        tier.hit("c")
+    tier.put("d")
+    assert tier.order() == "bacd", "c was used more often than a"
+
+
+def test_w_tinylfu_protects_what_is_used_in_the_main_part_up_to_four_fifths() -> None:
+    tier = Tier("w-tinylfu", pages=5)
+    for page in "abcdefg":
+        for _ in range(ord(page) - ord("a") + 1):
+            tier.put(page) if page not in tier.ranks else tier.hit(page)
+    assert tier.order() == "abcdefg"
+    for page in "abcd":
+        tier.hit(page)
+    assert tier.order() == "efabcdg", "three are protected: four fifths of those that are not the window's"
+
+
+def test_priority_outlives_its_hint_and_equal_ones_are_lru() -> None:
+    tier = Tier("priority")
+    tier.put("abcde")
+    tier.retain("a", 2)
+    tier.retain("b", 1)
+    tier.retain("c", 2)
+    assert tier.order() == "debac"
+    tier.end_retention("abc")
+    assert tier.order() == "debac"
+    tier.hit("d")
+    tier.hit("a")
+    assert tier.order() == "edbca"
+    tier.leave("a")
+    tier.put("a")
+    assert tier.order() == "edabc"
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_of_retained_pages_those_of_lower_priority_leave_first(name: str) -> None:
+    tier = Tier(name)
+    tier.put("abcd")
+    for page, priority in (("a", 3), ("b", -1), ("c", 7), ("d", 0)):
+        tier.retain(page, priority)
+    assert tier.order() == "bdac"
+    for page in "cab":
+        tier.touch(page)
+    assert tier.order()[2:] == "ac"
+    tier.end_retention("a")
+    assert tier.order()[-1] == "c"
 
 
 def test_gdsf_keeps_a_deep_page_longer_and_forgets_old_fame() -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from tierstore.policy.adaptive import Adaptive
 from tierstore.policy.admission import Admission, All, Cost, SecondHit
 from tierstore.policy.history import History
-from tierstore.policy.orders import Fifo, Gdsf, Lfu, Lru, Slru
+from tierstore.policy.orders import Fifo, Gdsf, Lfu, Lru, Priority, Slru
 from tierstore.policy.session import Session
+from tierstore.policy.windowed import S3Fifo, WTinyLfu
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _MOST_REMEMBERED = 1 << 18
 _HORIZON = 32
 
-WITHOUT_HISTORY = frozenset({"fifo", "lru", "all"})
+WITHOUT_HISTORY = frozenset({"fifo", "lru", "priority", "all"})
 """Names of those that need to know nothing of pages that are gone."""
 
 
@@ -42,7 +43,7 @@ def make_history(names: Iterable[str], pages: int) -> History | None:
 
 
 def make_policy(name: str, known: Known | None = None, pages: int = 1) -> Fifo:
-    """The order a configuration names, for a tier of ``pages``. All but "lru" and "fifo" need ``known``.
+    """The order a configuration names, for a tier of ``pages``. All but "lru", "fifo" and "priority" need ``known``.
 
     KeyError for a name that is none; ValueError without what it needs.
     """
@@ -65,8 +66,11 @@ def _needed(name: str, known: Known | None) -> Known:
 _ORDERS: dict[str, Callable[[Known, int], Fifo]] = {
     "lru": lambda known, pages: Lru(),
     "fifo": lambda known, pages: Fifo(),
+    "priority": lambda known, pages: Priority(),
     "lfu": lambda known, pages: Lfu(known.history),
     "slru": lambda known, pages: Slru(known.history, pages),
+    "s3-fifo": lambda known, pages: S3Fifo(known.history, pages),
+    "w-tinylfu": lambda known, pages: WTinyLfu(known.history, pages),
     "gdsf": lambda known, pages: Gdsf(known.history, known.doubling_depth),
     "session": lambda known, pages: Session(known.history, pages),
     "adaptive": lambda known, pages: Adaptive(known.history, pages),

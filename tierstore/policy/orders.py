@@ -2,8 +2,8 @@
 
 A rank is an integer given when a page enters a tier and renewed when it is used; the evictable page of lowest rank
 goes first. Ranks are unique and live in three bands: unwanted pages before all others, retained pages after all
-others. Which pages are evictable is not the order's business: a page with readable children never is, so every order
-is leaf first.
+others, those of higher priority last. Which pages are evictable is not the order's business: a page with readable
+children never is, so every order is leaf first.
 """
 
 from __future__ import annotations
@@ -18,9 +18,19 @@ if TYPE_CHECKING:
     from tierstore.policy.history import History, Record
     from tierstore.types import PageKey
 
-_BAND = 1 << 120
-_SHIFT = 48
+BAND = 1 << 120
+"""Retained pages have ranks from here on, a band for each priority."""
+SHIFT = 48
 """Bits of a rank that only keep ranks unique, and tails before heads, among pages of equal value."""
+
+_LEVEL = 1 << 64
+_HIGHEST = (1 << 32) - 1
+"""Priorities above are as this one to pages whose retention has ended."""
+
+
+def band(rank: int) -> int:
+    """What a retained page's priority adds to its rank; 0 of others."""
+    return rank // BAND * BAND if rank >= BAND else 0
 
 
 class Fifo:
@@ -39,15 +49,18 @@ class Fifo:
 
     def unwanted(self) -> int:
         """Rank before every normal page: nobody will ask for this one again."""
-        return next(self._next) - _BAND
+        return next(self._next) - BAND
 
-    def retained(self) -> int:
-        """Rank after every normal page: somebody announced to come back for this one."""
-        return next(self._next) + _BAND
+    def retained(self, priority: int = 0) -> int:
+        """Rank after every normal page: somebody announced to come back for this one.
+
+        And after retained pages of lower priority; below 0 counts as 0.
+        """
+        return next(self._next) + (1 + max(0, priority)) * BAND
 
     def ordinary(self, key: PageKey, rank: int) -> int:
         """Rank of a page whose retention ended; other ranks stay."""
-        return self.enter(key) if rank >= _BAND else rank
+        return self.enter(key) if rank >= BAND else rank
 
     def left(self, key: PageKey, rank: int) -> None:
         """The page left the tier."""
@@ -61,7 +74,20 @@ class Lru(Fifo):
     """Least recently used first."""
 
     def touch(self, key: PageKey, rank: int) -> int:
-        return next(self._next) + (_BAND if rank >= _BAND else 0)
+        return next(self._next) + band(rank)
+
+
+class Priority(Lru):
+    """By the priority of the last hint that retained the page, after that hint's end too; of equal ones LRU."""
+
+    def touch(self, key: PageKey, rank: int) -> int:
+        return next(self._next) + max(0, rank // _LEVEL * _LEVEL)
+
+    def retained(self, priority: int = 0) -> int:
+        return super().retained(priority) + min(max(0, priority), _HIGHEST) * _LEVEL
+
+    def ordinary(self, key: PageKey, rank: int) -> int:
+        return next(self._next) + rank % BAND // _LEVEL * _LEVEL if rank >= BAND else rank
 
 
 class Scored(Fifo):
@@ -72,10 +98,10 @@ class Scored(Fifo):
         self._history = history
 
     def enter(self, key: PageKey) -> int:
-        return (self._value(key, self._history.get(key)) << _SHIFT) + next(self._next)
+        return (self._value(key, self._history.get(key)) << SHIFT) + next(self._next)
 
     def touch(self, key: PageKey, rank: int) -> int:
-        return self.enter(key) + (_BAND if rank >= _BAND else 0)
+        return self.enter(key) + band(rank)
 
     def _value(self, key: PageKey, record: Record | None) -> int:
         raise NotImplementedError
@@ -102,8 +128,8 @@ class Gdsf(Scored):
 
     def left(self, key: PageKey, rank: int) -> None:
         """What leaves sets the floor for what comes."""
-        if 0 <= rank < _BAND:
-            self._inflation = max(self._inflation, rank >> _SHIFT)
+        if 0 <= rank < BAND:
+            self._inflation = max(self._inflation, rank >> SHIFT)
 
     def _value(self, key: PageKey, record: Record | None) -> int:
         uses, depth = (1, 0) if record is None else (record.uses + 1, record.depth)
@@ -129,17 +155,17 @@ class Slru(Fifo):
         if record is None or not record.uses:
             return next(self._next)
         self._protected.pop(key, None)
-        rank = self._protected[key] = (1 << _SHIFT) + next(self._next)
+        rank = self._protected[key] = (1 << SHIFT) + next(self._next)
         if len(self._protected) > self._most:
             pushed, before = self._protected.popitem(last=False)
             self._moved.append((pushed, before, next(self._next)))
         return rank
 
     def touch(self, key: PageKey, rank: int) -> int:
-        if rank < _BAND:
+        if rank < BAND:
             return self.enter(key)
         self._protected.pop(key, None)
-        return self.retained()
+        return next(self._next) + band(rank)
 
     def left(self, key: PageKey, rank: int) -> None:
         """It is protected no more."""
