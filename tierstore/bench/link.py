@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -39,6 +39,7 @@ ALIGNMENT = 4096
 _PAGES_A_TRANSFER = 4096
 _ENGINE_LAYERS = 32
 _PIN_PATIENCE_S = 600.0
+_POLL_S = 50e-6
 
 
 def device_of(name: str) -> torch.device:
@@ -46,6 +47,15 @@ def device_of(name: str) -> torch.device:
     require_device(name)
     device = torch.device(name)
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def locked_arena(name: str, layout: PageLayout, num_slots: int, codec: str = "none") -> HostArena:
+    """All of it page-locked where the device is a card; ConfigError if it cannot be."""
+    on_card = device_of(name).type == "cuda"
+    arena = HostArena(layout, num_slots, pinner(name) if on_card else None, codec=codec)
+    if on_card and not arena.wait_pinned(num_slots, _PIN_PATIENCE_S):
+        raise ConfigError(f"{arena.nbytes} bytes cannot be page-locked: {arena.refused}")
+    return arena
 
 
 def settle(device: torch.device) -> None:
@@ -94,31 +104,11 @@ class Ceiling:
             dst.copy_(src, non_blocking=True)
 
 
-class Rig:
-    """Two ends with ``num_pages`` pages each, and a copy engine between them.
+class Ends:
+    """A copy engine between slots of ``device`` and an arena's."""
 
-    ``storage``: the device's bytes, flat uint8. ``pages``: the same by slot, ``[num_pages, ...]``. ``host_rows``: the
-    host's pages, uint8 ``[num_pages, page_nbytes]``. ``pieces``: of a page in device memory.
-    """
-
-    def __init__(self, name: str, piece_nbytes: int, batch_nbytes: int, path: Path) -> None:
-        """As many pages as fit ``batch_nbytes``. ConfigError for a device that is not there, or memory that cannot be
-        page-locked, or pieces that are no multiple of 4096 bytes."""
-        if piece_nbytes % ALIGNMENT:
-            raise ConfigError(f"pieces of {piece_nbytes} bytes; allowed: a multiple of {ALIGNMENT}")
-        self.device = device_of(name)
-        spec = _spec(piece_nbytes, path)
-        layout = PageLayout.of(spec)
-        self.page_nbytes = layout.page_nbytes
-        self.pieces = layout.page_nbytes // piece_nbytes
-        self.num_pages = max(2, batch_nbytes // self.page_nbytes)
-        on_card = self.device.type == "cuda"
-        self.arena = HostArena(layout, self.num_pages, pinner(name) if on_card else None)
-        if on_card and not self.arena.wait_pinned(self.num_pages, _PIN_PATIENCE_S):
-            raise ConfigError(f"{self.arena.nbytes} bytes cannot be page-locked: {self.arena.refused}")
-        self.host_rows = torch.from_numpy(self.arena.memory).view(self.num_pages, self.page_nbytes)
-        pool = self._open(spec, layout, path)
-        self.copies, self.path = self._engine(pool, layout, path)
+    def __init__(self, device: torch.device, arena: HostArena, copies: CopyEngine) -> None:
+        self.device, self.arena, self.copies = device, arena, copies
         self._number = 0
 
     def transfers(
@@ -150,48 +140,81 @@ class Rig:
                 if not ack.ok:
                     raise RuntimeError("a copy failed")
                 left -= 1
+            sleep(_POLL_S)  # a loop that only asks would take Python's turn from who launches
         return perf_counter() - start, submitted
-
-    def parts(self) -> list[slice]:
-        """Pages that were page-locked together: no copy may span two such parts."""
-        step = max(1, CHUNK_NBYTES // self.page_nbytes)
-        return [slice(start, start + step) for start in range(0, self.num_pages, step)]
 
     def close(self) -> None:
         """Unlocks the memory."""
         self.copies.close(_PIN_PATIENCE_S)
         self.arena.close()
 
-    def _open(self, spec: PageSpec, layout: PageLayout, path: Path) -> CpuPool | CudaPool | EnginePool:
+
+class Rig(Ends):
+    """Two ends with ``num_pages`` pages each, and a copy engine between them.
+
+    ``storage``: the device's bytes, flat uint8. ``pages``: the same by slot, ``[num_pages, ...]``. ``host_rows``: the
+    host's pages, uint8 ``[num_pages, page_nbytes]``. ``pieces``: of a page in device memory.
+    """
+
+    def __init__(self, name: str, piece_nbytes: int, batch_nbytes: int, path: Path) -> None:
+        """As many pages as fit ``batch_nbytes``. ConfigError for a device that is not there, or memory that cannot be
+        page-locked, or pieces that are no multiple of 4096 bytes."""
+        if piece_nbytes % ALIGNMENT:
+            raise ConfigError(f"pieces of {piece_nbytes} bytes; allowed: a multiple of {ALIGNMENT}")
+        device = device_of(name)
+        spec = _spec(piece_nbytes, path)
+        layout = PageLayout.of(spec)
+        self.page_nbytes = layout.page_nbytes
+        self.pieces = layout.page_nbytes // piece_nbytes
+        self.num_pages = max(2, batch_nbytes // self.page_nbytes)
+        arena = locked_arena(name, layout, self.num_pages)
+        self.host_rows = torch.from_numpy(arena.memory).view(self.num_pages, self.page_nbytes)
+        pool = self._open(spec, layout, path, device)
+        copies, self.path = self._engine(pool, arena, layout, path, device)
+        super().__init__(device, arena, copies)
+
+    def parts(self) -> list[slice]:
+        """Pages that were page-locked together: no copy may span two such parts."""
+        step = max(1, CHUNK_NBYTES // self.page_nbytes)
+        return [slice(start, start + step) for start in range(0, self.num_pages, step)]
+
+    def _open(
+        self, spec: PageSpec, layout: PageLayout, path: Path, device: torch.device
+    ) -> CpuPool | CudaPool | EnginePool:
         if path == "slab":
             layers, planes, *page = spec.shape
             shape = (layers, planes, self.num_pages, *page)
-            whole = torch.empty(shape, dtype=torch.uint8, device=self.device)
+            whole = torch.empty(shape, dtype=torch.uint8, device=device)
             self.storage, self.pages = whole.flatten(), whole.permute(2, 0, 1, 3, 4, 5)
             return EnginePool(layout, [EnginePages(list(whole), "KBNHD")])
-        on_card = self.device.type == "cuda"
-        pool = CudaPool(layout, self.num_pages, self.device) if on_card else CpuPool(layout, self.num_pages)
+        on_card = device.type == "cuda"
+        pool = CudaPool(layout, self.num_pages, device) if on_card else CpuPool(layout, self.num_pages)
         assert not isinstance(pool.pages, GroupedPages)
         self.storage, self.pages = pool.pages.flatten(), pool.pages
         return pool
 
     def _engine(
-        self, pool: CpuPool | CudaPool | EnginePool, layout: PageLayout, path: Path
+        self,
+        pool: CpuPool | CudaPool | EnginePool,
+        arena: HostArena,
+        layout: PageLayout,
+        path: Path,
+        device: torch.device,
     ) -> tuple[CopyEngine, str]:
-        threads = CpuCopyEngine(pool, self.arena, self.page_nbytes, lambda: None)
-        if self.device.type == "cpu":
+        threads = CpuCopyEngine(pool, arena, self.page_nbytes, lambda: None)
+        if device.type == "cpu":
             return threads, "threads"
-        driver = Driver(self.device.index)
+        driver = Driver(device.index)
         route: Route
         if isinstance(pool, EnginePool):
-            route, name = through_slabs(pool.layers, layout, driver, self.device), f"slab, {driver.call}"
+            route, name = through_slabs(pool.layers, layout, driver, device), f"slab, {driver.call}"
         else:
             assert isinstance(pool, CudaPool)
             route, name = Straight(pool.segments, driver), f"straight, {driver.call}"
             if path == "kernel":
-                route, name = Kernel(pool.segments, self.device), "kernel"
-        streams = (driver.stream(self.device.index), driver.stream(self.device.index))
-        return CudaCopyEngine(route, self.arena, self.page_nbytes, streams, threads), name
+                route, name = Kernel(pool.segments, device), "kernel"
+        streams = (driver.stream(device.index), driver.stream(device.index))
+        return CudaCopyEngine(route, arena, self.page_nbytes, streams, threads), name
 
 
 def _spec(piece_nbytes: int, path: Path) -> PageSpec:
