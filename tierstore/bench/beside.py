@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tierstore.types import Transfer
 
 _WARM = 2
+_POLL_S = 50e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,7 @@ class Pages:
                 if not ack.ok:
                     raise RuntimeError("a copy failed")
                 self._left -= 1
+            sleep(_POLL_S)
 
     def _transfers(self, direction: Direction) -> Sequence[Transfer]:
         chance = np.random.default_rng(0)

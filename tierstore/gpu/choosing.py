@@ -52,7 +52,8 @@ class Choice:
         self._rates = rates
         self._layered = next((o.route for o in options if o.route.layers is not None), None)
         self.layers: LayerGroups | None = None if self._layered is None else self._layered.layers
-        self.pieces = max(option.route.pieces for option in options)
+        self.pieces = min(option.route.pieces for option in options)
+        """Of the one that is taken for many."""
         self.loads_end_on = side
         self.name = " or ".join(option.route.name for option in options)
         self.streams: Sequence[torch.cuda.Stream] = [s for o in options for s in o.route.streams]

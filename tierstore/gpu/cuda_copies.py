@@ -4,9 +4,10 @@ Ordering: the store submits a copy once the page's bytes are written, and hands 
 ended, so a copy waits for nothing but the copies before it. A transfer keeps its slots until its ack, which comes when
 the event recorded after its last piece has happened.
 
-Small transfers on an idle link are launched by whoever submits. What is large, or comes while much is on its way, is
-launched by a thread of the lane, a little ahead of the link: loads go layer group by layer group there, and a group of
-pages that come later still goes before the next group of those that came first.
+Small transfers on an idle link are launched whole. What is large, or comes while much is on its way, goes layer group
+by layer group, a little ahead of the link, and a group of pages that come later still goes before the next group of
+those that came first. Whoever submits or polls launches; a thread of the lane does only what takes the driver long, and
+what must not wait when nobody calls. It would be slower: Python gives it a turn every 5 ms while others compute.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 
 from tierstore.gpu.arriving import HERE, NOT_YET, Arriving
-from tierstore.gpu.lanes import Job, Lane, TimedEvent, ack_of
+from tierstore.gpu.jobs import Job, TimedEvent, ack_of
+from tierstore.gpu.lanes import Lane
 from tierstore.types import Ack, Tier, Transfer
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierstore.gpu.copy_engine import CopyEngine
-    from tierstore.gpu.lanes import Flight
+    from tierstore.gpu.jobs import Flight
     from tierstore.gpu.routes import Route
 
 _log = logging.getLogger(__name__)
@@ -42,14 +44,18 @@ _POLL_S = 0.0005
 class Pace:
     """How much is launched at once. In bytes but for ``pieces``."""
 
-    inline: int = 16 << 20
-    """Transfers up to this are launched by whoever submits them, as long as less than ``ahead`` is on its way."""
-    pieces: int = 4096
-    """But not transfers of more pieces, which take the driver too long."""
+    whole: int = 16 << 20
+    """Transfers up to this are not cut into layer groups on an idle link."""
     together: int = 64 << 20
-    """Layer groups of several transfers are launched together up to this."""
-    ahead: int = 256 << 20
-    """The link has so much to do before the next launch: some milliseconds."""
+    """What several transfers have of a layer group is launched together up to this."""
+    pieces: int = 128
+    """And up to so many pieces; more of one transfer are launched by the thread, as they take the driver too long."""
+    ahead: int = 512 << 20
+    """Nothing more is launched while the link has so much to do: some milliseconds."""
+    behind: int = 256 << 20
+    """With less, the thread launches what nobody else has launched."""
+    at_once: int = 3
+    """Launches in one call, at most."""
 
 
 class PinnedHost(Protocol):
@@ -104,8 +110,10 @@ class CudaCopyEngine:
         up, down = streams
         event = new_event or _cuda_event
         self._lanes = {
-            Tier.HBM: Lane(self._load, (up, route.loads_end_on or up), page_nbytes, route.layers, event),
-            Tier.HOST: Lane(self._save, (down, down), page_nbytes, None, event),
+            Tier.HBM: Lane(
+                self._load, (up, route.loads_end_on or up), page_nbytes, route.layers, route.pieces, event
+            ),
+            Tier.HOST: Lane(self._save, (down, down), page_nbytes, None, route.pieces, event),
         }
 
     @property
@@ -169,7 +177,7 @@ class CudaCopyEngine:
     # -- launching ----------------------------------------------------------------------------------------------
 
     def _advance(self, dst: Tier) -> None:
-        """With the lock: looks at what has arrived, launches what is small, leaves the rest to the lane's thread."""
+        """With the lock: looks at what has arrived, launches some, leaves the rest to the next call or the thread."""
         lane = self._lanes[dst]
         while lane.arrived:
             # In this order: pinning may end in between.
@@ -177,21 +185,28 @@ class CudaCopyEngine:
             job = lane.arrived[0]
             if job.host_slots.max(initial=0) < pinned:
                 lane.add(lane.arrived.popleft())
-                if self._may_launch(lane, job):
-                    flight = lane.take_whole()
-                    lane.launch(flight)
-                    lane.launched(flight)
             elif not pinning:
                 self._unpinned.submit(lane.arrived.popleft().transfer)
             else:
                 break
+        self._launch(lane)
         if lane.waiting and not lane.launching:
             self._wake_thread(dst)
 
-    def _may_launch(self, lane: Lane, job: Job) -> bool:
-        small = job.pages * self._page_nbytes <= self._pace.inline
-        few = job.pages * self._route.pieces <= self._pace.pieces
-        return small and few and lane.waiting == 1 and not lane.launching and lane.nbytes < self._pace.ahead
+    def _launch(self, lane: Lane) -> None:
+        """With the lock: what may be launched now and does not take long."""
+        for _ in range(self._pace.at_once):
+            if not lane.waiting or lane.launching or lane.nbytes >= self._pace.ahead:
+                return
+            if lane.next_pieces > self._pace.pieces:
+                return
+            alone = lane.alone
+            if alone is not None and alone.pages * self._page_nbytes <= self._pace.whole:
+                flight = lane.take_whole()
+            else:
+                flight = lane.take(self._pace.together, self._pace.pieces)
+            lane.launch(flight)
+            lane.launched(flight)
 
     def _wake_thread(self, dst: Tier) -> None:
         if dst not in self._threads:
@@ -214,18 +229,19 @@ class CudaCopyEngine:
                 self._wake()
 
     def _next(self, lane: Lane) -> Flight | None:
-        """Waits until the lane has something to launch and the link little to do; None when the engine closes."""
+        """Waits until there is something to launch that nobody else launches; None when the engine closes."""
         with self._turn:
             while not self._closing:
-                if lane.waiting and self._has_room(lane):
+                self._ended += lane.land()
+                if lane.waiting and self._is_mine(lane):
                     lane.launching = True
-                    return lane.take(self._pace.together)
+                    return lane.take(self._pace.together, self._pace.pieces)
                 self._turn.wait(_POLL_S if lane.waiting else None)
             return None
 
-    def _has_room(self, lane: Lane) -> bool:
-        self._ended += lane.land()
-        return lane.nbytes < self._pace.ahead
+    def _is_mine(self, lane: Lane) -> bool:
+        long = lane.next_pieces > self._pace.pieces
+        return lane.nbytes < (self._pace.ahead if long else self._pace.behind)
 
     def _load(
         self,

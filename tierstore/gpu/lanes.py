@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tierstore.gpu.arriving import HERE, NOT_YET, Arriving
+from tierstore.gpu.jobs import Flight, Job, share_refused
 from tierstore.gpu.waves import Waves
-from tierstore.types import Ack, Failure, Tier, Transfer
+from tierstore.types import Failure, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,83 +23,14 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from tierstore.gpu.jobs import TimedEvent
     from tierstore.gpu.layer_groups import LayerGroups
 
 _log = logging.getLogger(__name__)
 
 
-class TimedEvent(Protocol):
-    """An event of a stream that knows when it happened, such as ``torch.cuda.Event``."""
-
-    def record(self, stream: torch.cuda.Stream) -> None:
-        """Happens when the stream gets there."""
-        ...
-
-    def query(self) -> bool:
-        """Whether it has happened. RuntimeError when the device has failed."""
-        ...
-
-    def synchronize(self) -> None:
-        """Blocks until it has happened."""
-        ...
-
-    def elapsed_time(self, end: TimedEvent) -> float:
-        """Milliseconds from this one to ``end``; both have happened."""
-        ...
-
-
-@dataclass(eq=False)
-class Job:
-    """A transfer and how far it is. ``flights``: what carries each layer group launched so far."""
-
-    transfer: Transfer
-    device_slots: NDArray[np.int64]
-    host_slots: NDArray[np.int64]
-    flights: list[Flight] = field(default_factory=list)
-    airborne: int = 0
-    """Flights of it that are being launched or have not landed."""
-    seconds: float = 0.0
-    failure: Failure | None = None
-    refused: set[int] = field(default_factory=set)
-    """Positions of pages that did not arrive as their form is wrong."""
-
-    @classmethod
-    def of(cls, transfer: Transfer) -> Job:
-        """Nothing of it launched."""
-        src, dst = (np.fromiter(s, np.int64, len(s)) for s in (transfer.src_slots, transfer.dst_slots))
-        return cls(transfer, dst, src) if transfer.dst == Tier.HBM else cls(transfer, src, dst)
-
-    @cached_property
-    def into(self) -> frozenset[int]:
-        """The slots it writes."""
-        return frozenset(self.transfer.dst_slots)
-
-    @property
-    def pages(self) -> int:
-        """How many it moves."""
-        return len(self.host_slots)
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """Copies launched together. ``group`` None: all layers."""
-
-    number: int
-    jobs: list[Job]
-    group: int | None
-    nbytes: int
-    begun: TimedEvent
-    ended: TimedEvent
-    broken: bool = False
-    landed: bool = False
-    lent: bool = False
-    """A caller holds the event that ends it."""
-    refused: NDArray[np.int32] | None = None
-    """See ``routes.Route``; to be looked at when it has landed."""
-
-
 class Lane:
-    """Jobs of one direction. ``layers``: None: pages go whole."""
+    """Jobs of one direction. ``layers``: None: pages go whole. ``pieces``: what the driver is asked for, for a page."""
 
     def __init__(
         self,
@@ -110,6 +40,7 @@ class Lane:
         streams: tuple[torch.cuda.Stream, torch.cuda.Stream],
         page_nbytes: int,
         layers: LayerGroups | None,
+        pieces: int,
         new_event: Callable[[], TimedEvent],
     ) -> None:
         """``streams``: on which copies begin and end."""
@@ -123,6 +54,8 @@ class Lane:
         self._page_nbytes = page_nbytes
         self._layers = layers
         self._groups = 1 if layers is None else len(layers)
+        self._pieces = -(-pieces // self._groups)
+        """Of a page, in one group."""
         self._new_event = new_event
         self._waves: Waves[Job] = Waves(self._groups)
         self._flying: deque[Flight] = deque()
@@ -143,17 +76,31 @@ class Lane:
 
     def add(self, job: Job) -> None:
         """Its memory is page-locked: it may be launched in its turn."""
-        self._waves.add(job, job.pages * self._page_nbytes // self._groups)
+        self._waves.add(job, job.pages)
         if job.transfer.dst == Tier.HBM:
             self._loading[job.transfer.id] = job
 
-    def take(self, most_nbytes: int) -> Flight:
-        """What is to be launched next, about so many bytes."""
-        jobs, group = self._waves.take(most_nbytes)
+    @property
+    def next_pieces(self) -> int:
+        """What the driver is asked for, at least, by what is to be launched next."""
+        return self._waves.first().pages * self._pieces
+
+    def take(self, most_nbytes: int, most_pieces: int) -> Flight:
+        """What is to be launched next: so much at most, but one transfer at least."""
+        pages = most_nbytes * self._groups // self._page_nbytes
+        if self._pieces:
+            pages = min(pages, most_pieces // self._pieces)
+        jobs, group = self._waves.take(pages)
         return self._flight(jobs, group if self._groups > 1 else None)
 
+    @property
+    def alone(self) -> Job | None:
+        """The job that waits, if there is only one and nothing of it was launched."""
+        job = self._waves.first()
+        return None if len(self._waves) > 1 or job.flights or job.airborne else job
+
     def take_whole(self) -> Flight:
-        """The only job that waits, untouched so far, all of its layers."""
+        """``alone``, all of its layers."""
         return self._flight([self._waves.take_whole()], None)
 
     def launch(self, flight: Flight) -> None:
@@ -168,9 +115,8 @@ class Lane:
             try:
                 flight.refused = self._copy(flight.group, slots, host, self.stream)
             finally:
-                flight.ended.record(
-                    self._last
-                )  # also after an error: pieces queued before it may still write
+                # Also after an error: pieces queued before it may still write.
+                flight.ended.record(self._last)
         except RuntimeError:
             flight.broken = True
             transfer = first.transfer
@@ -195,7 +141,7 @@ class Lane:
             seconds = 0.0 if flight.broken else flight.begun.elapsed_time(flight.ended) / 1e3
             pages = sum(job.pages for job in flight.jobs)
             if not flight.broken:
-                _share_refused(flight)
+                share_refused(flight)
             for job in flight.jobs:
                 job.airborne -= 1
                 job.seconds += seconds * job.pages / max(1, pages)
@@ -271,28 +217,6 @@ class Lane:
 
     def _forget(self, job: Job) -> None:
         self._loading.pop(job.transfer.id, None)
-
-
-def ack_of(job: Job, page_nbytes: int) -> Ack:
-    """What became of a job that has come to its end."""
-    transfer = job.transfer
-    if job.failure is not None:
-        failures = tuple((i, job.failure) for i in range(len(transfer.keys)))
-        return Ack(transfer.id, False, 0, 0, 0.0, failures)
-    why = Failure.UNFIT if transfer.dst == Tier.HOST else Failure.INTEGRITY
-    refused = tuple((i, why) for i in sorted(job.refused))
-    pages = len(transfer.keys) - len(refused)
-    return Ack(transfer.id, not refused, pages, pages * page_nbytes, job.seconds, refused)
-
-
-def _share_refused(flight: Flight) -> None:
-    """Tells each job of a flight that has landed which of its pages did not arrive."""
-    if flight.refused is None or not flight.refused.any():
-        return
-    first = 0
-    for job in flight.jobs:
-        job.refused.update(np.flatnonzero(flight.refused[first : first + job.pages]).tolist())
-        first += job.pages
 
 
 def _happened(event: TimedEvent) -> bool:

@@ -44,6 +44,13 @@ class Waves(Generic[Job]):
         joins = not self._later and self._handed_out * 2 <= self._groups
         (self._wave if joins else self._later).append(_Entry(job, size))
 
+    def first(self) -> Job:
+        """The first of those that ``take`` gives. IndexError if empty."""
+        entries = self._wave or self._later
+        if not entries:
+            raise IndexError("no job is waiting")
+        return min(entries, key=lambda entry: entry.group).job
+
     def take(self, most: int) -> tuple[list[Job], int]:
         """The next jobs, at least one, of ``most`` size together, and the group they get now. IndexError if empty."""
         if not self._wave:

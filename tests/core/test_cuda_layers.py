@@ -1,0 +1,196 @@
+"""The DMA copy engine layer by layer: what is launched when, by whom, and how far it says each layer is."""
+
+from __future__ import annotations
+
+from threading import Semaphore
+from time import monotonic
+
+import pytest
+
+from tests.core.manual_link import (
+    PATIENCE_S,
+    SPEC,
+    Rig,
+)
+from tierstore.gpu.cuda_copies import Pace
+from tierstore.types import Ack, Failure, Tier
+
+PAGE = SPEC.page_nbytes
+CUT = Pace(whole=0, at_once=9)
+"""Every load goes by layers."""
+
+THREAD = Pace(whole=0, pieces=0)
+"""Every launch is one that takes long."""
+
+
+def layer(rig: Rig, slot: int, index: int) -> int:
+    """The byte that fills this layer of the slot."""
+    found = rig.pool.view(slot).reshape(SPEC.num_layers, -1)[index]
+    assert found.min() == found.max()
+    return int(found[0])
+
+
+@pytest.mark.parametrize("pace", [CUT, THREAD])
+def test_a_layer_is_there_while_later_ones_are_on_their_way(pace: Pace) -> None:
+    rig = Rig(layers=4, pace=pace)
+    rig.move(1, Tier.HBM, (0, 3), (5, 1))
+    rig.wait_launched(4)
+    assert [group for group, _ in rig.route.groups] == [0, 1, 2, 3]
+    first, last = rig.engine.arriving((0, 5), 0), rig.engine.arriving((0, 5), 3)
+    assert first.submitted
+    assert last.submitted
+    assert first.event is not None
+    assert last.event is not None
+    assert not first.event.query()
+    while not first.event.query():
+        rig.up.work.popleft()()
+    assert [layer(rig, slot, 0) for slot in (0, 5)] == [23, 21]
+    assert [layer(rig, slot, 3) for slot in (0, 5)] == [10, 15], "not moved yet"
+    assert not last.event.query()
+    assert rig.engine.poll() == [], "the transfer is acknowledged whole"
+    assert rig.engine.arriving((0, 5), 0).event is None
+    rig.up.run()
+    assert last.event.query()
+    assert [ack.ok for ack in rig.engine.poll()] == [True]
+    assert [layer(rig, slot, 3) for slot in (0, 5)] == [23, 21]
+    assert not rig.engine.arriving((0, 5), 0).submitted, "it no longer knows of them"
+    assert rig.engine.close(PATIENCE_S)
+
+
+def test_pages_that_come_later_go_before_the_next_group_of_those_on_their_way() -> None:
+    rig = Rig(layers=4, pace=Pace(whole=0, ahead=1, behind=0))
+    rig.move(1, Tier.HBM, (0, 0))
+    rig.move(2, Tier.HBM, (1, 1))
+    assert rig.route.groups == [(0, 1)], "the link has enough to do"
+    assert not rig.engine.arriving((0, 1), 0).submitted
+    rig.up.run()
+    assert rig.engine.poll() == []
+    assert rig.engine.arriving((0, 1), 0).submitted, "the first group of both, before the second of any"
+    assert not rig.engine.arriving((0,), 1).submitted
+    acks: list[Ack] = []
+    for _ in range(4):
+        rig.up.run()
+        acks += rig.engine.poll()
+    assert rig.route.groups == [(0, 1), (0, 1), (1, 2), (2, 2), (3, 2)]
+    assert [ack.transfer_id for ack in acks] == [1, 2]
+    assert [layer(rig, slot, 3) for slot in (0, 1)] == [20, 21]
+    assert rig.engine.close(PATIENCE_S)
+
+
+def test_a_call_launches_no_more_than_a_few() -> None:
+    rig = Rig(layers=4, pace=Pace(whole=0, at_once=3, behind=0))
+    rig.move(1, Tier.HBM, (0, 0))
+    assert len(rig.route.groups) == 3
+    assert rig.engine.poll() == []
+    assert len(rig.route.groups) == 4
+    rig.up.run()
+    assert [ack.ok for ack in rig.engine.poll()] == [True]
+    assert rig.engine.close(PATIENCE_S)
+
+
+def test_what_nobody_launches_the_thread_does_before_the_link_has_nothing_to_do() -> None:
+    rig = Rig(layers=4, pace=Pace(whole=0, at_once=1, ahead=1 << 30, behind=PAGE * 3 // 4))
+    rig.move(1, Tier.HBM, (0, 0))
+    rig.wait_launched(3)
+    assert rig.engine.arriving((0,), 2).submitted
+    rig.up.run()
+    rig.wait_launched(4)
+    rig.up.run()
+    assert [ack.ok for ack in rig.wait()] == [True]
+    assert rig.engine.close(PATIENCE_S)
+
+
+def test_whoever_waits_for_a_layer_is_woken_when_the_thread_launches() -> None:
+    woken = Semaphore(0)
+    rig = Rig(layers=4, pace=THREAD, wake=woken.release)
+    rig.move(1, Tier.HBM, (0, 0))
+    for _ in range(4):
+        assert woken.acquire(timeout=PATIENCE_S)
+    rig.up.run()
+    assert [ack.ok for ack in rig.wait()] == [True]
+    assert rig.engine.close(PATIENCE_S)
+
+
+def test_each_transfer_is_given_its_share_of_the_time() -> None:
+    rig = Rig(layers=4, pace=Pace(whole=0, ahead=1, behind=0))
+    rig.move(1, Tier.HBM, (0, 0))
+    rig.move(2, Tier.HBM, (1, 1), (2, 2), (3, 3))
+    acks: list[Ack] = []
+    while len(acks) < 2:
+        rig.up.run()
+        acks += rig.engine.poll()
+    # A launch takes 2 ms here: the first alone, then three groups of four pages together and one of three.
+    assert [ack.seconds for ack in acks] == pytest.approx([0.002 + 3 * 0.0005, 0.002 + 3 * 0.0015])
+    assert rig.engine.close(PATIENCE_S)
+
+
+def test_small_transfers_on_an_idle_link_go_whole_at_once() -> None:
+    rig = Rig(layers=4, pace=Pace(whole=2 * PAGE))
+    rig.move(1, Tier.HBM, (0, 3), (1, 4))
+    assert len(rig.up.work) == 4, "two pages and two events"
+    arriving = rig.engine.arriving((0, 1), 0)
+    assert arriving.submitted
+    assert arriving.event is rig.engine.arriving((0, 1), 3).event
+    rig.up.run()
+    assert [ack.ok for ack in rig.engine.poll()] == [True]
+    assert rig.route.groups == []
+
+
+def test_transfers_of_many_pieces_are_left_to_the_thread() -> None:
+    rig = Rig(pace=Pace(pieces=3))
+    rig.move(1, Tier.HOST, (0, 0), (1, 1), (2, 2))
+    assert len(rig.down.work) == 5
+    rig.down.run()
+    assert [ack.ok for ack in rig.engine.poll()] == [True]
+    rig.move(2, Tier.HOST, *((slot, slot) for slot in range(4)))
+    deadline = monotonic() + PATIENCE_S
+    while len(rig.down.work) < 6 or rig.engine._lanes[Tier.HOST].launching:
+        assert monotonic() < deadline
+    assert list(rig.engine._threads) == [Tier.HOST]
+    rig.down.run()
+    assert [ack.ok for ack in rig.wait()] == [True]
+    assert rig.engine.close(PATIENCE_S)
+
+
+def test_an_event_that_was_handed_out_is_not_used_again() -> None:
+    rig = Rig()
+    rig.move(1, Tier.HBM, (0, 3))
+    event = rig.engine.arriving((0,), 0).event
+    assert event is not None
+    rig.up.run()
+    assert [ack.ok for ack in rig.engine.poll()] == [True]
+    for number in range(2, 6):
+        rig.move(number, Tier.HBM, (1, 3))
+        assert event.query()
+        rig.up.run()
+        rig.engine.poll()
+
+
+def test_a_group_that_is_refused_fails_its_transfer_when_nothing_of_it_writes_any_more() -> None:
+    rig = Rig(layers=4, pace=Pace(whole=0, ahead=1, behind=0))
+    rig.move(1, Tier.HBM, (0, 3), (1, 4))
+    rig.wait_launched(1)
+    rig.route.refuse = True
+    rig.up.run()
+    assert rig.engine.poll() == [], "a page of the second group is still to be written"
+    rig.route.refuse = False
+    assert not rig.engine.arriving((0, 1), 1).submitted
+    assert rig.engine.poll() == []
+    rig.up.run()
+    failures = ((0, Failure.IO_ERROR), (1, Failure.IO_ERROR))
+    assert rig.wait() == [Ack(1, False, 0, 0, 0.0, failures)]
+    assert [group for group, _ in rig.route.groups] == [0, 1], "the others were not tried"
+    assert rig.engine.close(PATIENCE_S)
+
+
+def test_close_gives_up_the_groups_to_come_and_waits_for_those_on_their_way() -> None:
+    rig = Rig(layers=4, pace=Pace(whole=0, ahead=1, behind=0))
+    rig.move(1, Tier.HBM, (0, 3))
+    rig.wait_launched(1)
+    rig.move(2, Tier.HBM, (1, 4))
+    assert not rig.engine.close(0.0), "the first group has not ended"
+    assert {ack.transfer_id for ack in rig.engine.poll()} == {2}
+    rig.up.run()
+    assert rig.engine.close(PATIENCE_S)
+    assert rig.engine.poll() == [Ack(1, False, 0, 0, 0.0, ((0, Failure.CLOSED),))]
+    assert len(rig.route.groups) == 1
