@@ -242,7 +242,7 @@ def test_a_bad_value_is_refused_with_what_is_allowed(
 @pytest.mark.parametrize(
     ("text", "key"),
     [
-        ("host: {capacity: 1GiB, codec: fp8}", "host.codec is 'fp8'"),
+        ("host: {capacity: 1GiB, codec: exp}", "host.codec is 'exp'"),
         ("nvme: {path: d, capacity: 1GiB, codec: int2}", "nvme.codec is 'int2'"),
         ("nvme: {path: d, capacity: 1GiB, payload: files}", "nvme.payload is 'files'"),
         ("nvme: {path: d, capacity: 1GiB, admission: third_hit}", "nvme.admission is 'third_hit'"),
@@ -344,7 +344,7 @@ def test_nothing_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
         {"host": {"capacity": 0}},
         {"hbm": {"device": "cpu"}},
         {"hbm": {"capacity": 1, "device": "gpu"}},
-        {"host": {"capacity": 1, "codec": "fp8"}},
+        {"host": {"capacity": 1, "codec": "exp"}},
     ],
 )
 def test_the_schema_refuses_what_the_loader_refuses(tree: dict[str, Any]) -> None:

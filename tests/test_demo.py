@@ -259,6 +259,9 @@ def test_command_says_in_one_line_what_it_cannot_do(model: Path, tmp_path: Path)
     result = CliRunner().invoke(app, ["--codec", "nonsense", "--model", str(model), "--dir", str(tmp_path)])
     assert result.exit_code == 2
     assert "--codec is 'nonsense'; allowed: none, exp, fp8" in result.stderr
+    result = CliRunner().invoke(app, ["--host-codec", "exp", "--model", str(model), "--dir", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "--host-codec is 'exp'; allowed: none, fp8, int8" in result.stderr
     assert "Traceback" not in result.output
     assert torch.is_grad_enabled()
 
@@ -302,22 +305,23 @@ def test_a_restore_slower_than_an_old_plain_run_is_measured_again_beside_a_new_o
         assert measured(session, store, ids, answer, replace(impossible, ttft_s=1e9)).again == 0
 
 
-def test_answers_over_a_lossy_disk_stand_beside_the_exact_ones_and_are_counted(
-    model: Path, texts: Path, tmp_path: Path
+@pytest.mark.parametrize(("codec", "host"), [("int8", "none"), ("int8+zstd", "int8")])
+def test_answers_over_lossy_tiers_stand_beside_the_exact_ones_and_are_counted(
+    model: Path, texts: Path, tmp_path: Path, codec: str, host: str
 ) -> None:
-    codec = "int8"
-    outcome = run_demo(model, replace(SMALL, codec=codec), lambda line: None, [texts], tmp_path)
+    settings = replace(SMALL, codec=codec, host_codec=host)
+    outcome = run_demo(model, settings, lambda line: None, [texts], tmp_path)
     assert [claim.text for claim in judge(outcome) if not claim.held] == []
     inexact = [row for row in outcome.rows if not row.exact]
-    assert {row.tier for row in inexact} >= {"NVME"}
+    assert {row.tier for row in inexact} >= ({"NVME"} if host == "none" else {"NVME", "HOST"})
     assert all(row.exact for row in outcome.rows if row.tier == "none")
     assert all(not row.exact for row in outcome.rows if row.after_restart and row.tier == "NVME")
     assert all((row.agreeing == row.tokens) == (row.answer == row.plain_answer) for row in outcome.rows)
     found = json.loads(json.dumps(as_json(outcome, judge(outcome))))
-    assert (found["codec"], found["inexact"]["answers"]) == (codec, len(inexact))
+    assert (found["codec"], found["host_codec"], found["inexact"]["answers"]) == (codec, host, len(inexact))
     assert found["inexact"]["tokens"] == 5 * len(inexact) >= found["inexact"]["agreeing"]
     console = Console(width=200, file=io.StringIO(), record=True)
     show(console, outcome, judge(outcome))
     text = console.export_text()
     assert text.count("  exact: ") == len(inexact)
-    assert f"{len(inexact)} answers over pages that went through {codec}" in text
+    assert f"{len(inexact)} answers over pages that went through {outcome.lossy}" in text

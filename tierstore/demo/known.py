@@ -30,4 +30,24 @@ GEMMA3 = KnownModel(
 """18 layers, three of them full (5, 11, 17), the others with a window of 512 tokens. Use is under the Gemma terms."""
 
 KNOWN = {"smollm2": SMOLLM2, "gemma3": GEMMA3}
-"""By the names that commands take."""
+"""By the names that commands are shown to take."""
+
+_ALSO = {
+    "smollm2-135m-instruct": "smollm2",
+    "smollm2-135m": "smollm2",
+    "gemma-3-270m": "gemma3",
+    "gemma3-270m": "gemma3",
+}
+
+ALLOWED = f"{', '.join(f'{short} ({known.name})' for short, known in KNOWN.items())}, or a model's folder"
+"""What a command's ``--model`` may be, for help and errors."""
+
+
+def short_name(name: str) -> str | None:
+    """The key in ``KNOWN`` of a model called so, by its short or its own name, in any case, with or without its owner.
+
+    None if it is none of them.
+    """
+    plain = name.lower().rpartition("/")[2]
+    plain = _ALSO.get(plain, plain)
+    return plain if plain in KNOWN else None

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from hashlib import file_digest
 from pathlib import Path
 
-from tierstore.demo.known import SMOLLM2, KnownModel
+from tierstore.demo.known import ALLOWED, KNOWN, SMOLLM2, KnownModel, short_name
 
 MARKER = "PREPARED.json"
 _PIECE = re.compile(r"\.gguf(\.part\d+)?$")
@@ -46,6 +46,22 @@ def is_prepared(folder: Path) -> bool:
 def prepared_folder(known: KnownModel, cache_dir: Path | None = None) -> Path:
     """Where ``prepare_model`` puts a model."""
     return (cache_dir or default_cache_dir()) / f"{known.name}-bf16"
+
+
+def model_folder(name: str, say: Say) -> Path:
+    """The folder of a known model, prepared first if need be, or the folder ``name``.
+
+    A folder that is there goes before a known model's long name. ModelError names what is allowed.
+    """
+    folder = Path(name).expanduser()
+    short = short_name(name)
+    if short is not None and (name in KNOWN or not folder.is_dir()):
+        return prepare_model(say, known=KNOWN[short])
+    if not folder.is_dir():
+        raise ModelError(f"--model {name}: no such folder, and no known model; allowed: {ALLOWED}")
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"--model {name}: the folder has no config.json; allowed: {ALLOWED}")
+    return folder
 
 
 def prepare_model(

@@ -11,8 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tierstore.codecs.held import Held
 from tierstore.demo.documents import Document
 from tierstore.demo.session import PlainAnswer, Session
+from tierstore.layout import PageLayout
+from tierstore.types import PageSpec
 
 QUESTIONS = (
     "What is this text about?",
@@ -39,6 +42,7 @@ class Settings:
     answer_tokens: int = 12
     page_size: int = 64
     codec: str = "none"
+    host_codec: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +145,20 @@ def tier_sizes(
 
 
 def store_config(
-    sizes: Sizes, page_nbytes: int, num_questions: int, directory: Path, codec: str
+    sizes: Sizes, spec: PageSpec, num_questions: int, directory: Path, settings: Settings
 ) -> dict[str, Any]:
-    """A configuration whose disk holds everything: documents, the rest of every prompt, answers, and slack."""
+    """A configuration whose disk holds everything: documents, the rest of every prompt, answers, and slack.
+
+    Host memory gets room for as many pages whatever holds them: with more of them nothing would come from disk.
+    """
+    page_nbytes, held = spec.page_nbytes, Held.of(settings.host_codec, PageLayout.of(spec))
     pages = 2 * (sizes.documents + 4 * num_questions) + 16
     return {
         "hbm": {"capacity": sizes.hbm * page_nbytes, "device": "cpu"},
-        "host": {"capacity": sizes.host * page_nbytes},
-        "nvme": {"path": str(directory), "capacity": pages * page_nbytes + (64 << 20), "codec": codec},
+        "host": {"capacity": sizes.host * held.payload_nbytes, "codec": settings.host_codec},
+        "nvme": {
+            "path": str(directory),
+            "capacity": pages * page_nbytes + (64 << 20),
+            "codec": settings.codec,
+        },
     }

@@ -97,6 +97,7 @@ def as_json(outcome: Outcome, claims: Sequence[Claim]) -> dict[str, Any]:
     return {
         "answers_equal": all(row.verdict != "other" for row in rows if row.exact),
         "codec": outcome.codec,
+        "host_codec": outcome.host_codec,
         "inexact": agreement(rows),
         "near_ties": sum(row.verdict == "near-tie" for row in rows),
         "hits": hits([row for row in rows if not row.after_restart]),
@@ -116,7 +117,7 @@ def show(console: Console, outcome: Outcome, claims: Sequence[Claim]) -> None:
         "Tier: the slowest one that pages of the prompt came from. TTFT: from the prompt's ids to the first token, "
         "restore included.\n"
     )
-    if outcome.codec != "none":
+    if outcome.lossy != "none":
         _compare(console, outcome)
     for claim in claims:
         mark = Text("holds  ", style="green") if claim.held else Text("FAILED ", style="bold red")
@@ -158,13 +159,13 @@ def _compare(console: Console, outcome: Outcome) -> None:
     for row in inexact:
         console.print(
             Text(
-                f"{row.document}: {row.question}\n  exact: {row.plain_answer}\n  {outcome.codec}: {row.answer}  "
+                f"{row.document}: {row.question}\n  exact: {row.plain_answer}\n  {outcome.lossy}: {row.answer}  "
                 f"({row.agreeing} of {row.tokens} tokens)"
             )
         )
     found = agreement(outcome.rows)
     console.print(
-        f"{found['answers']} answers over pages that went through {outcome.codec}: {found['equal']} equal to plain "
+        f"{found['answers']} answers over pages that went through {outcome.lossy}: {found['equal']} equal to plain "
         f"transformers; {found['agreeing']} of {found['tokens']} tokens before the first that differs\n"
     )
 

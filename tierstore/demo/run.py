@@ -40,6 +40,12 @@ class Outcome:
     page_nbytes: int
     rows: list[Row]
     codec: str = "none"
+    host_codec: str = "none"
+
+    @property
+    def lossy(self) -> str:
+        """What pages went through: the codec of host memory, or else of the disk."""
+        return self.codec if self.host_codec == "none" else self.host_codec
 
 
 def run_demo(
@@ -65,7 +71,7 @@ def run_demo(
             settle(session, store, plan)
         say("the store is closed; a new process opens it from disk")
         rows += _second_act(plan, Path(scratch), say)
-    return Outcome(documents, sizes, page_nbytes, rows, settings.codec)
+    return Outcome(documents, sizes, page_nbytes, rows, settings.codec, settings.host_codec)
 
 
 def _prepare(
@@ -75,7 +81,8 @@ def _prepare(
     questions = make_questions(session, documents, settings.num_questions)
     prefixes = shared_prefixes(questions, settings.num_questions)
     sizes = tier_sizes(prefixes, questions, settings)
-    page_nbytes = session.spec(settings.page_size).page_nbytes
+    spec = session.spec(settings.page_size)
+    page_nbytes = spec.page_nbytes
     mib = page_nbytes / (1 << 20)
     say(
         f"documents: {sizes.documents} pages of {mib:.2f} MiB; HBM {sizes.hbm} pages ({sizes.hbm * mib:.0f} MiB), "
@@ -92,7 +99,7 @@ def _prepare(
         model=str(model),
         page_size=settings.page_size,
         answer_tokens=settings.answer_tokens,
-        store=store_config(sizes, page_nbytes, len(questions), scratch / "store", settings.codec),
+        store=store_config(sizes, spec, len(questions), scratch / "store", settings),
         documents=prefixes,
         questions=questions,
         order=mixed_order(len(documents), settings.num_questions),
