@@ -8,7 +8,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from tierstore.bench import copies, link, overlap
+from tierstore.bench import coded_copies, copies, link, overlap
 from tierstore.cli.app import app
 from tierstore.gpu.pool import CpuPool
 from tierstore.types import Transfer
@@ -39,6 +39,49 @@ def test_bench_copy_refuses_what_cannot_be_measured() -> None:
     code, line = run("copy", "--device", "cpu", "--pieces", "5000")
     assert code == 2
     assert "multiple of 4096" in json.loads(line)["error"]
+
+
+def test_bench_copy_with_a_codec_tells_it_beside_the_same_pages_as_they_are() -> None:
+    sizes = ("--pieces", "256KiB,4KiB", "--batch", "1MiB", "--pairs", "1")
+    code, line = run("copy", "--device", "cpu", "--codec", "int8", *sizes)
+    assert code == 0
+    rows = json.loads(line)["rows"]
+    assert [(row["direction"], row["piece_bytes"], row["num_pieces"]) for row in rows] == [
+        ("h2d", 256 << 10, 4),
+        ("d2h", 256 << 10, 4),
+    ]
+    for row in rows:
+        assert row["payload_bytes"] == (256 << 10) * 66 // 128
+        assert 0 < row["rel_error"] < 0.02
+        assert min(row["gbps"], row["plain_gbps"], row["ratio"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("--codec", "int8+zstd", "--pieces", "256KiB"), "allowed for host memory: fp8, int8"),
+        (("--codec", "int8", "--pieces", "4KiB"), "multiples of 131072"),
+    ],
+)
+def test_bench_copy_refuses_codecs_and_sizes_that_host_memory_has_not(
+    words: tuple[str, ...], what: str
+) -> None:
+    code, line = run("copy", "--device", "cpu", *words)
+    assert code == 2
+    assert what in json.loads(line)["error"]
+
+
+def test_payloads_that_are_not_the_cpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = link.Ends.run
+
+    def wrong(self: link.Ends, transfers: list[Transfer]) -> tuple[float, float]:
+        found = right(self, transfers)
+        self.arena.memory[::4096] += 1
+        return found
+
+    monkeypatch.setattr(link.Ends, "run", wrong)
+    with pytest.raises(RuntimeError, match="a payload of int8 is not the CPU's"):
+        coded_copies.coded_rows("cpu", "int8", 128 << 10, 1 << 20, 1)
 
 
 def test_bytes_that_differ_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

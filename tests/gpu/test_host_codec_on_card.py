@@ -101,9 +101,7 @@ def lossy(codec: str, page: torch.Tensor) -> tuple[bytes, torch.Tensor]:
 @pytest.fixture(params=NAMES)
 def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[benches.Bench]:
     """Slabs of three pages: transfers take turns."""
-    nbytes = codecs.fixed_nbytes(request.param, LAYOUT)
-    assert nbytes is not None
-    monkeypatch.setattr(coded, "SLAB_NBYTES", 3 * nbytes + 3 * 4096)
+    monkeypatch.setattr(coded, "SLAB_NBYTES", 3 * SPEC.page_nbytes)
     config = tiers(16, 40, page_nbytes=SPEC.page_nbytes, host_more={"codec": request.param})
     opened = benches.open_bench(config, SPEC, pump=True)
     yield opened

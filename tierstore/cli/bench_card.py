@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tierstore.cli.output import Json, print_json, progress, refusals
+from tierstore.errors import ConfigError
 from tierstore.units import format_size, parse_size
 
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N, as in hbm.device.")]
@@ -25,9 +26,19 @@ def copy(
     small: Annotated[
         str, typer.Option(help="Pieces up to this go by the copy kernel too, and as an engine's layers.")
     ] = "128KiB",
+    codec: Annotated[
+        str,
+        typer.Option(
+            help="A host.codec: pages that are held with it, beside the same pages held as they are. Sizes of whole "
+            "tokens of an 8B model only: multiples of 128 KiB."
+        ),
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Scattered pages between HBM and page-locked memory, as a share of one contiguous copy in the same process."""
+    if codec:
+        _coded_copies(device, codec, pieces, batch, pairs, as_json)
+        return
     from tierstore.bench.copies import CopyRow, copy_rows
     from tierstore.bench.link import Ceiling
 
@@ -50,6 +61,29 @@ def copy(
         size, number = format_size(row.piece_bytes), str(row.num_pieces)
         table.add_row(row.direction, size, number, *rates, row.path, f"{row.submit_ms:.1f}")
     Console(width=110).print(table)
+    if as_json:
+        print_json({"device": name, "rows": [row.plain() for row in found]})
+
+
+def _coded_copies(device: str, codec: str, pieces: str, batch: str, pairs: int, as_json: bool) -> None:
+    from tierstore.bench.coded_copies import TOKEN_NBYTES, CodedRow, coded_rows
+
+    found: list[CodedRow] = []
+    with refusals(as_json):
+        sizes = [size for size in map(parse_size, pieces.split(",")) if size % TOKEN_NBYTES == 0]
+        if not sizes:
+            raise ConfigError(f"--pieces {pieces}; allowed with --codec: multiples of {TOKEN_NBYTES} bytes")
+        for size in sizes:
+            progress.print(f"pages of {format_size(size)}")
+            found += coded_rows(device, codec, size, parse_size(batch), pairs)
+    name = name_of(device)
+    header = ("way", "page", "pages", "payload", "GB/s", "as they are", "ratio", "error", "path", "submit ms")
+    table = Table(*header, box=None, title=f"{name}, {codec}")
+    for row in found:
+        sizes_of = (format_size(row.piece_bytes), str(row.num_pieces), format_size(row.payload_bytes))
+        rates = (f"{row.gbps:.2f}", f"{row.plain_gbps:.2f}", f"{row.ratio:.3f}", f"{row.rel_error:.4f}")
+        table.add_row(row.direction, *sizes_of, *rates, row.path, f"{row.submit_ms:.1f}")
+    Console(width=120).print(table)
     if as_json:
         print_json({"device": name, "rows": [row.plain() for row in found]})
 

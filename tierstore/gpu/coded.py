@@ -20,16 +20,18 @@ if TYPE_CHECKING:
     from tierstore.gpu.coding import Coder
     from tierstore.gpu.routes import Route
 
-SLAB_NBYTES = 32 << 20
+SLAB_NBYTES = 64 << 20
+"""Bytes of the pages whose payloads a slab holds: about what is launched at once."""
+
 _SLABS = 2
 
 
 class PayloadSlabs:
     """The slabs of one direction, used in turn: rows of ``stride`` bytes, first those of the one, then of the other."""
 
-    def __init__(self, stride: int, device: torch.device) -> None:
+    def __init__(self, page_nbytes: int, stride: int, device: torch.device) -> None:
         self.stride = stride
-        self.pages = max(1, SLAB_NBYTES // stride)
+        self.pages = max(1, SLAB_NBYTES // page_nbytes)
         # Zeros: what follows a payload in its row crosses the link, and nobody's bytes are to be in it.
         self.memory = torch.zeros(_SLABS * self.pages * stride, dtype=torch.uint8, device=device)
         self._free = [torch.cuda.Event() for _ in range(_SLABS)]  # type: ignore[no-untyped-call]

@@ -42,7 +42,7 @@ def coded(pool: OwnPool | EnginePool, held: Held, driver: Driver, device: torch.
         _log.warning("host.codec %s: the CPU codes pages, and copies are slow: %s", held.codec, coder)
         return coder
     side = (driver.stream(device.index), driver.stream(device.index))
-    up, down = (PayloadSlabs(held.slot_nbytes, device) for _ in "ud")
+    up, down = (PayloadSlabs(held.layout.blob_nbytes, held.slot_nbytes, device) for _ in "ud")
     for slabs in (up, down):
         for stream in side:
             slabs.memory.record_stream(stream)  # should the store be dropped with copies on their way

@@ -1,0 +1,215 @@
+"""How fast pages of bfloat16 move when host memory holds them encoded, beside the same pages moved as they are.
+
+Pages of an 8B model's shape lie at random on both sides, and go the way that a store would send them. Every figure is
+the median of pairs, a plain copy and a coded one after it, by the clock on the wall; rates are of pages, not of what
+crosses the link. Payloads of some pages are compared with the CPU's, byte by byte, and what comes back with what the
+CPU makes of them; the errors of all of them are held to the codec's bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tierstore import codecs
+from tierstore.bench.link import Ends, device_of, locked_arena, settle
+from tierstore.codecs import LOSSY
+from tierstore.codecs.places import Places
+from tierstore.errors import ConfigError
+from tierstore.gpu.device import open_device
+from tierstore.gpu.pool import GroupedPages
+from tierstore.layout import PageLayout
+from tierstore.types import PageSpec, Tier
+
+if TYPE_CHECKING:
+    from typing import Literal
+
+    from numpy.typing import NDArray
+
+    from tierstore.types import Transfer
+
+TOKEN_NBYTES = 32 * 2 * 8 * 128 * 2
+"""Of an 8B model."""
+
+_COMPARED = 4
+"""Pages that the CPU codes too."""
+
+_DIRECTIONS: tuple[Literal["h2d", "d2h"], ...] = ("h2d", "d2h")
+
+
+@dataclass(frozen=True, slots=True)
+class CodedRow:
+    """One figure. Rates in 10^9 bytes of pages a second; ``ratio``: of the pairs, not of the medians."""
+
+    direction: str
+    codec: str
+    piece_bytes: int
+    num_pieces: int
+    gbps: float
+    plain_gbps: float
+    ratio: float
+    payload_bytes: int
+    rel_error: float
+    path: str
+    submit_ms: float
+
+    def plain(self) -> dict[str, object]:
+        """For JSON."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+class _Side(Ends):
+    """Pages in slots of a device, and host memory that holds them in one form; page i of each belong together."""
+
+    def __init__(self, name: str, layout: PageLayout, num_pages: int, codec: str) -> None:
+        device = open_device(name)
+        pool = device.open_pool(layout, num_pages)
+        assert not isinstance(pool.pages, GroupedPages)
+        self.pages = pool.pages
+        arena = locked_arena(name, layout, num_pages, codec)
+        super().__init__(device_of(name), arena, device.open_copies(pool, arena, layout, lambda: None))
+        self.path = str(device.stats()["copies"])
+        chance = np.random.default_rng(0)
+        self.host, self.there = chance.permutation(num_pages), chance.permutation(num_pages)
+        self.down = self.transfers(Tier.HOST, self.host, self.there)
+        self.up = self.transfers(Tier.HBM, self.host, self.there)
+
+    def moves(self, direction: str) -> list[Transfer]:
+        """All pages one way."""
+        return self.up if direction == "h2d" else self.down
+
+
+def coded_rows(device: str, codec: str, page_nbytes: int, batch_nbytes: int, pairs: int) -> list[CodedRow]:
+    """H2D and D2H. ConfigError for what cannot be measured, RuntimeError if bytes or errors are not as they must be."""
+    layout = PageLayout.of(_spec(page_nbytes))
+    if codec not in LOSSY or LOSSY[codec].zstd:
+        allowed = ", ".join(name for name, each in LOSSY.items() if not each.zstd)
+        raise ConfigError(f"codec {codec!r}; allowed for host memory: {allowed}")
+    number = max(2, batch_nbytes // page_nbytes)
+    plain, coded = _Side(device, layout, number, "none"), _Side(device, layout, number, codec)
+    try:
+        rel_error = _checked(coded, codec, layout)
+        _fill(plain)
+        return [
+            _measured(plain, coded, codec, layout, direction, pairs, rel_error) for direction in _DIRECTIONS
+        ]
+    finally:
+        plain.close()
+        coded.close()
+
+
+def _measured(
+    plain: _Side, coded: _Side, codec: str, layout: PageLayout, direction: str, pairs: int, rel_error: float
+) -> CodedRow:
+    nbytes, number = layout.page_nbytes, len(coded.host)
+    for side in (plain, coded):
+        side.run(side.moves(direction))
+    rates: dict[str, list[float]] = {"plain": [], "coded": []}
+    submits = []
+    for _ in range(pairs):
+        seconds, _ = plain.run(plain.moves(direction))
+        rates["plain"].append(nbytes * number / seconds / 1e9)
+        seconds, submitted = coded.run(coded.moves(direction))
+        rates["coded"].append(nbytes * number / seconds / 1e9)
+        submits.append(submitted * 1e3)
+    return CodedRow(
+        direction,
+        codec,
+        nbytes,
+        number,
+        median(rates["coded"]),
+        median(rates["plain"]),
+        median(b / a for a, b in zip(rates["plain"], rates["coded"], strict=True)),
+        coded.arena.held.payload_nbytes,
+        rel_error,
+        coded.path,
+        median(submits),
+    )
+
+
+def _fill(side: _Side) -> None:
+    """Normal numbers of a scale a channel, other ones in each page."""
+    chance = torch.Generator(device=side.device).manual_seed(0)
+    channels = torch.randn(
+        (*side.pages.shape[1:3], 1, *side.pages.shape[4:]), device=side.device, generator=chance
+    )
+    for page in side.pages:
+        numbers = torch.randn(page.shape, device=side.device, generator=chance)
+        page.copy_(numbers * torch.exp2(2 * channels))
+    settle(side.device)
+
+
+def _checked(side: _Side, codec: str, layout: PageLayout) -> float:
+    """Pages go down and up again; the norm of all errors by the norm of all numbers."""
+    _fill(side)
+    before = side.pages.clone()
+    some = [int(slot) for slot in side.there[:: max(1, len(side.there) // _COMPARED)]]
+    wanted = [_by_cpu(codec, layout, before[slot]) for slot in some]
+    side.run(side.down)
+    places = dict(zip(side.there.tolist(), side.host.tolist(), strict=True))
+    for slot, (payload, _) in zip(some, wanted, strict=True):
+        if not np.array_equal(side.arena.view(places[slot])[: len(payload)], payload):
+            raise RuntimeError(f"a payload of {codec} is not the CPU's")
+    side.pages.zero_()
+    settle(side.device)
+    side.run(side.up)
+    for slot, (_, page) in zip(some, wanted, strict=True):
+        if not np.array_equal(_bytes_of(side.pages[slot]), page):
+            raise RuntimeError(f"a page of {codec} came back otherwise than the CPU makes it")
+    return _error(side.pages, before, codec, layout)
+
+
+def _error(after: torch.Tensor, before: torch.Tensor, codec: str, layout: PageLayout) -> float:
+    """RuntimeError unless each plane of a layer of a page is within the codec's bound."""
+    whole = moved = 0.0
+    planes = Places.of(layout, LOSSY[codec]).planes
+    for now, then in zip(after, before, strict=True):
+        norms = then.float().flatten(2).norm(dim=2)
+        errors = (now.float() - then.float()).flatten(2).norm(dim=2)
+        for plane in planes:
+            allowed = plane.scheme.bound.frobenius(plane.scheme.members(plane.shape), plane.dtype)
+            if bool((errors[:, plane.index] > allowed * norms[:, plane.index]).any()):
+                raise RuntimeError(f"errors of {codec} are larger than its bound")
+        whole += float(norms.square().sum())
+        moved += float(errors.square().sum())
+    return float((moved / whole) ** 0.5)
+
+
+def _by_cpu(
+    codec: str, layout: PageLayout, page: torch.Tensor
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Payload and page as the CPU makes them."""
+    encoder, decoder = codecs.encoder(codec, layout), codecs.decoder(codec, layout)
+    assert encoder is not None
+    assert decoder is not None
+    raw = _bytes_of(page)
+    out, back = np.empty_like(raw), np.empty_like(raw)
+    length = encoder.encode(raw, out)
+    assert length is not None
+    decoder.decode(out[:length], back)
+    return out[:length], back
+
+
+def _bytes_of(page: torch.Tensor) -> NDArray[np.uint8]:
+    return np.array(page.cpu().contiguous().view(torch.uint8).flatten().numpy())
+
+
+def _spec(page_nbytes: int) -> PageSpec:
+    """Of an 8B model: 32 layers, 8 KV heads of 128 numbers."""
+    token = TOKEN_NBYTES
+    if page_nbytes % token:
+        raise ConfigError(
+            f"pages of {page_nbytes} bytes; allowed with a codec: multiples of {token}, a token's bytes"
+        )
+    return PageSpec(
+        num_layers=32,
+        page_size=page_nbytes // token,
+        num_kv_heads=8,
+        head_dim=128,
+        dtype="bfloat16",
+        model="bench",
+    )
