@@ -77,6 +77,18 @@ def test_pages_that_come_later_go_before_the_next_group_of_those_on_their_way() 
     assert rig.engine.close(PATIENCE_S)
 
 
+def test_less_is_launched_ahead_while_pages_that_come_would_go_first() -> None:
+    rig = Rig(layers=4, pace=Pace(whole=0, at_once=9, ahead=2 * PAGE, behind=0))
+    rig.move(1, Tier.HBM, (0, 0))
+    assert rig.route.groups == [(0, 1), (1, 1)], "half a page is on its way"
+    rig.up.run()
+    assert rig.engine.poll() == []
+    assert [group for group, _ in rig.route.groups] == [0, 1, 2, 3], "from its half on nothing goes before it"
+    rig.up.run()
+    assert [ack.ok for ack in rig.engine.poll()] == [True]
+    assert rig.engine.close(PATIENCE_S)
+
+
 def test_a_call_launches_no_more_than_a_few() -> None:
     rig = Rig(layers=4, pace=Pace(whole=0, at_once=3, behind=0))
     rig.move(1, Tier.HBM, (0, 0))
@@ -89,12 +101,10 @@ def test_a_call_launches_no_more_than_a_few() -> None:
 
 
 def test_what_nobody_launches_the_thread_does_before_the_link_has_nothing_to_do() -> None:
-    rig = Rig(layers=4, pace=Pace(whole=0, at_once=1, ahead=1 << 30, behind=PAGE * 3 // 4))
+    rig = Rig(layers=4, pace=Pace(whole=0, at_once=1, behind=4 * PAGE))
     rig.move(1, Tier.HBM, (0, 0))
-    rig.wait_launched(3)
-    assert rig.engine.arriving((0,), 2).submitted
-    rig.up.run()
     rig.wait_launched(4)
+    assert rig.engine.arriving((0,), 3).submitted
     rig.up.run()
     assert [ack.ok for ack in rig.wait()] == [True]
     assert rig.engine.close(PATIENCE_S)

@@ -108,7 +108,7 @@ def test_what_is_removed_gets_nothing_more() -> None:
 BUGS = [
     Bug("any group first", "min((entry.group", "max((entry.group"),
     Bug("joins for ever", "self._handed_out * 2 <= self._groups", "True"),
-    Bug("overtakes those that wait", "joins = not self._later and", "joins ="),
+    Bug("overtakes those that wait", "return not self._later and", "return"),
     Bug("the last group is left out", "entry.group == self._groups", "entry.group == self._groups - 1"),
     Bug("a group twice", "            entry.group += 1", "            entry.group += len(taken) < 3"),
     Bug("more than fits", "total + entry.size <= most", "total <= most"),

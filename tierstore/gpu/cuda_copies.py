@@ -51,9 +51,10 @@ class Pace:
     pieces: int = 128
     """And up to so many pieces; more of one transfer are launched by the thread, as they take the driver too long."""
     ahead: int = 512 << 20
-    """Nothing more is launched while the link has so much to do: some milliseconds."""
+    """Nothing more is launched while the link has so much to do: some milliseconds. A quarter of it while pages that
+    come would go first: they wait for what is launched."""
     behind: int = 256 << 20
-    """With less, the thread launches what nobody else has launched."""
+    """With less, a quarter of it at such times, the thread launches what nobody else has launched."""
     at_once: int = 3
     """Launches in one call, at most."""
 
@@ -196,7 +197,7 @@ class CudaCopyEngine:
     def _launch(self, lane: Lane) -> None:
         """With the lock: what may be launched now and does not take long."""
         for _ in range(self._pace.at_once):
-            if not lane.waiting or lane.launching or lane.nbytes >= self._pace.ahead:
+            if not lane.waiting or lane.launching or lane.nbytes >= _depth(lane, self._pace.ahead):
                 return
             if lane.next_pieces > self._pace.pieces:
                 return
@@ -241,7 +242,7 @@ class CudaCopyEngine:
 
     def _is_mine(self, lane: Lane) -> bool:
         long = lane.next_pieces > self._pace.pieces
-        return lane.nbytes < (self._pace.ahead if long else self._pace.behind)
+        return lane.nbytes < _depth(lane, self._pace.ahead if long else self._pace.behind)
 
     def _load(
         self,
@@ -264,6 +265,10 @@ class CudaCopyEngine:
         stream: torch.cuda.Stream,
     ) -> NDArray[np.int32] | None:
         return self._route.save(slots, self._host.addresses(host), stream)
+
+
+def _depth(lane: Lane, nbytes: int) -> int:
+    return -(-nbytes // 4) if lane.open else nbytes
 
 
 def _cuda_event() -> TimedEvent:

@@ -81,6 +81,11 @@ class Lane:
             self._loading[job.transfer.id] = job
 
     @property
+    def open(self) -> bool:
+        """Whether loads that come now would go before what waits."""
+        return self._groups > 1 and self._waves.open
+
+    @property
     def next_pieces(self) -> int:
         """What the driver is asked for, at least, by what is to be launched next."""
         return self._waves.first().pages * self._pieces

@@ -39,10 +39,14 @@ class Waves(Generic[Job]):
         """Jobs that have groups to come."""
         return len(self._wave) + len(self._later)
 
+    @property
+    def open(self) -> bool:
+        """Whether a new job would join the wave under way."""
+        return not self._later and self._handed_out * 2 <= self._groups
+
     def add(self, job: Job, size: int) -> None:
         """``size``: of one group of the job, in the caller's unit."""
-        joins = not self._later and self._handed_out * 2 <= self._groups
-        (self._wave if joins else self._later).append(_Entry(job, size))
+        (self._wave if self.open else self._later).append(_Entry(job, size))
 
     def first(self) -> Job:
         """The first of those that ``take`` gives. IndexError if empty."""
