@@ -22,13 +22,14 @@ compare: $(READY)
 test: lint
 	$(BIN)/python -m pytest -q -m "not gpu" $(ARGS)
 
-## card: what needs a CUDA card: its tests, the store's own tests on it, the link's speed (ARGS=--json)
+## card: what needs a CUDA card: its tests, the store's own tests on it, the link's speed, compute beside it (ARGS=--json)
 card: $(READY)
 	@$(PIP) install --config-settings editable_mode=compat --editable ".[gpu,hf,dev]"
 	$(BIN)/python -m pytest -q tests/gpu
 	$(BIN)/python -m pytest -q --hbm-device cuda:0 tests/store tests/field/test_copies_are_ordered.py \
 		tests/field/test_pages_in_flight_are_kept.py --deselect tests/store/test_store_machine.py
 	$(BIN)/tierstore bench copy $(ARGS)
+	$(BIN)/tierstore bench overlap $(ARGS)
 	$(BIN)/tierstore bench arena $(ARGS)
 
 ## lint: ruff, mypy --strict, the import contract (uncached: the cache misses imports of files added later)

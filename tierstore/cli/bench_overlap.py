@@ -30,7 +30,7 @@ _WAYS: tuple[tuple[Path, str, Direction], ...] = (
 
 def overlap(
     device: Device = "cuda:0",
-    restored: Annotated[str, typer.Option(help="Bytes of the lease that is restored.")] = "8GiB",
+    restored: Annotated[str, typer.Option(help="Bytes of the lease that is restored.")] = "16GiB",
     page_size: Annotated[int, typer.Option(min=1, help="Tokens of its pages, of 128 KiB a token.")] = 64,
     matrix: Annotated[int, typer.Option(min=8, help="Side of the square matrices multiplied.")] = 4096,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, or pairs; the median counts.")] = 5,
