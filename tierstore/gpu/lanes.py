@@ -143,7 +143,7 @@ class Lane:
             flight = self._flying.popleft()
             flight.landed = True
             self.nbytes -= flight.nbytes
-            seconds = 0.0 if flight.broken else flight.begun.elapsed_time(flight.ended) / 1e3
+            seconds = _seconds(flight)
             pages = sum(job.pages for job in flight.jobs)
             if not flight.broken:
                 share_refused(flight)
@@ -222,6 +222,17 @@ class Lane:
 
     def _forget(self, job: Job) -> None:
         self._loading.pop(job.transfer.id, None)
+
+
+def _seconds(flight: Flight) -> float:
+    """How long it took; a device that cannot tell has failed it."""
+    if not flight.broken:
+        try:
+            return flight.begun.elapsed_time(flight.ended) / 1e3
+        except RuntimeError:
+            flight.broken = True
+            _log.exception("the device does not tell how long a copy took")
+    return 0.0
 
 
 def _happened(event: TimedEvent) -> bool:
