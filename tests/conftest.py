@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support import pages
+from tierstore.gpu import device
 
 settings.register_profile("same-every-time", derandomize=True)
 settings.load_profile("same-every-time")
@@ -16,4 +17,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    device.SMALLEST_BY_THREADS = 1  # so that the small pages of tests go layer by layer too
     pages.DEVICE = config.getoption("--hbm-device")

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+SMALLEST_BY_THREADS = 64 << 10
+"""Bytes of a layer group of a page that threads copy: smaller ones cost more Python than copying."""
+
+
 class Event(Protocol):
     """Something that will have happened."""
 
@@ -123,7 +127,7 @@ class CpuDevice:
         self, pool: OwnPool | EnginePool, host: Host, layout: PageLayout, wake: Callable[[], None]
     ) -> CopyEngine:
         """A thread a direction."""
-        layers = None if host.held.encoded else _finest(layout)
+        layers = None if host.held.encoded else _by_threads(layout)
         self._groups = 1 if layers is None else len(layers)
         return CpuCopyEngine(pool, host, layout.page_nbytes, wake, host.held, layers)
 
@@ -174,7 +178,7 @@ class CudaDevice:
 
         Pages that host memory holds encoded are coded on the card, by the threads where it cannot.
         """
-        threads = CpuCopyEngine(pool, host, layout.page_nbytes, wake, host.held, _finest(layout))
+        threads = CpuCopyEngine(pool, host, layout.page_nbytes, wake, host.held, _by_threads(layout))
         if self._driver is None or not (host.pinning or host.pinned_slots > 0):
             missing = "cuda-bindings is missing" if self._driver is None else "host memory is not page-locked"
             self._copies = f"threads, as {missing}"
@@ -270,9 +274,8 @@ def _require_on(device: torch.device, pages: tuple[EnginePages, ...]) -> None:
         )
 
 
-def _finest(layout: PageLayout) -> LayerGroups:
-    """On threads a small piece costs little."""
-    return LayerGroups.of(layout, smallest_nbytes=1)
+def _by_threads(layout: PageLayout) -> LayerGroups:
+    return LayerGroups.of(layout, smallest_nbytes=SMALLEST_BY_THREADS)
 
 
 def _tensors(pool: OwnPool | EnginePool) -> list[torch.Tensor]:
