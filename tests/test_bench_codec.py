@@ -85,7 +85,10 @@ def test_bench_codec_goes_on_from_what_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--model", "no-such-folder"], "no-such-folder: no such folder"),
+        (
+            ["--model", "no-such-folder"],
+            "no-such-folder: no such folder, and no known model; allowed: smollm2",
+        ),
         (["--synthetic", "--tokens", "16", "--page-size", "16", "--plot", "a.png"], "--plot needs"),
     ],
 )

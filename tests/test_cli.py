@@ -191,7 +191,14 @@ def test_the_model_of_a_store_is_in_the_table_and_an_empty_directory_is_called_e
         "nvme": {"path": path, "capacity": "8MiB"},
     }
     TierStore.open(load_config(config), spec).close()
-    assert "my-model@7" in tierstore("inspect", path).stdout
+    told = tierstore("inspect", path).stdout
+    for word in ("my-model@7", "float32", "none"):
+        assert word in told
+    config["nvme"] = {"path": path, "capacity": "8MiB", "codec": "int8+zstd"}
+    TierStore.open(load_config(config), spec).close()
+    result = tierstore("inspect", path, "--json")
+    assert "int8+zstd" in result.stdout.splitlines()[-2]
+    assert last_line(result)["shards"][0]["codec"] == "int8+zstd"
     (tmp_path / "empty").mkdir()
     result = tierstore("inspect", tmp_path / "empty")
     assert result.returncode == 2

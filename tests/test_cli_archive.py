@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from tests.adapters.tiny import tiny_llama
@@ -19,6 +21,7 @@ from tests.support.folders import save_with_byte_tokenizer
 from tests.support.pages import SPEC, chain, nvme_capacity, read, tiers, write
 from tests.test_cli import last_line, tierstore
 from tests.test_readme import block
+from tierstore.adapters.huggingface import ATTENTION, TierStoreCache, cache_argument, page_specs
 from tierstore.cli import app
 from tierstore.config import load_config
 from tierstore.demo.session import Session
@@ -271,6 +274,68 @@ def test_a_documents_pages_go_out_by_its_text_and_answer_elsewhere(tmp_path: Pat
     assert (answers[0].reused_tokens, answers[1].reused_tokens) == (0, 8 * pages)
 
 
+def test_a_documents_dtype_is_that_of_the_directorys_pages(tmp_path: Path) -> None:
+    folder = save_with_byte_tokenizer(tiny_llama(vocabulary=256), tmp_path / "model")
+    text = "Nothing was ever written in so few bits. " * 2
+    ids: list[int] = Session(folder).tokenizer(text)["input_ids"]
+    count = len(ids) // 8
+    (tmp_path / "doc.txt").write_text(text, encoding="utf-8")
+    config = configured(tmp_path, capacity="32MiB")
+    tree = {"hbm": {"capacity": "1MiB", "device": "cpu"}, **yaml.safe_load(config.read_text())}
+    words: list[str | Path] = ["export", "--config", config, "--doc", tmp_path / "doc.txt", "--model", folder]
+    words += [tmp_path / "x.tier", "--json"]
+    for dtype in (torch.bfloat16, torch.float32):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION)
+        with TierStore.open(load_config(tree), page_specs(model, 8)) as store:
+            with TierStoreCache(store, ids, model=model) as cache, torch.inference_mode():
+                model(torch.tensor([ids]), **{cache_argument(model): cache}, use_cache=True)
+            assert store.match(store.keys(ids)).num_pages == count
+        result = here(*words)
+        if dtype == torch.bfloat16:
+            assert result.exit_code == 0, result.stderr
+            assert run(read_contents(tmp_path / "x.tier")).description.layout.specs[0].dtype == "bfloat16"
+            assert json.loads(result.stdout.splitlines()[-1])["pages"] == count
+    assert result.exit_code == 2
+    assert "pages of bfloat16 and float32; allowed: one, chosen by --dtype" in result.stderr
+    assert here(*words, "--dtype", "float32").exit_code == 0
+
+
+def test_pages_of_several_loss_classes_go_to_files_of_their_own(tmp_path: Path) -> None:
+    spec = PageSpec(num_layers=2, page_size=8, num_kv_heads=2, head_dim=32, dtype="bfloat16", model="classes")
+    tree = {"hbm": {"capacity": "1MiB", "device": "cpu"}}
+    chains = {}
+    for codec, count in (("none", 3), ("int8", 4), ("exp", 1), ("int8+zstd", 2)):
+        nvme = {"path": str(tmp_path / "store"), "capacity": "32MiB", "codec": codec}
+        with TierStore.open(load_config({**tree, "nvme": nvme}), spec) as store:
+            keys = store.keys([count] * 8 * count)
+            store.put(keys, store.allocate(count))  # zeros, so that some are kept as they are
+            chains[codec] = keys
+    out, config = tmp_path / "x.tier", configured(tmp_path, codec="int8")
+    result = here("export", "--config", config, "--all", out)
+    assert result.exit_code == 2
+    assert "several loss classes" in result.stderr
+    assert "exact: 4" in result.stderr
+    assert "int8: 6" in result.stderr
+    assert not out.exists()
+    for name, codecs in (("exact", ("none", "exp")), ("int8", ("int8", "int8+zstd"))):
+        result = here("export", "--config", config, "--all", "--loss-class", name, out)
+        assert result.exit_code == 0, result.stderr
+        contents = run(read_contents(out))
+        assert contents.description.loss_class == name
+        assert {item.key for item in contents.items} == {key for codec in codecs for key in chains[codec]}
+    # Keys of one class need no more said; those of two are refused, or the others named.
+    listed = tmp_path / "keys.txt"
+    listed.write_text("\n".join(key.hex() for key in chains["none"]), encoding="utf-8")
+    assert here("export", "--config", config, "--keys", listed, out).exit_code == 0
+    assert run(read_contents(out)).description.loss_class == "exact"
+    listed.write_text("\n".join(key.hex() for key in chains["none"] + chains["int8"]), encoding="utf-8")
+    assert "several loss classes" in here("export", "--config", config, "--keys", listed, out).stderr
+    result = here("export", "--config", config, "--keys", listed, "--loss-class", "int8", out)
+    assert result.exit_code == 1
+    assert "its loss class is 'exact'; allowed in this file: 'int8'" in result.stdout
+    assert {item.key for item in run(read_contents(out)).items} == set(chains["int8"])
+
+
 def test_a_document_that_nobody_read_is_not_exported(tmp_path: Path) -> None:
     folder = save_with_byte_tokenizer(tiny_llama(vocabulary=256), tmp_path / "model")
     spec = Session(folder).spec(8)
@@ -287,7 +352,7 @@ def test_a_document_that_nobody_read_is_not_exported(tmp_path: Path) -> None:
         ([folder], "no page of a prompt that begins with the document"),
         ([tmp_path / "nowhere"], "no such folder"),
         ([folder, "--dtype", "float31"], "--dtype float31; allowed"),
-        ([folder, "--dtype", "float64"], "has no pages of"),
+        ([folder, "--dtype", "float64"], f"has no pages of {folder} in float64"),
     ]
     for arguments, why in refused:
         result = here("export", "--config", config, "--doc", tmp_path / "doc.txt", "--model", *arguments, out)

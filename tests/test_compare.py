@@ -231,7 +231,7 @@ def test_planted_difference_ends_with_exit_code_1(folder: Path, monkeypatch: pyt
 def test_command_refuses_in_one_line_what_it_cannot_compare(folder: Path) -> None:
     result = CliRunner().invoke(app, ["compare", "--model", "nowhere"])
     assert result.exit_code == 2
-    assert "no such folder; known models: smollm2, gemma3" in result.stderr
+    assert "no such folder, and no known model; allowed: smollm2" in result.stderr
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"kv_lora_rank": 4}))
     result = run(folder)

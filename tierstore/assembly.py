@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tierstore.codecs import LOSS_CLASSES
+from tierstore.codecs import LOSS_CLASSES, saves
 from tierstore.codecs.held import Held
 from tierstore.directory import Directory
 from tierstore.errors import ConfigError
@@ -242,6 +242,13 @@ def check_device_memory(layout: PageLayout, hbm_slots: int | None, device: HbmDe
 
 def _open_nvme(config: NvmeConfig, held: Held, wake: Callable[[], None]) -> NvmeTier:
     layout = held.layout
+    if config.codec != "none" and not saves(config.codec, layout):
+        _log.warning(
+            "nvme.codec is %r, which saves nothing of pages of %s; what does: %s",
+            config.codec,
+            " and ".join(dict.fromkeys(spec.dtype for spec in layout.specs)),
+            ", ".join(name for name in LOSS_CLASSES if saves(name, layout)) or "no codec",
+        )
     return NvmeTier.open(
         config.path,
         capacity=config.capacity,

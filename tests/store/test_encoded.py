@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -133,3 +134,30 @@ def test_a_directory_may_change_its_codec_between_openings(tmp_path: Path) -> No
             require_from_disk(store, first)
             require_from_disk(store, second)
             assert not tier_stats(store, Tier.NVME)["arriving"]
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype", "warned"),
+    [
+        ("exp", "float32", "exp', which saves nothing of pages of float32; what does: fp8, fp8+zstd, int8"),
+        ("int8", "int8", "int8', which saves nothing of pages of int8; what does: no codec"),
+        ("exp", "bfloat16", None),
+        ("int8", "float32", None),
+        ("none", "float32", None),
+    ],
+)
+def test_a_codec_that_saves_nothing_of_these_pages_is_said_to_once_as_the_store_opens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, codec: str, dtype: str, warned: str | None
+) -> None:
+    spec = PageSpec(num_layers=2, page_size=8, num_kv_heads=2, head_dim=32, dtype=dtype, model="saves")
+    nvme = {"path": str(tmp_path / "store"), "capacity": "16MiB", "codec": codec}
+    with (
+        caplog.at_level(logging.WARNING),
+        TierStore.open(
+            load_config({"hbm": {"capacity": "1MiB", "device": "cpu"}, "nvme": nvme}), spec
+        ) as store,
+    ):
+        store.put(store.keys(range(16)), store.allocate(2))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (warned is not None)
+    assert warned is None or warned in said[0]

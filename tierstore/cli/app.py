@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,13 @@ from tierstore.cli.replay import replay
 from tierstore.config import config_schema
 from tierstore.demo.command import demo
 
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tierstore {version('tierstore')}")
+        raise typer.Exit
+
+
 app = typer.Typer(
     help="A tiered KV cache for LLM inference: HBM, host memory and NVMe.",
     no_args_is_help=True,
@@ -37,6 +45,15 @@ app.command("import")(import_)
 for measurement in (codec, copy, arena, overlap):
     bench.command()(measurement)
 app.add_typer(bench, name="bench")
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_version)
+    ] = False,
+) -> None:
+    """A tiered KV cache for LLM inference: HBM, host memory and NVMe."""
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tierstore.cli.output import Json, print_json, progress, refusals
+from tierstore.cli.output import Json, print_json, progress, refusals, require_file, require_place
 from tierstore.config import NvmeConfig, load_config
 from tierstore.errors import ArchiveError, ConfigError
 from tierstore.units import format_size
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tierstore.cli.document import Document
-    from tierstore.nvme.archive.closed import Shard
+    from tierstore.nvme.archive.closed import ClosedSource, Shard
     from tierstore.nvme.archive.form import Description
     from tierstore.nvme.archive.reading import Imported
     from tierstore.nvme.archive.writing import Exported
@@ -43,11 +43,17 @@ def export(
         Path | None, typer.Option(help="A text file: the pages of prompts that begin with this document.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Whose pages --doc means: a known model, or a model's folder.")
+        str | None, typer.Option(help="Whose pages --doc means: smollm2, gemma3, or a model's folder.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="In which --model computes.")] = "float32",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="In which --model computes; that of the directory's pages if not given."),
+    ] = None,
     fingerprint: Annotated[
         str, typer.Option(help="The beginning of a fingerprint, where the directory has several models.")
+    ] = "",
+    loss_class: Annotated[
+        str, typer.Option(help="exact, int8, ...: whose pages, where the directory has those of several.")
     ] = "",
     as_json: Json = False,
 ) -> None:
@@ -58,12 +64,14 @@ def export(
         if (keys is not None) + everything + (doc is not None) != 1 or (doc is None) != (model is None):
             raise ConfigError("export needs one of --keys FILE, --all, and --doc FILE with --model NAME")
         path = _nvme(config).path
+        require_place("OUT", out)
         listed = None if keys is None else _keys(keys)
         shards = [each for each in closed.shards_of(path) if each.directory.name.startswith(fingerprint)]
-        document = None if doc is None or model is None else _document(doc, model, dtype)
+        document = None if doc is None or model is None else _document(doc, model, dtype, shards)
         if document is not None:
             shards = document.shards_among(shards)
         with closed.open_source(_only(shards, path, document)) as source, _bar("exported") as show:
+            _choose(source, path, listed, loss_class)
             wanted = listed or (source.keys() if document is None else document.keys(source))
             done = asyncio.run(writing.write_archive(out, wanted, source, show))
     _say_exported(done)
@@ -85,6 +93,7 @@ def import_(
         from tierstore.nvme.archive import closed, reading
 
         settings, nvme = load_config(config), _nvme(config)
+        require_file("FILE", file, "what `tierstore export` wrote")
         description = asyncio.run(reading.read_contents(file)).description
         allowed, found = settings.page_size, description.layout.page_size
         if allowed not in (None, found):
@@ -129,7 +138,7 @@ def _nvme(config: Path) -> NvmeConfig:
 def _only(shards: Sequence[Shard], path: Path, document: Document | None) -> Shard:
     if len(shards) == 1:
         return shards[0]
-    whose = "that are asked for" if document is None else f"of {document.model}"
+    whose = "that are asked for" if document is None else f"of {document.model} in {document.dtype}"
     if not shards:
         raise ConfigError(f"{path} has no pages {whose}; `tierstore inspect` shows what there is")
     there = ", ".join(f"{shard.directory.name[:12]}: {shard.description.models[:40]}" for shard in shards)
@@ -138,18 +147,41 @@ def _only(shards: Sequence[Shard], path: Path, document: Document | None) -> Sha
     )
 
 
-def _document(doc: Path, model: str, dtype: str) -> Document:
+def _choose(source: ClosedSource, path: Path, listed: list[PageKey] | None, loss_class: str) -> None:
+    """The one class of loss of a file: pages of two never stand for each other, and their keys do not tell."""
+    found = source.classes(listed)
+    there = ", ".join(f"{name}: {count}" for name, count in found.items())
+    if loss_class and found and loss_class not in found:
+        raise ConfigError(
+            f"--loss-class {loss_class}: {path} has none of these pages; allowed: {', '.join(found)}"
+        )
+    if not loss_class and len(found) > 1:
+        raise ConfigError(
+            f"{path} has pages of several loss classes ({there}); allowed: one, chosen by --loss-class"
+        )
+    if found:
+        source.choose(loss_class or next(iter(found)))
+
+
+def _document(doc: Path, model: str, dtype: str | None, shards: Sequence[Shard]) -> Document:
+    require_file("--doc", doc, "a text file")
     if find_spec("transformers") is None:
         raise ConfigError("--doc needs transformers: pip install 'tierstore[hf]'")
     from tierstore.cli.document import Document
 
-    return Document(doc, model, dtype)
+    there = sorted({spec.dtype for shard in shards for spec in shard.description.layout.specs})
+    if dtype is None and len(there) > 1:
+        raise ConfigError(
+            f"the directory has pages of {' and '.join(there)}; allowed: one, chosen by --dtype"
+        )
+    return Document(doc, model, dtype or (there[0] if there else "float32"))
 
 
 def _keys(path: Path) -> list[PageKey]:
     from tierstore.codec import KEY_NBYTES
     from tierstore.types import PageKey
 
+    require_file("--keys", path, "a file of keys in hex, one a line")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from tierstore.cli.output import Json, print_json, progress, refusals
+from tierstore.cli.output import Json, print_json, progress, refusals, require_folder
 from tierstore.units import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ def core(
     from tierstore.bench import catalogue, rows, running, tables
 
     found: list[Row] = []
+    with refusals(as_json):
+        require_folder("--dir", place)
     with refusals(as_json), TemporaryDirectory(prefix="tierstore-bench-", dir=place) as folder:
         progress.print("time of the tables and calls")
         found += tables.reserve_and_commit(pages)
@@ -89,6 +91,8 @@ def nvme(
     before = load_average()
     found: list[DiskRow] = []
     pages, [nbytes], [stall_nbytes] = _sizes(page_sizes, 4096), _sizes(size), _sizes(stall_size)
+    with refusals(as_json):
+        require_folder("--dir", place)
     with refusals(as_json), TemporaryDirectory(prefix="tierstore-bench-", dir=place) as folder:
         for page_nbytes in pages:
             progress.print(f"pages of {format_size(page_nbytes)}")

@@ -12,7 +12,8 @@ from rich.table import Table
 
 from tierstore.cli.bench import table_of
 from tierstore.cli.compare import WIDE
-from tierstore.cli.output import Json, print_json, progress, refusals
+from tierstore.cli.output import Json, print_json, progress, refusals, require_place
+from tierstore.demo.known import ALLOWED, SMOLLM2
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,9 +31,7 @@ LICENCES = ("GPL-3", "GFDL-1.3", "MPL-2.0")
 def codec(
     model: Annotated[
         str | None,
-        typer.Option(
-            help="smollm2, gemma3 or a model's folder; else smollm2 if it is prepared, else no model."
-        ),
+        typer.Option(help=f"{ALLOWED}. If not given: smollm2 if it is prepared, else no model."),
     ] = None,
     docs: Annotated[
         list[Path] | None,
@@ -77,8 +76,11 @@ def codec(
 
 
 def _plottable(plot: Path | None) -> None:
-    if plot is not None and find_spec("matplotlib") is None:
+    if plot is None:
+        return
+    if find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'tierstore[plot]'")
+    require_place("--plot", plot)
 
 
 def _draw(found: list[CodecRow], floor: Distance | None, source: str, plot: Path) -> None:
@@ -94,19 +96,15 @@ def _draw(found: list[CodecRow], floor: Distance | None, source: str, plot: Path
 
 def _folder(model: str | None) -> Path | None:
     """The model's folder; None where none was asked for and none is prepared."""
-    from tierstore.demo.known import KNOWN, SMOLLM2
-    from tierstore.demo.model import ModelError, is_prepared, prepare_model, prepared_folder
+    from tierstore.demo.model import ModelError, is_prepared, model_folder, prepared_folder
 
     if model is None:
         folder = prepared_folder(SMOLLM2)
         return folder if is_prepared(folder) else None
     try:
-        folder = prepare_model(progress.print, known=KNOWN[model]) if model in KNOWN else Path(model)
+        return model_folder(model, progress.print)
     except ModelError as error:
         raise ConfigError(str(error)) from error
-    if not folder.is_dir():
-        raise ConfigError(f"--model {model}: no such folder; known models: {', '.join(KNOWN)}")
-    return folder
 
 
 def _made_up(tokens: int, page_size: int) -> tuple[Sample, list[str], None, list[CodecRow]]:

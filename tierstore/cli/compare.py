@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.status import Status
 
 from tierstore.cli.output import Json, print_json, refusals
-from tierstore.demo.known import KNOWN
+from tierstore.demo.known import ALLOWED, KNOWN, short_name
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,9 +27,7 @@ WIDE = 130
 def compare(
     model: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"{', '.join(KNOWN)}, or a model's folder; may be repeated. All known ones if not given."
-        ),
+        typer.Option(help=f"{ALLOWED}; may be repeated. All known ones if not given."),
     ] = None,
     docs: Annotated[
         list[Path] | None,
@@ -73,16 +71,14 @@ def _compare(name: str, docs: list[Path], place: Path | None, say: Callable[[str
     from tierstore.compare import cases, prompts
     from tierstore.compare.subject import Subject, load_tokenizer
     from tierstore.demo.documents import DocumentError
-    from tierstore.demo.model import ModelError, default_cache_dir, prepare_model
+    from tierstore.demo.model import ModelError, default_cache_dir, model_folder
 
     sizes = prompts.Sizes()
     try:
-        folder = prepare_model(say, known=KNOWN[name]) if name in KNOWN else Path(name)
-        if not folder.is_dir():
-            raise ConfigError(f"--model {name}: no such folder; known models: {', '.join(KNOWN)}")
+        folder = model_folder(name, say)
         say(f"{folder.name}: loading")
         texts = prompts.read_texts(load_tokenizer(folder), sizes, docs)
-        subject = Subject.load(name if name in KNOWN else folder.name, folder)
+        subject = Subject.load(short_name(name) or folder.name, folder)
     except (ModelError, DocumentError, ValueError) as error:
         raise ConfigError(str(error)) from error
     home = place or default_cache_dir()

@@ -32,7 +32,17 @@ def inspect(directory: Directory, as_json: Json = False) -> None:
         f"{report.path}: {format_size(report.disk_nbytes)} on disk, {len(report.shards)} model shard(s)"
     )
     table = Table(
-        "shard", "model", "records", "page", "on disk", "capacity", "state", box=None, header_style="bold"
+        "shard",
+        "model",
+        "dtype",
+        "codec",
+        "records",
+        "page",
+        "on disk",
+        "capacity",
+        "state",
+        box=None,
+        header_style="bold",
     )
     for shard in report.shards:
         table.add_row(*(Text(cell) for cell in _row(shard)))
@@ -101,7 +111,9 @@ def _row(shard: ShardReport) -> tuple[str, ...]:
         state = f"damaged: {shard.fault}" if shard.fault else "closed"
     return (
         f"{shard.fingerprint[:12]}-{shard.name.partition('-')[2]}",
-        _model(shard),
+        _named(shard, "model"),
+        _named(shard, "dtype"),
+        shard.codec or "",
         "" if shard.records is None else str(shard.records),
         "" if shard.page_nbytes is None else format_size(shard.page_nbytes),
         format_size(shard.disk_nbytes),
@@ -110,10 +122,10 @@ def _row(shard: ShardReport) -> tuple[str, ...]:
     )
 
 
-def _model(shard: ShardReport) -> str:
-    """The models named by the shard's KV groups, each once."""
+def _named(shard: ShardReport, what: str) -> str:
+    """What the shard's KV groups say of it, each answer once."""
     groups = shard.description.get("groups")
-    names = [str(group.get("model", "")) for group in groups] if isinstance(groups, list) else []
+    names = [str(group.get(what, "")) for group in groups] if isinstance(groups, list) else []
     return ", ".join(dict.fromkeys(names))
 
 

@@ -14,8 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from tierstore.adapters.huggingface import page_specs
 from tierstore.cli.output import progress
-from tierstore.demo.known import KNOWN
-from tierstore.demo.model import ModelError, prepare_model
+from tierstore.demo.model import ModelError, model_folder
 from tierstore.errors import ConfigError
 from tierstore.keys import namespace, page_keys
 from tierstore.layout import PageLayout
@@ -31,14 +30,12 @@ class Document:
 
     def __init__(self, path: Path, model: str, dtype: str) -> None:
         """Loads the model. ConfigError if it or the text cannot be had."""
-        self.model = model
+        self.model, self.dtype = model, dtype
         try:
-            self._text = path.read_text(encoding="utf-8")
-            if model not in KNOWN and not Path(model).is_dir():
-                raise ConfigError(f"--model {model}: no such folder; known models: {', '.join(KNOWN)}")
+            self._text = _read(path)
             if dtype not in DTYPE_NBYTES:
                 raise ConfigError(f"--dtype {dtype}; allowed: {', '.join(sorted(DTYPE_NBYTES))}")
-            folder = prepare_model(progress.print, known=KNOWN[model]) if model in KNOWN else Path(model)
+            folder = model_folder(model, progress.print)
             transformers_logging.disable_progress_bar()
             self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True
@@ -110,6 +107,15 @@ class Document:
     def _tokens(self, text: str, *, special: bool) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return ids
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--doc {path}: {error.strerror}; allowed: a text file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--doc {path}: is not UTF-8; allowed: a text file") from error
 
 
 def _common(ways: Sequence[Sequence[int]]) -> list[int]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from tierstore.errors import TierStoreError
+from tierstore.errors import ConfigError, TierStoreError
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
@@ -36,7 +37,38 @@ def refusals(as_json: bool) -> Iterator[None]:
     try:
         yield
     except (TierStoreError, OSError) as error:
-        typer.echo(f"tierstore: {error}", err=True)
+        line = _said(error)
+        typer.echo(f"tierstore: {line}", err=True)
         if as_json:
-            print_json({"error": str(error)})
+            print_json({"error": line})
         raise typer.Exit(REFUSED) from error
+
+
+def require_folder(option: str, folder: Path) -> None:
+    """ConfigError unless there is such a folder."""
+    if not folder.is_dir():
+        raise ConfigError(f"{option} {folder}: no such folder; allowed: one that is there")
+
+
+def require_place(what: str, file: Path) -> None:
+    """ConfigError unless a file can have this name: its folder is there, and it is none itself."""
+    if file.is_dir():
+        raise ConfigError(f"{what} {file} is a directory; allowed: the name of a file")
+    if not file.parent.is_dir():
+        raise ConfigError(
+            f"{what} {file}: no such folder as {file.parent}; allowed: a file in a folder that is there"
+        )
+
+
+def require_file(what: str, file: Path, allowed: str) -> None:
+    """ConfigError unless there is such a file."""
+    if not file.is_file():
+        found = "is a directory" if file.is_dir() else "no such file"
+        raise ConfigError(f"{what} {file}: {found}; allowed: {allowed}")
+
+
+def _said(error: TierStoreError | OSError) -> str:
+    """An error of the system without its number, and with the file it is about."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)

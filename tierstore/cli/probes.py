@@ -31,8 +31,7 @@ PACKAGES_OF_EXTRAS = {
     "gguf": "hf",
     "cuda-bindings": "gpu",
     "cupy-cuda13x": "gpu",
-    "fastapi": "serve",
-    "uvicorn": "serve",
+    "matplotlib": "plot",
 }
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tierstore.codecs import exp, pages
 from tierstore.codecs.kinds import LOSS_CLASSES, LOSSY
+from tierstore.codecs.places import Places
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,6 +27,7 @@ __all__ = [
     "decoder",
     "encoder",
     "fixed_nbytes",
+    "saves",
 ]
 
 
@@ -67,6 +69,16 @@ def decoder(name: str, layout: PageLayout) -> PageDecoder | None:
     if _known(name) == "none":
         return None
     return exp.Decoder(exp.Geometry.of(layout)) if name == "exp" else pages.Decoder(LOSSY[name], layout)
+
+
+def saves(name: str, layout: PageLayout) -> bool:
+    """Whether pages of ``layout`` can be smaller with a codec: ``exp`` is for 16 bits, the lossy ones for floats.
+
+    ValueError for a name that is no codec's.
+    """
+    if _known(name) == "none":
+        return False
+    return bool(exp.Geometry.of(layout).groups if name == "exp" else Places.of(layout, LOSSY[name]).planes)
 
 
 def fixed_nbytes(name: str, layout: PageLayout) -> int | None:

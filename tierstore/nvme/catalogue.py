@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import codec
+from tierstore.codecs import LOSS_CLASSES
 from tierstore.errors import IntegrityError
 from tierstore.nvme.coding import Coding
 from tierstore.nvme.direct import BLOCK
@@ -28,6 +29,7 @@ from tierstore.nvme.entry import (
     CATALOGUE_DB,
     ENTRY_NBYTES,
     LOCATION,
+    LOSSES,
     MAX_DBS,
     META_DB,
     NBYTES,
@@ -88,6 +90,7 @@ class Catalogue:
         """
         self._sizing = sizing
         self._coding = coding
+        self._loss = LOSSES.index(LOSS_CLASSES[coding.on_disk])
         self._change = 0  # of live_nbytes, by the transaction that is open
         self._known = True  # whether live_nbytes is: a commit that fails may have come about
         self.live_nbytes = 0
@@ -186,7 +189,7 @@ class Catalogue:
                     sizes.append(None)
                     continue
                 self._replace(txn, page.key)
-                entry = self._records.entry(txn, page, where)
+                entry = self._records.entry(txn, page, where)._replace(loss=self._loss)
                 self._change += entry.nbytes
                 txn.put(page.key, pack(page.key, entry), db=self._catalogue)
                 sizes.append(entry.nbytes)

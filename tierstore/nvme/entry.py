@@ -40,7 +40,13 @@ PAGE_NUMBER = slice(56, 64)
 CATALOGUE_SHARE = 1024
 """In an entry's ``nbytes``: leaf and branch bytes of one record in both trees, at their lowest fill of a quarter."""
 
-_BODY = struct.Struct("<36sB3xQQQIIQ")
+LOSS = 37
+"""Byte of an entry: its ``loss``."""
+
+LOSSES = ("", "exact", "fp8", "int8", "k8v4", "int4", "int4-64")
+"""Classes of loss by their numbers, which are never given to another. 0: the entry is older than this field."""
+
+_BODY = struct.Struct("<36sBB2xQQQIIQ")
 _NO_PARENT = bytes(36)
 
 
@@ -49,7 +55,7 @@ class Entry(NamedTuple):
 
     ``nbytes`` is what the record costs on disk, ``stored_nbytes`` its payload, ``page_number`` where LMDB keeps the
     record in data.mdb (0: not known, ask LMDB). In an extent file: its number (from 1), the slot's first 4 KiB block
-    there, and the ``generation`` that the record's head repeats; else 0.
+    there, and the ``generation`` that the record's head repeats; else 0. ``loss``: of the keys' namespace, see LOSSES.
     """
 
     parent: PageKey | None
@@ -59,6 +65,7 @@ class Entry(NamedTuple):
     extent: int = 0
     block: int = 0
     generation: int = 0
+    loss: int = 0
 
 
 def slot_blocks(nbytes: _Number) -> _Number:
@@ -71,6 +78,7 @@ def pack(key: bytes, entry: Entry) -> bytes:
     body = _BODY.pack(
         entry.parent or _NO_PARENT,
         entry.parent is not None,
+        entry.loss,
         entry.nbytes,
         entry.stored_nbytes,
         entry.page_number,
@@ -93,11 +101,19 @@ def summary(item: tuple[bytes, bytes]) -> tuple[PageKey, PageKey | None, int]:
     return PageKey(key), PageKey(raw[:36]) if raw[36] else None, nbytes
 
 
+def loss_class(item: tuple[bytes, bytes]) -> tuple[PageKey, str]:
+    """Key and class of loss of an entry known to be intact; "" where it says nothing that this version knows."""
+    key, raw = item
+    return PageKey(key), LOSSES[raw[LOSS]] if raw[LOSS] < len(LOSSES) else ""
+
+
 def unpack(key: bytes, raw: bytes) -> Entry:
     """The entry in ``raw``; IntegrityError unless it is intact."""
     if not intact(key, raw):
         raise IntegrityError("catalogue record differs from its checksum")
-    parent, has_parent, nbytes, stored_nbytes, page_number, block, extent, generation = _BODY.unpack_from(raw)
+    parent, has_parent, loss, nbytes, stored_nbytes, page_number, block, extent, generation = (
+        _BODY.unpack_from(raw)
+    )
     return Entry(
         PageKey(parent) if has_parent else None,
         nbytes,
@@ -106,4 +122,5 @@ def unpack(key: bytes, raw: bytes) -> Entry:
         extent,
         block,
         generation,
+        loss,
     )

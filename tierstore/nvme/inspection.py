@@ -41,6 +41,7 @@ class ShardReport:
     page_nbytes: int | None
     format_version: int | None
     payload: str | None
+    codec: str | None
     description: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -146,6 +147,7 @@ def _report(directory: Path, fingerprint: str, damaged: bool) -> ShardReport:
         page_nbytes=marker.page_nbytes if marker else None,
         format_version=marker.format_version if marker else None,
         payload=marker.payload if marker else None,
+        codec=marker.codec if marker else None,
         description=marker.description if marker else {},
     )
 

@@ -22,7 +22,7 @@ from tierstore import codec
 from tierstore.errors import IntegrityError
 from tierstore.nvme.coding import Decoders
 from tierstore.nvme.direct import BLOCK, aligned, is_aligned, padded, set_direct
-from tierstore.nvme.entry import Entry, slot_blocks, summary, unpack
+from tierstore.nvme.entry import Entry, loss_class, slot_blocks, summary, unpack
 from tierstore.nvme.extents import ExtentFiles
 from tierstore.nvme.home import DATA_FILE
 from tierstore.nvme.slots import Place, Slots
@@ -145,6 +145,11 @@ class RecordReader:
         """
         with self._env.begin() as txn:
             yield from map(summary, txn.cursor(db=self._catalogue))
+
+    def loss_classes(self) -> Iterator[tuple[PageKey, str]]:
+        """Key of every record and the class of loss of its namespace, "" where none was noted. As ``summaries``."""
+        with self._env.begin() as txn:
+            yield from map(loss_class, txn.cursor(db=self._catalogue))
 
     def verify_all(self) -> Iterator[tuple[PageKey, str | None]]:
         """Read every record: its key, and what is wrong with it or None. For tools; nothing is changed.

@@ -35,6 +35,9 @@ _OTHER_CACHES = {
 }
 """Fields that, when set, mean a cache this reader has no pages for."""
 
+_SHORT = {"smollm2": "smollm2-135m", "gemma3": "gemma-3-270m", "gemma3-270m": "gemma-3-270m"}
+"""What other commands call models of the table."""
+
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
 """Every how many layers one is full, where a config does not say."""
 
@@ -136,7 +139,8 @@ def read_model(model: str) -> Geometry:
         return geometry(str(path), _read(path))
     names = {key.lower(): key for key in known_models()}
     names |= {key.rpartition("/")[2]: full for key, full in names.items()}
-    full = names.get(model.lower())
+    plain = model.lower().removesuffix("-instruct")
+    full = names.get(model.lower()) or names.get(_SHORT.get(plain, plain))
     if full is None:
         raise _unknown(model, names)
     return geometry(full.rpartition("/")[2], known_models()[full])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
@@ -77,13 +78,27 @@ class ClosedSource:
         self.description = description
         self._reader = reader
         self._memory = Memory(description.layout.blob_nbytes)
+        # An entry that does not say so is of the class that the directory was opened with last.
+        self._classes = {key: found or description.loss_class for key, found in reader.loss_classes()}
+
+    def classes(self, keys: Iterable[PageKey] | None = None) -> Counter[str]:
+        """The classes of loss of all pages, or of those of ``keys`` that are there, and how many are of each."""
+        found = self._classes
+        return Counter(found.values() if keys is None else (found[key] for key in keys if key in found))
+
+    def choose(self, loss_class: str) -> None:
+        """Give pages of this class of loss and no others."""
+        self.description = replace(self.description, loss_class=loss_class)
 
     def keys(self) -> list[PageKey]:
-        """Every page there is, in the order of the catalogue."""
-        return [key for key, _, _ in self._reader.summaries()]
+        """Every page of the class, in the order of the catalogue."""
+        return [key for key, found in self._classes.items() if found == self.description.loss_class]
 
     def record(self, key: PageKey) -> Record | str:
         """``Source.record``."""
+        wanted = self.description.loss_class
+        if self._classes.get(key, wanted) != wanted:
+            return f"its loss class is {self._classes[key]!r}; allowed in this file: {wanted!r}"
         return read_record(self._reader, key, self._memory)
 
     def release(self, record: Record) -> None:

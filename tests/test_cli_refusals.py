@@ -1,0 +1,169 @@
+"""What a command cannot do is one line: what was given, what was found, what is allowed; and nothing was changed."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests.test_cli import last_line, tierstore
+from tests.test_cli_archive import filled
+from tierstore.cli import app
+from tierstore.demo import command as demo_room
+from tierstore.demo import model as model_room
+from tierstore.demo.known import GEMMA3, KNOWN, SMOLLM2, KnownModel, short_name
+from tierstore.demo.model import ModelError, Say, model_folder
+from tierstore.errors import ConfigError
+from tierstore.plan.geometry import read_model
+
+
+def here(*words: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def require_refused(result: Result, *parts: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    for part in parts:
+        assert part in line
+    assert "Errno" not in line
+
+
+def test_a_file_that_is_missing_is_named_with_what_is_allowed(tmp_path: Path) -> None:
+    nowhere, config = tmp_path / "nowhere", filled(tmp_path)
+    out = tmp_path / "x.tier"
+    before = sorted(tmp_path.rglob("*"))
+    plotted = f"no such folder as {nowhere}" if find_spec("matplotlib") else "--plot needs matplotlib"
+    refused: list[tuple[list[str | Path], tuple[str, ...]]] = [
+        (["export", "--config", nowhere, "--all", out], (str(nowhere), "allowed: a readable YAML file")),
+        (
+            ["export", "--config", config, "--all", nowhere / "x.tier"],
+            (f"{nowhere}/x.tier: no such folder as {nowhere}", "allowed: a file in a folder"),
+        ),
+        (
+            ["export", "--config", config, "--all", tmp_path],
+            (f"{tmp_path} is a directory", "allowed: the name"),
+        ),
+        (
+            ["export", "--config", config, "--keys", nowhere, out],
+            (f"--keys {nowhere}: no such file", "allowed: a file of keys in hex"),
+        ),
+        (
+            ["export", "--config", config, "--doc", nowhere, "--model", "smollm2", out],
+            (f"--doc {nowhere}: no such file", "allowed: a text file"),
+        ),
+        (
+            ["import", "--config", config, nowhere],
+            (f"FILE {nowhere}: no such file", "allowed: what `tierstore export` wrote"),
+        ),
+        (["import", "--config", config, tmp_path], (f"FILE {tmp_path}: is a directory", "allowed: what")),
+        (["bench", "core", "--dir", nowhere], (f"--dir {nowhere}: no such folder", "allowed")),
+        (["bench", "nvme", "--dir", nowhere], (f"--dir {nowhere}: no such folder", "allowed")),
+        (
+            ["bench", "codec", "--synthetic", "--plot", nowhere / "a.svg"],
+            ("--plot", plotted),
+        ),
+    ]
+    for arguments, parts in refused:
+        require_refused(here(*arguments), *parts)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("smollm2", "smollm2"),
+        ("SmolLM2-135M", "smollm2"),
+        ("SmolLM2-135M-Instruct", "smollm2"),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2"),
+        ("gemma3", "gemma3"),
+        ("GEMMA3", "gemma3"),
+        ("Gemma-3-270m", "gemma3"),
+        ("google/gemma-3-270m", "gemma3"),
+    ],
+)
+def test_a_known_model_goes_by_its_short_and_by_its_own_name_in_every_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, short: str
+) -> None:
+    assert short_name(name) == short
+    asked: list[KnownModel] = []
+    monkeypatch.chdir(tmp_path)
+
+    def prepare(say: Say, known: KnownModel = SMOLLM2) -> Path:
+        asked.append(known)
+        return tmp_path
+
+    monkeypatch.setattr(model_room, "prepare_model", prepare)
+    assert model_folder(name, lambda line: None) == tmp_path
+    assert asked == [KNOWN[short]]
+    # The table of `plan` and `replay` knows them by the same names, and means the same model.
+    geometry = read_model(name)
+    assert geometry.name.lower() in KNOWN[short].name.lower()
+
+
+def test_a_known_models_own_name_is_that_of_the_folder_it_is_prepared_in() -> None:
+    assert {short_name(known.name) for known in KNOWN.values()} == set(KNOWN)
+    assert tuple(KNOWN.values()) == (SMOLLM2, GEMMA3)
+
+
+def test_a_folder_goes_before_a_known_models_long_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "SmolLM2-135M"
+    folder.mkdir()
+    with pytest.raises(ModelError, match=r"SmolLM2-135M: the folder has no config\.json; allowed: smollm2"):
+        model_folder("SmolLM2-135M", lambda line: None)
+    (folder / "config.json").write_text("{}")
+    assert model_folder("SmolLM2-135M", lambda line: None).resolve() == folder
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["demo", "--model", "nomodel"],
+        ["compare", "--model", "nomodel"],
+        ["bench", "codec", "--model", "nomodel"],
+    ],
+)
+def test_an_unknown_model_is_refused_before_anything_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str]
+) -> None:
+    def fetched(*_: object, **__: object) -> Path:
+        raise AssertionError("something was prepared")
+
+    for room in (model_room, demo_room):
+        monkeypatch.setattr(room, "prepare_model", fetched, raising=False)
+    monkeypatch.chdir(tmp_path)
+    result = here(*arguments)
+    assert result.exit_code == 2
+    said = " ".join((result.stdout + result.stderr).split())
+    assert (
+        "--model nomodel: no such folder, and no known model; allowed: smollm2 (SmolLM2-135M-Instruct), gemma3"
+        in said
+    )
+
+
+def test_plan_and_replay_list_what_they_know() -> None:
+    with pytest.raises(
+        ConfigError, match=r"'nomodel' is neither .*allowed: such a folder, or .*gemma-3-270m"
+    ):
+        read_model("nomodel")
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    result = tierstore("--version")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "tierstore 0.1.0\n", "")
+
+
+def test_flags_of_export_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    config = filled(tmp_path)
+    result = tierstore(
+        "export", "--config", config, "--all", "--loss-class", "int8", tmp_path / "x.tier", "--json"
+    )
+    assert result.returncode == 2
+    assert "--loss-class int8" in last_line(result)["error"]
+    assert "allowed: exact" in last_line(result)["error"]
