@@ -22,6 +22,7 @@ from tierstore.bench.codec import codec_rows
 from tierstore.bench.reading import Reader
 from tierstore.bench.rows import Row
 from tierstore.cli.app import app
+from tierstore.codecs import LOSSY
 from tierstore.types import PageSpec
 
 
@@ -46,7 +47,7 @@ def report_of(*arguments: str) -> dict[str, Any]:
 
 def test_bench_codec_tells_every_figure_and_what_it_was_taken_on() -> None:
     report = report_of("--synthetic", "--tokens", "64", "--page-size", "32", "--seconds", "0")
-    assert set(report) == {"device", "source", "texts", "load_average", "floor", "rows", "exp"}
+    assert set(report) == {"device", "source", "texts", "load_average", "floor", "rows", "exp", "lossy"}
     assert report["source"].startswith("synthetic bfloat16")
     assert len(report["load_average"]) == 2
     assert report["floor"] is None
@@ -62,6 +63,10 @@ def test_bench_codec_tells_every_figure_and_what_it_was_taken_on() -> None:
         assert found[what] > 0
     for what in ("encode, two threads by one", "decode, two threads by one", "zstandard 1 on the raw page"):
         assert found[what] > 0
+    assert [row["what"] for row in report["lossy"]] == [
+        f"{name}: {what}, two threads by one" for name in LOSSY for what in ("encode", "decode")
+    ]
+    assert all(row["value"] > 0 for row in report["lossy"])
 
 
 def test_bench_codec_goes_on_from_what_comes_back(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the codec ``exp`` makes of KV pages: ratio beside the entropy limit, rates a core, two threads against one."""
+"""What two threads make of KV pages against one, with any codec; and of ``exp`` the entropy limit beside its ratio."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import zstandard
 
+from tierstore import codecs
 from tierstore.bench.rows import Row
 from tierstore.codecs.exp import Decoder, Encoder, Geometry
 from tierstore.layout import PageLayout
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from tierstore.bench.kv import Sample
 
     Bytes = NDArray[np.uint8]
+    Make = Callable[[], Callable[[], int]]
 
 _ROUNDS = 7
 
@@ -38,15 +40,28 @@ def codec_rows(sample: Sample, seconds: float) -> list[Row]:
 
     ``seconds``: of one run. RuntimeError if a page does not come back as it was.
     """
-    geometry = Geometry.of(PageLayout.of(sample.spec))
+    layout = PageLayout.of(sample.spec)
+    geometry = Geometry.of(layout)
     payloads = _payloads(geometry, sample.pages)
     return [
         *_limits(geometry, sample.pages),
         _ratio(sample.pages, payloads),
         _zstd_alone(sample.pages),
-        *_rates("encode", 250.0, seconds, lambda: _encoding(geometry, sample.pages)),
-        *_rates("decode", 500.0, seconds, lambda: _decoding(geometry, payloads)),
+        *_rates("encode", 250.0, seconds, _encoding("exp", layout, sample.pages)),
+        *_rates("decode", 500.0, seconds, _decoding("exp", layout, payloads)),
     ]
+
+
+def scaling_rows(sample: Sample, seconds: float) -> list[Row]:
+    """How many times as fast two threads are as one, of each lossy codec, the best of 7 runs of ``seconds`` each."""
+    layout = PageLayout.of(sample.spec)
+    rows = []
+    for name in codecs.LOSSY:
+        stored = _stored(name, layout, sample.pages)
+        works = {"encode": _encoding(name, layout, sample.pages), "decode": _decoding(name, layout, stored)}
+        for what, make in works.items():
+            rows.append(_rates(f"{name}: {what}", 0.0, seconds, make)[-1])
+    return rows
 
 
 def _payloads(geometry: Geometry, pages: list[Bytes]) -> list[Bytes]:
@@ -99,29 +114,47 @@ def _entropy(values: NDArray[np.integer[Any]]) -> float:
     return float(-(shares * np.log2(shares)).sum())
 
 
-def _encoding(geometry: Geometry, pages: list[Bytes]) -> Callable[[], int]:
-    encoder, out = Encoder(geometry), np.empty(geometry.page_nbytes, dtype=np.uint8)
-
-    def once() -> int:
-        for page in pages:
-            encoder.encode(page, out)
-        return len(pages) * geometry.page_nbytes
-
-    return once
+def _stored(name: str, layout: PageLayout, pages: list[Bytes]) -> list[Bytes]:
+    """The payload of each page that is encoded."""
+    encoder, out = codecs.encoder(name, layout), np.empty(layout.blob_nbytes, dtype=np.uint8)
+    assert encoder is not None
+    lengths = ((page, encoder.encode(page, out)) for page in pages)
+    return [out[:length].copy() for _, length in lengths if length is not None]
 
 
-def _decoding(geometry: Geometry, payloads: list[Bytes]) -> Callable[[], int]:
-    decoder, out = Decoder(geometry), np.empty(geometry.page_nbytes, dtype=np.uint8)
+def _encoding(name: str, layout: PageLayout, pages: list[Bytes]) -> Make:
+    """What makes a thread's own act: all pages once, and their bytes."""
 
-    def once() -> int:
-        for payload in payloads:
-            decoder.decode(payload, out)
-        return len(payloads) * geometry.page_nbytes
+    def make() -> Callable[[], int]:
+        encoder, out = codecs.encoder(name, layout), np.empty(layout.blob_nbytes, dtype=np.uint8)
+        assert encoder is not None
 
-    return once
+        def once() -> int:
+            for page in pages:
+                encoder.encode(page, out)
+            return len(pages) * layout.blob_nbytes
+
+        return once
+
+    return make
 
 
-def _rates(what: str, goal: float, seconds: float, make: Callable[[], Callable[[], int]]) -> list[Row]:
+def _decoding(name: str, layout: PageLayout, payloads: list[Bytes]) -> Make:
+    def make() -> Callable[[], int]:
+        decoder, out = codecs.decoder(name, layout), np.empty(layout.blob_nbytes, dtype=np.uint8)
+        assert decoder is not None
+
+        def once() -> int:
+            for payload in payloads:
+                decoder.decode(payload, out)
+            return len(payloads) * layout.blob_nbytes
+
+        return once
+
+    return make
+
+
+def _rates(what: str, goal: float, seconds: float, make: Make) -> list[Row]:
     alone, together = [], []
     for _ in range(_ROUNDS):
         alone.append(_run(1, seconds, make))
@@ -135,7 +168,7 @@ def _rates(what: str, goal: float, seconds: float, make: Callable[[], Callable[[
     ]
 
 
-def _run(threads: int, seconds: float, make: Callable[[], Callable[[], int]]) -> Rate:
+def _run(threads: int, seconds: float, make: Make) -> Rate:
     """Every thread repeats its own act until ``seconds`` are over."""
     begin_together = Barrier(threads)
 

@@ -43,7 +43,9 @@ def codec(
     tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of the first text for the figures of exp.")
     ] = 3072,
-    seconds: Annotated[float, typer.Option(min=0.0, help="Of one run for exp's rates; there are 28.")] = 0.25,
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="Of one run with one thread, or two; there are 252.")
+    ] = 0.1,
     plot: Annotated[
         Path | None, typer.Option(help="Draw ratio against divergence into this file: .png, .svg, .pdf.")
     ] = None,
@@ -69,10 +71,12 @@ def codec(
             )
         progress.print(f"exp in detail: {sample.source}")
         details = measured.codec_rows(sample, seconds)
+        progress.print("two threads against one")
+        scaling = measured.scaling_rows(sample, seconds)
         if plot is not None:
             _draw(found, floor, f"{sample.spec.model}: {', '.join(names)}", plot)
     facts = {"source": sample.source, "texts": names, "load_average": [before, rows.load_average()]}
-    _show(rows.device(), found, floor, details, facts, as_json)
+    _show(rows.device(), found, floor, {"exp in detail": details, "lossy": scaling}, facts, as_json)
 
 
 def _plottable(plot: Path | None) -> None:
@@ -159,7 +163,7 @@ def _show(
     device: str,
     found: list[CodecRow],
     floor: Distance | None,
-    details: list[Row],
+    details: Mapping[str, list[Row]],
     facts: Mapping[str, object],
     as_json: bool,
 ) -> None:
@@ -182,11 +186,12 @@ def _show(
     console.print(table)
     if floor is not None:
         console.print(f"floor, the same tokens read in pieces: KL {floor.kl:.2e}, top-1 {floor.top1:.3f}")
-    console.print(table_of("exp in detail", details))
+    for title, told in details.items():
+        console.print(table_of(title, told))
     for name, value in facts.items():
         console.print(f"{name.replace('_', ' ')}: {value}")
     if as_json:
         rows = [row.plain() for row in found]
-        told = None if floor is None else floor._asdict()
-        exp = [row.plain() for row in details]
-        print_json({"device": device, **facts, "floor": told, "rows": rows, "exp": exp})
+        floor_told = None if floor is None else floor._asdict()
+        exp, lossy = ([row.plain() for row in told] for told in details.values())
+        print_json({"device": device, **facts, "floor": floor_told, "rows": rows, "exp": exp, "lossy": lossy})
