@@ -1,0 +1,212 @@
+"""The slabs between the link and the coding kernels, with streams that run in whatever order their events allow."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tests.core import planting
+from tests.core.planting import Bug
+from tierstore.gpu import coded
+
+STRIDE = 16
+SLOTS, SLAB_PAGES = 24, 3
+RUNS = 30
+
+
+class Stream:
+    """Work that a scheduler runs piece by piece; None where a piece has to wait."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.work: deque[Callable[[], bool]] = deque()
+
+    def queue(self, act: Callable[[], None]) -> None:
+        def run() -> bool:
+            act()
+            return True
+
+        self.work.append(run)
+
+    def wait_event(self, event: Event) -> None:
+        number = event.recorded
+        self.work.append(lambda: event.happened >= number)
+
+
+class Event:
+    def __init__(self) -> None:
+        self.recorded = self.happened = 0
+
+    def record(self, stream: Stream) -> None:
+        self.recorded += 1
+        number = self.recorded
+        stream.queue(lambda: setattr(self, "happened", number))
+
+
+class Machine:
+    """A card whose codec turns each byte over, and a link; host memory and slots are rows of ``STRIDE`` bytes."""
+
+    def __init__(self, module: ModuleType, patch: pytest.MonkeyPatch, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.current: Stream | None = None
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "stream", self._on)
+        patch.setattr(module, "SLAB_NBYTES", SLAB_PAGES * STRIDE)
+        patch.setattr(module, "_uploaded", lambda slots, device: torch.from_numpy(slots))
+        patch.setattr(module, "_flags", lambda pages: torch.zeros(pages, dtype=torch.int32))
+        numbers = np.random.default_rng(seed)
+        self.slots, self.host = numbers.integers(0, 256, (2, SLOTS, STRIDE), dtype=np.uint8)
+        self.up, self.down, *side = self.streams = [Stream() for _ in range(4)]
+        ends = [
+            (slabs, Link(self, slabs)) for slabs in (module.PayloadSlabs(STRIDE, STRIDE, "cpu") for _ in "ud")
+        ]
+        self.route = module.Coded("turned over", self, *ends, tuple(side))
+
+    def load(self, slots: list[int], host: list[int]) -> NDArray[np.int32]:
+        found: NDArray[np.int32] = self.route.load(np.array(slots), np.array(host), self.up)
+        return found
+
+    def save(self, slots: list[int], host: list[int]) -> NDArray[np.int32]:
+        found: NDArray[np.int32] = self.route.save(np.array(slots), np.array(host), self.down)
+        return found
+
+    def encode(self, call: Any) -> None:
+        self._code(call, back=False)
+
+    def decode(self, call: Any) -> None:
+        self._code(call, back=True)
+
+    def run(self) -> None:
+        """Until nothing is left: a piece of any stream that need not wait, one after the other."""
+        while waiting := [stream for stream in self.streams if stream.work]:
+            self.chance.shuffle(waiting)
+            ran = next((stream for stream in waiting if stream.work[0]()), None)
+            assert ran is not None, "streams wait for each other"
+            ran.work.popleft()
+
+    def _code(self, call: Any, *, back: bool) -> None:
+        assert self.current is not None
+        slots = call.slots.numpy()[call.first : call.first + call.pages]
+        rows = call.payloads.numpy().reshape(-1, STRIDE)
+        flags = call.flags.numpy()[call.first : call.first + call.pages]
+
+        def act() -> None:
+            if back:
+                self.slots[slots] = ~rows[: len(slots)]
+            else:
+                rows[: len(slots)] = ~self.slots[slots]
+            np.copyto(flags, slots % 7 == 0)
+
+        self.current.queue(act)
+
+    @contextmanager
+    def _on(self, stream: Stream) -> Iterator[None]:
+        self.current = stream
+        yield
+        self.current = None
+
+
+class Link:
+    """A route between a slab's rows and host memory."""
+
+    def __init__(self, machine: Machine, slabs: Any) -> None:
+        self._machine, self._slabs = machine, slabs
+
+    def load(self, rows: NDArray[np.int64], host: NDArray[np.int64], stream: Stream) -> None:
+        slab = self._rows()
+        stream.queue(lambda: slab.__setitem__(rows, self._machine.host[host]))
+
+    def save(self, rows: NDArray[np.int64], host: NDArray[np.int64], stream: Stream) -> None:
+        slab = self._rows()
+        stream.queue(lambda: self._machine.host.__setitem__(host, slab[rows]))
+
+    def _rows(self) -> NDArray[np.uint8]:
+        memory: NDArray[np.uint8] = self._slabs.memory.numpy().reshape(-1, STRIDE)
+        return memory
+
+
+def require_right(module: ModuleType, seed: int) -> None:
+    """Loads and saves of many sizes at once: every page is as it must be, and every flag its page's."""
+    with pytest.MonkeyPatch.context() as patch:
+        machine = Machine(module, patch, seed)
+        slots, host = (machine.chance.sample(range(SLOTS), SLOTS) for _ in "sh")
+        want_slots, want_host = machine.slots.copy(), machine.host.copy()
+        told = []
+        while slots:
+            number = min(len(slots), machine.chance.choice([1, 2, 4, 7, 11]))
+            some, places = slots[:number], host[:number]
+            del slots[:number], host[:number]
+            if machine.chance.random() < 0.5:
+                want_slots[some] = ~machine.host[places]
+                told.append((machine.load(some, places), some))
+            else:
+                want_host[places] = ~machine.slots[some]
+                told.append((machine.save(some, places), some))
+        machine.run()
+        np.testing.assert_array_equal(machine.slots, want_slots)
+        np.testing.assert_array_equal(machine.host, want_host)
+        for flags, of in told:
+            assert flags.tolist() == [slot % 7 == 0 for slot in of]
+
+
+def require_all_right(module: ModuleType) -> None:
+    for seed in range(RUNS):
+        require_right(module, seed)
+
+
+def require_two_in_turn(module: ModuleType) -> None:
+    """Nothing is sent: two slabs of three pages are encoded, and the third turn waits for the first."""
+    with pytest.MonkeyPatch.context() as patch:
+        machine = Machine(module, patch, 0)
+        machine.save(list(range(12)), list(range(12)))
+        encodes = machine.streams[3]
+        while encodes.work and encodes.work[0]():
+            encodes.work.popleft()
+        rows = machine.route._down.memory.numpy().reshape(-1, STRIDE)
+        np.testing.assert_array_equal(rows, ~machine.slots[:6])
+        assert encodes.work
+        machine.run()
+        np.testing.assert_array_equal(machine.host[:12], ~machine.slots[:12])
+
+
+BUGS = [
+    Bug("a load fills a slab that is still decoded", "                stream.wait_event(free)\n", ""),
+    Bug("a load is decoded before it is there", "                side.wait_event(slabs.ready)\n", ""),
+    Bug("decoding tells nobody that it has ended", "                free.record(side)\n", ""),
+    Bug("a save fills a slab that still crosses the link", "                side.wait_event(free)\n", ""),
+    Bug("a save leaves before it is encoded", "                stream.wait_event(slabs.ready)\n", ""),
+    Bug("the link tells nobody that a save has left", "                free.record(stream)\n", ""),
+    Bug("one slab is all there is", "(at + 1) % _SLABS\n        nbytes", "at\n        nbytes"),
+    Bug("rows are always the first slab's", "return at * self.pages, ", "return 0, "),
+    Bug(
+        "saves and loads share their slabs",
+        "self._down, self._carry_down = down",
+        "self._down, self._carry_down = up",
+    ),
+]
+
+
+def test_pages_are_right_in_whatever_order_streams_run() -> None:
+    require_all_right(coded)
+
+
+def test_the_next_slab_is_filled_while_one_crosses_the_link() -> None:
+    require_two_in_turn(coded)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
+def test_a_planted_bug_is_noticed(bug: Bug) -> None:
+    planted = planting.load(coded, bug)
+    require = require_two_in_turn if bug.name == "one slab is all there is" else require_all_right
+    with pytest.raises(AssertionError):
+        require(planted)
