@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.pages import chain
-from tierstore.policy.adaptive import Adaptive, Ghost, GhostLru
-from tierstore.policy.history import History
-from tierstore.policy.session import Lifetimes, Returns, Session, kind_of
+from tierstore.policy.adaptive import Adaptive, Ghost, Rivals
+from tierstore.policy.history import History, Record
+from tierstore.policy.session import KINDS, Lifetimes, Returns, Session, kind_of
 from tierstore.types import PageKey
 
 asks = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 50)), max_size=150)
@@ -26,16 +26,6 @@ def test_a_ghost_holds_the_pages_of_highest_value(steps: list[tuple[int, int]], 
         if len(model) > pages:
             del model[min(model, key=model.__getitem__)]
         assert (ghost.hits, ghost._values) == (hits, model)
-
-
-@given(st.lists(st.integers(0, 12), max_size=150), st.integers(1, 8))
-def test_a_ghost_lru_holds_the_pages_asked_for_last(steps: list[int], pages: int) -> None:
-    ghost, model, hits, keys = GhostLru(pages), list[int](), 0, chain(13)
-    for page in steps:
-        hits += page in model
-        ghost.ask(keys[page])
-        model = [*(m for m in model if m != page), page][-pages:]
-        assert (ghost.hits, list(ghost._keys)) == (hits, [keys[m] for m in model])
 
 
 def test_a_ghost_s_memory_is_bounded() -> None:
@@ -96,8 +86,29 @@ def test_kinds_that_come_back_are_kept_until_they_do_and_others_not_at_all() -> 
     history, lifetimes = History(1000), Lifetimes(16)
     history.watchers.append(lifetimes)
     chats(history, 600)
-    assert lifetimes.kept[0] == pytest.approx(0.0, abs=1.0)
+    assert lifetimes.kept[kind_of(Record(chain(1)[0], None))] == pytest.approx(0.0, abs=1.0)
     assert lifetimes.kept[7] >= 40
+
+
+def test_new_pages_are_of_one_kind_if_their_runs_began_alike_and_are_about_as_long() -> None:
+    def run(name: str, number: int, after: PageKey | None = None) -> list[PageKey]:
+        keys = chain(number, name)
+        for i, key in enumerate(keys):
+            history.put(key, after, number - 1 - i)
+            after = key
+        return keys
+
+    history = History(1000)
+    chat, other, long, book = run("chat", 7), run("other", 2), run("long", 8), run("book", 64)
+    history.hit(chat[6], below=False)
+    more, way = run("more", 2, chat[6]), run("way", 2, chat[6])
+    kinds = [
+        {kind_of(record) for key in keys if (record := history.get(key)) is not None}
+        for keys in (chat[:6], other, long, book, more, way)
+    ]
+    assert all(len(kind) == 1 for kind in kinds)
+    assert kinds[0] == kinds[1]
+    assert len(set.union(*kinds)) == 5
 
 
 def test_the_page_whose_time_is_up_first_leaves_first() -> None:
@@ -112,6 +123,19 @@ def test_the_page_whose_time_is_up_first_leaves_first() -> None:
     assert session.enter(chain(1, "never seen")[0]) < session.enter(regular)
 
 
+def test_of_one_request_the_ghosts_let_the_last_pages_go_first() -> None:
+    history = History(1000)
+    rivals = Rivals(Session(history, 4), 4)
+    history.watchers.append(rivals)
+    request = chain(6)
+    for key, parent in zip(request, [None, *request[:-1]], strict=True):
+        history.put(key, parent)
+    assert set(rivals._lru._values) == set(rivals._ghost._values) == set(request[:4])
+    other = chain(1, "other")[0]
+    history.put(other, None)
+    assert set(rivals._lru._values) == {*request[:3], other}
+
+
 def test_adaptive_is_session_while_that_hits_more_and_lru_when_it_does_not() -> None:
     history = History(1000)
     adaptive = Adaptive(history, 16)
@@ -120,9 +144,8 @@ def test_adaptive_is_session_while_that_hits_more_and_lru_when_it_does_not() -> 
     assert adaptive.rivals.follow_session
     assert adaptive.enter(passing) < adaptive.enter(regular)
     for i in range(2000):
-        adaptive.lifetimes.kept = [0.0] + [
-            10_000.0
-        ] * 7  # as if learnt in another world: twice used is for ever
+        # As if learnt in another world: used once is for ever.
+        adaptive.lifetimes.kept = [10_000.0] * 8 + [0.0] * (KINDS - 8)
         ask(history, chain(1, f"old{i}")[0])
         ask(history, chain(1, f"old{i}")[0])
         ask(history, chain(1, f"old{max(0, i - 10)}")[0])

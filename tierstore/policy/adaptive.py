@@ -1,4 +1,4 @@
-"""``session`` as long as it beats LRU, judged by small ghost caches of both that run beside.
+"""``session`` as long as it hits more than LRU, judged by small ghost caches of both that run beside.
 
 A ghost cache holds keys of a sample of the pages, chosen by key, and as much smaller a capacity (SHARDS, Waldspurger
 2015), so that it hits as often as the whole would.
@@ -6,7 +6,6 @@ A ghost cache holds keys of a sample of the pages, chosen by key, and as much sm
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
@@ -17,10 +16,9 @@ if TYPE_CHECKING:
     from tierstore.types import PageKey
 
 _GHOST_PAGES = 512
+_DEEPEST = (1 << 32) - 1
 _WINDOW = 4
 """Capacities after which a hit of a ghost counts half."""
-_MARGIN = 0.98
-"""LRU must be better by so much before it is followed: a change costs something too."""
 
 
 class Ghost:
@@ -45,23 +43,6 @@ class Ghost:
             self._heap = sorted((value, page) for page, value in self._values.items())
 
 
-class GhostLru:
-    """Keys, at most ``pages``; the least recently used leaves first."""
-
-    def __init__(self, pages: int) -> None:
-        self.hits = 0.0
-        self._pages = max(1, pages)
-        self._keys: OrderedDict[PageKey, None] = OrderedDict()
-
-    def ask(self, page: PageKey) -> None:
-        """The page is asked for."""
-        self.hits += page in self._keys
-        self._keys[page] = None
-        self._keys.move_to_end(page)
-        if len(self._keys) > self._pages:
-            self._keys.popitem(last=False)
-
-
 class Rivals:
     """A watcher that lets both orders serve the same sample of requests, and says which does better."""
 
@@ -69,7 +50,7 @@ class Rivals:
         self.follow_session = True
         self._session = session
         self._every = max(1, pages // _GHOST_PAGES)
-        self._ghost, self._lru = Ghost(pages // self._every), GhostLru(pages // self._every)
+        self._ghost, self._lru = Ghost(pages // self._every), Ghost(pages // self._every)
         self._next = self._period = max(64, pages // 2)
         self._fade = 0.5 ** (self._period / max(1, pages) / _WINDOW)
 
@@ -82,11 +63,14 @@ class Rivals:
     def began(self, record: Record, now: int) -> None:
         """The ghosts are asked for the page too."""
         if int.from_bytes(record.key[:4]) % self._every == 0:
-            self._ghost.ask(record.key, now + int(self._session.lifetimes.kept[kind_of(record)]))
-            self._lru.ask(record.key)
+            # The same moment for all pages of a request, and tails before heads, as residency has it.
+            request, place = now - record.depth, _DEEPEST - min(record.depth, _DEEPEST)
+            kept = int(self._session.lifetimes.kept[kind_of(record)])
+            self._ghost.ask(record.key, ((request + kept) << 32) + place)
+            self._lru.ask(record.key, (request << 32) + place)
         if now >= self._next:
             self._next = now + self._period
-            self.follow_session = self._ghost.hits >= _MARGIN * self._lru.hits
+            self.follow_session = self._ghost.hits > self._lru.hits
             self._ghost.hits *= self._fade
             self._lru.hits *= self._fade
 

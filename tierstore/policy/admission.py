@@ -65,7 +65,7 @@ _SHARE = 0.48
 """What is refused is missed a little more often, and put again: so the bytes are half of those of ``all``."""
 _PERIOD = 64
 """Pages put after which kinds are weighed anew."""
-_HALF_LIFE = 1 << 15
+_HALF_LIFE = 1 << 13
 """Pages after which what was learnt of older ones counts half."""
 _HORIZON = 4096
 """Pages put in which what was written too much or too little is made up for, at most as many."""
@@ -73,18 +73,18 @@ _FEW = 32
 """Pages that a kind is thought to be as all are."""
 _LEAST = 0.25
 """Of the mean: a kind that pays more seldom is not written, however few writes there are."""
-_USES, _BEGINNINGS, _SPANS = 4, 5, 10
-_KINDS = _USES + _BEGINNINGS * _SPANS
+_USED, _BEGINNINGS, _SPANS = 8, 5, 10
+_KINDS = _USED + _BEGINNINGS * _SPANS
 
 
 class Cost:
     """The better half of what ``all`` would write. A watcher of ``history``.
 
-    Pages are of one kind if their runs began alike and are about as long, or, once used, if they were used as often. Of
-    each kind it learns how many were asked for again and found in the tier below, or gone and put again before they
-    were forgotten: then a write has paid. The kinds that pay most often are written until a share of the pages put is
-    used up; of the kind where that happens some runs, by lot, for half a run is worth little. Kinds that pay far less
-    than the others are not written at all.
+    Pages are of one kind if their runs began alike and are about as long, or, once used, if their chats had made as
+    many requests. Of each kind it learns how many were asked for again and found in the tier below, or gone and put
+    again before they were forgotten: then a write has paid. The kinds that pay most often are written until a share of
+    the pages put is used up; of the kind where that happens some runs, by lot, for half a run is worth little. Kinds
+    that pay far less than the others are not written at all.
 
     What a page costs to compute again is not weighed: deep pages are of long documents, which few come back to.
     """
@@ -155,6 +155,6 @@ class Cost:
 
 def _kind(record: Record) -> int:
     if record.uses:
-        return min(record.uses, _USES) - 1
+        return min(record.uses + record.turn, _USED) - 1
     began = 4 if record.branch else min(record.steps, 3)
-    return _USES + began * _SPANS + min(record.span.bit_length(), _SPANS - 1)
+    return _USED + began * _SPANS + min(record.span.bit_length(), _SPANS - 1)

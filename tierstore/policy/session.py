@@ -1,7 +1,8 @@
 """Keep a page as long as waiting for it pays: times to live learnt from how soon pages like it came back.
 
-Pages are of one kind if their chat had made as many requests (turn and uses together). Of each kind the history tells
-how many are asked for again at which age. A page kept until age ``a`` earns the chance that it is asked for by then and
+Pages that were used are of one kind if their chat had made as many requests (turn and uses together), new ones if the
+run of pages that they came with began alike and is about as long. Of each kind the history tells how many are asked for
+again at which age. A page kept until age ``a`` earns the chance that it is asked for by then and
 costs a place until then or until it is used; with a price a place and a moment there is a best ``a`` for each kind, and
 the price is the one at which what is kept just fits the tier. So a kind that seldom comes back, or comes back too late,
 is not kept at all. The next to leave is the page whose time is up first.
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
     from tierstore.policy.history import History, Record
     from tierstore.types import PageKey
 
-KINDS = 8
+_USED = 8
+_SHORT, _LONG = 8, 64
+"""Pages of a run from which on it is longer than most turns of a chat, and a document."""
+KINDS = _USED + 3 * 3
 _BUCKETS = 72
 """Ages by half powers of two."""
 _EDGES = [0.0, *(2 ** (i / 2) for i in range(_BUCKETS))]
@@ -151,8 +155,15 @@ class Session(Scored):
 
 
 def kind_of(record: Record) -> int:
-    """Pages of one kind are expected to come back alike."""
-    return min(record.turn + record.uses, KINDS - 1)
+    """Pages of one kind are expected to come back alike.
+
+    New ones by how their run began and how long it is, used ones by how many requests their chat had made.
+    """
+    if record.uses:
+        return min(record.turn + record.uses, _USED) - 1
+    began = 1 if record.steps else 2 if record.branch else 0
+    length = 0 if record.span < _SHORT else 1 if record.span < _LONG else 2
+    return _USED + 3 * began + length
 
 
 def _best_ages(curves: list[_Curve], rates: list[float], pages: int) -> list[float]:
