@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tierstore.bench.link import Ceiling
     from tierstore.types import Transfer
 
 TOKEN_NBYTES = 32 * 2 * 8 * 128 * 2
@@ -52,6 +53,8 @@ class CodedRow:
     gbps: float
     plain_gbps: float
     ratio: float
+    ceiling_gbps: float
+    """Of one contiguous copy."""
     payload_bytes: int
     rel_error: float
     path: str
@@ -83,7 +86,9 @@ class _Side(Ends):
         return self.up if direction == "h2d" else self.down
 
 
-def coded_rows(device: str, codec: str, page_nbytes: int, batch_nbytes: int, pairs: int) -> list[CodedRow]:
+def coded_rows(
+    device: str, codec: str, page_nbytes: int, batch_nbytes: int, pairs: int, ceiling: Ceiling
+) -> list[CodedRow]:
     """H2D and D2H. ConfigError for what cannot be measured, RuntimeError if bytes or errors are not as they must be."""
     layout = PageLayout.of(_spec(page_nbytes))
     if codec not in LOSSY or LOSSY[codec].zstd:
@@ -94,36 +99,42 @@ def coded_rows(device: str, codec: str, page_nbytes: int, batch_nbytes: int, pai
     try:
         rel_error = _checked(coded, codec, layout)
         _fill(plain)
-        return [
-            _measured(plain, coded, codec, layout, direction, pairs, rel_error) for direction in _DIRECTIONS
-        ]
+        sides = plain, coded
+        return [_measured(sides, codec, rel_error, direction, pairs, ceiling) for direction in _DIRECTIONS]
     finally:
         plain.close()
         coded.close()
 
 
 def _measured(
-    plain: _Side, coded: _Side, codec: str, layout: PageLayout, direction: str, pairs: int, rel_error: float
+    sides: tuple[_Side, _Side],
+    codec: str,
+    rel_error: float,
+    direction: Literal["h2d", "d2h"],
+    pairs: int,
+    ceiling: Ceiling,
 ) -> CodedRow:
-    nbytes, number = layout.page_nbytes, len(coded.host)
-    for side in (plain, coded):
+    coded = sides[1]
+    nbytes, number = coded.pages[0].nbytes, len(coded.host)
+    for side in sides:
         side.run(side.moves(direction))
-    rates: dict[str, list[float]] = {"plain": [], "coded": []}
-    submits = []
+    rates: tuple[list[float], list[float]] = ([], [])
+    ceilings, submits = [], []
     for _ in range(pairs):
-        seconds, _ = plain.run(plain.moves(direction))
-        rates["plain"].append(nbytes * number / seconds / 1e9)
-        seconds, submitted = coded.run(coded.moves(direction))
-        rates["coded"].append(nbytes * number / seconds / 1e9)
+        ceilings.append(ceiling.gbps(direction))
+        for side, found in zip(sides, rates, strict=True):
+            seconds, submitted = side.run(side.moves(direction))
+            found.append(nbytes * number / seconds / 1e9)
         submits.append(submitted * 1e3)
     return CodedRow(
         direction,
         codec,
         nbytes,
         number,
-        median(rates["coded"]),
-        median(rates["plain"]),
-        median(b / a for a, b in zip(rates["plain"], rates["coded"], strict=True)),
+        median(rates[1]),
+        median(rates[0]),
+        median(b / a for a, b in zip(*rates, strict=True)),
+        median(ceilings),
         coded.arena.held.payload_nbytes,
         rel_error,
         coded.path,

@@ -37,7 +37,7 @@ def copy(
 ) -> None:
     """Scattered pages between HBM and page-locked memory, as a share of one contiguous copy in the same process."""
     if codec:
-        _coded_copies(device, codec, pieces, batch, pairs, as_json)
+        _coded_copies(device, codec, pieces, batch, contiguous, pairs, as_json)
         return
     from tierstore.bench.copies import CopyRow, copy_rows
     from tierstore.bench.link import Ceiling
@@ -65,25 +65,29 @@ def copy(
         print_json({"device": name, "rows": [row.plain() for row in found]})
 
 
-def _coded_copies(device: str, codec: str, pieces: str, batch: str, pairs: int, as_json: bool) -> None:
+def _coded_copies(
+    device: str, codec: str, pieces: str, batch: str, contiguous: str, pairs: int, as_json: bool
+) -> None:
     from tierstore.bench.coded_copies import TOKEN_NBYTES, CodedRow, coded_rows
+    from tierstore.bench.link import Ceiling
 
     found: list[CodedRow] = []
     with refusals(as_json):
         sizes = [size for size in map(parse_size, pieces.split(",")) if size % TOKEN_NBYTES == 0]
         if not sizes:
             raise ConfigError(f"--pieces {pieces}; allowed with --codec: multiples of {TOKEN_NBYTES} bytes")
+        ceiling = Ceiling(device, parse_size(contiguous))
         for size in sizes:
             progress.print(f"pages of {format_size(size)}")
-            found += coded_rows(device, codec, size, parse_size(batch), pairs)
+            found += coded_rows(device, codec, size, parse_size(batch), pairs, ceiling)
     name = name_of(device)
-    header = ("way", "page", "pages", "payload", "GB/s", "as they are", "ratio", "error", "path", "submit ms")
+    header = ("way", "page", "pages", "payload", "GB/s", "as they are", "ratio", "ceiling", "error", "path")
     table = Table(*header, box=None, title=f"{name}, {codec}")
     for row in found:
         sizes_of = (format_size(row.piece_bytes), str(row.num_pieces), format_size(row.payload_bytes))
-        rates = (f"{row.gbps:.2f}", f"{row.plain_gbps:.2f}", f"{row.ratio:.3f}", f"{row.rel_error:.4f}")
-        table.add_row(row.direction, *sizes_of, *rates, row.path, f"{row.submit_ms:.1f}")
-    Console(width=120).print(table)
+        rates = (f"{row.gbps:.2f}", f"{row.plain_gbps:.2f}", f"{row.ratio:.3f}", f"{row.ceiling_gbps:.2f}")
+        table.add_row(row.direction, *sizes_of, *rates, f"{row.rel_error:.4f}", row.path)
+    Console(width=110).print(table)
     if as_json:
         print_json({"device": name, "rows": [row.plain() for row in found]})
 

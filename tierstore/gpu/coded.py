@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tierstore.gpu.routes import Route
 
 SLAB_NBYTES = 64 << 20
-"""Bytes of the pages whose payloads a slab holds: about what is launched at once."""
+"""Bytes of the pages whose payloads a slab holds, about what is launched at once; and its own at most."""
 
 _SLABS = 2
 
@@ -31,7 +31,7 @@ class PayloadSlabs:
 
     def __init__(self, page_nbytes: int, stride: int, device: torch.device) -> None:
         self.stride = stride
-        self.pages = max(1, SLAB_NBYTES // page_nbytes)
+        self.pages = max(1, SLAB_NBYTES // max(page_nbytes, stride))
         # Zeros: what follows a payload in its row crosses the link, and nobody's bytes are to be in it.
         self.memory = torch.zeros(_SLABS * self.pages * stride, dtype=torch.uint8, device=device)
         self._free = [torch.cuda.Event() for _ in range(_SLABS)]  # type: ignore[no-untyped-call]
