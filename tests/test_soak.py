@@ -17,6 +17,7 @@ from tests.soak.faults import PROFILES
 from tests.soak.own import SECRETS, OwnClient
 from tests.soak.parent import CLIENT_GROWS, Soak, soak
 from tests.soak.playing import Ending
+from tests.support import pages
 from tests.support.pages import fill
 
 EXPECTED_FAULTS: dict[str, set[str]] = {
@@ -60,6 +61,10 @@ def test_every_kind_of_client_reads_back_what_another_left(
     for kind in ("own", "forks", "engine", "alone"):
         counts = play(tmp_path, kind, "none", capsys)
         assert kind == "own" or counts["pages"]["read back"] > 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pages, "STEADY", None)  # a client's process has it for itself
+        play(tmp_path, "encoded", "none", capsys)
+        assert play(tmp_path, "encoded", "failures", capsys)["pages"]["read back"] > 0
     play(tmp_path, "llama", "none", capsys)
     assert play(tmp_path, "llama", "failures", capsys)["pages"]["read back"] > 0
 

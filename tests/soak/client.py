@@ -49,6 +49,7 @@ def _llama(home: Path, seed: int, account: Account) -> Client:
 KINDS: dict[str, Callable[[Path, int, Account], Client]] = {
     "own": OwnClient,
     "forks": lambda home, seed, account: OwnClient(home, seed, account, forks=True),
+    "encoded": lambda home, seed, account: OwnClient(home, seed, account, codec="int8"),
     "engine": EngineClient,
     "llama": _llama,
     "alone": lambda home, seed, account: OwnClient(home, seed, account, threads=1),

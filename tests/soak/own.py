@@ -8,12 +8,13 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.soak.account import PATIENCE_S, Account, Overdue, WrongBytes
 from tests.soak.faults import Trouble
 from tests.soak.waiting import losing, wait_final
+from tests.support import pages
 from tests.support.bench import Bench, open_bench
 from tests.support.events import ManualEvent
 from tests.support.pages import SPEC, chain, fill, page_tensor, require_nothing_held, same, tiers
@@ -35,12 +36,30 @@ class Hand:
 
 
 class OwnClient:
-    """Random calls. ``forks``: children are forked in between, which may do nothing and harm nothing."""
+    """Random calls. ``forks``: children are forked in between, which may do nothing and harm nothing.
+
+    ``codec``: of host memory and, compressed as well, of the disk; this process's pages are such as it gives back as
+    they were, and they are another model's than those of other clients.
+    """
 
     def __init__(
-        self, home: Path, seed: int, account: Account, *, threads: int = 4, forks: bool = False
+        self,
+        home: Path,
+        seed: int,
+        account: Account,
+        *,
+        threads: int = 4,
+        forks: bool = False,
+        codec: str | None = None,
     ) -> None:
-        self.bench: Bench = open_bench(tiers(6, 10, home, nvme_pages=40), SPEC, pump=True, spill=True)
+        host: dict[str, object] = {}
+        disk: dict[str, object] = {}
+        spec = SPEC
+        if codec is not None:
+            pages.STEADY, spec = codec, replace(SPEC, model=codec)
+            host, disk = {"codec": codec}, {"codec": f"{codec}+zstd"}
+        config = tiers(6, 10, home, nvme_pages=40, host_more=host, nvme_more=disk)
+        self.bench: Bench = open_bench(config, spec, pump=True, spill=True)
         self.trouble: Trouble | None = None
         self.threads = threads
         self._store = self.bench.store
