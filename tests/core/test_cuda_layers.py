@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from threading import Semaphore
 from time import monotonic
 
@@ -12,6 +13,7 @@ from tests.core.manual_link import (
     SPEC,
     Rig,
 )
+from tierstore.gpu import lanes
 from tierstore.gpu.cuda_copies import Pace
 from tierstore.types import Ack, Failure, Tier
 
@@ -74,6 +76,22 @@ def test_pages_that_come_later_go_before_the_next_group_of_those_on_their_way() 
     assert rig.route.groups == [(0, 1), (0, 1), (1, 2), (2, 2), (3, 2)]
     assert [ack.transfer_id for ack in acks] == [1, 2]
     assert [layer(rig, slot, 3) for slot in (0, 1)] == [20, 21]
+    assert rig.engine.close(PATIENCE_S)
+
+
+@pytest.fixture(autouse=True)
+def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever came, came just now."""
+    monkeypatch.setattr(lanes, "_JUST_NOW_S", inf)
+
+
+def test_nothing_came_lately_so_the_link_is_given_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "_JUST_NOW_S", 0.0)
+    rig = Rig(layers=4, pace=Pace(whole=0, at_once=9, ahead=2 * PAGE, behind=0))
+    rig.move(1, Tier.HBM, (0, 0))
+    assert [group for group, _ in rig.route.groups] == [0, 1, 2, 3]
+    rig.up.run()
+    assert [ack.ok for ack in rig.engine.poll()] == [True]
     assert rig.engine.close(PATIENCE_S)
 
 

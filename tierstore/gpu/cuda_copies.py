@@ -51,10 +51,10 @@ class Pace:
     pieces: int = 128
     """And up to so many pieces; more of one transfer are launched by the thread, as they take the driver too long."""
     ahead: int = 512 << 20
-    """Nothing more is launched while the link has so much to do: some milliseconds. A quarter of it while pages that
-    come would go first: they wait for what is launched."""
+    """Nothing more is launched while the link has so much to do: some milliseconds. A quarter of it where pages are
+    coming that would go first: they wait for what is launched."""
     behind: int = 256 << 20
-    """With less, a quarter of it at such times, the thread launches what nobody else has launched."""
+    """With less, or a quarter of it there, the thread launches what nobody else has launched."""
     at_once: int = 3
     """Launches in one call, at most."""
 
@@ -268,7 +268,7 @@ class CudaCopyEngine:
 
 
 def _depth(lane: Lane, nbytes: int) -> int:
-    return -(-nbytes // 4) if lane.open else nbytes
+    return -(-nbytes // 4) if lane.may_be_overtaken else nbytes
 
 
 def _cuda_event() -> TimedEvent:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from tierstore.gpu.layer_groups import LayerGroups
 
 _log = logging.getLogger(__name__)
+
+_JUST_NOW_S = 0.005
 
 
 class Lane:
@@ -63,6 +66,7 @@ class Lane:
         """Jobs to HBM that have not come to their end, by transfer."""
         self._spare: list[TimedEvent] = []
         self._number = 0
+        self._added = 0.0
 
     @property
     def waiting(self) -> int:
@@ -77,18 +81,20 @@ class Lane:
     def add(self, job: Job) -> None:
         """Its memory is page-locked: it may be launched in its turn."""
         self._waves.add(job, job.pages)
+        self._added = monotonic()
         if job.transfer.dst == Tier.HBM:
             self._loading[job.transfer.id] = job
 
     @property
-    def open(self) -> bool:
-        """Whether loads that come now would go before what waits."""
-        return self._groups > 1 and self._waves.open
+    def may_be_overtaken(self) -> bool:
+        """Whether loads came just now, and more of them would go before what is to be launched next."""
+        came = monotonic() - self._added < _JUST_NOW_S
+        return came and self._waves.open and self._waves.first()[1] > 0
 
     @property
     def next_pieces(self) -> int:
         """What the driver is asked for, at least, by what is to be launched next."""
-        return self._waves.first().pages * self._pieces
+        return self._waves.first()[0].pages * self._pieces
 
     def take(self, most_nbytes: int, most_pieces: int) -> Flight:
         """What is to be launched next: so much at most, but one transfer at least."""
@@ -101,7 +107,7 @@ class Lane:
     @property
     def alone(self) -> Job | None:
         """The job that waits, if there is only one and nothing of it was launched."""
-        job = self._waves.first()
+        job, _ = self._waves.first()
         return None if len(self._waves) > 1 or job.flights or job.airborne else job
 
     def take_whole(self) -> Flight:

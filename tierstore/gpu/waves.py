@@ -48,12 +48,13 @@ class Waves(Generic[Job]):
         """``size``: of one group of the job, in the caller's unit."""
         (self._wave if self.open else self._later).append(_Entry(job, size))
 
-    def first(self) -> Job:
-        """The first of those that ``take`` gives. IndexError if empty."""
+    def first(self) -> tuple[Job, int]:
+        """The first of those that ``take`` gives, and the group. IndexError if empty."""
         entries = self._wave or self._later
         if not entries:
             raise IndexError("no job is waiting")
-        return min(entries, key=lambda entry: entry.group).job
+        entry = min(entries, key=lambda entry: entry.group)
+        return entry.job, entry.group
 
     def take(self, most: int) -> tuple[list[Job], int]:
         """The next jobs, at least one, of ``most`` size together, and the group they get now. IndexError if empty."""
