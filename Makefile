@@ -29,6 +29,7 @@ card: $(READY)
 	$(BIN)/python -m pytest -q --hbm-device cuda:0 tests/store tests/field/test_copies_are_ordered.py \
 		tests/field/test_pages_in_flight_are_kept.py --deselect tests/store/test_store_machine.py
 	$(BIN)/tierstore bench copy $(ARGS)
+	$(BIN)/tierstore bench copy --codec int8 $(ARGS)
 	$(BIN)/tierstore bench overlap $(ARGS)
 	$(BIN)/tierstore bench arena $(ARGS)
 
