@@ -85,6 +85,10 @@ def test_bench_codec_goes_on_from_what_comes_back(tmp_path: Path) -> None:
     assert rows["int8"]["kl"] == rows["int8+zstd"]["kl"]
     assert 0 < rows["int8"]["rel_error"] < rows["int4"]["rel_error"] < 1
     assert report["floor"]["kl"] >= 0
+    assert all(row["kl_error"] >= 0 for row in rows.values())
+    assert rows["int4"]["kl_error"] > 0
+    report = report_of("--model", str(folder), "--docs", str(docs), *sizes, "--texts", "2")
+    assert len(report["texts"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -128,8 +132,14 @@ def test_a_codec_row_measures_the_error_that_is_there() -> None:
     assert row.rel_error == pytest.approx((1 / (2 * 256**2 + 17**2 + 9**2 + 30)) ** 0.5)
 
 
+def test_the_error_of_a_mean_shrinks_with_the_root_of_their_number() -> None:
+    assert fidelity.standard_error([7.0]) == 0
+    assert fidelity.standard_error([1.0, 3.0]) == 1
+    assert fidelity.standard_error([1.0, 3.0] * 2) == pytest.approx((4 / 3 / 4) ** 0.5)
+
+
 def test_goals_are_of_ratio_and_of_divergence() -> None:
-    row = fidelity.CodecRow("int8+zstd", 2.1, 1, 1, 0, 0, 0, 1.2e-3, 1)
+    row = fidelity.CodecRow("int8+zstd", 2.1, 1, 1, 0, 0, 0, 1.2e-3, 0, 1)
     assert row.meets(1e-3)
     assert not row.meets(0.9e-3)
     assert not replace(row, ratio=2.09).meets(1e-3)
@@ -142,7 +152,7 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from tierstore.bench.plot import draw
 
-    rows = [fidelity.CodecRow("int8", 2.1, 1, 1, 0, 0, 0, kl, 1) for kl in (0.0, 1e-3, None)]
+    rows = [fidelity.CodecRow("int8", 2.1, 1, 1, 0, 0, 0, kl, kl, 1) for kl in (0.0, 1e-3, None)]
     draw(rows, 1e-3, "a model", tmp_path / "a.svg")
     assert (tmp_path / "a.svg").read_text().count("<!-- int8 -->") == 2
 

@@ -65,7 +65,8 @@ class CodecRow:
     """One codec on all texts together. Rates: MB of page bytes a second of a core's own time.
 
     ``rel_error``: norm of the errors by the norm of the numbers, K and V together, and of each. ``kl`` in nats, a mean
-    over all tokens; ``kl`` and ``top1`` are None where no model goes on.
+    over all tokens, ``kl_error`` the standard error of that mean, over texts (0 of one text). ``kl``, ``kl_error`` and
+    ``top1`` are None where no model goes on.
     """
 
     codec: str
@@ -76,6 +77,7 @@ class CodecRow:
     rel_error_k: float
     rel_error_v: float
     kl: float | None
+    kl_error: float | None
     top1: float | None
 
     def plain(self) -> dict[str, object]:
@@ -146,6 +148,11 @@ def mean(distances: Sequence[Distance]) -> Distance:
     return Distance(*(float(np.mean(each)) for each in zip(*distances, strict=True)))
 
 
+def standard_error(figures: Sequence[float]) -> float:
+    """Of the mean of figures that vary by chance; 0 of a single one."""
+    return float(np.std(figures, ddof=1) / np.sqrt(len(figures))) if len(figures) > 1 else 0.0
+
+
 def codec_row(
     name: str,
     spec: PageSpec,
@@ -175,7 +182,9 @@ def codec_row(
         float(np.sqrt(squares[0].sum() / max(squares[1].sum(), 1e-300))),
         float(errors[0]),
         float(errors[1]),
-        *(moved or (None, None)),
+        None if moved is None else moved.kl,
+        None if moved is None else standard_error([each.kl for each in found]),
+        None if moved is None else moved.top1,
     )
 
 

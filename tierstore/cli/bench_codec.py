@@ -37,6 +37,9 @@ def codec(
         list[Path] | None,
         typer.Option(help="Text files or folders instead of three of this machine's licences."),
     ] = None,
+    texts: Annotated[
+        int, typer.Option(min=1, help="How many texts; with more than 3 also others of this machine.")
+    ] = 3,
     prefix: Annotated[int, typer.Option(min=1, help="Tokens of each text whose KV is encoded.")] = 2048,
     following: Annotated[int, typer.Option(min=1, help="Tokens after them that the model reads.")] = 256,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page.")] = 64,
@@ -67,7 +70,7 @@ def codec(
             sample, names, floor, found = _made_up(tokens, page_size)
         else:
             sample, names, floor, found = _of_model(
-                folder, docs or [], (prefix, following, page_size, tokens)
+                folder, docs or [], texts, (prefix, following, page_size, tokens)
             )
         progress.print(f"exp in detail: {sample.source}")
         details = measured.codec_rows(sample, seconds)
@@ -121,7 +124,7 @@ def _made_up(tokens: int, page_size: int) -> tuple[Sample, list[str], None, list
 
 
 def _of_model(
-    folder: Path, docs: list[Path], sizes: tuple[int, int, int, int]
+    folder: Path, docs: list[Path], count: int, sizes: tuple[int, int, int, int]
 ) -> tuple[Sample, list[str], Distance, list[CodecRow]]:
     from tierstore.bench import fidelity, kv
     from tierstore.bench.reading import Reader
@@ -129,14 +132,15 @@ def _of_model(
     prefix, following, page_size, tokens = sizes
     progress.print(f"{folder.name}: loading")
     reader = Reader(folder)
-    texts = _texts(reader, docs, prefix + following)
+    texts = _texts(reader, docs, count, prefix + following)
     try:
         read = list(fidelity.read(reader, texts.values(), prefix, following, page_size))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    cases, floor = [case for case, _ in read], fidelity.mean([found for _, found in read])
+    cases, floors = [case for case, _ in read], [found for _, found in read]
+    floor, spread = fidelity.mean(floors), fidelity.standard_error([each.kl for each in floors])
     progress.print(f"{', '.join(texts)}: {prefix} tokens each, then {following}")
-    progress.print(f"floor, read in pieces of {fidelity.PIECE}: KL {floor.kl:.2e}, top-1 {floor.top1:.3f}")
+    progress.print(f"floor, read in pieces of {fidelity.PIECE}: KL {floor.kl:.2e} +- {spread:.1e}")
     found = []
     for name in fidelity.NAMES:
         found.append(fidelity.codec_row(name, cases[0].spec, [case.pages for case in cases], reader, cases))
@@ -145,15 +149,15 @@ def _of_model(
     return kv.sample(reader, first, text, tokens, page_size), list(texts), floor, found
 
 
-def _texts(reader: Reader, docs: list[Path], tokens: int) -> dict[str, str]:
-    """Three texts by their names: the licences, or what is found, in ``docs`` or on this machine."""
+def _texts(reader: Reader, docs: list[Path], count: int, tokens: int) -> dict[str, str]:
+    """Texts by their names: three licences, or what is found, in ``docs`` or on this machine."""
     from tierstore.demo.documents import COMMON_LICENCES, DocumentError, find_documents
 
     files = [COMMON_LICENCES / name for name in LICENCES]
-    if not docs and all(file.is_file() for file in files):
-        return {file.name: file.read_text(encoding="utf-8") for file in files}
+    if not docs and count <= len(files) and all(file.is_file() for file in files):
+        return {file.name: file.read_text(encoding="utf-8") for file in files[:count]}
     try:
-        found = find_documents(reader.tokenizer, len(LICENCES), tokens, 2 * tokens, docs)
+        found = find_documents(reader.tokenizer, count, tokens, 2 * tokens, docs)
     except DocumentError as error:
         raise ConfigError(str(error)) from error
     return {document.name: document.text for document in found}
@@ -173,7 +177,7 @@ def _show(
     columns = ("codec", "ratio", "encode MB/s", "decode MB/s", "error K", "error V", "KL", "top-1")
     table = Table(*columns, "ratio >=", "KL <=", "", box=None, header_style="bold", title=device)
     for row in found:
-        moved = ("", "") if row.kl is None else (f"{row.kl:.2e}", f"{row.top1:.3f}")
+        moved = ("", "") if row.kl is None else (f"{row.kl:.2e} +- {row.kl_error:.0e}", f"{row.top1:.3f}")
         rates = (f"{row.ratio:.3f}", f"{row.encode_mbps:.0f}", f"{row.decode_mbps:.0f}")
         goal = GOALS.get(row.codec, Goal(0))
         most = goal.most(kl)
