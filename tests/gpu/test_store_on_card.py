@@ -13,7 +13,18 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.gpu.card import SPEC as LARGE
 from tests.gpu.card import small_tiers
 from tests.store.machine import StoreMachine
-from tests.support.pages import PATIENCE_S, SPEC, chain, content, page_tensor, read_soon, same, tiers, write
+from tests.support.pages import (
+    PATIENCE_S,
+    SPEC,
+    chain,
+    content,
+    fill,
+    page_tensor,
+    read_soon,
+    same,
+    tiers,
+    write,
+)
 from tierstore.errors import ConfigError
 from tierstore.gpu.pool import GroupedPages
 from tierstore.store import TierStore
@@ -72,7 +83,9 @@ def test_large_pages_go_by_dma() -> None:
         hbm = store.stats()["hbm"]
         assert isinstance(hbm, dict)
         assert hbm["copies"] == "straight or kernel, batch"
-        write(store, chain(2))
+        slots = store.allocate(2)
+        fill(store, chain(2), slots, LARGE)
+        store.put(chain(2), slots)
         assert store.drain(PATIENCE_S)
         hbm = store.stats()["hbm"]
         assert isinstance(hbm, dict)

@@ -7,7 +7,7 @@ A contiguous copy beside the kernel shows what the card itself loses; the rest i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise, zip_longest
 from statistics import median
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Protocol
@@ -46,13 +46,17 @@ class BesideRow:
 
 
 class Load(Protocol):
-    """Copies that go on by themselves."""
+    """Copies that go on by themselves. ``prepare`` comes before ``start``."""
 
     name: str
     piece_nbytes: int
     nbytes: int
     twice: bool
     """Whether both at once are ``nbytes`` each way, not together."""
+
+    def prepare(self, direction: Direction) -> None:
+        """Does what is not to be measured."""
+        ...
 
     def start(self, direction: Direction) -> None:
         """Queues them."""
@@ -104,6 +108,9 @@ class Contiguous:
         self._ceiling = ceiling
         self._times = times
 
+    def prepare(self, direction: Direction) -> None:
+        """Nothing to do."""
+
     def start(self, direction: Direction) -> None:
         """Queues them."""
         for _ in range(self._times):
@@ -125,10 +132,20 @@ class Pages:
         self.name = self.rig.path
         self.nbytes = self.rig.num_pages * self.rig.page_nbytes
         self._left = 0
+        self._transfers: dict[Direction, Sequence[Transfer]] = {}
+
+    def prepare(self, direction: Direction) -> None:
+        """Does what is not to be measured."""
+        chance = np.random.default_rng(0)
+        host, there = (chance.permutation(self.rig.num_pages) for _ in "ht")
+        split = {"h2d": len(host), "d2h": 0, "both": len(host) // 2}[direction]
+        up = self.rig.transfers(Tier.HBM, host[:split], there[:split])
+        down = self.rig.transfers(Tier.HOST, host[split:], there[split:])
+        self._transfers[direction] = [x for x in chain(*zip_longest(up, down)) if x is not None]
 
     def start(self, direction: Direction) -> None:
         """Queues them."""
-        transfers = self._transfers(direction)
+        transfers = self._transfers[direction]
         self._left = len(transfers)
         for transfer in transfers:
             self.rig.copies.submit(transfer)
@@ -142,16 +159,10 @@ class Pages:
                 self._left -= 1
             sleep(_POLL_S)
 
-    def _transfers(self, direction: Direction) -> Sequence[Transfer]:
-        chance = np.random.default_rng(0)
-        host, there = (chance.permutation(self.rig.num_pages) for _ in "ht")
-        split = {"h2d": len(host), "d2h": 0, "both": len(host) // 2}[direction]
-        up = self.rig.transfers(Tier.HBM, host[:split], there[:split])
-        return [*up, *self.rig.transfers(Tier.HOST, host[split:], there[split:])]
-
 
 def beside_row(reading: Reading, load: Load, direction: Direction, times: int, pairs: int) -> BesideRow:
     """One figure. The copies must outlast ``times`` readings."""
+    load.prepare(direction)
     found = []
     for _ in range(pairs + 1):
         alone = reading.seconds(times)

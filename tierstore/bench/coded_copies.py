@@ -74,7 +74,8 @@ class _Side(Ends):
         assert not isinstance(pool.pages, GroupedPages)
         self.pages = pool.pages
         arena = locked_arena(name, layout, num_pages, codec)
-        super().__init__(device_of(name), arena, device.open_copies(pool, arena, layout, lambda: None))
+        copies = device.open_copies(pool, arena, layout, lambda: None)
+        super().__init__(device_of(name), arena, copies, layout.page_nbytes)
         self.path = str(device.stats()["copies"])
         chance = np.random.default_rng(0)
         self.host, self.there = chance.permutation(num_pages), chance.permutation(num_pages)

@@ -21,6 +21,7 @@ from tierstore.gpu.routes import Straight
 from tierstore.host.arena import HostArena
 from tierstore.host.pinning import CHUNK_NBYTES
 from tierstore.layout import PageLayout
+from tierstore.traffic import BATCH_PAGES
 from tierstore.types import PageKey, PageSpec, Tier, Transfer
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ Path = Literal["straight", "kernel", "slab"]
 """Pages of our own by DMA or by the copy kernel; an engine's layer-major ones through a slab in HBM."""
 
 ALIGNMENT = 4096
-_PAGES_A_TRANSFER = 4096
+_MOST_PAGES = 4096
+_TRANSFER_NBYTES = 64 << 20
+"""Of one transfer, but no fewer pages than the store's have."""
 _ENGINE_LAYERS = 32
 _PIN_PATIENCE_S = 600.0
 _POLL_S = 50e-6
@@ -105,10 +108,10 @@ class Ceiling:
 
 
 class Ends:
-    """A copy engine between slots of ``device`` and an arena's."""
+    """A copy engine between slots of ``device`` and an arena's. ``page_nbytes``: of a page on the device."""
 
-    def __init__(self, device: torch.device, arena: HostArena, copies: CopyEngine) -> None:
-        self.device, self.arena, self.copies = device, arena, copies
+    def __init__(self, device: torch.device, arena: HostArena, copies: CopyEngine, page_nbytes: int) -> None:
+        self.device, self.arena, self.copies, self.page_nbytes = device, arena, copies, page_nbytes
         self._number = 0
 
     def transfers(
@@ -116,8 +119,9 @@ class Ends:
     ) -> list[Transfer]:
         """The copies between these slots, pair by pair."""
         found = []
-        for start in range(0, len(host), _PAGES_A_TRANSFER):
-            part = slice(start, start + _PAGES_A_TRANSFER)
+        step = min(_MOST_PAGES, max(BATCH_PAGES, _TRANSFER_NBYTES // self.page_nbytes))
+        for start in range(0, len(host), step):
+            part = slice(start, start + step)
             here, away = (tuple(int(x) for x in side[part]) for side in (host, there))
             keys, parents = (PageKey(b""),) * len(here), (None,) * len(here)
             self._number += 1
@@ -171,7 +175,7 @@ class Rig(Ends):
         self.host_rows = torch.from_numpy(arena.memory).view(self.num_pages, self.page_nbytes)
         pool = self._open(spec, layout, path, device)
         copies, self.path = self._engine(pool, arena, layout, path, device)
-        super().__init__(device, arena, copies)
+        super().__init__(device, arena, copies, self.page_nbytes)
 
     def parts(self) -> list[slice]:
         """Pages that were page-locked together: no copy may span two such parts."""

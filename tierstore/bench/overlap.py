@@ -179,6 +179,7 @@ def overlap_row(device: str, spec: PageSpec, nbytes: int, rounds: int, matrix: i
     with TierStore.open(config, spec) as store:
         keys = _filled(store, pages, spec)
         restore = Restore(store, keys, matrix)
+        restore.copied()
         restore.compute.fill_up(restore.copied()[1], spec.num_layers)
         restore.both()
         found = [(restore.alone(), *restore.copied(), restore.both()) for _ in range(rounds)]

@@ -8,6 +8,7 @@ import torch
 
 from tierstore.gpu import segments
 from tierstore.gpu.pool import GroupedPages, slots_view
+from tierstore.types import ALIGNMENT
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,13 +20,15 @@ if TYPE_CHECKING:
 
 
 class CudaPool:
-    """Slots on a CUDA device: ``[num_slots, num_layers, planes, page_size, heads, dim]``, the layout of ``CpuPool``."""
+    """Page aligned slots on a CUDA device: ``[num_slots, num_layers, planes, page_size, heads, dim]``, as ``CpuPool``."""
 
     def __init__(self, layout: PageLayout, num_slots: int, device: torch.device) -> None:
         """torch.OutOfMemoryError where the device has no room."""
         self.num_slots = num_slots
         self.nbytes = num_slots * layout.slot_nbytes
-        self.bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        block = torch.empty(self.nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
+        start = -block.data_ptr() % ALIGNMENT
+        self.bytes = block[start : start + self.nbytes]
         groups = tuple(
             slots_view(self.bytes, spec, offset, num_slots, layout.slot_nbytes)
             for spec, offset in zip(layout.specs, layout.offsets, strict=True)
