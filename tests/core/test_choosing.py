@@ -143,6 +143,19 @@ class Joint:
         self.on.append(stream)
 
 
+def test_the_driver_is_not_asked_for_many_pieces_where_there_is_another_way() -> None:
+    pieces, slab = Noted("straight"), Noted("slab")
+    pieces.pieces = 64
+    options = [Option(pieces, "dma", 64, 256 << 10), Option(slab, "dma", 1, 16 << 20, extra_s=50e-6)]
+    choice = Choice(options, RATES)
+    choice.save(slots(2), slots(2), STREAM)
+    choice.save(slots(3), slots(3), STREAM)
+    assert (pieces.calls, slab.calls) == (["save 2"], ["save 3"])
+    alone = Choice(options[:1], RATES)
+    alone.save(slots(3), slots(3), STREAM)
+    assert pieces.calls[1:] == ["save 3"]
+
+
 def test_loads_end_on_one_stream_whichever_way_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Joint)
     side = Side()

@@ -21,6 +21,10 @@ KERNEL_HANDICAP = 1.1
 """A kernel has to be so much faster than DMA: it takes multiprocessors and bandwidth from compute."""
 
 
+MOST_PIECES = 128
+"""The driver is asked for more only where there is no other way: it takes a microsecond of the caller for each."""
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """A route, and what its batches are made of: ``pieces`` of ``piece_nbytes`` a page, by ``way``."""
@@ -53,7 +57,7 @@ class Choice:
         self._layered = next((o.route for o in options if o.route.layers is not None), None)
         self.layers: LayerGroups | None = None if self._layered is None else self._layered.layers
         self.pieces = min(option.route.pieces for option in options)
-        """Of the one that is taken for many."""
+        self.group_pieces = 1 if self._layered is None else self._layered.group_pieces
         self.loads_end_on = side
         self.name = " or ".join(option.route.name for option in options)
         self.streams: Sequence[torch.cuda.Stream] = [s for o in options for s in o.route.streams]
@@ -83,7 +87,8 @@ class Choice:
         return self._pick("down", len(slots)).save(slots, host, stream)
 
     def _pick(self, direction: Direction, pages: int) -> Route:
-        best = min(self._options, key=lambda option: option.seconds(self._rates, direction, pages))
+        quick = [o for o in self._options if pages * o.route.pieces <= MOST_PIECES]
+        best = min(quick or self._options, key=lambda o: o.seconds(self._rates, direction, pages))
         self.batches[best.route.name] += 1
         return best.route
 

@@ -110,9 +110,10 @@ class CudaCopyEngine:
         self._threads: dict[Tier, Thread] = {}
         up, down = streams
         event = new_event or _cuda_event
+        each = route.pieces if route.layers is None else route.group_pieces
         self._lanes = {
             Tier.HBM: Lane(
-                self._load, (up, route.loads_end_on or up), page_nbytes, route.layers, route.pieces, event
+                self._load, (up, route.loads_end_on or up), page_nbytes, route.layers, each, event
             ),
             Tier.HOST: Lane(self._save, (down, down), page_nbytes, None, route.pieces, event),
         }

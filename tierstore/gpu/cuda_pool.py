@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class CudaPool:
-    """Page aligned slots on a CUDA device: ``[num_slots, num_layers, planes, page_size, heads, dim]``, as ``CpuPool``."""
+    """Page aligned slots on a card: ``[num_slots, num_layers, planes, page_size, heads, dim]``, as ``CpuPool``."""
 
     def __init__(self, layout: PageLayout, num_slots: int, device: torch.device) -> None:
         """torch.OutOfMemoryError where the device has no room."""

@@ -37,8 +37,8 @@ UP = Grid(8, 256, 4)
 """From host memory: 128 KiB in flight. Of the grids measured, with less the link is not full, with more compute is
 slower and the copies are not faster."""
 
-DOWN = Grid(4, 256, 3)
-"""To host memory: what is stored queues up behind the link, so less: 48 KiB."""
+DOWN = Grid(4, 256, 4)
+"""To host memory: what is stored queues up behind the link, so less: 64 KiB."""
 
 NEAR = Grid(16, 1024, 4)
 """Between two places in device memory: eight times the speed of the link."""

@@ -33,7 +33,7 @@ _JUST_NOW_S = 0.005
 
 
 class Lane:
-    """Jobs of one direction. ``layers``: None: pages go whole. ``pieces``: what the driver is asked for, for a page."""
+    """Jobs of one direction. ``layers``: None: pages go whole. ``pieces``: what a launch asks of the driver for a page."""
 
     def __init__(
         self,
@@ -57,8 +57,7 @@ class Lane:
         self._page_nbytes = page_nbytes
         self._layers = layers
         self._groups = 1 if layers is None else len(layers)
-        self._pieces = -(-pieces // self._groups)
-        """Of a page, in one group."""
+        self._pieces = pieces
         self._new_event = new_event
         self._waves: Waves[Job] = Waves(self._groups)
         self._flying: deque[Flight] = deque()

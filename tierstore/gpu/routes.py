@@ -47,13 +47,14 @@ class Route(Protocol):
 
     What is given back is an entry a page, not 0 once the copies have ended where the page did not arrive as its form is
     wrong; None: none can fail so. ``pieces``: copies that the driver is asked for, for each page. ``layers``: how
-    ``load_group`` cuts pages; None: loads go whole. ``loads_end_on``: the stream of a load's last work; None: the one
-    that it is given. ``streams``: those that it uses besides.
+    ``load_group`` cuts pages, ``group_pieces`` pieces at most for each; None: loads go whole. ``loads_end_on``: the
+    stream of a load's last work; None: the one that it is given. ``streams``: those that it uses besides.
     """
 
     name: str
     pieces: int
     layers: LayerGroups | None
+    group_pieces: int
     loads_end_on: torch.cuda.Stream | None
     streams: Sequence[torch.cuda.Stream]
 
@@ -81,6 +82,7 @@ class WholePages:
 
     pieces = 1
     layers: LayerGroups | None = None
+    group_pieces = 1
     loads_end_on: torch.cuda.Stream | None = None
     streams: Sequence[torch.cuda.Stream] = ()
 
@@ -107,6 +109,7 @@ class Straight:
     ) -> None:
         self.layers = layers
         self.pieces = len(segments)
+        self.group_pieces = max((len(group) for group in groups), default=self.pieces)
         self._segments = segments
         self._groups = groups
         self._driver = driver
