@@ -33,7 +33,7 @@ _JUST_NOW_S = 0.005
 
 
 class Lane:
-    """Jobs of one direction. ``layers``: None: pages go whole. ``pieces``: what a launch asks of the driver for a page."""
+    """Jobs of one direction. ``layers``: None: pages go whole. ``pieces``: asked of the driver for a page, at once."""
 
     def __init__(
         self,
