@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import ModuleType
 
@@ -79,7 +79,7 @@ def run(tier: Tier, steps: list[tuple[str, str]]) -> None:
         if step == "p" and name not in tier.ranks:
             tier.put(name)
         elif name in tier.ranks:
-            act = {
+            act: dict[str, Callable[[str], None]] = {
                 "r": tier.retain,
                 "R": partial(tier.retain, priority=2),
                 "h": tier.hit,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from tierstore.policy.session import Session, kind_of
+from tierstore.policy.session import Session
 
 if TYPE_CHECKING:
     from tierstore.policy.history import History, Record
@@ -62,10 +62,10 @@ class Rivals:
 
     def began(self, record: Record, now: int) -> None:
         """The ghosts are asked for the page too."""
-        if int.from_bytes(record.key[:4]) % self._every == 0:
+        if self._every == 1 or int.from_bytes(record.key[:4]) % self._every == 0:
             # The same moment for all pages of a request, and tails before heads, as residency has it.
             request, place = now - record.depth, _DEEPEST - min(record.depth, _DEEPEST)
-            kept = int(self._session.lifetimes.kept[kind_of(record)])
+            kept = int(self._session.lifetimes.kept[record.kind])
             self._ghost.ask(record.key, ((request + kept) << 32) + place)
             self._lru.ask(record.key, (request << 32) + place)
         if now >= self._next:

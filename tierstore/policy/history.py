@@ -31,6 +31,8 @@ class Record:
     Of its run: ``steps``, how often in a row runs before it went on from where one had ended, 0 if this one did not;
     ``branch``, whether it began after a page that a few others follow; ``place`` in it, from 1; ``span``, its length as
     far as it was known when the page was put; ``lot``, a number of 0 to 1 that is the run's own.
+
+    ``kind``: a note of the watchers that learn lifetimes, the same for all of them.
     """
 
     __slots__ = (
@@ -38,6 +40,7 @@ class Record:
         "depth",
         "followers",
         "key",
+        "kind",
         "last",
         "lot",
         "place",
@@ -49,7 +52,7 @@ class Record:
 
     def __init__(self, key: PageKey, before: Record | None, following: int = 0) -> None:
         self.key = key
-        self.uses = self.last = self.followers = 0
+        self.uses = self.last = self.followers = self.kind = 0
         self.turn = self.depth = self.steps = 0
         self.branch, self.place = False, 1
         self.lot = -1.0

@@ -115,11 +115,12 @@ class Lifetimes:
 
     def asked(self, record: Record, now: int, *, below: bool) -> None:
         """A wait has ended well."""
-        self._returns[kind_of(record)].end(record.last, now, back=True)
+        self._returns[record.kind].end(record.last, now, back=True)
 
     def began(self, record: Record, now: int) -> None:
         """A wait begins; now and then a plan is made."""
-        self._returns[kind_of(record)].begin(record.last)
+        record.kind = kind = kind_of(record)
+        self._returns[kind].begin(record.last)
         self._span += 1
         if now >= self._next:
             self._next = now + self._period
@@ -127,7 +128,7 @@ class Lifetimes:
 
     def forgotten(self, record: Record, now: int) -> None:
         """A wait has come to nothing."""
-        self._returns[kind_of(record)].end(record.last, now, back=False)
+        self._returns[record.kind].end(record.last, now, back=False)
 
     def _plan(self, now: int) -> None:
         curves = [returns.curve(now) for returns in self._returns]
@@ -150,8 +151,7 @@ class Session(Scored):
         history.watchers.append(self.lifetimes)
 
     def _value(self, key: PageKey, record: Record | None) -> int:
-        kept = 0.0 if record is None else self.lifetimes.kept[kind_of(record)]
-        return self._history.now + int(kept)
+        return self._history.now + (0 if record is None else int(self.lifetimes.kept[record.kind]))
 
 
 def kind_of(record: Record) -> int:
