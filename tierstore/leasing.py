@@ -116,9 +116,14 @@ class Leasing:
         pages that the lease gave up still come."""
         if not lease.complete or lease.landing:
             return None
-        slots = [lease.slots[index] for index in lease.waiting]
-        loads = map(self._loads.by_slot.get, slots)
-        return slots if all(load is not None and load.submitted for load in loads) else None
+        slots, by_slot = lease.slots, self._loads.by_slot
+        coming = []
+        for index in lease.waiting:
+            load = by_slot.get(slots[index])
+            if load is None or not load.submitted:
+                return None
+            coming.append(load.slot)
+        return coming
 
     def expire(self, now: float) -> None:
         """Cuts leases whose deadline has come before the first page that is not there."""
