@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tierstore.cli.output import Json, print_json, progress, refusals
+from tierstore.cli.output import Json, print_json, progress, refusals, require_place
 from tierstore.config import StoreConfig, load_config
 from tierstore.errors import ConfigError
 from tierstore.types import Tier
 from tierstore.units import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tierstore.replay.rows import Row
     from tierstore.replay.simulation import Setting
@@ -52,6 +52,13 @@ def replay(
         Path | None, typer.Option(help="Tiers, policies and admission from this file instead of the options.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw hit rate against capacity into this file.")] = None,
+    bounds: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder in which what a cache that knows the future would hit is kept. "
+            "~/.cache/tierstore/bounds if not given."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Replay traces through the directory and the policies that a store runs on. Copies are instant, no byte is kept.
@@ -59,21 +66,16 @@ def replay(
     One page is one block of the trace. Rates are over the second half of a trace; the first half warms the tiers.
     """
     with refusals(as_json):
-        if plot is not None and find_spec("matplotlib") is None:
-            raise ConfigError("--plot needs matplotlib: pip install 'tierstore[plot]'")
+        _check(plot, config, {"capacity": capacity, "policy": policy, "host": host, "nvme": nvme}, admission)
         from tierstore.replay.traces import read_traces
 
         found = read_traces(list(_files(traces)))
-        configs = (
-            [load_config(config)]
-            if config is not None
-            else list(
-                _configs(
-                    capacity or ["125GiB"], policy or ["lru", "adaptive"], host, nvme, admission or ["all"]
-                )
-            )
-        )
-        rows = _replay(found, configs, model)
+        if config is not None:
+            configs = [load_config(config)]
+        else:
+            sizes, policies = capacity or ["125GiB"], policy or ["lru", "adaptive"]
+            configs = list(_configs(sizes, policies, host, nvme, admission or ["all"]))
+        rows = _replay(found, configs, model, bounds)
         if plot is not None:
             from tierstore.replay.plot import draw
 
@@ -83,12 +85,31 @@ def replay(
         print_json({"rows": [asdict(row) for row in rows]})
 
 
+def _check(
+    plot: Path | None, config: Path | None, tiers: Mapping[str, object], admission: list[str] | None
+) -> None:
+    """ConfigError for options that would have no effect, or only after all the work."""
+    if config is not None:
+        given = [name for name, value in {**tiers, "admission": admission}.items() if value]
+        if given:
+            raise ConfigError(f"--{given[0]} with --config: the file says it; allowed: one of both")
+    elif admission and tiers["nvme"] is None:
+        raise ConfigError("--admission without --nvme: there is no tier to admit to; allowed: both")
+    if plot is not None:
+        require_place("--plot", plot)
+        if find_spec("matplotlib") is None:
+            raise ConfigError("--plot needs matplotlib: pip install 'tierstore[plot]'")
+
+
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
     for path in paths:
-        if path.is_dir():
-            yield from sorted(file for file in path.rglob("*.json*") if file.suffix in (".json", ".jsonl"))
-        else:
+        if not path.is_dir():
             yield path
+            continue
+        found = sorted(file for file in path.rglob("*.json*") if file.suffix in (".json", ".jsonl"))
+        if not found:
+            raise ConfigError(f"{path} has no .json or .jsonl files; allowed: a folder with traces")
+        yield from found
 
 
 def _configs(
@@ -141,25 +162,27 @@ def _setting(trace: Trace, config: StoreConfig, model: str) -> Setting:
     )
 
 
-def _replay(traces: Sequence[Trace], configs: Sequence[StoreConfig], model: str) -> list[Row]:
-    from tierstore.replay.rows import Bounds, row
+def _replay(
+    traces: Sequence[Trace], configs: Sequence[StoreConfig], model: str, folder: Path | None
+) -> list[Row]:
+    from tierstore.replay.bounds import Bounds, user_folder
+    from tierstore.replay.rows import row
 
-    bounds, rows = Bounds(), []
+    jobs = [(trace, _setting(trace, config, model)) for trace in traces for config in configs]
+    bounds, rows = Bounds(folder or user_folder()), []
     columns = (*Progress.get_default_columns()[:3], TimeRemainingColumn(), TextColumn("{task.fields[doing]}"))
     with Progress(*columns, console=progress, transient=True) as bar:
-        blocks = [sum(len(request.keys) for request in trace.requests) for trace in traces]
-        task = bar.add_task("replay", total=sum(blocks) * len(configs), doing="")
-        for trace in traces:
-            for config in configs:
-                setting = _setting(trace, config, model)
-                bar.update(task, doing=f"{trace.name}, {setting.policies[Tier.HBM]}")
-                rows.append(row(trace, setting, bounds, lambda pages: bar.advance(task, pages)))
+        blocks = sum(len(request.keys) for trace, _ in jobs for request in trace.requests)
+        task = bar.add_task("replay", total=blocks, doing="")
+        for trace, setting in jobs:
+            bar.update(task, doing=f"{trace.name}, {setting.policies[Tier.HBM]}")
+            rows.append(row(trace, setting, bounds, lambda pages: bar.advance(task, pages)))
     return rows
 
 
 def _show(rows: Sequence[Row]) -> None:
     table = Table("trace", "policy", "admission", box=None, header_style="bold")
-    for name in ("capacity", "hit rate", "knows the future", "share of it", "to NVMe"):
+    for name in ("capacity", "hit rate", "knows the future", "share of it", "to NVMe", "pages/s"):
         table.add_column(name, justify="right")
     for row in rows:
         share = row.hit_rate / row.optimal_hit_rate if row.optimal_hit_rate else 0.0
@@ -172,6 +195,7 @@ def _show(rows: Sequence[Row]) -> None:
             f"{row.optimal_hit_rate:.4f}",
             f"{share:.3f}",
             format_size(row.nvme_bytes_written),
+            f"{row.pages_per_second:,.0f}",
         )
     console = Console()
     console.print(table)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import perf_counter
 from typing import TYPE_CHECKING
 
-from tierstore.replay.bound import clairvoyant_hits
 from tierstore.replay.simulation import replay
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tierstore.replay.bounds import Bounds
     from tierstore.replay.simulation import Setting
     from tierstore.replay.traces import Trace
 
@@ -20,7 +21,8 @@ class Row:
     """Rates are prefix-hit tokens by tokens asked for, over the second half of the trace; bytes over all of it.
 
     ``capacity_bytes``: pages of all tiers together, the bound's too. ``too_long``: requests with more pages than HBM
-    holds, passed over; the bound serves them.
+    holds, passed over; the bound serves them. ``seconds``: wall time of this row's replay, without the bound;
+    ``pages_per_second``: pages asked for in all of the trace, by it.
     """
 
     trace: str
@@ -34,27 +36,15 @@ class Row:
     bytes_moved: dict[str, int]
     nvme_bytes_written: int
     too_long: int
-
-
-class Bounds:
-    """The clairvoyant hit rate of a trace and a capacity, computed once each."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, int], float] = {}
-
-    def rate(self, trace: Trace, pages: int) -> float:
-        """Over the second half of the trace."""
-        place = (trace.name, pages)
-        if place not in self._known:
-            half = len(trace.requests) // 2
-            hits = sum(clairvoyant_hits(trace.requests, pages)[half:]) * trace.block_tokens
-            self._known[place] = hits / max(1, sum(r.tokens for r in trace.requests[half:]))
-        return self._known[place]
+    seconds: float
+    pages_per_second: float
 
 
 def row(trace: Trace, setting: Setting, bounds: Bounds, step: Callable[[int], None]) -> Row:
     """Replays the trace; ``step`` is told of each request's pages as they are done."""
+    began = perf_counter()
     outcome = replay(trace, setting, step)
+    seconds = perf_counter() - began
     pages = sum(setting.pages.values())
     names = [setting.policies[tier] for tier in sorted(setting.pages)]
     return Row(
@@ -69,4 +59,6 @@ def row(trace: Trace, setting: Setting, bounds: Bounds, step: Callable[[int], No
         bytes_moved=outcome.moved,
         nvme_bytes_written=outcome.nvme_written,
         too_long=outcome.too_long,
+        seconds=seconds,
+        pages_per_second=sum(len(request.keys) for request in trace.requests) / seconds if seconds else 0.0,
     )

@@ -9,7 +9,7 @@ can ever reuse it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import groupby
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _MOONCAKE_TOKENS = 512
+_LATEST = 1e300
+_MOST_SAID = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +47,17 @@ class Trace:
 def read_traces(files: Sequence[Path]) -> list[Trace]:
     """Each ``.jsonl`` file is a trace; the ``.json`` files of one folder are one, interleaved by their times.
 
-    ConfigError, naming the file and what is wrong, for what is neither.
+    ConfigError, naming the file, the line or request, what was found and what is allowed, for what is neither.
     """
+    strange = [file for file in files if file.suffix not in (".jsonl", ".json")]
+    if strange:
+        raise ConfigError(
+            f"{strange[0]} ends in {strange[0].suffix!r}; allowed: a .jsonl file of requests, .json files of sessions"
+        )
     traces = [_mooncake(file) for file in files if file.suffix == ".jsonl"]
     sessions = [file for file in files if file.suffix == ".json"]
     for folder, members in groupby(sorted(sessions), key=lambda file: file.parent):
         traces.append(_sessions(folder.name or folder.resolve().name, list(members)))
-    strange = [file for file in files if file.suffix not in (".jsonl", ".json")]
-    if strange:
-        raise ConfigError(f"{strange[0]}: allowed: a .jsonl file of requests, .json files of sessions")
     return traces
 
 
@@ -82,66 +86,116 @@ class _Chain:
 
 def _mooncake(file: Path) -> Trace:
     chain, requests = _Chain(file.name), []
-    for number, line in enumerate(_text(file).splitlines(), 1):
-        row = _object(f"{file}:{number}", line)
-        tokens, blocks = _numbers(f"{file}:{number}", row, "input_length", "hash_ids")
-        at = _time(f"{file}:{number}", row, "timestamp") / 1000
-        requests.append(Request(at, tokens, chain.keys(blocks[: tokens // _MOONCAKE_TOKENS])))
+    for number, line in enumerate(_text(file).split("\n"), 1):
+        if not line.strip():
+            continue
+        where = f"{file}:{number}"
+        row = _object(where, line)
+        at = _time(where, row, "timestamp") / 1000
+        tokens = _count(where, row, "input_length", least=0)
+        requests.append(Request(at, tokens, chain.keys(_blocks(where, row, tokens // _MOONCAKE_TOKENS))))
+    if not requests:
+        raise ConfigError(f"{file} is empty; allowed: one request a line")
     requests.sort(key=lambda request: request.at)
     return Trace(file.stem, _MOONCAKE_TOKENS, tuple(requests))
 
 
 def _sessions(name: str, files: Sequence[Path]) -> Trace:
-    requests, sizes = [], set()
+    requests: list[Request] = []
+    sizes: dict[int, Path] = {}
     for file in files:
         session = _object(str(file), _text(file))
-        size, rows = session.get("block_size"), session.get("requests")
-        if not isinstance(size, int) or size < 1 or not isinstance(rows, list):
-            raise ConfigError(f"{file}: allowed: a session with block_size and requests")
-        sizes.add(size)
-        chain = _Chain(file.name)
-        for number, row in enumerate(rows):
-            where = f"{file}: request {number}"
-            if not isinstance(row, dict):
-                raise ConfigError(f"{where}: allowed: an object")
-            tokens, blocks = _numbers(where, row, "in", "hash_ids")
-            requests.append(Request(_time(where, row, "t"), tokens, chain.keys(blocks[: tokens // size])))
+        size = _count(str(file), session, "block_size", least=1)
+        sizes.setdefault(size, file)
+        requests += _session(file, session, size)
     if len(sizes) > 1:
+        (one, first), (other, second) = list(sizes.items())[:2]
         raise ConfigError(
-            f"{files[0].parent}: block_size {sorted(sizes)}; allowed: sessions of one block_size"
+            f"{second}: block_size is {other}, and {one} in {first}; allowed: sessions of one block_size in a folder"
         )
+    if not requests:
+        raise ConfigError(f"{files[0]} has no requests; allowed: a session with at least one")
     requests.sort(key=lambda request: request.at)
-    return Trace(name, sizes.pop(), tuple(requests))
+    return Trace(name, next(iter(sizes)), tuple(requests))
+
+
+def _session(file: Path, session: Mapping[str, object], size: int) -> Iterator[Request]:
+    rows = session.get("requests")
+    if not isinstance(rows, list):
+        raise ConfigError(f"{file}: requests {_found(session, 'requests')}; allowed: a list of objects")
+    chain = _Chain(file.name)
+    for number, row in enumerate(rows):
+        where = f"{file}: requests[{number}]"
+        if not isinstance(row, dict):
+            raise ConfigError(f"{where} is {_short(row)}; allowed: an object with t, in and hash_ids")
+        tokens = _count(where, row, "in", least=0)
+        yield Request(_time(where, row, "t"), tokens, chain.keys(_blocks(where, row, tokens // size)))
 
 
 def _text(file: Path) -> str:
+    if not file.is_file():
+        found = "is a directory" if file.is_dir() else "no such file"
+        raise ConfigError(f"{file}: {found}; allowed: a .jsonl file of requests, .json files of sessions")
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: is not UTF-8; allowed: a trace of requests") from error
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"{file}:{line} has the byte {error.object[error.start]:#04x}; allowed: UTF-8 text"
+        ) from error
 
 
 def _object(where: str, text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
+    except json.JSONDecodeError as error:
+        line = where if text.count("\n") == 0 else f"{where}:{error.lineno}"
+        near = _short(text[error.pos : error.pos + 20])
+        raise ConfigError(
+            f"{line} is not JSON: {error.msg} at column {error.colno}, {near}; allowed: an object"
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: is not JSON: {error}; allowed: a trace of requests") from error
+        raise ConfigError(f"{where} is not JSON: {error}; allowed: an object") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{where}: allowed: an object")
+        raise ConfigError(f"{where} is {_short(found)}; allowed: an object")
     return found
 
 
-def _numbers(where: str, row: Mapping[str, object], tokens: str, blocks: str) -> tuple[int, list[int]]:
-    number, ids = row.get(tokens), row.get(blocks)
-    if not isinstance(number, int) or number < 0 or not isinstance(ids, list):
-        raise ConfigError(f"{where}: allowed: a number {tokens} and a list {blocks}")
-    if not all(isinstance(i, int) and -(1 << 63) <= i < 1 << 63 for i in ids):
-        raise ConfigError(f"{where}: {blocks}; allowed: whole numbers of 64 bits")
-    return number, ids
+def _count(where: str, row: Mapping[str, object], name: str, least: int) -> int:
+    number = row.get(name)
+    if type(number) is not int or number < least:
+        raise ConfigError(f"{where}: {name} {_found(row, name)}; allowed: a whole number of {least} or more")
+    return number
+
+
+def _blocks(where: str, row: Mapping[str, object], full: int) -> list[int]:
+    """The ids of the blocks that are full."""
+    ids = row.get("hash_ids")
+    if not isinstance(ids, list):
+        raise ConfigError(f"{where}: hash_ids {_found(row, 'hash_ids')}; allowed: a list of whole numbers")
+    for place, block in enumerate(ids):
+        if type(block) is not int or not -(1 << 63) <= block < 1 << 63:
+            raise ConfigError(
+                f"{where}: hash_ids[{place}] is {_short(block)}; allowed: whole numbers of 64 bits"
+            )
+    if len(ids) < full:
+        raise ConfigError(
+            f"{where}: hash_ids has {len(ids)} ids; allowed: one for each of {full} full blocks"
+        )
+    return ids[:full]
 
 
 def _time(where: str, row: Mapping[str, object], name: str) -> float:
     at = row.get(name)
-    if not isinstance(at, int | float) or not 0 <= at < float("inf"):
-        raise ConfigError(f"{where}: {name} is {at!r}; allowed: a time of 0 or more")
+    if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at <= _LATEST:
+        raise ConfigError(f"{where}: {name} {_found(row, name)}; allowed: a time of 0 or more")
     return float(at)
+
+
+def _found(row: Mapping[str, object], name: str) -> str:
+    return f"is {_short(row[name])}" if name in row else "is missing"
+
+
+def _short(value: object) -> str:
+    said = repr(value)
+    return said if len(said) <= _MOST_SAID else f"{said[:_MOST_SAID]}..."

@@ -1,0 +1,121 @@
+"""``tierstore replay``: what it prints, and what it refuses before it begins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.support.traces import chats, mooncake
+from tierstore.cli.app import app
+
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of the test's own: bounds are kept there."""
+    folder = tmp_path / "home"
+    monkeypatch.setattr(Path, "home", lambda: folder)
+    return folder
+
+
+def test_the_command_prints_a_row_a_policy_and_capacity(tmp_path: Path) -> None:
+    file = mooncake(tmp_path / "chats.jsonl", chats(3, 5))
+    args = [
+        "replay",
+        str(file),
+        "--capacity",
+        "1GiB",
+        "--capacity",
+        "2GiB",
+        "--policy",
+        "lru",
+        "--policy",
+        "lfu",
+    ]
+    result = runner.invoke(app, [*args, "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout.splitlines()[-1])["rows"]
+    assert [(r["policy"], r["capacity_bytes"]) for r in rows] == [
+        ("lru", 1 << 30),
+        ("lfu", 1 << 30),
+        ("lru", 2 << 30),
+        ("lfu", 2 << 30),
+    ]
+    assert all(r["trace"] == "chats" and 0 < r["hit_rate"] <= r["optimal_hit_rate"] for r in rows)
+    assert all(r["nvme_bytes_written"] == 0 for r in rows)
+
+
+def test_the_command_takes_tiers_and_policies_from_a_configuration(tmp_path: Path) -> None:
+    file = mooncake(tmp_path / "chats.jsonl", chats(3, 5))
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        "hbm: {capacity: 1GiB, device: cpu, policy: slru}\nhost: {capacity: 512MiB}\n"
+        f"nvme: {{path: {tmp_path}, capacity: 4GiB, admission: second_hit}}\n"
+    )
+    result = runner.invoke(app, ["replay", str(tmp_path), "--config", str(config), "--json"])
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(result.stdout.splitlines()[-1])["rows"]
+    assert (found["policy"], found["admission"]) == ("slru/lru/lru", "second_hit")
+    assert found["nvme_bytes_written"] > 0
+    assert file.exists()
+
+
+def test_a_row_says_how_long_its_replay_took(tmp_path: Path) -> None:
+    file = mooncake(tmp_path / "chats.jsonl", chats(3, 5))
+    result = runner.invoke(app, ["replay", str(file), "--policy", "lru", "--json"])
+    (found,) = json.loads(result.stdout.splitlines()[-1])["rows"]
+    pages = sum(tokens // 512 for tokens, _ in chats(3, 5))
+    assert found["seconds"] > 0
+    assert found["pages_per_second"] * found["seconds"] == pytest.approx(pages)
+
+
+def test_bounds_are_kept_at_home_or_where_the_option_says(tmp_path: Path, home: Path) -> None:
+    file, elsewhere = mooncake(tmp_path / "chats.jsonl", chats(3, 5)), tmp_path / "elsewhere"
+    for more in ([], ["--bounds", str(elsewhere)]):
+        args = ["replay", str(file), "--policy", "lru", "--capacity", "1GiB", "--capacity", "2GiB", *more]
+        assert runner.invoke(app, args).exit_code == 0
+    for folder in (home / ".cache" / "tierstore" / "bounds", elsewhere):
+        assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (["--capacity", "1KiB"], "less than one block"),
+        (["--policy", "random"], "hbm.policy is 'random'"),
+        (["--model", "no-such-model"], "no-such-model"),
+        (["--capacity", "lots"], "hbm.capacity is 'lots'"),
+        (["--admission", "cost"], "--admission without --nvme: there is no tier to admit to; allowed: both"),
+        (["--plot", "no/such/folder.svg"], "no such folder"),
+        (["--config", "c.yaml", "--host", "1GiB"], "--host with --config: the file says it"),
+        (["--config", "c.yaml", "--policy", "lru"], "--policy with --config: the file says it"),
+        (["--config", "c.yaml", "--admission", "all"], "--admission with --config: the file says it"),
+        (["nix.jsonl"], "nix.jsonl: no such file; allowed: a .jsonl file of requests"),
+    ],
+)
+def test_what_cannot_be_replayed_is_said_in_one_line(tmp_path: Path, args: list[str], complaint: str) -> None:
+    file = mooncake(tmp_path / "t.jsonl", [(512, [1])])
+    result = runner.invoke(app, ["replay", str(file), *args])
+    assert result.exit_code == 2
+    assert complaint in result.output
+    assert "rrno" not in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+def test_a_folder_without_traces_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    result = runner.invoke(app, ["replay", str(tmp_path / "empty")])
+    assert (result.exit_code, "empty has no .json or .jsonl files" in result.output) == (2, True)
+
+
+def test_the_plot_has_a_line_a_policy_and_one_for_the_bound(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file, picture = mooncake(tmp_path / "t.jsonl", chats(2, 4)), tmp_path / "out.svg"
+    args = ["replay", str(file), "--capacity", "1GiB", "--capacity", "2GiB", "--plot", str(picture)]
+    result = runner.invoke(app, args)
+    assert result.exit_code == 0, result.output
+    assert picture.stat().st_size > 1000

@@ -1,0 +1,155 @@
+"""Traces as they are read, and what is said of files that are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.traces import mooncake
+from tierstore.errors import ConfigError
+from tierstore.replay.traces import read_traces
+
+
+def test_a_mooncake_file_is_read_without_blocks_that_are_not_full(tmp_path: Path) -> None:
+    trace = read_traces([mooncake(tmp_path / "t.jsonl", [(1030, [5, 6, 7]), (512, [5]), (1536, [5, 6, 8])])])[
+        0
+    ]
+    assert (trace.name, trace.block_tokens) == ("t", 512)
+    first, second, third = trace.requests
+    assert [len(r.keys) for r in trace.requests] == [2, 1, 3]
+    assert (second.keys, third.keys[:2]) == (first.keys[:1], first.keys)
+    assert [r.at for r in trace.requests] == [0.0, 1.0, 2.0]
+
+
+def test_sessions_of_a_folder_are_interleaved_and_share_nothing(tmp_path: Path) -> None:
+    for name, times in (("a", (0.0, 2.0)), ("b", (1.0, 3.0))):
+        requests = [{"t": t, "in": 130, "hash_ids": [1, 2, 3], "type": "n"} for t in times]
+        (tmp_path / f"{name}.json").write_text(json.dumps({"block_size": 64, "requests": requests}))
+    (trace,) = read_traces([tmp_path / "b.json", tmp_path / "a.json"])
+    assert (trace.name, trace.block_tokens, [r.at for r in trace.requests]) == (
+        tmp_path.name,
+        64,
+        [0, 1, 2, 3],
+    )
+    a, b, again, _ = trace.requests
+    assert a.keys == again.keys
+    assert set(a.keys).isdisjoint(b.keys)
+    assert len(a.keys) == 2
+
+
+def test_a_block_is_known_by_all_before_it(tmp_path: Path) -> None:
+    requests = [{"t": i, "in": 128, "hash_ids": [i, 9], "type": "n"} for i in (1, 2)]
+    (tmp_path / "s.json").write_text(json.dumps({"block_size": 64, "requests": requests}))
+    first, second = read_traces([tmp_path / "s.json"])[0].requests
+    assert first.keys[1] != second.keys[1]
+
+
+ONE = '{"timestamp": 0, "input_length": 5, "hash_ids": [1]}\n'
+SESSION = '{"block_size": 64, "requests": [{"t": 0, "in": 64, "hash_ids": [1]}, %s]}'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        (
+            "t.jsonl",
+            ONE + "\nnonsense\n",
+            "t.jsonl:3 is not JSON: Expecting value at column 1, 'nonsense'; allowed: an object",
+        ),
+        ("t.jsonl", ONE + "[1]\n", "t.jsonl:2 is [1]; allowed: an object"),
+        (
+            "t.jsonl",
+            '{"timestamp": 0, "input_length": 5}\n',
+            "t.jsonl:1: hash_ids is missing; allowed: a list of whole numbers",
+        ),
+        (
+            "t.jsonl",
+            '{"timestamp": "x", "input_length": 5, "hash_ids": []}\n',
+            "t.jsonl:1: timestamp is 'x'; allowed: a time of 0 or more",
+        ),
+        (
+            "t.jsonl",
+            '{"timestamp": 0, "input_length": 5.5, "hash_ids": []}\n',
+            "t.jsonl:1: input_length is 5.5; allowed: a whole number of 0 or more",
+        ),
+        (
+            "t.jsonl",
+            '{"timestamp": 0, "input_length": 5, "hash_ids": [1, "a"]}\n',
+            "t.jsonl:1: hash_ids[1] is 'a'; allowed: whole numbers of 64 bits",
+        ),
+        (
+            "t.jsonl",
+            '{"timestamp": 0, "input_length": 1100, "hash_ids": [1]}\n',
+            "t.jsonl:1: hash_ids has 1 ids; allowed: one for each of 2 full blocks",
+        ),
+        ("t.jsonl", "\n", "t.jsonl is empty; allowed: one request a line"),
+        ("t.json", "[]", "t.json is []; allowed: an object"),
+        (
+            "t.json",
+            '{"block_size": 64,\n "requests": ]}',
+            "t.json:2 is not JSON: Expecting value at column 14, ']}'; allowed: an object",
+        ),
+        (
+            "t.json",
+            '{"block_size": true, "requests": []}',
+            "t.json: block_size is True; allowed: a whole number of 1 or more",
+        ),
+        (
+            "t.json",
+            '{"block_size": 64, "requests": {}}',
+            "t.json: requests is {}; allowed: a list of objects",
+        ),
+        (
+            "t.json",
+            '{"block_size": 64, "requests": []}',
+            "t.json has no requests; allowed: a session with at least one",
+        ),
+        (
+            "t.json",
+            SESSION % "3",
+            "t.json: requests[1] is 3; allowed: an object with t, in and hash_ids",
+        ),
+        (
+            "t.json",
+            SESSION % '{"t": -1, "in": 64, "hash_ids": [1]}',
+            "t.json: requests[1]: t is -1; allowed: a time of 0 or more",
+        ),
+        ("t.csv", "", "t.csv ends in '.csv'; allowed: a .jsonl file of requests, .json files of sessions"),
+    ],
+)
+def test_what_is_no_trace_is_refused_with_its_place_what_is_there_and_what_is_allowed(
+    tmp_path: Path, name: str, text: str, complaint: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_traces([tmp_path / name])
+    assert str(caught.value) == f"{tmp_path}/{complaint}"
+
+
+def test_a_file_that_is_not_text_is_refused_with_the_line(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_bytes(ONE.encode() + b'{"timestamp": \xff}')
+    with pytest.raises(ConfigError, match=r"t\.jsonl:2 has the byte 0xff; allowed: UTF-8 text"):
+        read_traces([tmp_path / "t.jsonl"])
+
+
+def test_sessions_of_two_block_sizes_in_a_folder_are_refused_by_both_their_names(tmp_path: Path) -> None:
+    for name, size in (("a", 64), ("b", 32)):
+        requests = [{"t": 0, "in": size, "hash_ids": [1]}]
+        (tmp_path / f"{name}.json").write_text(json.dumps({"block_size": size, "requests": requests}))
+    with pytest.raises(ConfigError, match=r"b\.json: block_size is 32, and 64 in .*a\.json"):
+        read_traces([tmp_path / "a.json", tmp_path / "b.json"])
+
+
+def test_a_file_that_is_missing_or_a_folder_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nix\.jsonl: no such file; allowed"):
+        read_traces([tmp_path / "nix.jsonl"])
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(ConfigError, match=r"folder\.json: is a directory; allowed"):
+        read_traces([tmp_path / "folder.json"])
+
+
+def test_lines_end_where_a_file_says_so(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(ONE.replace("0,", '0, "note": "a\u2028b",').replace("\n", "\r\n") * 2)
+    assert len(read_traces([tmp_path / "t.jsonl"])[0].requests) == 2
