@@ -119,3 +119,13 @@ def test_the_plot_has_a_line_a_policy_and_one_for_the_bound(tmp_path: Path) -> N
     result = runner.invoke(app, args)
     assert result.exit_code == 0, result.output
     assert picture.stat().st_size > 1000
+
+
+def test_a_plot_of_an_unknown_kind_is_refused_before_anything_is_replayed(tmp_path: Path, home: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = mooncake(tmp_path / "t.jsonl", chats(2, 4))
+    result = runner.invoke(app, ["replay", str(file), "--plot", str(tmp_path / "out.xyz")])
+    assert result.exit_code == 2
+    assert "out.xyz ends in '.xyz'; allowed: ." in result.output
+    assert ".svg" in result.output
+    assert not home.exists()

@@ -99,6 +99,9 @@ def _check(
         require_place("--plot", plot)
         if find_spec("matplotlib") is None:
             raise ConfigError("--plot needs matplotlib: pip install 'tierstore[plot]'")
+        from tierstore.replay.plot import require_format
+
+        require_format(plot)
 
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:

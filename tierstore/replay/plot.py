@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure  # no pyplot: no state, no display
+
+from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,8 +16,15 @@ if TYPE_CHECKING:
     from tierstore.replay.rows import Row
 
 
+def require_format(file: Path) -> None:
+    """ConfigError for a suffix that matplotlib does not know."""
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if file.suffix.removeprefix(".") not in known:
+        raise ConfigError(f"--plot {file} ends in {file.suffix!r}; allowed: .{', .'.join(known)}")
+
+
 def draw(rows: Sequence[Row], file: Path) -> None:
-    """One panel a trace. OSError if the file cannot be written, ValueError for a suffix matplotlib does not know."""
+    """One panel a trace. OSError if the file cannot be written."""
     traces = list(dict.fromkeys(row.trace for row in rows))
     figure = Figure(figsize=(6 * len(traces), 4.5), layout="constrained")
     for axes, trace in zip(figure.subplots(1, len(traces), squeeze=False)[0], traces, strict=True):
