@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from tests.adapters.test_hf_windows import WINDOW, tiny_mistral
 from tests.adapters.tiny import PAGE, generate, open_store, plain, random_prompt, tiny_llama
 from tests.support.pages import PATIENCE_S, page_tensor
 from tierstore.adapters.huggingface import ATTENTION, PrefixCache, TierStoreCache, opening, sequence
-from tierstore.adapters.huggingface.opening import Tail
+from tierstore.adapters.huggingface.opening import ROLLBACK, Tail
 from tierstore.lease import Lease
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
@@ -123,6 +124,40 @@ def test_exact_is_true_or_false(model: LlamaForCausalLM, exact: Any) -> None:
             TierStoreCache(store, [1, 2, 3], model=model, exact=exact)
         with pytest.raises(TypeError, match=rf"exact is {exact!r}; allowed: True, False"):
             PrefixCache(store, model, exact=exact)
+
+
+def test_lossy_pages_behind_a_window_are_no_matter_to_an_exact_request_and_those_in_it_are(
+    tmp_path: Path,
+) -> None:
+    model = tiny_mistral()
+    prompt = random_prompt(16 * PAGE + 3)
+    behind = (16 * PAGE - WINDOW - ROLLBACK) // PAGE
+    with open_store(model, host=40, disk=tmp_path, codec="int4") as store:
+        expected = plain(model, prompt)
+        ask(store, model, prompt, exact=False)
+        keys = store.keys(prompt)
+        drop_memory(store, keys[:behind])
+        assert not store.match(keys).exact
+        assert ask(store, model, prompt, exact=True) == (expected, 16 * PAGE + 2)
+        drop_memory(store, keys[behind:])
+        assert ask(store, model, prompt, exact=True) == (expected, 0)
+        assert ask(store, model, prompt, exact=True)[1] >= 16 * PAGE
+
+
+def test_a_page_begun_in_a_window_of_lossy_ones_that_are_behind_it_at_its_end_does_not_pass_for_exact(
+    tmp_path: Path,
+) -> None:
+    model, size = tiny_mistral(), 128
+    assert size > WINDOW + ROLLBACK, "the window is to leave the pages before it within the page"
+    prompt = random_prompt(2 * size + 3)
+    with open_store(model, hbm=6, host=6, disk=tmp_path, codec="int4", page_size=size) as store:
+        ask(store, model, prompt, exact=False)
+        drop_memory(store, store.keys(prompt))
+        with TierStoreCache(store, prompt, model=model) as cache:
+            assert cache.reused_tokens == 2 * size
+            answer = generate(model, prompt, cache, max_new_tokens=size)
+        (key,) = store.keys([*prompt, *answer])[2:]
+        assert not store.match([key]).num_pages or not store.match([key]).exact
 
 
 # -- a walk over requests of both kinds, chats and evictions ---------------------------------------------------------

@@ -115,7 +115,7 @@ def _hold(terms: Terms, keys: Sequence[PageKey], page_size: int) -> tuple[Lease,
     The lease may begin later than the prefix: with windows, pages that no query looks at stay where they are.
     """
     store = terms.store
-    found = [] if terms.window is None else list(store.match(keys, exact=terms.exact).tiers)
+    found = [] if terms.window is None else list(store.match(keys).tiers)
     count = len(keys) if terms.window is None else len(found)
     while count:
         first = first_needed(terms, count * page_size, page_size)
