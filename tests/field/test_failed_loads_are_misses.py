@@ -28,6 +28,7 @@ from tests.support.pages import (
     write,
 )
 from tests.support.stalls import IN
+from tierstore.gpu.layer_groups import Part
 from tierstore.gpu.pool import CpuPool
 from tierstore.nvme import entry
 from tierstore.nvme.coding import Decoders
@@ -120,18 +121,18 @@ def test_a_short_read_is_a_miss(bench: Bench, monkeypatch: pytest.MonkeyPatch) -
 
 
 def _copies_in_fail(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """The device refuses once it has taken so many pages, half of the next one included."""
+    """The device refuses once it has taken layers of so many pages, half of the next ones included."""
     taken: list[int] = []
-    into = CpuPool.write
+    into = CpuPool.write_part
 
-    def failing(self: CpuPool, slot: int, page: NDArray[np.uint8]) -> None:
+    def failing(self: CpuPool, slot: int, page: NDArray[np.uint8], part: Part) -> None:
         if len(taken) == after:
-            self.view(slot)[: page.nbytes // 2] = 0xEE
+            self.view(slot)[part.offset : part.offset + part.nbytes // 2] = 0xEE
             raise RuntimeError("an illegal memory access was encountered")
         taken.append(slot)
-        into(self, slot, page)
+        into(self, slot, page, part)
 
-    monkeypatch.setattr(CpuPool, "write", failing)
+    monkeypatch.setattr(CpuPool, "write_part", failing)
 
 
 @pytest.mark.parametrize("after", [0, 2])
