@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from tests.adapters.test_hf_windows import WINDOW, tiny_mistral
 from tests.adapters.tiny import PAGE, generate, open_store, plain, random_prompt, tiny_llama
@@ -29,9 +29,7 @@ def model() -> LlamaForCausalLM:
     return tiny_llama()
 
 
-def ask(
-    store: TierStore, model: LlamaForCausalLM, prompt: list[int], *, exact: bool
-) -> tuple[list[int], int]:
+def ask(store: TierStore, model: PreTrainedModel, prompt: list[int], *, exact: bool) -> tuple[list[int], int]:
     with TierStoreCache(store, prompt, model=model, exact=exact) as cache:
         return generate(model, prompt, cache), cache.reused_tokens
 

@@ -349,3 +349,16 @@ def test_a_damaged_page_costs_a_running_store_it_and_what_follows(tmp_path: Path
         slots = store.allocate(1)
         fill(store, [keys[2]], slots)
         store.free(slots)
+
+
+def test_pages_that_are_read_ahead_share_the_little_room_there_is_in_hbm(tmp_path: Path) -> None:
+    keys = chain(40)
+    with open_store(2, 44, None) as store:
+        write_each(store, keys)
+        assert store.drain(PATIENCE_S)
+        done = run(store.export_pages(keys, tmp_path / "x.tier"))
+        assert (done.pages, done.missing) == (40, ())
+        require_nothing_held(store)
+    sink = Shelf()
+    assert imported(tmp_path / "x.tier", sink).complete
+    sink.require_right()
