@@ -279,3 +279,5 @@ def test_a_flag_that_is_neither_true_nor_false_is_refused_and_nothing_changes(
             call()
     assert store.match(keys).num_pages == 0
     store.free([slot])  # still the caller's
+    with pytest.raises(TypeError, match=rf"pump is {flag!r}; allowed: True, False"):
+        TierStore.open(tiers(hbm=1, host=None, nvme=None), SPEC, pump=flag)
