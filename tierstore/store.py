@@ -88,8 +88,8 @@ class TierStore:
     ) -> TierStore:
         """A store over the tiers of ``config`` for pages of ``spec`` (a sequence: KV groups that share each page).
 
-        ``pump=False``: nothing happens between calls; the host calls ``poll`` each step. ConfigError changes nothing, nor
-        does TypeError for a ``pump`` that is not True or False.
+        ``pump=False``: nothing happens between calls; the host calls ``poll`` each step. ConfigError changes nothing,
+        nor does TypeError for a ``pump`` that is not True or False.
         """
         if not isinstance(config, StoreConfig):
             raise ConfigError(f"config is a {type(config).__name__}; allowed: what load_config gives")
