@@ -222,3 +222,52 @@ def test_close_gives_up_the_groups_to_come_and_waits_for_those_on_their_way() ->
     assert rig.engine.close(PATIENCE_S)
     assert rig.engine.poll() == [Ack(1, False, 0, 0, 0.0, ((0, Failure.CLOSED),))]
     assert len(rig.route.groups) == 1
+
+
+def test_a_launch_waits_for_more_of_its_group_while_the_link_has_enough_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pace = Pace(whole=0, together=PAGE, behind=0, at_once=1)  # four pages of a group fill a launch
+    rig = Rig(layers=4, pace=pace)
+    lane = rig.engine._lanes[Tier.HBM]
+    lane.nbytes += 2 * PAGE  # as if so much were on its way
+    rig.move(4, Tier.HBM, (4, 4))
+    assert rig.route.groups == []
+    monkeypatch.setattr(lanes, "_JUST_NOW_S", 0.0)
+    rig.engine.poll()
+    assert rig.route.groups == [(0, 1)], "nothing came lately: there is nothing to wait for"
+    lane.nbytes -= 2 * PAGE
+    while len(rig.route.groups) < 4:
+        rig.engine.poll()
+    rig.up.run()
+    rig.engine.poll()
+    assert rig.engine.close(PATIENCE_S)
+
+
+def test_whoever_submits_makes_room_with_what_has_ended() -> None:
+    rig = Rig(pace=Pace(ahead=PAGE, behind=0))
+    rig.move(1, Tier.HOST, (0, 0))
+    rig.move(2, Tier.HOST, (1, 1))
+    assert len(rig.down.work) == 3, "one page and two events"
+    rig.down.run()
+    rig.move(3, Tier.HOST, (2, 2))
+    rig.down.run()
+    assert rig.arena.view(1).min() == 11
+    acks = rig.engine.poll()
+    rig.down.run()
+    acks += rig.engine.poll()
+    assert [ack.transfer_id for ack in acks] == [1, 2, 3]
+    assert rig.engine.close(PATIENCE_S)
+
+
+def test_a_full_launch_does_not_wait() -> None:
+    rig = Rig(layers=4, pace=Pace(whole=0, together=PAGE, behind=0, at_once=1))
+    rig.engine._lanes[Tier.HBM].nbytes += 2 * PAGE
+    rig.move(1, Tier.HBM, (0, 0), (1, 1), (2, 2), (3, 3))
+    assert rig.route.groups == [(0, 4)]
+    rig.engine._lanes[Tier.HBM].nbytes -= 2 * PAGE
+    while len(rig.route.groups) < 4:
+        rig.engine.poll()
+    rig.up.run()
+    rig.engine.poll()
+    assert rig.engine.close(PATIENCE_S)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.0005
+_ALONE_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Pace:
     """Nothing more is launched while the link has so much to do: some milliseconds. A quarter of it where pages are
     coming that would go first: they wait for what is launched."""
     behind: int = 256 << 20
-    """With less, or a quarter of it there, the thread launches what nobody else has launched."""
+    """With less, or a quarter of it there, the thread launches what nobody launches: no call came for 10 ms."""
     at_once: int = 3
     """Launches in one call, at most."""
 
@@ -106,6 +107,8 @@ class CudaCopyEngine:
         self._wake = wake
         self._ended: list[Job] = []
         self._closing = False
+        self._called = 0.0
+        """When somebody submitted or polled last."""
         self._turn = Condition()
         self._threads: dict[Tier, Thread] = {}
         up, down = streams
@@ -133,16 +136,17 @@ class CudaCopyEngine:
                 self._ended += lane.give_up()
             else:
                 self._advance(transfer.dst)
+            self._called = monotonic()
 
     def poll(self) -> list[Ack]:
         """Transfers that ended since the last call. Any thread."""
         acks = self._unpinned.poll()
         with self._turn:
-            for dst, lane in self._lanes.items():
-                self._ended += lane.land()
+            for dst in self._lanes:
                 self._advance(dst)
             acks += [ack_of(job, self._page_nbytes) for job in self._ended]
             self._ended.clear()
+            self._called = monotonic()
         return acks
 
     def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
@@ -179,8 +183,9 @@ class CudaCopyEngine:
     # -- launching ----------------------------------------------------------------------------------------------
 
     def _advance(self, dst: Tier) -> None:
-        """With the lock: looks at what has arrived, launches some, leaves the rest to the next call or the thread."""
+        """With the lock: takes in what ended and what came, launches some, leaves the rest to later or the thread."""
         lane = self._lanes[dst]
+        self._ended += lane.land()
         while lane.arrived:
             # In this order: pinning may end in between.
             pinning, pinned = self._host.pinning, self._host.pinned_slots
@@ -202,6 +207,8 @@ class CudaCopyEngine:
                 return
             if lane.next_pieces > self._pace.pieces:
                 return
+            if self._better_later(lane):
+                return
             alone = lane.alone
             if alone is not None and alone.pages * self._page_nbytes <= self._pace.whole:
                 flight = lane.take_whole()
@@ -209,6 +216,12 @@ class CudaCopyEngine:
                 flight = lane.take(self._pace.together, self._pace.pieces)
             lane.launch(flight)
             lane.launched(flight)
+
+    def _better_later(self, lane: Lane) -> bool:
+        """Whether the link has enough to do until more of the same group is there: fewer launches, and less of the
+        caller's time."""
+        fed = lane.nbytes >= 2 * self._pace.together and lane.growing
+        return fed and not lane.fills(self._pace.together, self._pace.pieces)
 
     def _wake_thread(self, dst: Tier) -> None:
         if dst not in self._threads:
@@ -242,8 +255,10 @@ class CudaCopyEngine:
             return None
 
     def _is_mine(self, lane: Lane) -> bool:
-        long = lane.next_pieces > self._pace.pieces
-        return lane.nbytes < _depth(lane, self._pace.ahead if long else self._pace.behind)
+        if lane.next_pieces > self._pace.pieces:
+            return lane.nbytes < _depth(lane, self._pace.ahead)
+        alone = monotonic() - self._called > _ALONE_S
+        return alone and lane.nbytes < _depth(lane, self._pace.behind)
 
     def _load(
         self,

@@ -85,10 +85,18 @@ class Lane:
             self._loading[job.transfer.id] = job
 
     @property
+    def growing(self) -> bool:
+        """Whether jobs came just now, so that more are likely to come."""
+        return monotonic() - self._added < _JUST_NOW_S
+
+    @property
     def may_be_overtaken(self) -> bool:
-        """Whether loads came just now, and more of them would go before what is to be launched next."""
-        came = monotonic() - self._added < _JUST_NOW_S
-        return came and self._waves.open and self._waves.first()[1] > 0
+        """Whether more of what came just now would go before what is to be launched next."""
+        return self._waves.open and self._waves.first()[1] > 0 and self.growing
+
+    def fills(self, most_nbytes: int, most_pieces: int) -> bool:
+        """Whether what waits is enough for a launch of that size."""
+        return self._waves.size_at_hand() >= self._most_pages(most_nbytes, most_pieces)
 
     @property
     def next_pieces(self) -> int:
@@ -97,11 +105,12 @@ class Lane:
 
     def take(self, most_nbytes: int, most_pieces: int) -> Flight:
         """What is to be launched next: so much at most, but one transfer at least."""
-        pages = most_nbytes * self._groups // self._page_nbytes
-        if self._pieces:
-            pages = min(pages, most_pieces // self._pieces)
-        jobs, group = self._waves.take(pages)
+        jobs, group = self._waves.take(self._most_pages(most_nbytes, most_pieces))
         return self._flight(jobs, group if self._groups > 1 else None)
+
+    def _most_pages(self, nbytes: int, pieces: int) -> int:
+        pages = nbytes * self._groups // self._page_nbytes
+        return min(pages, pieces // self._pieces) if self._pieces else pages
 
     @property
     def alone(self) -> Job | None:

@@ -56,6 +56,11 @@ class Waves(Generic[Job]):
         entry = min(entries, key=lambda entry: entry.group)
         return entry.job, entry.group
 
+    def size_at_hand(self) -> int:
+        """Of all jobs together that could get the group that ``first`` gets. IndexError if empty."""
+        _, group = self.first()
+        return sum(entry.size for entry in self._wave or self._later if entry.group == group)
+
     def take(self, most: int) -> tuple[list[Job], int]:
         """The next jobs, at least one, of ``most`` size together, and the group they get now. IndexError if empty."""
         if not self._wave:
