@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.bench import Bench, open_bench
-from tests.support.engine import page_major
+from tests.support.engine import SLOTS, page_major
 from tests.support.pages import (
     PATIENCE_S,
     SPEC,
@@ -197,7 +197,8 @@ def test_a_budget_that_has_no_room_for_the_pages_before_one_refuses_it(tmp_path:
 
 
 def test_pages_of_an_engine_are_asked_about_too(tmp_path: Path) -> None:
-    config = tiers(None, 8, tmp_path, nvme_more={"admission": "second_hit"})
+    owner, second_hit = {"owner": "engine"}, {"admission": "second_hit"}
+    config = tiers(SLOTS, 8, tmp_path, hbm_more=owner, nvme_more=second_hit)
     bench, engine = open_bench(config, SPEC, spill=True, pump=True), page_major()
     bench.store.register(engine.pages)
     keys = chain(3)
