@@ -17,10 +17,11 @@ from tierstore.leasing import Leasing, last_key
 from tierstore.loads import Loads
 from tierstore.outgoing import Outgoing
 from tierstore.placement import Placement
+from tierstore.promoting import Promoting
 from tierstore.residency import Residency
 from tierstore.sinks import Ticket
 from tierstore.traffic import BATCH_PAGES, Traffic
-from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
+from tierstore.types import Ack, Erase, Hint, PageKey, Promoted, Tier, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,9 +54,10 @@ class Directory:
         self.loads = Loads(self.residency, self.traffic, owned=self.owns_hbm)
         self.placement = Placement(self.residency, self.traffic, record_nbytes, flush_s)
         self.space = self.placement.space
-        self.drops.left = self.placement.left
         self.admitting = Admitting(self.residency, history, admission, budget, record_nbytes)
         self.hints = HintTable(self.residency)
+        self.promoting = Promoting(self.residency, self.traffic, self.loads, self.hints, metrics, page_nbytes)
+        self.drops.left = self._left
         self.leasing = Leasing(
             self.residency,
             self.traffic,
@@ -63,7 +65,7 @@ class Directory:
             self.placement.sinks,
             metrics,
             self.drops.fate,
-            self.admitting.hit,
+            self._hit,
         )
         self.outgoing = Outgoing(self.residency, self.space, self.loads, self.admitting)
         self.arrivals = Arrivals(
@@ -145,7 +147,7 @@ class Directory:
         """Seals owned slots: the slot that holds each key now, and the duplicates among yours (retired).
 
         ``parent`` is the page before the first key; None: the last page of the lease, if there is one. Under an exact
-        lease it ends before a key whose copy in HBM is not exact and does not make way.
+        lease it ends before a key of which a copy in memory is not exact and does not make way.
         """
         table = self.residency.tables[Tier.HBM]
         kept: list[int] = []
@@ -212,7 +214,25 @@ class Directory:
             self.loads.give_back(short - self.space.room(Tier.HBM))
         self._finish(now)
 
+    def _hit(self, key: PageKey, source: Tier) -> None:
+        """A lease took in a page."""
+        self.promoting.used(key, source)
+        self.admitting.hit(key, source)
+
+    def _left(self, key: PageKey, tier: Tier) -> None:
+        """A copy was dropped."""
+        self.promoting.left(key, tier)
+        self.placement.left(key, tier)
+
     # -- moves asked for ----------------------------------------------------------------------------------------
+
+    def promote(
+        self, hint: Hint, keys: Sequence[PageKey], tier: Tier, over: Sequence[Hint], now: float
+    ) -> Promoted:
+        """Starts to bring pages to ``tier`` for a hint in force, as far as room allows."""
+        found = self.promoting.start(hint, keys, tier, over)
+        self._finish(now)
+        return found
 
     def demote(self, keys: Sequence[PageKey], target: Tier) -> int:
         """Sends readable pages down to ``target`` and lets their upper copies go; how many it accepted."""
@@ -258,9 +278,10 @@ class Directory:
             self.arrivals.apply(ack, now)
         self.leasing.expire(now)
         self.hints.expire(now)
+        more = self.promoting.end(BATCH_PAGES)
         self.residency.demote_orphans(BATCH_PAGES)
         self._lift(BATCH_PAGES)
-        more = self.hints.pending or self.residency.memory_only.lifting
+        more |= self.hints.pending or self.residency.memory_only.lifting
         more |= self.placement.advance(now)
         self._finish(now)
         return more
@@ -326,7 +347,7 @@ class Directory:
             for tier in exactness.tainted_in(key):
                 if not self.residency.tables[tier].copies[key].pins and self.residency.saved_below(key, tier):
                     self.residency.dropped.append(self.residency.evict(key, tier))
-        return lease is None or not lease.exact or not self.residency.tables[Tier.HBM].ready(key)
+        return lease is None or not lease.exact or not exactness.stays_tainted(key)
 
     def _lift(self, limit: int) -> None:
         for key in self.residency.lift(limit):

@@ -53,10 +53,19 @@ class Exactness:
         """The page is put, after ``parent``, whose copies are still there. Before its copy counts."""
         if self._first_lossy is None:
             return
-        if not any(key in copies for _, copies in self._above):  # else one of them may be what tainted it
+        if not self.stays_tainted(key):
             self._tainted.discard(key)
         if parent is not None and not self.exact(parent):
             self._tainted.add(key)
+
+    def stays_tainted(self, key: PageKey) -> bool:
+        """Whether a put would leave the page tainted: copies stay that may be what tainted it.
+
+        One on its way into HBM does not: the put takes its place.
+        """
+        return key in self._tainted and any(
+            key in copies and (tier != Tier.HBM or copies[key].ready) for tier, copies in self._above
+        )
 
     def doubt(self, key: PageKey) -> None:
         """The page was computed over numbers that are not the model's, whatever its parent says."""

@@ -63,7 +63,13 @@ class ExactnessMachine(RuleBasedStateMachine):
             return
         exact = parent is None or self.residency.exactness.exact(parent)
         above = [tier for tier in TIERS if self.lossy is None or tier < self.lossy]
-        stale = any(key in self.residency.tables[tier].copies for tier in above)
+        # What is on its way into HBM makes way for what is put there.
+        stale = any(
+            self.residency.tables[tier].ready(key)
+            if tier is Tier.HBM
+            else key in self.residency.tables[tier].copies
+            for tier in above
+        )
         try:
             slot = self.residency.take(Tier.HBM)
         except CapacityError:
@@ -141,11 +147,16 @@ BUGS = [
     Bug(
         "what comes up from a lossy tier is exact", "if first is not None and dst < first <= src", "if False"
     ),
-    Bug("a put makes a page exact whatever holds it", "if not any(key in", "if True or any(key in"),
+    Bug("a put makes a page exact whatever holds it", "if not self.stays_tainted(key)", "if True"),
     Bug(
         "copies on their way taint nothing",
-        "if not any(key in copies for",
-        "if not any(key in copies and copies[key].ready for",
+        "(tier != Tier.HBM or copies[key].ready)",
+        "copies[key].ready",
+    ),
+    Bug(
+        "what is on its way into HBM taints what takes its place",
+        "(tier != Tier.HBM or copies[key].ready)",
+        "True",
     ),
     Bug(
         "pages over inexact ones are exact", "if parent is not None and not self.exact(parent):", "if False:"

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support import pages as support
+from tests.support.bench import open_bench
 from tests.support.pages import PATIENCE_S, chain, page_tensor, tier_stats
+from tests.support.stalls import IN
 from tierstore.codecs import LOSSY
 from tierstore.config import load_config
 from tierstore.store import TierStore
@@ -212,3 +215,44 @@ def test_a_put_under_an_exact_lease_ends_before_an_inexact_page_that_somebody_ho
             assert store.put(keys[1:], mine, lease=lease) == mine  # nobody holds them: they make way
         assert store.match(keys, exact=True).num_pages == 4
         store.check()
+
+
+@pytest.mark.parametrize("lossy", [Tier.HOST, Tier.NVME])
+def test_a_put_takes_the_place_of_inexact_copies_on_their_way_or_ends_before_them(
+    tmp_path: Path, lossy: Tier
+) -> None:
+    """On their way into HBM they make way; in HOST, where it holds pages as they are, they are in use."""
+    keys = chain(2, "a")
+    tree: dict[str, object] = {
+        "hbm": {"device": support.DEVICE, "capacity": 8 * SPEC.page_nbytes},
+        "host": {"capacity": 8 * SPEC.page_nbytes, "codec": "int8" if lossy is Tier.HOST else "none"},
+        "nvme": {"path": str(tmp_path / "disk"), "capacity": 16 << 20, "codec": "int8"},
+    }
+    bench = open_bench(load_config(tree), SPEC)
+    store = bench.store
+    put(store, keys)
+    store.flush()
+    drop_memory(store, keys)
+    bench.copies.hold(IN)
+    with store.acquire(keys) as other, store.acquire(keys, exact=True) as lease:
+        assert (other.num_pages, lease.num_pages) == (2, 0)
+        bench.settle()
+        mine = store.allocate(2)
+        for key, slot in zip(keys, mine, strict=True):
+            page_tensor(store)[slot] = content(key)
+        kept = store.put(keys, mine, lease=lease)
+        assert kept == (mine if lossy is Tier.HOST else [])
+        assert lease.exact
+        assert store.match(keys, exact=True).num_pages == len(kept)
+        store.free(mine[len(kept) :])
+        bench.copies.open()
+        assert other.wait(PATIENCE_S) is LeaseState.READY
+        assert store.drain(PATIENCE_S)
+        if kept:
+            assert all(
+                torch.equal(page_tensor(store)[s].cpu(), content(k))
+                for k, s in zip(keys, other.slots, strict=True)
+            )
+        assert store.match(keys, exact=True).num_pages == len(kept)
+        store.check()
+    bench.close()
