@@ -23,6 +23,8 @@ _Change: TypeAlias = "Callable[[Iterable[PageKey]], None]"
 
 MAX_REQUESTS = 65536
 MAX_QUEUED = 4096
+_AFTER_DEADLINE_S = 60.0
+_WITHOUT_DEADLINE_S = 600.0
 
 
 class HintTable:
@@ -37,6 +39,10 @@ class HintTable:
         self._expiries: list[tuple[float, str, int]] = []
         self._holders: Counter[PageKey] = Counter()
         """How many requests retain each page."""
+        self._needed: dict[str, int] = {}
+        """Revisions of the ``will_need`` hints in force."""
+        self.ended: deque[str] = deque()
+        """Requests whose ``will_need`` is in force no more; whoever acts on them takes them from here."""
         self._changes: deque[tuple[_Change, list[PageKey]]] = deque()
 
     def apply(self, hint: Hint, now: float) -> HintResult:
@@ -68,11 +74,19 @@ class HintTable:
         self._queue.clear()
         return hints
 
+    def in_force(self, hint: Hint) -> bool:
+        """Whether a ``will_need`` was neither replaced nor withdrawn, and its time has not run out."""
+        return self._needed.get(hint.request_id) == hint.revision
+
+    def retained(self, key: PageKey) -> bool:
+        """Whether a request retains the page."""
+        return self._holders[key] > 0
+
     def expire(self, now: float) -> None:
-        """Ends the retentions whose time has come."""
+        """Ends the retentions, and forgets what was to be needed, whose time has come."""
         while self._expiries and self._expiries[0][0] <= now:
             _, request_id, revision = heappop(self._expiries)
-            if self._retained.get(request_id, (None,))[0] == revision:
+            if self._lives(request_id, revision):
                 self._forget(request_id)
         self.advance(BATCH_PAGES)
 
@@ -98,6 +112,8 @@ class HintTable:
             return HintResult.APPLIED
         if hint.need == "will_need":
             self._queue[hint.request_id] = hint
+            self._needed[hint.request_id] = hint.revision
+            self._end_at(now + lifetime(hint), hint)
             return HintResult.DEFERRED
         if hint.need == "retain":
             retain = partial(self._residency.set_wanted, wanted=True, priority=hint.priority)
@@ -114,13 +130,22 @@ class HintTable:
         self._retained[hint.request_id] = (hint.revision, hint.keys)
         self._holders.update(hint.keys)
         if hint.ttl_s is not None:
-            heappush(self._expiries, (now + hint.ttl_s, hint.request_id, hint.revision))
-        if len(self._expiries) > 2 * len(self._retained) + 64:
-            self._expiries = [x for x in self._expiries if self._retained.get(x[1], (None,))[0] == x[2]]
+            self._end_at(now + hint.ttl_s, hint)
+
+    def _end_at(self, when: float, hint: Hint) -> None:
+        heappush(self._expiries, (when, hint.request_id, hint.revision))
+        if len(self._expiries) > 2 * (len(self._retained) + len(self._needed)) + 64:
+            self._expiries = [x for x in self._expiries if self._lives(x[1], x[2])]
             heapify(self._expiries)
+
+    def _lives(self, request_id: str, revision: int) -> bool:
+        retained = self._retained.get(request_id, (None,))[0]
+        return revision in (retained, self._needed.get(request_id))
 
     def _forget(self, request_id: str) -> None:
         self._queue.pop(request_id, None)
+        if self._needed.pop(request_id, None) is not None:
+            self.ended.append(request_id)
         retained = self._retained.pop(request_id, None)
         if retained is not None:
             self._holders.subtract(retained[1])
@@ -128,3 +153,10 @@ class HintTable:
             for key in free:
                 del self._holders[key]
             self._changes.append((self._residency.end_retention, free))
+
+
+def lifetime(hint: Hint) -> float:
+    """Seconds that a ``will_need`` is in force, unless its request says something else."""
+    if hint.ttl_s is not None:
+        return hint.ttl_s
+    return _WITHOUT_DEADLINE_S if hint.deadline_s is None else max(0.0, hint.deadline_s) + _AFTER_DEADLINE_S

@@ -36,6 +36,9 @@ class Metrics:
             "tierstore_failed_pages", "Pages not moved", ["src", "dst", "reason"], registry=r
         )
         self._hints = Counter("tierstore_hints", "Hints, by what became of them", ["result"], registry=r)
+        self._prefetch = Counter(
+            "tierstore_prefetch_bytes", "Payload bytes brought up ahead of need, by use", ["result"], registry=r
+        )
         self._faults = Counter("tierstore_faults", "Unexpected errors in the store's threads", registry=r)
         self._holds = Gauge(
             "tierstore_lock_longest_hold_seconds", "Longest hold of the store's lock", ["clock"], registry=r
@@ -83,6 +86,11 @@ class Metrics:
     def hinted(self, result: str) -> None:
         """A hint was answered."""
         self._hints.labels(result).inc()
+
+    def prefetched(self, result: str, nbytes: int) -> None:
+        """A page brought up ahead of need was used ("useful"; "late": on its way still), or left its tier unused
+        ("wasted"; "cancelled": after its hint had ended)."""
+        self._prefetch.labels(result).inc(nbytes)
 
     def fault(self) -> None:
         """An error reached a thread's top; it was logged there."""

@@ -277,6 +277,11 @@ class Residency:
                     rank = table.policy.retained(priority) if wanted else table.policy.unwanted()
                     self._rerank(key, tier, table, copy, rank)
 
+    def rerank(self, key: PageKey, tier: Tier, rank: int) -> None:
+        """Gives one copy another place in its tier's victim order."""
+        table = self.tables[tier]
+        self._rerank(key, tier, table, table.copies[key], rank)
+
     def end_retention(self, keys: Iterable[PageKey]) -> None:
         """Retained pages become normal ones."""
         for key in keys:

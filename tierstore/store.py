@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tierstore.nvme.archive.reading import Imported
     from tierstore.nvme.archive.records import Progress as Shown
     from tierstore.nvme.archive.writing import Exported
-    from tierstore.types import Hint, HintResult, PageKey, PageSpec
+    from tierstore.types import Hint, HintResult, PageKey, PageSpec, Promoted
 
 _log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class TierStore:
         ``keys[i]`` is the parent of ``keys[i + 1]``. Where a key was readable in HBM already, its slot is returned and
         yours is freed after ``after``. ``after``: the event that ends the writing; on CUDA None means what was launched
         so far on the caller's current stream. ``lease``: keeps the pages pinned until its release; an exact one holds
-        no others: the put ends before a key of which HBM has a copy in use that is not exact, fewer slots are returned,
+        no others: the put ends before a key of which memory has a copy in use that is not exact, fewer slots come back,
         and the rest stays yours. ValueError on unequal lengths or what is no key; LeaseError on a slot that is not
         yours; nothing changed then.
         Engine-owned HBM: the pages are copied out, your slots are returned, and ``poll`` tells when they are free.
@@ -223,14 +223,43 @@ class TierStore:
         while self._directory.hints.pending:
             with self._lock:
                 self._directory.hints.advance(BATCH_PAGES)
+        self._progress.notify()
         self.metrics.hinted(result.value)
         return result
 
-    def take_hints(self) -> list[Hint]:
-        """The waiting hints, for a prefetcher; the first call attaches it."""
+    def take_hints(self, timeout_s: float = 0.0) -> list[Hint]:
+        """The waiting hints, for a prefetcher, of each request the newest; the first call attaches it.
+
+        Waits up to ``timeout_s`` for one, and advances the store meanwhile.
+        """
+        found: list[Hint] = []
+        for _ in self._progress.until(monotonic() + timeout_s):
+            with self._lock:
+                found = self._directory.hints.take()
+            if found:
+                break
+        return found
+
+    def promote(self, hint: Hint, keys: Sequence[PageKey], tier: Tier, over: Sequence[Hint] = ()) -> Promoted:
+        """Starts to bring up to 32 pages to ``tier`` from the tier below it, ahead of need, for a will_need ``hint``.
+
+        What cannot start at once does not start: first to last, up to a page that is not readable right below or finds
+        no room. Room is a free slot or that of a page that is saved and that no hint keeps; ``over``: hints whose pages
+        make way, those of the last first. What was brought is kept before others, not pinned, until the hint ends.
+        Nothing starts while a lease waits for pages from the tier below, or once the hint is not in force: after the
+        call that withdrew or replaced it has returned, no copy starts for it. ValueError if pages cannot be promoted
+        to ``tier``, or for more than 32.
+        """
         self._progress.advance()
+        require_key_list(keys)
+        if self._directory.promoting.source(tier) is None or len(keys) > BATCH_PAGES:
+            raise ValueError(
+                f"promote of {len(keys)} pages to {tier!r}; allowed: 32, a tier with one below it"
+            )
         with self._lock:
-            return self._directory.hints.take()
+            found = self._directory.promote(hint, keys, tier, over, monotonic())
+            self._progress.submit()
+        return found
 
     def demote(self, keys: Sequence[PageKey], tier: Tier) -> int:
         """Sends pages down to ``tier`` in the background and lets upper copies go once unpinned; pages accepted.

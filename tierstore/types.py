@@ -209,11 +209,26 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
+class Promoted:
+    """What ``TierStore.promote`` did. ``keys``: pages that are on their way up now and were not before.
+
+    ``in_force``: whether the hint still was what its request said last; if not, nothing starts for it any more.
+    ``in_flight``: pages that promotions are bringing now, these included.
+    """
+
+    keys: tuple[PageKey, ...]
+    in_force: bool
+    in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
 class Hint:
     """What a scheduler knows about the near future. A hint never pins memory.
 
     A revision not above the last seen of ``request_id`` is a duplicate; ``keys=()`` with a higher one cancels.
-    ``priority``: of retained pages those of the lowest leave first; below 0 counts as 0.
+    ``priority``: of retained pages those of the lowest leave first; below 0 counts as 0. ``deadline_s``: a
+    ``will_need`` starts in so many seconds. ``ttl_s``: a ``retain`` ends after so many (None: with the next revision),
+    and so does a ``will_need`` (None: 60 after its deadline, 600 without one).
     """
 
     request_id: str

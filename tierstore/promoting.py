@@ -1,0 +1,216 @@
+"""Pages brought up ahead of need, for hints in force: whom they may displace, and what became of them. Metadata only.
+
+A promotion starts at once or not at all: nothing is queued that a cancelled hint would have to be taken out of. It
+takes free slots, and slots of saved pages that nobody announced to come back for. A page it brings is kept before
+others in its tier, never pinned, until its hint ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from tierstore.policy.orders import BAND
+from tierstore.traffic import Move
+from tierstore.types import Promoted, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tierstore.hints import HintTable
+    from tierstore.loads import Loads
+    from tierstore.metrics import Metrics
+    from tierstore.residency import Residency
+    from tierstore.traffic import Traffic
+    from tierstore.types import Hint, PageKey
+
+_Place = tuple["PageKey", Tier]
+
+
+class _Brought(NamedTuple):
+    """A page that was brought to ``tier`` and that no lease has taken yet."""
+
+    tier: Tier
+    hint: Hint
+
+
+class Promoting:
+    """All promotions of a store."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        traffic: Traffic,
+        loads: Loads,
+        hints: HintTable,
+        metrics: Metrics,
+        page_nbytes: int,
+    ) -> None:
+        self._residency = residency
+        self._tables = residency.tables
+        self._traffic = traffic
+        self._loads = loads
+        self._hints = hints
+        self._metrics = metrics
+        self._page_nbytes = page_nbytes
+        self._moving: dict[_Place, None] = {}
+        self._kept: dict[str, OrderedDict[_Place, None]] = {}
+        """By request what is kept for it, in the order in which it came."""
+        self._ending: deque[OrderedDict[_Place, None]] = deque()
+        self._keepers: Counter[_Place] = Counter()
+        self._brought: OrderedDict[PageKey, _Brought] = OrderedDict()
+        self._most_brought = sum(table.num_slots or 0 for table in self._tables.values())
+
+    @property
+    def num_kept(self) -> int:
+        """Places that are kept for hints in force."""
+        return sum(map(len, [*self._kept.values(), *self._ending]))
+
+    def source(self, tier: Tier) -> Tier | None:
+        """The tier from which pages come to ``tier``; None: from none, it is no tier to promote to."""
+        below = [other for other in self._tables if other > tier]
+        return below[0] if tier in self._tables and tier <= Tier.HOST and below else None
+
+    def start(self, hint: Hint, keys: Sequence[PageKey], tier: Tier, over: Sequence[Hint]) -> Promoted:
+        """Starts to bring pages to ``tier``, first to last, until one is not right below or finds no room.
+
+        ``over``: hints whose pages may lose their place for these, the last named first.
+        """
+        src = self.source(tier)
+        self._take_ended()
+        in_force = self._hints.in_force(hint)
+        started: list[PageKey] = []
+        if in_force and src is not None and not self._awaited(src):
+            for key in keys:
+                if key not in self._tables[tier].copies:
+                    if not self._tables[src].ready(key) or not self._find_room(tier, over):
+                        break
+                    self._bring(key, src, tier)
+                    self._brought[key] = _Brought(tier, hint)
+                    self._brought.move_to_end(key)
+                    started.append(key)
+                self._keep(hint, key, tier)
+            while len(self._brought) > self._most_brought:
+                self._brought.popitem(last=False)
+        self._settle()
+        return Promoted(tuple(started), in_force, len(self._moving))
+
+    def end(self, limit: int) -> bool:
+        """Lets go what was kept for hints that ended, up to ``limit`` pages; whether some are left."""
+        self._take_ended()
+        while self._ending and limit > 0:
+            if self._ending[0]:
+                self._let_go(self._ending[0].popitem()[0])
+                limit -= 1
+            else:
+                self._ending.popleft()
+        return bool(self._ending)
+
+    def used(self, key: PageKey, source: Tier) -> None:
+        """A lease took the page in, which was readable in ``source``."""
+        brought = self._brought.pop(key, None)
+        if brought is not None:
+            self._count("useful" if source <= brought.tier else "late")
+
+    def left(self, key: PageKey, tier: Tier) -> None:
+        """A copy was dropped."""
+        brought = self._brought.get(key)
+        if brought is not None and brought.tier == tier:
+            del self._brought[key]
+            self._count("wasted" if self._hints.in_force(brought.hint) else "cancelled")
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _count(self, result: str) -> None:
+        self._metrics.prefetched(result, self._page_nbytes)
+
+    def _awaited(self, src: Tier) -> bool:
+        """Whether a lease waits for a page that has to come from there."""
+        return any(
+            load.source == src
+            and any(not lease.released and index in lease.waiting for lease, index in load.waiters)
+            for load in self._loads.by_slot.values()
+        )
+
+    def _find_room(self, tier: Tier, over: Sequence[Hint]) -> bool:
+        """Whether a slot can be had that costs no page somebody comes back for."""
+        later = [hint.request_id for hint in over]
+        while not self._has_room(tier):
+            while later and not self._give_place(later[-1], tier):
+                later.pop()
+            if not later:
+                return False
+        return True
+
+    def _has_room(self, tier: Tier) -> bool:
+        table = self._tables[tier]
+        if table.free:
+            return True
+        victim = table.droppable.first()
+        return victim is not None and table.copies[victim].rank < BAND
+
+    def _give_place(self, request_id: str, tier: Tier) -> bool:
+        """The page that came last for this request alone is kept no more; False if none can make way."""
+        kept = self._kept.get(request_id, OrderedDict())
+        place = next((p for p in reversed(kept) if p[1] == tier and self._could_go(p)), None)
+        if place is None:
+            return False
+        del kept[place]
+        self._let_go(place)
+        return True
+
+    def _could_go(self, place: _Place) -> bool:
+        copy = self._tables[place[1]].copies.get(place[0])
+        alone = self._keepers[place] == 1 and not self._hints.retained(place[0])
+        return alone and copy is not None and copy.ready and not copy.pins
+
+    def _bring(self, key: PageKey, src: Tier, dst: Tier) -> None:
+        residency = self._residency
+        self._moving[key, dst] = None
+        if dst == Tier.HBM:
+            slot = residency.reserve(key, dst)
+            residency.exactness.loaded(key, src, dst)
+            self._loads.start(key, slot, src)
+            return
+        source_slot = self._tables[src].copies[key].slot
+        slot = residency.reserve(key, dst, 0, src)
+        self._traffic.add(src, dst, Move(key, source_slot, slot, 0, residency.lineage.parent(key)))
+
+    def _keep(self, hint: Hint, key: PageKey, tier: Tier) -> None:
+        """Host memory that a page came through is free for the next once the page is on its way to HBM."""
+        kept = self._kept.setdefault(hint.request_id, OrderedDict())
+        if tier == Tier.HBM and (key, Tier.HOST) in kept:
+            del kept[key, Tier.HOST]
+            self._let_go((key, Tier.HOST))
+        if (key, tier) not in kept:
+            kept[key, tier] = None
+            self._keepers[key, tier] += 1
+        table = self._tables[tier]
+        copy = table.copies[key]
+        if copy.rank < BAND:
+            self._residency.rerank(key, tier, table.policy.retained(hint.priority))
+
+    def _take_ended(self) -> None:
+        """A newer hint of the same request begins with nothing kept."""
+        ended = self._hints.ended
+        while ended:
+            kept = self._kept.pop(ended.popleft(), None)
+            if kept:
+                self._ending.append(kept)
+
+    def _let_go(self, place: _Place) -> None:
+        self._keepers[place] -= 1
+        if self._keepers[place]:
+            return
+        del self._keepers[place]
+        key, tier = place
+        copy = self._tables[tier].copies.get(key)
+        if copy is not None and not self._hints.retained(key):
+            self._residency.rerank(key, tier, self._tables[tier].policy.ordinary(key, copy.rank))
+
+    def _settle(self) -> None:
+        """Forgets what has arrived or will not come."""
+        for key, tier in list(self._moving):
+            copy = self._tables[tier].copies.get(key)
+            if copy is None or copy.ready:
+                del self._moving[key, tier]
