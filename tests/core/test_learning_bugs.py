@@ -104,6 +104,14 @@ ADAPTIVE: list[tuple[Bug, Test]] = [
         test_learning_orders.test_adaptive_is_session_while_that_hits_more_and_lru_when_it_does_not,
     ),
     (
+        Bug(
+            "a ghost counts what cannot be reached",
+            "self.hits += self._whole",
+            "self.hits += page in self._values",
+        ),
+        test_learning_orders.test_a_ghost_counts_what_a_request_finds_up_to_the_first_page_that_is_missing,
+    ),
+    (
         Bug("the ghosts let heads go first", "_DEEPEST - min(record.depth, _DEEPEST)", "record.depth"),
         test_learning_orders.test_of_one_request_the_ghosts_let_the_last_pages_go_first,
     ),

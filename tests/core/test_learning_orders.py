@@ -21,17 +21,26 @@ def test_a_ghost_holds_the_pages_of_highest_value(steps: list[tuple[int, int]], 
     for number, (page, value) in enumerate(steps):
         worth = value * 1000 + number
         hits += keys[page] in model
-        ghost.ask(keys[page], worth)
+        ghost.ask(keys[page], worth, number)
         model[keys[page]] = worth
         if len(model) > pages:
             del model[min(model, key=model.__getitem__)]
         assert (ghost.hits, ghost._values) == (hits, model)
 
 
+def test_a_ghost_counts_what_a_request_finds_up_to_the_first_page_that_is_missing() -> None:
+    ghost, keys = Ghost(4), chain(6)
+    for value, page in enumerate((0, 1, 3)):
+        ghost.ask(keys[page], value, 1)
+    for value, page in enumerate(range(4), 3):
+        ghost.ask(keys[page], value, 2)
+    assert ghost.hits == 2, "the fourth is there, the third is not"
+
+
 def test_a_ghost_s_memory_is_bounded() -> None:
     ghost, keys = Ghost(4), chain(4)
     for value in range(10_000):
-        ghost.ask(keys[value % 4], value)
+        ghost.ask(keys[value % 4], value, value)
     assert len(ghost._heap) < 100
 
 

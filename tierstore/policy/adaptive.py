@@ -17,22 +17,30 @@ if TYPE_CHECKING:
 
 _GHOST_PAGES = 512
 _DEEPEST = (1 << 32) - 1
-_WINDOW = 4
+_WINDOW = 2
 """Capacities after which a hit of a ghost counts half."""
 
 
 class Ghost:
-    """Keys with a value each, at most ``pages``; the lowest value leaves first."""
+    """Keys with a value each, at most ``pages``; the lowest value leaves first.
+
+    ``hits``: those of the first pages of each request, up to one that is missing.
+    """
 
     def __init__(self, pages: int) -> None:
         self.hits = 0.0
+        self._request = -1
+        self._whole = True
         self._pages = max(1, pages)
         self._values: dict[PageKey, int] = {}
         self._heap: list[tuple[int, PageKey]] = []
 
-    def ask(self, page: PageKey, value: int) -> None:
-        """The page is asked for and gets a value."""
-        self.hits += page in self._values
+    def ask(self, page: PageKey, value: int, request: int) -> None:
+        """The page is asked for by this request and gets a value."""
+        if request != self._request:
+            self._request, self._whole = request, True
+        self._whole = self._whole and page in self._values
+        self.hits += self._whole
         self._values[page] = value
         heappush(self._heap, (value, page))
         while len(self._values) > self._pages:
@@ -66,8 +74,8 @@ class Rivals:
             # The same moment for all pages of a request, and tails before heads, as residency has it.
             request, place = now - record.depth, _DEEPEST - min(record.depth, _DEEPEST)
             kept = int(self._session.lifetimes.kept[record.kind])
-            self._ghost.ask(record.key, ((request + kept) << 32) + place)
-            self._lru.ask(record.key, (request << 32) + place)
+            self._ghost.ask(record.key, ((request + kept) << 32) + place, request)
+            self._lru.ask(record.key, (request << 32) + place, request)
         if now >= self._next:
             self._next = now + self._period
             self.follow_session = self._ghost.hits > self._lru.hits
@@ -81,12 +89,17 @@ class Adaptive(Session):
     def __init__(self, history: History, pages: int) -> None:
         super().__init__(history, pages)
         self.rivals = Rivals(self, pages)
-        self._longest = 0
+        self._followed_session = True
+        self._head_start = self._longest = 0
         history.watchers.append(self.rivals)
 
     def _value(self, key: PageKey, record: Record | None) -> int:
-        if self.rivals.follow_session:
-            return super()._value(key, record)
-        # After all that was promised a longer life: else pages of the past would outlive those in use.
-        self._longest = max(self._longest, *map(int, self.lifetimes.kept))
-        return self._history.now + self._longest
+        follow_session = self.rivals.follow_session
+        if follow_session != self._followed_session:
+            # What the other order had promised counts from its last use only: else pages of the past outlived new ones.
+            self._followed_session = follow_session
+            self._head_start += self._longest
+            self._longest = 0
+        value = super()._value(key, record) if follow_session else self._history.now
+        self._longest = max(self._longest, value - self._history.now)
+        return value + self._head_start
