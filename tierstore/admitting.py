@@ -54,17 +54,18 @@ class Admitting:
 
     # -- what happens to pages ----------------------------------------------------------------------------------
 
-    def put(self, key: PageKey, parent: PageKey | None, following: int = 0) -> None:
+    def put(self, key: PageKey, parent: PageKey | None, following: int = 0, *, asked: bool = False) -> None:
         """A page that no tier holds, and that may be stored, is about to get its first copy, after ``parent``.
 
-        ``following``: pages that come after it at once.
+        ``following``: pages that come after it at once. ``asked``: somebody asked for it to be written already.
         """
         history, record, again = self._history, None, False
         if history is not None:
             record, again = history.put(key, parent, following)
         if self._nvme is None:
             return
-        if not (self._admission.put(record, self._gone(), again=again) and self._afford(key, parent)):
+        admitted = self._admission.put(record, self._gone(), again=again) and self._afford(key, parent)
+        if not (admitted or asked):
             self._memory_only.refuse(key)
 
     def hit(self, key: PageKey, source: Tier) -> None:

@@ -67,7 +67,7 @@ class Directory:
             self.drops.fate,
             self._hit,
         )
-        self.outgoing = Outgoing(self.residency, self.space, self.loads, self.admitting)
+        self.outgoing = Outgoing(self.residency, self.space, self.loads, self.admitting, self.placement.sinks)
         self.arrivals = Arrivals(
             self.residency,
             self.traffic,
@@ -244,22 +244,31 @@ class Directory:
         return len(accepted)
 
     def begin_flush(self) -> tuple[list[PageKey], Ticket]:
-        """The pages that may have to be saved, some of them twice, and a ticket to count them with."""
+        """The pages that may have to be saved, some of them twice, and a ticket to count them with.
+
+        Those too that an engine has put and that are still in its slots.
+        """
         if Tier.NVME not in self.residency.tables:
             return [], Ticket()
         keys: list[PageKey] = []
         for tier, table in self.residency.tables.items():
             if tier < Tier.NVME:
                 keys += table.copies
+        keys += self.placement.sinks.coming
         return keys, Ticket()
 
     def save(self, keys: Sequence[PageKey], ticket: Ticket) -> None:
-        """Sends the readable ones of ``keys`` that NVMe does not hold and may, there, keeping the copies above."""
+        """Sends the readable ones of ``keys``, and those that come from an engine, to NVMe, if it may hold them and
+        does not, keeping the copies above.
+        """
         nvme, lowest_for = self.residency.tables[Tier.NVME], self.residency.memory_only.lowest_for
+        coming = self.placement.sinks.coming
         unsaved = [
             k
             for k in keys
-            if not nvme.ready(k) and self.residency.where(k) is not None and lowest_for(k) >= Tier.NVME
+            if not nvme.ready(k)
+            and (self.residency.where(k) is not None or k in coming)
+            and lowest_for(k) >= Tier.NVME
         ]
         self.placement.sinks.add(unsaved, Tier.NVME, ticket, keep=True)
 

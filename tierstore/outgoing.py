@@ -17,25 +17,33 @@ if TYPE_CHECKING:
     from tierstore.admitting import Admitting
     from tierstore.loads import Loads
     from tierstore.residency import Residency
+    from tierstore.sinks import Sinks
     from tierstore.space import Space
     from tierstore.types import PageKey
 
 
 class Outgoing:
-    """What an engine that owns HBM has put and not got back. ``num_slots``: 0 until its tensors are registered."""
+    """What an engine that owns HBM has put and not got back. ``num_slots``: 0 until its tensors are registered.
 
-    def __init__(self, residency: Residency, space: Space, loads: Loads, admitting: Admitting) -> None:
+    ``sinks`` is told which pages come, and what becomes of them: they may be sent further down before they are there.
+    """
+
+    def __init__(
+        self, residency: Residency, space: Space, loads: Loads, admitting: Admitting, sinks: Sinks
+    ) -> None:
         self.num_slots = 0
         self.reusable: list[int] = []
         """Slots that no copy reads or writes any more, for ``poll`` to report."""
         self.given_up = 0
         """Pages that found no room below since this was last looked at."""
-        self._slots: set[int] = set()
+        self._slots: dict[int, PageKey | None] = {}
+        """Slots of the store's to read, and what goes further down than memory from there."""
         self._queue: deque[tuple[PageKey, int, PageKey | None, bool]] = deque()
         self._residency = residency
         self._space = space
         self._loads = loads
         self._admitting = admitting
+        self._sinks = sinks
 
     @property
     def waiting(self) -> bool:
@@ -52,10 +60,12 @@ class Outgoing:
         if len(set(slots)) != len(slots):
             raise LeaseError("a slot is named twice")
 
-    def accept(self, slots: Sequence[int]) -> None:
+    def accept(self, keys: Sequence[PageKey], slots: Sequence[int], *, memory_only: bool) -> None:
         """The slots are the store's to read until they are reported."""
         self.require_usable(slots)
-        self._slots.update(slots)
+        self._slots.update(zip(slots, [None] * len(slots) if memory_only else keys, strict=True))
+        if not memory_only:
+            self._sinks.coming.update(keys)
 
     def add(self, keys: Sequence[PageKey], slots: Sequence[int], *, memory_only: bool) -> None:
         """The accepted slots are written: their copies may start."""
@@ -66,7 +76,9 @@ class Outgoing:
 
     def ended(self, slot: int) -> None:
         """Nothing reads the slot any more."""
-        self._slots.discard(slot)
+        key = self._slots.pop(slot)
+        if key is not None:
+            self._sinks.came(key)
         self.reusable.append(slot)
 
     def advance(self, now: float) -> None:
@@ -85,7 +97,7 @@ class Outgoing:
                 self.ended(slot)
             elif self._space.copy_from_engine(key, slot, dst, parent, memory_only=memory_only):
                 if not memory_only:
-                    self._admitting.put(key, parent)
+                    self._admitting.put(key, parent, asked=self._sinks.to_disk(key))
             else:
                 self._space.make_room(dst, len(self._queue), now)
                 self._space.relieve(dst, 1, now)

@@ -122,7 +122,7 @@ class PendingEvents:
         self, keys: tuple[PageKey, ...], slots: tuple[int, ...], after: Event | None, *, memory_only: bool
     ) -> None:
         """``put`` of an engine's slots: the copy starts once they are written."""
-        self._directory.outgoing.accept(slots)
+        self._directory.outgoing.accept(keys, slots, memory_only=memory_only)
         if after is None or after.query():
             self._copied_out(keys, slots, memory_only)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -47,6 +47,8 @@ class Sinks:
 
     def __init__(self, residency: Residency, space: Space, unwritten: dict[PageKey, int]) -> None:
         self.open: dict[PageKey, Sink] = {}
+        self.coming: Counter[PageKey] = Counter()
+        """Pages on their way out of an engine's slots, out of how many each: they may be sent down before they come."""
         self._residency = residency
         self._tables = residency.tables
         self._tiers = list(residency.tables)
@@ -90,6 +92,18 @@ class Sinks:
         if key in self.open:
             self._queue.appendleft(key)
 
+    def to_disk(self, key: PageKey) -> bool:
+        """Whether somebody asked for the page to be written."""
+        sink = self.open.get(key)
+        return sink is not None and sink.target == Tier.NVME
+
+    def came(self, key: PageKey) -> None:
+        """The page comes out of one slot less: it is in a tier, on its way there, or will not be."""
+        self.coming[key] -= 1
+        if not self.coming[key]:
+            del self.coming[key]
+        self.wake(key)
+
     def settle(self, key: PageKey, *, failed: bool) -> None:
         """Nothing more is to be done for the page."""
         sink = self.open.pop(key, None)
@@ -113,7 +127,7 @@ class Sinks:
     def _step(self, key: PageKey, sink: Sink, now: float) -> _Step:
         holders = [tier for tier in self._tiers if self._tables[tier].ready(key)]
         if not holders:
-            return _Step.FAILED
+            return _Step.MOVING if self._arriving_below(key) else _Step.FAILED
         src = holders[-1]
         target = min(sink.target, self._residency.memory_only.lowest_for(key))
         if src >= target:
@@ -135,6 +149,12 @@ class Sinks:
         if self._space.blocked(dst, now) or (further is not None and self._space.stuck(dst, further, now)):
             return _Step.FAILED
         return _Step.BLOCKED
+
+    def _arriving_below(self, key: PageKey) -> bool:
+        """Whether the page will be told of by ``wake`` or ``settle``, though no tier has it yet."""
+        return key in self.coming or any(
+            key in table.copies for tier, table in self._tables.items() if tier > Tier.HBM
+        )
 
     def _leave(self, key: PageKey, target: Tier) -> None:
         for tier in self._tiers:

@@ -298,7 +298,8 @@ class TierStore:
         return dropped
 
     def flush(self) -> None:
-        """Returns when every page readable at the call, and every erase before it, is durable or counted as failed.
+        """Returns when every page put before the call that some tier has then, and every erase before it, is durable or
+        counted as failed. An engine's pages too that are still being copied out of its slots.
 
         Gives up when the disk makes no progress for 10 s.
         """

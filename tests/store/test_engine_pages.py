@@ -12,6 +12,7 @@ from tests.support.engine import ENGINES, SLOTS, Engine, page_major
 from tests.support.events import ManualEvent
 from tests.support.pages import PATIENCE_S, SPEC, chain, tiers, where
 from tests.support.stalls import IN, OUT
+from tierstore.saving import save_unsaved, wait_settled
 from tierstore.types import LeaseState, PageKey, Tier
 
 UP = (Tier.NVME, Tier.HOST)
@@ -226,3 +227,99 @@ def test_evicted_pages_are_not_loaded(bench: Bench, engine: Engine) -> None:
         assert lease.wait(PATIENCE_S) is LeaseState.READY
         assert lease.missing == list(keys[1:])
     assert where(bench.store, keys[0]) == {Tier.HOST: "ready"}
+
+
+@pytest.mark.parametrize("admission", ["all", "second_hit"])
+@pytest.mark.parametrize("host", [8, 2, 1])
+@pytest.mark.parametrize("ending", ["flush", "close"])
+def test_what_was_put_just_before_flush_or_close_is_on_disk_after_it(
+    tmp_path: Path, engine: Engine, admission: str, host: int, ending: str
+) -> None:
+    """No copy out of the engine's slots has ended, or even begun where HOST has no room yet."""
+    config = tiers(
+        SLOTS, host, tmp_path / "disk", hbm_more=OWNED_BY_ENGINE, nvme_more={"admission": admission}
+    )
+    keys = chain(6)
+    bench = open_bench(config, SPEC)
+    bench.store.register(engine.pages)
+    for slot, key in enumerate(keys):
+        engine.fill(slot, key)
+    bench.store.put(keys, range(6))
+    if ending == "flush":
+        bench.store.flush()
+        assert bench.store.stats()["nvme"]["records"] == 6  # type: ignore[index]
+        assert sorted(bench.store.poll()) == list(range(6))
+        bench.store.check()
+    bench.close()
+    engine.wipe()
+    again = open_bench(config, SPEC)
+    again.store.register(engine.pages)
+    with again.store.acquire(keys, into=range(6)) as lease:
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
+        assert lease.num_pages == 6
+        assert all(engine.holds(slot, key) for slot, key in enumerate(keys))
+    again.close()
+
+
+class SoonEvent(ManualEvent):
+    """Has happened when it was asked about for the twentieth time."""
+
+    asked = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        if self.asked == 20:
+            self.happen()
+        return super().query()
+
+
+def test_flush_waits_for_pages_that_are_still_being_written(bench: Bench, engine: Engine) -> None:
+    keys = chain(2)
+    for slot, key in enumerate(keys):
+        engine.fill(slot, key)
+    bench.store.put(keys, [0, 1], after=SoonEvent())
+    bench.store.flush()
+    assert [where(bench.store, key).get(Tier.NVME) for key in keys] == ["ready", "ready"]
+
+
+def test_flush_counts_pages_that_did_not_leave_the_engine_and_returns(bench: Bench, engine: Engine) -> None:
+    keys = chain(3)
+    bench.copies.fail_next(OUT, 1)
+    for slot, key in enumerate(keys):
+        engine.fill(slot, key)
+    bench.store.put(keys, [0, 1, 2])
+    ticket = save_unsaved(bench.directory, bench.store._progress)
+    wait_settled(ticket, bench.store._progress, deadline=None, stall_s=PATIENCE_S)
+    assert (ticket.open, ticket.failed) == (0, 1)
+    assert [where(bench.store, key).get(Tier.NVME) for key in keys] == ["ready", None, "ready"]
+    assert sorted(bench.store.poll()) == [0, 1, 2]
+
+
+def test_flush_does_not_wait_for_pages_evicted_on_their_way(bench: Bench, engine: Engine) -> None:
+    keys = chain(2)
+    bench.copies.hold(OUT)
+    bench.store.put(keys, [0, 1])
+    ticket = save_unsaved(bench.directory, bench.store._progress)
+    assert ticket.open == 2
+    assert bench.store.evict(keys) == 2
+    assert ticket.open == 0
+    bench.store.put(keys[:1], [2])  # the same page again, while the first copy of it still runs
+    ticket = save_unsaved(bench.directory, bench.store._progress)
+    bench.copies.open()
+    wait_settled(ticket, bench.store._progress, deadline=None, stall_s=PATIENCE_S)
+    assert ticket.open == 0
+    assert [where(bench.store, key).get(Tier.NVME) for key in keys] == ["ready", None]
+    assert sorted(bench.store.poll()) == [0, 1, 2]
+    assert not bench.directory.placement.sinks.coming
+
+
+def test_flush_writes_no_memory_only_page_on_its_way_out(bench: Bench, engine: Engine) -> None:
+    keys = chain(2)
+    bench.copies.hold(OUT)
+    bench.store.put(keys, [0, 1], memory_only=True)
+    ticket = save_unsaved(bench.directory, bench.store._progress)
+    assert ticket.open == 0
+    bench.copies.open()
+    bench.store.flush()
+    assert bench.store.drain(PATIENCE_S)
+    assert [where(bench.store, key) for key in keys] == [{Tier.HOST: "ready"}] * 2
