@@ -34,7 +34,7 @@ class Known:
 def make_history(names: Iterable[str], pages: int) -> History | None:
     """A memory for tiers of so many pages in all; None if none of the named needs one.
 
-    It remembers 32 times as many pages as the tiers hold, up to 262,144, and twice as many in any case: about 250
+    It remembers 32 times as many pages as the tiers hold, up to 262,144, and twice as many in any case: about 270
     bytes each.
     """
     if WITHOUT_HISTORY.issuperset(names):
