@@ -177,7 +177,7 @@ def check_sections(config: StoreConfig, layout: PageLayout) -> None:
                 f"come from memory: {', '.join(allowed)}"
             )
     if config.prefetch is not None:
-        _log.info("the prefetch section is for an attached prefetcher; this version has none")
+        _log.info("the prefetch section has its effect once prefetch.Prefetcher.attach(store) was called")
     if config.host is not None and config.host.pin == "always" and not torch.cuda.is_available():
         raise ConfigError(
             "host.pin is 'always', but no CUDA device is there to pin for; allowed here: auto, never"

@@ -37,7 +37,10 @@ class Metrics:
         )
         self._hints = Counter("tierstore_hints", "Hints, by what became of them", ["result"], registry=r)
         self._prefetch = Counter(
-            "tierstore_prefetch_bytes", "Payload bytes brought up ahead of need, by use", ["result"], registry=r
+            "tierstore_prefetch_bytes",
+            "Payload bytes brought up ahead of need, by use",
+            ["result"],
+            registry=r,
         )
         self._faults = Counter("tierstore_faults", "Unexpected errors in the store's threads", registry=r)
         self._holds = Gauge(

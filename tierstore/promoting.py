@@ -80,6 +80,7 @@ class Promoting:
         self._take_ended()
         in_force = self._hints.in_force(hint)
         started: list[PageKey] = []
+        covered = 0
         if in_force and src is not None and not self._awaited(src):
             for key in keys:
                 if key not in self._tables[tier].copies:
@@ -90,10 +91,11 @@ class Promoting:
                     self._brought.move_to_end(key)
                     started.append(key)
                 self._keep(hint, key, tier)
+                covered += 1
             while len(self._brought) > self._most_brought:
                 self._brought.popitem(last=False)
         self._settle()
-        return Promoted(tuple(started), in_force, len(self._moving))
+        return Promoted(tuple(started), covered, in_force, len(self._moving))
 
     def end(self, limit: int) -> bool:
         """Lets go what was kept for hints that ended, up to ``limit`` pages; whether some are left."""

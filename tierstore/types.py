@@ -212,11 +212,13 @@ class Match:
 class Promoted:
     """What ``TierStore.promote`` did. ``keys``: pages that are on their way up now and were not before.
 
+    ``covered``: how many of the pages it was given, first to last, are in the tier or on their way there now.
     ``in_force``: whether the hint still was what its request said last; if not, nothing starts for it any more.
     ``in_flight``: pages that promotions are bringing now, these included.
     """
 
     keys: tuple[PageKey, ...]
+    covered: int
     in_force: bool
     in_flight: int
 

@@ -82,6 +82,7 @@ def test_what_is_there_or_on_its_way_is_not_brought_again(bench: Bench) -> None:
     assert store.promote(hint, keys[:1], Tier.HBM).keys == tuple(keys[:1])
     again = store.promote(hint, keys, Tier.HBM)
     assert again.keys == tuple(keys[1:])
+    assert again.covered == 2
     assert again.in_flight == 2
     bench.open_gates()
     assert store.drain(60.0)
@@ -127,7 +128,7 @@ def test_a_promotion_displaces_what_nobody_announced_and_nothing_that_is_kept_or
     assert store.drain(60.0)
     with store.acquire(held) as lease:
         found = store.promote(need(store, "r", keys), keys, Tier.HBM)
-        assert found.keys == tuple(keys[:2])
+        assert (found.keys, found.covered) == (tuple(keys[:2]), 2)
         assert store.drain(60.0)
         assert lease.num_pages == 1
     assert store.match(stays).tiers == (Tier.HBM,)
