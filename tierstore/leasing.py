@@ -38,6 +38,7 @@ class Leasing:
         self.open: set[LeaseRecord] = set()
         self.next_deadline: float | None = None
         """When the next lease is to be cut, as of the last ``expire``."""
+        self._replaced: list[tuple[LeaseRecord, int]] = []
         self._timed: set[LeaseRecord] = set()
         """Open leases with a deadline that may still have to be cut: the others cost ``expire`` nothing."""
         self._residency = residency
@@ -80,11 +81,23 @@ class Leasing:
             lease.inexact_from = -1
 
     def moved(self, load: Load, slot: int) -> None:
-        """Another slot became the page's copy while it was being loaded: it is there for all who wait."""
+        """Another slot became the page's copy while it was being loaded: it is there for all who wait.
+
+        But not for who may be reading the old one, which others may have soon: ``cut_replaced`` takes it from them.
+        """
         for lease, index in load.waiters:
             if lease in self.open and index < len(lease.slots):
                 lease.slots[index] = slot
-                lease.waiting.discard(index)
+                if lease.told:
+                    self._replaced.append((lease, index))
+                else:
+                    lease.waiting.discard(index)
+
+    def cut_replaced(self) -> None:
+        """Leases end before pages that moved while they may have been read."""
+        for lease, index in self._replaced:
+            self.cut(lease, index, "replaced")
+        self._replaced.clear()
 
     def arrived(self, load: Load) -> None:
         """The page is there for all who wait for this load."""
@@ -190,12 +203,16 @@ class Leasing:
             return self._fate(key) or "not_found"
         if lease.deadline is not None and self._too_late(source, lease.deadline, now):
             return "deadline"
+        # Until the load has a pin of its own: this very page must not be dropped to make room for itself.
+        source_slot = self._residency.pin(key, source)
         try:
             slot = self._reserve(key, source) if lease.into is None else lease.into[index]
+            lease.slots.append(slot)
+            self._await(lease, index, self._loads.start(key, slot, source))
         except CapacityError:
             return "no_room"
-        lease.slots.append(slot)
-        self._await(lease, index, self._loads.start(key, slot, source))
+        finally:
+            self._residency.unpin(key, source, source_slot)
         self._hit(key, source)
         return None
 
@@ -205,15 +222,10 @@ class Leasing:
         load.waiters.append((lease, index))
 
     def _reserve(self, key: PageKey, source: Tier) -> int:
-        # The source pin keeps this very page from being dropped to make room for itself.
-        source_slot = self._residency.pin(key, source)
-        try:
-            slot = self._residency.reserve(key, Tier.HBM)
-            self._residency.exactness.loaded(key, source, Tier.HBM)
-            self._residency.pin(key, Tier.HBM)
-            return slot
-        finally:
-            self._residency.unpin(key, source, source_slot)
+        slot = self._residency.reserve(key, Tier.HBM)
+        self._residency.exactness.loaded(key, source, Tier.HBM)
+        self._residency.pin(key, Tier.HBM)
+        return slot
 
     def _too_late(self, source: Tier, deadline: float, now: float) -> bool:
         hops = [tier for tier in self._residency.tables if Tier.HBM < tier <= source]
