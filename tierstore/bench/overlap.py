@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from tierstore.bench.link import device_of, settle
+from tierstore.bench.link import Ceiling, device_of, settle
 from tierstore.config import load_config
 from tierstore.gpu.pool import GroupedPages
 from tierstore.store import TierStore
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tierstore.lease import Lease
 
 _PATIENCE_S = 600.0
-_WARM_MATMULS = 20
+_BLOCK_NBYTES = 1 << 30
 
 LLAMA_8B = PageSpec(
     num_layers=32, page_size=64, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="tierstore-bench"
@@ -39,7 +39,9 @@ LLAMA_8B = PageSpec(
 class OverlapRow:
     """Medians of the rounds. ``overlap``: what was saved of the shorter one, (compute + copy - both) / the shorter.
 
-    ``ideal``: 1 - 1 / groups, as computing begins with the first group there.
+    ``ideal``: 1 - 1 / groups, as computing begins with the first group there. ``beside_ms``: the same computing while
+    one contiguous block is copied in again and again: what it takes longer is the card's. ``reachable``: the overlap
+    of copies that lose nothing, with compute that takes so long.
     """
 
     groups: int
@@ -48,8 +50,10 @@ class OverlapRow:
     compute_ms: float
     copy_ms: float
     both_ms: float
+    beside_ms: float
     overlap: float
     ideal: float
+    reachable: float
     gbps: float
     """Of the copies alone."""
     first_layer_ms: float
@@ -83,20 +87,6 @@ class _Compute:
             raise RuntimeError("a layer was computed before its bytes were there")
         self._sums.zero_()
 
-    def fill_up(self, seconds: float, layers: int) -> None:
-        """Chooses the number of products so that all layers together take about so long."""
-        start = self._timed(_WARM_MATMULS)
-        self.products = max(1, round(seconds / layers / (start / _WARM_MATMULS)))
-
-    def _timed(self, number: int) -> float:
-        for _ in range(2):
-            settle(self._matrix.device)
-            start = perf_counter()
-            for _ in range(number):
-                torch.mm(self._matrix, self._matrix, out=self._product)
-            settle(self._matrix.device)
-        return perf_counter() - start
-
     def _sum_all(self) -> torch.Tensor:
         return torch.stack([self._words[:, layer].sum() for layer in range(self._words.shape[1])])
 
@@ -121,6 +111,28 @@ class Restore:
             self.compute.layer(layer)
         settle(self._pages.device)
         return perf_counter() - start
+
+    def fill_up(self) -> None:
+        """Chooses the number of products so that computing takes about as long as copying."""
+        self.copied()
+        for _ in range(3):
+            _, copying = self.copied()
+            self.compute.products = max(1, round(self.compute.products * copying / self.alone()))
+
+    def beside(self, block: Ceiling) -> float:
+        """Seconds of computing while contiguous copies go on, about as long as it takes."""
+        nbytes = self._pages.nbytes
+        settle(self._pages.device)
+        start = perf_counter()
+        for _ in range(max(1, round(1.2 * nbytes / block.nbytes))):
+            block.queue("h2d")
+        for layer in range(self._layers):
+            self.compute.layer(layer)
+        if self._pages.is_cuda:
+            torch.cuda.current_stream(self._pages.device).synchronize()
+        seconds = perf_counter() - start
+        settle(self._pages.device)
+        return seconds
 
     def copied(self) -> tuple[float, float]:
         """Seconds until the first layer and until all of them were there, with nothing computed."""
@@ -179,17 +191,29 @@ def overlap_row(device: str, spec: PageSpec, nbytes: int, rounds: int, matrix: i
     with TierStore.open(config, spec) as store:
         keys = _filled(store, pages, spec)
         restore = Restore(store, keys, matrix)
-        restore.copied()
-        restore.compute.fill_up(restore.copied()[1], spec.num_layers)
+        block = Ceiling(device, min(_BLOCK_NBYTES, capacity))
+        restore.fill_up()
         restore.both()
-        found = [(restore.alone(), *restore.copied(), restore.both()) for _ in range(rounds)]
+        found = [
+            (restore.alone(), *restore.copied(), restore.both(), restore.beside(block)) for _ in range(rounds)
+        ]
         groups = _groups(store)
-    compute, first, copy, both = (median(column) for column in zip(*found, strict=True))
-    overlap = median((c + t - b) / min(c, t) for c, _, t, b in found)
-    milliseconds = (compute * 1e3, copy * 1e3, both * 1e3)
-    ideal = 1 - 1 / groups
+    compute, first, copy, both, beside = (median(column) for column in zip(*found, strict=True))
     return OverlapRow(
-        groups, pages, spec.page_nbytes, *milliseconds, overlap, ideal, capacity / copy / 1e9, first * 1e3
+        groups=groups,
+        num_pages=pages,
+        page_bytes=spec.page_nbytes,
+        compute_ms=compute * 1e3,
+        copy_ms=copy * 1e3,
+        both_ms=both * 1e3,
+        beside_ms=beside * 1e3,
+        overlap=median((c + t - b) / min(c, t) for c, _, t, b, _ in found),
+        ideal=1 - 1 / groups,
+        reachable=median(
+            (c + t - max(t / groups + s, t + s / groups)) / min(c, t) for c, _, t, _, s in found
+        ),
+        gbps=capacity / copy / 1e9,
+        first_layer_ms=first * 1e3,
     )
 
 

@@ -79,12 +79,11 @@ def _beside(device: str, read: int, times: int, batch: int, pairs: int) -> list[
 
 def _show(name: str, hidden: OverlapRow, beside: list[BesideRow]) -> None:
     console = Console(width=110)
-    found = Table(
-        "layer groups", "compute ms", "copy ms", "both ms", "overlap", "of the ideal", box=None, title=name
-    )
-    times = (f"{x:.1f}" for x in (hidden.compute_ms, hidden.copy_ms, hidden.both_ms))
-    share = hidden.overlap / hidden.ideal if hidden.ideal else 0.0
-    found.add_row(str(hidden.groups), *times, f"{hidden.overlap:.3f}", f"{share:.3f}")
+    columns = ("layer groups", "compute ms", "beside a block", "copy ms", "both ms")
+    found = Table(*columns, "overlap", "reachable", "ideal", box=None, title=name)
+    times = (f"{x:.1f}" for x in (hidden.compute_ms, hidden.beside_ms, hidden.copy_ms, hidden.both_ms))
+    parts = (f"{x:.3f}" for x in (hidden.overlap, hidden.reachable, hidden.ideal))
+    found.add_row(str(hidden.groups), *times, *parts)
     console.print(found)
     console.print(
         f"{hidden.num_pages} pages of {format_size(hidden.page_bytes)} at {hidden.gbps:.1f} GB/s, "
