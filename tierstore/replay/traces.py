@@ -28,11 +28,15 @@ _MOST_SAID = 40
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``at``: seconds from the start. ``tokens``: those of the prompt. ``keys``: its full blocks, first to last."""
+    """``at``: seconds from the start. ``tokens``: those of the prompt. ``keys``: its full blocks, first to last.
+
+    ``output_tokens``: of the answer; 0 where the trace does not tell.
+    """
 
     at: float
     tokens: int
     keys: tuple[PageKey, ...]
+    output_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,8 @@ def _mooncake(file: Path) -> Trace:
         row = _object(where, line)
         at = _time(where, row, "timestamp") / 1000
         tokens = _count(where, row, "input_length", least=0)
-        requests.append(Request(at, tokens, chain.keys(_blocks(where, row, tokens // _MOONCAKE_TOKENS))))
+        keys = chain.keys(_blocks(where, row, tokens // _MOONCAKE_TOKENS))
+        requests.append(Request(at, tokens, keys, _output(row, "output_length")))
     if not requests:
         raise ConfigError(f"{file} is empty; allowed: one request a line")
     requests.sort(key=lambda request: request.at)
@@ -129,7 +134,13 @@ def _session(file: Path, session: Mapping[str, object], size: int) -> Iterator[R
         if not isinstance(row, dict):
             raise ConfigError(f"{where} is {_short(row)}; allowed: an object with t, in and hash_ids")
         tokens = _count(where, row, "in", least=0)
-        yield Request(_time(where, row, "t"), tokens, chain.keys(_blocks(where, row, tokens // size)))
+        keys = chain.keys(_blocks(where, row, tokens // size))
+        yield Request(_time(where, row, "t"), tokens, keys, _output(row, "out"))
+
+
+def _output(row: Mapping[str, object], name: str) -> int:
+    found = row.get(name)
+    return found if isinstance(found, int) and found > 0 else 0
 
 
 def _text(file: Path) -> str:
