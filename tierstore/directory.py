@@ -408,6 +408,7 @@ class Directory:
             else:
                 self.leasing.lost(load, "failed")
         self.loads.ended.clear()
+        self.leasing.cut_replaced()
         self.drops.note()
         self.drops.tell(refused=bool(self.space.failing))
         self.traffic.emit(now)

@@ -76,6 +76,7 @@ class Holding:
             with self._progress.lock:
                 arriving = self._arriving(record, layer)
                 if arriving.submitted:
+                    record.told |= record.state is LeaseState.PENDING
                     self._metrics.waited(monotonic() - start)
                     written = self._pending.writers(record.slots)
                     return arriving.event if written is None else both(written, arriving.event)

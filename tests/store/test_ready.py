@@ -125,6 +125,32 @@ def test_a_copy_that_fails_after_its_first_layers_still_cuts_the_lease(
     assert "cannot be written" in caplog.text
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_a_page_that_is_put_while_its_layers_are_read_is_taken_from_its_readers(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    """Their old slots are others' soon. Who was told of no layer has not read them, and gets the new ones."""
+    keys = chain(3)
+    below(bench, keys)
+    let = Let(monkeypatch)
+    with bench.store.acquire(keys) as lease:
+        if told:
+            let.go(3)
+            assert lease.ready(0, timeout_s=PATIENCE_S) is None
+        read = lease.slots
+        mine = bench.store.allocate(1)
+        fill(bench.store, keys[1:2], mine, SPEC)
+        assert bench.store.put(keys[1:2], mine) == mine
+        let.go(12)
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
+        assert lease.slots == (read[:1] if told else [read[0], *mine, read[2]])
+        assert lease.missing_because == ("replaced" if told else None)
+        assert layers_right(bench, keys[: lease.num_pages], lease.slots) == [True] * SPEC.num_layers
+        bench.store.check()
+    assert bench.store.drain(PATIENCE_S)
+    assert bench.store.match(keys).tiers == (Tier.HBM,) * 3
+
+
 def test_a_layer_of_pages_that_are_still_written_has_the_event_of_their_writer(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
