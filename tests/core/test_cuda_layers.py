@@ -224,6 +224,20 @@ def test_close_gives_up_the_groups_to_come_and_waits_for_those_on_their_way() ->
     assert len(rig.route.groups) == 1
 
 
+def test_close_ends_what_has_landed_and_has_groups_to_come() -> None:
+    rig = Rig(layers=4, pace=Pace(whole=0, ahead=1, behind=0))
+    rig.move(1, Tier.HBM, (0, 0))
+    rig.move(2, Tier.HBM, (1, 1))
+    rig.up.run()
+    assert rig.engine.poll() == []
+    assert rig.route.groups == [(0, 1), (0, 1)], "of the first nothing is on its way now"
+    assert not rig.engine.close(0.0)
+    rig.up.run()
+    assert rig.engine.close(PATIENCE_S)
+    closed = ((0, Failure.CLOSED),)
+    assert {ack.transfer_id: ack.failures for ack in rig.engine.poll()} == {1: closed, 2: closed}
+
+
 def test_a_launch_waits_for_more_of_its_group_while_the_link_has_enough_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -175,16 +175,16 @@ class Lane:
         return ended
 
     def give_up(self) -> list[Job]:
-        """Nothing more is launched: jobs of which nothing was. The others fail once what was launched has ended."""
+        """Nothing more is launched: jobs of which nothing is on its way. The others fail once that has ended."""
         left = self._waves.clear()
         for job in left:
             job.failure = Failure.CLOSED
-        untouched = [job for job in left if not (job.flights or job.airborne)] + list(self.arrived)
+        over = [job for job in left if not job.airborne] + list(self.arrived)
         self.arrived.clear()
-        for job in untouched:
+        for job in over:
             job.failure = Failure.CLOSED
             self._forget(job)
-        return untouched
+        return over
 
     def idle(self) -> bool:
         """Whether nothing launched is still running; it stays for ``land``."""
