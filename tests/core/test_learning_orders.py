@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.support.pages import chain
 from tierstore.policy.adaptive import Adaptive, Ghost, Rivals
 from tierstore.policy.history import History, Record
-from tierstore.policy.session import KINDS, Lifetimes, Returns, Session, kind_of
+from tierstore.policy.session import KINDS, Lifetimes, Returns, Session, _corners, kind_of
 from tierstore.types import PageKey
 
 asks = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 50)), max_size=150)
@@ -76,6 +76,26 @@ def test_a_wait_that_was_given_up_ends_without_effect() -> None:
     returns.end(0, 1000, back=True)
     assert returns.curve(1000) == before
     assert not returns._waiting
+
+
+steps = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=30)
+
+
+@given(steps, st.integers(0, 40))
+def test_at_every_price_a_corner_of_a_curve_is_as_good_as_any_of_its_points(
+    steps: list[tuple[int, int]], price: int
+) -> None:
+    """In whole numbers, that sums are exact."""
+    curve = [(0.0, 0.0, 0.0)]
+    for age, (chance, place) in enumerate(steps, 1):
+        curve.append((float(age), curve[-1][1] + chance, curve[-1][2] + place))
+    corners = _corners(curve)
+
+    def best(points: list[tuple[float, float, float]]) -> float:
+        return max(8 * chance - price * place for _, chance, place in points)
+
+    assert set(corners) <= set(curve)
+    assert best(corners) == best(curve)
 
 
 def ask(history: History, key: PageKey, parent: PageKey | None = None) -> None:

@@ -39,8 +39,9 @@ _HALF_LIFE = 64
 """Capacities after which what was seen counts half."""
 _FEW = 8
 
-_Curve = list[tuple[float, float, float]]
+_Point = tuple[float, float, float]
 """Age, chance to be asked for by then, time in place by then."""
+_Curve = list[_Point]
 
 
 class Returns:
@@ -168,11 +169,12 @@ def kind_of(record: Record) -> int:
 
 def _best_ages(curves: list[_Curve], rates: list[float], pages: int) -> list[float]:
     """The ages at the lowest price at which what is kept fits: by bisection of the price's logarithm."""
+    corners = [_corners(curve) for curve in curves]
 
     def choose(price: float) -> tuple[float, list[float]]:
         used, ages = 0.0, []
-        for curve, rate in zip(curves, rates, strict=True):
-            age, _, place = max(curve, key=lambda point: point[1] - price * point[2])
+        for points, rate in zip(corners, rates, strict=True):
+            age, _, place = max(points, key=lambda point: point[1] - price * point[2])
             used += rate * place
             ages.append(age)
         return used, ages
@@ -185,6 +187,23 @@ def _best_ages(curves: list[_Curve], rates: list[float], pages: int) -> list[flo
         else:
             high = middle
     return choose(high)[1]
+
+
+def _corners(curve: _Curve) -> _Curve:
+    """Those points of a curve that are the best at some price: its upper hull."""
+    hull = curve[:1]
+    for point in curve[1:]:
+        if point[1] <= hull[-1][1]:
+            continue
+        while len(hull) > 1 and not _bends(*hull[-2:], point):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _bends(a: _Point, b: _Point, c: _Point) -> bool:
+    """Whether a place brings more between a and b than between b and c."""
+    return (b[1] - a[1]) * (c[2] - b[2]) > (c[1] - b[1]) * (b[2] - a[2])
 
 
 def _bucket(age: float) -> int:
