@@ -130,7 +130,8 @@ def test_an_arena_unlocks_its_memory_when_it_is_closed_and_when_it_is_dropped() 
     pinner = RecordingPinner()
     arena = HostArena(layout, 9, pinner)
     assert arena.wait_pinned(9, PATIENCE_S)
-    assert arena.stats() == {"pinned_nbytes": 9 * layout.slot_nbytes, "pinning": False, "refused": None}
+    pinned = {"pinned_nbytes": 9 * layout.slot_nbytes, "pinning": False, "refused": None}
+    assert arena.stats() == {**pinned, "codec": "none", "slot_nbytes": layout.slot_nbytes}
     arena.view(8).fill(7)
     arena.close()
     arena.close()
@@ -148,8 +149,10 @@ def test_an_arena_unlocks_its_memory_when_it_is_closed_and_when_it_is_dropped() 
 
 
 def test_an_arena_without_a_pinner_is_ordinary_memory() -> None:
-    arena = HostArena(PageLayout.of(SPEC), 4)
-    assert arena.stats() == {"pinned_nbytes": 0, "pinning": False, "refused": None}
+    layout = PageLayout.of(SPEC)
+    arena = HostArena(layout, 4)
+    pinned = {"pinned_nbytes": 0, "pinning": False, "refused": None}
+    assert arena.stats() == {**pinned, "codec": "none", "slot_nbytes": layout.slot_nbytes}
     assert not arena.wait_pinned(1, 0.0)
     arena.close()
 
