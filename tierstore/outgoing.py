@@ -38,7 +38,8 @@ class Outgoing:
         """Pages that found no room below since this was last looked at."""
         self._slots: dict[int, PageKey | None] = {}
         """Slots of the store's to read, and what goes further down than memory from there."""
-        self._queue: deque[tuple[PageKey, int, PageKey | None, bool]] = deque()
+        self._queue: deque[tuple[PageKey, int, PageKey | None, bool, int]] = deque()
+        """Key, slot, the page before, whether memory-only, and how many pages came after it at once."""
         self._residency = residency
         self._space = space
         self._loads = loads
@@ -70,8 +71,8 @@ class Outgoing:
     def add(self, keys: Sequence[PageKey], slots: Sequence[int], *, memory_only: bool) -> None:
         """The accepted slots are written: their copies may start."""
         parent: PageKey | None = None
-        for key, slot in zip(keys, slots, strict=True):
-            self._queue.append((key, slot, parent, memory_only))
+        for following, key, slot in zip(range(len(keys) - 1, -1, -1), keys, slots, strict=True):
+            self._queue.append((key, slot, parent, memory_only, following))
             parent = key
 
     def ended(self, slot: int) -> None:
@@ -85,7 +86,7 @@ class Outgoing:
         """Starts the copies for which there is room; gives pages up only where no room will come."""
         dst = self._space.below(Tier.HBM)
         while self._queue and dst is not None:
-            key, slot, parent, memory_only = self._queue[0]
+            key, slot, parent, memory_only, following = self._queue[0]
             if self._residency.held(key):
                 if not memory_only:
                     self._residency.memory_only.permit_named(key)
@@ -97,7 +98,7 @@ class Outgoing:
                 self.ended(slot)
             elif self._space.copy_from_engine(key, slot, dst, parent, memory_only=memory_only):
                 if not memory_only:
-                    self._admitting.put(key, parent, asked=self._sinks.to_disk(key))
+                    self._admitting.put(key, parent, following, asked=self._sinks.to_disk(key))
             else:
                 self._space.make_room(dst, len(self._queue), now)
                 self._space.relieve(dst, 1, now)

@@ -206,6 +206,9 @@ def test_pages_of_an_engine_are_asked_about_too(tmp_path: Path) -> None:
         engine.fill(slot, key)
     bench.store.put(keys, [0, 1, 2])
     assert stored(bench, keys) == [False, False, False]
+    history = bench.directory.admitting._history
+    assert history is not None
+    assert [history.get(key).span for key in keys] == [3, 3, 3], "a run is known when it is put"  # type: ignore[union-attr]
     with bench.store.acquire(keys[:2], into=[3, 4]) as lease:
         lease.wait(PATIENCE_S)
     assert stored(bench, keys) == [True, True, False]
