@@ -6,8 +6,10 @@ import asyncio
 import logging
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from tests.support import pages as support
 from tests.support.pages import PATIENCE_S, chain, page_tensor, tier_stats, where
 from tierstore import codecs
 from tierstore.codec import Codec, Head, parse
+from tierstore.codecs.held import Held, Packer
 from tierstore.config import load_config
 from tierstore.errors import ConfigError
 from tierstore.gpu.pool import EnginePages
@@ -288,6 +291,28 @@ def test_the_keys_are_those_of_the_loss_class(tmp_path: Path) -> None:
     assert found["int8", "none"] == found["int8", "int8+zstd"] == found["none", "int8"]
     assert len(set(found.values())) == 3
     assert namespace(LAYOUT.specs, loss_class="int8") != namespace(LAYOUT.specs, loss_class="fp8")
+
+
+def test_no_bytes_of_other_memory_are_packed_with_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies between KV groups belongs to none, and an engine's page does not fill it."""
+    state = PageSpec(
+        kind="state",
+        num_layers=1,
+        page_size=64,
+        num_kv_heads=1,
+        head_dim=9,
+        dtype="float32",
+        group=1,
+        model="s",
+    )
+    layout = PageLayout.of([state, SPEC])
+    rubbish = partial(np.full, fill_value=0xEE)
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "empty", lambda shape, dtype=float: rubbish(shape, dtype=dtype))
+        packer = Packer(Held.of("int8", layout))
+    for spec, offset in zip(layout.specs, layout.offsets, strict=True):
+        packer.page[offset : offset + spec.page_nbytes] = 0
+    assert not packer.page.any()
 
 
 def test_an_engines_pages_go_through_encoded_memory(tmp_path: Path) -> None:

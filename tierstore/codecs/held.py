@@ -59,7 +59,8 @@ class Packer:
     def __init__(self, held: Held) -> None:
         self._held = held
         self._encoder = codecs.encoder(held.codec, held.layout)
-        self.page = np.empty(held.layout.blob_nbytes, dtype=np.uint8)
+        # Zeros: what lies between KV groups is packed too, and nobody may write it.
+        self.page = np.zeros(held.layout.blob_nbytes, dtype=np.uint8)
         """Where a page may be put before it is packed."""
 
     def pack(self, page: Bytes, slot: Bytes) -> bool:
