@@ -195,7 +195,7 @@ def _corners(curve: _Curve) -> _Curve:
     for point in curve[1:]:
         if point[1] <= hull[-1][1]:
             continue
-        while len(hull) > 1 and not _bends(*hull[-2:], point):
+        while len(hull) > 1 and not _bends(hull[-2], hull[-1], point):
             hull.pop()
         hull.append(point)
     return hull
