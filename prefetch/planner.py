@@ -124,7 +124,8 @@ def plan(
     """
     planning = _Planning(machine, now)
     outcomes = {want.request_id: Outcome(0, now, inf) for want in wants}
-    for item in sorted([*wants, *retained], key=_order):
+    items: list[Want | Retained] = [*wants, *retained]
+    for item in sorted(items, key=_order):
         if isinstance(item, Retained):
             planning.stay(item)
         elif planning.planned < most_pages:

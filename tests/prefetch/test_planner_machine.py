@@ -102,7 +102,7 @@ TIMELINE_BUGS = [
 
 
 def test_every_plan_keeps_the_rules() -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         PlannerMachine, settings=settings(max_examples=120, stateful_step_count=20, deadline=None)
     )
 
@@ -115,7 +115,7 @@ def machine_over(subject: ModuleType) -> type[PlannerMachine]:
 def test_the_machine_notices_a_planted_bug(bug: Bug) -> None:
     planted = machine_over(load(planner, bug))
     with pytest.raises(NOTICED):
-        run_state_machine_as_test(planted, settings=SEARCH)  # type: ignore[no-untyped-call]
+        run_state_machine_as_test(planted, settings=SEARCH)
 
 
 @pytest.mark.parametrize("bug", TIMELINE_BUGS, ids=[bug.name for bug in TIMELINE_BUGS])
@@ -123,10 +123,10 @@ def test_the_machine_notices_a_bug_in_the_timeline(bug: Bug) -> None:
     subject = load(planner)
     subject.Timeline = load(timeline, bug).Timeline  # type: ignore[attr-defined]
     with pytest.raises(NOTICED):
-        run_state_machine_as_test(machine_over(subject), settings=SEARCH)  # type: ignore[no-untyped-call]
+        run_state_machine_as_test(machine_over(subject), settings=SEARCH)
 
 
 def test_the_loaded_copy_without_a_bug_passes() -> None:
     """So it is the bugs that are noticed, and not the way the code is loaded."""
     few = settings(SEARCH, max_examples=30)
-    run_state_machine_as_test(machine_over(load(planner)), settings=few)  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(machine_over(load(planner)), settings=few)

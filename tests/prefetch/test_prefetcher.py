@@ -240,7 +240,7 @@ def test_a_read_that_fails_is_not_tried_for_ever(bench: Bench, clock: Clock) -> 
 
 def test_pages_are_the_same_with_it_and_without(tmp_path: Path, clock: Clock) -> None:
     """The same requests, with hints before each and without: every page served is checked, and as many are."""
-    served = {}
+    served: dict[bool, list[int]] = {}
     for hinted in (True, False):
         bench = open_bench(tiers(hbm=8, host=4, nvme=tmp_path / str(hinted)), SPEC)
         store = bench.store

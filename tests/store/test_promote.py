@@ -150,6 +150,13 @@ def test_what_was_brought_for_one_hint_makes_no_room_for_another_unless_that_is_
     store.free(taken)
 
 
+def test_a_page_that_is_not_right_below_ends_it(store: TierStore) -> None:
+    keys = [*stored(store, "a", 1, Tier.HOST), *stored(store, "b", 1), *stored(store, "c", 1, Tier.HOST)]
+    found = store.promote(need(store, "r", keys), keys, Tier.HBM)
+    assert (found.keys, found.covered) == ((keys[0],), 1)
+    assert store.drain(60.0)
+
+
 @pytest.mark.parametrize("ending", ["cancel", "time"])
 def test_what_was_brought_is_as_others_once_its_hint_has_ended(store: TierStore, ending: str) -> None:
     one, other = stored(store, "one", 2, Tier.HOST), stored(store, "other", 2, Tier.HOST)

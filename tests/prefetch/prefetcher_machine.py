@@ -1,0 +1,281 @@
+"""A state machine over a store with a prefetcher, a turn at a time, with gates at the copies and the disk.
+
+The model knows who is expected, who is retained and who is leased; every turn is held to what may not happen in it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import ClassVar, NamedTuple
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from prefetch import prefetcher
+from tests.support.bench import Bench, open_bench
+from tests.support.pages import PATIENCE_S, SPEC, chain, page_tensor, require_nothing_held, same, tiers, write
+from tests.support.stalls import IN, Lane
+from tierstore import directory, promoting
+from tierstore.config import PrefetchConfig
+from tierstore.lease import Lease
+from tierstore.types import Hint, HintResult, LeaseState, PageKey, Tier
+
+HBM, HOST, MOST, SHARE = 4, 6, 2, 3
+SEQUENCES = [chain(3, "a"), chain(3, "b"), chain(2, "c"), [*chain(3, "a")[:1], *chain(1, "d")]]
+UP: Lane = (Tier.NVME, Tier.HOST)
+PAGES = list(dict.fromkeys(key for keys in SEQUENCES for key in keys))
+
+names = st.sampled_from("xyz")
+sequences = st.sampled_from(SEQUENCES)
+
+
+class Asked(NamedTuple):
+    """What the model knows of a hint in force."""
+
+    hint: Hint
+    deadline: float
+    number: int
+
+    @property
+    def order(self) -> tuple[float, int]:
+        return (self.deadline, self.number)
+
+
+class PrefetcherMachine(RuleBasedStateMachine):
+    """``planted``: the modules under test, loaded anew where they have a bug."""
+
+    prefetcher_module: ClassVar[ModuleType] = prefetcher
+    promoting_module: ClassVar[ModuleType] = promoting
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.home = Path(tempfile.mkdtemp(prefix="tierstore-prefetch-"))
+        self.now = 1000.0
+        self.revision = 0
+        self.number = 0
+        self.asked: dict[str, Asked] = {}
+        self.kept: dict[str, list[PageKey]] = {}
+        self.leases: list[Lease] = []
+        self.failures = False
+        self.bench: Bench | None = None
+
+    @initialize(places=st.tuples(*[st.sampled_from([Tier.HBM, Tier.HOST, Tier.NVME])] * len(SEQUENCES)))
+    def open(self, places: tuple[Tier, ...]) -> None:
+        directory.Promoting = self.promoting_module.Promoting  # type: ignore[misc]
+        self.bench = open_bench(tiers(HBM, HOST, self.home), SPEC)
+        self.store = self.bench.store
+        limits = PrefetchConfig(max_in_flight=MOST * SPEC.page_nbytes, share_of_host=SHARE / HOST)
+        self.subject = self.prefetcher_module.Prefetcher(self.store, limits, None, lambda: self.now)
+        for keys in SEQUENCES:
+            write(self.store, keys)
+            self.store.demote(keys, Tier.NVME)
+            assert self.store.drain(PATIENCE_S)
+        for keys, place in zip(SEQUENCES, places, strict=True):
+            self.raise_to(place, keys)
+
+    def raise_to(self, place: Tier, keys: list[PageKey]) -> None:
+        """By a lease, as engines do."""
+        if place < Tier.NVME:
+            with self.store.acquire(keys) as lease:
+                lease.wait(PATIENCE_S)
+            if place == Tier.HOST:
+                self.store.evict(keys, Tier.HBM)
+
+    def teardown(self) -> None:
+        directory.Promoting = promoting.Promoting  # type: ignore[misc]
+        if self.bench is None:
+            return
+        try:
+            self.end()
+        finally:
+            self.bench.close()
+            shutil.rmtree(self.home)
+
+    # -- what schedulers and engines do -------------------------------------------------------------------------
+
+    @rule(name=names, keys=sequences, length=st.integers(1, 3), in_s=st.sampled_from([1.0, 5.0, 20.0]))
+    def expect(self, name: str, keys: list[PageKey], length: int, in_s: float) -> None:
+        self.revision += 1
+        self.number += 1
+        hint = Hint(name, self.revision, tuple(keys[:length]), deadline_s=in_s)
+        assert self.store.hint(hint) is HintResult.DEFERRED
+        self.kept.pop(name, None)
+        self.asked[name] = Asked(hint, self.now + in_s, self.number)
+
+    @rule(name=names)
+    def cancel(self, name: str) -> None:
+        self.revision += 1
+        self.store.hint(Hint(name, self.revision, ()))
+        self.asked.pop(name, None)
+        self.kept.pop(name, None)
+
+    @rule(name=names, keys=sequences)
+    def retain(self, name: str, keys: list[PageKey]) -> None:
+        self.revision += 1
+        self.store.hint(Hint(name, self.revision, tuple(keys), "retain"))
+        self.asked.pop(name, None)
+        self.kept[name] = [key for key in keys if self.in_hbm(key)]
+
+    @rule(keys=sequences)
+    def acquire(self, keys: list[PageKey]) -> None:
+        if len(self.leases) < 2:
+            self.leases.append(self.store.acquire(keys))
+
+    @rule(which=st.integers(0, 1))
+    def release(self, which: int) -> None:
+        if which < len(self.leases):
+            self.leases.pop(which).release()
+
+    @rule(keys=sequences, tier=st.sampled_from([Tier.HBM, Tier.HOST]))
+    def evict(self, keys: list[PageKey], tier: Tier) -> None:
+        """Copies leave that nobody uses; the page stays below."""
+        pinned = {key for lease in self.leases for key in lease.keys}
+        idle = [
+            k for k in keys if k not in pinned and self.store.match([k]).num_pages and self.saved(k, tier)
+        ]
+        self.store.evict(idle, tier)
+        for name, kept in self.kept.items():
+            self.kept[name] = [key for key in kept if key not in idle]
+
+    def saved(self, key: PageKey, tier: Tier) -> bool:
+        copies = self.copies(key)
+        return any(copies.get(below) == "ready" for below in Tier if below > tier)
+
+    # -- what happens -------------------------------------------------------------------------------------------
+
+    @rule(lane=st.sampled_from([IN, UP]))
+    def hold(self, lane: Lane) -> None:
+        assert self.bench is not None
+        (self.bench.copies if lane == IN else self.bench.records).hold(lane)
+
+    @rule()
+    def open_gates(self) -> None:
+        assert self.bench is not None
+        self.bench.open_gates()
+        self.bench.settle()
+
+    @rule()
+    def settle(self) -> None:
+        assert self.bench is not None
+        self.bench.settle()
+
+    @rule(lane=st.sampled_from([IN, UP]))
+    def fail(self, lane: Lane) -> None:
+        assert self.bench is not None
+        if lane == IN or not self.failures:
+            (self.bench.copies if lane == IN else self.bench.records).fail_next(lane, 0)
+            self.failures = True
+
+    @rule(seconds=st.sampled_from([0.06, 0.3, 3.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def turn(self) -> None:
+        before = {key: self.copies(key) for key in PAGES}
+        staged = self.staged()
+        waiting = [lease for lease in self.leases if lease.wait(0.0) is LeaseState.PENDING]
+        kept = [key for keys in self.kept.values() for key in keys if self.in_hbm(key)]
+        self.subject.turn(0.0)
+        after = {key: self.copies(key) for key in PAGES}
+        started = [
+            (k, t) for k in PAGES for t in after[k] if t not in before[k] and after[k][t] == "arriving"
+        ]
+        brought = [(k, t) for k in PAGES for t in after[k] if t not in before[k]]
+        wanted = {key for asked in self.asked.values() for key in asked.hint.keys}
+        assert {key for key, _ in brought} <= wanted, "a copy started for nobody, or for who had cancelled"
+        if waiting and self.waits_on(waiting, before, Tier.HOST):
+            assert not [t for _, t in started if t == Tier.HBM], (
+                "a load starts while a lease waits for its own"
+            )
+        assert len(
+            [x for k in PAGES for x in after[k].values() if x == "arriving"]
+        ) <= self.arriving_of_leases(after) + max(
+            MOST, len([x for k in PAGES for x in before[k].values() if x == "arriving"])
+        )
+        lost = [k for k in PAGES if Tier.HBM in before[k] and Tier.HBM not in after[k]]
+        assert not set(lost) & set(kept), "a retained page is displaced"
+        self.require_later(lost, [k for k, t in brought if t == Tier.HBM])
+        self.require_room_in_host(staged, [k for k, t in brought if t == Tier.HOST])
+
+    def waits_on(self, waiting: list[Lease], before: dict[PageKey, dict[Tier, str]], src: Tier) -> bool:
+        """Whether one of them waits for a page on its way from there, and not for one that is yet to be read."""
+        pages = {key for lease in waiting for key in lease.keys[: lease.num_pages]}
+        return any(
+            before[k].get(Tier.HBM) == "arriving" and before[k].get(src) == "ready" for k in pages
+        ) and not any(before[k].get(src) != "ready" and before[k].get(Tier.HBM) == "arriving" for k in pages)
+
+    def arriving_of_leases(self, after: dict[PageKey, dict[Tier, str]]) -> int:
+        pages = {key for lease in self.leases for key in lease.keys}
+        return sum(x == "arriving" for k in pages for x in after[k].values())
+
+    def require_later(self, lost: Sequence[PageKey], loaded: Sequence[PageKey]) -> None:
+        """A page that was expected left HBM only for one that is expected sooner."""
+        for key in lost:
+            needed = [a.order for a in self.asked.values() if key in a.hint.keys]
+            if needed:
+                sooner = [a for a in self.asked.values() if set(a.hint.keys) & set(loaded)]
+                assert any(a.order < min(needed) for a in sooner), "it is displaced by what is needed later"
+
+    def staged(self) -> list[PageKey]:
+        return [k for k in PAGES if Tier.HOST in (c := self.copies(k)) and Tier.HBM not in c]
+
+    def require_room_in_host(self, staged: list[PageKey], read: list[PageKey]) -> None:
+        """Reads of a turn are no more than the share of host memory."""
+        assert len(read) <= SHARE
+
+    # -- what always holds --------------------------------------------------------------------------------------
+
+    @invariant()
+    def leases_are_whole_and_right(self) -> None:
+        for lease in self.leases:
+            if lease.wait(0.0) is LeaseState.PENDING:
+                continue
+            assert self.failures or not lease._record.cut, "a lease was cut"
+            for key, slot in zip(lease.keys, lease.slots, strict=False):
+                assert same(page_tensor(self.store)[slot], key)
+
+    @invariant()
+    def the_store_is_sound(self) -> None:
+        if self.bench is not None:
+            self.store.check()
+
+    def end(self) -> None:
+        """With nobody in the way, whoever is expected gets what fits; and nothing is left once nobody is."""
+        assert self.bench is not None
+        self.bench.open_gates()
+        while self.leases:
+            self.leases.pop().release()
+        assert self.store.drain(PATIENCE_S)
+        for _ in range(25):
+            self.subject.turn(0.0)
+            assert self.store.drain(PATIENCE_S)
+            self.now += 0.01 if self.asked else 0.3
+        wanted = {key for asked in self.asked.values() for key in asked.hint.keys}
+        kept = {key for keys in SEQUENCES for key in keys} if self.kept else set()
+        if len(wanted) <= HBM and not kept and not self.failures:
+            assert all(self.in_hbm(key) for key in wanted), "somebody who is expected does not get its pages"
+        if self.asked and not self.kept and not self.failures:
+            first = min(self.asked.values(), key=lambda asked: asked.order)
+            assert all(map(self.in_hbm, first.hint.keys)), "who is expected first does not get its pages"
+        for name in list(self.asked):
+            self.cancel(name)
+        self.subject.turn(0.0)
+        self.store.poll()
+        assert self.bench.directory.promoting.num_kept == 0
+        assert self.subject.stats()["expected"] == 0
+        require_nothing_held(self.store)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def copies(self, key: PageKey) -> dict[Tier, str]:
+        found = self.store.explain([key])[0]["copies"]
+        assert isinstance(found, dict)
+        return {Tier[name]: copy["state"] for name, copy in found.items()}
+
+    def in_hbm(self, key: PageKey) -> bool:
+        return self.copies(key).get(Tier.HBM) == "ready"
