@@ -100,6 +100,7 @@ class Adaptive(Session):
             self._followed_session = follow_session
             self._head_start += self._longest
             self._longest = 0
-        value = super()._value(key, record) if follow_session else self._history.now
-        self._longest = max(self._longest, value - self._history.now)
-        return value + self._head_start
+        kept = int(self.lifetimes.kept[record.kind]) if follow_session and record is not None else 0
+        if kept > self._longest:
+            self._longest = kept
+        return self._history.now + self._head_start + kept

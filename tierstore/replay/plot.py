@@ -26,7 +26,7 @@ def require_format(file: Path) -> None:
 def draw(rows: Sequence[Row], file: Path) -> None:
     """One panel a trace. OSError if the file cannot be written."""
     traces = list(dict.fromkeys(row.trace for row in rows))
-    figure = Figure(figsize=(6 * len(traces), 4.5), layout="constrained")
+    figure = Figure(figsize=(7.5 * len(traces), 4.5), layout="constrained")
     for axes, trace in zip(figure.subplots(1, len(traces), squeeze=False)[0], traces, strict=True):
         mine = [row for row in rows if row.trace == trace]
         best = {row.capacity_bytes: row.optimal_hit_rate for row in mine}
@@ -36,7 +36,10 @@ def draw(rows: Sequence[Row], file: Path) -> None:
             axes.plot(*_line(found), "o-", label=policy)
         axes.set(xscale="log", title=trace, xlabel="capacity, GiB", ylabel="prefix-hit tokens by tokens")
         axes.set_ylim(bottom=0)
-        axes.legend()
+        sizes = _line(best)[0]
+        axes.set_xticks(sizes, labels=[f"{size:.4g}" for size in sizes])
+        axes.minorticks_off()
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(file)
 
 
