@@ -65,7 +65,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
 
     @initialize(places=st.tuples(*[st.sampled_from([Tier.HBM, Tier.HOST, Tier.NVME])] * len(SEQUENCES)))
     def open(self, places: tuple[Tier, ...]) -> None:
-        directory.Promoting = self.promoting_module.Promoting  # type: ignore[misc]
+        vars(directory)["Promoting"] = self.promoting_module.Promoting
         self.bench = open_bench(tiers(HBM, HOST, self.home), SPEC)
         self.store = self.bench.store
         limits = PrefetchConfig(max_in_flight=MOST * SPEC.page_nbytes, share_of_host=SHARE / HOST)
@@ -86,7 +86,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
                 self.store.evict(keys, Tier.HBM)
 
     def teardown(self) -> None:
-        directory.Promoting = promoting.Promoting  # type: ignore[misc]
+        vars(directory)["Promoting"] = promoting.Promoting
         if self.bench is None:
             return
         try:

@@ -18,6 +18,7 @@ from tierstore.cli.bench import bench
 from tierstore.cli.bench_card import arena, copy
 from tierstore.cli.bench_codec import codec
 from tierstore.cli.bench_overlap import overlap
+from tierstore.cli.bench_prefetch import prefetch
 from tierstore.cli.compare import compare
 from tierstore.cli.data import inspect, purge, verify
 from tierstore.cli.output import Json, print_json
@@ -42,7 +43,7 @@ app = typer.Typer(
 for command in (demo, compare, plan, replay, inspect, verify, purge, export):
     app.command()(command)
 app.command("import")(import_)
-for measurement in (codec, copy, arena, overlap):
+for measurement in (codec, copy, arena, overlap, prefetch):
     bench.command()(measurement)
 app.add_typer(bench, name="bench")
 
