@@ -46,6 +46,7 @@ class Admitting:
         self._promised: dict[PageKey, None] = {}
         """Pages that were let through the budget and are not written yet."""
         self._asked = 0
+        self._insisting = 0
         self._now = 0.0
 
     def tick(self, now: float) -> None:
@@ -65,7 +66,7 @@ class Admitting:
         if self._nvme is None:
             return
         admitted = self._admission.put(record, self._gone(), again=again) and self._afford(key, parent)
-        if not (admitted or asked):
+        if not (admitted or asked or self._insisting):
             self._memory_only.refuse(key)
 
     def hit(self, key: PageKey, source: Tier) -> None:
@@ -87,8 +88,13 @@ class Admitting:
                 self._memory_only.permit(key, at_once=True)
 
     def insist_on_all(self) -> None:
-        """Somebody asked for everything to be written."""
+        """Somebody asks for everything to be written: until ``insisted`` nothing more is refused."""
+        self._insisting += 1
         self._memory_only.permit_refused()
+
+    def insisted(self) -> None:
+        """What was asked for is known by now: pages may be refused again."""
+        self._insisting -= 1
 
     def written(self, key: PageKey, nbytes: int, now: float) -> None:
         """A record of so many bytes was written."""

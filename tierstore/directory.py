@@ -267,8 +267,7 @@ class Directory:
             k
             for k in keys
             if not nvme.ready(k)
-            and (self.residency.where(k) is not None or k in coming)
-            and lowest_for(k) >= Tier.NVME
+            and (k in coming or (self.residency.where(k) is not None and lowest_for(k) >= Tier.NVME))
         ]
         self.placement.sinks.add(unsaved, Tier.NVME, ticket, keep=True)
 
@@ -290,10 +289,10 @@ class Directory:
         more = self.promoting.end(BATCH_PAGES)
         self.residency.demote_orphans(BATCH_PAGES)
         self._lift(BATCH_PAGES)
-        more |= self.hints.pending or self.residency.memory_only.lifting
+        more |= self.hints.pending
         more |= self.placement.advance(now)
         self._finish(now)
-        return more
+        return more or self.residency.memory_only.lifting
 
     def take_commands(self) -> list[Transfer | Erase]:
         """What the mover is to do, in order."""

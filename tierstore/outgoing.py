@@ -83,9 +83,12 @@ class Outgoing:
         self.reusable.append(slot)
 
     def advance(self, now: float) -> None:
-        """Starts the copies for which there is room; gives pages up only where no room will come."""
+        """Starts the copies for which there is room; gives pages up only where no room will come.
+
+        Not while pages wait to be lifted that may be stored from now on: they would be dropped to make room.
+        """
         dst = self._space.below(Tier.HBM)
-        while self._queue and dst is not None:
+        while self._queue and dst is not None and not self._residency.memory_only.lifting:
             key, slot, parent, memory_only, following = self._queue[0]
             if self._residency.held(key):
                 if not memory_only:

@@ -17,6 +17,14 @@ def save_unsaved(directory: Directory, progress: Progress) -> Ticket:
     """Every page readable now and not in NVMe is on its way there; the ticket counts those that are not settled."""
     with progress.lock:
         directory.admitting.insist_on_all()
+    try:
+        return _send_down(directory, progress)
+    finally:
+        with progress.lock:
+            directory.admitting.insisted()
+
+
+def _send_down(directory: Directory, progress: Progress) -> Ticket:
     lifting = True
     while lifting:
         with progress.lock:

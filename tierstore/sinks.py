@@ -130,6 +130,8 @@ class Sinks:
             return _Step.MOVING if self._arriving_below(key) else _Step.FAILED
         src = holders[-1]
         target = min(sink.target, self._residency.memory_only.lowest_for(key))
+        if target < sink.target and key in self.coming:
+            return _Step.MOVING  # what keeps the page in memory ends when it has come
         if src >= target:
             if not sink.keep:
                 self._leave(key, target)

@@ -303,7 +303,7 @@ class TierStore:
 
         Gives up when the disk makes no progress for 10 s.
         """
-        self._progress.advance()
+        self._progress.require_open()
         ticket = save_unsaved(self._directory, self._progress)
         wait_settled(ticket, self._progress, deadline=None, stall_s=_FLUSH_STALL_S)
         self._mover.sync(_FLUSH_STALL_S)

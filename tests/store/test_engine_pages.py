@@ -323,3 +323,36 @@ def test_flush_writes_no_memory_only_page_on_its_way_out(bench: Bench, engine: E
     bench.store.flush()
     assert bench.store.drain(PATIENCE_S)
     assert [where(bench.store, key) for key in keys] == [{Tier.HOST: "ready"}] * 2
+
+
+@pytest.mark.parametrize("why", ["memory_only", "second_hit"])
+def test_a_page_put_to_be_stored_makes_no_room_for_the_next_one_unsaved(
+    tmp_path: Path, engine: Engine, why: str
+) -> None:
+    """HOST has room for one page, which was to stay there and is put again with another one behind it."""
+    admission = "second_hit" if why == "second_hit" else "all"
+    config = tiers(SLOTS, 1, tmp_path / "disk", hbm_more=OWNED_BY_ENGINE, nvme_more={"admission": admission})
+    bench = open_bench(config, SPEC)
+    bench.store.register(engine.pages)
+    keys = chain(2)
+    bench.store.put(keys[:1], [0], memory_only=why == "memory_only")
+    assert bench.store.drain(PATIENCE_S)
+    assert where(bench.store, keys[0]) == {Tier.HOST: "ready"}
+    bench.store.put(keys, [1, 2])
+    bench.store.flush()
+    assert [where(bench.store, key).get(Tier.NVME) for key in keys] == ["ready", "ready"]
+    assert sorted(bench.store.poll()) == [0, 1, 2]
+    bench.store.check()
+    bench.close()
+
+
+def test_flush_writes_a_page_that_is_put_to_be_stored_while_its_memory_only_copy_is_there(
+    bench: Bench, engine: Engine
+) -> None:
+    """The second put of it waits for its event: until then the page is one that stays in memory."""
+    keys = chain(1)
+    bench.store.put(keys, [0], memory_only=True)
+    assert bench.store.drain(PATIENCE_S)
+    bench.store.put(keys, [1], after=SoonEvent())
+    bench.store.flush()
+    assert where(bench.store, keys[0]) == {Tier.HOST: "ready", Tier.NVME: "ready"}
