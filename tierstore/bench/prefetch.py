@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prefetch import Compute
@@ -92,7 +93,7 @@ def prefetch_rows(
         stretch = full / (utilisation * span) if span else 0.0
         for policy in POLICIES:
             server = Server(policy, sizes, requests, stretch)
-            yield _row(trace.name, policy, utilisation, server, lambda served, p=policy: step(p, served))
+            yield _row(trace.name, policy, utilisation, server, partial(step, policy))
 
 
 def _row(

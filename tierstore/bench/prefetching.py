@@ -14,7 +14,7 @@ loads start, and whether computing may take the place of some:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
@@ -48,7 +48,7 @@ class Outcome:
     stalls: list[float] = field(default_factory=list)
     """Beyond what the prefill would take were every page found in HBM."""
     ttfts: list[float] = field(default_factory=list)
-    causes: Counter[str] = field(default_factory=Counter)
+    causes: dict[str, float] = field(default_factory=dict)
     """Seconds of stalls by where the pages that ended them came from."""
     busy_s: float = 0.0
     makespan: float = 0.0
@@ -188,7 +188,8 @@ class Server:
         stall = end - self._done(request, len(tiers), start, [start] * len(tiers), [start] * len(tiers))
         self.outcome.stalls.append(stall)
         slowest = max((tiers[i] for i in range(len(tiers)) if there[i] > start), default=Tier.HBM)
-        self.outcome.causes[slowest.name] += stall
+        causes = self.outcome.causes
+        causes[slowest.name] = causes.get(slowest.name, 0.0) + stall
         heappush(self._decoding, (end + request.output_tokens * self._sizes.step_s, number))
         self._stale = True
         return end
