@@ -135,7 +135,8 @@ class Lease:
         """Why the first missing page is missing; None if none is.
 
         "not_found"; "no_room": HBM was full of pages that are held or not saved yet, ask again or compute; "deadline";
-        "failed": it could not be read; "evicted", "capacity", or what else became of it.
+        "failed": it could not be read; "replaced": it was put while its layers were read from other slots; "evicted",
+        "capacity", or what else became of it.
         """
         return self._record.miss_reason if self.missing else None
 
