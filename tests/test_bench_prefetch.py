@@ -116,11 +116,18 @@ def test_what_is_brought_ahead_displaces_none_that_is_kept_or_in_use() -> None:
 
 def test_a_session_is_told_by_its_pages_and_its_next_turn_by_its_pauses() -> None:
     sessions = Sessions()
-    first = sessions.arrived(request(0.0, A[:1]), 0.0)
-    assert sessions.answered(first, request(0.0, A[:1]), 5.0) is None
-    assert sessions.arrived(request(9.0, A[:2]), 9.0) == first
-    assert sessions.answered(first, request(9.0, A[:2]), 12.0) == 16.0
+    first = sessions.arrived(request(0.0, A[:2]), 0.0)
+    assert sessions.answered(first, request(0.0, A[:2]), 5.0) is None
+    assert sessions.arrived(request(9.0, A), 9.0) == first
+    assert sessions.answered(first, request(9.0, A), 12.0) == 16.0
     assert sessions.arrived(request(13.0, B), 13.0) != first
+
+
+def test_what_only_begins_alike_is_another_session() -> None:
+    sessions = Sessions()
+    first = sessions.arrived(request(0.0, A[:1]), 0.0)
+    sessions.answered(first, request(0.0, A[:1]), 5.0)
+    assert sessions.arrived(request(9.0, A), 9.0) != first
 
 
 def test_the_figures_of_nothing_are_nothing() -> None:

@@ -69,7 +69,8 @@ class Sessions:
 
     def arrived(self, request: Request, at: float) -> int:
         """The session that the request goes on with, or a new one."""
-        session = next((self._last[key] for key in reversed(request.keys) if key in self._last), None)
+        # The first page is what many sessions begin with, whoever ended with it.
+        session = next((self._last.pop(k) for k in reversed(request.keys[1:]) if k in self._last), None)
         if session is None:
             session = len(self._ends)
             self._ends[session] = at
