@@ -45,6 +45,12 @@ class Asked:
     def hit(self, key: PageKey, *, below: bool, gone: float = 0.0) -> bool:
         return self._wrote(self.admission.hit(self.history.hit(key, below=below), gone))
 
+    def pay(self, length: int) -> None:
+        """Runs of this length, some of which come back after they are gone."""
+        for i in range(40):
+            for _ in range(1 + (i % 4 == 0)):
+                self.put_all(chain(length, f"paid{length}/{i}"))
+
     def _wrote(self, wanted: bool) -> bool:
         if wanted:
             self.writes += 1
@@ -99,6 +105,7 @@ def test_what_is_written_without_being_asked_about_counts() -> None:
     answers = []
     for flushed in (0, 2000):
         asked = Asked("cost", remembered=4096)
+        asked.pay(1)
         asked.put_all(chain(64, "first"))
         for _ in range(flushed):
             asked.admission.wrote()
@@ -140,7 +147,7 @@ def test_short_runs_and_long_ones_are_of_different_kinds_from_their_first_page_o
 
 def test_of_a_kind_that_is_written_in_part_a_run_is_written_whole_or_not() -> None:
     asked = Asked("cost", remembered=4096)
-    asked.put_all(chain(200, "before"))
+    asked.pay(8)
     found = [tuple(asked.put_all(chain(8, str(i)))) for i in range(400)]
     whole = [run for run in found if len(set(run)) == 1]
     assert len(whole) > 350, "but where the share just moves"
@@ -151,7 +158,12 @@ def test_cost_asks_more_of_a_page_as_the_day_s_budget_goes() -> None:
     written = []
     for gone in (0.0, 0.5, 1.0):
         asked = Asked("cost", remembered=4096)
-        written.append(sum(asked.put(chain(1, str(i))[0], gone=gone) for i in range(6000)) / 6000)
+        asked.pay(1)
+        asked.writes = 0
+        for i in range(1500):
+            for _ in range(1 + (i % 4 == 0)):
+                asked.put(chain(1, str(i))[0], gone=gone)
+        written.append(asked.writes / (asked.puts - 50))
     assert written[0] == pytest.approx(0.48, abs=0.05)
     assert written[1] == pytest.approx(0.24, abs=0.05)
     assert written[2] == 0
@@ -170,6 +182,16 @@ def test_a_use_in_memory_does_not_speak_for_the_disk() -> None:
             asked.hit(key, below=True)
     assert [asked.put_all(chain(6, f"new{i}")) for i in range(10)] == [[False] * 6] * 10
     assert [asked.put_all(chain(2, f"more{i}")) for i in range(10)] == [[True] * 2] * 10
+
+
+def test_as_long_as_memory_has_all_that_is_asked_for_nothing_more_is_written() -> None:
+    asked = Asked("cost", remembered=4096)
+    for i in range(200):
+        for key in (keys := chain(3, str(i))):
+            asked.put(key)
+        for key in keys:
+            asked.hit(key, below=False)
+    assert asked.writes < 2 * 64, "what came before anything was known"
 
 
 def test_what_is_not_remembered_is_taken_when_it_is_hit() -> None:

@@ -43,7 +43,7 @@ ADMISSION: list[tuple[Bug, Test]] = [
         test_admission.test_cost_writes_at_most_half_of_what_is_put_in_the_long_run_whatever_comes,
     ),
     (
-        Bug("what never pays is written too", "worth[kind] < _LEAST * mean", "False"),
+        Bug("what never pays is written too", "worth[kind] <= _LEAST * mean", "False"),
         test_admission.test_a_use_in_memory_does_not_speak_for_the_disk,
     ),
 ]

@@ -68,7 +68,7 @@ _PERIOD = 64
 _HALF_LIFE = 1 << 13
 """Pages after which what was learnt of older ones counts half."""
 _HORIZON = 4096
-"""Pages put in which what was written too much or too little is made up for, at most as many."""
+"""Pages put in which what was written too much or too little is made up for: at most as many, and a quarter."""
 _FEW = 32
 """Pages that a kind is thought to be as all are."""
 _LEAST = 0.25
@@ -84,7 +84,8 @@ class Cost:
     many requests. Of each kind it learns how many were asked for again and found in the tier below, or gone and put
     again before they were forgotten: then a write has paid. The kinds that pay most often are written until a share of
     the pages put is used up; of the kind where that happens some runs, by lot, for half a run is worth little. Kinds
-    that pay far less than the others are not written at all.
+    that pay far less than the others are not written at all, nor is anything as long as no page has been needed from
+    below: what memory holds is not worth a write.
 
     What a page costs to compute again is not weighed: deep pages are of long documents, which few come back to.
     """
@@ -139,13 +140,13 @@ class Cost:
 
     def _weigh(self) -> None:
         """Shares out among the kinds, the best first, what may be written."""
-        self._credit = max(-_HORIZON, min(_HORIZON, self._credit))
+        self._credit = max(-_HORIZON, min(_HORIZON / 4, self._credit))
         left = self._allowed * max(0.0, 1 + self._credit / (_SHARE * _HORIZON))
         mean = sum(self._paid) / max(1.0, sum(self._asked))
         worth = [(p + _FEW * mean) / (n + _FEW) for p, n in zip(self._paid, self._asked, strict=True)]
         for kind in sorted(range(_KINDS), key=worth.__getitem__, reverse=True):
             wished = self._wished[kind]
-            worthless = worth[kind] < _LEAST * mean
+            worthless = worth[kind] <= _LEAST * mean
             self._lots[kind] = 0.0 if worthless else 1.0 if wished <= left else left / wished
             left = max(0.0, left - wished)
         fade = 0.5 ** (_PERIOD / _HALF_LIFE)
