@@ -67,12 +67,12 @@ def test_a_request_that_waits_has_its_pages_brought_meanwhile() -> None:
 
 
 def test_a_turn_that_is_expected_has_its_pages_there_when_it_comes() -> None:
-    """A comes every 40 s, others push it out in between, and nobody waits in a queue. Its first pause tells."""
-    turns = [request(40.0 * turn, A[:2]) for turn in range(5)]
-    others = [request(40.0 * turn + gap, chain(3, f"{turn}/{gap}")) for turn in range(5) for gap in (10, 20)]
+    """A comes every 40 s, others push it out in between, and nobody waits in a queue. Three pauses tell."""
+    turns = [request(40.0 * turn, A[:2]) for turn in range(7)]
+    others = [request(40.0 * turn + gap, chain(3, f"{turn}/{gap}")) for turn in range(7) for gap in (10, 20)]
     requests = sorted(turns + others, key=lambda each: each.at)
-    assert served("on-lookup", requests).stalls[::3] == [0.0, 2.0, 2.0, 2.0, 2.0]
-    assert served("ours", requests).stalls[::3] == [0.0, 2.0, 0.0, 0.0, 0.0]
+    assert served("on-lookup", requests).stalls[::3] == [0.0] + [2.0] * 6
+    assert served("ours", requests).stalls[::3] == [0.0] + [2.0] * 3 + [0.0] * 3
 
 
 def test_pages_from_disk_are_read_before_they_are_loaded_and_delay_computing() -> None:
@@ -114,13 +114,15 @@ def test_what_is_brought_ahead_displaces_none_that_is_kept_or_in_use() -> None:
     assert set(memory.hbm) == {*A, B[0], C[0], C[1]}
 
 
-def test_a_session_is_told_by_its_pages_and_its_next_turn_by_its_pauses() -> None:
-    sessions = Sessions()
+def test_a_session_is_told_by_its_pages_and_its_next_turn_by_three_pauses() -> None:
+    sessions, at = Sessions(), 0.0
     first = sessions.arrived(request(0.0, A[:2]), 0.0)
-    assert sessions.answered(first, request(0.0, A[:2]), 5.0) is None
-    assert sessions.arrived(request(9.0, A), 9.0) == first
-    assert sessions.answered(first, request(9.0, A), 12.0) == 16.0
-    assert sessions.arrived(request(13.0, B), 13.0) != first
+    for pause in (4.0, 9.0, 5.0):
+        assert sessions.answered(first, request(at, A[:2]), at) is None
+        at += pause
+        assert sessions.arrived(request(at, A), at) == first
+    assert sessions.answered(first, request(at, A), 20.0) == 25.0
+    assert sessions.arrived(request(21.0, B), 21.0) != first
 
 
 def test_what_only_begins_alike_is_another_session() -> None:

@@ -37,6 +37,8 @@ POLICIES: tuple[Policy, ...] = ("none", "on-lookup", "ours", "oracle")
 AHEAD = 32
 """Requests that are planned for at once."""
 _PLAN_PAGES = 1024
+_PAUSES = 3
+"""Pauses of a session that have to be known before a next turn is expected: guesses from fewer are mostly wrong."""
 _OVERDUE_S = 2.0
 """How long after its time a turn that was expected is still waited for."""
 
@@ -86,7 +88,7 @@ class Sessions:
             self._last[request.keys[-1]] = session
         self._ends[session] = at
         pauses = self._pauses.get(session)
-        return None if not pauses else at + median(pauses)
+        return None if pauses is None or len(pauses) < _PAUSES else at + median(pauses)
 
 
 class Server:
