@@ -48,9 +48,14 @@ def prefetch(
 
     rows: list[PrefetchRow] = []
     with refusals(as_json):
-        sizes = [_size(name, text) for name, text in (("hbm", hbm), ("host", host), ("nvme", nvme))]
-        rates = [float(_size(name, text)) for name, text in (("disk", disk), ("link", link))]
-        capacities = Capacities(*sizes, *rates, _size("token", token))
+        capacities = Capacities(
+            hbm=_size("hbm", hbm),
+            host=_size("host", host),
+            nvme=_size("nvme", nvme),
+            nvme_bytes_per_s=_size("disk", disk),
+            link_bytes_per_s=_size("link", link),
+            token_nbytes=_size("token", token),
+        )
         levels = utilisation or [0.7, 0.9]
         for trace in read_traces(list(_files(traces))):
             part = replace(trace, requests=tuple(first(trace, requests)))
