@@ -16,12 +16,6 @@ from tierstore import promoting
 NOTICED = (AssertionError, LookupError, ValueError, RuntimeError, pytest.fail.Exception)
 
 PROMOTING = [
-    Bug("a hint that was withdrawn counts", "if in_force and src", "if src"),
-    Bug(
-        "leases that wait do not matter",
-        "return any(\n            load.source == src",
-        "return False and any(\n            load.source == src",
-    ),
     Bug(
         "retained pages are displaced",
         "victim is not None and table.copies[victim].rank < BAND",
