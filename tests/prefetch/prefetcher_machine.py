@@ -197,6 +197,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
         brought = [(k, t) for k in PAGES for t in after[k] if t not in before[k]]
         wanted = {key for asked in self.asked.values() for key in asked.hint.keys}
         assert {key for key, _ in brought} <= wanted, "a copy started for nobody, or for who had cancelled"
+        waiting = [lease for lease in waiting if lease.wait(0.0) is LeaseState.PENDING]  # all the while, then
         if waiting and self.waits_on(waiting, before, Tier.HOST):
             assert not [t for _, t in started if t == Tier.HBM], (
                 "a load starts while a lease waits for its own"
