@@ -8,7 +8,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: demo compare test card lint bench soak campaign
+.PHONY: demo compare test test-long card lint bench soak campaign
 
 ## demo: a real model answers questions over more documents than HBM and host memory hold (ARGS=--json)
 demo: $(READY)
@@ -20,7 +20,11 @@ compare: $(READY)
 
 ## test: lint, then every test that needs no GPU (ARGS="-k name")
 test: lint
-	$(BIN)/python -m pytest -q -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -q -m "not gpu and not long" $(ARGS)
+
+## test-long: planted bugs that take minutes to be found (ARGS="-k name")
+test-long: $(READY)
+	$(BIN)/python -m pytest -q -m long $(ARGS)
 
 ## card: what needs a CUDA card: its tests, the store's own tests on it, the link's speed, compute beside it (ARGS=--json)
 card: $(READY)

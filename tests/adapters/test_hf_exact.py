@@ -279,10 +279,11 @@ def _with_any_page(copy: Callable[..., None]) -> Callable[..., None]:
     return wrong
 
 
-PLANTS = [half_pages_are_copied_as_they_are, tails_are_exact]
-
-
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize(
+    "plant",
+    [pytest.param(half_pages_are_copied_as_they_are, marks=pytest.mark.long), tails_are_exact],
+    ids=lambda plant: plant.__name__,
+)
 def test_a_planted_bug_is_found(
     model: LlamaForCausalLM, tmp_path: Path, plant: Callable[[pytest.MonkeyPatch], None]
 ) -> None:

@@ -21,6 +21,7 @@ from tierstore.nvme.archive.form import Description
 from tierstore.nvme.archive.matching import require_same
 from tierstore.nvme.archive.records import Record, Taken
 from tierstore.nvme.check import examine
+from tierstore.nvme.coding import Coding
 from tierstore.nvme.inspection import open_reader
 from tierstore.nvme.lending import Memory, read_record
 from tierstore.nvme.lock import FileLock
@@ -231,7 +232,7 @@ def open_sink(
         description={"groups": [asdict(spec) for spec in layout.specs]},
     )
     _refuse_lower(path, marker)
-    shard = open_shard(path, marker, payload, readers=None)
+    shard = open_shard(path, marker, payload, readers=None, coding=Coding(codec, layout))
     try:
         sink = ClosedSink(shard, description)
     except BaseException:
