@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -167,3 +168,24 @@ def test_flags_of_export_that_do_not_fit_are_named(tmp_path: Path) -> None:
     assert result.returncode == 2
     assert "--loss-class int8" in last_line(result)["error"]
     assert "allowed: exact" in last_line(result)["error"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["copy", "--pieces", "4KiB,foo"],
+        ["copy", "--batch", "foo"],
+        ["copy", "--small", "foo"],
+        ["copy", "--contiguous", "foo"],
+        ["copy", "--codec", "int8", "--pieces", "foo"],
+        ["copy", "--codec", "int8", "--batch", "foo"],
+        ["copy", "--codec", "int8", "--contiguous", "foo"],
+        ["arena", "--size", "foo"],
+        ["overlap", "--restored", "foo"],
+        ["overlap", "--read", "foo"],
+        ["overlap", "--batch", "foo"],
+    ],
+)
+def test_what_is_no_size_is_named_with_its_option(words: list[str]) -> None:
+    option = next(word for word, value in pairwise(words) if "foo" in value)
+    require_refused(here("bench", *words, "--device", "cpu"), f"{option} foo; allowed: a size of 1 byte")

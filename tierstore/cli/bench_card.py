@@ -8,9 +8,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tierstore.cli.output import Json, print_json, progress, refusals
+from tierstore.cli.output import Json, print_json, progress, refusals, size_of
 from tierstore.errors import ConfigError
-from tierstore.units import format_size, parse_size
+from tierstore.units import format_size
 
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N, as in hbm.device.")]
 
@@ -44,14 +44,16 @@ def copy(
 
     found: list[CopyRow] = []
     with refusals(as_json):
-        ceiling = Ceiling(device, parse_size(contiguous))
-        for piece in (parse_size(size) for size in pieces.split(",")):
+        sizes = [size_of("--pieces", size) for size in pieces.split(",")]
+        nbytes, most = size_of("--batch", batch), size_of("--small", small)
+        ceiling = Ceiling(device, size_of("--contiguous", contiguous))
+        for piece in sizes:
             progress.print(f"pages of {format_size(piece)}")
-            found += copy_rows(device, piece, parse_size(batch), pairs, "straight", ceiling)
-            if piece <= parse_size(small):
+            found += copy_rows(device, piece, nbytes, pairs, "straight", ceiling)
+            if piece <= most:
                 if device != "cpu":
-                    found += copy_rows(device, piece, parse_size(batch), pairs, "kernel", ceiling)
-                found += copy_rows(device, piece, parse_size(batch), pairs, "slab", ceiling)
+                    found += copy_rows(device, piece, nbytes, pairs, "kernel", ceiling)
+                found += copy_rows(device, piece, nbytes, pairs, "slab", ceiling)
     name = name_of(device)
     table = Table(
         "way", "page", "pages", "GB/s", "ceiling", "ratio", "path", "submit ms", box=None, title=name
@@ -73,13 +75,14 @@ def _coded_copies(
 
     found: list[CodedRow] = []
     with refusals(as_json):
-        sizes = [size for size in map(parse_size, pieces.split(",")) if size % TOKEN_NBYTES == 0]
+        given = [size_of("--pieces", size) for size in pieces.split(",")]
+        sizes, nbytes = [size for size in given if size % TOKEN_NBYTES == 0], size_of("--batch", batch)
         if not sizes:
             raise ConfigError(f"--pieces {pieces}; allowed with --codec: multiples of {TOKEN_NBYTES} bytes")
-        ceiling = Ceiling(device, parse_size(contiguous))
+        ceiling = Ceiling(device, size_of("--contiguous", contiguous))
         for size in sizes:
             progress.print(f"pages of {format_size(size)}")
-            found += coded_rows(device, codec, size, parse_size(batch), pairs, ceiling)
+            found += coded_rows(device, codec, size, nbytes, pairs, ceiling)
     name = name_of(device)
     header = ("way", "page", "pages", "payload", "GB/s", "as they are", "ratio", "ceiling", "error", "path")
     table = Table(*header, box=None, title=f"{name}, {codec}")
@@ -103,7 +106,7 @@ def arena(
     from tierstore.bench.arena import arena_rows, default_nbytes
 
     with refusals(as_json):
-        found = arena_rows(device, parse_size(size) if size else default_nbytes())
+        found = arena_rows(device, size_of("--size", size) if size else default_nbytes())
     name = name_of(device)
     table = Table("what", "found", "", "goal", "", box=None, header_style="bold", title=name)
     for row in found:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tierstore.cli.bench_card import Device, name_of
-from tierstore.cli.output import Json, print_json, progress, refusals
+from tierstore.cli.output import Json, print_json, progress, refusals, size_of
 from tierstore.units import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -45,10 +45,12 @@ def overlap(
     from tierstore.bench.overlap import LLAMA_8B, overlap_row
 
     with refusals(as_json):
+        lease, reading = size_of("--restored", restored), size_of("--read", read)
+        streamed = size_of("--batch", batch)
         progress.print("a lease restored under compute")
         spec = replace(LLAMA_8B, page_size=page_size)
-        hidden = overlap_row(device, spec, parse_size(restored), rounds, matrix)
-        beside = _beside(device, parse_size(read), times, parse_size(batch), rounds)
+        hidden = overlap_row(device, spec, lease, rounds, matrix)
+        beside = _beside(device, reading, times, streamed, rounds)
     name = name_of(device)
     _show(name, hidden, beside)
     if as_json:

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from tierstore.errors import ConfigError, TierStoreError
+from tierstore.units import parse_size
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
@@ -42,6 +43,14 @@ def refusals(as_json: bool) -> Iterator[None]:
         if as_json:
             print_json({"error": line})
         raise typer.Exit(REFUSED) from error
+
+
+def size_of(option: str, text: str) -> int:
+    """Bytes of a size that an option names. ConfigError for what is none."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text}; allowed: {error}") from error
 
 
 def require_folder(option: str, folder: Path) -> None:

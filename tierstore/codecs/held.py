@@ -57,7 +57,6 @@ class Packer:
     """Pages into slots of an encoded form. For one thread."""
 
     def __init__(self, held: Held) -> None:
-        self._held = held
         self._encoder = codecs.encoder(held.codec, held.layout)
         # Zeros: what lies between KV groups is packed too, and nobody may write it.
         self.page = np.zeros(held.layout.blob_nbytes, dtype=np.uint8)
