@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
 
@@ -14,6 +16,9 @@ settings.load_profile("same-every-time")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--hbm-device", default="cpu", help="device of the HBM tier in tests of the store")
+    parser.addoption(
+        "--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"), help="Python that has vLLM"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
