@@ -1,0 +1,156 @@
+"""What a step's attention is about, on the host: whose queries, over which pages, with what in sight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Numbers = torch.Tensor | NDArray[np.integer] | Sequence[int]
+"""Integers of one dimension. A tensor on a card is copied to the host, which waits for it."""
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Of queries, pages and results."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Of one layer. ``head_dim_vo``: numbers of a value and of a result, at most ``head_dim``.
+
+    Where pages have one plane (MLA), a value is the first ``head_dim_vo`` numbers of its key.
+    ``window_left``: keys that a query sees before its own position; -1: all. ``dtype``: of queries and pages.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_vo: int
+    page_size: int
+    sm_scale: float
+    causal: bool
+    window_left: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        for name in ("num_qo_heads", "num_kv_heads", "head_dim", "page_size"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "an integer of at least 1")
+        heads, kv_heads = self.num_qo_heads, self.num_kv_heads
+        _require(heads % kv_heads == 0, "num_qo_heads", heads, f"a multiple of num_kv_heads, {kv_heads}")
+        _require(1 <= self.head_dim_vo <= self.head_dim, "head_dim_vo", self.head_dim_vo, "1 to head_dim")
+        _require(self.window_left >= -1, "window_left", self.window_left, "-1 or more")
+        _require(
+            self.window_left < 0 or self.causal, "causal", self.causal, "True where window_left is not -1"
+        )
+        for name in ("dtype", "out_dtype"):
+            found = getattr(self, name)
+            _require(found in DTYPES, name, found, ", ".join(str(x) for x in DTYPES))
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a head of K and V."""
+        return self.num_qo_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Paging:
+    """A batch of sequences: sequence ``i`` has ``kv_lens[i]`` tokens in pages ``indices[indptr[i]:indptr[i + 1]]``,
+    the last of which holds ``last_page_len[i]``, and the queries ``qo_indptr[i]`` to ``qo_indptr[i + 1]``, which are
+    those of its last tokens. All int64 on the host.
+    """
+
+    qo_indptr: NDArray[np.int64]
+    indptr: NDArray[np.int64]
+    indices: NDArray[np.int64]
+    kv_lens: NDArray[np.int64]
+    shape: Shape
+
+    @classmethod
+    def of(
+        cls,
+        qo_indptr: Numbers | None,
+        indptr: Numbers,
+        indices: Numbers,
+        last_page_len: Numbers,
+        shape: Shape,
+    ) -> Paging:
+        """``qo_indptr`` None: one query a sequence. ValueError for what fits no pages; nothing is kept of it.
+
+        A sequence without a page holds nothing; its ``last_page_len`` may be 0. Causal queries need a key each:
+        no more queries than tokens.
+        """
+        starts, pages, last = (_integers(x) for x in (indptr, indices, last_page_len))
+        batch = len(last)
+        queries = np.arange(batch + 1, dtype=np.int64) if qo_indptr is None else _integers(qo_indptr)
+        _require_starts("indptr", starts, batch, len(pages))
+        _require_starts("qo_indptr", queries, batch, None)
+        counts = np.diff(starts)
+        size = shape.page_size
+        wrong = (counts > 0) & ((last < 1) | (last > size))
+        _require(not wrong.any(), "last_page_len", last.tolist(), f"1 to page_size, {size}")
+        lens = np.where(counts > 0, (counts - 1) * size + last, 0)
+        widths = np.diff(queries)
+        if shape.causal and qo_indptr is not None:
+            _require(
+                bool((widths <= lens).all()), "qo_indptr", queries.tolist(), "no more queries than tokens"
+            )
+        return cls(queries, starts, pages, lens, shape)
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return len(self.kv_lens)
+
+    @property
+    def num_queries(self) -> int:
+        """Of all sequences."""
+        return int(self.qo_indptr[-1])
+
+    @property
+    def widths(self) -> NDArray[np.int64]:
+        """Queries of each sequence."""
+        return np.diff(self.qo_indptr)
+
+    @property
+    def first_seen(self) -> NDArray[np.int64]:
+        """Of each sequence: the first token that one of its queries sees. Pages before it are never read."""
+        if self.shape.window_left < 0:
+            return np.zeros(self.batch, dtype=np.int64)
+        first_query = self.kv_lens - np.maximum(self.widths, 1)
+        return np.maximum(first_query - self.shape.window_left, 0)
+
+    def require(self, q: torch.Tensor, pages: torch.Tensor) -> None:
+        """ValueError unless queries and a layer's pages are as planned. Page numbers are not looked at."""
+        shape = self.shape
+        want = (self.num_queries, shape.num_qo_heads, shape.head_dim)
+        _require(tuple(q.shape) == want, "the shape of q", tuple(q.shape), str(want))
+        page = (shape.page_size, shape.num_kv_heads, shape.head_dim)
+        fits = pages.ndim == 5 and pages.shape[1] in (1, 2) and tuple(pages.shape[2:]) == page
+        _require(fits, "the shape of paged_kv_cache", tuple(pages.shape), f"[num_slots, 1 or 2, *{page}]")
+        if pages.shape[1] == 2:
+            same = shape.head_dim_vo == shape.head_dim
+            _require(same, "head_dim_vo", shape.head_dim_vo, f"{shape.head_dim} where pages have two planes")
+        for name, tensor in (("q", q), ("paged_kv_cache", pages)):
+            _require(tensor.dtype == shape.dtype, f"the dtype of {name}", tensor.dtype, str(shape.dtype))
+        _require(pages.stride(4) == 1, "the last stride of paged_kv_cache", pages.stride(4), "1")
+
+
+def _require(right: bool, name: str, found: object, allowed: str) -> None:
+    if not right:
+        raise ValueError(f"{name} is {found}; allowed: {allowed}")
+
+
+def _integers(numbers: Numbers) -> NDArray[np.int64]:
+    raw = numbers.cpu().numpy() if isinstance(numbers, torch.Tensor) else numbers
+    return np.array(raw, dtype=np.int64).reshape(-1)
+
+
+def _require_starts(name: str, starts: NDArray[np.int64], batch: int, end: int | None) -> None:
+    right = len(starts) == batch + 1 and starts[0] == 0 and bool((np.diff(starts) >= 0).all())
+    if right and end is not None:
+        right = int(starts[-1]) == end
+    ending = "" if end is None else f", up to {end} (len(indices))"
+    _require(right, name, starts.tolist(), f"{batch + 1} numbers that rise from 0{ending}")
