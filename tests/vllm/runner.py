@@ -1,0 +1,115 @@
+"""Starts lives of real engines, one after the other, and keeps what each of them said."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 900.0
+_TAIL = 6_000
+
+Step = tuple[str, dict[str, Any]]
+
+
+def ask(prompts: Sequence[str], tokens: int = 8, *, together: bool = False) -> Step:
+    return "ask", {"prompts": list(prompts), "tokens": tokens, "together": together}
+
+
+def reset() -> Step:
+    return "reset", {}
+
+
+def counts() -> Step:
+    return "counts", {}
+
+
+def connector(config: object, **more: object) -> dict[str, Any]:
+    """The transfer configuration that turns TierStore on; ``config``: a path or a mapping."""
+    line: dict[str, Any] = {
+        "kv_connector": "TierStoreConnector",
+        "kv_connector_module_path": "tierstore.adapters.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"config": config},
+    }
+    return line | more
+
+
+@dataclass
+class Engines:
+    """``python``: one that has vLLM. ``folder`` keeps each life's case, result and log, by number."""
+
+    python: Path
+    model: Path
+    folder: Path
+    lives: int = field(default=0)
+
+    def life(
+        self,
+        steps: Sequence[Step],
+        *,
+        transfer: Mapping[str, Any] | None = None,
+        in_process: bool = False,
+        **engine: object,
+    ) -> list[Any]:
+        """Start an engine, play ``steps``, end it; the results of the steps, in their order.
+
+        ``in_process``: scheduler and worker in one process, as on one card; else each has its own. ``engine`` goes to
+        vLLM's ``LLM``. AssertionError with the end of the log if it does not end well.
+        """
+        self.lives += 1
+        home = self.folder / f"life-{self.lives}"
+        home.mkdir(parents=True)
+        case = self.case(steps, transfer=transfer, **engine)
+        (home / "case.json").write_text(json.dumps(case))
+        with (home / "log.txt").open("wb") as log:
+            ended = subprocess.run(
+                [self.python, "-m", "tests.vllm.child", home / "case.json", home / "result.json"],
+                env=_environment(in_process),
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=PATIENCE_S,
+                check=False,
+            )
+        assert ended.returncode == 0, f"exit code {ended.returncode}; {self.log()[-_TAIL:]}"
+        results: list[Any] = json.loads((home / "result.json").read_text())["steps"]
+        return results
+
+    def case(
+        self, steps: Sequence[Step], *, transfer: Mapping[str, Any] | None = None, **engine: object
+    ) -> dict[str, Any]:
+        """A case as ``tests.vllm.child`` takes it, with defaults that fit a small machine."""
+        defaults: dict[str, object] = {
+            "model": str(self.model),
+            "dtype": "float32",
+            "block_size": 32,
+            "max_model_len": 1024,
+            "max_num_batched_tokens": 1024,
+            "max_num_seqs": 4,
+            "num_gpu_blocks_override": 128,
+            "enable_prefix_caching": True,
+        }
+        return {"engine": defaults | engine, "transfer": transfer, "steps": [list(step) for step in steps]}
+
+    def log(self) -> str:
+        """What the last life said."""
+        return (self.folder / f"life-{self.lives}" / "log.txt").read_text(errors="replace")
+
+
+def _environment(in_process: bool) -> dict[str, str]:
+    return os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
