@@ -6,39 +6,13 @@ last tokens, whose K and V are in the pages already.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
-
 import torch
 
 from tierstore.gpu.attention import reference
 from tierstore.gpu.attention.paging import Numbers, Paging, Shape
-
-Backend = Literal["auto", "reference", "triton", "gathered"]
-"""``triton``: kernels that read pages in place. ``gathered``: a layer is gathered, some pages at a time, for SDPA."""
+from tierstore.gpu.attention.ways import Backend, Way, for_many, for_one, make
 
 merge_states = reference.merge_states
-
-
-class Way(Protocol):
-    """How a step's attention is computed."""
-
-    def plan(self, paging: Paging) -> None:
-        """Prepares for any number of layers."""
-        ...
-
-    def run(self, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Fills ``out`` and ``lse``, float32, on the current stream."""
-        ...
-
-
-class _Reference:
-    def plan(self, paging: Paging) -> None:
-        self._paging = paging
-
-    def run(self, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        found = reference.attend(q, pages, self._paging)
-        out.copy_(found[0])
-        lse.copy_(found[1])
 
 
 class _Paged:
@@ -47,6 +21,8 @@ class _Paged:
     def __init__(self) -> None:
         self._paging: Paging | None = None
         self._way: Way | None = None
+        self.backend: Backend = "auto"
+        """The one that the last plan chose."""
 
     def _run(
         self,
@@ -113,7 +89,9 @@ class PagedDecode(_Paged):
             q_data_type, o_data_type,
         )  # fmt: skip
         paging = Paging.of(None, indptr, indices, last_page_len, shape)
-        self._way = self._way or _Reference()
+        if self._way is None:
+            self.backend = for_one(self._device, self._backend)
+            self._way = make(self.backend, self._device, self._max_pages)
         self._way.plan(paging)
         self._paging = paging
 
@@ -144,6 +122,7 @@ class PagedPrefill(_Paged):
         """``backend`` "auto": on a card whichever was measured to win for the plan's shape, else ``reference``."""
         super().__init__()
         self._device, self._backend = torch.device(device), backend
+        self._ways: dict[Backend, Way] = {}
 
     def plan(
         self,
@@ -173,9 +152,13 @@ class PagedPrefill(_Paged):
             q_data_type, o_data_type,
         )  # fmt: skip
         paging = Paging.of(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, shape)
-        self._way = self._way or _Reference()
+        name = for_many(self._device, self._backend, paging)
+        if name not in self._ways:
+            self._ways[name] = make(name, self._device)
+        self._way = self._ways[name]
         self._way.plan(paging)
         self._paging = paging
+        self.backend = name
 
     def run(
         self,

@@ -1,0 +1,172 @@
+"""Attention of many queries: pages are gathered, so many tokens at a time, for torch's own attention kernels.
+
+Parts are merged by their logarithms, so that memory beside the pages is bounded: never the whole of a layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+    from tierstore.gpu.attention.paging import Paging, Shape
+
+Sdpa = Literal["flash", "cudnn"]
+
+TOKENS_AT_ONCE = 32768
+"""Gathered together. The kernels are as fast with as many as with more; a layer of an 8B model is then 128 MiB."""
+
+_BLOCK = 8192
+
+
+class _Piece(NamedTuple):
+    """Tokens ``first`` to ``end`` of a sequence; ``causal``: each of its queries sees them up to its own."""
+
+    row: int
+    first: int
+    end: int
+    causal: bool
+
+
+class Gathered:
+    """One sequence after another, on the current stream. Shapes without a window, values as wide as keys."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        sdpa: Sdpa = "cudnn",
+        tokens: int = TOKENS_AT_ONCE,
+        kernels: ModuleType | None = None,
+    ) -> None:
+        """``kernels``: as in ``InPlace``."""
+        if kernels is None:
+            from tierstore.gpu.attention import kernels as own
+
+            kernels = own
+        self._kernels: Any = kernels
+        self._device, self._sdpa, self._tokens = device, sdpa, tokens
+
+    def plan(self, paging: Paging) -> None:
+        """Copies the page numbers to the device and sets the room for one piece aside."""
+        self._paging = paging
+        self._pieces = list(_pieces(paging, self._tokens))
+        self._table = torch.from_numpy(paging.indices.astype(np.int32)).to(self._device)
+        shape, size = paging.shape, paging.shape.page_size
+        most = max((-(-p.end // size) - p.first // size for p in self._pieces), default=0) * size
+        self._room = torch.empty(
+            2, most, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=self._device
+        )
+        widest = int(paging.widths.max(initial=0))
+        self._sums = torch.empty(
+            widest, shape.num_qo_heads, shape.head_dim, dtype=torch.float32, device=self._device
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Of device memory that plan set aside."""
+        return self._room.nbytes + self._sums.nbytes
+
+    def run(self, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Fills ``out`` and ``lse``. ValueError for pages of one plane."""
+        if pages.shape[1] != 2:
+            raise ValueError(f'pages have {pages.shape[1]} plane; allowed with "gathered": 2')
+        paging, before = self._paging, -1
+        seen = {piece.row for piece in self._pieces}
+        for row in range(paging.batch):
+            if row not in seen:
+                rows = self._rows(row)
+                out[rows].zero_()
+                lse[rows].fill_(-torch.inf)
+        for i, piece in enumerate(self._pieces):
+            rows = self._rows(piece.row)
+            last = i + 1 == len(self._pieces) or self._pieces[i + 1].row != piece.row
+            found = self._attend(q[rows], self._gather(pages, piece), piece.causal)
+            self._join(*found, out[rows], lse[rows], before != piece.row, last)
+            before = piece.row
+
+    def _rows(self, row: int) -> slice:
+        return slice(int(self._paging.qo_indptr[row]), int(self._paging.qo_indptr[row + 1]))
+
+    def _gather(self, pages: torch.Tensor, piece: _Piece) -> torch.Tensor:
+        """``[2, tokens, num_kv_heads, head_dim]``"""
+        shape = self._paging.shape
+        size = shape.page_size
+        first, end = piece.first // size, -(-piece.end // size)
+        numbers = size * shape.num_kv_heads * shape.head_dim
+        token, head = pages.stride(2), pages.stride(3)
+        flat = head == shape.head_dim and token == shape.num_kv_heads * shape.head_dim
+        self._kernels.gather[(end - first, 2, -(-numbers // _BLOCK))](
+            pages, self._table, self._room, int(self._paging.indptr[piece.row]) + first,
+            *pages.stride()[:4], self._room.stride(0),
+            HEADS=shape.num_kv_heads, DIM=shape.head_dim, TOKENS=size, FLAT=flat, BLOCK=_BLOCK, num_warps=8,
+        )  # fmt: skip
+        skip = piece.first - first * size
+        return self._room[:, skip : skip + piece.end - piece.first]
+
+    def _attend(
+        self, q: torch.Tensor, planes: torch.Tensor, causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Results ``[heads, queries, dim]`` and logarithms ``[heads, queries]``, any strides."""
+        keys, values = planes.transpose(1, 2).unsqueeze(1)
+        return sdpa(self._sdpa, q.transpose(0, 1)[None], keys, values, causal, self._paging.shape.sm_scale)
+
+    def _join(
+        self,
+        found: torch.Tensor,
+        found_lse: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        first: bool,
+        last: bool,
+    ) -> None:
+        heads, width, dim = found.shape
+        self._kernels.join[(width, heads)](
+            self._sums, lse, found, found_lse, out,
+            *found.stride()[:2], *found_lse.stride(),
+            HEADS=heads, DV=dim, BLOCK_V=1 << (dim - 1).bit_length(), FIRST=first, LAST=last, num_warps=1,
+        )  # fmt: skip
+
+
+def sdpa(
+    which: Sdpa, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One of torch's kernels over ``[1, heads, tokens, dim]`` -> ``[heads, queries, dim]``, ``[heads, queries]``.
+
+    ``causal``: the queries are those of the last keys; for "cudnn" as many as keys.
+    """
+    ops: Any = torch.ops.aten
+    if which == "flash":
+        found = ops._scaled_dot_product_flash_attention(q, keys, values, 0.0, causal, False, scale=scale)
+    else:
+        found = ops._scaled_dot_product_cudnn_attention(
+            q, keys, values, None, True, 0.0, causal, False, scale=scale
+        )
+    width = q.shape[2]
+    return found[0][0], found[1].view(q.shape[1], -1)[:, :width]
+
+
+def fits(shape: Shape) -> bool:
+    """Whether pages of this shape can be attended so."""
+    plain = shape.window_left < 0 and shape.head_dim_vo == shape.head_dim
+    return plain and shape.head_dim % 8 == 0 and shape.head_dim <= 128 and shape.dtype != torch.float32
+
+
+def _pieces(paging: Paging, tokens: int) -> Iterator[_Piece]:
+    """Of a causal sequence the last is its queries' own tokens."""
+    size = paging.shape.page_size
+    step = max(1, tokens // size) * size
+    for row in range(paging.batch):
+        width, length = int(paging.widths[row]), int(paging.kv_lens[row])
+        if not width or not length:
+            continue
+        before = length - width if paging.shape.causal else length
+        for first in range(0, before, step):
+            yield _Piece(row, first, min(first + step, before), False)
+        if paging.shape.causal:
+            yield _Piece(row, before, length, True)

@@ -1,0 +1,172 @@
+"""Attention by kernels that read pages in place, split over keys so that a few long sequences fill a card."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tierstore.gpu.attention.items import FIELDS, Room, Work, divide, most_items
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from tierstore.gpu.attention.paging import Paging, Shape
+
+_LOG2_E = 1.4426950408889634
+_SMALL = 16
+"""Rows of the smallest block: what a matrix instruction has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a program is cut: rows, tokens at a time, warps, stages of its pipeline, and how many programs a
+    multiprocessor has room for."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+    @classmethod
+    def of(cls, shape: Shape, rows: int) -> Tiles:
+        """For blocks of up to ``rows`` rows of a sequence. Measured on an H100: docs/measurements.md."""
+        nbytes = shape.head_dim * shape.dtype.itemsize
+        block_m = min(128, max(_SMALL, _power(rows)))
+        if nbytes > 512:  # MLA, and float32 of 256 numbers: one tile is all there is room for
+            return cls(min(block_m, 32), 32 if nbytes > 1024 else 16, 4, 2, 1)
+        if shape.dtype == torch.float32:
+            return cls(min(block_m, 32), 32, 4, 2, 2)
+        if block_m <= 32:
+            return cls(block_m, 64 if nbytes <= 256 else 32, 4, 3, 2)
+        return cls(block_m, 64 if nbytes <= 256 else 32, 8 if block_m > 64 else 4, 3, 1)
+
+
+class InPlace:
+    """Plans once a step, and launches one or two kernels a layer, on the current stream of plan and run alike."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        kernels: ModuleType | None = None,
+        max_pages: int | None = None,
+        tiles: Tiles | None = None,
+    ) -> None:
+        """``kernels``: the module of the kernels; None: the package's own, which needs a card. ``tiles``: other than
+        chosen by shape. ``max_pages``: as in ``PagedDecode``."""
+        if kernels is None:
+            from tierstore.gpu.attention import kernels as own
+
+            kernels = own
+        self._kernels: Any = kernels
+        self._device, self._max_pages, self._given = device, max_pages, tiles
+        self._numbers: torch.Tensor | None = None
+        self._fixed: tuple[int, Shape] | None = None
+        self._most_items = 0
+
+    def plan(self, paging: Paging) -> None:
+        """Writes the step's numbers to the device. ValueError, nothing changed, where they do not fit fixed buffers."""
+        shape = paging.shape
+        rows = int(paging.widths.max(initial=1)) * shape.group
+        tiles = self._given or Tiles.of(shape, rows)
+        programs = _processors(self._device) * tiles.programs
+        room = Room(programs)
+        if self._max_pages is not None:
+            self._require_fits(paging)
+            self._most_items = most_items(
+                paging.batch, -(-rows // tiles.block_m), shape.num_kv_heads, programs
+            )
+            room = Room(programs, self._most_items)
+        work = divide(paging, tiles.block_m, tiles.block_n, room)
+        self._write(paging, work)
+        self._shape, self._tiles = shape, tiles
+        self._merges = work.merges or self._max_pages is not None
+        self._num_queries = paging.num_queries
+        if self._max_pages is not None:
+            self._fixed = (paging.batch, shape)
+
+    def run(self, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Fills ``out`` and ``lse``."""
+        assert self._numbers is not None
+        shape, tiles = self._shape, self._tiles
+        if not self._num_queries:
+            return
+        if q.stride(2) != 1:
+            q = q.contiguous()
+        shared = pages.shape[1] == 1
+        rest = shape.head_dim - shape.head_dim_vo
+        constants = {
+            "HEADS": shape.num_qo_heads, "GROUP": shape.group, "PAGE": shape.page_size,
+            "DV": shape.head_dim_vo, "DR": rest, "BLOCK_V": max(16, _power(shape.head_dim_vo)),
+            "BLOCK_R": max(16, _power(rest)), "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
+            "CAUSAL": shape.causal, "WINDOW": shape.window_left >= 0, "SHARED": shared, "FIELDS": FIELDS,
+            "PRECISION": "ieee" if shape.dtype == torch.float32 else "tf32",
+        }  # fmt: skip
+        if len(self._items):
+            self._kernels.attend[(shape.num_kv_heads, len(self._items))](
+                q, pages, self._table, self._items, out, lse, self._parts, self._part_lse,
+                q.stride(0), q.stride(1), *pages.stride()[:4], shape.sm_scale * _LOG2_E, shape.window_left,
+                **constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            )  # fmt: skip
+        if self._merges:
+            block = int(constants["BLOCK_V"])
+            self._kernels.merge[(self._num_queries, shape.num_qo_heads)](
+                self._parts, self._part_lse, self._queries, out, lse,
+                HEADS=shape.num_qo_heads, DV=shape.head_dim_vo, BLOCK_V=block,
+                BLOCK_S=max(4, 8192 // block), num_warps=4,
+            )  # fmt: skip
+
+    def _require_fits(self, paging: Paging) -> None:
+        assert self._max_pages is not None
+        found = len(paging.indices)
+        if found > self._max_pages:
+            raise ValueError(f"{found} pages; allowed: max_pages, {self._max_pages}")
+        if int(paging.widths.max(initial=0)) > 1:
+            raise ValueError("several queries a sequence; allowed with max_pages: one")
+        if self._fixed is not None and self._fixed != (paging.batch, paging.shape):
+            raise ValueError(
+                f"a batch of {paging.batch}, {paging.shape}; allowed with max_pages: {self._fixed}"
+            )
+
+    def _write(self, paging: Paging, work: Work) -> None:
+        """One copy of all numbers; tensors stay where they are as long as they are large enough."""
+        fixed = self._max_pages is not None
+        num_items = self._most_items if fixed else len(work.items)
+        num_pages = self._max_pages if self._max_pages is not None else len(paging.indices)
+        lengths = (num_items * FIELDS, 2 * paging.num_queries, num_pages)
+        host = np.zeros(sum(lengths), dtype=np.int32)
+        starts = np.cumsum((0, *lengths))
+        contents = (work.items.ravel(), work.queries.ravel(), _page_numbers(paging))
+        for start, numbers in zip(starts, contents, strict=False):
+            host[start : start + len(numbers)] = numbers
+        if self._numbers is None or self._numbers.numel() < len(host):
+            self._numbers = torch.empty(len(host), dtype=torch.int32, device=self._device)
+        self._numbers[: len(host)].copy_(torch.from_numpy(host))
+        items, queries, self._table = torch.split(self._numbers[: len(host)], list(lengths))
+        self._items, self._queries = items.view(-1, FIELDS), queries.view(-1, 2)
+        self._make_parts(num_items if fixed else work.num_parts, paging.shape)
+
+    def _make_parts(self, number: int, shape: Shape) -> None:
+        wanted = max(1, number) * shape.num_qo_heads
+        if self._fixed is None:
+            self._part_lse = torch.empty(wanted, dtype=torch.float32, device=self._device)
+            self._parts = torch.empty(wanted * shape.head_dim_vo, dtype=torch.float32, device=self._device)
+
+
+def _page_numbers(paging: Paging) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return paging.indices.astype(np.int32)
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4  # the interpreter's: enough to have splits
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _power(number: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, int(number) - 1).bit_length()

@@ -1,0 +1,75 @@
+"""The ways to compute attention over pages, and which to take."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+
+from tierstore.gpu.attention import gathered, reference
+from tierstore.gpu.attention.in_place import InPlace
+from tierstore.gpu.attention.paging import Paging
+
+Backend = Literal["auto", "reference", "triton", "gathered"]
+"""``triton``: kernels that read pages in place. ``gathered``: pages are gathered, some at a time, for SDPA."""
+
+GATHERED_FROM = 256
+"""Queries of the longest sequence from which gathering wins. Measured on an H100: docs/measurements.md."""
+
+
+class Way(Protocol):
+    """How a step's attention is computed."""
+
+    def plan(self, paging: Paging) -> None:
+        """Prepares for any number of layers."""
+        ...
+
+    def run(self, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Fills ``out`` and ``lse``, float32, on the current stream."""
+        ...
+
+
+class Reference:
+    """Plain torch, sums in float32, on any device."""
+
+    def plan(self, paging: Paging) -> None:
+        """Keeps it."""
+        self._paging = paging
+
+    def run(self, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Fills ``out`` and ``lse``."""
+        found = reference.attend(q, pages, self._paging)
+        out.copy_(found[0])
+        lse.copy_(found[1])
+
+
+def make(name: Backend, device: torch.device, max_pages: int | None = None) -> Way:
+    """The way of that name."""
+    if name == "reference":
+        return Reference()
+    if name == "gathered":
+        return gathered.Gathered(device)
+    return InPlace(device, max_pages=max_pages)
+
+
+def for_one(device: torch.device, asked: Backend) -> Backend:
+    """For one query a sequence. ValueError for "gathered", which would copy all that is read once."""
+    if asked == "gathered":
+        raise ValueError('backend is "gathered"; allowed for decoding: "auto", "reference", "triton"')
+    if asked == "auto":
+        return "triton" if device.type == "cuda" else "reference"
+    return asked
+
+
+def for_many(device: torch.device, asked: Backend, paging: Paging) -> Backend:
+    """For many queries a sequence. ValueError for "gathered" where torch's kernels have no such shape."""
+    fits = gathered.fits(paging.shape)
+    if asked == "gathered" and not fits:
+        raise ValueError(
+            f'backend is "gathered"; allowed: others for a window, MLA, float32 or head_dim {paging.shape.head_dim}'
+        )
+    if asked != "auto":
+        return asked
+    if device.type != "cuda":
+        return "reference"
+    return "gathered" if fits and int(paging.widths.max(initial=0)) >= GATHERED_FROM else "triton"
