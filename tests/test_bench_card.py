@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
@@ -109,27 +108,45 @@ def test_bench_arena_tells_how_soon_memory_can_be_used() -> None:
     assert all(row["value"] > 0 for row in rows)
 
 
-def test_bench_overlap_restores_layer_by_layer_and_reads_beside_every_way() -> None:
+def test_bench_overlap_restores_layer_by_layer_and_runs_kernels_beside_every_way() -> None:
     sizes = ("--restored", "512KiB", "--page-size", "1", "--matrix", "16", "--rounds", "1")
-    beside = ("--read", "64KiB", "--times", "3", "--batch", "8MiB")
-    code, line = run("overlap", "--device", "cpu", *sizes, *beside)
+    beside = ("--read", "64KiB", "--times", "3", "--batch", "8MiB", "--compute", "0.5,2")
+    code, line = run("overlap", "--device", "cpu", *sizes, *beside, "--layers", "16")
     assert code == 0
     report = json.loads(line)
-    hidden, *rows = report["rows"]
-    assert (hidden["what"], hidden["groups"], hidden["num_pages"]) == ("overlap", 16, 4)
-    assert hidden["ideal"] == 1 - 1 / 16
-    assert min(hidden["compute_ms"], hidden["copy_ms"], hidden["both_ms"]) > 0
-    assert hidden["first_layer_ms"] <= hidden["copy_ms"]
-    told = [(row["what"], row["way"], row["direction"]) for row in rows]
-    ways = [("contiguous", d) for d in ("h2d", "d2h", "both")] + [
-        ("threads", d) for d in ("h2d", "d2h", "both", "h2d", "d2h")
+    less, more, *rows = report["rows"]
+    assert (less["wanted"], more["wanted"]) == (0.5, 2.0)
+    for hidden in (less, more):
+        assert (hidden["what"], hidden["groups"], hidden["num_pages"]) == ("overlap", 16, 4)
+        assert hidden["ideal"] == 1 - 1 / 16
+        assert min(hidden["compute_ms"], hidden["copy_ms"], hidden["both_ms"]) > 0
+        assert hidden["first_layer_ms"] <= hidden["copy_ms"]
+    told = [(row["kernel"], row["way"], row["direction"]) for row in rows]
+    ways = [
+        ("contiguous", ("h2d", "d2h", "both")),
+        ("threads", ("h2d", "d2h", "both")),
+        ("threads", ("h2d", "d2h")),
     ]
-    assert told == [("beside", *way) for way in ways]
+    assert told == [(kernel, way, d) for way, some in ways for kernel in ("read", "copy") for d in some]
     assert all(row["gbps"] > 0 and 0 < row["share"] < 1 for row in rows)
 
 
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("--compute", "1,0"), "--compute 1,0; allowed: numbers above 0"),
+        (("--compute", "nan"), "--compute nan; allowed: numbers above 0"),
+        (("--compute", "much"), "--compute much; allowed: numbers above 0"),
+        (("--layers", "24"), "--layers 24; allowed: powers of two"),
+    ],
+)
+def test_bench_overlap_refuses_what_cannot_be_measured(words: tuple[str, ...], what: str) -> None:
+    code, line = run("overlap", "--device", "cpu", *words)
+    assert code == 2
+    assert what in json.loads(line)["error"]
+
+
 def test_a_layer_computed_before_its_bytes_are_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = dataclasses.replace(overlap.LLAMA_8B, page_size=1, num_layers=2)
     monkeypatch.setattr(CpuPool, "write_part", lambda self, slot, page, part: None)
     with pytest.raises(RuntimeError, match="before its bytes were there"):
-        overlap.overlap_row("cpu", spec, 64 << 10, 1, 8)
+        overlap.overlap_rows("cpu", overlap.pages_of(2, 1), 256 << 10, 1, 8, [1.0])

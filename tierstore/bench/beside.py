@@ -1,7 +1,8 @@
-"""How much slower a kernel that only reads memory is while pages stream to or from host memory.
+"""How much slower a kernel that is bound by memory is while pages stream to or from host memory.
 
 What the link moves is read from or written to HBM too: the least that must be lost is its share of HBM's bandwidth.
-A contiguous copy beside the kernel shows what the card itself loses; the rest is ours.
+A contiguous copy beside the kernel shows what the card itself loses; the rest is ours. Two kernels, as a card may lose
+more where writes come among reads only: one that only reads, and one that writes as much as it reads.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ _POLL_S = 50e-6
 
 @dataclass(frozen=True, slots=True)
 class BesideRow:
-    """``slowdown``: median of the pairs, 0.03 for 3 %; ``share``: what copies take of the bytes that HBM moves then."""
+    """``kernel``: "read" or "copy". ``slowdown``: median of the pairs, 0.03 for 3 %; ``share``: what copies take of the
+    bytes that HBM moves then; ``alone_tbps``: of the kernel, what it reads and writes.
+    """
 
+    kernel: str
     way: str
     direction: Direction
     piece_bytes: int
@@ -70,6 +74,8 @@ class Load(Protocol):
 class Reading:
     """A sum over ``nbytes`` of the device, again and again."""
 
+    name = "read"
+
     def __init__(self, device: str, nbytes: int) -> None:
         self.nbytes = nbytes
         self._device = device_of(device)
@@ -79,21 +85,40 @@ class Reading:
     def seconds(self, times: int) -> float:
         """Of one, the median."""
         if self._stream is None:
-            return median(self._once() for _ in range(times))
+            return median(self._timed() for _ in range(times))
         with torch.cuda.stream(self._stream):
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]  # type: ignore[no-untyped-call]
             marks[0].record()
             for mark in marks[1:]:
-                self._memory.sum()
+                self._once()
                 mark.record()
             marks[-1].synchronize()
         lengths: list[float] = [a.elapsed_time(b) for a, b in pairwise(marks)]
         return median(lengths[_WARM:]) / 1e3
 
-    def _once(self) -> float:
+    def _timed(self) -> float:
         start = perf_counter()
-        self._memory.sum()
+        self._once()
         return perf_counter() - start
+
+    def _once(self) -> None:
+        self._memory.sum()
+
+
+class Copying(Reading):
+    """Reads one half of ``nbytes`` and writes the other."""
+
+    name = "copy"
+
+    def __init__(self, device: str, nbytes: int) -> None:
+        super().__init__(device, nbytes)
+        half = len(self._memory) // 2
+        self._from, self._to = self._memory[:half], self._memory[half : 2 * half]
+
+    def _once(self) -> None:
+        torch.bitwise_not(
+            self._from, out=self._to
+        )  # torch's copy_ would be the driver's, by whatever it takes
 
 
 class Contiguous:
@@ -161,7 +186,7 @@ class Pages:
 
 
 def beside_row(reading: Reading, load: Load, direction: Direction, times: int, pairs: int) -> BesideRow:
-    """One figure. The copies must outlast ``times`` readings."""
+    """One figure. The copies must outlast ``times`` readings. ``reading``: or copying."""
     load.prepare(direction)
     found = []
     for _ in range(pairs + 1):
@@ -176,6 +201,7 @@ def beside_row(reading: Reading, load: Load, direction: Direction, times: int, p
     alone, loaded, rate = (median(column) for column in zip(*found, strict=True))
     bandwidth = reading.nbytes / alone
     return BesideRow(
+        reading.name,
         load.name,
         direction,
         load.piece_nbytes,

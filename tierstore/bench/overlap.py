@@ -17,33 +17,49 @@ import torch
 
 from tierstore.bench.link import Ceiling, device_of, settle
 from tierstore.config import load_config
+from tierstore.errors import ConfigError
 from tierstore.gpu.pool import GroupedPages
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, PageSpec, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from tierstore.lease import Lease
 
 _PATIENCE_S = 600.0
 _BLOCK_NBYTES = 1 << 30
+_TRIES = 3
 
-LLAMA_8B = PageSpec(
-    num_layers=32, page_size=64, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="tierstore-bench"
-)
-"""Pages of 8 MiB."""
+_HEADS_AND_LAYERS = 256
+"""Of an 8B model: 32 layers of 8 heads of 128, 128 KiB a token."""
+
+
+def pages_of(num_layers: int, page_size: int) -> PageSpec:
+    """Pages of 128 KiB a token. ConfigError unless that can be divided into so many layers."""
+    if _HEADS_AND_LAYERS % num_layers:
+        raise ConfigError(f"--layers {num_layers}; allowed: powers of two up to {_HEADS_AND_LAYERS}")
+    return PageSpec(
+        num_layers=num_layers,
+        page_size=page_size,
+        num_kv_heads=_HEADS_AND_LAYERS // num_layers,
+        head_dim=128,
+        dtype="bfloat16",
+        model="tierstore-bench",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class OverlapRow:
     """Medians of the rounds. ``overlap``: what was saved of the shorter one, (compute + copy - both) / the shorter.
 
-    ``ideal``: 1 - 1 / groups, as computing begins with the first group there. ``beside_ms``: the same computing while
-    one contiguous block is copied in again and again: what it takes longer is the card's. ``reachable``: the overlap
-    of copies that lose nothing, with compute that takes so long.
+    ``wanted``: as what part of copying computing was to take. ``ideal``: 1 - 1 / groups, as computing begins with the
+    first group there. ``beside_ms``: the same computing while one contiguous block is copied in again and again: what
+    it takes longer is the card's. ``reachable``: the overlap of copies that lose nothing, with compute that takes so
+    long.
     """
 
+    wanted: float
     groups: int
     num_pages: int
     page_bytes: int
@@ -101,6 +117,8 @@ class Restore:
         assert not isinstance(pages, GroupedPages)
         self._pages = pages
         self._layers = pages.shape[1]
+        self.nbytes = pages.nbytes
+        """Of all pages."""
         self.compute = _Compute(pages, matrix)
 
     def alone(self) -> float:
@@ -112,19 +130,18 @@ class Restore:
         settle(self._pages.device)
         return perf_counter() - start
 
-    def fill_up(self) -> None:
-        """Chooses the number of products so that computing takes about as long as copying."""
-        self.copied()
-        for _ in range(3):
+    def fill_up(self, wanted: float) -> None:
+        """Chooses the number of products so that computing takes about ``wanted`` times as long as copying."""
+        for _ in range(_TRIES):
+            self.both()  # a card that has rested computes faster for a while
             _, copying = self.copied()
-            self.compute.products = max(1, round(self.compute.products * copying / self.alone()))
+            self.compute.products = max(1, round(self.compute.products * wanted * copying / self.alone()))
 
     def beside(self, block: Ceiling) -> float:
         """Seconds of computing while contiguous copies go on, about as long as it takes."""
-        nbytes = self._pages.nbytes
         settle(self._pages.device)
         start = perf_counter()
-        for _ in range(max(1, round(1.2 * nbytes / block.nbytes))):
+        for _ in range(max(1, round(1.2 * self.nbytes / block.nbytes))):
             block.queue("h2d")
         for layer in range(self._layers):
             self.compute.layer(layer)
@@ -179,8 +196,13 @@ class Restore:
             raise RuntimeError(f"only {lease.num_pages} pages came back: {lease.missing_because}")
 
 
-def overlap_row(device: str, spec: PageSpec, nbytes: int, rounds: int, matrix: int) -> OverlapRow:
-    """Restores pages of ``nbytes`` together; compute is made to take about as long. ConfigError as from ``open``."""
+def overlap_rows(
+    device: str, spec: PageSpec, nbytes: int, rounds: int, matrix: int, wanted: Sequence[float]
+) -> list[OverlapRow]:
+    """Restores pages of ``nbytes`` together, with compute that takes so much of that time, a row each.
+
+    ConfigError as from ``open``.
+    """
     device_of(device)
     pages = max(1, nbytes // spec.page_nbytes)
     capacity = pages * spec.page_nbytes
@@ -192,17 +214,21 @@ def overlap_row(device: str, spec: PageSpec, nbytes: int, rounds: int, matrix: i
         keys = _filled(store, pages, spec)
         restore = Restore(store, keys, matrix)
         block = Ceiling(device, min(_BLOCK_NBYTES, capacity))
-        restore.fill_up()
-        restore.both()
-        found = [
-            (restore.alone(), *restore.copied(), restore.both(), restore.beside(block)) for _ in range(rounds)
-        ]
         groups = _groups(store)
+        return [_row(restore, block, share, groups, pages, rounds) for share in wanted]
+
+
+def _row(restore: Restore, block: Ceiling, wanted: float, groups: int, pages: int, rounds: int) -> OverlapRow:
+    restore.fill_up(wanted)
+    found = [
+        (restore.alone(), *restore.copied(), restore.both(), restore.beside(block)) for _ in range(rounds)
+    ]
     compute, first, copy, both, beside = (median(column) for column in zip(*found, strict=True))
     return OverlapRow(
+        wanted=wanted,
         groups=groups,
         num_pages=pages,
-        page_bytes=spec.page_nbytes,
+        page_bytes=restore.nbytes // pages,
         compute_ms=compute * 1e3,
         copy_ms=copy * 1e3,
         both_ms=both * 1e3,
@@ -212,7 +238,7 @@ def overlap_row(device: str, spec: PageSpec, nbytes: int, rounds: int, matrix: i
         reachable=median(
             (c + t - max(t / groups + s, t + s / groups)) / min(c, t) for c, _, t, _, s in found
         ),
-        gbps=capacity / copy / 1e9,
+        gbps=restore.nbytes / copy / 1e9,
         first_layer_ms=first * 1e3,
     )
 
