@@ -42,13 +42,9 @@ class Life:
         """Empty the engine's own prefix cache; True if it did."""
         return bool(self._llm.reset_prefix_cache())
 
-    def settle(self, steps: int = 200) -> None:
-        """Let the engine step while it has nothing to compute, so that what it stores behind requests can end.
-
-        A request of one token that nobody knows drives the steps.
-        """
-        for number in range(steps // 100):
-            self._answers([f"{number} " * 3], 8)
+    def settle(self, tokens: int = 16) -> None:
+        """Answer a short prompt that nobody knows: so many steps for what goes on behind requests."""
+        self._answers(["Once upon a time"], tokens)
 
     def storm(self, prompts: list[str], requests: int, tokens: int, seed: int, most: int) -> dict[str, Any]:
         """``requests`` requests, ``most`` of them at a time; about half are aborted, each after a random number of

@@ -30,7 +30,7 @@ def oracle(engines: Engines) -> Oracle:
     def tokens_of(prompts: Sequence[str], tokens: int) -> list[list[int]]:
         new = [prompt for prompt in dict.fromkeys(prompts) if (prompt, tokens) not in known]
         if new:
-            (answers, _) = engines.life([ask(new, tokens)], enable_prefix_caching=False)
+            (answers,) = engines.life([ask(new, tokens)], enable_prefix_caching=False)
             known.update(((p, tokens), a["tokens"]) for p, a in zip(new, answers, strict=True))
         return [known[prompt, tokens] for prompt in prompts]
 

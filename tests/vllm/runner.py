@@ -80,7 +80,7 @@ class Engines:
             )
         assert ended.returncode == 0, f"exit code {ended.returncode}; {self.log()[-_TAIL:]}"
         results: list[Any] = json.loads((home / "result.json").read_text())["steps"]
-        return results
+        return results[: len(steps)]
 
     def case(
         self, steps: Sequence[Step], *, transfer: Mapping[str, Any] | None = None, **engine: object
