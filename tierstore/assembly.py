@@ -6,7 +6,7 @@ import gc
 import logging
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -31,16 +31,49 @@ from tierstore.tier_table import TierTable
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from tierstore.config import HostConfig, NvmeConfig, StoreConfig
     from tierstore.gpu.device import HbmDevice
     from tierstore.gpu.pool import OwnPool
     from tierstore.mover import SlotBytes
+    from tierstore.types import PageKey
 
 _log = logging.getLogger(__name__)
 
 _PIN_PATIENCE_S = 600.0
+
+
+class HostSlots(Protocol):
+    """As much of host memory as a directory needs to know."""
+
+    @property
+    def num_slots(self) -> int:
+        """Pages that fit."""
+        ...
+
+    @property
+    def held(self) -> Held:
+        """The form of its pages."""
+        ...
+
+
+class Records(Protocol):
+    """As much of an NVMe tier as a directory needs to know."""
+
+    @property
+    def record_nbytes(self) -> int:
+        """What the record of one page costs at most."""
+        ...
+
+    @property
+    def budget_nbytes(self) -> int:
+        """Sum of record bytes that it may hold."""
+        ...
+
+    def records(self) -> Iterable[tuple[PageKey, PageKey | None, int]]:
+        """Key, parent and bytes on disk of what is there."""
+        ...
 
 
 @dataclass
@@ -76,22 +109,35 @@ def assemble(config: StoreConfig, layout: PageLayout, wake: Callable[[], None]) 
         metrics.watch_pinned(arena.pinned_nbytes)
     if nvme is not None:
         metrics.watch_disk(lambda: nvme.state)
-    known = _known(config, layout, arena, pool, nvme)
+    directory = make_directory(config, layout, pool, arena, nvme, metrics)
+    mover = _mover(layout, device, pool, arena, nvme, wake)
+    return Parts(layout, device, pool, arena, nvme, directory, mover, metrics)
+
+
+def make_directory(
+    config: StoreConfig,
+    layout: PageLayout,
+    pool: OwnPool | None,
+    host: HostSlots | None,
+    disk: Records | None,
+    metrics: Metrics,
+) -> Directory:
+    """A directory for tiers of these sizes, that knows what the disk holds."""
+    known = _known(config, layout, host, pool, disk)
     directory = Directory(
-        _tables(config, pool, arena, nvme, known),
+        _tables(config, pool, host, disk, known),
         metrics,
         page_nbytes=layout.page_nbytes,
-        record_nbytes=0 if nvme is None else nvme.record_nbytes,
+        record_nbytes=0 if disk is None else disk.record_nbytes,
         flush_s=0.0 if config.nvme is None else config.nvme.flush,
         history=None if known is None else known.history,
         admission=make_admission("all" if config.nvme is None else config.nvme.admission, known),
         budget=WriteBudget(None if config.nvme is None else config.nvme.daily_writes),
     )
-    if nvme is not None:
+    if disk is not None:
         with _collector_paused():
-            directory.residency.load(Tier.NVME, nvme.records())
-    mover = _mover(layout, device, pool, arena, nvme, wake)
-    return Parts(layout, device, pool, arena, nvme, directory, mover, metrics)
+            directory.residency.load(Tier.NVME, disk.records())
+    return directory
 
 
 def owns_hbm(config: StoreConfig) -> bool:
@@ -269,9 +315,9 @@ def _open_nvme(config: NvmeConfig, held: Held, wake: Callable[[], None]) -> Nvme
 def _known(
     config: StoreConfig,
     layout: PageLayout,
-    arena: HostArena | None,
+    arena: HostSlots | None,
     pool: OwnPool | None,
-    nvme: NvmeTier | None,
+    nvme: Records | None,
 ) -> Known | None:
     """What the policies of a configuration may look at; None if none looks at anything."""
     sections = [section for section in (config.hbm, config.host, config.nvme) if section is not None]
@@ -291,8 +337,8 @@ def loss_class(config: StoreConfig) -> str:
 def _tables(
     config: StoreConfig,
     pool: OwnPool | None,
-    arena: HostArena | None,
-    nvme: NvmeTier | None,
+    arena: HostSlots | None,
+    nvme: Records | None,
     known: Known | None,
 ) -> dict[Tier, TierTable]:
     tables: dict[Tier, TierTable] = {}

@@ -186,10 +186,16 @@ class Directory:
                 self.placement.sealed(key)
 
     def copy_out(
-        self, keys: Sequence[PageKey], slots: Sequence[int], now: float, *, memory_only: bool = False
+        self,
+        keys: Sequence[PageKey],
+        slots: Sequence[int],
+        now: float,
+        *,
+        memory_only: bool = False,
+        parent: PageKey | None = None,
     ) -> None:
         """Engine-owned HBM: copies pages below from slots accepted by ``outgoing``, as room comes."""
-        self.outgoing.add(keys, slots, memory_only=memory_only)
+        self.outgoing.add(keys, slots, memory_only=memory_only, parent=parent)
         self._finish(now)
 
     def take_reusable(self) -> list[int]:

@@ -12,7 +12,7 @@ from tierstore.errors import LeaseError
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from tierstore.admitting import Admitting
     from tierstore.loads import Loads
@@ -68,19 +68,42 @@ class Outgoing:
         if not memory_only:
             self._sinks.coming.update(keys)
 
-    def add(self, keys: Sequence[PageKey], slots: Sequence[int], *, memory_only: bool) -> None:
-        """The accepted slots are written: their copies may start."""
-        parent: PageKey | None = None
+    def add(
+        self,
+        keys: Sequence[PageKey],
+        slots: Sequence[int],
+        *,
+        memory_only: bool,
+        parent: PageKey | None = None,
+    ) -> None:
+        """The accepted slots are written: their copies may start. ``parent``: the page before the first key."""
         for following, key, slot in zip(range(len(keys) - 1, -1, -1), keys, slots, strict=True):
             self._queue.append((key, slot, parent, memory_only, following))
             parent = key
 
+    def withdraw(self, slots: Collection[int]) -> list[int]:
+        """The engine takes slots back: those whose copies have not begun are its own at once, and not reported.
+
+        Which of ``slots`` a copy reads now, or is to read once they are written.
+        """
+        wanted = set(slots) & self._slots.keys()
+        if wanted:
+            waiting = [item for item in self._queue if item[1] in wanted]
+            self._queue = deque(item for item in self._queue if item[1] not in wanted)
+            for item in waiting:
+                self._let_go(item[1])
+            self.given_up += len(waiting)
+        return [slot for slot in slots if slot in self._slots]
+
     def ended(self, slot: int) -> None:
         """Nothing reads the slot any more."""
+        self._let_go(slot)
+        self.reusable.append(slot)
+
+    def _let_go(self, slot: int) -> None:
         key = self._slots.pop(slot)
         if key is not None:
             self._sinks.came(key)
-        self.reusable.append(slot)
 
     def advance(self, now: float) -> None:
         """Starts the copies for which there is room; gives pages up only where no room will come.

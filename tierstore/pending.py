@@ -119,14 +119,20 @@ class PendingEvents:
         return AllOf(tuple(events.values())) if events else None
 
     def copy_out(
-        self, keys: tuple[PageKey, ...], slots: tuple[int, ...], after: Event | None, *, memory_only: bool
+        self,
+        keys: tuple[PageKey, ...],
+        slots: tuple[int, ...],
+        after: Event | None,
+        *,
+        memory_only: bool,
+        parent: PageKey | None = None,
     ) -> None:
         """``put`` of an engine's slots: the copy starts once they are written."""
         self._directory.outgoing.accept(keys, slots, memory_only=memory_only)
         if after is None or after.query():
-            self._copied_out(keys, slots, memory_only)
+            self._copied_out(keys, slots, memory_only, parent)
         else:
-            self._defer(after, partial(self._copied_out, keys, slots, memory_only))
+            self._defer(after, partial(self._copied_out, keys, slots, memory_only, parent))
 
     def free(self, slots: tuple[int, ...], after: Event | None) -> None:
         """``free``: nobody owns the slots from now on; they are reused after the event."""
@@ -161,6 +167,8 @@ class PendingEvents:
         self._directory.free(slots)
         return False
 
-    def _copied_out(self, keys: tuple[PageKey, ...], slots: tuple[int, ...], memory_only: bool) -> bool:
-        self._directory.copy_out(keys, slots, monotonic(), memory_only=memory_only)
+    def _copied_out(
+        self, keys: tuple[PageKey, ...], slots: tuple[int, ...], memory_only: bool, parent: PageKey | None
+    ) -> bool:
+        self._directory.copy_out(keys, slots, monotonic(), memory_only=memory_only, parent=parent)
         return False

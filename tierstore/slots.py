@@ -55,6 +55,7 @@ class OwnSlots:
         lease: LeaseRecord | None,
         *,
         memory_only: bool,
+        parent: PageKey | None = None,
     ) -> list[int]:
         """``TierStore.put``, a chunk at each hold of the lock; under an exact lease it may end early."""
         _require_keys(keys, slots)
@@ -62,7 +63,7 @@ class OwnSlots:
             self._directory.require_owned(slots)
         kept: list[int] = []
         for i in range(0, len(keys), BATCH_PAGES):
-            parent = keys[i - 1] if i else None
+            parent = keys[i - 1] if i else parent
             chunk = slice(i, i + BATCH_PAGES)
             with self._progress.lock:
                 kept += self._pending.seal(
@@ -79,6 +80,10 @@ class OwnSlots:
         with self._progress.lock:
             self._pending.free(tuple(slots), after)
         self._progress.notify()
+
+    def withdraw(self, slots: Sequence[int]) -> list[int]:
+        """ConfigError: the slots are the store's own."""
+        raise ConfigError("withdraw: HBM belongs to the store; allowed with hbm.owner: engine")
 
     def check_into(self, keys: Sequence[PageKey], into: Sequence[int] | None) -> None:
         """The store chooses the slots of a lease: ConfigError if the caller names some."""
@@ -144,15 +149,23 @@ class EngineSlots:
         lease: LeaseRecord | None,
         *,
         memory_only: bool,
+        parent: PageKey | None = None,
     ) -> list[int]:
         """``TierStore.put``: the pages are copied out, the slots stay the engine's."""
         _require_keys(keys, slots)
         self._require_registered()
         with self._progress.lock:
-            self._pending.copy_out(tuple(keys), tuple(slots), after, memory_only=memory_only)
+            self._pending.copy_out(tuple(keys), tuple(slots), after, memory_only=memory_only, parent=parent)
             self._progress.submit()
         self._progress.notify()
         return list(slots)
+
+    def withdraw(self, slots: Sequence[int]) -> list[int]:
+        """``TierStore.withdraw``."""
+        with self._progress.lock:
+            reading = self._directory.outgoing.withdraw(slots)
+            self._progress.step()
+        return reading
 
     def free(self, slots: Sequence[int], after: Event | None) -> None:
         """ConfigError: an engine frees its slots itself."""

@@ -145,6 +145,7 @@ class TierStore:
         lease: Lease | None = None,
         *,
         memory_only: bool = False,
+        parent: PageKey | None = None,
     ) -> list[int]:
         """Seals filled pages: they belong to the store and are matchable on return; the slot of each key now.
 
@@ -157,12 +158,21 @@ class TierStore:
         Engine-owned HBM: the pages are copied out, your slots are returned, and ``poll`` tells when they are free.
         ``memory_only``: pages that no tier holds yet are never written to NVMe; where memory is needed they are
         dropped. A page that is held already stays as it is. A put without it, of the page or of one after it, ends it.
+        ``parent``: the page before ``keys[0]``; None: the last one of the lease, if any, or the first of a sequence.
         """
         self._progress.advance()
         require_flag("memory_only", memory_only)
         record = None if lease is None else record_of(lease, self._holding)
         after = self._parts.device.last_use(after)
-        return self._slots.put(keys, slots, after, record, memory_only=memory_only)
+        return self._slots.put(keys, slots, after, record, memory_only=memory_only, parent=parent)
+
+    def withdraw(self, slots: Sequence[int]) -> list[int]:
+        """Engine-owned HBM: takes back slots that were put; those whose copies have not begun are free at once, their
+        pages are given up, and ``poll`` does not tell of them. Which of ``slots`` a copy still reads, or is to read
+        once its ``after`` has happened: they are free when ``poll`` says so. ConfigError where HBM is the store's.
+        """
+        self._progress.advance()
+        return self._slots.withdraw(slots)
 
     def free(self, slots: Sequence[int], after: Event | None = None) -> None:
         """Gives back owned slots; they are reused once ``after``, as in ``put``, has happened.

@@ -356,3 +356,53 @@ def test_flush_writes_a_page_that_is_put_to_be_stored_while_its_memory_only_copy
     bench.store.put(keys, [1], after=SoonEvent())
     bench.store.flush()
     assert where(bench.store, keys[0]) == {Tier.HOST: "ready", Tier.NVME: "ready"}
+
+
+def test_slots_taken_back_before_their_copy_has_begun_are_free_at_once(engine: Engine) -> None:
+    bench = open_engine_bench(engine, host=2)
+    keys = chain(4)
+    for slot, key in enumerate(keys):
+        engine.fill(slot, key)
+    bench.copies.hold(OUT)
+    bench.store.put(keys, [0, 1, 2, 3])  # two of them find no room
+    assert bench.store.withdraw([1, 2, 3, 5]) == [1]
+    engine.fill(2, keys[0])
+    bench.store.put(chain(1, "other"), [3])
+    bench.copies.open()
+    assert bench.store.drain(PATIENCE_S)
+    assert sorted(bench.store.poll()) == [0, 1, 3]
+    assert bench.store.match(keys).num_pages <= 2
+    bench.store.check()
+    bench.close()
+
+
+def test_a_slot_taken_back_while_its_event_is_awaited_is_still_in_use(bench: Bench, engine: Engine) -> None:
+    event = ManualEvent()
+    bench.store.put(chain(1), [2], after=event)
+    assert bench.store.withdraw([2]) == [2]
+    event.happen()
+    assert bench.store.drain(PATIENCE_S)
+    assert bench.store.poll() == [2]
+
+
+def test_a_flush_does_not_wait_for_what_was_taken_back(tmp_path: Path, engine: Engine) -> None:
+    bench = open_engine_bench(engine, host=2, nvme=tmp_path)
+    bench.copies.hold(OUT)
+    bench.store.put(chain(6), list(range(6)))
+    ticket = save_unsaved(bench.directory, bench.store._progress)
+    assert ticket.open == 6
+    assert bench.store.withdraw(list(range(6))) == [0, 1]
+    bench.copies.open()
+    wait_settled(ticket, bench.store._progress, deadline=None, stall_s=PATIENCE_S)
+    assert (ticket.open, ticket.failed) == (0, 4)
+    bench.close()
+
+
+def test_pages_put_one_by_one_know_the_page_before_them(bench: Bench, engine: Engine) -> None:
+    keys = chain(3)
+    save(bench, engine, keys[:1], [0])
+    for i in (1, 2):
+        engine.fill(i, keys[i])
+        bench.store.put([keys[i]], [i], parent=keys[i - 1])
+        assert bench.store.drain(PATIENCE_S)
+    assert [page["parent"] for page in bench.store.explain(keys)] == [None, keys[0].hex(), keys[1].hex()]
