@@ -32,6 +32,7 @@ class HintTable:
 
     def __init__(self, residency: Residency) -> None:
         self.attached = False
+        self._closed = False
         self._residency = residency
         self._revisions: OrderedDict[str, int] = OrderedDict()
         self._queue: OrderedDict[str, Hint] = OrderedDict()
@@ -69,10 +70,22 @@ class HintTable:
 
     def take(self) -> list[Hint]:
         """The waiting hints, oldest first; from the first call on a prefetcher counts as attached."""
-        self.attached = True
+        self.attached = not self._closed
         hints = list(self._queue.values())
         self._queue.clear()
         return hints
+
+    def detach(self) -> None:
+        """Nobody takes hints any more: what waits is forgotten, and every ``will_need`` ends and is rejected again."""
+        self.attached = False
+        self._queue.clear()
+        self.ended.extend(self._needed)
+        self._needed.clear()
+
+    def close(self) -> None:
+        """As ``detach``, for good: the store is about to end."""
+        self._closed = True
+        self.detach()
 
     def in_force(self, hint: Hint) -> bool:
         """Whether a ``will_need`` was neither replaced nor withdrawn, and its time has not run out."""
@@ -81,6 +94,11 @@ class HintTable:
     def retained(self, key: PageKey) -> bool:
         """Whether a request retains the page."""
         return self._holders[key] > 0
+
+    @property
+    def keys_retained(self) -> list[PageKey]:
+        """The pages that requests retain, wherever they are."""
+        return list(self._holders)
 
     def expire(self, now: float) -> None:
         """Ends the retentions, and forgets what was to be needed, whose time has come."""

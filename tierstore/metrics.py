@@ -42,6 +42,9 @@ class Metrics:
             ["result"],
             registry=r,
         )
+        self._avoided = Counter(
+            "tierstore_prefetch_avoided_seconds", "Load time that leases found behind them", registry=r
+        )
         self._faults = Counter("tierstore_faults", "Unexpected errors in the store's threads", registry=r)
         self._holds = Gauge(
             "tierstore_lock_longest_hold_seconds", "Longest hold of the store's lock", ["clock"], registry=r
@@ -94,6 +97,10 @@ class Metrics:
         """A page brought up ahead of need was used ("useful"; "late": on its way still), or left its tier unused
         ("wasted"; "cancelled": after its hint had ended)."""
         self._prefetch.labels(result).inc(nbytes)
+
+    def avoided(self, seconds: float) -> None:
+        """A lease took in a page of which so much load time had already happened."""
+        self._avoided.inc(seconds)
 
     def fault(self) -> None:
         """An error reached a thread's top; it was logged there."""

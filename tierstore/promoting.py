@@ -28,10 +28,11 @@ _Place = tuple["PageKey", Tier]
 
 
 class _Brought(NamedTuple):
-    """A page that was brought to ``tier`` and that no lease has taken yet."""
+    """A page that was brought to ``tier`` and that no lease has taken yet; ``ways``: by which edges, last one last."""
 
     tier: Tier
     hint: Hint
+    ways: tuple[tuple[Tier, Tier], ...]
 
 
 class Promoting:
@@ -87,8 +88,7 @@ class Promoting:
                     if not self._tables[src].ready(key) or not self._find_room(tier, over):
                         break
                     self._bring(key, src, tier)
-                    self._brought[key] = _Brought(tier, hint)
-                    self._brought.move_to_end(key)
+                    self._note_brought(hint, key, src, tier)
                     started.append(key)
                 self._keep(hint, key, tier)
                 covered += 1
@@ -113,6 +113,9 @@ class Promoting:
         brought = self._brought.pop(key, None)
         if brought is not None:
             self._count("useful" if source <= brought.tier else "late")
+            # Reads and loads go side by side, page after page: the slower of the two is what a lease would have waited.
+            done = [way for way in brought.ways if way[1] >= source]
+            self._metrics.avoided(max(map(self._traffic.page_seconds, done), default=0.0))
 
     def left(self, key: PageKey, tier: Tier) -> None:
         """A copy was dropped."""
@@ -125,6 +128,11 @@ class Promoting:
 
     def _count(self, result: str) -> None:
         self._metrics.prefetched(result, self._page_nbytes)
+
+    def _note_brought(self, hint: Hint, key: PageKey, src: Tier, tier: Tier) -> None:
+        before = self._brought.pop(key, None)
+        ways = before.ways if before is not None and before.tier == src else ()
+        self._brought[key] = _Brought(tier, hint, (*ways, (src, tier)))
 
     def _awaited(self, src: Tier) -> bool:
         """Whether a lease waits for a page that has to come from there."""

@@ -8,6 +8,8 @@ from tierstore.assembly import nbytes_of
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tierstore.assembly import Parts
     from tierstore.config import StoreConfig
     from tierstore.directory import Directory
@@ -43,6 +45,19 @@ def explain_page(directory: Directory, key: PageKey) -> dict[str, object]:
         "going_down_to": None if sink is None else sink.target.name,
         "lost": directory.drops.fate(key),
     }
+
+
+def held_or_retained(directory: Directory) -> list[PageKey]:
+    """Keys under a lease or a retain hint, each once, wherever their pages are."""
+    held = [key for lease in directory.leasing.open for key, _ in lease.held]
+    leased = [key for lease in directory.leasing.open for key in lease.keys[: len(lease.slots)]]
+    return list(dict.fromkeys([*held, *leased, *directory.hints.keys_retained]))
+
+
+def of_hbm(directory: Directory, keys: Sequence[PageKey]) -> list[PageKey]:
+    """Those of which HBM has a copy, or will once a load has ended."""
+    table = directory.residency.tables.get(Tier.HBM)
+    return [] if table is None else [key for key in keys if key in table.copies]
 
 
 def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _FLUSH_STALL_S = 10.0
+_LOOKED_UP = 1024
+"""Keys that are looked up in one hold of the lock."""
 
 
 class TierStore:
@@ -250,6 +252,30 @@ class TierStore:
                 break
         return found
 
+    def reject_hints(self) -> None:
+        """The prefetcher that took hints takes none any more: a will_need in force ends, and a new one is rejected.
+
+        Copies under way go on by themselves. The next ``take_hints`` attaches one again.
+        """
+        self._progress.advance()
+        with self._lock:
+            self._directory.hints.detach()
+        self._progress.notify()
+
+    def staying(self) -> list[PageKey]:
+        """Pages in HBM that no promotion may displace: those under a lease, and those that a retain hint keeps.
+
+        A snapshot, each page once, in no order; what is still on its way counts. Changes nothing.
+        """
+        self._progress.advance()
+        with self._lock:
+            named = report.held_or_retained(self._directory)
+        found: list[PageKey] = []
+        for start in range(0, len(named), _LOOKED_UP):
+            with self._lock:
+                found += report.of_hbm(self._directory, named[start : start + _LOOKED_UP])
+        return found
+
     def promote(self, hint: Hint, keys: Sequence[PageKey], tier: Tier, over: Sequence[Hint] = ()) -> Promoted:
         """Starts to bring up to 32 pages to ``tier`` from the tier below it, ahead of need, for a will_need ``hint``.
 
@@ -382,6 +408,7 @@ class TierStore:
     def close(self, timeout_s: float = 30) -> None:
         """Saves what only HBM and HOST hold, waits for copies, fails the rest, releases the directory. Idempotent.
 
+        Nothing is promoted from its start on: an attached prefetcher ends by itself, and may be closed before or after.
         Does nothing in a forked child: the store is its parent's.
         """
         if self._progress.inherited:
@@ -392,6 +419,8 @@ class TierStore:
 
     def _close(self, timeout_s: float) -> None:
         deadline = monotonic() + timeout_s
+        with self._lock:
+            self._directory.hints.close()
         ticket = save_unsaved(self._directory, self._progress)
         wait_settled(ticket, self._progress, deadline=deadline, stall_s=timeout_s)
         self._wait_idle(deadline)

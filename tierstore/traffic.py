@@ -100,6 +100,11 @@ class Traffic:
             return 0.0
         return (self.carrying(*edge) + pages) * self._page_nbytes / rate
 
+    def page_seconds(self, edge: Edge) -> float:
+        """Seconds that a page takes along the edge at the rate measured, alone; 0 while none is known."""
+        rate = self.rates.get(edge)
+        return 0.0 if rate is None else self._page_nbytes / rate
+
     def stalled(self, edge: Edge, now: float, limit_s: float) -> bool:
         """Whether the edge carries pages and has made no progress for ``limit_s``."""
         return self.pages[edge] > 0 and now - self.moved_at[edge] > limit_s

@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from prefetch import prefetcher
+from prefetch import bringing
 from tests.support.bench import Bench, open_bench
 from tests.support.pages import PATIENCE_S, SPEC, chain, page_tensor, require_nothing_held, same, tiers, write
 from tests.support.stalls import IN, Lane
@@ -48,7 +48,7 @@ class Asked(NamedTuple):
 class PrefetcherMachine(RuleBasedStateMachine):
     """``planted``: the modules under test, loaded anew where they have a bug."""
 
-    prefetcher_module: ClassVar[ModuleType] = prefetcher
+    bringing_module: ClassVar[ModuleType] = bringing
     promoting_module: ClassVar[ModuleType] = promoting
 
     def __init__(self) -> None:
@@ -69,7 +69,9 @@ class PrefetcherMachine(RuleBasedStateMachine):
         self.bench = open_bench(tiers(HBM, HOST, self.home), SPEC)
         self.store = self.bench.store
         limits = PrefetchConfig(max_in_flight=MOST * SPEC.page_nbytes, share_of_host=SHARE / HOST)
-        self.subject = self.prefetcher_module.Prefetcher(self.store, limits, None, lambda: self.now)
+        self.subject: bringing.Bringing = self.bringing_module.Bringing(
+            self.store, limits, None, lambda: self.now
+        )
         for keys in SEQUENCES:
             write(self.store, keys)
             self.store.demote(keys, Tier.NVME)
@@ -277,7 +279,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
         self.subject.turn(0.0)
         self.store.poll()
         assert self.bench.directory.promoting.num_kept == 0
-        assert self.subject.stats()["expected"] == 0
+        assert len(self.subject.intake) == 0
         require_nothing_held(self.store)
 
     # -- inside -------------------------------------------------------------------------------------------------

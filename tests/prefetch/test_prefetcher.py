@@ -166,8 +166,8 @@ def test_no_copy_starts_after_the_call_that_cancelled_returned(bench: Bench, clo
     prefetcher.turn(0.0)
     store.hint(Hint("r", 2, ()))
     before = [where(store, key) for key in keys[1:]]
-    for tier in list(prefetcher._ahead):  # what was planned before the cancel was heard of
-        prefetcher._start(tier)
+    for tier in list(prefetcher._bringing._ahead):  # what was planned before the cancel was heard of
+        prefetcher._bringing._start(tier)
     run(prefetcher, store, clock, 3)
     assert [where(store, key) for key in keys[1:]] == before
     assert prefetcher.stats()["expected"] == 0
@@ -203,6 +203,64 @@ def test_a_sooner_request_takes_the_room_of_a_later_one(store: TierStore, clock:
     for _ in range(3):
         run(prefetcher, store, clock, 2)
         assert store.match(sooner).tiers == (Tier.HBM,) * 6
+
+
+def test_what_was_in_hbm_when_it_was_hinted_is_not_displaced_by_what_is_needed_later(
+    store: TierStore, clock: Clock
+) -> None:
+    prefetcher = prefetcher_of(store, clock)
+    sooner, later = stored(store, "sooner", 4, Tier.HOST), stored(store, "later", 8, Tier.HOST)
+    read(store, sooner)
+    write(store, chain(4, "asked for since"))
+    assert store.drain(60.0)
+    need(store, "sooner", sooner, 5.0)
+    need(store, "later", later, 50.0)
+    for _ in range(6):
+        run(prefetcher, store, clock, 1)
+        assert store.match(sooner).tiers == (Tier.HBM,) * 4
+    assert store.match(later).tiers.count(Tier.HBM) == 4
+
+
+def test_what_waits_in_host_memory_when_it_is_hinted_is_not_displaced_by_what_is_needed_later(
+    tmp_path: Path, clock: Clock
+) -> None:
+    bench = open_bench(tiers(hbm=4, host=4, nvme=tmp_path), SPEC)
+    store, prefetcher = bench.store, prefetcher_of(bench.store, clock, share_of_host=1.0)
+    later, sooner = stored(store, "later", 4), stored(store, "sooner", 2, Tier.HOST)
+    stored(store, "asked for since", 2, Tier.HOST)
+    store.flush()
+    taken = store.allocate(4)
+    need(store, "sooner", sooner, 5.0)
+    need(store, "later", later, 50.0)
+    for _ in range(6):
+        run(prefetcher, store, clock, 1)
+        assert store.match(sooner).tiers == (Tier.HOST,) * 2
+    assert store.match(later).tiers == (Tier.HOST,) * 2 + (Tier.NVME,) * 2
+    store.free(taken)
+    bench.close()
+
+
+def test_pages_that_a_lease_holds_already_take_no_room_from_the_request_that_shares_them(
+    store: TierStore, clock: Clock
+) -> None:
+    prefetcher, keys = prefetcher_of(store, clock), stored(store, "a", 8, Tier.HOST)
+    with store.acquire(keys[:5]) as lease:
+        assert lease.wait(60.0) is LeaseState.READY
+        need(store, "r", keys, 5.0)
+        run(prefetcher, store, clock)
+        assert store.match(keys).tiers == (Tier.HBM,) * 8
+
+
+def test_no_room_is_counted_on_that_retained_pages_take(store: TierStore, clock: Clock) -> None:
+    prefetcher, kept = prefetcher_of(store, clock), chain(5, "kept")
+    expected = stored(store, "expected", 6)
+    write(store, kept)
+    store.hint(Hint("session", 1, tuple(kept), "retain"))
+    need(store, "r", expected, 5.0)
+    run(prefetcher, store, clock)
+    assert store.match(kept).tiers == (Tier.HBM,) * 5
+    assert store.match(expected).tiers == (Tier.HBM,) * 3 + (Tier.HOST,) * 3
+    assert not any(prefetcher._bringing._ahead.values()), "it waits for room that nobody will give"
 
 
 def test_what_computing_beats_stays_where_it_is(store: TierStore, clock: Clock) -> None:
@@ -326,6 +384,85 @@ def test_it_ends_by_itself_when_the_store_closes_and_closing_twice_is_nothing(tm
         asyncio.run(prefetcher.ready(chain(1), by=0.0))
 
 
+def test_once_it_is_closed_the_store_goes_on_without_it_and_another_may_come(tmp_path: Path) -> None:
+    store, _ = running(tmp_path)
+    keys = stored(store, "a", 4)
+    first = Prefetcher.attach(store)
+    first.close()
+    assert store.hint(Hint("r", 1, tuple(keys))) is HintResult.REJECTED
+    assert read(store, keys) == 4
+    with Prefetcher.attach(store) as second:
+        first.close()
+        store.demote(keys, Tier.NVME)
+        store.drain(60.0)
+        need(store, "r", keys, 1.0)
+
+        async def wait() -> int:
+            return await second.ready(keys, by=asyncio.get_running_loop().time() + 60.0)
+
+        assert asyncio.run(wait()) == 4
+    assert store.hint(Hint("r", 2, tuple(keys))) is HintResult.REJECTED
+    store.close()
+
+
+def test_nothing_is_left_of_what_it_kept_once_it_is_closed(bench: Bench, clock: Clock) -> None:
+    store, prefetcher = bench.store, prefetcher_of(bench.store, clock)
+    keys, others = stored(store, "a", 8, Tier.HOST), stored(store, "b", 8, Tier.HOST)
+    need(store, "r", keys)
+    run(prefetcher, store, clock)
+    assert bench.directory.promoting.num_kept == 8
+    prefetcher.close()
+    store.poll()
+    assert bench.directory.promoting.num_kept == 0
+    assert read(store, others) == 8
+
+
+def test_a_closing_store_has_nothing_brought_up_any_more(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its close would wait for every page that a prefetcher goes on to start."""
+    bench = open_bench(tiers(hbm=8, host=16, nvme=tmp_path), SPEC)
+    store, prefetcher = bench.store, prefetcher_of(bench.store, clock, max_in_flight=NBYTES)
+    keys, wait_idle = stored(store, "a", 8, Tier.HOST), store._wait_idle
+    need(store, "r", keys)
+    prefetcher.turn(0.0)
+    started: list[object] = []
+
+    def turn_meanwhile(deadline: float) -> bool:
+        before = prefetcher.stats()["loaded_bytes"]
+        for _ in range(3):
+            prefetcher.turn(0.0)
+            clock.now += 0.1
+        started.append((before, prefetcher.stats()["loaded_bytes"]))
+        assert store.hint(Hint("late", 1, tuple(keys))) is HintResult.REJECTED
+        return wait_idle(deadline)
+
+    monkeypatch.setattr(store, "_wait_idle", turn_meanwhile)
+    store.close()
+    assert started == [(NBYTES, NBYTES)]
+    prefetcher.close()
+
+
+def test_a_store_closes_with_a_running_prefetcher_that_has_much_to_do_and_its_thread_ends(
+    tmp_path: Path,
+) -> None:
+    config = tiers(hbm=8, host=8, nvme=tmp_path)
+    store = TierStore.open(config, SPEC)
+    documents = [stored(store, name, 8) for name in "abcd"]
+    prefetcher = Prefetcher.attach(store)
+    for revision in range(1, 4):
+        for number, keys in enumerate(documents):
+            store.hint(Hint(f"r{number}", revision, tuple(keys), deadline_s=1.0))
+    store.close()
+    assert prefetcher._thread is not None
+    prefetcher._thread.join(60.0)
+    assert not prefetcher._thread.is_alive()
+    assert prefetcher.stats()["faults"] == 0
+    prefetcher.close()
+    with TierStore.open(config, SPEC) as again:
+        assert [read(again, keys) for keys in documents] == [8] * 4
+
+
 def test_an_error_is_counted_and_logged_once_and_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -369,7 +506,7 @@ def test_a_storm_of_hints_leaves_memory_and_queues_bounded_and_no_lease_cut(tmp_
                         same(page_tensor(store)[slot], key)
                         for key, slot in zip(keys, lease.slots, strict=False)
                     )
-                assert len(prefetcher._intake) <= 500
+                assert len(prefetcher._bringing.intake) <= 500
         for name in {f"r{number}" for number in range(500)}:
             store.hint(Hint(name, 1000, ()))
     assert store.drain(60.0)

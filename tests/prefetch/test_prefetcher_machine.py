@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis.errors import Flaky
 from hypothesis.stateful import run_state_machine_as_test
 
-from prefetch import intake, prefetcher
+from prefetch import bringing, intake
 from tests.core.planting import SEARCH, Bug, load
 from tests.prefetch.prefetcher_machine import PrefetcherMachine
 from tierstore import promoting
@@ -44,7 +44,7 @@ PROMOTING = [
     Bug("nothing ever lands", "            if copy is None or copy.ready:\n", "            if False:\n"),
     Bug("everything has landed", "            if copy is None or copy.ready:\n", "            if True:\n"),
 ]
-PREFETCHER = [
+BRINGING = [
     Bug(
         "there is no limit in flight",
         "            if room <= 0:\n                break\n",
@@ -52,11 +52,11 @@ PREFETCHER = [
     ),
     Bug(
         "the latest go first",
-        "expected = self._intake.in_order()",
-        "expected = self._intake.in_order()[::-1]",
+        "expected = self.intake.in_order()",
+        "expected = self.intake.in_order()[::-1]",
     ),
     Bug("it plans once", "if fresh or now >= self._plan_at:", "if fresh:"),
-    Bug("it does not hear of what is new", "        self._intake.take(hints, self._clock())\n", ""),
+    Bug("it does not hear of what is new", "        self.intake.take(hints, self._clock())\n", ""),
     Bug(
         "loads are never started", "for tier in list(self._ahead))", "for tier in list(self._ahead) if tier)"
     ),
@@ -96,19 +96,19 @@ def test_the_machine_notices_a_bug_in_promotions(bug: Bug) -> None:
     require_noticed(machine_over(promoting_module=load(promoting, bug)))
 
 
-@pytest.mark.parametrize("bug", cases(PREFETCHER))
+@pytest.mark.parametrize("bug", cases(BRINGING))
 def test_the_machine_notices_a_bug_in_the_prefetcher(bug: Bug) -> None:
-    require_noticed(machine_over(prefetcher_module=load(prefetcher, bug)))
+    require_noticed(machine_over(bringing_module=load(bringing, bug)))
 
 
 @pytest.mark.parametrize("bug", cases(INTAKE))
 def test_the_machine_notices_a_bug_in_the_intake(bug: Bug) -> None:
-    subject = load(prefetcher)
+    subject = load(bringing)
     subject.Intake = load(intake, bug).Intake  # type: ignore[attr-defined]
-    require_noticed(machine_over(prefetcher_module=subject))
+    require_noticed(machine_over(bringing_module=subject))
 
 
 def test_the_loaded_copies_without_a_bug_pass() -> None:
     """So it is the bugs that are noticed, and not the way the code is loaded."""
-    machine = machine_over(prefetcher_module=load(prefetcher), promoting_module=load(promoting))
+    machine = machine_over(bringing_module=load(bringing), promoting_module=load(promoting))
     run_state_machine_as_test(machine, settings=settings(SEARCH, max_examples=10))

@@ -56,6 +56,29 @@ def test_a_rejected_hint_is_no_revision(store: TierStore) -> None:
     assert store.hint(hint) is HintResult.DEFERRED
 
 
+def test_who_takes_no_hints_any_more_leaves_none_behind_and_new_ones_are_rejected(bench: Bench) -> None:
+    store, hints = bench.store, bench.directory.hints
+    store.take_hints()
+    taken, waits = Hint("a", 1, tuple(chain(2))), Hint("b", 1, tuple(chain(3)))
+    store.hint(taken)
+    assert store.take_hints() == [taken]
+    store.hint(waits)
+    store.reject_hints()
+    assert store.hint(Hint("c", 1, tuple(chain(2)))) is HintResult.REJECTED
+    assert not hints.in_force(taken)
+    assert not hints.in_force(waits)
+    assert store.take_hints() == []
+    assert store.hint(Hint("c", 1, tuple(chain(2)))) is HintResult.DEFERRED
+
+
+def test_retained_pages_stay_retained_when_hints_are_rejected(bench: Bench) -> None:
+    store, keys = bench.store, chain(2)
+    store.take_hints()
+    store.hint(Hint("r", 1, tuple(keys), "retain"))
+    store.reject_hints()
+    assert all(bench.directory.hints.retained(key) for key in keys)
+
+
 def test_no_keys_with_a_higher_revision_cancel_and_the_prefetcher_is_told(store: TierStore) -> None:
     store.take_hints()
     store.hint(Hint("r", 1, tuple(chain(2))))

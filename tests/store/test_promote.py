@@ -242,6 +242,101 @@ def test_what_leaves_unused_while_its_hint_stands_is_wasted(store: TierStore) ->
     assert counter(store, "prefetch_bytes", "wasted") == 2 * SPEC.page_nbytes
 
 
+def avoided(store: TierStore) -> float:
+    return counter(store, "prefetch_avoided_seconds", "total")
+
+
+def know_rates(bench: Bench, **rates: float) -> None:
+    """Bytes a second of the edges from now on: transfers in between count for nothing."""
+    for edge, rate in rates.items():
+        src, dst = edge.split("_")
+        bench.directory.traffic.rates[Tier[src], Tier[dst]] = rate
+
+
+def test_a_lease_tells_how_much_load_time_was_behind_it(bench: Bench) -> None:
+    """Of a page that was read and loaded the longer of the two; of one that was only read, the reading."""
+    store, loaded, waits = bench.store, stored(bench.store, "a", 1), stored(bench.store, "b", 1)
+    hint = need(store, "r", [*loaded, *waits])
+    store.promote(hint, loaded, Tier.HOST)
+    store.promote(hint, waits, Tier.HOST)
+    assert store.drain(60.0)
+    store.promote(hint, loaded, Tier.HBM)
+    assert store.drain(60.0)
+    know_rates(bench, NVME_HOST=SPEC.page_nbytes / 8.0, HOST_HBM=SPEC.page_nbytes / 2.0)
+    with store.acquire(loaded):
+        assert avoided(store) == 8.0
+    bench.copies.hold(IN)
+    with store.acquire(waits):
+        assert avoided(store) == 16.0
+        bench.open_gates()
+    with store.acquire(loaded):
+        assert avoided(store) == 16.0
+
+
+def test_a_load_that_is_still_under_way_avoids_nothing_yet_but_the_read_before_it_did(bench: Bench) -> None:
+    store, keys, other = bench.store, stored(bench.store, "a", 1), stored(bench.store, "b", 1, Tier.HOST)
+    hint = need(store, "r", [*keys, *other])
+    store.promote(hint, keys, Tier.HOST)
+    assert store.drain(60.0)
+    bench.copies.hold(IN)
+    store.promote(hint, [*keys, *other], Tier.HBM)
+    know_rates(bench, NVME_HOST=SPEC.page_nbytes / 8.0, HOST_HBM=SPEC.page_nbytes / 2.0)
+    with store.acquire([*keys, *other]):
+        assert counter(store, "prefetch_bytes", "late") == 2 * SPEC.page_nbytes
+        assert avoided(store) == 8.0
+        bench.open_gates()
+
+
+def test_what_nobody_brought_or_nobody_takes_avoids_nothing(store: TierStore) -> None:
+    keys, unused = stored(store, "a", 2, Tier.HOST), stored(store, "b", 2, Tier.HOST)
+    store.promote(need(store, "r", unused), unused, Tier.HBM)
+    assert store.drain(60.0)
+    store.evict(unused, Tier.HBM)
+    assert read(store, keys) == 2
+    assert avoided(store) == 0.0
+
+
+def test_every_page_that_was_brought_is_counted_once_and_no_more_than_once(store: TierStore) -> None:
+    """Useful, late, wasted and cancelled add up to what was brought and is not waiting to be used any more."""
+    useful, wasted, cancelled = (stored(store, name, 1, Tier.HOST) for name in ("u", "w", "c"))
+    for name, keys in (("u", useful), ("w", wasted), ("c", cancelled)):
+        store.promote(need(store, name, keys), keys, Tier.HBM)
+        assert store.drain(60.0)
+    for _ in range(2):
+        assert read(store, useful) == 1
+        store.evict(wasted, Tier.HBM)
+        store.hint(Hint("c", 2, ()))
+        store.evict([*cancelled, *useful], Tier.HBM)
+    counts = {r: counter(store, "prefetch_bytes", r) for r in ("useful", "late", "wasted", "cancelled")}
+    page = SPEC.page_nbytes
+    assert counts == {"useful": page, "late": 0.0, "wasted": page, "cancelled": page}
+
+
+def test_what_stays_are_the_pages_under_leases_and_those_retained(store: TierStore) -> None:
+    leased, retained, idle = chain(1, "leased"), chain(2, "retained"), chain(1, "idle")
+    for keys in (leased, retained, idle):
+        write(store, keys)
+    store.drain(60.0)
+    store.hint(Hint("r", 1, (*retained, *chain(3, "elsewhere")), "retain"))
+    with store.acquire(leased):
+        assert sorted(store.staying()) == sorted([*leased, *retained])
+    assert sorted(store.staying()) == sorted(retained)
+    with store.acquire(retained[:1]):
+        store.hint(Hint("r", 2, ()))
+        assert store.staying() == retained[:1]
+    assert store.staying() == []
+
+
+def test_pages_that_a_lease_waits_for_or_sealed_stay_too(bench: Bench) -> None:
+    store, coming = bench.store, stored(bench.store, "a", 1, Tier.HOST)
+    sealed = chain(1, "sealed")
+    bench.copies.hold(IN)
+    with store.acquire(coming) as lease:
+        write(store, sealed, lease)
+        assert sorted(store.staying()) == sorted([*coming, *sealed])
+        bench.open_gates()
+
+
 def test_a_page_that_breaks_on_its_way_is_not_counted_on_and_not_kept(bench: Bench) -> None:
     store, keys = bench.store, stored(bench.store, "a", 2)
     hint = need(store, "r", keys)

@@ -1,0 +1,224 @@
+"""What the prefetcher does in one turn: takes in hints, plans where that is due, and starts what can start."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+from prefetch.figures import number, section
+from prefetch.intake import Intake
+from prefetch.planner import PIECE_PAGES, Machine, Promotion, Retained, Want, plan
+from tierstore.types import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from prefetch.intake import Expected
+    from prefetch.planner import Compute
+    from tierstore.config import PrefetchConfig
+    from tierstore.store import TierStore
+    from tierstore.types import Hint, PageKey
+
+_WAVE_S = 0.1
+"""Seconds of copies under way at once, at most: a lease that comes meanwhile waits no longer for them."""
+_PLAN_AGAIN_S = 0.05
+_PLAN_SOON_S = 0.004
+_BUSY_S = 0.002
+_BLOCKED_S = 0.02
+_IDLE_S = 0.25
+_PLAN_PAGES = 8192
+_PLAN_REQUESTS = 256
+_LOOK_AHEAD = 4
+"""Promotions that are tried after one that cannot start yet."""
+
+
+class _Ahead(NamedTuple):
+    """A planned promotion whose hint is known; ``over``: hints that are needed later, the last of them last."""
+
+    hint: Hint
+    keys: tuple[PageKey, ...]
+    dst: Tier
+    over: tuple[Hint, ...]
+
+
+class Bringing:
+    """The requests expected and what is under way for them. One thread at a time, the clock is given."""
+
+    def __init__(
+        self,
+        store: TierStore,
+        config: PrefetchConfig,
+        compute: Compute | None,
+        clock: Callable[[], float],
+    ) -> None:
+        figures = store.stats()
+        self.intake = Intake()
+        self.in_flight = 0
+        self.counts: Counter[str] = Counter()
+        self._store = store
+        self._config = config
+        self._compute = compute
+        self._clock = clock
+        self._page_nbytes = int(number(figures, "page_nbytes"))
+        tiers = sorted(Tier[name] for name in section(figures, "tiers"))
+        self._top = tiers[0]
+        self._promoted_to = [tier for tier in tiers[:-1] if tier <= Tier.HOST]
+        self._ahead: dict[Tier, list[_Ahead]] = {}
+        self._staged: set[PageKey] = set()
+        self._kept: dict[tuple[str, int], set[tuple[PageKey, Tier]]] = {}
+        """By hint the pages that were where they are needed, and that the store was asked to keep there."""
+        self._wave = PIECE_PAGES
+        self._plan_at = -inf
+        self._missed: set[tuple[str, int]] = set()
+        self._take(0.0)
+
+    def turn(self, timeout_s: float) -> float:
+        """Takes in hints, waiting up to ``timeout_s`` for one, plans if that is due and starts what can start.
+
+        The seconds after which the next turn is worth while. One thread at a time.
+        """
+        fresh = self._take(timeout_s)
+        now = self._clock()
+        self.intake.expire(now)
+        expected = self.intake.in_order()
+        self._note_misses(expected, now)
+        if not expected:
+            self._ahead, self._staged, self._kept = {}, set(), {}
+            return _IDLE_S
+        if fresh or now >= self._plan_at:
+            self._replan(expected, now)
+        started = sum(self._start(tier) for tier in list(self._ahead))
+        if self.in_flight and not started:
+            self.in_flight = self._store.promote(expected[0].hint, (), self._top).in_flight
+        if started or self.in_flight:
+            if not any(self._ahead.values()):
+                self._plan_at = min(self._plan_at, now + _PLAN_SOON_S)
+            return _BUSY_S
+        return _BLOCKED_S if any(self._ahead.values()) else _PLAN_AGAIN_S
+
+    def _take(self, timeout_s: float) -> bool:
+        hints = self._store.take_hints(timeout_s)
+        self.intake.take(hints, self._clock())
+        return bool(hints)
+
+    def _replan(self, expected: list[Expected], now: float) -> None:
+        self.counts["plans"] += 1
+        soon = _soon(expected)
+        wants = [self._want(each) for each in soon]
+        tiers = {key: tier for want in wants for key, tier in zip(want.keys, want.tiers, strict=False)}
+        self._keep_there(soon, wants)
+        self._staged = {key for key in self._staged if tiers.get(key, Tier.HBM) != Tier.HBM}
+        machine = self._machine(sum(tiers[key] == Tier.HOST for key in self._staged))
+        staying = tuple(self._store.staying())
+        retained = [Retained(keys=staying, tiers=(Tier.HBM,) * len(staying), until=-inf)]
+        found = plan(wants, machine, now, retained, most_pages=_PLAN_PAGES)
+        ranks = {each.hint.request_id: rank for rank, each in enumerate(soon)}
+        hints = tuple(each.hint for each in soon)
+        self._ahead = {}
+        for promotion in found.promotions:
+            rank = ranks[promotion.request_id]
+            self._ahead.setdefault(promotion.dst, []).append(_ahead(promotion, hints, rank))
+        quickest = min((s for s in (machine.read_s, machine.load_s) if s), default=inf)
+        self._wave = max(PIECE_PAGES, int(_WAVE_S / quickest))
+        self._plan_at = now + (_PLAN_AGAIN_S if self._ahead else _IDLE_S)
+
+    def _keep_there(self, soon: list[Expected], wants: list[Want]) -> None:
+        """Has the store keep what is in memory already as it keeps what it brings. Each page is named to it once."""
+        kept, self._kept = self._kept, {}
+        for rank, (each, want) in enumerate(zip(soon, wants, strict=True)):
+            hint, over = each.hint, tuple(other.hint for other in soon[rank + 1 :])
+            places = [p for p in zip(want.keys, want.tiers, strict=False) if p[1] in self._promoted_to]
+            known = kept.get((hint.request_id, hint.revision), set()).intersection(places)
+            for tier in self._promoted_to:
+                fresh = [key for key, where in places if where == tier and (key, tier) not in known]
+                for start in range(0, len(fresh), PIECE_PAGES):
+                    piece = fresh[start : start + PIECE_PAGES]
+                    found = self._store.promote(hint, piece, tier, over)
+                    known.update((key, tier) for key in piece[: found.covered])
+            self._kept[hint.request_id, hint.revision] = known
+
+    def _want(self, each: Expected) -> Want:
+        hint = each.hint
+        return Want(
+            request_id=hint.request_id,
+            keys=hint.keys,
+            tiers=self._store.match(hint.keys).tiers,
+            deadline=each.deadline,
+            priority=hint.priority,
+        )
+
+    def _machine(self, staged: int) -> Machine:
+        """The rates, and the room that expected requests may take, together with the pages that stay."""
+        figures = self._store.stats()
+        tiers, rates = section(figures, "tiers"), section(figures, "bytes_per_s")
+        hbm, host = tiers.get("HBM"), tiers.get("HOST")
+        gone = 0 if hbm is None else hbm["owned"] + hbm["quarantined"]
+        places = None if host is None else max(1, int(host["num_slots"] * self._config.share_of_host))
+        to_host = "NVME->HOST" if host is not None else "NVME->HBM"
+        return Machine(
+            read_s=self._page_nbytes / rates[to_host] if rates.get(to_host) else 0.0,
+            load_s=self._page_nbytes / rates["HOST->HBM"] if rates.get("HOST->HBM") else 0.0,
+            hbm_pages=0 if hbm is None else hbm["num_slots"] - gone,
+            host_pages=None if places is None else max(0, places - staged),
+            compute=self._compute,
+        )
+
+    def _start(self, dst: Tier) -> int:
+        """Starts what comes next on the way to a tier, as long as it may; pages started."""
+        queue, started, at = self._ahead[dst], 0, 0
+        while at < min(len(queue), _LOOK_AHEAD):
+            room = self._most_in_flight - self.in_flight
+            hint, keys, _, over = queue[at]
+            if room <= 0:
+                break
+            found = self._store.promote(hint, keys[:room], dst, over)
+            self.in_flight = found.in_flight
+            if not found.in_force:
+                self.intake.drop(hint)
+                queue[:] = [each for each in queue if each.hint is not hint]
+                at = 0
+                continue
+            started += len(found.keys)
+            self._note_started(found.keys, dst)
+            if found.covered == len(keys):
+                del queue[at]
+                continue
+            queue[at] = queue[at]._replace(keys=keys[found.covered :])
+            at += found.covered < room
+        return started
+
+    @property
+    def _most_in_flight(self) -> int:
+        """Pages: the configured limit, and no more than a wave, but one page at least."""
+        return max(1, min(self._config.max_in_flight // self._page_nbytes, self._wave))
+
+    def _note_started(self, keys: Sequence[PageKey], dst: Tier) -> None:
+        self.counts["loaded_bytes" if dst == Tier.HBM else "read_bytes"] += len(keys) * self._page_nbytes
+        if dst == Tier.HOST:
+            self._staged.update(keys)
+
+    def _note_misses(self, expected: list[Expected], now: float) -> None:
+        """A request whose time has come while pages of it that can be read are not in HBM: counted once a revision."""
+        due = [each for each in expected if each.deadline <= now]
+        marks = {(each.hint.request_id, each.hint.revision): each.hint for each in due}
+        for mark, hint in marks.items():
+            if mark not in self._missed:
+                tiers = self._store.match(hint.keys).tiers
+                self.counts["deadline_misses"] += any(tier != Tier.HBM for tier in tiers)
+        self._missed = set(marks)
+
+
+def _ahead(promotion: Promotion, hints: tuple[Hint, ...], rank: int) -> _Ahead:
+    return _Ahead(hints[rank], promotion.keys, promotion.dst, hints[rank + 1 :])
+
+
+def _soon(expected: list[Expected]) -> list[Expected]:
+    """Who is planned for: the first, as many as have so many pages together."""
+    pages, found = 0, []
+    for each in expected[:_PLAN_REQUESTS]:
+        if pages > 2 * _PLAN_PAGES:
+            break
+        pages += len(each.hint.keys)
+        found.append(each)
+    return found
