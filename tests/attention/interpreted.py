@@ -5,9 +5,13 @@ from __future__ import annotations
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import numpy as np
 import triton
+from triton import language as tl
 from triton.language import standard
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 import tierstore.gpu.attention
 
@@ -26,3 +30,20 @@ def interpreted(path: Path = KERNELS) -> ModuleType:
     # The interpreter reduces these two by NumPy, others number by number.
     vars(module).update(larger=standard._elementwise_max, added=standard._sum_combine)
     return module
+
+
+_dot = InterpreterBuilder.create_dot
+
+
+def _dot_of_bfloat16(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
+    """The interpreter's own multiplies the bits of bfloat16 as integers (Triton 3.7)."""
+    return _dot(builder, _widened(a), _widened(b), *rest)
+
+
+def _widened(x: Any) -> Any:
+    if x.dtype.scalar != tl.bfloat16:
+        return x
+    return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+InterpreterBuilder.create_dot = _dot_of_bfloat16

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from tierstore.cli.archive import export, import_
 from tierstore.cli.bench import bench
+from tierstore.cli.bench_attention import attention
 from tierstore.cli.bench_card import arena, copy
 from tierstore.cli.bench_codec import codec
 from tierstore.cli.bench_overlap import overlap
@@ -43,7 +44,7 @@ app = typer.Typer(
 for command in (demo, compare, plan, replay, inspect, verify, purge, export):
     app.command()(command)
 app.command("import")(import_)
-for measurement in (codec, copy, arena, overlap, prefetch):
+for measurement in (codec, copy, arena, attention, overlap, prefetch):
     bench.command()(measurement)
 app.add_typer(bench, name="bench")
 

@@ -33,16 +33,14 @@ class Tiles:
 
     @classmethod
     def of(cls, shape: Shape, rows: int) -> Tiles:
-        """For blocks of up to ``rows`` rows of a sequence. Measured on an H100: docs/measurements.md."""
-        nbytes = shape.head_dim * shape.dtype.itemsize
+        """For blocks of up to ``rows`` rows of a sequence. Measured on an H200: docs/measurements.md."""
         block_m = min(128, max(_SMALL, _power(rows)))
-        if nbytes > 512:  # MLA, and float32 of 256 numbers: one tile is all there is room for
-            return cls(min(block_m, 32), 32 if nbytes > 1024 else 16, 4, 2, 1)
-        if shape.dtype == torch.float32:
-            return cls(min(block_m, 32), 32, 4, 2, 2)
-        if block_m <= 32:
-            return cls(block_m, 64 if nbytes <= 256 else 32, 4, 3, 2)
-        return cls(block_m, 64 if nbytes <= 256 else 32, 8 if block_m > 64 else 4, 3, 1)
+        token = shape.head_dim * shape.dtype.itemsize  # bytes; with its value mostly twice as many
+        if shape.dtype == torch.float32:  # no matrix instructions: products in registers
+            return cls(min(block_m, 32), 32 if token <= 512 else 16, 4, 2, 2)
+        if token > 512:
+            return cls(min(block_m, 32), 32, 4, 2, 1)
+        return cls(block_m, 128 if token <= 256 else 64, 8, 3, 1)
 
 
 class InPlace:

@@ -33,9 +33,11 @@ def added(a, b):
 def _pages_of(table, n, first, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Of the tile at token ``n``: its page, or where pages are smaller the page of every token."""
     if PAGE % BLOCK_N == 0:
-        return tl.load(table + n // PAGE, mask=n < end, other=0).to(tl.int64)
-    token = n + tl.arange(0, BLOCK_N)
-    return tl.load(table + token // PAGE, mask=(token >= first) & (token < end), other=0).to(tl.int64)
+        found = tl.load(table + n // PAGE, mask=n < end, other=0)
+    else:
+        token = n + tl.arange(0, BLOCK_N)
+        found = tl.load(table + token // PAGE, mask=(token >= first) & (token < end), other=0)
+    return found.to(tl.int64)
 
 
 @triton.jit

@@ -24,6 +24,13 @@ class _Paged:
         self.backend: Backend = "auto"
         """The one that the last plan chose."""
 
+    @property
+    def planned(self) -> Paging:
+        """What the last plan said. ValueError before one."""
+        if self._paging is None:
+            raise ValueError("nothing is planned yet")
+        return self._paging
+
     def _run(
         self,
         q: torch.Tensor,
@@ -32,9 +39,8 @@ class _Paged:
         lse: torch.Tensor | None,
         return_lse: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        paging, way = self._paging, self._way
-        if paging is None or way is None:
-            raise ValueError("run comes after plan")
+        paging, way = self.planned, self._way
+        assert way is not None
         paging.require(q, pages)
         want = (*q.shape[:2], paging.shape.head_dim_vo)
         out = _place("out", out, want, paging.shape.out_dtype, q.device)

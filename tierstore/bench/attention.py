@@ -1,0 +1,277 @@
+"""Attention over scattered pages beside torch's own over the same K and V in one piece, on the same card.
+
+Decoding is one CUDA graph over all layers, each with pages and tensors of its own; what is compared is bandwidth.
+New tokens over a long prefix go layer by layer. The ceiling is the fastest of torch's kernels, told by name; copying
+pages together for it is not counted, for us everything is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from tierstore.bench.link import device_of, settle
+from tierstore.bench.whole_attention import decoders, fillers
+from tierstore.gpu.attention.paged import PagedDecode, PagedPrefill
+from tierstore.gpu.attention.paging import Paging
+from tierstore.gpu.attention.reference import attend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from tierstore.bench.whole_attention import Act
+
+QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+"""An 8B model's."""
+_CHECKED = 16
+"""Queries at each end of many whose results are held against float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRow:
+    """Medians of the pairs. ``ratio``: the ceiling's time over ours. ``rel_error``: against float64, Frobenius.
+
+    ``memory_layers``: device memory beside the pages at its peak, as a share of one layer of all pages; -1 on the CPU,
+    where it is not measured.
+    """
+
+    what: Literal["decode", "prefill"]
+    batch: int
+    context: int
+    queries: int
+    layers: int
+    ms: float
+    """A layer."""
+    ceiling_ms: float
+    ratio: float
+    tbps: float
+    """Of K and V read once."""
+    tflops: float
+    rel_error: float
+    backend: str
+    ceiling: str
+    ceilings_ms: Mapping[str, float]
+    """Of each kernel that takes the shape, once."""
+    memory_layers: float
+
+    def plain(self) -> dict[str, object]:
+        """For JSON."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+class Pool:
+    """Random pages of an 8B model as the store keeps them: ``[pages, layers, 2, page_size, 8, 128]`` bfloat16."""
+
+    def __init__(self, device: str, tokens: int, layers: int, page_size: int) -> None:
+        """For so many tokens."""
+        self.device = device_of(device)
+        self.page_size, self.layers = page_size, layers
+        shape = (-(-tokens // page_size), layers, 2, page_size, KV_HEADS, HEAD_DIM)
+        self.pages = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
+        for first in range(0, len(self.pages), 64):
+            self.pages[first : first + 64].normal_()
+
+    def scattered(self, batch: int, tokens: int) -> NDArray[np.int64]:
+        """Pages of ``batch`` sequences of so many tokens, one sequence after another."""
+        number = batch * -(-tokens // self.page_size)
+        return np.random.default_rng(number).permutation(len(self.pages))[:number]
+
+    def whole(self, slots: NDArray[np.int64], batch: int, tokens: int, layer: int) -> torch.Tensor:
+        """Their K and V in one piece, ``[2, batch, heads, tokens, dim]``."""
+        found = self.pages[torch.from_numpy(slots).to(self.device), layer]
+        _, planes, size, heads, dim = found.shape
+        found = found.view(batch, -1, planes, size, heads, dim).permute(2, 0, 4, 1, 3, 5)
+        return found.reshape(planes, batch, heads, -1, dim)[:, :, :, :tokens].contiguous()
+
+    def layer_nbytes(self, tokens: int) -> int:
+        """Of so many tokens."""
+        return 2 * tokens * KV_HEADS * HEAD_DIM * torch.bfloat16.itemsize
+
+
+def decode_row(pool: Pool, batch: int, tokens: int, pairs: int) -> AttentionRow:
+    """One token of each of ``batch`` sequences of ``tokens`` tokens."""
+    slots = pool.scattered(batch, tokens)
+    indptr, last = _indptr(slots, batch), [(tokens - 1) % pool.page_size + 1] * batch
+    way = PagedDecode(pool.device, max_pages=len(slots))
+    way.plan(
+        indptr, slots, last, QUERY_HEADS, KV_HEADS, HEAD_DIM, pool.page_size,
+        o_data_type=torch.float32,
+    )  # fmt: skip
+    q = torch.randn(batch, QUERY_HEADS, HEAD_DIM, device=pool.device).to(torch.bfloat16)
+    out, lse = torch.empty(q.shape, device=pool.device), torch.empty(q.shape[:2], device=pool.device)
+
+    def ours(layer: int) -> None:
+        way.run(q, pool.pages[:, layer], out=out, lse=lse)
+
+    peak = _peak(pool, lambda: ours(0))
+    error = _error(out, q, pool.pages[:, 0], way.planned, 0)
+    whole = [pool.whole(slots, batch, tokens, layer) for layer in range(pool.layers)]
+    kernels = {
+        name: _recorded(pool, _over(act, q, whole))
+        for name, act in decoders(pool.device, q, whole[0]).items()
+    }
+    ceilings, best = _best(pool, kernels)
+    found = _pairs(pool, _recorded(pool, ours), kernels[best], pairs)
+    nbytes = batch * pool.layer_nbytes(tokens)
+    return _row("decode", pool, (batch, tokens, 1, pool.layers), found, nbytes, error,
+                (way.backend, best), ceilings, peak / nbytes)  # fmt: skip
+
+
+def prefill_row(pool: Pool, tokens: int, queries: int, layers: int, pairs: int) -> AttentionRow:
+    """``queries`` new tokens over ``tokens`` before them, all in pages; of ``layers`` layers one after another."""
+    length = tokens + queries
+    slots = pool.scattered(1, length)
+    way = PagedPrefill(pool.device)
+
+    def plan() -> None:
+        way.plan(
+            [0, queries], [0, len(slots)], slots, [(length - 1) % pool.page_size + 1],
+            QUERY_HEADS, KV_HEADS, HEAD_DIM, pool.page_size, causal=True,
+        )  # fmt: skip
+
+    q = torch.randn(queries, QUERY_HEADS, HEAD_DIM, device=pool.device).to(torch.bfloat16)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=pool.device)
+
+    def ours(layer: int) -> None:
+        way.run(q, pool.pages[:, layer], out=out, lse=lse)
+
+    def both() -> None:
+        plan()
+        ours(0)
+
+    peak = _peak(pool, both)
+    checks = sorted({0, max(0, queries - _CHECKED)})
+    error = max(_error(out, q, pool.pages[:, 0], way.planned, first) for first in checks)
+    whole = [pool.whole(slots, 1, length, layer) for layer in range(layers)]
+    kernels = {
+        name: _each(layers, _over(act, q, whole)) for name, act in fillers(pool.device, q, whole[0]).items()
+    }
+    ceilings, best = _best(pool, kernels)
+    found = _pairs(pool, _each(layers, ours), kernels[best], pairs)
+    return _row("prefill", pool, (1, tokens, queries, layers), found, pool.layer_nbytes(length), error,
+                (way.backend, best), ceilings, peak / pool.layer_nbytes(length))  # fmt: skip
+
+
+def _row(
+    what: Literal["decode", "prefill"],
+    pool: Pool,
+    sizes: tuple[int, int, int, int],
+    found: Sequence[tuple[float, float]],
+    nbytes: int,
+    error: float,
+    names: tuple[str, str],
+    ceilings: Mapping[str, float],
+    memory: float,
+) -> AttentionRow:
+    batch, context, queries, layers = sizes
+    ours, theirs = (median(column) / layers for column in zip(*found, strict=True))
+    seen = context * queries + (queries * (queries + 1) // 2 if what == "prefill" else 0)
+    return AttentionRow(
+        what=what,
+        batch=batch,
+        context=context,
+        queries=queries,
+        layers=layers,
+        ms=ours * 1e3,
+        ceiling_ms=theirs * 1e3,
+        ratio=median(b / a for a, b in found),
+        tbps=nbytes / ours / 1e12,
+        tflops=4 * batch * seen * QUERY_HEADS * HEAD_DIM / ours / 1e12,
+        rel_error=error,
+        backend=names[0],
+        ceiling=names[1],
+        ceilings_ms={name: seconds / layers * 1e3 for name, seconds in ceilings.items()},
+        memory_layers=memory if pool.device.type == "cuda" else -1.0,
+    )
+
+
+def _indptr(slots: NDArray[np.int64], batch: int) -> list[int]:
+    return [i * (len(slots) // batch) for i in range(batch + 1)]
+
+
+def _error(out: torch.Tensor, q: torch.Tensor, pages: torch.Tensor, paging: Paging, first: int) -> float:
+    """Of some queries from ``first`` on; where there is one a sequence, of all."""
+    if paging.num_queries == paging.batch:
+        want, _ = attend(q, pages, paging, torch.float64)
+        return float((out.double() - want).norm() / want.norm())
+    end = min(len(q), first + _CHECKED)
+    size = paging.shape.page_size
+    length = int(paging.kv_lens[0]) - len(q) + end
+    slots = paging.indices[: -(-length // size)]
+    part = Paging.of([0, end - first], [0, len(slots)], slots, [(length - 1) % size + 1], paging.shape)
+    want, _ = attend(q[first:end], pages, part, torch.float64)
+    return float((out[first:end].double() - want).norm() / want.norm())
+
+
+def _peak(pool: Pool, act: Callable[[], None]) -> int:
+    """Bytes of device memory that it needs for a while, or keeps."""
+    if pool.device.type != "cuda":
+        act()
+        return 0
+    settle(pool.device)
+    before = torch.cuda.memory_allocated(pool.device)
+    torch.cuda.reset_peak_memory_stats(pool.device)
+    act()
+    settle(pool.device)
+    return int(torch.cuda.max_memory_allocated(pool.device)) - before
+
+
+def _over(act: Act, q: torch.Tensor, whole: Sequence[torch.Tensor]) -> Callable[[int], None]:
+    def of_layer(layer: int) -> None:
+        act(q, whole[layer])
+
+    return of_layer
+
+
+def _each(layers: int, act: Callable[[int], None]) -> Callable[[], None]:
+    def run() -> None:
+        for layer in range(layers):
+            act(layer)
+
+    run()  # what is made at the first call is not measured
+    return run
+
+
+def _recorded(pool: Pool, act: Callable[[int], None]) -> Callable[[], None]:
+    """All layers as one CUDA graph."""
+    run = _each(pool.layers, act)
+    if pool.device.type != "cuda":
+        return run
+    settle(pool.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    return graph.replay
+
+
+def _best(pool: Pool, kernels: Mapping[str, Callable[[], None]]) -> tuple[dict[str, float], str]:
+    times = {name: _seconds(pool, run) for name, run in kernels.items()}
+    return times, min(times, key=lambda name: times[name])
+
+
+def _pairs(
+    pool: Pool, ours: Callable[[], None], theirs: Callable[[], None], pairs: int
+) -> list[tuple[float, float]]:
+    return [(_seconds(pool, ours), _seconds(pool, theirs)) for _ in range(pairs)]
+
+
+def _seconds(pool: Pool, act: Callable[[], None]) -> float:
+    settle(pool.device)
+    if pool.device.type != "cuda":
+        start = perf_counter()
+        act()
+        return perf_counter() - start
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+    marks[0].record()
+    act()
+    marks[1].record()
+    marks[1].synchronize()
+    return float(marks[0].elapsed_time(marks[1])) / 1e3
