@@ -61,6 +61,8 @@ class PagedBatch:
         start = max(0, min(*hits, width - 1))
         self.columns = [start] * terms.num_models
         """Columns that each model has fed."""
+        self.behind = 0
+        """Of these, the last so many are to be fed again: what the store had of them did not come."""
         self.copied_tokens = sum(row.copied_tokens for row in self.rows)
         self.reused_by_tier: Counter[Tier] = Counter()
         for pad, row in zip(self.paddings, self.rows, strict=True):
@@ -71,6 +73,44 @@ class PagedBatch:
         """Pages that at least two rows have in common now."""
         pointing = Counter(slot for row in self.rows for slot in set(row.table.slots) if slot != NO_PAGE)
         return sum(count > 1 for count in pointing.values())
+
+    @property
+    def arriving(self) -> bool:
+        """Whether some of what the rows began with is still on its way."""
+        return any(row.arrival is not None for row in self.rows)
+
+    def await_layer(self, group: int, index: int) -> None:
+        """The caller's stream has this layer of KV group ``group`` from now on, as far as it comes."""
+        for row in self.rows:
+            if row.arrival is not None:
+                row.arrival.layer(group, index)
+
+    def settle(self) -> bool:
+        """Waits for what is on its way; whether some of it did not come. Then forward passes since count nothing."""
+        lost = [row.settle() for row in self.rows]
+        if not any(lost):
+            return False
+        held = min(pad + row.held for pad, row in zip(self.paddings, self.rows, strict=True))
+        self.behind = max(0, self.columns[0] - held)
+        self.reused_by_tier.clear()
+        for pad, row in zip(self.paddings, self.rows, strict=True):
+            self._count_reused(row.origins, max(0, self.columns[0] - self.behind - pad))
+        self.copied_tokens = sum(row.copied_tokens for row in self.rows)
+        return True
+
+    def owed(self, rows: int) -> tuple[list[list[int]], list[list[int]]]:
+        """The tokens and positions of the columns ``behind``, which are to be fed with the next ones, for each of
+        ``rows`` rows fed. From now on they count as not fed."""
+        first, stop = self.columns[0] - self.behind, self.columns[0]
+        self.columns, self.behind = [first] * len(self.columns), 0
+        tokens, positions = [], []
+        for fed in range(rows):
+            index = fed * len(self.rows) // rows
+            pad, prompt = self.paddings[index], self.rows[index].expected
+            where = [max(0, column - pad) for column in range(first, stop)]
+            positions.append(where)
+            tokens.append([prompt[at] for at in where])
+        return tokens, positions
 
     def expand(self, rows: int) -> None:
         """Repeat each row so that there are ``rows`` of them (``num_return_sequences``, beams); pages are shared."""
@@ -89,6 +129,7 @@ class PagedBatch:
             raise ValueError(f"rows {list(indices)}; allowed: at least one of 0 to {len(self.rows) - 1}")
         if list(indices) == list(range(len(self.rows))):
             return
+        self.settle()
         old = self.rows
         kept = set[int]()
         self.rows = []
@@ -148,7 +189,9 @@ class PagedBatch:
 
     def crop(self, model: int, columns: int) -> None:
         """``model`` takes back its last ``columns``; the first model takes them back for all of them."""
+        self.settle()
         stop = max(0, self.columns[model] - columns)
+        self.behind = max(0, self.behind - columns)
         if model == 0:
             for pad, row in zip(self.paddings, self.rows, strict=True):
                 row.truncate(max(0, stop - pad))
@@ -157,12 +200,15 @@ class PagedBatch:
 
     def reset(self) -> None:
         """Begin anew with nothing, whatever was dropped behind a window."""
+        self.settle()
+        self.behind = 0
         for row in self.rows:
             row.reset()
         self.columns = [0] * self.terms.num_models
 
     def take_tail(self) -> Tail | None:
         """The half full last page of the only row, if there is one and it is not shared; the row ends before it."""
+        self.settle()
         tail = self.rows[0].take_tail() if len(self.rows) == 1 else None
         if tail is not None:
             stop = self.paddings[0] + tail.page * self.terms.pages.page_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,49 @@ def from_column(
         args = (args[0][:, first:], *args[1:])
     cut = {name: kwargs[name][:, first:] for name in _BY_COLUMN if isinstance(kwargs.get(name), torch.Tensor)}
     return args, {**kwargs, **cut}
+
+
+def fed_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Rows and columns that are fed. ValueError if that does not show."""
+    fed = args[0] if args else kwargs.get("input_ids")
+    fed = kwargs.get("inputs_embeds") if fed is None else fed
+    if not isinstance(fed, torch.Tensor):
+        raise ValueError("the model was fed neither input_ids nor inputs_embeds")
+    return fed.shape[0], fed.shape[1]
+
+
+def with_tokens_before(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    embed: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call with these tokens, at these positions, fed before the others; ``[rows, n]`` each."""
+    before = {"input_ids": tokens, "position_ids": positions, "token_type_ids": torch.zeros_like(tokens)}
+    if args:
+        args = (torch.cat([tokens, args[0]], 1), *args[1:])
+    more = {}
+    for name in _BY_COLUMN:
+        given = kwargs.get(name)
+        if isinstance(given, torch.Tensor):
+            first = embed(tokens) if name == "inputs_embeds" else before[name].to(given.dtype)
+            if name == "position_ids":
+                first = first[: given.shape[-2]].expand(*given.shape[:-1], -1)
+            more[name] = torch.cat([first, given], -2 if name == "inputs_embeds" else -1)
+    return args, {**kwargs, **more}
+
+
+def last_columns(output: Any, width: int, of: int) -> Any:
+    """What a model gave for the last ``width`` of the ``of`` columns that it was fed, in place of all of it."""
+    if isinstance(output, torch.Tensor):
+        return output[:, -width:] if output.ndim > 1 and output.shape[1] == of else output
+    if isinstance(output, tuple):
+        return tuple(last_columns(each, width, of) for each in output)
+    if isinstance(output, MutableMapping):
+        for name, each in output.items():
+            output[name] = last_columns(each, width, of)
+    return output
 
 
 def last_positions(positions: torch.Tensor | None, rows: int) -> list[int] | None:

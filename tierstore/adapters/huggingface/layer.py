@@ -45,12 +45,17 @@ class TierStoreLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(
-        self, owner: LayerOwner, position: int, pages: torch.Tensor, index: int, window: int | None
+        self,
+        owner: LayerOwner,
+        position: int,
+        pages: torch.Tensor,
+        place: tuple[int, int],
+        window: int | None,
     ) -> None:
-        """Layer ``position`` of the model: layer ``index`` of the KV group with these ``pages``."""
+        """Layer ``position`` of the model, in ``place``: of a KV group, with these ``pages``, a layer."""
         super().__init__()
         self.position = position
-        self.index = index
+        self.place = place
         self.window = window
         self._owner = owner
         self._pages = pages
@@ -58,7 +63,7 @@ class TierStoreLayer(CacheLayerMixin):
     @property
     def layer_pages(self) -> torch.Tensor:
         """This layer of all pages: ``[num_slots, 2, page_size, num_kv_heads, head_dim]``."""
-        return self._pages[:, self.index]
+        return self._pages[:, self.place[1]]
 
     @property
     def spans(self) -> Sequence[Span]:

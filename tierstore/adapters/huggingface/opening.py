@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+from tierstore.adapters.huggingface.arrival import Arrival
 from tierstore.adapters.huggingface.terms import Terms
 from tierstore.block_table import BlockTable
 from tierstore.errors import CapacityError, StoreClosed
@@ -60,6 +61,8 @@ class Opening:
     """Where the tokens were found, in order: a tier and how many."""
     copied_tokens: int = 0
     """Tokens of a page that was copied because the prompt leaves it half way."""
+    arrival: Arrival | None = None
+    """What of it is still on its way; None: it is all there."""
 
 
 def open_prefix(terms: Terms, table: BlockTable, prompt: Sequence[int], tail: Tail | None) -> Opening:
@@ -69,17 +72,23 @@ def open_prefix(terms: Terms, table: BlockTable, prompt: Sequence[int], tail: Ta
     """
     with given_back(terms.store, tail):
         keys = terms.store.keys(prompt, salt=terms.salt, extra=terms.extra) if terms.looks_up else []
-        lease, tiers = _hold(terms, keys, table.page_size)
-    first = len(tiers) - lease.num_pages
-    table.reuse(lease.slots, first)
+        lease, slots, tiers = _hold(terms, keys, table.page_size)
+    first = len(tiers) - len(slots)
+    table.reuse(slots, first)
     opening = Opening(table, SharedLease(lease), range(first, len(tiers)))
+    if terms.by_layers:
+        opening.arrival = Arrival(terms.pages, lease, terms.timeout_s)
     opening.origins = [(tier, table.page_size) for tier in tiers]
     try:
         if tail is not None:
             _take_tail(terms, opening, prompt, tail)
         if terms.looks_up and table.num_tokens == len(tiers) * table.page_size:
             _copy_half_page(terms, opening, prompt, keys)
+        if opening.arrival is not None and opening.arrival.over:
+            opening.arrival = None
     except BaseException:
+        if opening.arrival is not None:
+            opening.arrival.drop()
         with suppress(StoreClosed):
             terms.store.free(table.clear())
             lease.release()
@@ -109,10 +118,11 @@ def first_needed(terms: Terms, num_tokens: int, page_size: int) -> int:
     return 0 if terms.window is None else max(0, num_tokens - terms.window - ROLLBACK) // page_size
 
 
-def _hold(terms: Terms, keys: Sequence[PageKey], page_size: int) -> tuple[Lease, list[Tier]]:
-    """A lease on the stored prefix of ``keys``, and where each page of the prefix was found.
+def _hold(terms: Terms, keys: Sequence[PageKey], page_size: int) -> tuple[Lease, list[int], list[Tier]]:
+    """A lease on the stored prefix of ``keys``, its slots, and where each page of the prefix was found.
 
-    The lease may begin later than the prefix: with windows, pages that no query looks at stay where they are.
+    The lease may begin later than the prefix: with windows, pages that no query looks at stay where they are. By layers
+    (``Terms.by_layers``) a page of it may still fail to come.
     """
     store = terms.store
     found = [] if terms.window is None else list(store.match(keys).tiers)
@@ -120,15 +130,28 @@ def _hold(terms: Terms, keys: Sequence[PageKey], page_size: int) -> tuple[Lease,
     while count:
         first = first_needed(terms, count * page_size, page_size)
         lease = store.acquire(keys[first:count], deadline_s=terms.deadline_s, exact=terms.exact)
-        if lease.wait(terms.timeout_s) is LeaseState.PENDING:
+        if not _comes(terms, lease):
             lease.release()
             break
-        if lease.num_pages == count - first or terms.window is None:
-            return lease, found[:first] + lease.tiers
+        slots, tiers = lease.slots, lease.tiers
+        if len(slots) == count - first or terms.window is None:
+            # A page may get lost between the two.
+            del slots[len(tiers) :], tiers[len(slots) :]
+            return lease, slots, found[:first] + tiers
         # A page of the window is gone: what ends before it has a window of its own.
-        count = first + lease.num_pages if lease.num_pages else 0
+        count = first + len(slots) if slots else 0
         lease.release()
-    return store.acquire([], exact=terms.exact), []
+    return store.acquire([], exact=terms.exact), [], []
+
+
+def _comes(terms: Terms, lease: Lease) -> bool:
+    """Whether pages are there in time, by layers: whether the first layer of them is on its way."""
+    if not terms.by_layers:
+        return lease.wait(terms.timeout_s) is not LeaseState.PENDING
+    with suppress(TimeoutError):
+        lease.ready(0, terms.timeout_s)
+        return True
+    return False
 
 
 def _take_tail(terms: Terms, opening: Opening, prompt: Sequence[int], tail: Tail) -> None:
@@ -158,26 +181,37 @@ def _copy_half_page(terms: Terms, opening: Opening, prompt: Sequence[int], keys:
         if match.next_key is None or list(match.keys) != list(keys[:pages]):
             return
         exact = opening.lease.lease.exact
-        with terms.store.acquire([match.next_key], deadline_s=terms.deadline_s, exact=exact) as lease:
-            state = lease.wait(terms.timeout_s)
-            if state is LeaseState.READY and lease.num_pages:
+        lease = terms.store.acquire([match.next_key], deadline_s=terms.deadline_s, exact=exact)
+        try:
+            comes = _comes(terms, lease)
+            if comes and lease.num_pages:
                 _copy(terms, opening, lease, match.next_tokens)
                 return
-            if state is LeaseState.PENDING or lease.missing_because in ("no_room", "deadline", "inexact"):
+            if not comes or lease.missing_because in ("no_room", "deadline", "inexact"):
                 return
+        finally:
+            if opening.arrival is None or opening.arrival.half is not lease:
+                lease.release()
         terms.prefixes.discard(match.next_key)
 
 
 def _copy(terms: Terms, opening: Opening, lease: Lease, count: int) -> None:
+    """At once, or layer by layer while it comes: then the lease is the arrival's."""
     try:
         (slot,) = terms.store.allocate(1, timeout_s=terms.timeout_s)
     except CapacityError:
         return
-    table = opening.table
+    table, tier = opening.table, next(iter(lease.tiers), Tier.HBM)
+    if opening.arrival is not None and lease.wait(0.0) is LeaseState.PENDING:
+        opening.arrival.copy_page(lease, slot)
+    elif lease.num_pages:
+        terms.pages.copy(lease.slots[0], slot)
+    else:
+        terms.store.free([slot])
+        return
     table.extend(table.num_tokens + count, [slot])
-    terms.pages.copy(lease.slots[0], slot)
     table.advance(table.num_tokens + count)
-    opening.origins.append((lease.tiers[0], count))
+    opening.origins.append((tier, count))
     opening.copied_tokens = count
 
 

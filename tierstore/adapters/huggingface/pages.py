@@ -30,7 +30,17 @@ class PageGroups:
         """Where the pages are."""
         return self.groups[0].device
 
+    @property
+    def num_layers(self) -> int:
+        """Of all groups together."""
+        return sum(int(group.shape[1]) for group in self.groups)
+
     def copy(self, src: int, dst: int) -> None:
         """Copy a page, all groups of it, into another slot."""
         for group in self.groups:
             group[dst].copy_(group[src])
+
+    def copy_layer(self, group: int, index: int, src: int, dst: int) -> None:
+        """Copy layer ``index`` of KV group ``group`` of a page into another slot."""
+        pages = self.groups[group]
+        pages[dst, index].copy_(pages[src, index])

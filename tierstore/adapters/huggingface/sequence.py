@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tierstore.adapters.huggingface.arrival import Arrival
 from tierstore.adapters.huggingface.opening import (
     ROLLBACK,
     SharedLease,
@@ -61,6 +62,8 @@ class PagedSequence:
         self.expected = list(prompt)
         """The prompt it was opened for, as far as it was not taken back."""
         self._keys: list[PageKey] = []
+        self.arrival: Arrival | None = None
+        """What it began with and is still on its way: say ``settle`` before anything but a forward pass."""
         self._lease: SharedLease | None = None
         self._leased = range(0)
         self._exact = True
@@ -74,6 +77,8 @@ class PagedSequence:
     ) -> PagedSequence:
         """A sequence for ``prompt``; pages come up and stay pinned. A ``tail`` passes into its hands.
 
+        By layers (``Terms.by_layers``) they may still be on their way: ``arrival``.
+
         A prefix that does not arrive within ``terms.timeout_s`` is computed instead. ValueError for an empty prompt.
         """
         if not prompt:
@@ -81,7 +86,7 @@ class PagedSequence:
         sequence = cls(terms, BlockTable(terms.pages.page_size, private), prompt)
         opening = open_prefix(terms, sequence.table, prompt, tail)
         sequence._lease, sequence._leased = opening.lease, opening.leased
-        sequence._exact = opening.lease.lease.exact
+        sequence._exact, sequence.arrival = opening.lease.lease.exact, opening.arrival
         sequence.origins, sequence.copied_tokens = opening.origins, opening.copied_tokens
         count = sequence.table.num_tokens
         sequence.written = [Written(count, list(prompt[:count])) for _ in range(terms.num_models)]
@@ -104,6 +109,25 @@ class PagedSequence:
             raise ValueError(
                 f"the tokens fed at position {start} are not those of the prompt this cache was made for"
             )
+
+    def settle(self) -> bool:
+        """Waits for what is on its way; whether some of it did not come: it is held no longer, but still expected."""
+        arrival, self.arrival = self.arrival, None
+        if arrival is None or self._lease is None:
+            return False
+        pages, half = arrival.settle()
+        if pages == len(self._leased) and half:
+            return False
+        if not pages:
+            # It may have begun to wait for the next page only.
+            self._lease.let_go()
+            self._lease = SharedLease(self._terms.store.acquire([], exact=self._terms.exact))
+        self._leased = range(pages)
+        for written in self.written:
+            written.cut(pages * self.table.page_size)
+        self._keys, self.copied_tokens = [], 0
+        self._cut_table(pages * self.table.page_size)
+        return True
 
     def begin(self, model: int, start: int, stop: int, token_ids: Sequence[int] | None) -> int:
         """``model`` is fed tokens ``[start, stop)``: the first of them that has to be written.
@@ -199,6 +223,9 @@ class PagedSequence:
 
     def close(self) -> None:
         """Seal what is full, give back the rest and let go of the lease. The second call does nothing."""
+        arrival, self.arrival = self.arrival, None
+        if arrival is not None:
+            arrival.drop()
         if self._lease is None:
             return
         try:

@@ -58,6 +58,20 @@ class Terms:
         return self.storing in ("all", "memory-only")
 
     @property
+    def by_layers(self) -> bool:
+        """Whether the first layers may be computed while the stored prefix of the last ones is on its way.
+
+        What does not come after all is computed again from the tokens alone: not where images may stand for some. Draft
+        models, windows and deadlines look at what is there before they begin.
+        """
+        return (
+            self.num_models == 1
+            and self.window is None
+            and self.deadline_s is None
+            and self.plain_tokens is None
+        )
+
+    @property
     def plain_tokens(self) -> int | None:
         """Tokens before the first placed extra: beyond them equal tokens may have other K/V; None: no limit."""
         return min((item[0] for item in self.extra if isinstance(item, tuple)), default=None)

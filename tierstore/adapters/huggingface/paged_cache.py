@@ -1,0 +1,231 @@
+"""What one model sees of a batch of sequences: K and V are in the store's pages and nowhere else."""
+
+# transformers leaves its own base classes untyped:
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from tierstore.adapters.huggingface.attention import ATTENTION
+from tierstore.adapters.huggingface.batch import PagedBatch, Places, Span
+from tierstore.adapters.huggingface.checks import (
+    check_mask,
+    check_positions,
+)
+from tierstore.adapters.huggingface.feeding import (
+    fed_again,
+    fed_shape,
+    fed_tokens,
+    from_column,
+    last_columns,
+    with_tokens_before,
+)
+from tierstore.adapters.huggingface.identity import kv_shape
+from tierstore.adapters.huggingface.layer import TierStoreLayer
+from tierstore.adapters.huggingface.whole_prompt import show_prompts
+
+
+class PagedCache(Cache):
+    """What one model sees of a batch of sequences in the store's pages. For one thread at a time."""
+
+    def __init__(self, batch: PagedBatch, model: PreTrainedModel, number: int, first_group: int) -> None:
+        """``number``: which of the models that share the pages; ``first_group``: the first of its KV groups."""
+        shape = kv_shape(model.config)
+        self.batch = batch
+        self.spans: Sequence[Span] = ()
+        self.unread = False
+        self._number = number
+        self._next_layer = 0
+        self._width = 0
+        self._fed: list[list[int]] | None = None
+        self._places: Places | None = None
+        self._closed = False
+        self._seen = False
+        self._asked = 0
+        """Columns that the pass under way is to give an answer for; it may be fed more."""
+        groups = batch.terms.pages.groups[first_group:]
+        layers: list[Any] = [
+            TierStoreLayer(
+                self,
+                i,
+                groups[place.group],
+                (first_group + place.group, place.index),
+                shape.windows[place.group],
+            )
+            for i, place in enumerate(shape.places)
+        ]
+        super().__init__(layers=layers)
+        show_prompts(model)
+        base = model.base_model
+        self._hooks = [
+            base.register_forward_pre_hook(self._see_tokens, with_kwargs=True),
+            base.register_forward_hook(self._end_pass, with_kwargs=True),
+        ]
+
+    @property
+    def columns(self) -> int:
+        """Columns fed so far: tokens, and the padding before them."""
+        return self.batch.columns[self._number]
+
+    def write(
+        self, layer: TierStoreLayer, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None
+    ) -> None:
+        """Called by the layers in order: wait for the layer's pages, place new K/V. Layer 0 makes room first."""
+        if layer.position == 0:
+            self._begin(layer, keys, values, positions)
+        elif layer.position != self._next_layer or self.unread:
+            raise ValueError(
+                f'load the model with attn_implementation="{ATTENTION}": its pages were written, not read'
+            )
+        self.batch.await_layer(*layer.place)
+        to = self._places
+        assert to is not None
+        pages = layer.layer_pages
+        pages[to.slots, 0, to.offsets] = keys[to.rows, :, to.columns]
+        pages[to.slots, 1, to.offsets] = values[to.rows, :, to.columns]
+        self.unread = True
+        self._next_layer = layer.position + 1
+
+    def check_padding(self, mask: torch.Tensor | None) -> None:
+        """Raise ValueError for a mask that hides anything but the padding this cache was made for."""
+        check_mask(mask, self.batch.paddings)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens; transformers passes a count that is zero or negative."""
+        count = int(tokens_to_remove)
+        if count > 0:
+            raise ValueError(f"crop takes the negative count of tokens to remove, not {count}")
+        if count:
+            self.batch.crop(self._number, -count)
+
+    def reset(self) -> None:
+        """Forget every token."""
+        if self._number == 0:
+            self.batch.reset()
+        else:
+            self.batch.crop(self._number, self.columns)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row ``i`` becomes what row ``beam_idx[i]`` is: pages are shared, none is copied."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row comes ``repeats`` times; pages are shared."""
+        self.batch.expand(len(self.batch.rows) * repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows, by number or by a mask of booleans. IndexError for a row that there is not."""
+        self.batch.select(torch.arange(len(self.batch.rows))[indices.cpu()].tolist())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Refused: TypeError."""
+        raise TypeError(
+            "a TierStoreCache cannot be copied: open another one for the prompt, what is stored is shared"
+        )
+
+    def close(self) -> None:
+        """Take part in no forward pass any more. Idempotent."""
+        self._closed = True
+        for hook in self._hooks:
+            hook.remove()
+
+    def expect_prompt(self, input_ids: torch.Tensor) -> None:
+        """Raise ValueError if ``generate`` is given another prompt than this cache was made for."""
+        if self.columns:
+            self._expect([[int(token) for token in row] for row in input_ids.tolist()], 0)
+
+    def _see_tokens(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before each forward pass of the model that was given this cache: remember the tokens it is fed.
+
+        Assisted decoding feeds a warm cache the whole prompt again: what the cache holds is left out here. What it was
+        to hold and did not come is fed before the rest.
+        """
+        if not self._is_given(args, kwargs):
+            return None
+        changed, first = None, self.columns
+        if fed_again(args, kwargs, self.columns, self.batch.paddings):
+            self._expect(fed_tokens(args, kwargs), 0)
+            changed = args, kwargs = from_column(args, kwargs, self.columns)
+        self._fed = fed_tokens(args, kwargs)
+        if self._fed is None or len(self._fed) != len(self.batch.rows):
+            # Pages are copied before the first layer is computed.
+            self.batch.settle()
+        self._asked = 0
+        if self.batch.behind:
+            changed = args, kwargs = self._feed_owed(module, args, kwargs)
+            self._fed, first = fed_tokens(args, kwargs), self.columns
+        self._expect(self._fed, first)
+        self._seen = True
+        return changed
+
+    def _end_pass(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """After each forward pass: what it read has to have come, else it is done again; full pages are sealed."""
+        if not self._is_given(args, kwargs) or self._next_layer != len(self.layers):
+            return None
+        if self.unread:
+            raise ValueError(
+                f'load the model with attn_implementation="{ATTENTION}": its pages were written, not read'
+            )
+        asked = self._asked
+        if self.batch.settle():
+            return module(*args, **kwargs)
+        self.batch.finish(self._number, self._width, self._fed)
+        self._fed, self._next_layer = None, 0
+        return last_columns(output, asked, self._width) if asked else None
+
+    def _is_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return any(each is self for each in (*args, *kwargs.values()))
+
+    def _feed_owed(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same call with what was to be held and did not come; only for the columns given now is it answered."""
+        rows, self._asked = fed_shape(args, kwargs)
+        device = self.batch.terms.pages.device
+        tokens, positions = (torch.tensor(each, device=device) for each in self.batch.owed(rows))
+        assert isinstance(module, PreTrainedModel)
+        return with_tokens_before(args, kwargs, tokens, positions, module.get_input_embeddings())
+
+    def _expect(self, tokens: list[list[int]] | None, first_column: int) -> None:
+        if tokens and not tokens[0]:
+            raise ValueError(
+                f"the cache holds {self.columns} columns already, all that it is given: crop or reset it"
+            )
+        if tokens:
+            self.batch.expect(tokens, first_column)
+
+    def _begin(
+        self, layer: TierStoreLayer, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None
+    ) -> None:
+        """Refuse what would give wrong answers in silence, then make room for the new columns."""
+        if self._closed:
+            raise ValueError("this TierStoreCache is closed")
+        if not self._seen:
+            raise ValueError("this TierStoreCache was made for another model than the one that runs")
+        self._seen = False
+        if keys.requires_grad or values.requires_grad:
+            raise ValueError("pages keep no gradients: run the model under torch.no_grad()")
+        pages, width = layer.layer_pages, keys.shape[2]
+        for given in (keys, values):
+            if given.dtype != pages.dtype or given.device != pages.device:
+                raise ValueError(
+                    f"the model computes {given.dtype} on {given.device}, the pages hold {pages.dtype} on "
+                    f"{pages.device}"
+                )
+        self.batch.expand(keys.shape[0])
+        if positions is not None and positions.ndim == 2:
+            check_positions(positions, self.batch.paddings, self.columns)
+        if self._fed is not None and [len(row) for row in self._fed] != [width] * keys.shape[0]:
+            self._fed = None
+        self._width = width
+        self.spans, self._places = self.batch.begin(self._number, width, self._fed)
+        self.unread, self._next_layer = False, 0
