@@ -125,6 +125,24 @@ def test_many_pieces_of_a_page_and_what_comes_on_top_count() -> None:
     assert (pieces.calls, slab.calls) == (["load 1 on the lane's"], ["load 32 on the lane's"])
 
 
+@pytest.mark.parametrize(
+    ("piece_nbytes", "pieces", "taken"), [(32 << 10, 64, "slab"), (512 << 10, 4, "straight")]
+)
+def test_loads_by_layers_go_by_the_way_that_takes_least(piece_nbytes: int, pieces: int, taken: str) -> None:
+    straight, slab, kernel = Noted("straight"), Noted("slab"), Noted("kernel")
+    straight.layers = slab.layers = LAYERS
+    straight.group_pieces, slab.group_pieces = pieces // 4, 1
+    options = [
+        Option(straight, "dma", pieces, piece_nbytes),
+        Option(kernel, "kernel", pieces, piece_nbytes),
+        Option(slab, "dma", 1, pieces * piece_nbytes, extra_s=50e-6),
+    ]
+    choice = Choice(options, RATES)
+    choice.load_group(1, slots(3), slots(3), STREAM)
+    assert [route.name for route in (straight, slab, kernel) if route.calls] == [taken]
+    assert choice.group_pieces == (straight if taken == "straight" else slab).group_pieces
+
+
 class Side:
     """A stream that notes what it waits for."""
 

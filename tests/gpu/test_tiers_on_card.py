@@ -12,10 +12,11 @@ import torch
 
 from tests.tier_contract import Page, TierContract, TierUnderTest
 from tierstore.gpu.copy_engine import CopyEngine, CpuCopyEngine
-from tierstore.gpu.cuda_copies import CudaCopyEngine
+from tierstore.gpu.cuda_copies import CudaCopyEngine, Pace
 from tierstore.gpu.cuda_pool import CudaPool
 from tierstore.gpu.driver import CudaPinner, Driver
 from tierstore.gpu.kernels import Kernel
+from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.gpu.paths import through_slabs
 from tierstore.gpu.pool import EnginePages, EnginePool, GroupedPages
 from tierstore.gpu.routes import Route, Straight
@@ -78,12 +79,16 @@ class OnCard(TierUnderTest):
 
 
 def card_engine(
-    pool: CudaPool | EnginePool, arena: HostArena, layout: PageLayout, make: Callable[[Driver], Route]
+    pool: CudaPool | EnginePool,
+    arena: HostArena,
+    layout: PageLayout,
+    make: Callable[[Driver], Route],
+    pace: Pace | None = None,
 ) -> CopyEngine:
     driver = Driver(0)
     threads = CpuCopyEngine(pool, arena, layout.page_nbytes, lambda: None)
     streams = (driver.stream(0), driver.stream(0))
-    return CudaCopyEngine(make(driver), arena, layout.page_nbytes, streams, threads)
+    return CudaCopyEngine(make(driver), arena, layout.page_nbytes, streams, threads, pace=pace)
 
 
 def pinned(layout: PageLayout, num_slots: int) -> HostArena:
@@ -164,7 +169,23 @@ class TestEngineSlotsThroughASlab(TierContract):
 
         def route(driver: Driver) -> Route:
             slab = through_slabs(pool.layers, layout, driver, DEVICE)
-            slab._pages = 2  # a transfer takes several rounds
+            slab._slab_nbytes = 2 * layout.slot_nbytes  # a transfer takes several rounds
             return slab
 
         return OnCard(spec, num_slots, card_engine(pool, arena, layout, route), arena, view)
+
+
+class TestEngineSlotsThroughASlabByLayers(TierContract):
+    def open(self, spec: PageSpec, num_slots: int, home: Path) -> TierUnderTest:
+        layout = PageLayout.of(spec)
+        pool, view = engine_pool(spec, num_slots)
+        arena = pinned(layout, num_slots)
+        layers = LayerGroups.of(layout, 16, 1)
+
+        def route(driver: Driver) -> Route:
+            slab = through_slabs(pool.layers, layout, driver, DEVICE, layers)
+            assert len(layers) == 1 or slab.layers is layers
+            return slab
+
+        engine = card_engine(pool, arena, layout, route, Pace(whole=0))
+        return OnCard(spec, num_slots, engine, arena, view)

@@ -24,6 +24,9 @@ KERNEL_HANDICAP = 1.1
 MOST_PIECES = 128
 """The driver is asked for more only where there is no other way: it takes a microsecond of the caller for each."""
 
+_A_TRANSFER = 32
+"""Pages."""
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -44,7 +47,7 @@ class Option:
 
 
 class Choice:
-    """Several routes as one. Loads by layers go by the first that has layers."""
+    """Several routes as one. Loads by layers go by the one of those with layers that is expected to take least."""
 
     def __init__(
         self, options: Sequence[Option], rates: Rates, side: torch.cuda.Stream | None = None
@@ -54,7 +57,9 @@ class Choice:
         """Batches so far, by route."""
         self._options = options
         self._rates = rates
-        self._layered = next((o.route for o in options if o.route.layers is not None), None)
+        layered = [option for option in options if option.route.layers is not None]
+        by_time = sorted(layered, key=lambda option: option.seconds(rates, "up", _A_TRANSFER))
+        self._layered = by_time[0].route if by_time else None
         self.layers: LayerGroups | None = None if self._layered is None else self._layered.layers
         self.pieces = min(option.route.pieces for option in options)
         self.group_pieces = 1 if self._layered is None else self._layered.group_pieces

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -112,6 +113,16 @@ class _Table:
     read: torch.cuda.Event
 
 
+@cache
+def _compiled(index: int, width: int, vectors: int) -> Any:
+    """The kernel for one card."""
+    import cupy
+
+    options = ("--std=c++14", f"-DVECTOR={_WIDTHS[width]}", f"-DUNROLLED={vectors}")
+    with cupy.cuda.Device(index):
+        return cupy.RawModule(code=_SOURCE, options=options).get_function("move")
+
+
 class Pieces:
     """Moves the pieces of slots to and from pages whose addresses are given. Queues; never waits.
 
@@ -135,9 +146,7 @@ class Pieces:
         self._segments = torch.from_numpy(columns).to(device)
         self._tables: deque[_Table] = deque()
         self._streams: dict[int, Any] = {}
-        options = ("--std=c++14", f"-DVECTOR={_WIDTHS[width]}", f"-DUNROLLED={grid.vectors}")
-        with cupy.cuda.Device(device.index):
-            self._move = cupy.RawModule(code=_SOURCE, options=options).get_function("move")
+        self._move = _compiled(device.index, width, grid.vectors)
 
     @staticmethod
     def suits(segments: Segments | None) -> bool:

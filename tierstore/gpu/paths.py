@@ -11,7 +11,8 @@ from tierstore.gpu.choosing import Choice, Option
 from tierstore.gpu.kernels import NEAR, Kernel, Pieces
 from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.gpu.rates import SIZES
-from tierstore.gpu.routes import ByLayers, ByPieces, Slab, Straight
+from tierstore.gpu.routes import Straight
+from tierstore.gpu.slabs import ByLayers, ByPieces, PartByPieces, Slab
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,19 +58,29 @@ def of_engine(
     options = [] if found is None else _piece_by_piece(layers, found, layout, driver, device)
     if found is not None and len(found) == 1 and layout.blob_nbytes > SIZES[-1]:
         return options[0].route
-    slab = through_slabs(layers, layout, driver, device)
+    slab = through_slabs(layers, layout, driver, device, LayerGroups.of(layout))
     last = _SPREAD_S if slab.one_launch else 2 * _LAUNCH_S * sum(len(group) for group in layers)
     options.append(Option(slab, "dma", 1, layout.blob_nbytes, last))
     return Choice(options, rates_of(driver, device), slab.side[0])
 
 
 def through_slabs(
-    layers: Sequence[Sequence[torch.Tensor]], layout: PageLayout, driver: Driver, device: torch.device
+    layers: Sequence[Sequence[torch.Tensor]],
+    layout: PageLayout,
+    driver: Driver,
+    device: torch.device,
+    by_layers: LayerGroups | None = None,
 ) -> Slab:
-    """Whole pages to and from an engine's layers; by one kernel, or by torch's where it cannot or cupy is missing."""
+    """Pages to and from an engine's layers; by one kernel, or by torch's where it cannot or cupy is missing.
+
+    ``by_layers``: how loads are cut, where the kernel can.
+    """
     side = (driver.stream(device.index), driver.stream(device.index))
     spreading = _by_pieces(layers, layout, device) or ByLayers(layers, layout)
-    slab = Slab(spreading, layout, driver, device, side)
+    groups = (
+        [] if by_layers is None or len(by_layers) == 1 else _part_by_part(layers, layout, device, by_layers)
+    )
+    slab = Slab(spreading, layout, driver, device, side, by_layers if groups else None, groups)
     for tensor in slab.memory:
         for stream in side:
             tensor.record_stream(stream)  # should the store be dropped with copies on their way
@@ -104,3 +115,24 @@ def _by_pieces(
             inward, outward = (Pieces(found, device, NEAR) for _ in "io")
             return ByPieces(inward, outward, layout)
     return None
+
+
+def _part_by_part(
+    layers: Sequence[Sequence[torch.Tensor]], layout: PageLayout, device: torch.device, by_layers: LayerGroups
+) -> list[list[PartByPieces]]:
+    """Nothing where one of the parts cannot go by the kernel."""
+    groups = []
+    for parts in by_layers.parts:
+        found = [(part, segments.of_tensors(layers, layout, _MOST_LISTED, (part,))) for part in parts]
+        try:
+            group = [
+                PartByPieces(Pieces(pieces, device, NEAR), part)
+                for part, pieces in found
+                if pieces is not None and Pieces.suits(pieces)
+            ]
+        except ImportError:
+            return []
+        if len(group) < len(parts):
+            return []
+        groups.append(group)
+    return groups

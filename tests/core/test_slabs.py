@@ -1,0 +1,229 @@
+"""Slabs between the link and an engine's layers, with streams that run in whatever order their events allow."""
+
+from __future__ import annotations
+
+import ctypes
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tests.core import planting
+from tests.core.planting import Bug
+from tests.core.test_coded import Event, Stream
+from tierstore.gpu import segments, slabs
+from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu.segments import Segments
+from tierstore.layout import PageLayout
+from tierstore.types import PageSpec
+
+LAYOUT = PageLayout.of(
+    [
+        PageSpec(num_layers=n, page_size=2, num_kv_heads=1, head_dim=300, dtype="uint8", model="m")
+        for n in (5, 3)
+    ]
+)
+SLOTS = 24
+RUNS = 30
+
+Numbers = NDArray[np.int64]
+
+
+class Mover:
+    """Moves pieces by address, when its stream gets there."""
+
+    def __init__(self, found: Segments | None) -> None:
+        assert found is not None
+        self._segments = found
+
+    def scatter(self, slots: Numbers, pages: Numbers, stream: Any) -> None:
+        near, far = self._places(slots, pages)
+        copy(near, far, np.tile(self._segments.nbytes, len(slots)), stream)
+
+    def gather(self, slots: Numbers, pages: Numbers, stream: Any) -> None:
+        near, far = self._places(slots, pages)
+        copy(far, near, np.tile(self._segments.nbytes, len(slots)), stream)
+
+    def _places(self, slots: Numbers, pages: Numbers) -> tuple[Numbers, Numbers]:
+        return self._segments.addresses(slots).ravel(), (pages[:, None] + self._segments.offset).ravel()
+
+
+class Driver:
+    def copy(self, dst: Numbers, src: Numbers, nbytes: Numbers, stream: Any) -> None:
+        copy(dst, src, nbytes, stream)
+
+
+def copy(dst: Numbers, src: Numbers, nbytes: Numbers, stream: Stream) -> None:
+    moves = list(zip(dst.tolist(), src.tolist(), nbytes.tolist(), strict=True))
+
+    def act() -> None:
+        for move in moves:
+            ctypes.memmove(*move)
+
+    stream.queue(act)
+
+
+class Machine:
+    """An engine's layers, slots apart from planes, and host memory; everything in ordinary memory."""
+
+    def __init__(self, module: ModuleType, patch: pytest.MonkeyPatch, seed: int) -> None:
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(module, "SLAB_NBYTES", 3 * LAYOUT.slot_nbytes)
+        self.chance = np.random.default_rng(seed)
+        self.whole = [
+            torch.from_numpy(self.chance.integers(0, 256, (SLOTS, *spec.shape), dtype=np.uint8))
+            .permute(1, 2, 0, 3, 4, 5)
+            .contiguous()
+            for spec in LAYOUT.specs
+        ]
+        layers = [[layer.transpose(0, 1) for layer in whole] for whole in self.whole]
+        self.host = self.chance.integers(0, 256, (SLOTS, LAYOUT.slot_nbytes), dtype=np.uint8)
+        self.layers = LayerGroups.of(LAYOUT, 3, 1)
+        groups = [
+            [
+                module.PartByPieces(Mover(segments.of_tensors(layers, LAYOUT, 99, (part,))), part)
+                for part in parts
+            ]
+            for parts in self.layers.parts
+        ]
+        self.up, self.down, *side = self.streams = [Stream() for _ in range(4)]
+        mover = Mover(segments.of_tensors(layers, LAYOUT, 99))
+        whole_pages = module.ByPieces(mover, mover, LAYOUT)
+        device = torch.device("cpu")
+        self.route = module.Slab(whole_pages, LAYOUT, Driver(), device, tuple(side), self.layers, groups)
+
+    def engine(self) -> list[NDArray[np.uint8]]:
+        """A copy of the engine's pages by slot, of each KV group ``[slots, bytes]``."""
+        return [x.permute(2, 0, 1, 3, 4, 5).reshape(SLOTS, -1).numpy().copy() for x in self.whole]
+
+    def below(self) -> list[NDArray[np.uint8]]:
+        """The same of host memory, without what lies between the groups."""
+        places = zip(LAYOUT.offsets, LAYOUT.specs, strict=True)
+        return [self.host[:, at : at + spec.page_nbytes].copy() for at, spec in places]
+
+    def at(self, places: Numbers) -> Numbers:
+        return self.host.ctypes.data + places * LAYOUT.slot_nbytes
+
+    def run(self) -> None:
+        """Until nothing is left: a piece of any stream that need not wait, one after the other."""
+        while waiting := [stream for stream in self.streams if stream.work]:
+            self.chance.shuffle(waiting)
+            ran = next((stream for stream in waiting if stream.work[0]()), None)
+            assert ran is not None, "streams wait for each other"
+            ran.work.popleft()
+
+
+def require_right(module: ModuleType, seed: int) -> None:
+    """Loads, whole or by layers, and saves of many sizes at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        machine = Machine(module, patch, seed)
+        slots, host = machine.chance.permutation(SLOTS), machine.chance.permutation(SLOTS)
+        engine, below = machine.engine(), machine.below()
+        want_engine, want_below = machine.engine(), machine.below()
+        while len(slots):
+            number = int(machine.chance.choice([1, 2, 4, 7, 11]))
+            some, places = slots[:number], host[:number]
+            slots, host = slots[number:], host[number:]
+            dice = machine.chance.random()
+            if dice < 0.6:
+                for want, pages in zip(want_engine, below, strict=True):
+                    want[some] = pages[places]
+            else:
+                for want, pages in zip(want_below, engine, strict=True):
+                    want[places] = pages[some]
+            if dice < 0.3:
+                machine.route.load(some, machine.at(places), machine.up)
+            elif dice < 0.6:
+                for group in range(len(machine.layers)):
+                    machine.route.load_group(group, some, machine.at(places), machine.up)
+            else:
+                machine.route.save(some, machine.at(places), machine.down)
+        machine.run()
+        for found, want in zip(machine.engine() + machine.below(), want_engine + want_below, strict=True):
+            np.testing.assert_array_equal(found, want)
+
+
+def require_all_right(module: ModuleType) -> None:
+    for seed in range(RUNS):
+        require_right(module, seed)
+
+
+def require_two_in_turn(module: ModuleType) -> None:
+    """Nothing is spread: two slabs cross the link, and the third turn waits for the first."""
+    with pytest.MonkeyPatch.context() as patch:
+        machine = Machine(module, patch, 0)
+        machine.route.load(np.arange(12), machine.at(np.arange(12)), machine.up)
+        below = machine.below()
+        while machine.up.work and machine.up.work[0]():
+            machine.up.work.popleft()
+        crossed = [memory.numpy().reshape(3, -1) for memory in machine.route.memory[:2]]
+        np.testing.assert_array_equal(np.concatenate(crossed)[:, : LAYOUT.specs[0].page_nbytes], below[0][:6])
+        assert machine.up.work
+        machine.run()
+        np.testing.assert_array_equal(machine.engine()[0][:12], below[0][:12])
+
+
+def test_a_group_by_layers_is_there_when_the_stream_on_which_loads_end_gets_there() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        machine = Machine(slabs, patch, 1)
+        before, below = machine.engine(), machine.below()
+        slots = np.arange(5)
+        machine.route.load_group(1, slots, machine.at(slots), machine.up)
+        machine.run()
+        for spec, found in enumerate(machine.engine()):
+            [part] = [part for part in machine.layers.parts[1] if part.spec == spec]
+            layer_nbytes = LAYOUT.specs[spec].layer_nbytes
+            its = slice(part.first * layer_nbytes, part.end * layer_nbytes)
+            want = before[spec].copy()
+            want[:5, its] = below[spec][:5, its]
+            np.testing.assert_array_equal(found, want)
+
+
+BUGS = [
+    Bug("a load fills a slab that is still spread", "            stream.wait_event(free)\n", ""),
+    Bug(
+        "a load is spread before it is there",
+        "            self._spreads_on.wait_event(self._up.moved)\n",
+        "",
+    ),
+    Bug("spreading tells nobody that it has ended", "            free.record(self._spreads_on)\n", ""),
+    Bug(
+        "a save fills a slab that still crosses the link",
+        "            self._gathers_on.wait_event(free)\n",
+        "",
+    ),
+    Bug("a save leaves before it is gathered", "            stream.wait_event(self._down.moved)\n", ""),
+    Bug("the link tells nobody that a save has left", "            free.record(stream)\n", ""),
+    Bug("one slab is all there is", "(at + 1) % _SLABS", "at"),
+    Bug("parts are taken from where pages begin", "slots, host + part.offset, stream", "slots, host, stream"),
+    Bug("parts are spread as if pages began with them", " - self.part.offset\n", "\n"),
+    Bug(
+        "parts lie as far apart as pages",
+        "found, part.nbytes, found.stride,",
+        "found, part.nbytes, self._stride,",
+    ),
+    Bug(
+        "only the first KV group comes",
+        "for found in self._groups[group]:",
+        "for found in self._groups[group][:1]:",
+    ),
+]
+
+
+def test_pages_are_right_in_whatever_order_streams_run() -> None:
+    require_all_right(slabs)
+
+
+def test_the_next_slab_is_filled_while_one_is_spread() -> None:
+    require_two_in_turn(slabs)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
+def test_a_planted_bug_is_noticed(bug: Bug) -> None:
+    planted = planting.load(slabs, bug)
+    require = require_two_in_turn if bug.name == "one slab is all there is" else require_all_right
+    with pytest.raises(AssertionError):
+        require(planted)

@@ -1,0 +1,72 @@
+"""On a card: an engine's layers are read as soon as their events say so, while later ones come through the slabs."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gpu.card import delay
+from tests.gpu.test_tiers_on_card import DEVICE, PATIENCE_S, card_engine, pinned
+from tierstore.gpu.cuda_copies import Pace
+from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu.paths import through_slabs
+from tierstore.gpu.pool import EnginePages, EnginePool
+from tierstore.layout import PageLayout
+from tierstore.types import PageKey, PageSpec, Tier, Transfer
+
+pytestmark = pytest.mark.gpu
+
+SPEC = PageSpec(num_layers=8, page_size=16, num_kv_heads=8, head_dim=64, dtype="bfloat16", model="engine")
+"""Pieces of 16 KiB, pages of 256 KiB."""
+
+PAGES, SLOTS, ROUNDS = 96, 256, 300
+
+
+def test_layers_are_right_when_their_events_say_so_in_every_round() -> None:
+    layout = PageLayout.of(SPEC)
+    layers = LayerGroups.of(layout, 8, 1)
+    whole = torch.zeros(8, 2, SLOTS, 16, 8, 64, dtype=torch.bfloat16, device=DEVICE)
+    pool, arena = EnginePool(layout, [EnginePages(list(whole), "KBNHD")]), pinned(layout, PAGES)
+    numbers = np.random.default_rng(3).integers(
+        -(2**15), 2**15, (PAGES, layout.slot_nbytes // 2), dtype=np.int16
+    )
+    arena.memory[:] = numbers.view(np.uint8).reshape(arena.memory.shape)
+    want = torch.from_numpy(numbers).to(DEVICE)[:, : SPEC.page_nbytes // 2].view(PAGES, 8, 2, -1)
+    words = whole.view(torch.int16).flatten(3)
+    engine = card_engine(
+        pool,
+        arena,
+        layout,
+        lambda driver: through_slabs(pool.layers, layout, driver, DEVICE, layers),
+        Pace(whole=0, together=4 << 20),
+    )
+    chance, wrong = random.Random(5), torch.zeros((), dtype=torch.int64, device=DEVICE)
+    parents = (None,) * PAGES
+    for number in range(ROUNDS):
+        slots = chance.sample(range(SLOTS), PAGES)
+        there = torch.tensor(slots, device=DEVICE)
+        words.fill_(number % 7)
+        torch.cuda.synchronize()
+        keys = (PageKey(bytes(36)),) * PAGES
+        engine.submit(
+            Transfer(number, keys, Tier.HOST, tuple(range(PAGES)), Tier.HBM, tuple(slots), 0, parents)
+        )
+        if chance.random() < 0.3:
+            delay(0.2)
+        for layer in range(8):
+            while not (arriving := engine.arriving(slots, layer)).submitted:
+                engine.poll()
+            if isinstance(arriving.event, torch.cuda.Event):
+                torch.cuda.current_stream().wait_event(arriving.event)
+            found = words[layer].index_select(1, there).transpose(0, 1)
+            wrong += (found != want[:, layer]).sum()
+        while not (acks := engine.poll()):
+            pass
+        assert [(ack.transfer_id, ack.ok) for ack in acks] == [(number, True)]
+    torch.cuda.synchronize()
+    assert int(wrong) == 0, f"{int(wrong)} wrong numbers"
+    assert engine.close(PATIENCE_S)
+    arena.close()
