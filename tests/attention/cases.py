@@ -121,9 +121,10 @@ def _poison(pages: torch.Tensor, paging: Paging) -> None:
     kept = pages.clone()
     pages.fill_(torch.nan)
     for row in range(paging.batch):
-        for token in range(int(paging.first_seen[row]), int(paging.kv_lens[row])):
-            slot = int(paging.indices[paging.indptr[row] + token // size])
-            pages[slot, :, token % size] = kept[slot, :, token % size]
+        token = np.arange(paging.first_seen[row], paging.kv_lens[row])
+        slot = torch.from_numpy(paging.indices[paging.indptr[row] + token // size])
+        place = torch.from_numpy(token % size)
+        pages[slot, :, place] = kept[slot, :, place]
 
 
 LAYOUTS = ("BLKNHD", "LKBNHD", "LBHNKD")
