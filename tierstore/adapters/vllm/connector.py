@@ -1,0 +1,301 @@
+"""``TierStoreConnector``: vLLM's names for what the two halves do. It translates, and decides nothing.
+
+Tested with vLLM 0.32; vLLM calls its connectors' interface experimental.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from tierstore.adapters.vllm import versions
+from tierstore.adapters.vllm.geometry import geometry
+from tierstore.adapters.vllm.identity import identity
+from tierstore.adapters.vllm.keys import namespace
+from tierstore.adapters.vllm.messages import Hello, Orders, Report
+from tierstore.adapters.vllm.scheduling import SchedulerHalf
+from tierstore.adapters.vllm.settings import Settings
+from tierstore.adapters.vllm.steps import Steps
+from tierstore.adapters.vllm.working import WorkerHalf
+from tierstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Metadata(KVConnectorMetadata):  # type: ignore[misc]
+    """What travels to the workers with each step."""
+
+    orders: Orders
+
+
+@dataclass
+class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What travels back."""
+
+    report: Report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Of two ranks."""
+        assert isinstance(other, WorkerMetadata)
+        return WorkerMetadata(self.report.merged(other.report))
+
+
+@dataclass
+class HelloMetadata(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What a worker says once."""
+
+    hello: Hello
+
+
+class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """KV blocks kept in host memory and on NVMe, checked, bounded, and still there after a restart.
+
+    ``kv_connector_extra_config``: ``config``, the path of a YAML file or its content as a mapping, and what
+    ``settings.Settings`` names. Requests wait for their loads beside the running ones; what cannot be loaded is
+    computed.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """ConfigError for a configuration or a vLLM that does not go together with this connector."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        versions.require_tested()
+        self._vllm_config = vllm_config
+        self._settings = Settings.of(self._kv_transfer_config.kv_connector_extra_config)
+        _require_served(vllm_config, kv_cache_config)
+        self._block_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._identity = identity(vllm_config, self._settings.model_id)
+        self._worker: WorkerHalf | None = None
+        self._failed: dict[str, tuple[int, ...]] = {}
+        self._bad: set[int] = set()
+        self._orders = Orders()
+        if role == KVConnectorRole.SCHEDULER:
+            hash_size = getattr(kv_cache_config, "hash_block_size", None) or self._block_size
+            self._steps = Steps(self._block_size)
+            self._scheduler = SchedulerHalf(
+                self._settings.of_rank(self._world_size, self._replica, "cpu"),
+                namespace(self._identity),
+                self._block_size,
+                stride=self._block_size // hash_size,
+                load_timeout_s=self._settings.load_timeout_s,
+            )
+
+    # -- about this connector -----------------------------------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a cache may forget."""
+        return False
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """vLLM before 0.32: all layers of a block side by side, where attention allows."""
+        return True
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """All layers of a block side by side on a card, as vLLM 0.32 and later can have it; what the user names."""
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        layout: str | None = extra.get("layout")
+        return layout or versions.preferred_layout()
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """False: nothing is done between layers."""
+        return False
+
+    # -- scheduler ----------------------------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """All workers are open. ConfigError unless all of them said so."""
+        hellos = [m.hello for m in metadata.values() if isinstance(m, HelloMetadata)]
+        if len(hellos) != self._world_size:
+            raise ConfigError(f"{len(hellos)} workers said hello; allowed: all {self._world_size}")
+        self._scheduler.meet(sorted(hellos, key=lambda hello: hello.rank))
+
+    def on_new_request(self, request: Any) -> None:
+        """A request was queued."""
+        self._scheduler.arrived(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that can be loaded, beside the running steps."""
+        tokens = self._scheduler.offer(request, num_computed_tokens)
+        return tokens, tokens > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The request has blocks; ``num_external_tokens`` of them are to be loaded."""
+        if num_external_tokens:
+            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """Of the tokens being loaded, how many come from memory and how many from disk."""
+        return versions.hit_sources(self._scheduler.sources(request, num_external_tokens))
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """The orders of one step."""
+        return Metadata(self._scheduler.orders(self._steps.of(scheduler_output)))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers have done; requests whose loads have ended well are told in ``finished_recving``."""
+        meta = connector_output.kv_connector_worker_meta
+        loaded = self._scheduler.heard(meta.report if isinstance(meta, WorkerMetadata) else None)
+        if loaded:
+            connector_output.finished_recving = (connector_output.finished_recving or set()) | loaded
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended; its blocks may be freed at once."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same. What is stored out of its blocks later is fenced against their reuse."""
+        self._steps.forget(request.request_id)
+        self._scheduler.finished(request.request_id, block_ids[0], request.num_computed_tokens)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine is to step on although it has no request: pages are on their way to memory or disk."""
+        return self._scheduler.pending
+
+    def take_events(self) -> Iterable[Any]:
+        """None yet."""
+        return ()
+
+    def reset_cache(self) -> bool | None:
+        """Nothing stored so far is offered again, by this process or the next."""
+        if self.role == KVConnectorRole.SCHEDULER:
+            self._scheduler.reset()
+        return True
+
+    # -- worker -------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The engine's tensors, by layer: opens the tiers. ConfigError as ``TierStore.open`` has it."""
+        self._open(list(kv_caches.values()))
+
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
+        """vLLM before 0.32: all layers in one tensor."""
+        self._open([kv_cache])
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """What this worker has opened."""
+        return None if self._worker is None else HelloMetadata(self._worker.hello)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Before the step may write any block: ends the copies out of those it writes."""
+        assert isinstance(kv_connector_metadata, Metadata)
+        self._orders = kv_connector_metadata.orders
+        if self._worker is not None:
+            self._worker.begin(self._orders)
+            self._failed |= self._orders.failed
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Starts the step's loads; they run beside it."""
+        if self._worker is not None:
+            self._worker.go()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a request runs once all of it is loaded."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: blocks are stored whole, after the step."""
+
+    def wait_for_save(self) -> None:
+        """The step was launched: starts to copy what it fills. Waits for nothing."""
+        if self._worker is not None:
+            self._worker.end()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose loads have failed; the others are told by the scheduler's half."""
+        self._bad = {block for blocks in self._failed.values() for block in blocks}
+        failed, self._failed = set(self._failed), {}
+        return None, failed or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Their blocks that hold nothing."""
+        bad, self._bad = self._bad, set()
+        return bad
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What has ended."""
+        if self._worker is None:
+            return None
+        report = self._worker.report()
+        if report is None and self._orders.answer:
+            report = self._worker.empty_report()
+        return None if report is None else WorkerMetadata(report)
+
+    # -- both ---------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """AssertionError naming the first invariant that does not hold."""
+        if self.role == KVConnectorRole.SCHEDULER:
+            self._scheduler.check()
+        elif self._worker is not None:
+            self._worker.check()
+
+    def shutdown(self) -> None:
+        """Ends this half; what is on its way to disk gets there."""
+        if self.role == KVConnectorRole.SCHEDULER:
+            self._scheduler.close()
+        elif self._worker is not None:
+            self._worker.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    @property
+    def _world_size(self) -> int:
+        size: int = self._vllm_config.parallel_config.world_size
+        return size
+
+    @property
+    def _replica(self) -> int | None:
+        parallel = self._vllm_config.parallel_config
+        return parallel.data_parallel_index if parallel.data_parallel_size > 1 else None
+
+    def _open(self, tensors: list[torch.Tensor]) -> None:
+        from vllm.distributed.parallel_state import get_tp_group
+
+        rank: int = get_tp_group().rank_in_group
+        found = geometry(
+            tensors,
+            num_blocks=self._kv_cache_config.num_blocks,
+            block_size=self._block_size,
+            identity=self._identity,
+            shard=rank,
+        )
+        config = self._settings.of_rank(self._world_size, self._replica, _device(tensors[0]))
+        self._worker = WorkerHalf(config, found, rank)
+
+
+def _device(tensor: torch.Tensor) -> str:
+    return "cpu" if tensor.device.type == "cpu" else f"cuda:{tensor.device.index or 0}"
+
+
+def _require_served(vllm_config: Any, kv_cache_config: Any) -> None:
+    parallel = vllm_config.parallel_config
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise ConfigError(f"{name} is {getattr(parallel, name)}; allowed with TierStoreConnector: 1")
+    groups = len(kv_cache_config.kv_cache_groups)
+    if groups != 1:
+        raise ConfigError(
+            f"the model has {groups} KV cache groups; allowed with TierStoreConnector: 1 "
+            "(--disable-hybrid-kv-cache-manager makes one of full and sliding-window layers)"
+        )

@@ -1,0 +1,117 @@
+"""Loads of requests: wanted, started once their blocks are free of copies, and told of once nothing writes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tierstore.types import LeaseState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence, Set
+
+    from tierstore.lease import Lease
+    from tierstore.store import TierStore
+    from tierstore.types import PageKey
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """One request's load: ``keys`` into ``blocks``, which are those of the request from number ``first`` on."""
+
+    request_id: str
+    keys: Sequence[PageKey]
+    blocks: tuple[int, ...]
+    first: int
+    lease: Lease | None = None
+    arrived: int = 0
+    void: bool = False
+    """What arrives is worth nothing any more."""
+
+
+class Loading:
+    """All loads that vLLM waits for. Each is told of exactly once, as loaded or as failed; also of aborted requests."""
+
+    def __init__(self, store: TierStore, timeout_s: float) -> None:
+        self.into: set[int] = set()
+        """Blocks that loads write or are about to write."""
+        self._store = store
+        self._timeout_s = timeout_s
+        self._wanted: list[Load] = []
+        self._running: list[Load] = []
+        self._unseen: list[int] = []
+        self._loaded: set[str] = set()
+        self._failed: dict[str, tuple[int, ...]] = {}
+
+    def want(self, request_id: str, keys: Sequence[PageKey], blocks: Sequence[int], first: int) -> None:
+        """A request waits for these pages in these blocks, which are its own until it is told."""
+        load = Load(request_id, keys, tuple(blocks), first)
+        self._wanted.append(load)
+        self._unseen += load.blocks
+        self.into.update(load.blocks)
+
+    def fresh_blocks(self) -> list[int]:
+        """Blocks of loads wanted since the last call: nobody may have copies out of them when they start."""
+        blocks, self._unseen = self._unseen, []
+        return blocks
+
+    def start(self, busy: Set[int]) -> None:
+        """Starts the loads whose blocks are not ``busy`` with copies out; the others wait for the next step."""
+        waiting: list[Load] = []
+        for load in self._wanted:
+            if not busy.isdisjoint(load.blocks):
+                waiting.append(load)
+                continue
+            load.lease = self._store.acquire(load.keys, self._timeout_s, into=load.blocks)
+            self._running.append(load)
+        self._wanted = waiting
+
+    def settle(self) -> list[Load]:
+        """Ends the loads that are final; those that have failed."""
+        running: list[Load] = []
+        failed: list[Load] = []
+        for load in self._running:
+            assert load.lease is not None
+            if load.lease.wait(0) is LeaseState.PENDING:
+                running.append(load)
+                continue
+            load.arrived = 0 if load.void else load.lease.num_pages
+            load.lease.release()
+            self.into.difference_update(load.blocks)
+            if load.arrived == len(load.keys):
+                self._loaded.add(load.request_id)
+            else:
+                self._failed[load.request_id] = load.blocks[load.arrived :]
+                failed.append(load)
+        self._running = running
+        return failed
+
+    def take_loaded(self) -> set[str]:
+        """Requests whose pages are all there, each once."""
+        loaded, self._loaded = self._loaded, set()
+        return loaded
+
+    def take_failed(self) -> dict[str, tuple[int, ...]]:
+        """Requests that lack pages, each once, with the blocks that hold nothing."""
+        failed, self._failed = self._failed, {}
+        return failed
+
+    @property
+    def waits(self) -> bool:
+        """Whether vLLM waits for a load, or is to be told of one."""
+        return bool(self._wanted or self._running or self._loaded or self._failed)
+
+    @property
+    def writing(self) -> set[int]:
+        """Blocks that loads under way write."""
+        return {block for load in self._running for block in load.blocks}
+
+    def of(self, request_id: str) -> bool:
+        """Whether a load of this request has not been told of."""
+        known = request_id in self._loaded or request_id in self._failed
+        return known or any(load.request_id == request_id for load in self._wanted + self._running)
+
+    def void(self) -> None:
+        """What comes by loads under way is not what is wanted any more: they fail."""
+        for load in self._wanted + self._running:
+            load.void = True

@@ -1,0 +1,291 @@
+"""The half beside the scheduler: it knows what there is, decides what moves, and gives every step its orders.
+
+One thread, the scheduler's; nothing blocks, nothing is read or copied here. What it decides is plain data (``Orders``),
+what became of it comes back as plain data (``Report``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import TYPE_CHECKING, Protocol
+
+from tierstore.adapters.vllm.keys import Hashed, KeyChain
+from tierstore.adapters.vllm.loading import Loading
+from tierstore.adapters.vllm.messages import Orders
+from tierstore.adapters.vllm.storing import Storing
+from tierstore.apart import Ranks, assemble_apart
+from tierstore.errors import ConfigError
+from tierstore.layout import PageLayout
+from tierstore.store import TierStore
+from tierstore.types import Match, Tier
+from tierstore.wakeup import Wakeup
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tierstore.adapters.vllm.messages import Hello, Report
+    from tierstore.assembly import Parts
+    from tierstore.config import StoreConfig
+
+_VERDICT_ASKS = 64
+"""How often a verdict is repeated before pages are looked up again: a request that waits for room asks every step."""
+_QUIET_S = 5.0
+"""Without an answer of the workers for so long the engine is not kept stepping for their sake."""
+
+
+class Request(Hashed, Protocol):
+    """What is read of vLLM's request."""
+
+    request_id: str
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        ...
+
+
+@dataclass(slots=True)
+class Step:
+    """What one request does in a step. ``blocks``: its whole table; ``fresh``: those of it that are newly its own."""
+
+    request_id: str
+    computed: int
+    scheduled: int
+    blocks: Sequence[int]
+    fresh: Sequence[int]
+    first: bool
+    """Whether it begins, or begins again after a preemption."""
+
+
+@dataclass(slots=True)
+class Known:
+    """A live request. ``limit``: blocks beyond this are not offered any more: they could not be loaded."""
+
+    request: Request
+    chain: KeyChain
+    limit: int | None = None
+    verdict: Verdict | None = None
+    taken: Match | None = None
+    """The offer that was taken last."""
+    collected: int = 0
+    """Blocks that were handed on to be stored, or that are stored."""
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What a lookup found for a request of so many tokens with so many computed."""
+
+    tokens: int
+    computed: int
+    match: Match
+    asked: int = field(default=0)
+
+
+class SchedulerHalf:
+    """Everything but vLLM's names. Inert until all workers have said hello."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        namespace: bytes,
+        block_size: int,
+        *,
+        stride: int = 1,
+        load_timeout_s: float,
+    ) -> None:
+        """``config``: of one rank. ``stride``: block hashes of a block."""
+        self._config = config
+        self._namespace = namespace
+        self._block_size = block_size
+        self._stride = stride
+        self._timeout_s = load_timeout_s
+        self._known: dict[str, Known] = {}
+        self._ranks = Ranks(1)
+        self._parts: Parts | None = None
+        self._store: TierStore | None = None
+        self._loading: Loading | None = None
+        self._storing: Storing | None = None
+        self._moved = monotonic()
+
+    def meet(self, hellos: Sequence[Hello]) -> None:
+        """All workers are open. ConfigError unless they have opened the same."""
+        specs = {hello.spec for hello in hellos}
+        if len(specs) != 1:
+            raise ConfigError(
+                f"ranks have pages of {len(specs)} kinds: {specs}; allowed: the same on all of them"
+            )
+        layout = PageLayout.of(hellos[0].spec)
+        self._ranks = Ranks(len(hellos))
+        opened = [hello.opened for hello in hellos]
+        self._parts = assemble_apart(self._config, layout, opened, self._ranks)
+        self._store = TierStore(self._config, self._parts, Wakeup(), pump=False)
+        self._storing = Storing(self._store)
+        self._loading = Loading(self._store, self._timeout_s)
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def arrived(self, request: Request) -> None:
+        """A request was queued."""
+        if self._store is not None:
+            chain = KeyChain(request, self._namespace, self._stride)
+            self._known[request.request_id] = Known(request, chain)
+
+    def offer(self, request: Request, computed: int) -> int:
+        """Tokens that can be loaded beyond ``computed``, whole blocks, at least one token left to compute.
+
+        A promise that can be broken: what is gone by then is reported as failed.
+        """
+        known = self._known.get(request.request_id)
+        if known is None or computed % self._block_size:
+            return 0
+        return self._verdict(known, computed).match.num_pages * self._block_size
+
+    def sources(self, request: Request, tokens: int) -> dict[Tier, int]:
+        """Where the tokens of the offer taken last come from."""
+        known = self._known.get(request.request_id)
+        if known is None or known.taken is None:
+            return {}
+        found: dict[Tier, int] = {}
+        for tier in known.taken.tiers[: tokens // self._block_size]:
+            found[tier] = found.get(tier, 0) + self._block_size
+        return found
+
+    def allocated(self, request: Request, blocks: Sequence[int], tokens: int) -> None:
+        """vLLM has taken the offer: ``tokens`` of it are to be loaded into the request's blocks."""
+        known = self._known.get(request.request_id)
+        if known is None or known.verdict is None or self._loading is None or not tokens:
+            return
+        first = known.verdict.computed // self._block_size
+        end = first + tokens // self._block_size
+        self._loading.want(request.request_id, known.chain.first(end)[first:], blocks[first:end], first)
+        known.taken, known.verdict = known.verdict.match, None
+
+    def finished(self, request_id: str, blocks: Sequence[int], computed: int) -> None:
+        """The request has ended or was aborted with so many tokens computed in these blocks, which are stored before
+        they are reused. Loads into its blocks go on, and are told of when they end.
+        """
+        known = self._known.get(request_id)
+        if known is None or self._loading is None:
+            return
+        if known.limit is None and not self._loading.of(request_id):
+            self._collect(known, blocks, computed)
+        del self._known[request_id]
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def orders(self, steps: Iterable[Step]) -> Orders:
+        """What the workers do in the step that is about to run."""
+        if self._store is None or self._loading is None or self._storing is None:
+            return Orders()
+        storing, loading = self._storing, self._loading
+        steps = list(steps)
+        if steps:
+            self._moved = monotonic()
+        fence = storing.reused(block for step in steps for block in step.fresh)
+        storing.reused(loading.fresh_blocks())  # these loads wait until nothing reads their blocks
+        loading.start(storing.busy)
+        self._settle()
+        before = tuple(self._ranks.take())
+        for step in steps:
+            self._follow(step)
+        storing.put(loading.into)
+        failed = loading.take_failed()
+        return Orders(fence, before, tuple(self._ranks.take()), failed, answer=loading.waits)
+
+    def heard(self, report: Report | None) -> set[str]:
+        """What the workers have done; the requests whose loads have ended well by now."""
+        if self._store is None or self._loading is None or self._storing is None:
+            return set()
+        if report is not None:
+            for rank, acks in report.acks.items():
+                self._ranks.deliver(rank, acks)
+                if any(ack.num_ready for ack in acks):
+                    self._moved = monotonic()
+        self._storing.returned(self._store.poll())
+        self._settle()
+        return self._loading.take_loaded()
+
+    @property
+    def pending(self) -> bool:
+        """Whether steps are needed although no request asks for one."""
+        if self._parts is None or self._storing is None or monotonic() - self._moved > _QUIET_S:
+            return False
+        directory = self._parts.directory
+        moving = self._ranks.waiting or self._storing.waiting or directory.busy()
+        return moving or directory.placement.next_spill is not None
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Nothing stored so far is offered again: the weights have changed, or somebody wants it gone."""
+        if self._parts is None or self._store is None or self._loading is None or self._storing is None:
+            return
+        self._storing.forget()
+        self._loading.void()
+        tables = self._parts.directory.residency.tables.values()
+        self._store.evict(list(dict.fromkeys(key for table in tables for key in table.copies)))
+        for known in self._known.values():
+            known.verdict = None
+
+    def check(self) -> None:
+        """AssertionError naming the first invariant that does not hold."""
+        if self._store is not None and self._loading is not None and self._storing is not None:
+            self._store.check()
+            self._storing.check(self._loading.writing)
+
+    def stats(self) -> dict[str, object]:
+        """As ``TierStore.stats``; empty before the workers have said hello."""
+        return {} if self._store is None else self._store.stats()
+
+    def close(self) -> None:
+        """Ends it. What only host memory holds is lost with the workers."""
+        if self._store is not None:
+            self._store.close(timeout_s=0)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _verdict(self, known: Known, computed: int) -> Verdict:
+        assert self._store is not None
+        verdict, tokens = known.verdict, known.request.num_tokens
+        if (
+            verdict is None
+            or (verdict.tokens, verdict.computed) != (tokens, computed)
+            or verdict.asked >= _VERDICT_ASKS
+        ):
+            end = (tokens - 1) // self._block_size
+            if known.limit is not None:
+                end = min(end, known.limit)
+            keys = known.chain.first(end)[computed // self._block_size :]
+            verdict = known.verdict = Verdict(tokens, computed, self._store.match(keys))
+        verdict.asked += 1
+        return verdict
+
+    def _follow(self, step: Step) -> None:
+        """Blocks that are full once the step has run are to be stored."""
+        known = self._known.get(step.request_id)
+        if known is None:
+            return
+        assert self._store is not None
+        if step.first:
+            there = known.chain.first(step.computed // self._block_size)
+            known.collected = self._store.match(there).num_pages
+        self._collect(known, step.blocks, step.computed + step.scheduled)
+
+    def _collect(self, known: Known, blocks: Sequence[int], computed: int) -> None:
+        """Full blocks whose hashes are known: a token that was sampled but not told yet has none."""
+        assert self._storing is not None
+        keys = known.chain.first(min(len(blocks), computed // self._block_size))
+        start = known.collected
+        if start >= len(keys):
+            return
+        parent = keys[start - 1] if start else None
+        self._storing.add(keys[start:], blocks[start : len(keys)], parent)
+        known.collected = len(keys)
+
+    def _settle(self) -> None:
+        assert self._loading is not None
+        for load in self._loading.settle():
+            known = self._known.get(load.request_id)
+            if known is not None:
+                known.limit = load.first + load.arrived

@@ -1,0 +1,170 @@
+"""The half in a worker: the tiers' bytes and the engine's tensors. It does what the scheduler's half orders.
+
+Calls come from the worker's thread, once a step: ``begin``, ``go``, ``end``, ``report``. No decision is made here.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from tierstore.adapters.vllm.feed import Feed
+from tierstore.adapters.vllm.messages import Catalogue, Hello, Orders, Report
+from tierstore.assembly import assemble
+from tierstore.layout import PageLayout
+from tierstore.types import Erase, PageKey, Tier, Transfer
+from tierstore.wakeup import Wakeup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tierstore.adapters.vllm.geometry import Geometry
+    from tierstore.apart import Record
+    from tierstore.config import StoreConfig
+    from tierstore.lease import Event
+    from tierstore.residency import Residency
+
+    Commands = Sequence[Transfer | Erase]
+
+_log = logging.getLogger(__name__)
+
+_LOOK_S = 0.05
+_FENCE_WARN_S = 10.0
+_CLOSE_S = 30.0
+
+
+class WorkerHalf:
+    """Opened tiers of one rank, and the engine's tensors there."""
+
+    def __init__(self, config: StoreConfig, geometry: Geometry, rank: int) -> None:
+        """Opens them; ConfigError as ``TierStore.open`` has it, with nothing changed."""
+        self._wakeup = Wakeup()
+        layout = PageLayout.of(geometry.spec)
+        parts = assemble(config, layout, self._wakeup.bump)
+        assert parts.arena is not None
+        pool = parts.device.register(layout, (geometry.pages,))
+        parts.mover.attach(parts.device.open_copies(pool, parts.arena, layout, self._wakeup.bump))
+        self._rank = rank
+        self._shard = geometry.spec.shard.to_bytes(2, "big")
+        self._last_use: Callable[[Event | None], Event | None] = parts.device.last_use
+        self._arena, self._nvme, self._stats = parts.arena, parts.nvme, parts.device.stats
+        self._feed = Feed(parts.mover, self._wakeup)
+        self._later: list[Transfer | Erase] = []
+        self._now: list[Transfer | Erase] = []
+        self._launched: Event | None = None
+        catalogue = None
+        if parts.nvme is not None:
+            found = _records(parts.directory.residency)
+            catalogue = Catalogue.of(parts.nvme.record_nbytes, parts.nvme.budget_nbytes, found)
+        self.hello = Hello(
+            rank, replace(geometry.spec, shard=0), pool.num_slots, parts.arena.num_slots, catalogue
+        )
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def begin(self, orders: Orders) -> None:
+        """Before anything of the step may write KV: ends the copies out of blocks that it overwrites.
+
+        Waits for these copies: they are on their way, and short.
+        """
+        self._launched = self._last_use(None)
+        self._now = [*self._later, *orders.before]
+        self._later = list(orders.after)
+        if orders.fence:
+            fenced = frozenset(orders.fence)
+            urgent = [c for c in self._now if _reads(c, fenced)]
+            self._now = [c for c in self._now if not _reads(c, fenced)]
+            self._submit(urgent)
+            self._wait_for(fenced)
+
+    def go(self) -> None:
+        """The step's loads and what moves below HBM."""
+        commands, self._now = self._now, []
+        self._submit(commands)
+
+    def end(self) -> None:
+        """The forward pass has been launched: what it writes may be copied once it is done."""
+        self.go()
+        self._launched = self._last_use(None)
+        commands, self._later = self._later, []
+        self._submit(commands)
+
+    def report(self) -> Report | None:
+        """What has ended since the last report; None: nothing."""
+        acks = self._feed.take()
+        return Report({self._rank: tuple(acks)}) if acks else None
+
+    def empty_report(self) -> Report:
+        """A word that nothing has ended."""
+        return Report({self._rank: ()})
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """AssertionError unless everything ordered is under way or told."""
+        self._feed.check()
+
+    def stats(self) -> dict[str, object]:
+        """Of host memory, disk and copies, as in ``TierStore.stats``."""
+        return {
+            "hbm": self._stats(),
+            "host": self._arena.stats(),
+            "nvme": None if self._nvme is None else self._nvme.stats(),
+        }
+
+    def close(self, timeout_s: float = _CLOSE_S) -> None:
+        """Ends copies and tiers: what is on its way to disk gets there, what only host memory holds is lost."""
+        if not self._feed.close(timeout_s):
+            _log.warning("a copy or I/O thread did not end within %s s and was left behind", timeout_s)
+        else:
+            self._arena.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _submit(self, commands: Commands) -> None:
+        """In order; those that touch the engine's blocks wait for what was launched before they were given."""
+        for command in commands:
+            own = self._own(command)
+            of_engine = isinstance(own, Transfer) and Tier.HBM in (own.src, own.dst)
+            self._feed.submit(own, self._launched if of_engine else None)
+
+    def _wait_for(self, slots: frozenset[int]) -> None:
+        start = warned = monotonic()
+        while self._feed.reads(slots):
+            seen = self._wakeup.count
+            self._feed.advance()
+            if not self._feed.reads(slots):
+                return
+            self._wakeup.wait(seen, None, self._feed.pause(_LOOK_S))
+            if monotonic() - warned > _FENCE_WARN_S:
+                warned = monotonic()
+                _log.warning("copies out of reused blocks have not ended in %.0f s", warned - start)
+
+    def _own(self, command: Transfer | Erase) -> Transfer | Erase:
+        """The same for this rank's shard of the pages."""
+        if self._shard == b"\0\0":
+            return command
+        keys = tuple(PageKey(key[:-2] + self._shard) for key in command.keys)
+        if isinstance(command, Erase):
+            return replace(command, keys=keys)
+        parents = tuple(None if key is None else PageKey(key[:-2] + self._shard) for key in command.parents)
+        return replace(command, keys=keys, parents=parents)
+
+
+def _records(residency: Residency) -> Iterator[Record]:
+    """What the disk holds, under the keys that all ranks share."""
+    for key, copy in residency.tables[Tier.NVME].copies.items():
+        parent = residency.lineage.parent(key)
+        yield _shared(key), None if parent is None else _shared(parent), copy.nbytes
+
+
+def _shared(key: PageKey) -> PageKey:
+    return PageKey(key[:-2] + b"\0\0")
+
+
+def _reads(command: Transfer | Erase, slots: frozenset[int]) -> bool:
+    return (
+        isinstance(command, Transfer) and command.src == Tier.HBM and not slots.isdisjoint(command.src_slots)
+    )
