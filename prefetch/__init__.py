@@ -1,27 +1,34 @@
 """The prefetcher: reads hints and brings pages back before the scheduler needs them.
 
 ``Prefetcher.attach(store)`` starts it. The store works without it, and hints then answer ``HintResult.REJECTED``.
-``prefetch.planner`` decides, and is pure. Importing this package loads nothing heavy.
+``prefetch.planner`` decides, and is pure. Hints come from ``TierStore.hint``, or from what knows more than one request:
+``Waiting`` (a queue), ``ahead`` (a list of documents), ``Sessions`` (turns). Importing this loads nothing heavy.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from prefetch.documents import ahead as ahead
     from prefetch.planner import Compute as Compute
     from prefetch.prefetcher import Prefetcher as Prefetcher
+    from prefetch.sessions import Sessions as Sessions
+    from prefetch.waiting import Waiting as Waiting
 
-__all__ = ["Compute", "Prefetcher"]
+__all__ = ["Compute", "Prefetcher", "Sessions", "Waiting", "ahead"]
+
+_ROOMS = {
+    "Compute": "planner",
+    "Prefetcher": "prefetcher",
+    "Sessions": "sessions",
+    "Waiting": "waiting",
+    "ahead": "documents",
+}
 
 
 def __getattr__(name: str) -> object:
-    if name == "Compute":
-        from prefetch.planner import Compute
-
-        return Compute
-    if name == "Prefetcher":
-        from prefetch.prefetcher import Prefetcher
-
-        return Prefetcher
-    raise AttributeError(f"module 'prefetch' has no attribute {name!r}")
+    if name not in _ROOMS:
+        raise AttributeError(f"module 'prefetch' has no attribute {name!r}")
+    return getattr(import_module(f"prefetch.{_ROOMS[name]}"), name)

@@ -18,9 +18,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
-from statistics import fmean, median
+from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
+from prefetch.pauses import OVERDUE_S, Pauses
 from prefetch.planner import Machine, Want, plan
 from tierstore.bench.prefetch_machine import Memory, Sizes
 from tierstore.types import Tier
@@ -37,10 +38,6 @@ POLICIES: tuple[Policy, ...] = ("none", "on-lookup", "ours", "oracle")
 AHEAD = 32
 """Requests that are planned for at once."""
 _PLAN_PAGES = 1024
-_PAUSES = 3
-"""Pauses of a session that have to be known before a next turn is expected: guesses from fewer are mostly wrong."""
-_OVERDUE_S = 2.0
-"""How long after its time a turn that was expected is still waited for."""
 
 
 @dataclass(slots=True)
@@ -66,8 +63,7 @@ class Sessions:
     def __init__(self) -> None:
         self._last: dict[PageKey, int] = {}
         self._ends: dict[int, float] = {}
-        self._pauses: dict[int, list[float]] = {}
-        self._all: list[float] = []
+        self._pauses: dict[int, Pauses] = {}
 
     def arrived(self, request: Request, at: float) -> int:
         """The session that the request goes on with, or a new one."""
@@ -77,9 +73,7 @@ class Sessions:
             session = len(self._ends)
             self._ends[session] = at
         else:
-            pause = max(0.0, at - self._ends[session])
-            self._pauses.setdefault(session, []).append(pause)
-            self._all.append(pause)
+            self._pauses.setdefault(session, Pauses()).note(at - self._ends[session])
         return session
 
     def answered(self, session: int, request: Request, at: float) -> float | None:
@@ -88,7 +82,8 @@ class Sessions:
             self._last[request.keys[-1]] = session
         self._ends[session] = at
         pauses = self._pauses.get(session)
-        return None if pauses is None or len(pauses) < _PAUSES else at + median(pauses)
+        pause = None if pauses is None else pauses.expected_s
+        return None if pause is None else at + pause
 
 
 class Server:
@@ -315,7 +310,7 @@ class Server:
                 yield self._want(f"r{number}", number, max(at, self._at[number]))
             return
         soon = sorted(self._expected.values())
-        place = bisect_left(soon, (self._now - _OVERDUE_S, 0))
+        place = bisect_left(soon, (self._now - OVERDUE_S, 0))
         for expected, number in soon[place : place + AHEAD]:
             yield self._want(f"s{number}", number, max(at, expected))
 
