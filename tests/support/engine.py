@@ -27,6 +27,7 @@ class Engine:
         """Computes the page of a key into a slot."""
         for i, layer in enumerate(content(key)):
             self.layer(slot, i).copy_(layer)
+        support.settle()
 
     def holds(self, slot: int, key: PageKey) -> bool:
         """Whether the slot has exactly the bytes of the key."""
@@ -39,10 +40,13 @@ class Engine:
         for slot in range(SLOTS):
             for i in range(LAYERS):
                 self.layer(slot, i).zero_()
+        support.settle()
 
 
 def _empty(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.float16, device=support.DEVICE)
+    found = torch.zeros(shape, dtype=torch.float16, device=support.DEVICE)
+    support.settle()
+    return found
 
 
 def page_major() -> Engine:

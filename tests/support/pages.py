@@ -115,6 +115,13 @@ def fill(store: TierStore, keys: Sequence[PageKey], slots: Sequence[int], spec: 
     assert DTYPE_NBYTES[spec.dtype] == pages.element_size()
     for key, slot in zip(keys, slots, strict=True):
         pages[slot].copy_(content(key, spec))
+    settle()
+
+
+def settle() -> None:
+    """Waits for the device: what is put next has been written, as it has on the CPU, and need not wait for an event."""
+    if DEVICE != "cpu":
+        torch.cuda.synchronize(DEVICE)
 
 
 def write(
