@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel
 
+from prefetch import Sessions
 from tierstore.adapters.huggingface.cache import TierStoreCache
 from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.adapters.huggingface.session import Session
@@ -56,6 +57,8 @@ class PrefixCache:
         self.has_draft = draft is not None
         self.pages = PageGroups(store)
         self.now = clock
+        self.turns = Sessions(store, clock=clock)
+        """When sessions go on, as hints for an attached prefetcher."""
         self._sessions: dict[str, Session] = {}
         self.lock = RLock()
         self._options: dict[str, Any] = {
@@ -122,6 +125,7 @@ class PrefixCache:
         with self.lock:
             if self._sessions.get(session.session_id) is session:
                 del self._sessions[session.session_id]
+                self.turns.forget(session.session_id)
 
     def expire(self) -> int:
         """Drop the sessions whose time is over; how many. ``request`` and ``session`` do so by themselves."""
@@ -139,9 +143,9 @@ class PrefixCache:
     def close(self) -> None:
         """Give back the half full pages of all sessions. Sealed pages stay matchable. Idempotent."""
         with self.lock:
-            for session in self._sessions.values():
+            for session in list(self._sessions.values()):
                 session.free_tail()
-            self._sessions.clear()
+                self.forget(session)
 
     def __enter__(self) -> Self:
         return self

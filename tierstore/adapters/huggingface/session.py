@@ -104,13 +104,14 @@ class Session:
                 raise ValueError(f"session {self.session_id!r} is in a turn already")
             self._in_turn = True
             tail, self._tail = self._tail, None
+        self._home.turns.began(self.session_id)
         try:
             with self._home.request(self._tokens, tail=tail) as cache:
                 yield cache
                 self._tail = cache.take_tail()
         finally:
             self._in_turn = False
-            self.retain(self.ttl_s)
+            self._rest()
             self._home.keep(self)
 
     def generate(self, **options: Any) -> list[int]:
@@ -141,7 +142,7 @@ class Session:
         )
         self.append(answer)
         self._answered = len(self._tokens)
-        self.retain(self.ttl_s)
+        self._rest()
         return answer
 
     def fork(self, session_id: str, num_tokens: int | None = None) -> Session:
@@ -193,6 +194,13 @@ class Session:
                 return None
             self._home.pages.copy(tail.slot, slot)
             return Tail(slot, tail.page, tail.tokens[:num_tokens], tail.exact)
+
+    def _rest(self) -> None:
+        """A turn is over. With a prefetcher its pages are kept until the next one is due, and brought back by then."""
+        self._expires_at = self._home.now() + self.ttl_s
+        with suppress(StoreClosed):
+            keys = self._home.keys(self._tokens)
+            self._hint("retain", self._home.turns.ended(self.session_id, keys, self.ttl_s))
 
     def _hint(self, need: Literal["retain", "wont_need"], ttl_s: float | None) -> None:
         with suppress(StoreClosed):
