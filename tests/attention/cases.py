@@ -147,7 +147,7 @@ def cases(draw: st.DrawFn, dtypes: Sequence[torch.dtype], many: bool, largest: i
         group=draw(st.sampled_from([1, 3, 4, 20])),
         head_dim=head_dim,
         value_dim=draw(st.sampled_from([head_dim, 16])) if latent else None,
-        page_size=draw(st.sampled_from([16, 32, 64])),
+        page_size=draw(st.sampled_from([16, 32, 64, 24])),
         dtype=draw(st.sampled_from(list(dtypes))),
         causal=causal,
         window_left=draw(st.sampled_from([-1, 0, 1, 37])) if causal else -1,

@@ -60,7 +60,7 @@ def test_results_are_those_of_float64(case: Case) -> None:
     case=cases([torch.float32, torch.float16, torch.bfloat16], many=False),
     tiles=st.sampled_from([SMALL, None]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_one_query_a_sequence_of_any_shape(case: Case, tiles: Tiles | None) -> None:
     require_right(case, tiles=tiles)
 
@@ -69,7 +69,7 @@ def test_one_query_a_sequence_of_any_shape(case: Case, tiles: Tiles | None) -> N
     case=cases([torch.float32], many=True, largest=100),
     tiles=st.sampled_from([Tiles(16, 16, 4, 1, 4), Tiles(32, 32, 4, 1, 4)]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_many_queries_of_any_shape(case: Case, tiles: Tiles) -> None:
     require_right(case, tiles=tiles)
 

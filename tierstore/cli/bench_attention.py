@@ -25,9 +25,7 @@ def attention(
     suffixes: Annotated[str, typer.Option(help="New tokens over them, with commas.")] = "64,4096",
     layers: Annotated[int, typer.Option(min=1, help="Layers of a page, and of a decoding step.")] = 32,
     filled: Annotated[int, typer.Option(min=1, help="Layers that new tokens go through in one run.")] = 4,
-    page_size: Annotated[
-        int, typer.Option(min=16, help="Tokens of a page, of 4 KiB a token and layer.")
-    ] = 64,
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page, of 4 KiB a token and layer.")] = 64,
     pairs: Annotated[int, typer.Option(min=1, help="Pairs of runs; the median counts.")] = 5,
     as_json: Json = False,
 ) -> None:
@@ -37,8 +35,6 @@ def attention(
     found: list[AttentionRow] = []
     with refusals(as_json):
         together, new = _numbers("--batches", batches), _numbers("--suffixes", suffixes)
-        if page_size & (page_size - 1):
-            raise ConfigError(f"--page-size {page_size}; allowed: a power of two of 16 or more")
         pool = Pool(device, context + max(new, default=0), layers, page_size)
         for batch in together:
             progress.print(f"decoding {batch} of {context // batch} tokens")

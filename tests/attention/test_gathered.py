@@ -1,0 +1,118 @@
+"""Gathering for SDPA: pieces and their merge, with the kernels interpreted and SDPA replaced by plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from triton.runtime.errors import InterpreterError
+
+from tests.attention.cases import LAYOUTS, Case, Scene
+from tests.attention.interpreted import KERNELS, interpreted
+from tests.core.planting import Bug
+from tierstore.gpu.attention import gathered
+from tierstore.gpu.attention.gathered import Gathered
+from tierstore.gpu.attention.ways import for_many
+
+KERNELS_HERE = interpreted()
+
+
+def plain_sdpa(
+    which: str, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``gathered.sdpa``, on the CPU; like cuDNN's, causal for as many queries as keys only."""
+    group = q.shape[1] // keys.shape[1]
+    scores = q[0] @ keys[0].repeat_interleave(group, 0).mT * scale
+    if causal:
+        assert scores.shape[1] == scores.shape[2]
+        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    lse = torch.logsumexp(scores.float(), -1)
+    return torch.softmax(scores, -1) @ values[0].repeat_interleave(group, 0), lse
+
+
+@pytest.fixture(autouse=True)
+def without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathered, "sdpa", plain_sdpa)
+
+
+def steps() -> st.SearchStrategy[Case]:
+    @st.composite
+    def draw_one(draw: st.DrawFn) -> Case:
+        lens = draw(st.lists(st.integers(0, 90), min_size=1, max_size=3))
+        causal = draw(st.booleans())
+        widths = [draw(st.integers(0, min(length, 20) if causal else 20)) for length in lens]
+        sizes = st.sampled_from([8, 16])
+        layout = draw(st.sampled_from(LAYOUTS))
+        page_size, head_dim = draw(sizes), draw(sizes)
+        return Case(lens, widths, causal=causal, page_size=page_size, head_dim=head_dim, layout=layout)
+
+    return draw_one()
+
+
+@given(case=steps(), tokens=st.sampled_from([1, 16, 48, 1000]))
+@settings(max_examples=12, deadline=None)
+def test_parts_of_any_size_merge_to_the_whole(case: Case, tokens: int) -> None:
+    scene = Scene.of(case)
+    scene.require_right(*scene.run(Gathered(torch.device("cpu"), tokens=tokens, kernels=KERNELS_HERE)))
+
+
+def test_memory_is_bounded_by_the_tokens_gathered_at_once() -> None:
+    way = Gathered(torch.device("cpu"), tokens=32, kernels=KERNELS_HERE)
+    way.plan(Scene.of(Case([200], [8])).paging)
+    small = way.nbytes
+    way.plan(Scene.of(Case([900], [8])).paging)
+    assert way.nbytes == small
+
+
+def test_pages_of_one_plane_are_refused() -> None:
+    scene = Scene.of(Case([40], [8], value_dim=16, num_kv_heads=1))
+    with pytest.raises(ValueError, match="pages have 1 plane"):
+        scene.run(Gathered(torch.device("cpu"), kernels=KERNELS_HERE))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case([500], [400], window_left=3, dtype=torch.bfloat16),
+        Case([500], [400], dtype=torch.float32),
+        Case([500], [400], head_dim=24, value_dim=16, dtype=torch.bfloat16),
+        Case([500], [400], head_dim=256, dtype=torch.bfloat16),
+    ],
+)
+def test_shapes_that_torchs_kernels_do_not_take_go_in_place(case: Case) -> None:
+    paging = Scene.of(case).paging
+    assert for_many(torch.device("cuda"), "auto", paging) == "triton"
+    with pytest.raises(ValueError, match="gathered"):
+        for_many(torch.device("cuda"), "gathered", paging)
+
+
+BUGS = [
+    Bug("parts weigh the same", "(mixed * mine + sums_here * other)", "(mixed + sums_here)"),
+    Bug("the planes are one", "* kv_page + plane * kv_plane", "* kv_page"),
+    Bug("the first pages again", "kv += tl.load(table + first + page)", "kv += tl.load(table + page)"),
+    Bug("heads next to each other", "i // DIM % HEADS * kv_head", "i // DIM % HEADS * DIM"),
+]
+
+
+def require_every_layout(way: Gathered) -> None:
+    for layout in LAYOUTS:
+        scene = Scene.of(Case([90, 40], [12, 3], layout=layout))
+        scene.require_right(*scene.run(way))
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
+def test_a_planted_bug_is_noticed(bug: Bug, tmp_path: Path) -> None:
+    source = KERNELS.read_text(encoding="utf-8")
+    assert source.count(bug.old) == 1, f"the source no longer has, once: {bug.old!r}"
+    path = tmp_path / "planted.py"
+    path.write_text(source.replace(bug.old, bug.new), encoding="utf-8")
+    kernels = interpreted(path)
+    way = Gathered(torch.device("cpu"), tokens=32, kernels=kernels)
+    with pytest.raises((AssertionError, InterpreterError)):
+        require_every_layout(way)

@@ -1,0 +1,154 @@
+"""The division of a step among programs: every row meets every token it may see, once, whatever the numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.attention.cases import Case
+from tests.core.planting import Bug, load
+from tierstore.gpu.attention import items
+from tierstore.gpu.attention.paging import Paging
+
+
+def paging_of(case: Case) -> Paging:
+    counts = [-(-length // case.page_size) for length in case.lens]
+    last = [(length - 1) % case.page_size + 1 if length else 0 for length in case.lens]
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    queries = None if case.widths is None else np.concatenate([[0], np.cumsum(case.widths)])
+    return Paging.of(queries, starts, list(range(sum(counts))), last, case.shape)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Case:
+    lens = draw(st.lists(st.integers(0, 900), min_size=1, max_size=5))
+    causal = draw(st.booleans())
+    widths = [draw(st.integers(0, min(length, 50) if causal else 50)) for length in lens]
+    return Case(
+        lens=lens,
+        widths=draw(st.sampled_from([None, widths])) if causal else widths,
+        group=draw(st.sampled_from([1, 3, 20])),
+        causal=causal,
+        window_left=draw(st.sampled_from([-1, 0, 40])) if causal else -1,
+    )
+
+
+def require_whole(case: Case, work: items.Work, block_m: int, block_n: int) -> None:
+    """Every row's items tile what it sees, and its parts are nobody else's."""
+    paging = paging_of(case)
+    group = paging.shape.group
+    written: Counter[tuple[int, int]] = Counter()
+    seen: dict[int, list[tuple[int, int]]] = {}
+    for table, length, first, end, query0, width, row0, part, splits in work.items.tolist():
+        assert row0 % block_m == 0
+        sequence = int(np.searchsorted(paging.qo_indptr, query0, side="right")) - 1
+        assert (table, length) == (paging.indptr[sequence], paging.kv_lens[sequence])
+        for row in range(row0, min(row0 + block_m, width * group)):
+            query = row // group
+            seen.setdefault(query0 * group + row, []).append((first, end))
+            assert splits == work.queries[query0 + query, 1]
+            if splits > 1:
+                written[part + query * splits, row % group] += 1
+    assert set(written.values()) <= {1}
+    assert {part for part, _ in written} == set(range(work.num_parts))
+    for first_part, splits in work.queries.tolist():
+        assert splits <= 1 or all((first_part + i, 0) in written for i in range(splits))
+    for sequence in range(paging.batch):
+        for number in range(int(paging.widths[sequence])):
+            query = int(paging.qo_indptr[sequence]) + number
+            for row in range(query * group, (query + 1) * group):
+                require_tiled(paging, sequence, number, sorted(seen.get(row, [])), block_n)
+    assert work.merges == bool((work.queries[:, 1] != 1).any())
+
+
+def require_tiled(paging: Paging, row: int, number: int, ranges: list[tuple[int, int]], block_n: int) -> None:
+    shape = paging.shape
+    place = int(paging.kv_lens[row] - paging.widths[row]) + number
+    end = min(place + 1, int(paging.kv_lens[row])) if shape.causal else int(paging.kv_lens[row])
+    first = max(0, place - shape.window_left) if shape.window_left >= 0 else 0
+    full = [(a, b) for a, b in ranges if a < b]
+    if not paging.kv_lens[row]:
+        assert not full
+        return
+    assert full[0][0] <= first
+    assert full[-1][1] >= end
+    assert all(left[1] == right[0] for left, right in pairwise(full))
+    assert all(a % block_n == 0 for a, _ in full[1:])
+
+
+BLOCKS = st.sampled_from([(16, 16), (16, 64), (32, 32)])
+
+
+def check(module: object, case: Case, blocks: tuple[int, int], programs: int) -> None:
+    divide, room = vars(module)["divide"], vars(module)["Room"]
+    require_whole(case, divide(paging_of(case), *blocks, room(programs)), *blocks)
+
+
+@given(case=steps(), blocks=BLOCKS, programs=st.sampled_from([1, 8, 264]))
+@settings(max_examples=150, deadline=None)
+def test_every_row_meets_what_it_sees_once(case: Case, blocks: tuple[int, int], programs: int) -> None:
+    check(items, case, blocks, programs)
+
+
+@given(
+    lens=st.lists(st.integers(0, 5000), min_size=1, max_size=8),
+    programs=st.integers(1, 300),
+    group=st.sampled_from([1, 20]),
+)
+@settings(max_examples=100, deadline=None)
+def test_items_fit_the_room_that_any_division_of_so_many_sequences_needs(
+    lens: list[int], programs: int, group: int
+) -> None:
+    paging = paging_of(Case(lens, group=group))
+    most = items.most_items(len(lens), -(-group // 16), paging.shape.num_kv_heads, programs)
+    work = items.divide(paging, 16, 16, items.Room(programs, most))
+    assert len(work.items) <= most
+    assert work.num_parts <= most
+
+
+def test_one_long_sequence_fills_the_programs_once() -> None:
+    case = Case([131072], num_kv_heads=8, group=4, head_dim=128, page_size=64)
+    work = items.divide(paging_of(case), 16, 64, items.Room(264))
+    assert 0.95 <= len(work.items) * 8 / 264 <= 1
+
+
+BUGS = [
+    Bug(
+        "the last tile is left out",
+        "-(-(paging.kv_lens - start) // block_n)",
+        "(paging.kv_lens - start) // block_n",
+    ),
+    Bug("splits overlap", "start[of] + split * step", "start[of] + split * step - 16"),
+    Bug("sequences share parts", "np.cumsum(parts) - parts", "np.cumsum(parts) * 0"),
+    Bug(
+        "causal ends one short",
+        "length - width + last_row // group + 1",
+        "length - width + last_row // group",
+    ),
+    Bug(
+        "blocks of rows too few",
+        "-(-paging.widths * paging.shape.group // block_m)",
+        "(paging.widths // block_m)",
+    ),
+]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
+def test_a_planted_bug_is_noticed(bug: Bug) -> None:
+    source = Path(str(items.__file__)).read_text(encoding="utf-8")
+    assert source.count(bug.old) == 1, f"the source no longer has, once: {bug.old!r}"
+
+    @given(case=steps(), blocks=BLOCKS, programs=st.sampled_from([1, 8, 264]))
+    @settings(max_examples=150, deadline=None, database=None)
+    def search(case: Case, blocks: tuple[int, int], programs: int) -> None:
+        check(planted, case, blocks, programs)
+
+    planted = load(items, bug)
+    with pytest.raises((AssertionError, IndexError, ValueError, ExceptionGroup)):
+        search()
