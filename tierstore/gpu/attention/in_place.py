@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from tierstore.gpu.attention.paging import Paging, Shape
 
 _LOG2_E = 1.4426950408889634
+_LARGE = (9, 10)
+"""Compute capabilities, without what is after the point."""
 _SMALL = 16
 """Rows of the smallest block: what a matrix instruction has."""
 
@@ -32,15 +34,32 @@ class Tiles:
     programs: int
 
     @classmethod
-    def of(cls, shape: Shape, rows: int) -> Tiles:
-        """For blocks of up to ``rows`` rows of a sequence. Measured on an H200: docs/measurements.md."""
+    def of(cls, shape: Shape, rows: int, large: bool = True) -> Tiles:
+        """For blocks of up to ``rows`` rows of a sequence. Measured on an H200: docs/measurements.md.
+
+        ``large``: the card has a Hopper's shared memory, 227 KiB a program; else 99 KiB are taken to be there.
+        """
         block_m = min(128, max(_SMALL, _power(rows)))
         token = shape.head_dim * shape.dtype.itemsize  # bytes; with its value mostly twice as many
         if shape.dtype == torch.float32:  # no matrix instructions: products in registers
-            return cls(min(block_m, 32), 32 if token <= 512 else 16, 4, 2, 2)
+            return cls(min(block_m, 32 if token <= 1024 else 16), 32 if token <= 512 else 16, 4, 2, 2)
         if token > 512:
-            return cls(min(block_m, 32), 32, 4, 2, 1)
+            return cls(min(block_m, 32), 32 if large else 16, 4, 2, 1)
+        if not large:
+            return cls(min(block_m, 64), 64 if token <= 256 else 32, 4, 2, 1)
         return cls(block_m, 128 if token <= 256 else 64, 8, 3, 1)
+
+
+def constants_of(shape: Shape, tiles: Tiles, planes: int) -> dict[str, Any]:
+    """What the kernel ``attend`` is compiled for."""
+    rest = shape.head_dim - shape.head_dim_vo
+    return {
+        "HEADS": shape.num_qo_heads, "GROUP": shape.group, "PAGE": shape.page_size,
+        "DV": shape.head_dim_vo, "DR": rest, "BLOCK_V": max(16, _power(shape.head_dim_vo)),
+        "BLOCK_R": max(16, _power(rest)), "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
+        "CAUSAL": shape.causal, "WINDOW": shape.window_left >= 0, "SHARED": planes == 1, "FIELDS": FIELDS,
+        "PRECISION": "ieee" if shape.dtype == torch.float32 else "tf32",
+    }  # fmt: skip
 
 
 class InPlace:
@@ -70,7 +89,7 @@ class InPlace:
         """Writes the step's numbers to the device. ValueError, nothing changed, where they do not fit fixed buffers."""
         shape = paging.shape
         rows = int(paging.widths.max(initial=1)) * shape.group
-        tiles = self._given or Tiles.of(shape, rows)
+        tiles = self._given or Tiles.of(shape, rows, _is_large(self._device))
         programs = _processors(self._device) * tiles.programs
         room = Room(programs)
         if self._max_pages is not None:
@@ -95,15 +114,7 @@ class InPlace:
             return
         if q.stride(2) != 1:
             q = q.contiguous()
-        shared = pages.shape[1] == 1
-        rest = shape.head_dim - shape.head_dim_vo
-        constants = {
-            "HEADS": shape.num_qo_heads, "GROUP": shape.group, "PAGE": shape.page_size,
-            "DV": shape.head_dim_vo, "DR": rest, "BLOCK_V": max(16, _power(shape.head_dim_vo)),
-            "BLOCK_R": max(16, _power(rest)), "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
-            "CAUSAL": shape.causal, "WINDOW": shape.window_left >= 0, "SHARED": shared, "FIELDS": FIELDS,
-            "PRECISION": "ieee" if shape.dtype == torch.float32 else "tf32",
-        }  # fmt: skip
+        constants = constants_of(shape, tiles, pages.shape[1])
         if len(self._items):
             self._kernels.attend[(shape.num_kv_heads, len(self._items))](
                 q, pages, self._table, self._items, out, lse, self._parts, self._part_lse,
@@ -163,6 +174,11 @@ def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4  # the interpreter's: enough to have splits
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _is_large(device: torch.device) -> bool:
+    """Whether a program may have 227 KiB of shared memory."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in _LARGE
 
 
 def _power(number: int) -> int:
