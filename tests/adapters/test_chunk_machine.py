@@ -1,0 +1,61 @@
+"""Chunks below an engine's host memory, at random; and bugs that the machine must find."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.adapters.chunk_machine import ChunkMachine
+from tests.core import planting
+from tests.core.planting import SEARCH, Bug
+from tierstore.adapters import chunks
+
+BUGS = [
+    Bug("what is read leaves", "            if key in self._reading:\n                continue\n", ""),
+    Bug(
+        "a late read ends its job",
+        "        if not job.moving:\n            del",
+        "        if True:\n            del",
+    ),
+    Bug("what is under way takes no room", "(len(self._writing) + 1) * cost", "cost"),
+    Bug("what is under way is new", " and mine not in self._writing", ""),
+    Bug("what was lost is kept", "failure not in _KEPT", "failure in _KEPT"),
+    Bug("what left still counts", "self._used -= self._held.pop(key)", "self._held.pop(key)"),
+    Bug("what left stays on disk", "        self._tier.submit_erase(gone)\n", ""),
+    Bug(
+        "a lost chunk arrived",
+        "job.lost.update(key for key, failure in ended if failure is not None)",
+        "pass",
+    ),
+    Bug(
+        "a failed write is held",
+        "for key, failure in ended if failure is None]",
+        "for key, failure in ended]",
+    ),
+    Bug(
+        "an end is forgotten",
+        "        self._done.append(\n",
+        "        self._done.clear() or self._done.append(\n",
+    ),
+    Bug(
+        "rows are mixed up",
+        "rows = [self._memory[int(place)] for place in places]",
+        "rows = [self._memory[int(place)] for place in places][::-1]",
+    ),
+]
+
+
+def test_an_engine_at_random_gets_its_own_chunks_and_none_that_is_lost() -> None:
+    run_state_machine_as_test(
+        ChunkMachine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
+    )
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
+def test_the_machine_finds(bug: Bug) -> None:
+    class Planted(ChunkMachine):
+        code = planting.load(chunks, bug)
+
+    with pytest.raises(Exception):  # noqa: B017, PT011
+        run_state_machine_as_test(Planted, settings=SEARCH)

@@ -1,0 +1,268 @@
+"""Chunks of an engine's own host memory on our NVMe tier: bounded, checked, found again after a restart.
+
+For engines that keep a host tier themselves and offer a place below it. A chunk is whatever lies in one row of their
+memory; nothing here knows what is in it. The least recently used chunks leave first, and of those used at once the
+later ones, since a chunk without those before it is of no use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from threading import Event
+from typing import TYPE_CHECKING
+
+from tierstore.codec import KEY_NBYTES
+from tierstore.errors import TierStoreError
+from tierstore.types import Failure, PageKey, Tier, Transfer
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tierstore.nvme.tier import NvmeTier
+    from tierstore.types import Ack
+
+_KEPT = frozenset({Failure.UNAVAILABLE, Failure.CLOSED})
+"""The chunk was not tried: its record is as good as it was."""
+
+_PROBE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What became of a job. ``arrived``: keys whose chunks are where they were to go, in the job's order.
+
+    ``complete``: all of them did. ``seconds``: from submission until the disk had answered. ``nbytes``: of the chunks
+    that moved.
+    """
+
+    job: int
+    is_load: bool
+    arrived: tuple[bytes, ...]
+    complete: bool
+    seconds: float
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Job:
+    job: int
+    is_load: bool
+    keys: list[bytes]
+    began: float
+    moving: list[bytes] = field(default_factory=list)
+    lost: set[bytes] = field(default_factory=set)
+
+
+class Chunks:
+    """The index of what is on disk, and the jobs under way. One caller at a time, of any thread; nothing blocks but
+    ``drain`` and ``close``.
+    """
+
+    def __init__(self, tier: NvmeTier, memory: NDArray[np.uint8], woken: Event) -> None:
+        """``memory``: ``[chunks, bytes]``, the engine's; it stays valid until ``close``. ``woken``: what the tier was
+        opened to set. The tier becomes this object's: what it holds is listed now.
+        """
+        self._tier = tier
+        self._memory = memory
+        self._woken = woken
+        self._held: OrderedDict[PageKey, int] = OrderedDict()
+        for key, _, nbytes in tier.records():
+            self._held[key] = nbytes
+        self._used = sum(self._held.values())
+        self._writing: set[PageKey] = set()
+        self._reading: Counter[PageKey] = Counter()
+        self._jobs: dict[int, _Job] = {}
+        self._done: list[Done] = []
+        self._removed: list[PageKey] = []
+        self._counts: Counter[str] = Counter()
+        self._last_id = 0
+        self._probed = 0.0
+
+    def holds(self, key: bytes) -> bool:
+        """Whether a load of this chunk would be tried. O(1).
+
+        While the disk hangs or fails only one look in half a second is answered yes, so that its recovery is noticed.
+        """
+        if _page_key(key) not in self._held:
+            return False
+        if self._tier.state != "absent":
+            return True
+        now = time.monotonic()
+        if now - self._probed < _PROBE_S:
+            return False
+        self._probed = now
+        return True
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """These chunks, of one request in its order, were asked for."""
+        for key in reversed(list(keys)):
+            if (mine := _page_key(key)) in self._held:
+                self._held.move_to_end(mine)
+
+    def store(self, job: int, keys: Iterable[bytes], places: Iterable[int]) -> None:
+        """Write rows ``places`` under ``keys``; they must not change until the job is done.
+
+        Chunks that are there, or on their way, are not written again; the least recently used ones make room. What
+        finds none is left out: the job is not complete then.
+        """
+        found = _Job(job, False, list(keys), time.monotonic())
+        wanted = [(key, place) for key, place in zip(found.keys, places, strict=True) if self._is_new(key)]
+        rows = []
+        for key, place in wanted:
+            if self._make_room():
+                self._writing.add(_page_key(key))
+                found.moving.append(key)
+                rows.append(self._memory[int(place)])
+            else:
+                found.lost.add(key)
+                self._counts["no_room"] += 1
+        if not found.moving:
+            self._end(found)
+            return
+        self._tier.submit_write(self._transfer(found, Tier.HOST, Tier.NVME), rows)
+
+    def load(self, job: int, keys: Iterable[bytes], places: Iterable[int]) -> None:
+        """Fill rows ``places`` with the chunks of ``keys``; until the job is done they hold anything."""
+        found = _Job(job, True, list(keys), time.monotonic())
+        rows = [self._memory[int(place)] for place in places]
+        found.moving = list(found.keys)
+        if not found.moving:
+            self._end(found)
+            return
+        self._reading.update(_page_key(key) for key in found.moving)
+        self._tier.submit_read(self._transfer(found, Tier.NVME, Tier.HOST), rows)
+
+    def finished(self) -> list[Done]:
+        """Jobs that ended since the last call: nothing touches their rows any more.
+
+        A load whose read hangs ends when the disk answers, not before: until then its row may be written.
+        """
+        for ack in self._tier.poll():
+            self._take(ack)
+        done, self._done = self._done, []
+        return done
+
+    def drain(self) -> None:
+        """Wait until every job has ended; ``finished`` names them then."""
+        while True:
+            self._woken.clear()
+            for ack in self._tier.poll():
+                self._take(ack)
+            if not self._jobs:
+                return
+            self._woken.wait()
+
+    def removed(self) -> list[PageKey]:
+        """Keys, as the tier knows them, of chunks that left since the last call."""
+        removed, self._removed = self._removed, []
+        return removed
+
+    def close(self, timeout_s: float) -> None:
+        """Write what is under way and let go of the directory and the engine's memory.
+
+        TierStoreError if the disk does not answer in time: a thread may still use the memory then.
+        """
+        if not self._tier.close(timeout_s):
+            raise TierStoreError(f"the disk did not answer within {timeout_s} s: its memory is still in use")
+        for ack in self._tier.poll():
+            self._take(ack)
+        self._memory = self._memory[:0].copy()
+
+    def stats(self) -> dict[str, object]:
+        """Figures of the tier below, and ``chunks``, ``used_nbytes``, ``under_way``, ``evicted``, ``no_room``."""
+        mine = {"chunks": len(self._held), "used_nbytes": self._used, "under_way": len(self._jobs)}
+        return {
+            **self._tier.stats(),
+            **mine,
+            "evicted": self._counts["evicted"],
+            "no_room": self._counts["no_room"],
+        }
+
+    def _is_new(self, key: bytes) -> bool:
+        return (mine := _page_key(key)) not in self._held and mine not in self._writing
+
+    def _make_room(self) -> bool:
+        """Room for one more record; False if all that could leave is being read."""
+        cost = self._tier.record_nbytes
+        limit = self._tier.budget_nbytes - (len(self._writing) + 1) * cost
+        if self._used <= limit:
+            return True
+        victims = []
+        freed = 0
+        for key, nbytes in self._held.items():
+            if key in self._reading:
+                continue
+            victims.append(key)
+            freed += nbytes
+            if self._used - freed <= limit:
+                self._forget(victims)
+                self._counts["evicted"] += len(victims)
+                return True
+        return False
+
+    def _forget(self, keys: Sequence[PageKey]) -> None:
+        gone = [key for key in keys if key in self._held]
+        for key in gone:
+            self._used -= self._held.pop(key)
+        self._removed += gone
+        self._tier.submit_erase(gone)
+
+    def _transfer(self, job: _Job, src: Tier, dst: Tier) -> Transfer:
+        self._last_id += 1
+        self._jobs[self._last_id] = job
+        keys = tuple(_page_key(key) for key in job.moving)
+        return Transfer(self._last_id, keys, src, (), dst, (), 0, (None,) * len(keys))
+
+    def _take(self, ack: Ack) -> None:
+        job = self._jobs[ack.transfer_id]
+        failures, late = dict(ack.failures), set(ack.late)
+        sizes = iter(ack.sizes or (ack.nbytes // max(1, ack.num_ready),) * ack.num_ready)
+        ended = [(key, failures.get(place)) for place, key in enumerate(job.moving) if place not in late]
+        arrived = [(_page_key(key), next(sizes)) for key, failure in ended if failure is None]
+        job.lost.update(key for key, failure in ended if failure is not None)
+        if job.is_load:
+            self._was_read(ended)
+        else:
+            self._writing.difference_update(_page_key(key) for key, _ in ended)
+            for key, nbytes in reversed(arrived):
+                self._used += nbytes - self._held.pop(key, 0)
+                self._held[key] = nbytes
+        job.moving = [job.moving[place] for place in ack.late]
+        if not job.moving:
+            del self._jobs[ack.transfer_id]
+            self._end(job)
+
+    def _was_read(self, ended: Sequence[tuple[bytes, Failure | None]]) -> None:
+        """What could not be read is not there any more, unless it was not tried."""
+        self._reading.subtract(_page_key(key) for key, _ in ended)
+        self._reading = +self._reading
+        self._forget(
+            [_page_key(key) for key, failure in ended if failure is not None and failure not in _KEPT]
+        )
+
+    def _end(self, job: _Job) -> None:
+        arrived = tuple(key for key in job.keys if key not in job.lost)
+        self._done.append(
+            Done(
+                job.job,
+                job.is_load,
+                arrived,
+                not job.lost,
+                time.monotonic() - job.began,
+                len(arrived) * self._memory.shape[1],
+            )
+        )
+
+
+def is_whole(key: bytes) -> bool:
+    """Whether the disk knows this key as it is: 36 bytes, as vLLM's are with SHA-256; of others it knows a digest."""
+    return len(key) == KEY_NBYTES
+
+
+def _page_key(key: bytes) -> PageKey:
+    return PageKey(key if is_whole(key) else sha256(key).digest() + bytes(4))
