@@ -25,6 +25,7 @@ from tierstore.cli.data import inspect, purge, verify
 from tierstore.cli.output import Json, print_json
 from tierstore.cli.plan import plan
 from tierstore.cli.replay import replay
+from tierstore.cli.vllm_check import vllm_check
 from tierstore.config import config_schema
 from tierstore.demo.command import demo
 
@@ -44,6 +45,7 @@ app = typer.Typer(
 for command in (demo, compare, plan, replay, inspect, verify, purge, export):
     app.command()(command)
 app.command("import")(import_)
+app.command("vllm-check")(vllm_check)
 for measurement in (codec, copy, arena, attention, overlap, prefetch):
     bench.command()(measurement)
 app.add_typer(bench, name="bench")

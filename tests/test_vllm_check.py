@@ -1,0 +1,186 @@
+"""``tierstore vllm-check`` over sources that stand for a vLLM: what fits is said to fit, and drift is named."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.test_cli import last_line, tierstore
+from tierstore.cli import vllm_source
+from tierstore.cli.vllm_source import every_check
+
+OURS = Path(vllm_source.__file__).parents[1] / "adapters"
+
+
+def signature(method: ast.FunctionDef) -> str:
+    """The method as vLLM might define it: its decorators and parameters, and nothing done."""
+    kind = [node.id for node in method.decorator_list if isinstance(node, ast.Name)]
+    lines = [*(f"@{name}" for name in kind), f"def {method.name}({ast.unparse(method.args)}): ..."]
+    return textwrap.indent("\n".join(lines), "    ")
+
+
+def interface(path: Path, name: str, base: str, *more: str) -> str:
+    """A class ``base`` that defines all that our class ``name`` does."""
+    (found,) = (
+        node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == name
+    )
+    methods = [signature(item) for item in found.body if isinstance(item, ast.FunctionDef)]
+    return "\n".join([f"class {base}:", *methods, *(textwrap.indent(text, "    ") for text in more)])
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A vLLM that fits."""
+    package = tmp_path / "vllm"
+    write(package, "_version.py", "__version__ = version = '0.32.0'")
+    connector = interface(OURS / "vllm" / "connector.py", "TierStoreConnector", "KVConnectorBase_V1")
+    write(
+        package, "distributed/kv_transfer/kv_connector/v1/base.py", f"class SupportsHMA: ...\n\n{connector}"
+    )
+    write(
+        package,
+        "config/kv_transfer.py",
+        "class KVTransferConfig:\n    kv_connector_module_path: str\n    kv_load_failure_policy: str = 'fail'",
+    )
+    write(package, "v1/kv_cache_layout.py", "class KVCacheLayout:\n    LBHNC = 1\n    BLHNC = 2")
+    write(package, "v1/metrics/cache_hit_source.py", "class CacheHitSource:\n    HOST = 1\n    DISK = 2")
+    write(
+        package,
+        "v1/kv_offload/tiering/factory.py",
+        "class F:\n    def get_tier_class(cls, config):\n        return config.get('module_path')",
+    )
+    write(
+        package,
+        "v1/kv_offload/tiering/base.py",
+        interface(OURS / "vllm_tier.py", "TierStoreTier", "SecondaryTierManager"),
+    )
+    return package
+
+
+def write(package: Path, name: str, text: str) -> None:
+    path = package / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def replace(package: Path, name: str, old: str, new: str) -> None:
+    text = (package / name).read_text()
+    assert old in text
+    (package / name).write_text(text.replace(old, new))
+
+
+CONNECTOR = "distributed/kv_transfer/kv_connector/v1/base.py"
+TIER = "v1/kv_offload/tiering/base.py"
+
+
+def test_what_fits_is_said_to_fit(package: Path) -> None:
+    result = tierstore("vllm-check", "--source", package.parent, "--json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    report = last_line(result)
+    assert report["ok"] is True
+    assert report["package"] == str(package)
+    assert {check["state"] for check in report["checks"]} == {"ok"}
+    assert {check["name"]: check["value"] for check in report["checks"]}["vLLM"] == "0.32.0"
+
+
+@pytest.mark.parametrize(
+    ("version", "state"),
+    [
+        ("0.25.9", "fail"),
+        ("0.26.0", "ok"),
+        ("0.33.1rc1", "ok"),
+        ("0.34.0", "note"),
+        ("1.0", "note"),
+        ("dev", "note"),
+    ],
+)
+def test_versions_outside_the_tested_range_are_named(package: Path, version: str, state: str) -> None:
+    write(package, "_version.py", f"__version__ = '{version}'")
+    (check,) = (check for check in every_check(package) if check.name == "vLLM")
+    assert (check.value, check.state) == (version, state)
+    assert ("tested with 0.26 to 0.33" in check.why) == (state != "ok")
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "old", "new", "said"),
+    [
+        (
+            "connector's signatures",
+            CONNECTOR,
+            "def on_new_request(self, request",
+            "def on_new_request(self, late, request",
+            "late",
+        ),
+        (
+            "connector's signatures",
+            CONNECTOR,
+            "request: Any, blocks: Any, num",
+            "request: Any, num",
+            "num_external_tokens",
+        ),
+        (
+            "connector's signatures",
+            CONNECTOR,
+            "def reset_cache(self)",
+            "def reset_cache(self, *, hard)",
+            "hard",
+        ),
+        (
+            "connector's signatures",
+            CONNECTOR,
+            "@property\n    def requires_kv_delivery",
+            "def requires_kv_delivery",
+            "requires_kv_delivery",
+        ),
+        (
+            "connector's hooks",
+            CONNECTOR,
+            "def shutdown(self)",
+            "@abstractmethod\n    def newer(self): ...\n    def shutdown(self)",
+            "newer",
+        ),
+        ("connector's hooks", CONNECTOR, "class KVConnectorBase_V1", "class KVConnectorBase_V2", "not found"),
+        ("hybrid KV cache manager", CONNECTOR, "class SupportsHMA", "class Other", "no SupportsHMA"),
+        ("kv_load_failure_policy", "config/kv_transfer.py", "kv_load_failure_policy", "other", "missing"),
+        ("tier's signatures", TIER, "def lookup(self, key: bytes", "def lookup(self, keys: bytes", "keys"),
+        (
+            "tier's hooks",
+            TIER,
+            "def drain_jobs(self)",
+            "@abstractmethod\n    def drain(self): ...\n    def drain_jobs(self)",
+            "drain",
+        ),
+    ],
+)
+def test_drift_is_named(package: Path, name: str, file: str, old: str, new: str, said: str) -> None:
+    replace(package, file, old, new)
+    checks = {check.name: check for check in every_check(package)}
+    assert checks[name].state == "fail"
+    assert said in checks[name].value
+
+
+def test_the_exit_code_says_that_it_would_not_work(package: Path) -> None:
+    write(package, "_version.py", "__version__ = '0.25.1'")
+    result = tierstore("vllm-check", "--source", package, "--json")
+    assert result.returncode == 1
+    assert last_line(result)["failed"] == ["vLLM"]
+
+
+def test_what_an_older_vllm_lacks_is_a_note(package: Path) -> None:
+    (package / "v1" / "kv_cache_layout.py").unlink()
+    (package / "v1" / "metrics" / "cache_hit_source.py").unlink()
+    replace(package, "v1/kv_offload/tiering/factory.py", "config.get('module_path')", "registry[config]")
+    found = {check.name: check.state for check in every_check(package)}
+    assert found["hit sources"] == found["tier below vLLM's"] == "note"
+    assert "fail" not in found.values()
+
+
+def test_where_no_vllm_is_it_says_so_and_ends_with_code_2(tmp_path: Path) -> None:
+    result = tierstore("vllm-check", "--source", tmp_path, "--json")
+    assert result.returncode == 2
+    assert "holds no folder vllm" in last_line(result)["error"]
