@@ -19,6 +19,9 @@ from typing import Any
 PATIENCE_S = 60.0  # vLLM kills an engine that has not ended after 5 s if it is not told otherwise
 WANTED = ("prefix_cache", "preemptions", "kv_offload", "tierstore", "cache_hit")
 
+Prompt = str | list[int]
+"""A text, or its token ids."""
+
 
 class Life:
     """An engine and what it is told. Every public method is a step; its result is plain data."""
@@ -32,7 +35,7 @@ class Life:
         self._engine = self._llm.llm_engine
         self._last_id = 0
 
-    def ask(self, prompts: list[str], tokens: int, together: bool = False) -> list[dict[str, Any]]:
+    def ask(self, prompts: list[Prompt], tokens: int, together: bool = False) -> list[dict[str, Any]]:
         """Answers in the order of the prompts, asked one after the other or all at once."""
         if together:
             return self._answers(prompts, tokens)
@@ -44,9 +47,11 @@ class Life:
 
     def settle(self, tokens: int = 16) -> None:
         """Answer a short prompt that nobody knows: so many steps for what goes on behind requests."""
-        self._answers(["Once upon a time"], tokens)
+        self._answers([[5, 4, 3]], tokens)
 
-    def storm(self, prompts: list[str], requests: int, tokens: int, seed: int, most: int) -> dict[str, Any]:
+    def storm(
+        self, prompts: list[Prompt], requests: int, tokens: int, seed: int, most: int
+    ) -> dict[str, Any]:
         """``requests`` requests, ``most`` of them at a time; about half are aborted, each after a random number of
         steps. What the others answered, by the prompt's number.
         """
@@ -99,9 +104,9 @@ class Life:
         get_kv_transfer_group().check()
         return "clean"
 
-    def beside(self, case: dict[str, Any]) -> dict[str, Any]:
-        """Another life beside this one: its exit code and the end of what it said."""
-        home = Path(case["home"])
+    def beside(self, case: dict[str, Any], folder: str) -> dict[str, Any]:
+        """Another life beside this one: its exit code and the end of what it said. ``folder`` is made for it."""
+        home = Path(folder)
         home.mkdir()
         (home / "case.json").write_text(json.dumps(case))
         command = [
@@ -128,17 +133,21 @@ class Life:
         """Shut the engine down as a server does."""
         self._engine.engine_core.shutdown(timeout=PATIENCE_S)
 
-    def _begin(self, prompt: str, tokens: int) -> str:
+    def _begin(self, prompt: Prompt, tokens: int) -> str:
         from vllm import SamplingParams
 
         self._last_id += 1
         name = f"r{self._last_id}"
         self._engine.add_request(
-            name, prompt, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+            name,
+            prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt},
+            SamplingParams(
+                temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=isinstance(prompt, str)
+            ),
         )
         return name
 
-    def _answers(self, prompts: list[str], tokens: int) -> list[dict[str, Any]]:
+    def _answers(self, prompts: list[Prompt], tokens: int) -> list[dict[str, Any]]:
         began = time.monotonic()
         names = [self._begin(prompt, tokens) for prompt in prompts]
         first: dict[str, float] = {}

@@ -15,9 +15,10 @@ PATIENCE_S = 900.0
 _TAIL = 6_000
 
 Step = tuple[str, dict[str, Any]]
+Prompt = str | list[int]
 
 
-def ask(prompts: Sequence[str], tokens: int = 8, *, together: bool = False) -> Step:
+def ask(prompts: Sequence[Prompt], tokens: int = 8, *, together: bool = False) -> Step:
     return "ask", {"prompts": list(prompts), "tokens": tokens, "together": together}
 
 
@@ -27,6 +28,32 @@ def reset() -> Step:
 
 def counts() -> Step:
     return "counts", {}
+
+
+def storm(prompts: Sequence[Prompt], *, requests: int, tokens: int, seed: int, most: int) -> Step:
+    return "storm", {
+        "prompts": list(prompts),
+        "requests": requests,
+        "tokens": tokens,
+        "seed": seed,
+        "most": most,
+    }
+
+
+def settle() -> Step:
+    return "settle", {}
+
+
+def blocks() -> Step:
+    return "blocks", {}
+
+
+def check() -> Step:
+    return "check", {}
+
+
+def beside(case: Mapping[str, Any], folder: Path) -> Step:
+    return "beside", {"case": dict(case), "folder": str(folder)}
 
 
 def connector(config: object, **more: object) -> dict[str, Any]:
@@ -41,13 +68,32 @@ def connector(config: object, **more: object) -> dict[str, Any]:
     return line | more
 
 
+def tiers(chunks: int, chunk_nbytes: int, secondary: Mapping[str, object]) -> dict[str, Any]:
+    """The transfer configuration of vLLM's own tiers: host memory of so many chunks, and one tier below."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": "CpuTieringSpec",
+            "spec_module_path": "tests.vllm.cpu_tier",
+            "cpu_bytes_to_use": chunks * chunk_nbytes,
+            "secondary_tiers": [dict(secondary)],
+        },
+    }
+
+
 @dataclass
 class Engines:
-    """``python``: one that has vLLM. ``folder`` keeps each life's case, result and log, by number."""
+    """``python``: one that has vLLM. ``folder`` keeps each life's case, result and log, by number.
+
+    ``always``: arguments of every engine.
+    """
 
     python: Path
     model: Path
     folder: Path
+    always: Mapping[str, object] = field(default_factory=dict)
     lives: int = field(default=0)
 
     def life(
@@ -96,7 +142,11 @@ class Engines:
             "num_gpu_blocks_override": 128,
             "enable_prefix_caching": True,
         }
-        return {"engine": defaults | engine, "transfer": transfer, "steps": [list(step) for step in steps]}
+        return {
+            "engine": defaults | dict(self.always) | engine,
+            "transfer": transfer,
+            "steps": [list(step) for step in steps],
+        }
 
     def log(self) -> str:
         """What the last life said."""

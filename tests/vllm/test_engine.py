@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+
 import pytest
 
 from tests.vllm.conftest import Oracle
@@ -25,3 +28,10 @@ def test_plain_vllm_answers_alike_with_and_without_its_own_cache(engines: Engine
     assert all(answer["cached"] >= answer["prompt"] - 40 for answer in warm)
     assert [answer["cached"] for answer in together] == [0] * len(prompts)
     assert found["vllm:external_prefix_cache_hits"] == 0
+
+
+def test_the_check_finds_nothing_wrong_with_this_vllm(engines: Engines) -> None:
+    command = [engines.python, "-c", "from tierstore.cli import main; main()", "vllm-check", "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert json.loads(ended.stdout.splitlines()[-1])["ok"] is True
