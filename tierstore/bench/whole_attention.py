@@ -16,11 +16,8 @@ if TYPE_CHECKING:
     Act = Callable[[torch.Tensor, torch.Tensor], object]
     """Of queries ``[queries, heads, dim]`` and planes ``[2, batch, heads, tokens, dim]``."""
 
-_BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
+_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+"""The memory-efficient kernel takes no heads that share K and V."""
 
 
 def decoders(device: torch.device, q: torch.Tensor, planes: torch.Tensor) -> dict[str, Act]:

@@ -47,7 +47,9 @@ class Tiles:
             return cls(min(block_m, 32), 32 if large else 16, 4, 2, 1)
         if not large:
             return cls(min(block_m, 64), 64 if token <= 256 else 32, 4, 2, 1)
-        return cls(block_m, 128 if token <= 256 else 64, 8, 3, 1)
+        if block_m <= 32:
+            return cls(block_m, 16384 // max(128, token), 4, 4, 2)
+        return cls(block_m, 64, 8, 3, 1)
 
 
 def constants_of(shape: Shape, tiles: Tiles, planes: int) -> dict[str, Any]:
