@@ -8,6 +8,7 @@ pages together for it is not counted, for us everything is.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
@@ -17,9 +18,11 @@ import torch
 
 from tierstore.bench.link import device_of, settle
 from tierstore.bench.whole_attention import decoders, fillers
+from tierstore.errors import ConfigError
 from tierstore.gpu.attention.paged import PagedDecode, PagedPrefill
 from tierstore.gpu.attention.paging import Paging
 from tierstore.gpu.attention.reference import attend
+from tierstore.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -70,10 +73,16 @@ class Pool:
     """Random pages of an 8B model as the store keeps them: ``[pages, layers, 2, page_size, 8, 128]`` bfloat16."""
 
     def __init__(self, device: str, tokens: int, layers: int, page_size: int) -> None:
-        """For so many tokens."""
+        """For so many tokens. ConfigError where the card has no room for them twice: scattered, and in one piece."""
         self.device = device_of(device)
         self.page_size, self.layers = page_size, layers
         shape = (-(-tokens // page_size), layers, 2, page_size, KV_HEADS, HEAD_DIM)
+        wanted = 2 * prod(shape) * torch.bfloat16.itemsize
+        if self.device.type == "cuda" and wanted > (free := torch.cuda.mem_get_info(self.device)[0]):
+            raise ConfigError(
+                f"{tokens} tokens of {layers} layers take {format_size(wanted)}, as pages and in one piece; "
+                f"allowed: {format_size(free)}, which are free"
+            )
         self.pages = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
         for first in range(0, len(self.pages), 64):
             self.pages[first : first + 64].normal_()
