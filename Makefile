@@ -35,7 +35,7 @@ test-long: $(READY)
 test-vllm: $(READY) $(VLLM_VENV)/READY
 	$(BIN)/python -m pytest -q -m vllm tests/vllm --vllm-python $(VLLM_VENV)/bin/python $(ARGS)
 
-## card: what needs a CUDA card: its tests, the store's own tests on it, the link's speed, compute beside it (ARGS=--json)
+## card: what needs a CUDA card: its tests, the store's own tests on it, the link's speed, compute beside it, attention (ARGS=--json)
 card: $(READY)
 	@$(PIP) install --config-settings editable_mode=compat --editable ".[gpu,hf,dev]"
 	$(BIN)/python -m pytest -q tests/gpu
@@ -44,6 +44,7 @@ card: $(READY)
 	$(BIN)/tierstore bench copy $(ARGS)
 	$(BIN)/tierstore bench copy --codec int8 $(ARGS)
 	$(BIN)/tierstore bench overlap $(ARGS)
+	$(BIN)/tierstore bench attention $(ARGS)
 	$(BIN)/tierstore bench arena $(ARGS)
 
 ## lint: ruff, mypy --strict, the import contract (uncached: the cache misses imports of files added later)
