@@ -1,0 +1,445 @@
+"""A stored prefix that comes layer by layer: the first layers are computed meanwhile, what is lost is computed."""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from tests.adapters.store_machine import plain_kv
+from tests.adapters.test_hf_windows import tiny_gemma
+from tests.adapters.tiny import (
+    PAGE,
+    ask,
+    generate,
+    generate_batch,
+    open_store,
+    pad_left,
+    plain,
+    plain_batch,
+    random_prompt,
+    tiny_llama,
+    watch,
+)
+from tests.store.test_ready import Let
+from tests.support.pages import PATIENCE_S
+from tierstore.adapters.huggingface import PrefixCache, TierStoreCache, cache_argument
+from tierstore.adapters.huggingface.arrival import Arrival
+from tierstore.adapters.huggingface.batch import PagedBatch
+from tierstore.adapters.huggingface.pages import PageGroups
+from tierstore.adapters.huggingface.sequence import PagedSequence
+from tierstore.lease import Event, Lease
+from tierstore.store import TierStore
+from tierstore.types import LeaseState, Tier
+
+LAYERS, PAGES = 6, 4
+PROMPT = random_prompt(PAGES * PAGE + 3)
+
+lets: list[Let] = []
+"""Of the test that runs: in the end nobody waits for them."""
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return tiny_llama(num_layers=LAYERS)
+
+
+@contextmanager
+def below(model: PreTrainedModel, *prompts: list[int], keep: int = 0) -> Iterator[TierStore]:
+    """A store with the full pages of these prompts in HOST, ``keep`` of them in HBM too, and rubbish elsewhere."""
+    with open_store(model, host=32) as store:
+        for prompt in prompts:
+            with TierStoreCache(store, prompt, model=model) as cache, torch.no_grad():
+                ids = torch.tensor([prompt[cache.get_seq_length() :]])
+                model(ids, **{cache_argument(model): cache})
+        keys = [key for prompt in prompts for key in store.keys(prompt)[keep:]]
+        store.demote(keys, Tier.HOST)
+        assert store.drain(PATIENCE_S)
+        slots = store.allocate(32 - keep)
+        for group in PageGroups(store).groups:
+            group[slots] = 1e3
+        store.free(slots)
+        try:
+            yield store
+        finally:
+            for let in lets:
+                let.go(1000)
+            lets.clear()
+
+
+def gate(patch: pytest.MonkeyPatch) -> Let:
+    lets.append(Let(patch))
+    return lets[-1]
+
+
+def let_go_when_asked(patch: pytest.MonkeyPatch, let: Let, parts: int) -> list[int]:
+    """Parts of a lease may come each time another layer of it is asked for; which were."""
+    asked: list[int] = []
+    known: set[tuple[int, int]] = set()
+    ready = Lease.ready
+
+    def noted(lease: Lease, layer: int, timeout_s: float | None = None) -> Event | None:
+        if (id(lease), layer) not in known:
+            known.add((id(lease), layer))
+            asked.append(layer)
+            let.go(parts)
+        return ready(lease, layer, timeout_s)
+
+    patch.setattr(Lease, "ready", noted)
+    return asked
+
+
+def progress(model: LlamaForCausalLM, patch: pytest.MonkeyPatch, timeout_s: float = PATIENCE_S) -> None:
+    """A layer is asked for when it is computed, and not before."""
+    expected = plain(model, PROMPT)
+    asked: list[int] = []
+    seen: list[int] = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda *_, at=at: seen.append(at - len(asked)))
+        for at, layer in enumerate(model.model.layers)
+    ]
+    with below(model, PROMPT) as store:
+        asked = let_go_when_asked(patch, gate(patch), PAGES)
+        seen.clear()
+        with watch(model) as fed, TierStoreCache(store, PROMPT, model=model, timeout_s=timeout_s) as cache:
+            assert asked == [0]
+            assert cache.batch.rows[0].arrival is not None
+            assert generate(model, PROMPT, cache) == expected
+            assert cache.reused_tokens == PAGES * PAGE
+            assert fed.widths[0] == 3
+            assert len(fed.widths) == 11
+    for hook in hooks:
+        hook.remove()
+    assert asked == list(range(LAYERS))
+    assert seen[:LAYERS] == [-1] + [0] * (LAYERS - 1), (
+        "layers that were computed before the next was asked for"
+    )
+
+
+def test_a_layer_is_computed_while_later_ones_are_on_their_way(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress(model, monkeypatch)
+
+
+def lose(model: PreTrainedModel, patch: pytest.MonkeyPatch, kept: int = 0) -> None:
+    """Copies fail after the first layer was there: only the pages that HBM held are reused, and answers are right."""
+    expected = plain(model, PROMPT)
+    with below(model, PROMPT, keep=kept) as store:
+        let = gate(patch)
+        let.go(PAGES - kept)
+        with watch(model) as fed, TierStoreCache(store, PROMPT, model=model) as cache:
+            assert cache.reused_tokens == PAGES * PAGE
+            let.broken = True
+            let.go(PAGES)
+            assert generate(model, PROMPT, cache) == expected
+            assert cache.reused_tokens == kept * PAGE
+            assert cache.get_seq_length() == len(PROMPT) + 10
+        assert fed.widths[:3] == [3, len(PROMPT) - kept * PAGE, 1]
+        let.broken = False
+        let.go(100)
+        pages_are_right(store, model)
+        answer, cache = ask(store, model, PROMPT)
+        assert answer == expected
+        assert cache.reused_tokens == len(PROMPT) - 1
+
+
+def pages_are_right(store: TierStore, model: PreTrainedModel) -> None:
+    kv = plain_kv(model, PROMPT)
+    with store.acquire(store.keys(PROMPT)) as lease:
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
+        assert lease.num_pages == PAGES
+        (group,) = PageGroups(store).groups
+        for layer in range(LAYERS):
+            found = group[lease.slots, layer].transpose(0, 1).flatten(1, 2).transpose(1, 2)
+            torch.testing.assert_close(found, kv[layer][:, :, : PAGES * PAGE], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kept", [0, 1, PAGES - 1])
+def test_pages_that_fail_after_their_first_layers_are_computed(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kept: int
+) -> None:
+    lose(model, monkeypatch, kept)
+    assert "cannot be written" in caplog.text
+
+
+def test_pages_that_stop_coming_are_computed_when_the_time_is_up(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = plain(model, PROMPT)
+    with below(model, PROMPT) as store:
+        let = gate(monkeypatch)
+        let.go(PAGES)
+        with TierStoreCache(store, PROMPT, model=model, timeout_s=0.5) as cache:
+            assert cache.reused_tokens == PAGES * PAGE
+            assert generate(model, PROMPT, cache) == expected
+            assert cache.reused_tokens == 0
+            let.go(100)
+        let.go(100)
+        assert store.drain(PATIENCE_S)
+
+
+def test_layers_that_do_not_even_start_to_come_are_computed(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with below(model, PROMPT) as store:
+        let = gate(monkeypatch)
+        with TierStoreCache(store, PROMPT, model=model, timeout_s=0.1) as cache:
+            assert cache.reused_tokens == 0
+            let.go(100)
+            assert generate(model, PROMPT, cache) == plain(model, PROMPT)
+
+
+def branch(model: LlamaForCausalLM, patch: pytest.MonkeyPatch, broken: bool) -> None:
+    """A prompt that leaves a stored one inside a page: a copy of that page is made while it comes."""
+    prompt = PROMPT[: 2 * PAGE + 5] + random_prompt(4, seed=5)
+    expected = plain(model, prompt)
+    with below(model, PROMPT) as store:
+        let = gate(patch)
+        asked = let_go_when_asked(patch, let, 3)
+        with watch(model) as fed, TierStoreCache(store, prompt, model=model) as cache:
+            assert (cache.copied_tokens, cache.reused_tokens) == (5, 2 * PAGE + 5)
+            let.broken = broken
+            assert generate(model, prompt, cache) == expected
+            assert (cache.copied_tokens, cache.reused_tokens) == ((0, 0) if broken else (5, 2 * PAGE + 5))
+        assert fed.widths[: 1 + broken] == ([4, len(prompt)] if broken else [4])
+        assert asked == [layer for layer in range(LAYERS) for _ in range(2)]
+        let.broken = False
+        let.go(100)
+        assert store.drain(PATIENCE_S)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_half_a_page_is_copied_layer_by_layer(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    branch(model, monkeypatch, broken)
+
+
+def test_only_the_page_that_is_left_half_way_fails(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = PROMPT[: 2 * PAGE + 5] + random_prompt(4, seed=5)
+    with below(model, PROMPT, keep=2) as store:
+        let = gate(monkeypatch)
+        let.go(1)
+        with watch(model) as fed, TierStoreCache(store, prompt, model=model) as cache:
+            assert (cache.copied_tokens, cache.reused_tokens) == (5, 2 * PAGE + 5)
+            let.broken = True
+            let.go(10)
+            assert generate(model, prompt, cache) == plain(model, prompt)
+            assert (cache.copied_tokens, cache.reused_tokens) == (0, 2 * PAGE)
+        assert fed.widths[:2] == [4, 9]
+
+
+def broken_after_the_first_layer(patch: pytest.MonkeyPatch, parts: int) -> Let:
+    let = gate(patch)
+    let.go(parts)
+    ready = Lease.ready
+
+    def noted(lease: Lease, layer: int, timeout_s: float | None = None) -> Event | None:
+        if layer:
+            let.broken = True
+            let.go(100)
+        return ready(lease, layer, timeout_s)
+
+    patch.setattr(Lease, "ready", noted)
+    return let
+
+
+def test_lost_pages_of_a_padded_batch_are_computed_for_every_row(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [PROMPT, random_prompt(2 * PAGE + 2, seed=3)]
+    ids, mask = pad_left(prompts)
+    expected = plain_batch(model, ids, attention_mask=mask)
+    with below(model, *prompts) as store:
+        broken_after_the_first_layer(monkeypatch, 2 * PAGES + 2)
+        with TierStoreCache(store, ids, mask, model=model) as cache:
+            assert cache.reused_tokens > 0
+            assert torch.equal(generate_batch(model, ids, cache, attention_mask=mask), expected)
+            assert cache.reused_tokens == 0
+
+
+@pytest.mark.parametrize("how", [{"num_return_sequences": 2, "do_sample": True}, {"num_beams": 2}])
+def test_lost_pages_of_several_answers_are_computed(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
+) -> None:
+    ids = torch.tensor([PROMPT])
+    torch.manual_seed(1)
+    expected = plain_batch(model, ids, **how)
+    with below(model, PROMPT) as store:
+        let = gate(monkeypatch)
+        let.go(PAGES)
+        with TierStoreCache(store, PROMPT, model=model) as cache:
+            let.broken = True
+            let.go(100)
+            torch.manual_seed(1)
+            assert torch.equal(generate_batch(model, ids, cache, **how), expected)
+            assert cache.reused_tokens == 0
+
+
+def test_answer_of_a_pass_that_was_done_again_is_for_the_columns_that_were_fed(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        expected = model(ids, use_cache=False, output_hidden_states=True)
+    with below(model, PROMPT) as store, torch.no_grad():
+        broken_after_the_first_layer(monkeypatch, PAGES)
+        with TierStoreCache(store, PROMPT, model=model) as cache:
+            start = cache.get_seq_length()
+            found = model(ids[:, start:], output_hidden_states=True, **{cache_argument(model): cache})
+    torch.testing.assert_close(found.logits, expected.logits[:, start:], rtol=0, atol=1e-4)
+    assert len(found.hidden_states) == len(expected.hidden_states)
+    for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(one, other[:, start:], rtol=0, atol=1e-4)
+
+
+def test_embeddings_wait_for_all_layers_and_may_lose_pages_too(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = torch.tensor([PROMPT])
+    embedded = model.get_input_embeddings()(ids)
+    with below(model, PROMPT) as store, torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        let = gate(monkeypatch)
+        let.go(PAGES)
+        with TierStoreCache(store, PROMPT, model=model) as cache:
+            let.broken = True
+            let.go(100)
+            given = {cache_argument(model): cache}
+            found = model(inputs_embeds=embedded[:, cache.get_seq_length() :], **given).logits
+    assert found.shape[1] == 3
+    torch.testing.assert_close(found, expected[:, -3:], rtol=0, atol=1e-4)
+
+
+def test_cache_that_is_cut_before_its_first_pass_loses_no_token(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with below(model, PROMPT) as store, torch.no_grad():
+        let = gate(monkeypatch)
+        let.go(PAGES)
+        with TierStoreCache(store, PROMPT, model=model) as cache:
+            let.broken = True
+            let.go(100)
+            cache.crop(-3)
+            start = cache.get_seq_length()
+            assert start == PAGES * PAGE - 3
+            found = model(torch.tensor([PROMPT[start:]]), **{cache_argument(model): cache}).logits
+            expected = model(torch.tensor([PROMPT]), use_cache=False).logits
+    torch.testing.assert_close(found, expected[:, start:], rtol=0, atol=1e-4)
+
+
+def test_chat_whose_pages_fail_between_turns_goes_on(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(model, host=32) as store, PrefixCache(store, model) as cache:
+        session = cache.session("a")
+        session.append(PROMPT)
+        session.generate(max_new_tokens=4, do_sample=False, pad_token_id=0)
+        store.demote(store.keys(session.tokens), Tier.HOST)
+        assert store.drain(PATIENCE_S)
+        assert session.keeps_page
+        session.append(random_prompt(3, seed=8))
+        expected = plain(model, list(session.tokens), max_new_tokens=4)
+        with monkeypatch.context() as patch:
+            broken_after_the_first_layer(patch, PAGES)
+            assert session.generate(max_new_tokens=4, do_sample=False, pad_token_id=0) == expected
+        store.check()
+
+
+def test_kv_groups_come_layer_by_layer_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_gemma()
+    expected = plain(model, PROMPT)
+    with below(model, PROMPT) as store:
+        broken_after_the_first_layer(monkeypatch, 2 * PAGES)
+        with TierStoreCache(store, PROMPT, model=model) as cache:
+            assert cache.reused_tokens == PAGES * PAGE
+            assert generate(model, PROMPT, cache) == expected
+
+
+def test_cache_that_is_closed_while_pages_come_leaves_nothing_behind(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = PROMPT[: 2 * PAGE + 5] + random_prompt(4, seed=5)
+    with below(model, PROMPT) as store:
+        let = gate(monkeypatch)
+        let.go(5)
+        TierStoreCache(store, prompt, model=model).close()
+        let.go(100)
+
+
+# -- planted bugs -----------------------------------------------------------------------------------------------
+
+
+def no_layer_is_awaited(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Arrival, "layer", lambda self, group, index: None)
+
+
+def all_is_awaited_at_first(patch: pytest.MonkeyPatch) -> None:
+    def wrong(self: Arrival, group: int, index: int) -> None:
+        for layer in range(LAYERS):
+            self._queued(self._lease, layer)
+
+    patch.setattr(Arrival, "layer", wrong)
+
+
+def what_is_lost_counts(patch: pytest.MonkeyPatch) -> None:
+    settle = PagedSequence.settle
+
+    def wrong(self: PagedSequence) -> bool:
+        settle(self)
+        return False
+
+    patch.setattr(PagedSequence, "settle", wrong)
+
+
+def owed_tokens_are_the_first(patch: pytest.MonkeyPatch) -> None:
+    owed = PagedBatch.owed
+
+    def wrong(self: PagedBatch, rows: int) -> tuple[list[list[int]], list[list[int]]]:
+        tokens, positions = owed(self, rows)
+        return [each[:1] + each[:-1] for each in tokens], positions
+
+    patch.setattr(PagedBatch, "owed", wrong)
+
+
+def half_a_page_is_not_copied(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PageGroups, "copy_layer", lambda self, group, index, src, dst: None)
+
+
+def half_a_page_always_comes(patch: pytest.MonkeyPatch) -> None:
+    settle = Arrival.settle
+    patch.setattr(Arrival, "settle", lambda self: (PAGES if settle(self)[0] else 2, True))
+
+
+def progress_soon(model: LlamaForCausalLM, patch: pytest.MonkeyPatch) -> None:
+    progress(model, patch, timeout_s=0.3)
+
+
+@pytest.mark.parametrize(
+    ("plant", "scene"),
+    [
+        (no_layer_is_awaited, progress_soon),
+        (all_is_awaited_at_first, progress_soon),
+        (what_is_lost_counts, lose),
+        (owed_tokens_are_the_first, lose),
+        (half_a_page_is_not_copied, lambda model, patch: branch(model, patch, broken=False)),
+        (half_a_page_always_comes, lambda model, patch: branch(model, patch, broken=True)),
+    ],
+)
+def test_planted_bug_is_found(
+    model: LlamaForCausalLM,
+    monkeypatch: pytest.MonkeyPatch,
+    plant: Callable[[pytest.MonkeyPatch], None],
+    scene: Callable[[LlamaForCausalLM, pytest.MonkeyPatch], None],
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, ValueError)):
+        scene(model, monkeypatch)
