@@ -13,7 +13,7 @@ from tests.core.manual_link import (
     SPEC,
     Rig,
 )
-from tierstore.gpu import lanes
+from tierstore.gpu import cuda_copies, lanes
 from tierstore.gpu.cuda_copies import Pace
 from tierstore.types import Ack, Failure, Tier
 
@@ -89,6 +89,7 @@ def test_nothing_came_lately_so_the_link_is_given_more(monkeypatch: pytest.Monke
     monkeypatch.setattr(lanes, "_JUST_NOW_S", 0.0)
     rig = Rig(layers=4, pace=Pace(whole=0, at_once=9, ahead=2 * PAGE, behind=0))
     rig.move(1, Tier.HBM, (0, 0))
+    assert rig.engine.poll() == []
     assert [group for group, _ in rig.route.groups] == [0, 1, 2, 3]
     rig.up.run()
     assert [ack.ok for ack in rig.engine.poll()] == [True]
@@ -98,6 +99,7 @@ def test_nothing_came_lately_so_the_link_is_given_more(monkeypatch: pytest.Monke
 def test_less_is_launched_ahead_while_pages_that_come_would_go_first() -> None:
     rig = Rig(layers=4, pace=Pace(whole=0, at_once=9, ahead=2 * PAGE, behind=0))
     rig.move(1, Tier.HBM, (0, 0))
+    assert rig.engine.poll() == []
     assert rig.route.groups == [(0, 1), (1, 1)], "half a page is on its way"
     rig.up.run()
     assert rig.engine.poll() == []
@@ -107,14 +109,40 @@ def test_less_is_launched_ahead_while_pages_that_come_would_go_first() -> None:
     assert rig.engine.close(PATIENCE_S)
 
 
-def test_a_call_launches_no_more_than_a_few() -> None:
-    rig = Rig(layers=4, pace=Pace(whole=0, at_once=3, behind=0))
+def test_a_call_launches_no_more_than_a_few_and_whoever_submits_one() -> None:
+    rig = Rig(layers=4, pace=Pace(whole=0, at_once=2, behind=0))
     rig.move(1, Tier.HBM, (0, 0))
+    assert len(rig.route.groups) == 1
+    assert rig.engine.poll() == []
     assert len(rig.route.groups) == 3
     assert rig.engine.poll() == []
     assert len(rig.route.groups) == 4
     rig.up.run()
     assert [ack.ok for ack in rig.engine.poll()] == [True]
+    assert rig.engine.close(PATIENCE_S)
+
+
+def test_a_call_asks_the_driver_for_no_more_pieces_than_are_launched_together() -> None:
+    rig = Rig(layers=4, pace=Pace(whole=0, at_once=9, pieces=5, behind=0))
+    rig.move(1, Tier.HBM, (0, 0), (1, 1))
+    assert rig.route.groups == [(0, 2)]
+    assert rig.engine.poll() == []
+    assert rig.route.groups == [(0, 2), (1, 2), (2, 2)], "with one more it would be six pages"
+    assert rig.engine.poll() == []
+    rig.up.run()
+    assert [ack.ok for ack in rig.engine.poll()] == [True]
+    assert rig.engine.close(PATIENCE_S)
+
+
+def test_the_thread_helps_where_calls_do_not_keep_the_link_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_copies, "_ALONE_S", inf)
+    rig = Rig(layers=4, pace=Pace(whole=0, behind=4 * PAGE))
+    rig.move(1, Tier.HBM, (0, 0))
+    assert len(rig.route.groups) == 1, "pages came just now, so more are likely to"
+    monkeypatch.setattr(lanes, "_JUST_NOW_S", 0.0)
+    rig.wait_launched(4)
+    rig.up.run()
+    assert [ack.ok for ack in rig.wait()] == [True]
     assert rig.engine.close(PATIENCE_S)
 
 
@@ -241,7 +269,9 @@ def test_close_ends_what_has_landed_and_has_groups_to_come() -> None:
 def test_a_launch_waits_for_more_of_its_group_while_the_link_has_enough_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pace = Pace(whole=0, together=PAGE, behind=0, at_once=1)  # four pages of a group fill a launch
+    pace = Pace(
+        whole=0, together=PAGE, enough=2 * PAGE, behind=0, at_once=1
+    )  # four pages of a group fill a launch
     rig = Rig(layers=4, pace=pace)
     lane = rig.engine._lanes[Tier.HBM]
     lane.nbytes += 2 * PAGE  # as if so much were on its way

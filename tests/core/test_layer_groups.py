@@ -49,7 +49,7 @@ def test_parts_lie_one_after_the_other_and_make_up_the_blob(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "number", "smallest"), [(64, 16, 512 << 10), (16, 16, 128 << 10), (8, 8, 128 << 10), (1, 1, 0)]
+    ("tokens", "number", "smallest"), [(64, 16, 512 << 10), (16, 4, 512 << 10), (8, 2, 512 << 10), (1, 1, 0)]
 )
 def test_small_pages_have_fewer_groups(tokens: int, number: int, smallest: int) -> None:
     spec = PageSpec(

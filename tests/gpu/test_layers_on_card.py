@@ -16,8 +16,8 @@ from tierstore.types import LeaseState, PageKey, PageSpec, Tier
 
 pytestmark = pytest.mark.gpu
 
-SPEC = PageSpec(num_layers=8, page_size=64, num_kv_heads=8, head_dim=64, dtype="bfloat16", model="layers")
-"""Pages of 1 MiB: a lease of many is launched by the lane's thread, in eight groups."""
+SPEC = PageSpec(num_layers=8, page_size=256, num_kv_heads=8, head_dim=64, dtype="bfloat16", model="layers")
+"""Pages of 4 MiB: a lease of many is launched by the lane's thread, in eight groups."""
 
 PAGES = 24
 NAMES = 6

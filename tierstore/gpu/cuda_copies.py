@@ -43,21 +43,25 @@ _ALONE_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How much is launched at once. In bytes but for ``pieces``."""
+    """How much is launched at once. In bytes but for ``pieces`` and ``at_once``."""
 
     whole: int = 16 << 20
     """Transfers up to this are not cut into layer groups on an idle link."""
-    together: int = 64 << 20
+    together: int = 128 << 20
     """What several transfers have of a layer group is launched together up to this."""
-    pieces: int = 128
-    """And up to so many pieces; more of one transfer are launched by the thread, as they take the driver too long."""
+    pieces: int = 256
+    """And up to so many pieces, in one call too; more of one transfer are launched by the thread: they take the driver
+    too long."""
     ahead: int = 512 << 20
     """Nothing more is launched while the link has so much to do: some milliseconds. A quarter of it where pages are
     coming that would go first: they wait for what is launched."""
+    enough: int = 64 << 20
+    """With so much to do the link can wait until there is more of a group to be launched together."""
     behind: int = 256 << 20
-    """With less, or a quarter of it there, the thread launches what nobody launches: no call came for 10 ms."""
-    at_once: int = 3
-    """Launches in one call, at most."""
+    """With less the thread launches what nobody launches: no call came for 10 ms. With less than a quarter of it in any
+    case, but where pages are coming: calls do not keep the link busy."""
+    at_once: int = 4
+    """Launches in one call, at most. Whoever submits makes one: it is to bring what comes next."""
 
 
 class PinnedHost(Protocol):
@@ -135,7 +139,7 @@ class CudaCopyEngine:
             if self._closing:
                 self._ended += lane.give_up()
             else:
-                self._advance(transfer.dst)
+                self._advance(transfer.dst, 1)
             self._called = monotonic()
 
     def poll(self) -> list[Ack]:
@@ -143,7 +147,7 @@ class CudaCopyEngine:
         acks = self._unpinned.poll()
         with self._turn:
             for dst in self._lanes:
-                self._advance(dst)
+                self._advance(dst, self._pace.at_once)
             acks += [ack_of(job, self._page_nbytes) for job in self._ended]
             self._ended.clear()
             self._called = monotonic()
@@ -182,7 +186,7 @@ class CudaCopyEngine:
 
     # -- launching ----------------------------------------------------------------------------------------------
 
-    def _advance(self, dst: Tier) -> None:
+    def _advance(self, dst: Tier, launches: int) -> None:
         """With the lock: takes in what ended and what came, launches some, leaves the rest to later or the thread."""
         lane = self._lanes[dst]
         self._ended += lane.land()
@@ -196,31 +200,35 @@ class CudaCopyEngine:
                 self._unpinned.submit(lane.arrived.popleft().transfer)
             else:
                 break
-        self._launch(lane)
+        self._launch(lane, launches)
         if lane.waiting and not lane.launching:
             self._wake_thread(dst)
 
-    def _launch(self, lane: Lane) -> None:
+    def _launch(self, lane: Lane, launches: int) -> None:
         """With the lock: what may be launched now and does not take long."""
-        for _ in range(self._pace.at_once):
+        asked = 0
+        for _ in range(launches):
             if not lane.waiting or lane.launching or lane.nbytes >= _depth(lane, self._pace.ahead):
                 return
-            if lane.next_pieces > self._pace.pieces:
+            if asked + lane.next_pieces > self._pace.pieces:
                 return
             if self._better_later(lane):
                 return
-            alone = lane.alone
-            if alone is not None and alone.pages * self._page_nbytes <= self._pace.whole:
-                flight = lane.take_whole()
-            else:
-                flight = lane.take(self._pace.together, self._pace.pieces)
+            whole = self._whole(lane)
+            flight = lane.take_whole() if whole else lane.take(self._pace.together, self._pace.pieces - asked)
+            asked += lane.pieces_of(flight)
             lane.launch(flight)
             lane.launched(flight)
+
+    def _whole(self, lane: Lane) -> bool:
+        """Whether what waits is one small transfer of which nothing was launched: it goes with all of its layers."""
+        alone = lane.alone
+        return alone is not None and alone.pages * self._page_nbytes <= self._pace.whole
 
     def _better_later(self, lane: Lane) -> bool:
         """Whether the link has enough to do until more of the same group is there: fewer launches, and less of the
         caller's time."""
-        fed = lane.nbytes >= 2 * self._pace.together and lane.growing
+        fed = lane.nbytes >= self._pace.enough and lane.growing
         return fed and not lane.fills(self._pace.together, self._pace.pieces)
 
     def _wake_thread(self, dst: Tier) -> None:
@@ -255,10 +263,12 @@ class CudaCopyEngine:
             return None
 
     def _is_mine(self, lane: Lane) -> bool:
+        ahead, behind = self._pace.ahead, self._pace.behind
         if lane.next_pieces > self._pace.pieces:
-            return lane.nbytes < _depth(lane, self._pace.ahead)
-        alone = monotonic() - self._called > _ALONE_S
-        return alone and lane.nbytes < _depth(lane, self._pace.behind)
+            return lane.nbytes < _depth(lane, ahead)
+        if monotonic() - self._called > _ALONE_S:
+            return lane.nbytes < _depth(lane, behind)
+        return not lane.growing and lane.nbytes < behind // 4
 
     def _load(
         self,

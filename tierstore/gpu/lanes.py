@@ -103,6 +103,10 @@ class Lane:
         """What the driver is asked for, at least, by what is to be launched next."""
         return self._waves.first()[0].pages * self._pieces
 
+    def pieces_of(self, flight: Flight) -> int:
+        """What the driver is asked for by it, at most."""
+        return sum(job.pages for job in flight.jobs) * self._pieces
+
     def take(self, most_nbytes: int, most_pieces: int) -> Flight:
         """What is to be launched next: so much at most, but one transfer at least."""
         jobs, group = self._waves.take(self._most_pages(most_nbytes, most_pieces))

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 MOST_GROUPS = 16
 """More gain little: what cannot overlap is one group's share of the time."""
 
-SMALLEST_NBYTES = 128 << 10
-"""Smaller pieces of pages are not copied at the full speed of the link."""
+SMALLEST_NBYTES = 512 << 10
+"""Smaller pieces of pages take longer to launch, a microsecond or two each, than a slow processor has for them beside
+taking pages."""
 
 
 @dataclass(frozen=True, slots=True)
