@@ -15,6 +15,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -29,6 +30,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from tierstore.adapters.chunks import Chunks, Done, is_whole
+from tierstore.adapters.vllm.identity import weights_digest
 from tierstore.config import NvmeConfig, load_config
 from tierstore.errors import ConfigError
 from tierstore.layout import PageLayout
@@ -42,8 +44,8 @@ _CODED = ("bfloat16", "float16")
 
 class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
     """``config``: a YAML file or a mapping, of which the section ``nvme`` counts. ``model`` must change when equal
-    tokens would give other KV; None: the name that vLLM was given. ``enable_kv_events``: publish what is stored and
-    what leaves.
+    tokens would give other KV; None: the name that vLLM was given and, of a folder, samples of its weights.
+    ``enable_kv_events``: publish what is stored and what leaves.
 
     One engine at a time has the directory; of data-parallel engines each has its own part of it. ConfigError for what
     cannot be had. Called in the scheduler's process, under the tiering manager's lock.
@@ -136,11 +138,12 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
 def identity(config: Any, chunk_nbytes: int, model: str | None) -> dict[str, Any]:
     """All that must agree for a chunk to mean the same, as plain data. ``config``: vLLM's OffloadingConfig."""
-    parallel = config.parallel
+    parallel, folder = config.parallel, Path(config.model.name)
     spread = ("tp_size", "pp_size", "pcp_size", "dcp_size", "world_size")
     return {
         "engine": "vllm",
         "model": config.model.name if model is None else model,
+        "weights": weights_digest(folder) if model is None and folder.exists() else "",
         "dtype": str(config.model.dtype),
         "chunk_nbytes": chunk_nbytes,
         "tokens_per_hash": config.cache.tokens_per_hash,
