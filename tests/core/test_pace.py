@@ -1,0 +1,76 @@
+"""How much the copy engine launches when: the link has work, and the first layer does not wait for other launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+
+from tests.core import planting
+from tests.core.planting import Bug
+from tests.core.virtual_link import FAST, SLOW, restore
+from tierstore.gpu import cuda_copies
+
+GIB = 1 << 30
+
+
+def require_first_layer_when_its_bytes_can_be_there(module: ModuleType) -> None:
+    """One of sixteen groups, a little of the others before all pages were known, and one that the link had begun."""
+    found = restore(module, 16 * GIB, FAST)
+    assert found.first < 1.12 * found.link / 16
+    assert found.whole < 1.01 * found.link
+
+
+def require_few_launches_while_pages_are_taken(module: ModuleType) -> None:
+    """A launch takes as long as some pages: on a slow processor they decide when the first layer is there."""
+    for page_size, most in ((64, 70), (16, 110)):
+        found = restore(module, 16 * GIB, SLOW, page_size)
+        assert found.early < most
+        assert found.whole < 1.03 * found.link
+
+
+def require_work_for_the_link_when_little_is_restored(module: ModuleType) -> None:
+    for processor, late in ((FAST, 0.002), (SLOW, 0.0035)):
+        found = restore(module, GIB // 4, processor)
+        assert found.first < found.link / 4
+        assert found.whole < found.link + late
+
+
+PROMISES = (
+    require_first_layer_when_its_bytes_can_be_there,
+    require_few_launches_while_pages_are_taken,
+    require_work_for_the_link_when_little_is_restored,
+)
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_the_link_has_work_and_the_first_layer_comes_early(promise: Callable[[ModuleType], None]) -> None:
+    promise(cuda_copies)
+
+
+BUGS = [
+    Bug("who submits launches more", "self._advance(transfer.dst, 1)", "self._advance(transfer.dst, 4)"),
+    Bug("who polls launches one", "self._advance(dst, self._pace.at_once)", "self._advance(dst, 1)"),
+    Bug("no launch waits for more of its group", "if self._better_later(lane):", "if False:"),
+    Bug("the thread never helps", "return not lane.growing and lane.nbytes < behind // 4", "return False"),
+    Bug("small launches", "pieces: int = 256", "pieces: int = 64"),
+    Bug(
+        "later layers as much as others",
+        "return -(-nbytes // 4) if lane.may_be_overtaken",
+        "return nbytes if 1",
+    ),
+    Bug("small transfers whole", "whole: int = 16 << 20", "whole: int = 256 << 20"),
+]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
+def test_a_planted_bug_is_noticed(bug: Bug) -> None:
+    planted = planting.load(cuda_copies, bug)
+    broken = 0
+    for promise in PROMISES:
+        try:
+            promise(planted)
+        except AssertionError:
+            broken += 1
+    assert broken

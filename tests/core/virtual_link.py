@@ -1,0 +1,201 @@
+"""The copy engine on a virtual clock: what taking pages, launching and polling cost, and a link that carries bytes.
+
+One caller takes a lease's pages and submits them; then it waits for layer after layer while the store's pump polls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tierstore.gpu import lanes
+from tierstore.gpu.arriving import HERE, Arriving
+from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu.routes import WholePages
+from tierstore.layout import PageLayout
+from tierstore.traffic import BATCH_PAGES
+from tierstore.types import PageKey, PageSpec, Tier, Transfer
+
+RATE = 54.9e9
+_POLL_S = 0.001
+_TURN_S = 0.0005
+
+
+@dataclass(frozen=True)
+class Processor:
+    """Seconds: to take a page into a lease, to launch, for each piece of a launch, and to poll."""
+
+    page: float
+    launch: float
+    piece: float
+    poll: float
+
+
+FAST = Processor(5.2e-6, 80e-6, 1.2e-6, 60e-6)
+"""As measured on a machine that does nothing else."""
+
+SLOW = Processor(15e-6, 160e-6, 1.7e-6, 200e-6)
+"""As on a busy one."""
+
+
+class Clock:
+    now = 0.0
+
+
+class Stream:
+    free = 0.0
+
+
+class Event:
+    clock = Clock()
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def record(self, stream: Any) -> None:
+        self.at = max(self.clock.now, stream.free)
+
+    def query(self) -> bool:
+        return self.clock.now >= self.at
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.at - self.at) * 1e3
+
+
+class Link(WholePages):
+    """A route whose copies take what their bytes take, one after the other."""
+
+    name = "virtual"
+
+    def __init__(self, clock: Clock, layout: PageLayout, layers: LayerGroups, processor: Processor) -> None:
+        self.layers = layers
+        self.idle = 0.0
+        """Seconds, after its first copy."""
+        self.launches: list[float] = []
+        self._clock, self._layout, self._processor = clock, layout, processor
+
+    def load(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: Any) -> None:
+        self._carry(len(slots), self._layout.blob_nbytes, stream)
+
+    def load_group(self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: Any) -> None:
+        assert self.layers is not None
+        self._carry(len(slots), sum(part.nbytes for part in self.layers.parts[group]), stream)
+
+    def _carry(self, pieces: int, nbytes: int, stream: Any) -> None:
+        now = self._clock.now
+        if self.launches:
+            self.idle += max(0.0, now - stream.free)
+        self.launches.append(now)
+        stream.free = max(now, stream.free) + pieces * nbytes / RATE
+        self._clock.now += self._processor.launch + pieces * self._processor.piece
+
+
+class Host:
+    """All of it is page-locked."""
+
+    pinned_slots = 1 << 30
+    pinning = False
+
+    def addresses(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        return slots
+
+
+class Unpinned:
+    """No copy goes this way."""
+
+    polled = False
+
+    def poll(self) -> list[Any]:
+        return []
+
+    def arriving(self, slots: Any, layer: int) -> Arriving:
+        return HERE
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Seconds from the call of acquire; ``link``: what the bytes take; ``early``: launches before the first layer's
+    last one."""
+
+    taken: float
+    first: float
+    whole: float
+    link: float
+    idle: float
+    launches: int
+    early: int
+
+
+def restore(module: ModuleType, nbytes: int, processor: Processor, page_size: int = 64) -> Restored:
+    """A lease of an 8B model's pages. ``module``: ``cuda_copies``, or a copy of it."""
+    spec = PageSpec(
+        num_layers=32, page_size=page_size, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="v"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        clock = Clock()
+        patch.setattr(Event, "clock", clock)
+        for where in (module, lanes):
+            patch.setattr(where, "monotonic", lambda: clock.now)
+        patch.setattr(module.CudaCopyEngine, "_wake_thread", lambda self, dst: None)
+        return _Run(module, clock, PageLayout.of(spec), processor).restore(nbytes // spec.page_nbytes)
+
+
+class _Run:
+    def __init__(self, module: ModuleType, clock: Clock, layout: PageLayout, processor: Processor) -> None:
+        self._clock, self._processor, self._nbytes = clock, processor, layout.page_nbytes
+        self._link = Link(clock, layout, LayerGroups.of(layout), processor)
+        streams = cast("tuple[torch.cuda.Stream, torch.cuda.Stream]", (Stream(), Stream()))
+        self._engine = module.CudaCopyEngine(
+            self._link, Host(), layout.page_nbytes, streams, Unpinned(), Event
+        )
+
+    def restore(self, pages: int) -> Restored:
+        slots = tuple(range(pages))
+        due = _POLL_S
+        for start in range(0, pages, BATCH_PAGES):
+            some = slots[start : start + BATCH_PAGES]
+            self._clock.now += len(some) * self._processor.page
+            keys, parents = (PageKey(bytes(36)),) * len(some), (None,) * len(some)
+            self._engine.submit(Transfer(start, keys, Tier.HOST, some, Tier.HBM, some, 0, parents))
+            if self._clock.now >= due:
+                self._poll()
+                due = self._clock.now + _POLL_S
+        taken = self._clock.now
+        first, submitted = self._wait(slots, 0)
+        early = sum(at < submitted for at in self._link.launches)
+        whole, _ = self._wait(slots, 31)
+        link = pages * self._nbytes / RATE
+        return Restored(taken, first, whole, link, self._link.idle, len(self._link.launches), early)
+
+    def _wait(self, slots: tuple[int, ...], layer: int) -> tuple[float, float]:
+        """When the layer is there, and when all of its copies were launched."""
+        turn = 0
+        while not (arriving := self._engine.arriving(slots, layer)).submitted:
+            self._clock.now += _TURN_S
+            self._help()
+            turn += 1
+            if turn % 2 == 0:
+                self._poll()
+        event = cast("Event | None", arriving.event)
+        return (self._clock.now if event is None else event.at), self._clock.now
+
+    def _poll(self) -> None:
+        self._clock.now += self._processor.poll
+        self._engine.poll()
+
+    def _help(self) -> None:
+        """What the lane's thread does in its turn."""
+        lane = self._engine._lanes[Tier.HBM]
+        while True:
+            self._engine._ended += lane.land()
+            if not lane.waiting or not self._engine._is_mine(lane):
+                return
+            flight = lane.take(self._engine._pace.together, self._engine._pace.pieces)
+            lane.launch(flight)
+            lane.launched(flight)
