@@ -1,7 +1,8 @@
 """Attention that reads K and V where they are: in the store's pages, a group of pages at a time.
 
-Groups are merged by an online softmax, so the memory of a call is bounded whatever the length of the context, and
-no copy of the context outlives a group. A prompt without a reused prefix is plain SDPA over its own K and V.
+On a card by its kernels (``on_card``). Elsewhere groups are merged by an online softmax, so the memory of a call is
+bounded whatever the length of the context, and no copy of the context outlives a group. A prompt without a reused
+prefix is plain SDPA over its own K and V.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
 
 from tierstore.adapters.huggingface.batch import Span
+from tierstore.adapters.huggingface.on_card import Plans
 
 ATTENTION = "tierstore"
 """The name to give as ``attn_implementation``."""
@@ -44,6 +46,11 @@ class PagedLayer(Protocol):
     @property
     def spans(self) -> Sequence[Span]:
         """Of each row: which tokens the forward pass under way computes, and its block table."""
+        ...
+
+    @property
+    def plans(self) -> Plans:
+        """The card's kernels, as planned for the forward pass under way."""
         ...
 
     def check_mask(self, mask: torch.Tensor | None) -> None:
@@ -169,18 +176,41 @@ def tierstore_attention(
     layer.mark_read()
     out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    over_pages: list[tuple[int, Span]] = []
     for row, span in enumerate(layer.spans):
         count = span.stop - span.start
-        if count:
-            new = slice(query.shape[2] - count, None)
-            out[row, new] = (
-                _attend_new(module, query[row, :, new], key[row, :, new], value[row, :, new], scale)
-                if span.start == 0 and (layer.window is None or count <= layer.window)
-                else attend_pages(
-                    query[row, :, new], layer.layer_pages, span.slots, span.stop, scale, layer.window
-                )
+        new = slice(query.shape[2] - count, None)
+        if count and span.start == 0 and (layer.window is None or count <= layer.window):
+            out[row, new] = _attend_new(
+                module, query[row, :, new], key[row, :, new], value[row, :, new], scale
             )
+        elif count:
+            over_pages.append((row, span))
+    if over_pages:
+        _attend_old(query, layer, over_pages, scale, out)
     return out, None
+
+
+def _attend_old(
+    query: torch.Tensor,
+    layer: PagedLayer,
+    rows: Sequence[tuple[int, Span]],
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Rows with tokens before those that are fed: their pages are read, by the card's kernels where there is one."""
+    spans = [span for _, span in rows]
+    news = [slice(query.shape[2] - (span.stop - span.start), None) for span in spans]
+    queries = [query[row, :, new] for (row, _), new in zip(rows, news, strict=True)]
+    if layer.plans.suits(query.dtype):
+        found = layer.plans.attend(queries, spans, layer.layer_pages, scale, layer.window)
+    else:
+        found = [
+            attend_pages(q, layer.layer_pages, span.slots, span.stop, scale, layer.window)
+            for q, span in zip(queries, spans, strict=True)
+        ]
+    for (row, _), new, each in zip(rows, news, found, strict=True):
+        out[row, new] = each
 
 
 def _attend_new(

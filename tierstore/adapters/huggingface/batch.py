@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tierstore.adapters.huggingface.opening import Tail
 from tierstore.adapters.huggingface.sequence import PagedSequence
@@ -27,6 +29,8 @@ class Span:
     stop: int
     slots: torch.Tensor
     """The block table, int64 ``[pages]``; NO_PAGE behind a window."""
+    pages: NDArray[np.int64]
+    """The same on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +171,13 @@ class PagedBatch:
             tokens = None if token_ids is None else token_ids[index][width - (end - start) :]
             writes[index] = (self.rows[index].begin(model, start, end, tokens), end)
         self._grow(writes)
-        tables = {leader: self._slots(leader) for leader in writes}
+        hosts = {leader: np.array(self.rows[leader].table.slots, dtype=np.int64) for leader in writes}
+        device = self.terms.pages.device
+        tables = {leader: torch.from_numpy(slots).to(device) for leader, slots in hosts.items()}
         spans = []
         for index, leader in enumerate(self._step):
             start, end = self._positions(index, model, width)
-            spans.append(Span(start, end, tables[leader]))
+            spans.append(Span(start, end, tables[leader], hosts[leader]))
         return spans, self._places(writes, tables, stop - width)
 
     def finish(self, model: int, width: int, token_ids: Sequence[Sequence[int]] | None) -> None:
@@ -255,9 +261,6 @@ class PagedBatch:
             if spare:
                 self.terms.store.free(taken[:spare])
             self.rows[index].grow(*writes[index], taken[spare:])
-
-    def _slots(self, index: int) -> torch.Tensor:
-        return torch.tensor(self.rows[index].table.slots, dtype=torch.long, device=self.terms.pages.device)
 
     def _places(
         self, writes: dict[int, tuple[int, int]], tables: dict[int, torch.Tensor], first_column: int

@@ -12,12 +12,14 @@ from transformers.cache_utils import CacheLayerMixin
 
 from tierstore.adapters.huggingface.attention import HANDLE
 from tierstore.adapters.huggingface.batch import Span
+from tierstore.adapters.huggingface.on_card import Plans
 
 
 class LayerOwner(Protocol):
     """The cache that a layer belongs to."""
 
     spans: Sequence[Span]
+    plans: Plans
     unread: bool
 
     def write(
@@ -69,6 +71,11 @@ class TierStoreLayer(CacheLayerMixin):
     def spans(self) -> Sequence[Span]:
         """What the forward pass under way computes, row by row."""
         return self._owner.spans
+
+    @property
+    def plans(self) -> Plans:
+        """The card's kernels, as planned for the forward pass under way."""
+        return self._owner.plans
 
     def check_mask(self, mask: torch.Tensor | None) -> None:
         """Raise ValueError, in the first layer, for a mask that hides anything but the padding."""

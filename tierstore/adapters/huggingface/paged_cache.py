@@ -27,6 +27,7 @@ from tierstore.adapters.huggingface.feeding import (
 )
 from tierstore.adapters.huggingface.identity import kv_shape
 from tierstore.adapters.huggingface.layer import TierStoreLayer
+from tierstore.adapters.huggingface.on_card import Plans
 from tierstore.adapters.huggingface.whole_prompt import show_prompts
 
 
@@ -38,6 +39,7 @@ class PagedCache(Cache):
         shape = kv_shape(model.config)
         self.batch = batch
         self.spans: Sequence[Span] = ()
+        self.plans = Plans(batch.terms.pages.device)
         self.unread = False
         self._number = number
         self._next_layer = 0
@@ -228,4 +230,5 @@ class PagedCache(Cache):
             self._fed = None
         self._width = width
         self.spans, self._places = self.batch.begin(self._number, width, self._fed)
+        self.plans.renew()
         self.unread, self._next_layer = False, 0
