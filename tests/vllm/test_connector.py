@@ -1,0 +1,201 @@
+"""``TierStoreConnector`` in real engines: hits of every kind answer as plain vLLM does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm import tiny_model
+from tests.vllm.conftest import Oracle
+from tests.vllm.damage import flip_every
+from tests.vllm.prompts import documents
+from tests.vllm.runner import (
+    Engines,
+    ask,
+    beside,
+    blocks,
+    check,
+    connector,
+    counts,
+    reset,
+    settle,
+    storm,
+)
+
+pytestmark = pytest.mark.vllm
+
+PAGE = 30 * 32 * 2 * 3 * 64 * 4
+"""Bytes of a block of 32 tokens: layers, tokens, K and V, heads, dimensions, bytes a number."""
+
+PROMPTS = documents(6, 12)
+TOKENS = 24
+WHOLE = 192
+"""Tokens of a prompt's full blocks."""
+
+EXTERNAL = "vllm:external_prefix_cache_hits"
+
+
+def tiers(home: Path, host_pages: int, page_nbytes: int = PAGE, disk: str = "256MiB") -> dict[str, Any]:
+    return {
+        "host": {"capacity": host_pages * page_nbytes},
+        "nvme": {"path": str(home), "capacity": disk, "payload": "extents"},
+    }
+
+
+def tokens_of(answers: Sequence[dict[str, Any]]) -> list[list[int]]:
+    return [answer["tokens"] for answer in answers]
+
+
+def cached(answers: Sequence[dict[str, Any]]) -> list[int]:
+    return [answer["cached"] for answer in answers]
+
+
+def test_hits_of_every_tier_answer_as_plain_vllm(engines: Engines, oracle: Oracle, tmp_path: Path) -> None:
+    expected, all_of_it = oracle(PROMPTS, TOKENS), [WHOLE] * len(PROMPTS)
+
+    cold, own, none, _, settled, host, after = engines.life(
+        [
+            ask(PROMPTS, TOKENS),
+            ask(PROMPTS, TOKENS),
+            counts(),
+            reset(),
+            settle(),
+            ask(PROMPTS, TOKENS),
+            counts(),
+        ],
+        transfer=connector(tiers(tmp_path / "a", 100)),
+    )
+    assert settled is None
+    for answers, hits in ((cold, [0] * len(PROMPTS)), (own, all_of_it), (host, all_of_it)):
+        assert tokens_of(answers) == expected
+        assert cached(answers) == hits
+    assert none[EXTERNAL] == 0
+    assert after[EXTERNAL] == sum(all_of_it)
+
+    restarted, found, free, clean = engines.life(
+        [ask(PROMPTS, TOKENS), counts(), blocks(), check()],
+        transfer=connector(tiers(tmp_path / "a", 10)),
+        in_process=True,
+    )
+    assert tokens_of(restarted) == expected
+    assert cached(restarted) == all_of_it
+    assert found[EXTERNAL] == sum(all_of_it)
+    assert free["free"] == free["usable"]
+    assert clean == "clean"
+
+    assert flip_every(tmp_path / "a", 13, PAGE) > 0
+    damaged, again, free, clean = engines.life(
+        [ask(PROMPTS, TOKENS), ask(PROMPTS, TOKENS), blocks(), check()],
+        transfer=connector(tiers(tmp_path / "a", 10)),
+        in_process=True,
+        num_gpu_blocks_override=24,
+        max_model_len=512,
+    )
+    assert tokens_of(damaged) == expected
+    assert min(cached(damaged)) < WHOLE <= max(cached(damaged))
+    assert tokens_of(again) == expected
+    assert cached(again) == all_of_it
+    assert free["free"] == free["usable"]
+
+
+def test_aborts_and_preemptions_leak_nothing(
+    small_engines: Engines, small_oracle: Oracle, tmp_path: Path
+) -> None:
+    prompts, tokens = tiny_model.prompts(12, 180), 40
+    expected = small_oracle(prompts, tokens)
+    first, free, clean, found, answers, free_again, clean_again = small_engines.life(
+        [
+            storm(prompts, requests=1000, tokens=tokens, seed=1, most=8),
+            blocks(),
+            check(),
+            counts(),
+            ask(prompts, tokens),
+            blocks(),
+            check(),
+        ],
+        transfer=connector(tiers(tmp_path / "a", 40, tiny_model.PAGE_NBYTES, "8MiB")),
+        in_process=True,
+        num_gpu_blocks_override=20,
+        max_num_seqs=8,
+        max_model_len=256,
+        max_num_batched_tokens=256,
+    )
+    assert first["aborted"] + found["vllm:num_preemptions"] >= 500
+    assert found["vllm:num_preemptions"] > 20
+    assert found[EXTERNAL] > 0
+    for number, answer in first["answered"]:
+        assert answer == expected[number]
+    assert tokens_of(answers) == expected
+    assert free["free"] == free["usable"] == free_again["free"]
+    assert clean == clean_again == "clean"
+
+
+def test_two_ranks_answer_as_one_and_find_their_pages_after_a_restart(
+    small_engines: Engines, small_oracle: Oracle, tmp_path: Path
+) -> None:
+    prompts, tokens = tiny_model.prompts(12, 180), 40
+    expected = small_oracle(prompts, tokens)
+    line = connector(tiers(tmp_path / "a", 200, tiny_model.PAGE_NBYTES, "64MiB"))
+    cold, _, host, found = small_engines.life(
+        [ask(prompts, tokens), reset(), ask(prompts, tokens), counts()], transfer=line, tensor_parallel_size=2
+    )
+    assert tokens_of(cold) == tokens_of(host) == expected
+    assert found[EXTERNAL] == 12 * 160 == sum(cached(host))
+    (restarted,) = small_engines.life([ask(prompts, tokens)], transfer=line, tensor_parallel_size=2)
+    assert tokens_of(restarted) == expected
+    assert cached(restarted) == [160] * 12
+
+
+def test_a_second_engine_is_refused_and_the_first_goes_on(
+    small_engines: Engines, small_oracle: Oracle, tmp_path: Path
+) -> None:
+    prompts, tokens = tiny_model.prompts(12, 180), 40
+    expected = small_oracle(prompts, tokens)
+    line = connector(tiers(tmp_path / "a", 20, tiny_model.PAGE_NBYTES, "64MiB"))
+    second_case = small_engines.case([ask(prompts[:1], 1)], transfer=line)
+    cold, second, _, after = small_engines.life(
+        [ask(prompts, tokens), beside(second_case, tmp_path / "b"), reset(), ask(prompts, tokens)],
+        transfer=line,
+    )
+    assert second["code"] != 0
+    assert "nvme.path" in second["said"]
+    assert "in use" in second["said"]
+    assert tokens_of(cold) == tokens_of(after) == expected
+    assert cached(after) == [160] * 12
+
+
+def test_loads_that_fail_are_computed_anew(
+    small_engines: Engines, small_oracle: Oracle, tmp_path: Path
+) -> None:
+    prompts, tokens = tiny_model.prompts(12, 180), 40
+    expected = small_oracle(prompts, tokens)
+    line = connector(
+        tiers(tmp_path / "a", 200, tiny_model.PAGE_NBYTES, "64MiB"),
+        kv_connector="FaultyConnector",
+        kv_connector_module_path="tests.vllm.faulty",
+    )
+    cold, _, failing, together, found, free, clean = small_engines.life(
+        [
+            ask(prompts, tokens),
+            reset(),
+            ask(prompts, tokens),
+            storm(prompts, requests=60, tokens=tokens, seed=3, most=4),
+            counts(),
+            blocks(),
+            check(),
+        ],
+        transfer=line,
+        in_process=True,
+        num_gpu_blocks_override=40,
+    )
+    assert tokens_of(cold) == tokens_of(failing) == expected
+    assert {answer["reason"] for answer in failing} == {"length"}
+    for number, answer in together["answered"]:
+        assert answer == expected[number]
+    assert "Recovered from KV load failure" in small_engines.log()
+    assert found[EXTERNAL] > 0
+    assert free["free"] == free["usable"]
+    assert clean == "clean"
