@@ -18,6 +18,7 @@ from tierstore.cli.bench import bench
 from tierstore.cli.bench_attention import attention
 from tierstore.cli.bench_card import arena, copy
 from tierstore.cli.bench_codec import codec
+from tierstore.cli.bench_hints import hints
 from tierstore.cli.bench_overlap import overlap
 from tierstore.cli.bench_prefetch import prefetch
 from tierstore.cli.compare import compare
@@ -46,7 +47,7 @@ for command in (demo, compare, plan, replay, inspect, verify, purge, export):
     app.command()(command)
 app.command("import")(import_)
 app.command("vllm-check")(vllm_check)
-for measurement in (codec, copy, arena, attention, overlap, prefetch):
+for measurement in (codec, copy, arena, attention, overlap, prefetch, hints):
     bench.command()(measurement)
 app.add_typer(bench, name="bench")
 

@@ -1,0 +1,147 @@
+"""``bench hints`` at tiny sizes: what is asked, from where, with which hints, and how its rows are made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from tests.support.pages import counter, where
+from tierstore.bench import hinted
+from tierstore.bench.hinted import CASES, Answer, HintRow, Library, hint_rows, place
+from tierstore.bench.hinted_model import QUESTION, Answers, random_model, spec_of_random
+from tierstore.bench.hinted_pages import Pages, open_store, page_spec
+from tierstore.cli.app import app
+from tierstore.types import PageKey, Tier
+
+PAGES = 6
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> Iterator[Pages]:
+    with open_store(page_spec(1), PAGES, 2, "cpu", tmp_path) as store:
+        yield Pages(store, 2, PAGES, 64)
+
+
+def rows_of(library: Library, source: Tier, rounds: int = 1) -> dict[str, HintRow]:
+    return {row.case: row for row in hint_rows(library, source, rounds, 0, lambda: None)}
+
+
+@pytest.mark.parametrize("tier", [Tier.HBM, Tier.HOST, Tier.NVME])
+def test_a_document_is_brought_to_a_tier_and_is_nowhere_above(pages: Pages, tier: Tier) -> None:
+    for other in (Tier.NVME, Tier.HBM, Tier.HOST):
+        place(pages.store, pages.documents[0], other)
+        place(pages.store, pages.documents[0], tier)
+        assert all(min(where(pages.store, key)) == tier for key in pages.documents[0])
+
+
+def test_what_cannot_be_brought_there_is_an_error(pages: Pages) -> None:
+    pages.store.evict(pages.documents[0])
+    with pytest.raises(RuntimeError, match="6 pages cannot all be brought to NVME: none is there"):
+        place(pages.store, pages.documents[0], Tier.NVME)
+
+
+@pytest.mark.parametrize("source", [Tier.NVME, Tier.HOST])
+def test_every_case_answers_with_the_bytes_that_were_put(pages: Pages, source: Tier) -> None:
+    rows = rows_of(pages, source)
+    assert tuple(rows) == CASES
+    assert all(row.equal and row.pairs == 2 and row.source == source.name for row in rows.values())
+    assert rows["resident"].ratio == 1.0
+    assert rows["none"].lead_s == 0.0 < rows["late"].lead_s < rows["ahead"].lead_s
+    assert counter(pages.store, "hints", "deferred") == 2 * 2
+
+
+def test_a_page_with_another_byte_is_told(pages: Pages) -> None:
+    pages._sums[1][3] += 1
+    assert not any(answer.content for answer in [pages.ask(1)])
+    assert pages.ask(0).content
+
+
+class Slow:
+    """Answers as it is told, whatever the store does."""
+
+    def __init__(self, pages: Pages, seconds: dict[Tier, float], case: Callable[[], str]) -> None:
+        self.store = pages.store
+        self.documents: Sequence[Sequence[PageKey]] = pages.documents[:1]
+        self._seconds = seconds
+        self._case = case
+
+    def ask(self, number: int) -> Answer:
+        return Answer(
+            {"resident": 1.0, "none": 5.0, "late": 4.4, "ahead": 1.1}[self._case()], self._case() != "late"
+        )
+
+
+def test_ratios_are_to_the_best_there_could_be(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None took 5 s and the resident one 1: a hint 1 s before makes 4 at best, and a hint in good time 1."""
+    seen: list[str] = []
+    asked = hinted._asked
+
+    def noted(library: Library, number: int, source: Tier, case: Any, load_s: float) -> tuple[Answer, float]:
+        seen.append(case)
+        answer, lead = asked(library, number, source, case, 0.01)
+        return answer, {"late": 1.0, "ahead": 6.0}.get(case, lead)
+
+    monkeypatch.setattr(hinted, "_asked", noted)
+    rows = rows_of(Slow(pages, {}, lambda: seen[-1]), Tier.NVME, rounds=4)
+    assert [round(row.ratio, 6) for row in rows.values()] == [1.0, 5.0, 1.1, 1.1]
+    assert [row.equal for row in rows.values()] == [True, True, False, True]
+    assert [seen[start] for start in (0, 4, 8, 12)] == list(CASES)
+
+
+def tiny() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        pad_token_id=0,
+    )
+
+
+@pytest.mark.parametrize("computed", [True, False])
+def test_a_model_answers_the_same_with_hints_and_without(tmp_path: Path, computed: bool) -> None:
+    model = random_model(tiny(), "cpu")
+    ids = [[number + 1] * (4 * 8 + QUESTION) for number in range(2)]
+    with open_store(spec_of_random(model, 8), 6, 2, "cpu", tmp_path) as store:
+        rows = rows_of(Answers(store, model, ids, computed=computed), Tier.NVME)
+        assert all(row.equal for row in rows.values())
+        assert [len(keys) for keys in Answers(store, model, ids, computed=computed).documents] == [4, 4]
+        store.check()
+
+
+def invoke(*options: str) -> Any:
+    return CliRunner().invoke(app, ["bench", "hints", *options])
+
+
+def test_bench_hints_prints_a_row_for_each_case_and_source(tmp_path: Path) -> None:
+    result = invoke("--layers", "1", "--tokens", "256", "--rounds", "1", "--dir", str(tmp_path), "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert [(row["source"], row["case"]) for row in found["rows"]] == [
+        (s, c) for s in ("NVME", "HOST") for c in CASES
+    ]
+    assert all(row["equal"] and row["nbytes"] == 4 * page_spec(1).page_nbytes for row in found["rows"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--from", "hbm"), "--from hbm; allowed: nvme, host"),
+        (("--model", "/nowhere"), "no such folder"),
+        (("--dir", "/nowhere"), "--dir /nowhere: no such folder"),
+    ],
+)
+def test_bench_hints_refuses_what_it_cannot_do(options: tuple[str, ...], said: str) -> None:
+    result = invoke("--layers", "1", "--tokens", "64", *options)
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())

@@ -1,0 +1,149 @@
+"""``bench hints``: how soon a document answers that lies below HBM, with a hint in time, a late one, and none."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from tierstore.cli.bench_card import name_of
+from tierstore.cli.output import Json, print_json, progress, refusals, require_folder
+from tierstore.errors import ConfigError
+from tierstore.units import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tierstore.bench.hinted import HintRow, Library
+    from tierstore.store import TierStore
+    from tierstore.types import Tier
+
+PAGE_SIZE = 64
+
+
+def hints(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="none: pages alone, an answer is a lease that is ready. smollm2, or the folder of a model: what it "
+            "answers, in float32. random: a Llama of 8B shape and random weights over pages of random numbers."
+        ),
+    ] = "none",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N, as in hbm.device.")] = "cpu",
+    tokens: Annotated[int, typer.Option(min=PAGE_SIZE, help="Of a document.")] = 4096,
+    documents: Annotated[int, typer.Option(min=1, help="Asked in turn.")] = 1,
+    layers: Annotated[int, typer.Option(min=1, help="Of the model, where it is none or random.")] = 32,
+    sources: Annotated[
+        str, typer.Option("--from", help="Where documents lie: nvme, host, or both.")
+    ] = "nvme,host",
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Every case once a round and document; medians count.")
+    ] = 5,
+    docs: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text files for a model's documents; the licences here if not given."),
+    ] = None,
+    place: Annotated[
+        Path | None, typer.Option("--dir", help="Where the disk tier goes; a folder in it comes and goes.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Asks documents that lie below HBM: no hint, a hint half of the loading time before, one longer than that before.
+
+    Beside it the same document in HBM. Real copies; ``ratio`` is to the best there can be, see ``HintRow``.
+    """
+    from tierstore.bench.hinted import hint_rows
+
+    found: list[HintRow] = []
+    with refusals(as_json):
+        chosen = [_tier(name) for name in sources.split(",")]
+        if place is not None:
+            require_folder("--dir", place)
+        with (
+            tempfile.TemporaryDirectory(prefix="tierstore-hints-", dir=place) as scratch,
+            Progress(console=progress, transient=True) as bar,
+        ):
+            library = _library(model, device, tokens, documents, layers, docs, Path(scratch), progress.print)
+            nbytes = len(library.documents[0]) * _page_nbytes(library.store)
+            with library.store:
+                for source in chosen:
+                    task = bar.add_task(source.name, total=rounds * documents)
+                    found += hint_rows(library, source, rounds, nbytes, partial(bar.advance, task))
+    _show(found, f"{model} on {name_of(device)}")
+    if as_json:
+        print_json(
+            {"device": name_of(device), "model": model, "tokens": tokens, "rows": [x.plain() for x in found]}
+        )
+
+
+def _library(
+    model: str,
+    device: str,
+    tokens: int,
+    documents: int,
+    layers: int,
+    docs: list[Path] | None,
+    scratch: Path,
+    say: Callable[[str], None],
+) -> Library:
+    """The documents, in a store of their own."""
+    from tierstore.bench.hinted_pages import Pages, open_store, page_spec
+
+    pages = tokens // PAGE_SIZE
+    say(f"{documents} of {tokens} tokens")
+    if model == "none":
+        return Pages(
+            open_store(page_spec(layers), pages, documents, device, scratch), documents, pages, PAGE_SIZE
+        )
+    from tierstore.bench import hinted_model as models
+
+    length = tokens + models.QUESTION
+    if model == "random":
+        config = models.llama_8b(layers)
+        drawn = models.random_model(config, device)
+        store = open_store(models.spec_of_random(drawn, PAGE_SIZE), pages + 1, documents, device, scratch)
+        ids = [[number + 1] * length for number in range(documents)]
+        return models.Answers(store, drawn, ids, computed=False)
+    from tierstore.demo.documents import COMMON_LICENCES
+    from tierstore.demo.model import ModelError, model_folder
+
+    files = docs or sorted(COMMON_LICENCES.glob("*"))
+    try:
+        folder = model_folder(model, say)
+        ids = models.texts(folder, files, documents, length)
+    except (ModelError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    loaded = models.load_model(folder, device)
+    store = open_store(models.spec_of(loaded, PAGE_SIZE), pages + 1, documents, device, scratch)
+    return models.Answers(store, loaded, ids)
+
+
+def _tier(name: str) -> Tier:
+    from tierstore.types import Tier
+
+    if name.upper() not in ("NVME", "HOST"):
+        raise ConfigError(f"--from {name}; allowed: nvme, host, or both with a comma")
+    return Tier[name.upper()]
+
+
+def _page_nbytes(store: TierStore) -> int:
+    found = store.stats()["page_nbytes"]
+    assert isinstance(found, int)
+    return found
+
+
+def _show(rows: list[HintRow], title: str) -> None:
+    header = ("from", "hint", "document", "load s", "lead s", "answer s", "ratio", "", "pairs", "answers")
+    table = Table(*header, box=None, title=title)
+    for row in rows:
+        times = (f"{row.load_s:.4f}", f"{row.lead_s:.4f}", f"{row.seconds:.4f}", f"{row.ratio:.2f}")
+        spread = f"{row.spread[0]:.2f} to {row.spread[1]:.2f}"
+        equal = "equal" if row.equal else "DIFFER"
+        table.add_row(row.source, row.case, format_size(row.nbytes), *times, spread, str(row.pairs), equal)
+    Console(width=110).print(table)
