@@ -105,19 +105,19 @@ class RawFile(Contender):
 
     def __init__(self, folder: Path, load: Load) -> None:
         super().__init__(folder, load)
-        self._fd, self.direct = _open_direct(folder / "raw")
+        self._fd, self.direct = open_direct(folder / "raw")
         os.posix_fallocate(self._fd, 0, load.pages.nbytes)
 
     def write(self) -> None:
         for index, page in enumerate(self.load.pages):
-            _whole(os.pwrite(self._fd, page.data, index * page.nbytes), page.nbytes)
+            whole(os.pwrite(self._fd, page.data, index * page.nbytes), page.nbytes)
             if (index + 1) % self.load.batch_pages == 0:
                 os.fdatasync(self._fd)
         os.fdatasync(self._fd)
 
     def read(self, out: Bytes) -> None:
         nbytes = out.shape[1]
-        self._spread(lambda index: _whole(os.preadv(self._fd, [out[index].data], index * nbytes), nbytes))
+        self._spread(lambda index: whole(os.preadv(self._fd, [out[index].data], index * nbytes), nbytes))
 
     def close(self) -> None:
         os.close(self._fd)
@@ -130,7 +130,7 @@ class FilePerPage(Contender):
         for index, page in enumerate(self.load.pages):
             fd = os.open(self.folder / str(index), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                _whole(os.write(fd, page.data), page.nbytes)
+                whole(os.write(fd, page.data), page.nbytes)
                 os.fdatasync(fd)
             finally:
                 os.close(fd)
@@ -139,7 +139,7 @@ class FilePerPage(Contender):
         def one(index: int) -> None:
             fd = os.open(self.folder / str(index), os.O_RDONLY | os.O_CLOEXEC)
             try:
-                _whole(os.preadv(fd, [out[index].data], 0), out.shape[1])
+                whole(os.preadv(fd, [out[index].data], 0), out.shape[1])
             finally:
                 os.close(fd)
 
@@ -279,7 +279,7 @@ def forget(path: Path) -> None:
         os.close(fd)
 
 
-def _open_direct(path: Path) -> tuple[int, bool]:
+def open_direct(path: Path) -> tuple[int, bool]:
     """A new file, past the page cache if it can be so, and whether it is."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
@@ -295,6 +295,6 @@ def _open_direct(path: Path) -> tuple[int, bool]:
     return fd, True
 
 
-def _whole(done: int, wanted: int) -> None:
+def whole(done: int, wanted: int) -> None:
     if done != wanted:
         raise OSError(f"{done} bytes moved where {wanted} were asked for")

@@ -21,6 +21,7 @@ from tierstore.cli.bench_codec import codec
 from tierstore.cli.bench_hints import hints
 from tierstore.cli.bench_overlap import overlap
 from tierstore.cli.bench_prefetch import prefetch
+from tierstore.cli.bench_ttft import ttft
 from tierstore.cli.compare import compare
 from tierstore.cli.data import inspect, purge, verify
 from tierstore.cli.output import Json, print_json
@@ -47,7 +48,7 @@ for command in (demo, compare, plan, replay, inspect, verify, purge, export):
     app.command()(command)
 app.command("import")(import_)
 app.command("vllm-check")(vllm_check)
-for measurement in (codec, copy, arena, attention, overlap, prefetch, hints):
+for measurement in (codec, copy, arena, attention, overlap, prefetch, hints, ttft):
     bench.command()(measurement)
 app.add_typer(bench, name="bench")
 

@@ -1,0 +1,103 @@
+"""``bench ttft``: how soon an answer over a long stored prefix begins, from each tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tierstore.cli.bench_card import Device, name_of
+from tierstore.cli.output import Json, print_json, progress, refusals, require_folder
+from tierstore.errors import ConfigError
+from tierstore.units import format_size
+
+if TYPE_CHECKING:
+    from tierstore.bench.ttft import TtftRow
+
+
+def ttft(
+    device: Device = "cuda:0",
+    shape: Annotated[str, typer.Option(help="llama-3.1-8b, or tiny; weights are random.")] = "llama-3.1-8b",
+    prefix: Annotated[int, typer.Option(min=1, help="Tokens of the stored prefix.")] = 131072,
+    question: Annotated[int, typer.Option(min=1, help="Tokens that follow it.")] = 64,
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Answers from each tier; the median counts.")] = 5,
+    chunk: Annotated[
+        int, typer.Option(min=1, help="Tokens computed at a time where nothing is stored.")
+    ] = 16384,
+    host_codecs: Annotated[str, typer.Option(help="Codecs of host memory besides none.")] = "int8",
+    disk_codecs: Annotated[str, typer.Option(help="Codecs of the disk, with commas.")] = "none,exp,int8",
+    disk_prefix: Annotated[int, typer.Option(min=0, help="Tokens of the prefix on disk; 0: as above.")] = 0,
+    readers: Annotated[int, typer.Option(min=1, max=64, help="Threads that read the disk.")] = 8,
+    dir_: Annotated[
+        Path | None,
+        typer.Option("--dir", help="A folder on the disk; the system's for temporary files if empty."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """How soon an answer over a long stored prefix begins, beside what moving its bytes takes, and computing it."""
+    from tierstore.bench.ttft import Ask, Bench
+    from tierstore.bench.ttft_rig import SHAPES
+
+    found: list[TtftRow] = []
+    with refusals(as_json):
+        if shape not in SHAPES:
+            raise ConfigError(f"--shape {shape}; allowed: {', '.join(SHAPES)}")
+        for option, tokens in (("--prefix", prefix), ("--disk-prefix", disk_prefix)):
+            if 0 < tokens < page_size:
+                raise ConfigError(f"{option} {tokens}; allowed: a page of {page_size} tokens or more")
+        if dir_ is not None:
+            require_folder("--dir", dir_)
+        ask = Ask(
+            device=device, shape=shape, prefix=prefix, question=question, page_size=page_size, rounds=rounds
+        )
+        progress.print("a model of random weights")
+        bench = Bench(ask)
+        for row in bench.memory_rows(chunk):
+            _tell(row, found)
+        for codec in _names(host_codecs):
+            _tell(bench.coded_row(codec), found)
+        with TemporaryDirectory(prefix="tierstore-ttft-", dir=dir_) as place:
+            for codec in _names(disk_codecs):
+                _tell(bench.disk_row(codec, disk_prefix or prefix, Path(place) / codec, readers), found)
+    name = name_of(device)
+    _show(name, found)
+    if as_json:
+        print_json({"device": name, "parameters": bench.parameters, "rows": [row.plain() for row in found]})
+
+
+def _names(words: str) -> list[str]:
+    return [word.strip() for word in words.split(",") if word.strip()]
+
+
+def _tell(row: TtftRow, found: list[TtftRow]) -> None:
+    found.append(row)
+    progress.print(f"{row.tier} {row.codec}: {row.ttft_ms:.1f} ms")
+
+
+def _show(name: str, found: list[TtftRow]) -> None:
+    table = Table(
+        "from", "codec", "tokens", "first token ms", "least", "most", "request ms", "moved", "floor ms", "of",
+        "GB/s", "ratio", "same token", "error", box=None, title=name,
+    )  # fmt: skip
+    for row in found:
+        times = (f"{x:.1f}" for x in (row.ttft_ms, row.least_ms, row.most_ms, row.request_ms))
+        floor = (f"{row.floor_ms:.1f}", row.floor, f"{row.ceiling_gbps:.2f}", f"{row.ratio:.3f}")
+        rest = (str(row.same_token), f"{row.rel_error:.4f}")
+        table.add_row(row.tier, row.codec, str(row.prefix), *times, format_size(row.nbytes), *floor, *rest)
+    console = Console(width=150)
+    console.print(table)
+    by_way = {(row.tier, row.codec): row.ttft_ms for row in found}
+    whole, computed = by_way.get(("HOST", "none")), next((row for row in found if row.tier == "none"), None)
+    if computed is not None:
+        console.print(f"computed: {computed.ttft_ms:.0f} ms, {computed.tflops:.0f} TFLOP/s, once")
+        for (tier, codec), taken in by_way.items():
+            if tier != "none":
+                console.print(f"{tier} {codec}: {computed.ttft_ms / taken:.1f} times sooner")
+    for (tier, codec), taken in by_way.items():
+        if whole and tier == "HOST" and codec != "none":
+            console.print(f"HOST {codec}: {taken / whole:.3f} of HOST none")
