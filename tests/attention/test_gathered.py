@@ -18,6 +18,7 @@ from tests.attention.interpreted import KERNELS, interpreted
 from tests.core.planting import Bug
 from tierstore.gpu.attention import gathered
 from tierstore.gpu.attention.gathered import Gathered
+from tierstore.gpu.attention.paging import Paging
 from tierstore.gpu.attention.ways import for_many
 
 KERNELS_HERE = interpreted()
@@ -90,6 +91,17 @@ def test_shapes_that_torchs_kernels_do_not_take_go_in_place(case: Case) -> None:
     assert for_many(torch.device("cuda"), "auto", paging) == "triton"
     with pytest.raises(ValueError, match="gathered"):
         for_many(torch.device("cuda"), "gathered", paging)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "queries", "way"),
+    [(131072, 64, "triton"), (131072, 4096, "gathered"), (8192, 1024, "triton"), (8192, 4096, "gathered")],
+)
+def test_many_queries_over_a_long_context_are_gathered_for(tokens: int, queries: int, way: str) -> None:
+    shape = Case([], num_kv_heads=8, group=4, head_dim=128, page_size=64, dtype=torch.bfloat16).shape
+    pages = range(tokens // 64)
+    paging = Paging.of([0, queries], [0, len(pages)], pages, [64], shape)
+    assert for_many(torch.device("cuda"), "auto", paging) == way
 
 
 BUGS = [

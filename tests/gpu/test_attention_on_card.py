@@ -37,7 +37,11 @@ FILLING = {
 }
 
 
-@pytest.mark.parametrize("case", [*DECODING.values(), *FILLING.values()], ids=[*DECODING, *FILLING])
+@pytest.mark.parametrize(
+    "case",
+    [*DECODING.values(), *FILLING.values()],
+    ids=[*DECODING, *(f"{name}, filling" for name in FILLING)],
+)
 def test_kernels_in_place_are_right(case: Case) -> None:
     scene = Scene.of(case, "cuda:0")
     scene.require_right(*scene.run(InPlace(CARD)))

@@ -138,24 +138,17 @@ def prefill_row(pool: Pool, tokens: int, queries: int, layers: int, pairs: int) 
     length = tokens + queries
     slots = pool.scattered(1, length)
     way = PagedPrefill(pool.device)
-
-    def plan() -> None:
-        way.plan(
-            [0, queries], [0, len(slots)], slots, [(length - 1) % pool.page_size + 1],
-            QUERY_HEADS, KV_HEADS, HEAD_DIM, pool.page_size, causal=True,
-        )  # fmt: skip
-
     q = torch.randn(queries, QUERY_HEADS, HEAD_DIM, device=pool.device).to(torch.bfloat16)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=pool.device)
 
     def ours(layer: int) -> None:
         way.run(q, pool.pages[:, layer], out=out, lse=lse)
 
-    def both() -> None:
-        plan()
+    def planned() -> None:
+        _plan(way, pool, slots, queries, length)
         ours(0)
 
-    peak = _peak(pool, both)
+    peak = _peak(pool, planned)
     checks = sorted({0, max(0, queries - _CHECKED)})
     error = max(_error(out, q, pool.pages[:, 0], way.planned, first) for first in checks)
     whole = [pool.whole(slots, 1, length, layer) for layer in range(layers)]
@@ -164,8 +157,16 @@ def prefill_row(pool: Pool, tokens: int, queries: int, layers: int, pairs: int) 
     }
     ceilings, best = _best(pool, kernels)
     found = _pairs(pool, _each(layers, ours), kernels[best], pairs)
-    return _row("prefill", pool, (1, tokens, queries, layers), found, pool.layer_nbytes(length), error,
-                (way.backend, best), ceilings, peak / pool.layer_nbytes(length))  # fmt: skip
+    nbytes = pool.layer_nbytes(length)
+    return _row("prefill", pool, (1, tokens, queries, layers), found, nbytes, error,
+                (way.backend, best), ceilings, peak / nbytes)  # fmt: skip
+
+
+def _plan(way: PagedPrefill, pool: Pool, slots: NDArray[np.int64], queries: int, length: int) -> None:
+    """One sequence of ``length`` tokens, the last of which are new."""
+    last = [(length - 1) % pool.page_size + 1]
+    heads = (QUERY_HEADS, KV_HEADS, HEAD_DIM, pool.page_size)
+    way.plan([0, queries], [0, len(slots)], slots, last, *heads, causal=True)
 
 
 def _row(

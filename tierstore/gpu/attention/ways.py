@@ -13,8 +13,10 @@ from tierstore.gpu.attention.paging import Paging
 Backend = Literal["auto", "reference", "triton", "gathered"]
 """``triton``: kernels that read pages in place. ``gathered``: pages are gathered, some at a time, for SDPA."""
 
-GATHERED_FROM = 256
-"""Queries of the longest sequence from which gathering wins. Measured on an H100: docs/measurements.md."""
+GATHERED_QUERIES = 512
+GATHERED_WORK = 1 << 36
+"""Gathering wins from so many queries of a sequence, and products of queries, tokens, heads and their numbers: below,
+launches take longer than it saves. Measured on an H200: docs/measurements.md."""
 
 
 class Way(Protocol):
@@ -72,4 +74,6 @@ def for_many(device: torch.device, asked: Backend, paging: Paging) -> Backend:
         return asked
     if device.type != "cuda":
         return "reference"
-    return "gathered" if fits and int(paging.widths.max(initial=0)) >= GATHERED_FROM else "triton"
+    row = paging.shape.num_qo_heads * paging.shape.head_dim
+    enough = (paging.widths >= GATHERED_QUERIES) & (paging.widths * paging.kv_lens * row >= GATHERED_WORK)
+    return "gathered" if fits and bool(enough.any()) else "triton"
