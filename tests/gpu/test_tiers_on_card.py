@@ -181,10 +181,12 @@ class TestEngineSlotsThroughASlabByLayers(TierContract):
         pool, view = engine_pool(spec, num_slots)
         arena = pinned(layout, num_slots)
         layers = LayerGroups.of(layout, 16, 1)
+        found = [of_tensors(pool.layers, layout, 1 << 20, parts[:1]) for parts in layers.parts]
+        by_layers = len(layers) > 1 and all(map(Kernel.suits, found))  # not with layers of a few bytes
 
         def route(driver: Driver) -> Route:
             slab = through_slabs(pool.layers, layout, driver, DEVICE, layers)
-            assert len(layers) == 1 or slab.layers is layers
+            assert slab.layers is (layers if by_layers else None)
             return slab
 
         engine = card_engine(pool, arena, layout, route, Pace(whole=0))
