@@ -24,6 +24,8 @@ _WAVE_S = 0.1
 """Seconds of copies under way at once, at most: a lease that comes meanwhile waits no longer for them."""
 _PLAN_AGAIN_S = 0.05
 _PLAN_SOON_S = 0.004
+_PLAN_SHARE = 10.0
+"""Between two plans so much of the time that a plan took."""
 _BUSY_S = 0.002
 _BLOCKED_S = 0.02
 _IDLE_S = 0.25
@@ -121,7 +123,8 @@ class Bringing:
             self._ahead.setdefault(promotion.dst, []).append(_ahead(promotion, hints, rank))
         quickest = min((s for s in (machine.read_s, machine.load_s) if s), default=inf)
         self._wave = max(PIECE_PAGES, int(_WAVE_S / quickest))
-        self._plan_at = now + (_PLAN_AGAIN_S if self._ahead else _IDLE_S)
+        took = self._clock() - now
+        self._plan_at = now + max(_PLAN_SHARE * took, _PLAN_AGAIN_S if self._ahead else _IDLE_S)
 
     def _keep_there(self, soon: list[Expected], wants: list[Want]) -> None:
         """Has the store keep what is in memory already as it keeps what it brings. Each page is named to it once."""
@@ -181,6 +184,9 @@ class Bringing:
                 continue
             started += len(found.keys)
             self._note_started(found.keys, dst)
+            known = self._kept.get((hint.request_id, hint.revision))
+            if known is not None:
+                known.update((key, dst) for key in keys[: found.covered])
             if found.covered == len(keys):
                 del queue[at]
                 continue

@@ -8,10 +8,11 @@ others in its tier, never pinned, until its hint ends.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.policy.orders import BAND
-from tierstore.traffic import Move
+from tierstore.traffic import BATCH_PAGES, Move
 from tierstore.types import Promoted, Tier
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Promoting:
         self._hints = hints
         self._metrics = metrics
         self._page_nbytes = page_nbytes
-        self._moving: dict[_Place, None] = {}
+        self._moving: OrderedDict[_Place, None] = OrderedDict()
         self._kept: dict[str, OrderedDict[_Place, None]] = {}
         """By request what is kept for it, in the order in which it came."""
         self._ending: deque[OrderedDict[_Place, None]] = deque()
@@ -177,13 +178,11 @@ class Promoting:
     def _bring(self, key: PageKey, src: Tier, dst: Tier) -> None:
         residency = self._residency
         self._moving[key, dst] = None
-        if dst == Tier.HBM:
-            slot = residency.reserve(key, dst)
-            residency.exactness.loaded(key, src, dst)
-            self._loads.start(key, slot, src)
-            return
         source_slot = self._tables[src].copies[key].slot
         slot = residency.reserve(key, dst, 0, src)
+        if dst == Tier.HBM:
+            self._loads.start(key, slot, src, source_slot)
+            return
         self._traffic.add(src, dst, Move(key, source_slot, slot, 0, residency.lineage.parent(key)))
 
     def _keep(self, hint: Hint, key: PageKey, tier: Tier) -> None:
@@ -219,8 +218,10 @@ class Promoting:
             self._residency.rerank(key, tier, self._tables[tier].policy.ordinary(key, copy.rank))
 
     def _settle(self) -> None:
-        """Forgets what has arrived or will not come."""
-        for key, tier in list(self._moving):
-            copy = self._tables[tier].copies.get(key)
+        """Forgets what has arrived or will not come: looks at a bounded number, each in its turn."""
+        for place in list(islice(self._moving, 2 * BATCH_PAGES)):
+            del self._moving[place]
+            copy = self._tables[place[1]].copies.get(place[0])
             if copy is None or copy.ready:
-                del self._moving[key, tier]
+                continue
+            self._moving[place] = None
