@@ -98,16 +98,19 @@ def hint_rows(
 
 def place(store: TierStore, keys: Sequence[PageKey], tier: Tier) -> None:
     """The document's pages are in ``tier``, saved below it, and nowhere above it. RuntimeError if that cannot be."""
+    wanted = (tier,) * len(keys)
     if tier == Tier.HBM:
         _lease(store, keys)
     else:
+        store.evict(keys, Tier.HBM)
+    if tier > Tier.HBM and store.match(keys).tiers != wanted:
         store.demote(keys, Tier.NVME)
         store.drain(PATIENCE_S)
-    if tier == Tier.HOST:  # where pages stay on their way up
-        _lease(store, keys)
-        store.evict(keys, Tier.HBM)
+        if tier == Tier.HOST:  # where pages stay on their way up
+            _lease(store, keys)
+            store.evict(keys, Tier.HBM)
     tiers = store.match(keys).tiers
-    if tiers != (tier,) * len(keys):
+    if tiers != wanted:
         places = {each.name: tiers.count(each) for each in sorted(set(tiers))}
         raise RuntimeError(
             f"{len(keys)} pages cannot all be brought to {tier.name}: {places or 'none is there'}"
