@@ -108,7 +108,8 @@ def random_model(sizes: Sizes, device: str, longest: int) -> PreTrainedModel:
             config, attn_implementation=ATTENTION, dtype=torch.bfloat16
         )
     assert isinstance(model, PreTrainedModel)
-    return model.eval()
+    model.eval()
+    return model
 
 
 class Rig:
