@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from tierstore.errors import CapacityError
+from tierstore.errors import CapacityError, LeaseError
 from tierstore.lease import LeaseRecord
 from tierstore.types import PageKey, Tier
 
@@ -203,16 +203,12 @@ class Leasing:
             return self._fate(key) or "not_found"
         if lease.deadline is not None and self._too_late(source, lease.deadline, now):
             return "deadline"
-        # Until the load has a pin of its own: this very page must not be dropped to make room for itself.
-        source_slot = self._residency.pin(key, source)
-        try:
-            slot = self._reserve(key, source) if lease.into is None else lease.into[index]
-            lease.slots.append(slot)
-            self._await(lease, index, self._loads.start(key, slot, source))
-        except CapacityError:
+        slot = self._reserve(key, source) if lease.into is None else self._given(lease.into[index], key, source)
+        if slot is None:
             return "no_room"
-        finally:
-            self._residency.unpin(key, source, source_slot)
+        lease.slots.append(slot)
+        source_slot = self._residency.tables[source].copies[key].slot
+        self._await(lease, index, self._loads.start(key, slot, source, source_slot))
         self._hit(key, source)
         return None
 
@@ -221,10 +217,18 @@ class Leasing:
         lease.waiting.add(index)
         load.waiters.append((lease, index))
 
-    def _reserve(self, key: PageKey, source: Tier) -> int:
-        slot = self._residency.reserve(key, Tier.HBM)
-        self._residency.exactness.loaded(key, source, Tier.HBM)
-        self._residency.pin(key, Tier.HBM)
+    def _reserve(self, key: PageKey, source: Tier) -> int | None:
+        """A slot that the lease pins; the source is pinned for the load. None: there is no room."""
+        try:
+            return self._residency.reserve(key, Tier.HBM, 0, source, pins=1)
+        except CapacityError:
+            return None
+
+    def _given(self, slot: int, key: PageKey, source: Tier) -> int:
+        """An engine's slot; the source is pinned for the load. LeaseError if another load is to fill the slot."""
+        if slot in self._loads.by_slot:
+            raise LeaseError(f"HBM slot {slot} is already the target of a load")
+        self._residency.pin(key, source)
         return slot
 
     def _too_late(self, source: Tier, deadline: float, now: float) -> bool:

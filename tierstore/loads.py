@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tierstore.errors import CapacityError, LeaseError
+from tierstore.errors import CapacityError
 from tierstore.traffic import BATCH_PAGES, Move
 from tierstore.types import Tier
 
@@ -55,11 +55,9 @@ class Loads:
         """Promotions that wait for a HOST slot."""
         return len(self._queue)
 
-    def start(self, key: PageKey, slot: int, source: Tier) -> Load:
-        """Begins to bring the page from its copy in ``source`` into an HBM slot reserved for it."""
-        if slot in self.by_slot:
-            raise LeaseError(f"HBM slot {slot} is already the target of a load")
-        load = Load(key, slot, source, self._residency.pin(key, source))
+    def start(self, key: PageKey, slot: int, source: Tier, source_slot: int) -> Load:
+        """Begins to bring the page from its copy in ``source``, pinned for the load, into a slot that no other fills."""
+        load = Load(key, slot, source, source_slot)
         self.by_slot[slot] = load
         if source == self._gate:
             self._submit(load)

@@ -159,11 +159,12 @@ class Residency:
         nbytes: int = 0,
         src: Tier | None = None,
         *,
+        pins: int = 0,
         memory_only: bool = False,
     ) -> int:
         """An unreadable slot in ``dst``; pins the copy in ``src``. CapacityError and LeaseError change nothing.
 
-        ``memory_only``: if no tier holds the page yet, none but memory ever is to. LeaseError if ``dst`` is not to.
+        ``pins`` are those the new copy has from the start. ``memory_only``: if no tier holds the page yet, none but memory ever is to. LeaseError if ``dst`` is not to.
         """
         table = self.tables[dst]
         if dst > (self.memory_only.floor if memory_only else self.memory_only.lowest_for(key)):
@@ -185,8 +186,8 @@ class Residency:
         slot, rank = table.take(nbytes), table.policy.enter(key)
         if src is not None and src < dst and self.tables[src].copies[key].rank < 0:
             rank = table.policy.unwanted()  # what nobody wants above is the first to go below, too
-        table.copies[key] = Copy(slot, nbytes, rank)
-        table.count(table.copies[key], 1)
+        copy = table.copies[key] = Copy(slot, nbytes, rank, pins=pins)
+        table.count(copy, 1)
         self._give_up_places(dst, table)
         return slot
 

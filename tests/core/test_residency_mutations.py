@@ -65,8 +65,8 @@ BUGS = [
     Bug(
         "a copy is readable before commit",
         residency,
-        "table.copies[key] = Copy(slot, nbytes, rank)",
-        "table.copies[key] = Copy(slot, nbytes, rank, True)",
+        "Copy(slot, nbytes, rank, pins=pins)",
+        "Copy(slot, nbytes, rank, True, pins=pins)",
     ),
     Bug(
         "a capacity failure keeps the source pinned",
