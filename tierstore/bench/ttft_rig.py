@@ -4,6 +4,7 @@
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -104,9 +105,7 @@ def random_model(sizes: Sizes, device: str, longest: int) -> PreTrainedModel:
     )
     torch.manual_seed(0)
     with torch.device(device_of(device)):
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=ATTENTION, dtype=torch.bfloat16
-        )
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.bfloat16)
     assert isinstance(model, PreTrainedModel)
     model.eval()
     return model
@@ -222,4 +221,11 @@ def rig(
     config = {"hbm": {"capacity": pages * spec.page_nbytes, "device": str(model.device)}, **below}
     with ClockedStore.open(load_config(config), spec) as store:
         assert isinstance(store, ClockedStore)
-        yield Rig(store, model, prompt, prefix // page_size)
+        filled = Rig(store, model, prompt, prefix // page_size)
+        # As engines do once they have started: a full collection stops everything for 50 to 150 ms.
+        gc.collect()
+        gc.freeze()
+        try:
+            yield filled
+        finally:
+            gc.unfreeze()

@@ -61,6 +61,8 @@ class Opening:
     """Where the tokens were found, in order: a tier and how many."""
     copied_tokens: int = 0
     """Tokens of a page that was copied because the prompt leaves it half way."""
+    keys: Sequence[PageKey] = ()
+    """Of the prompt's full pages; none where nothing is looked up."""
     arrival: Arrival | None = None
     """What of it is still on its way; None: it is all there."""
 
@@ -75,7 +77,7 @@ def open_prefix(terms: Terms, table: BlockTable, prompt: Sequence[int], tail: Ta
         lease, slots, tiers = _hold(terms, keys, table.page_size)
     first = len(tiers) - len(slots)
     table.reuse(slots, first)
-    opening = Opening(table, SharedLease(lease), range(first, len(tiers)))
+    opening = Opening(table, SharedLease(lease), range(first, len(tiers)), keys=keys)
     if terms.by_layers:
         opening.arrival = Arrival(terms.pages, lease, terms.timeout_s)
     opening.origins = [(tier, table.page_size) for tier in tiers]

@@ -62,6 +62,8 @@ class PagedSequence:
         self.expected = list(prompt)
         """The prompt it was opened for, as far as it was not taken back."""
         self._keys: list[PageKey] = []
+        self._opened: tuple[Sequence[int], Sequence[PageKey]] = ((), ())
+        """The prompt it was opened for, and the keys of its full pages."""
         self.arrival: Arrival | None = None
         """What it began with and is still on its way: say ``settle`` before anything but a forward pass."""
         self._lease: SharedLease | None = None
@@ -86,6 +88,7 @@ class PagedSequence:
         sequence = cls(terms, BlockTable(terms.pages.page_size, private), prompt)
         opening = open_prefix(terms, sequence.table, prompt, tail)
         sequence._lease, sequence._leased = opening.lease, opening.leased
+        sequence._opened = (prompt, opening.keys)
         sequence._exact, sequence.arrival = opening.lease.lease.exact, opening.arrival
         sequence.origins, sequence.copied_tokens = opening.origins, opening.copied_tokens
         count = sequence.table.num_tokens
@@ -193,7 +196,7 @@ class PagedSequence:
         """A second sequence that begins like this one: all pages are shared until one of them writes."""
         other = PagedSequence(self._terms, self.table.fork(), self.expected)
         other.written = [Written(each.held, list(each.tokens), each.fed) for each in self.written]
-        other._keys = list(self._keys)
+        other._keys, other._opened = list(self._keys), self._opened
         other._lease = None if self._lease is None else self._lease.share()
         other._leased, other._confirmed, other._exact = self._leased, self._confirmed, self._exact
         return other
@@ -314,5 +317,8 @@ class PagedSequence:
         """The keys of the first ``stop`` pages."""
         if len(self._keys) < stop:
             tokens = self.known[: stop * self.table.page_size]
+            prompt, keys = self._opened
+            if len(keys) >= stop and tokens == prompt[: len(tokens)]:
+                return list(keys[:stop])
             self._keys = self._terms.store.keys(tokens, salt=self._terms.salt, extra=self._terms.extra)
         return self._keys[:stop]

@@ -1,0 +1,105 @@
+"""The benchmark of first tokens at tiny sizes, on the CPU. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tierstore.bench.raw_disk import RawDisk
+from tierstore.bench.ttft import Ask, Bench
+from tierstore.bench.ttft_rig import SHAPES
+from tierstore.cli.app import app
+from tierstore.types import Tier
+
+SMALL = (
+    "--device", "cpu", "--shape", "tiny", "--prefix", "192", "--question", "8", "--page-size", "64",
+    "--rounds", "1", "--chunk", "32", "--readers", "2",
+)  # fmt: skip
+
+
+def run(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["bench", "ttft", *SMALL, *words, "--json"])
+    return result.exit_code, result.stdout.splitlines()[-1]
+
+
+def test_bench_ttft_tells_a_row_for_each_place_that_pages_come_from(tmp_path: Path) -> None:
+    code, line = run("--dir", str(tmp_path), "--disk-prefix", "128")
+    assert code == 0
+    rows = json.loads(line)["rows"]
+    found = [(row["tier"], row["codec"], row["prefix"], row["question"]) for row in rows]
+    assert found == [
+        ("HBM", "none", 192, 8),
+        ("HOST", "none", 192, 8),
+        ("none", "none", 0, 200),
+        ("HOST", "int8", 192, 8),
+        ("NVME", "none", 128, 8),
+        ("NVME", "exp", 128, 8),
+        ("NVME", "int8", 128, 8),
+    ]
+    by_way = {(row["tier"], row["codec"]): row for row in rows}
+    page = 64 * 4 * 2 * 2 * 16 * 2
+    assert by_way["HOST", "none"]["nbytes"] == 3 * page
+    assert by_way["HOST", "int8"]["nbytes"] < 3 * page
+    assert by_way["NVME", "exp"]["nbytes"] < by_way["NVME", "none"]["nbytes"]
+    assert by_way["HOST", "none"]["same_token"]
+    assert by_way["NVME", "none"]["rel_error"] == by_way["NVME", "exp"]["rel_error"] == 0
+    assert 0 < by_way["NVME", "int8"]["rel_error"] < 0.02
+    assert all(row["ratio"] > 0 and row["floor_ms"] > 0 for row in rows if row["tier"] in ("HOST", "NVME"))
+    assert by_way["none", "none"]["tflops"] > 0
+    assert not list(tmp_path.iterdir()), "something was left on the disk"
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("--shape", "huge"), "llama-3.1-8b"),
+        (("--prefix", "5"), "--prefix 5; allowed: a page of 64 tokens"),
+        (("--disk-prefix", "5"), "--disk-prefix 5; allowed: a page of 64 tokens"),
+        (("--dir", "/nowhere/at/all"), "no such folder"),
+    ],
+)
+def test_bench_ttft_refuses_what_cannot_be_measured(words: tuple[str, ...], what: str) -> None:
+    code, line = run(*words)
+    assert code == 2
+    assert what in json.loads(line)["error"]
+
+
+def test_pages_that_come_back_otherwise_are_no_result() -> None:
+    bench = Bench(Ask(device="cpu", shape="tiny", prefix=32, question=4, page_size=16, rounds=1))
+    with bench._rig(32, {"host": bench._host(32)}) as rig:
+        rig.send_down(Tier.HOST)
+        assert rig.answer().tiers == {Tier.HOST}
+        with rig.store.acquire(rig.prefix) as lease:
+            lease.wait(20.0)
+            rig._pages[lease.slots[1]][0] += 1
+        with pytest.raises(RuntimeError, match="other bytes"):
+            rig.checked(lossy=False)
+        rig.store.evict(rig.keys)
+        with pytest.raises(RuntimeError, match="only 0 tokens"):
+            rig.answer()
+
+
+def test_operations_of_a_prompt_are_those_of_its_matrix_products() -> None:
+    """Counted by torch, over a causal mask that it counts in full."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    bench = Bench(Ask(device="cpu", shape="tiny", prefix=16, question=48, page_size=16, rounds=1))
+    sizes = SHAPES["tiny"]
+    bench._model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+        bench._model(bench.ask.prompt(16), logits_to_keep=1, use_cache=False)
+    whole = 4.0 * sizes.layers * sizes.hidden * (64 * 64 - 64 * 65 / 2)
+    assert counter.get_total_flops() == sizes.flops(0, 64) + whole
+
+
+def test_raw_disk_reads_every_byte_of_a_file_that_is_gone_afterwards(tmp_path: Path) -> None:
+    disk = RawDisk(tmp_path / "raw", 100_000, 5000, readers=3)
+    assert disk.nbytes == 12 * 8192
+    assert (tmp_path / "raw").stat().st_size == disk.nbytes
+    assert disk.gbps() > 0
+    disk.close()
+    assert not list(tmp_path.iterdir())
