@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -19,8 +21,8 @@ from typing import Any
 PATIENCE_S = 60.0  # vLLM kills an engine that has not ended after 5 s if it is not told otherwise
 WANTED = ("prefix_cache", "preemptions", "kv_offload", "tierstore", "cache_hit")
 
-Prompt = str | list[int]
-"""A text, or its token ids."""
+Prompt = str | list[int] | dict[str, Any]
+"""A text, its token ids, or what vLLM takes as a prompt."""
 
 
 class Life:
@@ -129,6 +131,10 @@ class Life:
             if path.is_file()
         }
 
+    def kill(self) -> None:
+        """End as a crash does. Needs ``in_process``."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def end(self) -> None:
         """Shut the engine down as a server does."""
         self._engine.engine_core.shutdown(timeout=PATIENCE_S)
@@ -140,7 +146,7 @@ class Life:
         name = f"r{self._last_id}"
         self._engine.add_request(
             name,
-            prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt},
+            {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt,
             SamplingParams(
                 temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=isinstance(prompt, str)
             ),

@@ -7,9 +7,9 @@ from pathlib import Path
 from tests.nvme.rig import change
 
 
-def flip_every(home: Path, share: int, page_nbytes: int) -> int:
-    """Change one byte in the payload of every ``share``-th slot of the extent files below ``home``; how many."""
-    files = sorted(home.rglob("extent-*.bin"))
+def flip_every(home: Path, share: int, page_nbytes: int, rank: int = 0) -> int:
+    """Change one byte in the payload of every ``share``-th slot of a rank's extent files below ``home``; how many."""
+    files = sorted(home.rglob(f"*-{rank}/extent-*.bin"))
     assert files, f"no extent file below {home}"
     slot = 4096 + -(-page_nbytes // 4096) * 4096
     changed = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ PATIENCE_S = 900.0
 _TAIL = 6_000
 
 Step = tuple[str, dict[str, Any]]
-Prompt = str | list[int]
+Prompt = str | list[int] | dict[str, Any]
 
 
 def ask(prompts: Sequence[Prompt], tokens: int = 8, *, together: bool = False) -> Step:
@@ -50,6 +51,11 @@ def blocks() -> Step:
 
 def check() -> Step:
     return "check", {}
+
+
+def kill() -> Step:
+    """The last one of a life: it ends as a crash does."""
+    return "kill", {}
 
 
 def beside(case: Mapping[str, Any], folder: Path) -> Step:
@@ -124,7 +130,8 @@ class Engines:
                 timeout=PATIENCE_S,
                 check=False,
             )
-        assert ended.returncode == 0, f"exit code {ended.returncode}; {self.log()[-_TAIL:]}"
+        expected = -signal.SIGKILL if steps[-1][0] == "kill" else 0
+        assert ended.returncode == expected, f"exit code {ended.returncode}; {self.log()[-_TAIL:]}"
         results: list[Any] = json.loads((home / "result.json").read_text())["steps"]
         return results[: len(steps)]
 

@@ -14,12 +14,14 @@ from tests.vllm.damage import flip_every
 from tests.vllm.prompts import documents
 from tests.vllm.runner import (
     Engines,
+    Prompt,
     ask,
     beside,
     blocks,
     check,
     connector,
     counts,
+    kill,
     reset,
     settle,
     storm,
@@ -123,7 +125,8 @@ def test_aborts_and_preemptions_leak_nothing(
         max_model_len=256,
         max_num_batched_tokens=256,
     )
-    assert first["aborted"] + found["vllm:num_preemptions"] >= 500
+    assert len({tuple(answer) for answer in expected}) == len(prompts)
+    assert first["aborted"] >= 500
     assert found["vllm:num_preemptions"] > 20
     assert found[EXTERNAL] > 0
     for number, answer in first["answered"]:
@@ -144,12 +147,16 @@ def test_two_ranks_answer_as_one_and_find_their_pages_after_a_restart(
     )
     assert tokens_of(cold) == tokens_of(host) == expected
     assert found[EXTERNAL] == 12 * 160 == sum(cached(host))
-    (restarted,) = small_engines.life([ask(prompts, tokens)], transfer=line, tensor_parallel_size=2)
-    assert tokens_of(restarted) == expected
-    assert cached(restarted) == [160] * 12
+    assert flip_every(tmp_path / "a", 13, tiny_model.PAGE_NBYTES // 2, rank=1) > 0
+    restarted, again = small_engines.life(
+        [ask(prompts, tokens), ask(prompts, tokens)], transfer=line, tensor_parallel_size=2
+    )
+    assert tokens_of(restarted) == tokens_of(again) == expected
+    assert min(cached(restarted)) < 160 <= max(cached(restarted))
+    assert cached(again) == [160] * 12
 
 
-def test_a_second_engine_is_refused_and_the_first_goes_on(
+def test_a_second_engine_is_refused_and_what_a_killed_one_left_is_found(
     small_engines: Engines, small_oracle: Oracle, tmp_path: Path
 ) -> None:
     prompts, tokens = tiny_model.prompts(12, 180), 40
@@ -157,14 +164,47 @@ def test_a_second_engine_is_refused_and_the_first_goes_on(
     line = connector(tiers(tmp_path / "a", 20, tiny_model.PAGE_NBYTES, "64MiB"))
     second_case = small_engines.case([ask(prompts[:1], 1)], transfer=line)
     cold, second, _, after = small_engines.life(
-        [ask(prompts, tokens), beside(second_case, tmp_path / "b"), reset(), ask(prompts, tokens)],
+        [ask(prompts, tokens), beside(second_case, tmp_path / "b"), reset(), ask(prompts, tokens), kill()],
         transfer=line,
+        in_process=True,
     )
     assert second["code"] != 0
     assert "nvme.path" in second["said"]
     assert "in use" in second["said"]
     assert tokens_of(cold) == tokens_of(after) == expected
     assert cached(after) == [160] * 12
+
+    restarted, clean = small_engines.life([ask(prompts, tokens), check()], transfer=line, in_process=True)
+    assert tokens_of(restarted) == expected
+    assert sum(cached(restarted)) > 0
+    assert clean == "clean"
+
+
+def test_prompts_of_any_length_hit_and_tenants_never_each_other(
+    small_engines: Engines, small_oracle: Oracle, tmp_path: Path
+) -> None:
+    lengths, tokens = [192] * 3 + [193] * 3 + [31] * 3, 40
+    prompts = [prompt[:length] for prompt, length in zip(tiny_model.prompts(9, 193), lengths, strict=True)]
+    expected = small_oracle(prompts, tokens)
+    ours: list[Prompt] = [{"prompt_token_ids": prompt, "cache_salt": "ours"} for prompt in prompts]
+    theirs: list[Prompt] = [{"prompt_token_ids": prompt, "cache_salt": "theirs"} for prompt in prompts]
+    cold, other, _, hit, _, none = small_engines.life(
+        [
+            ask(ours, tokens),
+            ask(theirs, tokens),
+            reset(),
+            ask(ours, tokens),
+            reset(),
+            ask(prompts, tokens),
+        ],
+        transfer=connector(tiers(tmp_path / "a", 300, tiny_model.PAGE_NBYTES, "64MiB")),
+        in_process=True,
+    )
+    for answers in (cold, other, hit, none):
+        assert tokens_of(answers) == expected
+    assert sum(cached(other)) == sum(cached(none)) == 0
+    assert min(cached(hit)[:3]) >= 160
+    assert cached(hit)[3:] == [192] * 3 + [0] * 3
 
 
 def test_loads_that_fail_are_computed_anew(
