@@ -146,10 +146,11 @@ class Promoting:
     def _find_room(self, tier: Tier, over: Sequence[Hint]) -> bool:
         """Whether a slot can be had that costs no page somebody comes back for."""
         later = [hint.request_id for hint in over]
+        rank = len(later) - 1
         while not self._has_room(tier):
-            while later and not self._give_place(later[-1], tier):
-                later.pop()
-            if not later:
+            while rank >= 0 and not self._give_place(later[rank:], tier):
+                rank -= 1
+            if rank < 0:
                 return False
         return True
 
@@ -160,20 +161,24 @@ class Promoting:
         victim = table.droppable.first()
         return victim is not None and table.copies[victim].rank < BAND
 
-    def _give_place(self, request_id: str, tier: Tier) -> bool:
-        """The page that came last for this request alone is kept no more; False if none can make way."""
-        kept = self._kept.get(request_id, OrderedDict())
-        place = next((p for p in reversed(kept) if p[1] == tier and self._could_go(p)), None)
+    def _give_place(self, later: Sequence[str], tier: Tier) -> bool:
+        """The page that came last for the first of these, and for none but these, is kept no more; False if none is."""
+        kept = self._kept.get(later[0], OrderedDict())
+        place = next((p for p in reversed(kept) if p[1] == tier and self._could_go(p, later)), None)
         if place is None:
             return False
-        del kept[place]
-        self._let_go(place)
+        for request_id in later:
+            if place in self._kept.get(request_id, ()):
+                del self._kept[request_id][place]
+                self._let_go(place)
         return True
 
-    def _could_go(self, place: _Place) -> bool:
+    def _could_go(self, place: _Place, later: Sequence[str]) -> bool:
         copy = self._tables[place[1]].copies.get(place[0])
-        alone = self._keepers[place] == 1 and not self._hints.retained(place[0])
-        return alone and copy is not None and copy.ready and not copy.pins
+        if copy is None or not copy.ready or copy.pins or self._hints.retained(place[0]):
+            return False
+        keepers = self._keepers[place]
+        return keepers == 1 or keepers == sum(place in self._kept.get(name, ()) for name in later)
 
     def _bring(self, key: PageKey, src: Tier, dst: Tier) -> None:
         residency = self._residency

@@ -150,6 +150,26 @@ def test_what_was_brought_for_one_hint_makes_no_room_for_another_unless_that_is_
     store.free(taken)
 
 
+def test_a_page_that_several_later_hints_share_makes_way_and_not_where_one_of_them_is_sooner(
+    store: TierStore,
+) -> None:
+    shared, sooner = stored(store, "shared", 1, Tier.HOST), stored(store, "sooner", 1, Tier.HOST)
+    own, more = stored(store, "own", 1, Tier.HOST), stored(store, "more", 1, Tier.HOST)
+    taken = store.allocate(2)
+    second, third = (need(store, name, shared) for name in ("second", "third"))
+    fourth = need(store, "fourth", own)
+    for hint, keys in ((second, shared), (third, shared), (fourth, own)):
+        store.promote(hint, keys, Tier.HBM)
+    assert store.drain(60.0)
+    first = need(store, "first", sooner)
+    assert store.promote(first, sooner, Tier.HBM, over=[third]).keys == ()
+    assert store.promote(first, sooner, Tier.HBM, over=[second, third, fourth]).keys == tuple(sooner)
+    assert store.match(own).tiers == (Tier.HOST,)
+    assert store.promote(need(store, "too", more), more, Tier.HBM, over=[second, third]).keys == tuple(more)
+    assert store.match(shared).tiers == (Tier.HOST,)
+    store.free(taken)
+
+
 def test_a_page_that_is_not_right_below_ends_it(store: TierStore) -> None:
     keys = [*stored(store, "a", 1, Tier.HOST), *stored(store, "b", 1), *stored(store, "c", 1, Tier.HOST)]
     found = store.promote(need(store, "r", keys), keys, Tier.HBM)
