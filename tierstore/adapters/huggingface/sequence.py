@@ -272,9 +272,7 @@ class PagedSequence:
         self._exact = self._exact and self._lease.lease.exact
         plain = self._terms.plain_tokens
         count = stop if plain is None else min(stop, plain // self.table.page_size)
-        self._terms.prefixes.insert(
-            self._terms.root, tokens[: count * self.table.page_size], self._keys[:count]
-        )
+        self._terms.prefixes.insert(self._terms.root, tokens[: count * self.table.page_size], keys[:count])
 
     def _own_lease(self, stop: int) -> bool:
         """Hold the pages before ``stop``, and no others, under a lease of this sequence alone.
