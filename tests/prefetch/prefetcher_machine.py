@@ -185,6 +185,71 @@ class PrefetcherMachine(RuleBasedStateMachine):
             assert self.store.drain(PATIENCE_S)
             self.now += 0.06
 
+    # -- what happens together, said outright so that it is not left to chance -----------------------------------
+
+    @rule(name=names, first=sequences, second=sequences)
+    def expect_while_a_lease_waits(self, name: str, first: list[PageKey], second: list[PageKey]) -> None:
+        """What is asked for now stands at the gate, and what is expected could go on the same way."""
+        self.below(Tier.HOST, [*first, *second])
+        self.expect(name, second, 3, 1.0)
+        self.hold(IN)
+        self.acquire(first)
+        self.turn()
+
+    @rule(name=names, first=sequences, second=sequences)
+    def expect_while_a_lease_reads(self, name: str, first: list[PageKey], second: list[PageKey]) -> None:
+        self.below(Tier.NVME, [*first, *second])
+        self.expect(name, second, 3, 1.0)
+        self.hold(UP)
+        self.acquire(first)
+        self.turn()
+
+    @rule(name=names, kept=sequences, other=sequences)
+    def expect_where_pages_are_retained(self, name: str, kept: list[PageKey], other: list[PageKey]) -> None:
+        self.open_gates()
+        self.raise_to(Tier.HBM, kept)
+        self.retain("x" if name == "y" else "y", kept)
+        self.expect(name, other, 3, 1.0)
+        self.go_on()
+
+    @rule(first=sequences, second=sequences, since=sequences)
+    def expect_what_is_there_and_something_later(
+        self, first: list[PageKey], second: list[PageKey], since: list[PageKey]
+    ) -> None:
+        """The pages needed sooner are in HBM already, and have been there for longer than any other."""
+        self.open_gates()
+        self.raise_to(Tier.HBM, first)
+        self.raise_to(Tier.HBM, since)
+        self.expect("x", first, 3, 1.0)
+        self.expect("y", second, 3, 20.0)
+        self.go_on()
+
+    @rule(name=names)
+    def cancel_in_a_turn(self, name: str) -> None:
+        """After it took in its hints, and before it starts anything."""
+        take_hints = self.store.take_hints
+
+        def take_and_cancel(timeout_s: float = 0.0) -> list[Hint]:
+            found = take_hints(timeout_s)
+            self.cancel(name)
+            return found
+
+        vars(self.store)["take_hints"] = take_and_cancel
+        try:
+            self.turn()
+        finally:
+            del vars(self.store)["take_hints"]
+
+    def below(self, tier: Tier, keys: list[PageKey]) -> None:
+        """These pages are in ``tier`` as far as nobody holds them, and not above."""
+        self.open_gates()
+        for sequence in [x for x in SEQUENCES if set(x) & set(keys)]:
+            if tier == Tier.HOST:
+                self.raise_to(Tier.HBM, sequence)
+            self.evict(sequence, Tier.HBM)
+            if tier == Tier.NVME:
+                self.evict(sequence, Tier.HOST)
+
     @rule()
     def turn(self) -> None:
         before = {key: self.copies(key) for key in PAGES}
@@ -204,12 +269,16 @@ class PrefetcherMachine(RuleBasedStateMachine):
             assert not [t for _, t in started if t == Tier.HBM], (
                 "a load starts while a lease waits for its own"
             )
+        if self.reads_for(waiting, before, after):
+            assert not [t for _, t in started if t == Tier.HOST], (
+                "a read starts while a lease waits for its own"
+            )
         assert len(
             [x for k in PAGES for x in after[k].values() if x == "arriving"]
         ) <= self.arriving_of_leases(after) + max(
             MOST, len([x for k in PAGES for x in before[k].values() if x == "arriving"])
         )
-        lost = [k for k in PAGES if Tier.HBM in before[k] and Tier.HBM not in after[k]]
+        lost = [k for k in PAGES if before[k].get(Tier.HBM) == "ready" and Tier.HBM not in after[k]]
         assert not set(lost) & set(kept), "a retained page is displaced"
         self.require_later(lost, [k for k, t in brought if t == Tier.HBM])
         self.require_room_in_host(staged, [k for k, t in brought if t == Tier.HOST])
@@ -220,6 +289,14 @@ class PrefetcherMachine(RuleBasedStateMachine):
         return any(
             before[k].get(Tier.HBM) == "arriving" and before[k].get(src) == "ready" for k in pages
         ) and not any(before[k].get(src) != "ready" and before[k].get(Tier.HBM) == "arriving" for k in pages)
+
+    def reads_for(self, waiting: list[Lease], *looks: dict[PageKey, dict[Tier, str]]) -> bool:
+        """Whether one of them waits, at each look, for a page that has yet to come from NVMe."""
+        pages = {key for lease in waiting for key in lease.keys[: lease.num_pages]}
+        return any(
+            all(look[k].get(Tier.HBM) == "arriving" and look[k].get(Tier.HOST) != "ready" for look in looks)
+            for k in pages
+        )
 
     def arriving_of_leases(self, after: dict[PageKey, dict[Tier, str]]) -> int:
         pages = {key for lease in self.leases for key in lease.keys}
