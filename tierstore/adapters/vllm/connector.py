@@ -269,10 +269,16 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         parallel = self._vllm_config.parallel_config
         return parallel.data_parallel_index if parallel.data_parallel_size > 1 else None
 
-    def _open(self, tensors: list[torch.Tensor]) -> None:
+    _open_half = staticmethod(WorkerHalf.open)
+
+    def _rank(self) -> int:
         from vllm.distributed.parallel_state import get_tp_group
 
         rank: int = get_tp_group().rank_in_group
+        return rank
+
+    def _open(self, tensors: list[torch.Tensor]) -> None:
+        rank = self._rank()
         found = geometry(
             tensors,
             num_blocks=self._kv_cache_config.num_blocks,
@@ -281,7 +287,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             shard=rank,
         )
         config = self._settings.of_rank(self._world_size, self._replica, _device(tensors[0]))
-        self._worker = WorkerHalf(config, found, rank)
+        self._worker = self._open_half(config, found, rank)
 
 
 def _device(tensor: torch.Tensor) -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from tierstore.adapters.vllm.geometry import Geometry
     from tierstore.apart import Record
+    from tierstore.assembly import Parts
     from tierstore.config import StoreConfig
     from tierstore.lease import Event
     from tierstore.residency import Residency
@@ -38,19 +39,17 @@ _CLOSE_S = 30.0
 class WorkerHalf:
     """Opened tiers of one rank, and the engine's tensors there."""
 
-    def __init__(self, config: StoreConfig, geometry: Geometry, rank: int) -> None:
-        """Opens them; ConfigError as ``TierStore.open`` has it, with nothing changed."""
-        self._wakeup = Wakeup()
-        layout = PageLayout.of(geometry.spec)
-        parts = assemble(config, layout, self._wakeup.bump)
+    def __init__(self, parts: Parts, geometry: Geometry, rank: int, wakeup: Wakeup) -> None:
+        """Takes over opened parts, whose threads call ``wakeup``; use ``open``."""
         assert parts.arena is not None
-        pool = parts.device.register(layout, (geometry.pages,))
-        parts.mover.attach(parts.device.open_copies(pool, parts.arena, layout, self._wakeup.bump))
+        self._wakeup = wakeup
+        pool = parts.device.register(parts.layout, (geometry.pages,))
+        parts.mover.attach(parts.device.open_copies(pool, parts.arena, parts.layout, wakeup.bump))
         self._rank = rank
         self._shard = geometry.spec.shard.to_bytes(2, "big")
         self._last_use: Callable[[Event | None], Event | None] = parts.device.last_use
         self._arena, self._nvme, self._stats = parts.arena, parts.nvme, parts.device.stats
-        self._feed = Feed(parts.mover, self._wakeup)
+        self._feed = Feed(parts.mover, wakeup)
         self._later: list[Transfer | Erase] = []
         self._now: list[Transfer | Erase] = []
         self._launched: Event | None = None
@@ -61,6 +60,12 @@ class WorkerHalf:
         self.hello = Hello(
             rank, replace(geometry.spec, shard=0), pool.num_slots, parts.arena.num_slots, catalogue
         )
+
+    @classmethod
+    def open(cls, config: StoreConfig, geometry: Geometry, rank: int) -> WorkerHalf:
+        """Opens the tiers; ConfigError as ``TierStore.open`` has it, with nothing changed."""
+        wakeup = Wakeup()
+        return cls(assemble(config, PageLayout.of(geometry.spec), wakeup.bump), geometry, rank, wakeup)
 
     # -- a step -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,46 @@
+"""The connector between a simulated vLLM and real tiers; and the bugs that this must find."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hypothesis import Phase, Verbosity, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.adapters.vllm_machine import EngineMachine
+from tests.adapters.vllm_planted import PLANTED, Plant
+from tierstore.errors import LeaseError
+
+logging.getLogger("tierstore.adapters.vllm.versions").setLevel(logging.ERROR)
+
+SEARCH = settings(
+    max_examples=400,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
+    verbosity=Verbosity.quiet,
+)
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+
+
+SLOW = {
+    "a_preempted_request_goes_on_counting",
+    "aborted_loads_are_never_told",
+    "the_first_bad_block_is_not_told",
+}
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [pytest.param(p, marks=[pytest.mark.long] if p.__name__ in SLOW else [], id=p.__name__) for p in PLANTED],
+)
+def test_the_machine_finds(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, LeaseError)):
+        run_state_machine_as_test(EngineMachine, settings=SEARCH)

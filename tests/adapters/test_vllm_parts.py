@@ -1,0 +1,423 @@
+"""The connector's parts by themselves: keys, settings, tensors of any layout, block tables, and a feed that waits."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tierstore.adapters.vllm as adapter
+from tests.adapters import vllm_stub as stub
+from tests.adapters.vllm_engine import OUT, Engine
+from tests.support.events import ManualEvent
+from tests.support.pages import chain
+from tierstore.adapters.vllm.feed import Feed
+from tierstore.adapters.vllm.geometry import geometry
+from tierstore.adapters.vllm.identity import identity, weights_digest
+from tierstore.adapters.vllm.keys import KeyChain, namespace
+from tierstore.adapters.vllm.messages import Catalogue, Report
+from tierstore.adapters.vllm.settings import Settings
+from tierstore.adapters.vllm.steps import Steps
+from tierstore.errors import ConfigError
+from tierstore.gpu.pool import EnginePool
+from tierstore.layout import PageLayout
+from tierstore.mover import Mover
+from tierstore.types import Ack, Erase, Match, PageKey, Tier, Transfer
+from tierstore.wakeup import Wakeup
+
+HOST: dict[str, Any] = {"host": {"capacity": 6 * 64, "pin": "never"}}
+DOCUMENT = [0, 1, 2, 0, 1, 2, 0, 1, 2]
+
+
+class Hashes:
+    def __init__(self, number: int) -> None:
+        self.block_hashes = [bytes([i]) * 32 for i in range(number)]
+
+
+# -- keys and whose they are ---------------------------------------------------------------------------------------
+
+
+def test_keys_follow_the_hashes_of_whole_blocks_as_they_come() -> None:
+    request = Hashes(3)
+    keys = KeyChain(request, namespace("model"))
+    first = keys.first(9)
+    assert len(first) == len(set(first)) == 3
+    assert all(len(key) == 36 for key in first)
+    request.block_hashes.append(b"more")
+    assert keys.first(9)[:3] == first
+    assert len(keys.first(9)) == 4
+    assert keys.first(2) == first[:2]
+
+
+def test_a_block_of_several_hashes_has_the_key_of_its_last() -> None:
+    fine, coarse = Hashes(7), Hashes(0)
+    coarse.block_hashes = fine.block_hashes[1::2]
+    assert KeyChain(fine, namespace("m"), 2).first(9) == KeyChain(coarse, namespace("m")).first(9)
+
+
+def test_equal_hashes_of_two_models_have_no_key_in_common() -> None:
+    # F010
+    one, other = (KeyChain(Hashes(4), namespace(name)).first(4) for name in ("a", "b"))
+    assert not set(one) & set(other)
+
+
+def test_everything_that_changes_kv_changes_the_identity() -> None:
+    # F009, F010
+    def of(**changes: Any) -> str:
+        config = stub.vllm_config({}, changes.pop("ranks", 1))
+        for path, value in changes.items():
+            section, name = path.split("__")
+            setattr(getattr(config, section), name, value)
+        return identity(config, "")
+
+    found = [
+        of(),
+        of(model_config__dtype="float16"),
+        of(model_config__quantization="fp8"),
+        of(model_config__model="other/name"),
+        of(model_config__hf_config=SimpleNamespace(to_dict=dict, _commit_hash="abc")),
+        of(cache_config__cache_dtype="fp8"),
+        of(load_config__load_format="dummy"),
+        of(ranks=2),
+        identity(stub.vllm_config({}), "epoch 2"),
+    ]
+    assert len(set(found)) == len(found)
+    assert of() == of()
+
+
+def test_a_folders_weights_are_told_apart_by_any_sampled_byte_and_not_by_its_name(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(bytes(1 << 20) + name[0].encode() * (name == "c"))
+    digests = [weights_digest(tmp_path / name) for name in ("a", "b", "c")]
+    assert digests[0] == digests[1] != digests[2]
+    (tmp_path / "b" / "more.safetensors").write_bytes(b"")
+    assert weights_digest(tmp_path / "b") != digests[0]
+
+
+# -- settings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({}, "config is None"),
+        ({"confg": "x"}, "did you mean 'config'"),
+        ({"config": {"nvme": {"path": "x", "capacity": "1GiB"}}}, "host is missing"),
+        ({"config": {**HOST, "hbm": {"capacity": 1, "device": "cpu"}}}, "hbm.owner"),
+        ({"config": {"host": {"capacity": "1GiB", "codec": "int8"}}}, "host.codec is 'int8'"),
+        ({"config": HOST, "load_timeout_s": 0}, "load_timeout_s is 0"),
+        ({"config": HOST, "layout": 3}, "layout is 3"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_named(extra: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Settings.of(extra)
+
+
+def test_ranks_share_the_capacities_and_engines_have_directories_of_their_own(tmp_path: Path) -> None:
+    nvme = {"path": tmp_path, "capacity": 1 << 30, "daily_writes": 1 << 20}
+    settings = Settings.of({"config": {"host": {"capacity": 1 << 20}, "nvme": nvme}})
+    rank = settings.of_rank(4, 1, "cuda:2")
+    assert rank.host is not None
+    assert rank.nvme is not None
+    assert rank.hbm is not None
+    assert (rank.host.capacity, rank.nvme.capacity, rank.nvme.daily_writes) == (1 << 18, 1 << 28, 1 << 18)
+    assert rank.nvme.path == tmp_path / "engine-1"
+    assert (rank.hbm.owner, rank.hbm.device) == ("engine", "cuda:2")
+    alone = settings.of_rank(1, None, "cpu")
+    assert alone.nvme is not None
+    assert alone.nvme.path == tmp_path
+
+
+# -- tensors -------------------------------------------------------------------------------------------------------
+
+B, L, H, N, C = 5, 3, 2, 4, 6
+
+
+def _layers(order: str) -> list[torch.Tensor]:
+    """One logical ``[B, H, N, C]`` view a layer of memory in this order."""
+    sizes = {"B": B, "L": L, "H": H, "N": N, "C": C}
+    whole = torch.arange(B * L * H * N * C, dtype=torch.float32).view([sizes[x] for x in order])
+    logical = whole.permute([order.index(x) for x in "LBHNC"])
+    return list(logical)
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
+def test_blocks_of_any_layout_come_back_bit_by_bit(order: str) -> None:
+    # F074
+    layers = _layers(order)
+    found = geometry(layers, num_blocks=B, block_size=N, identity="m", shard=0)
+    pool = EnginePool(PageLayout.of(found.spec), (found.pages,))
+    assert pool.num_slots == B
+    assert found.spec.page_nbytes == L * H * N * C * 4
+    page = torch.empty(found.spec.page_nbytes, dtype=torch.uint8).numpy()
+    before = [layer.clone() for layer in layers]
+    pool.read(2, page)
+    for layer in layers:
+        layer[4] = -1
+    pool.write(4, page)
+    for layer, old in zip(layers, before, strict=True):
+        assert torch.equal(layer[4], old[2])
+        assert torch.equal(layer[:4], old[:4])
+
+
+def test_layouts_are_told_apart_and_equal_ones_are_not() -> None:
+    # F009
+    models = {
+        order: geometry(_layers(order), num_blocks=B, block_size=N, identity="m", shard=0).spec.fingerprint
+        for order in ("LBHNC", "LBNHC", "BLHNC")
+    }
+    assert models["LBHNC"] == models["BLHNC"]  # the bytes of a block are in the same order
+    assert models["LBHNC"] != models["LBNHC"]
+
+
+def test_layers_that_share_a_tensor_are_stored_once() -> None:
+    layers = _layers("LBHNC")
+    found = geometry([*layers, layers[0]], num_blocks=B, block_size=N, identity="m", shard=0)
+    assert found.spec.num_layers == L
+
+
+def test_one_tensor_of_all_layers_is_one_piece() -> None:
+    whole = torch.zeros(B, L, 2, N, H, 3)
+    found = geometry([whole], num_blocks=B, block_size=N, identity="m", shard=0)
+    assert found.spec.shape == (1, 1, 1, 1, L * 2 * N * H * 3)
+
+
+def test_planes_before_blocks_and_smaller_kernel_blocks_are_understood() -> None:
+    planes = geometry([torch.zeros(2, B, N, H, 3)], num_blocks=B, block_size=N, identity="m", shard=0)
+    assert planes.spec.shape == (1, 1, 1, 2, N * H * 3)
+    halves = geometry([torch.zeros(2 * B, H, N // 2, C)], num_blocks=B, block_size=N, identity="m", shard=0)
+    assert halves.spec.shape == (1, 1, 1, 1, H * N * C)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [],
+        [torch.zeros(3, 7)],
+        [torch.zeros(B, 4), torch.zeros(B, 6)],
+        [torch.zeros(B, 4, dtype=torch.int32)],
+        [torch.zeros(4, B, 3, 8)[:, :, :, ::2]],
+    ],
+)
+def test_tensors_that_are_no_blocks_are_refused(tensors: list[torch.Tensor]) -> None:
+    with pytest.raises(ConfigError, match="allowed"):
+        geometry(tensors, num_blocks=B, block_size=N, identity="m", shard=0)
+
+
+# -- messages and tables -------------------------------------------------------------------------------------------
+
+
+def test_a_catalogue_is_unpacked_as_it_was() -> None:
+    keys = chain(3)
+    records = [(keys[0], None, 10), (keys[1], keys[0], 1 << 40), (keys[2], keys[1], 0)]
+    packed: Catalogue = pickle.loads(pickle.dumps(Catalogue.of(5, 6, iter(records))))
+    disk = packed.unpacked()
+    assert (disk.record_nbytes, disk.budget_nbytes) == (5, 6)
+    assert list(disk.records()) == records
+
+
+def test_reports_of_ranks_and_of_steps_come_together() -> None:
+    one, two = Ack(1, True, 1, 1), Ack(2, True, 1, 1)
+    both = Report({0: (one,)}).merged(Report({1: (two,)})).merged(Report({0: (two,)}))
+    assert both.acks == {0: (one, two), 1: (two,)}
+
+
+def test_block_tables_grow_and_start_anew_after_a_preemption() -> None:
+    steps = Steps(4)
+    new = SimpleNamespace(req_id="a", block_ids=([7, 8],), num_computed_tokens=4)
+
+    def output(cached: list[tuple[str, list[int] | None, int]], resumed: set[str], **scheduled: int) -> Any:
+        return SimpleNamespace(
+            scheduled_new_reqs=[new] if not cached else [],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[name for name, _, _ in cached],
+                new_block_ids=[None if more is None else (more,) for _, more, _ in cached],
+                num_computed_tokens=[computed for _, _, computed in cached],
+                resumed_req_ids=resumed,
+            ),
+            num_scheduled_tokens=scheduled,
+            finished_req_ids=set(),
+        )
+
+    (first,) = steps.of(output([], set(), a=4))
+    assert (first.blocks, first.fresh, first.first) == ([7, 8], [8], True)
+    (second,) = steps.of(output([("a", [9], 8)], set(), a=1))
+    assert (second.blocks, second.fresh, second.first) == ([7, 8, 9], [9], False)
+    (third,) = steps.of(output([("a", None, 9)], set(), a=1))
+    assert (list(third.blocks), third.fresh) == ([7, 8, 9], [])
+    (again,) = steps.of(output([("a", [1, 2, 3], 4)], {"a"}, a=6))
+    assert (again.blocks, again.fresh, again.first) == ([1, 2, 3], [2, 3], True)
+
+
+# -- the feed ------------------------------------------------------------------------------------------------------
+
+
+class FakeMover(Mover):
+    """Ends what a test says."""
+
+    def __init__(self, polled: bool = False) -> None:
+        super().__init__({}, None, None)
+        self.got: list[Transfer | Erase] = []
+        self.acks: list[Ack] = []
+        self.asks = polled
+
+    def submit(self, command: Transfer | Erase) -> None:
+        self.got.append(command)
+
+    def poll(self) -> list[Ack]:
+        acks, self.acks = self.acks, []
+        return acks
+
+    @property
+    def polled(self) -> bool:
+        return self.asks
+
+
+def copy_out(number: int, slot: int) -> Transfer:
+    return Transfer(number, (PageKey(bytes(36)),), Tier.HBM, (slot,), Tier.HOST, (0,), 0, (None,))
+
+
+def test_what_waits_for_the_engine_starts_in_order_and_lets_the_rest_pass() -> None:
+    mover, wakeup = FakeMover(), Wakeup()
+    feed = Feed(mover, wakeup)
+    first, second = ManualEvent(), ManualEvent()
+    second.happen()
+    feed.submit(copy_out(1, 5), first)
+    feed.submit(copy_out(2, 6), second)
+    feed.submit(Erase(Tier.NVME, ()))
+    feed.submit(copy_out(3, 7))
+    assert [c.id for c in mover.got if isinstance(c, Transfer)] == [3]
+    assert feed.reads({5})
+    assert feed.reads({6})
+    feed.check()
+    first.happen()
+    feed.advance()
+    assert [c.id for c in mover.got if isinstance(c, Transfer)] == [3, 1, 2]
+    mover.acks = [Ack(1, True, 1, 1)]
+    assert [ack.transfer_id for ack in feed.take()] == [1]
+    assert not feed.reads({5})
+    assert feed.reads({6})
+    assert feed.close(1.0)
+
+
+def test_a_device_that_tells_only_when_asked_is_asked_between_steps() -> None:
+    mover, wakeup = FakeMover(polled=True), Wakeup()
+    feed = Feed(mover, wakeup)
+    seen = wakeup.count
+    feed.submit(copy_out(1, 5))
+    mover.acks = [Ack(1, True, 1, 1)]
+    wakeup.wait(seen, None, 60.0)
+    assert not feed.reads({5})
+    mover.asks = False
+    assert [ack.transfer_id for ack in feed.take()] == [1]
+    assert feed.close(60.0)
+
+
+# -- through the whole connector -----------------------------------------------------------------------------------
+
+
+def test_the_package_names_only_the_connector_and_imports_no_vllm_for_its_parts() -> None:
+    assert adapter.__all__ == ["TierStoreConnector"]
+    with pytest.raises(AttributeError, match="Nothing"):
+        adapter.Nothing  # noqa: B018
+
+
+def test_a_document_is_loaded_after_the_engine_has_forgotten_it() -> None:
+    engine = Engine(HOST)
+    engine.add(DOCUMENT, 2)
+    engine.run()
+    engine.forget()
+    engine.add(DOCUMENT, 2)
+    engine.run()
+    assert engine.taken == 8
+    assert engine.answers["r1"] == engine.answers["r2"]
+    engine.close()
+
+
+def test_a_request_whose_load_failed_is_not_offered_the_same_again() -> None:
+    # F019
+    engine = Engine(HOST)
+    engine.add(DOCUMENT, 2)
+    engine.run()
+    engine.forget()
+    engine.copies[0].fail_next((Tier.HOST, Tier.HBM), 1)
+    engine.copies[0].fail_next((Tier.HOST, Tier.HBM), 0)
+    name = engine.add(DOCUMENT, 2)
+    engine.run()
+    assert engine.recomputed == 1
+    assert engine.answers[name] == engine.answers["r1"]
+    engine.close()
+
+
+def test_what_an_aborted_load_was_to_bring_is_not_stored_as_if_it_had_come() -> None:
+    # F037
+    engine = Engine(HOST)
+    engine.add(DOCUMENT, 2)
+    engine.run()
+    engine.forget()
+    engine.pace = 0.0
+    for gate in engine.copies:
+        gate.hold((Tier.HOST, Tier.HBM))
+    name = engine.add(DOCUMENT, 2)
+    engine.step()
+    engine.step()
+    assert engine.requests[name].status == "loading"
+    store, keys = engine.half._store, engine.half._known[name].chain.first(4)
+    store.evict(keys)
+    engine.abort(name)
+    engine.step()
+    assert name in engine.requests  # its blocks are held while the copy may write them
+    for gate in engine.copies:
+        gate.open()
+    engine.run()
+    assert store.match(keys).num_pages == 0
+    assert len(engine.free) == 8
+    engine.close()
+
+
+def test_pages_on_their_way_out_when_the_weights_change_are_never_offered() -> None:
+    # F015
+    engine = Engine(HOST)
+    for gate in engine.copies:
+        gate.hold(OUT)
+    engine.pace = 0.0
+    engine.add(DOCUMENT, 2)
+    for _ in range(3):
+        engine.step()
+    engine.change_weights()
+    for gate in engine.copies:
+        gate.open()
+    engine.run()
+    engine.forget()
+    engine.add(DOCUMENT, 2)
+    engine.run()  # every cell that it reads is checked
+    engine.check()
+    engine.close()
+
+
+def test_a_verdict_is_looked_up_once_however_often_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(HOST)
+    engine.add(DOCUMENT, 2)
+    engine.run()
+    asked: list[int] = []
+    store = engine.half._store
+    match = store.match
+
+    def counted(keys: list[PageKey]) -> Match:
+        asked.append(len(keys))
+        found: Match = match(keys)
+        return found
+
+    monkeypatch.setattr(store, "match", counted)
+    request = engine.requests[engine.add(DOCUMENT, 2)]
+    for _ in range(20):
+        assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (8, True)
+    assert len(asked) == 1
+    engine.run()
+    engine.close()

@@ -1,0 +1,124 @@
+"""A state machine over the simulated engine: requests, aborts, preemptions, copies that take long or fail, new weights.
+
+The engine itself checks every cell that it reads; the machine asks for any order of events, and that all of it ends.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.adapters.vllm_engine import IN, OUT, Engine
+from tests.support.stalls import Lane
+from tierstore.adapters.vllm import storing
+from tierstore.types import Tier
+
+DOCUMENTS = ([0] * 9, [0, 0, 0, 0, 1, 2, 1, 2, 1], [1, 2] * 5, [2] * 4)
+UP: Lane = (Tier.NVME, Tier.HOST)
+DOWN: Lane = (Tier.HOST, Tier.NVME)
+PAGE_NBYTES = 64
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Real copies and a real disk behind gates; the engine around them is simulated."""
+
+    @initialize(
+        ranks=st.integers(1, 2),
+        ahead=st.integers(1, 2),
+        host=st.integers(1, 6),
+        nvme=st.booleans(),
+        seed=st.integers(0, 9),
+    )
+    def start(self, ranks: int, ahead: int, host: int, nvme: bool, seed: int) -> None:
+        self.folder = tempfile.mkdtemp()
+        config: dict[str, object] = {"host": {"capacity": ranks * host * PAGE_NBYTES, "pin": "never"}}
+        if nvme:
+            config["nvme"] = {"path": self.folder, "capacity": ranks << 20, "flush": "10ms"}
+        self.blocks = 8
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(storing, "MOST_A_STEP", 1 + seed % 2)  # so that some wait
+        self.engine = Engine(config, blocks=self.blocks, ranks=ranks, ahead=ahead, seed=seed)
+        self.copies_take_so_long(0.5)
+
+    @precondition(lambda self: len(self.engine.requests) < 5)
+    @rule(document=st.sampled_from(DOCUMENTS), tokens=st.integers(3, 9), more=st.integers(1, 4))
+    def ask(self, document: list[int], tokens: int, more: int) -> None:
+        self.engine.add(document[:tokens], more)
+
+    @precondition(lambda self: len(self.engine.requests) < 5)
+    @rule(document=st.sampled_from(DOCUMENTS), more=st.integers(1, 4))
+    def ask_for_what_only_the_store_has(self, document: list[int], more: int) -> None:
+        self.engine.forget()
+        self.engine.add(document, more)
+
+    @rule(steps=st.integers(1, 8))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.engine.step()
+
+    @precondition(lambda self: self.engine.requests)
+    @rule(number=st.integers(0, 4))
+    def abort(self, number: int) -> None:
+        names = list(self.engine.requests)
+        self.engine.abort(names[number % len(names)])
+
+    @precondition(lambda self: self.engine.running)
+    @rule()
+    def preempt(self) -> None:
+        self.engine.preempt(self.engine.running[-1].request_id)
+
+    @rule()
+    def forget_the_engines_own_cache(self) -> None:
+        self.engine.forget()
+
+    @precondition(lambda self: not self.engine.epoch)
+    @rule()
+    def change_weights(self) -> None:
+        self.engine.change_weights()
+
+    @rule()
+    def spill(self) -> None:
+        self.engine.spill()
+
+    @rule(pace=st.sampled_from([0.2, 0.5, 1.0]))
+    def copies_take_so_long(self, pace: float) -> None:
+        self.engine.pace = pace
+        for gate in self.engine.copies:
+            gate.hold(OUT, IN)
+        for records in self.engine.records:
+            records.hold(UP, DOWN)
+
+    @rule(lane=st.sampled_from([OUT, IN]), rank=st.integers(0, 1), page=st.integers(0, 2))
+    def fail_a_copy(self, lane: Lane, rank: int, page: int) -> None:
+        self.engine.copies[rank % len(self.engine.copies)].fail_next(lane, page)
+
+    @precondition(lambda self: self.engine.records)
+    @rule(lane=st.sampled_from([UP, DOWN]), rank=st.integers(0, 1), page=st.integers(0, 2))
+    def fail_the_disk(self, lane: Lane, rank: int, page: int) -> None:
+        self.engine.records[rank % len(self.engine.records)].fail_next(lane, page)
+
+    @invariant()
+    def holds(self) -> None:
+        self.engine.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        try:
+            for gate in [*self.engine.copies, *self.engine.records]:
+                gate.open()
+            if self.engine.broken:
+                return
+            self.engine.run()
+            self.engine.check()
+            assert len(self.engine.free) == self.blocks, "blocks leak"
+            assert not self.engine.half._storing.busy, "blocks are held for ever"
+            assert not self.engine.half._parts.directory.leasing.open, "leases leak"
+        finally:
+            self.patch.undo()
+            self.engine.close()
+            shutil.rmtree(self.folder, ignore_errors=True)

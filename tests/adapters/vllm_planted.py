@@ -1,0 +1,174 @@
+"""Bugs to plant in the vLLM connector, each a small change of what it does, by the name of what goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tierstore.adapters.vllm.loading import Loading
+from tierstore.adapters.vllm.messages import Orders
+from tierstore.adapters.vllm.scheduling import SchedulerHalf
+from tierstore.adapters.vllm.storing import Storing
+from tierstore.adapters.vllm.working import WorkerHalf
+from tierstore.apart import Ranks
+from tierstore.types import Ack, PageKey
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def no_fence(patch: pytest.MonkeyPatch) -> None:
+    orders = SchedulerHalf.orders
+    patch.setattr(SchedulerHalf, "orders", lambda self, steps: replace(orders(self, steps), fence=()))
+
+
+def worker_does_not_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WorkerHalf, "_wait_for", lambda self, slots: None)
+
+
+def reused_blocks_are_still_stored(patch: pytest.MonkeyPatch) -> None:
+    reused = Storing.reused
+
+    def wrong(self: Storing, blocks: Iterable[int]) -> tuple[int, ...]:
+        collected = dict(self._collected)
+        fence = reused(self, blocks)
+        self._collected = collected
+        return fence
+
+    patch.setattr(Storing, "reused", wrong)
+
+
+def queued_copies_are_not_withdrawn(patch: pytest.MonkeyPatch) -> None:
+    def wrong(self: Storing, blocks: Iterable[int]) -> tuple[int, ...]:
+        for block in blocks:
+            self._collected.pop(block, None)
+        return ()
+
+    patch.setattr(Storing, "reused", wrong)
+
+
+def blocks_are_freed_before_they_are_copied(patch: pytest.MonkeyPatch) -> None:
+    put = Storing._put
+
+    def wrong(self: Storing, run: Sequence[Any]) -> None:
+        put(self, run)
+        self.busy.clear()
+
+    patch.setattr(Storing, "_put", wrong)
+
+
+def stored_before_they_are_computed(patch: pytest.MonkeyPatch) -> None:
+    orders = SchedulerHalf.orders
+
+    def wrong(self: SchedulerHalf, steps: Iterable[Any]) -> Orders:
+        found = orders(self, steps)
+        return replace(found, before=found.before + found.after, after=())
+
+    begin = WorkerHalf.begin
+
+    def at_once(self: WorkerHalf, found: Orders) -> None:
+        begin(self, found)
+        self.go()
+
+    patch.setattr(SchedulerHalf, "orders", wrong)
+    patch.setattr(WorkerHalf, "begin", at_once)
+
+
+def loads_start_into_blocks_that_are_read(patch: pytest.MonkeyPatch) -> None:
+    start = Loading.start
+    patch.setattr(Loading, "start", lambda self, busy: start(self, frozenset()))
+
+
+def told_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
+    start = Loading.start
+
+    def wrong(self: Loading, busy: Set[int]) -> None:
+        start(self, busy)
+        self._loaded.update(load.request_id for load in self._running)
+
+    patch.setattr(Loading, "start", wrong)
+
+
+def failed_loads_count_as_loaded(patch: pytest.MonkeyPatch) -> None:
+    settle = Loading.settle
+
+    def wrong(self: Loading) -> list[Any]:
+        failed = settle(self)
+        self._loaded.update(self._failed)
+        self._failed.clear()
+        return failed
+
+    patch.setattr(Loading, "settle", wrong)
+
+
+def the_first_bad_block_is_not_told(patch: pytest.MonkeyPatch) -> None:
+    take = Loading.take_failed
+    patch.setattr(
+        Loading, "take_failed", lambda self: {name: bad[1:] or bad for name, bad in take(self).items()}
+    )
+
+
+def aborted_loads_are_never_told(patch: pytest.MonkeyPatch) -> None:
+    finished = SchedulerHalf.finished
+
+    def wrong(self: SchedulerHalf, request_id: str, blocks: Sequence[int], computed: int) -> None:
+        finished(self, request_id, blocks, computed)
+        assert self._loading is not None
+        self._loading._running = [x for x in self._loading._running if x.request_id != request_id]
+        self._loading._wanted = [x for x in self._loading._wanted if x.request_id != request_id]
+
+    patch.setattr(SchedulerHalf, "finished", wrong)
+
+
+def old_weights_are_offered(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SchedulerHalf, "reset", lambda self: None)
+
+
+def a_preempted_request_goes_on_counting(patch: pytest.MonkeyPatch) -> None:
+    follow = SchedulerHalf._follow
+    patch.setattr(
+        SchedulerHalf, "_follow", lambda self, step: follow(self, replace(step, computed=step.computed + 2))
+    )
+
+
+def one_rank_is_enough(patch: pytest.MonkeyPatch) -> None:
+    def wrong(self: Ranks, rank: int, acks: Iterable[Ack]) -> None:
+        for ack in acks:
+            merging = self._merging.pop(ack.transfer_id, None)
+            if merging is not None:
+                self._acks.append(ack)
+
+    patch.setattr(Ranks, "deliver", wrong)
+
+
+def keys_leave_out_the_last_token(patch: pytest.MonkeyPatch) -> None:
+    from tierstore.adapters.vllm.keys import KeyChain
+
+    first = KeyChain.first
+
+    def wrong(self: KeyChain, blocks: int) -> list[PageKey]:
+        keys = first(self, blocks)
+        return [keys[max(0, i - 1)] if i % 2 else key for i, key in enumerate(keys)]
+
+    patch.setattr(KeyChain, "first", wrong)
+
+
+PLANTED: tuple[Plant, ...] = (
+    no_fence,
+    worker_does_not_wait,
+    reused_blocks_are_still_stored,
+    queued_copies_are_not_withdrawn,
+    blocks_are_freed_before_they_are_copied,
+    stored_before_they_are_computed,
+    loads_start_into_blocks_that_are_read,
+    told_before_it_is_there,
+    failed_loads_count_as_loaded,
+    the_first_bad_block_is_not_told,
+    aborted_loads_are_never_told,
+    old_weights_are_offered,
+    a_preempted_request_goes_on_counting,
+    one_rank_is_enough,
+    keys_leave_out_the_last_token,
+)

@@ -1,0 +1,81 @@
+"""The connector without vLLM: stands in for the few classes that it derives from, as they are in vLLM 0.32."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+
+
+class Role(Enum):
+    SCHEDULER = 0
+    WORKER = 1
+
+
+class Base:
+    """``KVConnectorBase_V1``, as far as it is used."""
+
+    def __init__(self, vllm_config: Any, role: Role, kv_cache_config: Any) -> None:
+        self._kv_transfer_config = vllm_config.kv_transfer_config
+        self._kv_cache_config = kv_cache_config
+        self.role = role
+
+
+class Plain:
+    """Any of the classes of metadata."""
+
+
+def load_connector() -> ModuleType:
+    """``tierstore.adapters.vllm.connector`` over the stand-ins; vLLM is not left behind as imported."""
+    name = "tierstore.adapters.vllm.connector"
+    if name not in sys.modules:
+        stubs = _stubs()
+        sys.modules.update(stubs)
+        try:
+            importlib.import_module(name)
+        finally:
+            for stub in stubs:
+                del sys.modules[stub]
+    return sys.modules[name]
+
+
+def _stubs() -> dict[str, ModuleType]:
+    path = BASE.split(".")
+    stubs = {".".join(path[: i + 1]): ModuleType(".".join(path[: i + 1])) for i in range(len(path))}
+    base = stubs[BASE]
+    for name, found in {
+        "KVConnectorBase_V1": Base,
+        "KVConnectorRole": Role,
+        "KVConnectorMetadata": type("KVConnectorMetadata", (Plain,), {}),
+        "KVConnectorWorkerMetadata": type("KVConnectorWorkerMetadata", (Plain,), {}),
+        "KVConnectorHandshakeMetadata": type("KVConnectorHandshakeMetadata", (Plain,), {}),
+        "SupportsHMA": type("SupportsHMA", (Plain,), {}),
+    }.items():
+        setattr(base, name, found)
+    return stubs
+
+
+def vllm_config(extra: dict[str, Any], ranks: int = 1) -> Any:
+    """As much of ``VllmConfig`` as is read."""
+    hf = SimpleNamespace(to_dict=lambda: {"hidden_size": 8}, _commit_hash="abc")
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+        model_config=SimpleNamespace(
+            model="org/name", revision=None, hf_config=hf, quantization=None, dtype="float32"
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
+        load_config=SimpleNamespace(load_format="auto"),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=ranks, pipeline_parallel_size=1, world_size=ranks, data_parallel_size=1
+        ),
+    )
+
+
+def kv_cache_config(num_blocks: int, block_size: int) -> Any:
+    """As much of ``KVCacheConfig`` as is read."""
+    spec = SimpleNamespace(block_size=block_size)
+    return SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
