@@ -28,6 +28,9 @@ storing = st.sampled_from(["all", "all", "all", "memory-only", "read-only", "no-
 class AdapterMachine(StoreMachine):
     """Subclasses name the model, and a draft model if there is one."""
 
+    flaky = False
+    """Whether copies fail: then tokens that were to be reused are computed, and so are passes again."""
+
     # -- caches -------------------------------------------------------------------------------------------------
 
     def pick(self, at: int) -> Open | None:
@@ -132,8 +135,9 @@ class AdapterMachine(StoreMachine):
         options.pop("assistant_model", None)
         assert out.tolist() == plain_batch(model, ids, **options).tolist()
         assert cache.columns == out.shape[1] - 1
-        assert fed.widths[0] <= width - start + 20
-        if self.draft is None:
+        if not self.flaky:
+            assert fed.widths[0] <= width - start + 20
+        if self.draft is None and not self.flaky:
             assert sum(fed.widths) == cache.columns - start
         cache.fed = [row[pad:-1].tolist() for row, pad in zip(out, cache.paddings, strict=True)]
         cache.rest = [[] for _ in rows]
