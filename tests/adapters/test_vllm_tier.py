@@ -1,0 +1,289 @@
+"""``TierStoreTier`` without vLLM: over stand-ins for the few classes that it uses, as they are in vLLM 0.32."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.nvme.rig import change, find, on_disk
+from tierstore.errors import ConfigError
+
+ROWS = 16
+NBYTES = 32 << 10
+CAPACITY = 2 << 20
+
+
+class Result(Enum):
+    MISS = 1
+    HIT = 2
+
+
+class Medium(Enum):
+    STORAGE = "STORAGE"
+
+
+class Locality(Enum):
+    LOCAL = "LOCAL"
+
+
+@dataclass
+class Event:
+    keys: list[bytes]
+    medium: Medium
+    removed: bool
+    locality: Locality | None = None
+
+
+@dataclass
+class JobResult:
+    job_id: int
+    success: bool
+    successful_keys: Any = None
+    transfer_time: float | None = None
+    transfer_bytes: int | None = None
+
+
+@dataclass
+class Policy:
+    policy: str = "chunk_level"
+
+
+class Manager:
+    def __init__(self, spec: Any, view: memoryview, tier_type: str, detector: Any = None) -> None:
+        self.tier_type = tier_type
+
+
+@dataclass
+class Job:
+    job_id: int
+    keys: list[bytes]
+    chunk_ids: Any = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def module() -> Iterator[ModuleType]:
+    base = ModuleType("vllm.v1.kv_offload.base")
+    for name, found in {
+        "Locality": Locality,
+        "LookupResult": Result,
+        "Medium": Medium,
+        "OffloadingEvent": Event,
+        "RequestOffloadingContext": Policy,
+    }.items():
+        setattr(base, name, found)
+    tiering = ModuleType("vllm.v1.kv_offload.tiering.base")
+    tiering.JobResult, tiering.SecondaryTierManager = JobResult, Manager  # type: ignore[attr-defined]
+    packages = ("vllm", "vllm.v1", "vllm.v1.kv_offload", "vllm.v1.kv_offload.tiering")
+    stubs = {m.__name__: m for m in (*map(ModuleType, packages), base, tiering)}
+    sys.modules.update(stubs)
+    try:
+        yield importlib.import_module("tierstore.adapters.vllm_tier")
+    finally:
+        for name in (*stubs, "tierstore.adapters.vllm_tier"):
+            del sys.modules[name]
+
+
+def spec(dtype: str = "float32", model: str = "org/name", replica: int = 0, **more: Any) -> Any:
+    parallel = SimpleNamespace(
+        tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, world_size=1, data_parallel_index=replica
+    )
+    config = SimpleNamespace(
+        model=SimpleNamespace(name=model, dtype=dtype),
+        cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=1),
+        groups=(SimpleNamespace(tokens_per_block=16, layer_names=("a", "b")),),
+        parallel=parallel,
+        kv_cache_layout="LBHNC",
+        **more,
+    )
+    return SimpleNamespace(config=config, kv_events_config=SimpleNamespace(enable_kv_cache_events=True))
+
+
+@contextmanager
+def opened(module: ModuleType, home: Path, described: Any = None, **more: Any) -> Iterator[Any]:
+    """A tier and vLLM's memory above it, which vLLM lets go in the end."""
+    memory = np.zeros((ROWS, NBYTES), dtype=np.int8)
+    view = memoryview(memory)  # type: ignore[arg-type]
+    more.setdefault("config", {"nvme": {"path": str(home), "capacity": CAPACITY}})
+    tier = module.TierStoreTier(described or spec(), view, "TierStoreTier", **more)
+    try:
+        yield SimpleNamespace(tier=tier, memory=memory.view(np.uint8))
+    finally:
+        tier.shutdown()
+        view.release()
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big") + bytes(4)
+
+
+def content(number: int) -> Any:
+    return np.random.default_rng(number).integers(0, 256, NBYTES, dtype=np.uint8)
+
+
+def store(at: Any, job: int, numbers: range) -> JobResult:
+    for row, number in enumerate(numbers):
+        at.memory[row] = content(number)
+    at.tier.submit_store(Job(job, [key(n) for n in numbers], np.arange(len(numbers), dtype=np.int32)))
+    return ended(at)
+
+
+def load(at: Any, job: int, numbers: range) -> JobResult:
+    at.memory[:] = 0
+    at.tier.submit_load(Job(job, [key(n) for n in numbers], np.arange(len(numbers), dtype=np.int32)))
+    return ended(at)
+
+
+def ended(at: Any) -> JobResult:
+    at.tier.drain_jobs()
+    (result,) = at.tier.get_finished_jobs()
+    assert isinstance(result, JobResult)
+    return result
+
+
+def found(at: Any, numbers: range) -> list[int]:
+    return [n for n in numbers if at.tier.lookup(key(n), None) is Result.HIT]
+
+
+def test_chunks_are_stored_found_and_loaded_and_their_coming_and_going_published(
+    module: ModuleType, tmp_path: Path
+) -> None:
+    with opened(module, tmp_path, enable_kv_events=True, locality="LOCAL") as at:
+        assert at.tier.on_new_request(None).policy == "chunk_level"
+        result = store(at, 1, range(5))
+        assert (result.job_id, result.success, result.transfer_bytes) == (1, True, 5 * NBYTES)
+        assert found(at, range(7)) == list(range(5))
+        assert load(at, 2, range(5)).success
+        for number in range(5):
+            np.testing.assert_array_equal(at.memory[number], content(number))
+        assert at.tier.take_events() == [
+            Event([key(n) for n in range(5)], Medium.STORAGE, False, Locality.LOCAL)
+        ]
+        at.tier.touch([key(0)], None)
+        stored = set(range(5))
+        removed: set[int] = set()
+        for start in range(5, 205, 10):
+            store(at, start, range(start, start + 10))
+            for event in at.tier.take_events():
+                numbers = {int.from_bytes(name[:32], "big") for name in event.keys}
+                (removed if event.removed else stored).update(numbers)
+        assert removed
+        assert found(at, range(205)) == sorted(stored - removed)
+        assert on_disk(tmp_path) <= CAPACITY
+
+
+def test_a_damaged_chunk_is_reported_and_the_others_kept(module: ModuleType, tmp_path: Path) -> None:
+    with opened(module, tmp_path) as at:
+        store(at, 1, range(4))
+        path, position = find_one(tmp_path, content(2).tobytes())
+        change(path, position, bytes([content(2)[0] ^ 1]))
+        result = load(at, 2, range(4))
+        assert (result.success, result.successful_keys) == (False, tuple(key(n) for n in (0, 1, 3)))
+        assert found(at, range(4)) == [0, 1, 3]
+        assert at.tier.take_events() == []
+
+
+def find_one(home: Path, needle: bytes) -> tuple[Path, int]:
+    (shard,) = (path for path in home.iterdir() if path.is_dir())
+    return find(home, needle, shard.name.removesuffix("-0"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "torch.float16"])
+def test_exp_keeps_every_bit_of_16_bit_pages_in_less_room(
+    module: ModuleType, tmp_path: Path, dtype: str
+) -> None:
+    config = {"nvme": {"path": str(tmp_path), "capacity": CAPACITY, "codec": "exp"}}
+    numbers = torch.randn(NBYTES // 2, generator=torch.Generator().manual_seed(0))
+    page = numbers.to(getattr(torch, dtype.removeprefix("torch."))).view(torch.uint8).numpy()
+    with opened(module, tmp_path, spec(dtype), config=config) as at:
+        at.memory[0] = page
+        at.tier.submit_store(Job(1, [key(1)], [0]))
+        assert ended(at).success
+        at.tier.submit_load(Job(2, [key(1)], [1]))
+        assert ended(at).success
+        np.testing.assert_array_equal(at.memory[1], page)
+        figures = at.tier._chunks.stats()
+        assert figures["codec"] == "exp"
+        assert figures["bytes_stored"] <= figures["record_nbytes"] - (4096 if dtype == "bfloat16" else 0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        spec(dtype="bfloat16"),
+        spec(model="org/other"),
+        spec(canonical_layout=True),
+        spec(replica=1),
+    ],
+    ids=["dtype", "model", "canonical", "replica"],
+)
+def test_chunks_of_another_identity_are_not_found(module: ModuleType, tmp_path: Path, other: Any) -> None:
+    with opened(module, tmp_path) as at:
+        store(at, 1, range(3))
+    with opened(module, tmp_path, other) as at:
+        assert found(at, range(3)) == []
+    with opened(module, tmp_path) as at:
+        assert found(at, range(3)) == [0, 1, 2]
+
+
+def test_other_weights_in_the_same_folder_find_nothing_unless_named(
+    module: ModuleType, tmp_path: Path
+) -> None:
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"before")
+    here = spec(model=str(weights.parent))
+    with opened(module, tmp_path / "a", here) as at:
+        store(at, 1, range(3))
+    weights.write_bytes(b"after!")
+    with opened(module, tmp_path / "a", here) as at:
+        assert found(at, range(3)) == []
+    with opened(module, tmp_path / "b", here, model="mine@1") as at:
+        store(at, 1, range(3))
+    weights.write_bytes(b"later.")
+    with opened(module, tmp_path / "b", spec(model="elsewhere"), model="mine@1") as at:
+        assert found(at, range(3)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("section", "named"),
+    [
+        ({"admission": "second_hit"}, "nvme.admission"),
+        ({"policy": "fifo"}, "nvme.policy"),
+        ({"daily_writes": "1GiB"}, "nvme.daily_writes"),
+        ({"codec": "int8"}, "nvme.codec"),
+        ({"codec": "exp"}, "float32: none"),
+    ],
+)
+def test_settings_that_would_have_no_effect_are_refused(
+    module: ModuleType, tmp_path: Path, section: dict[str, str], named: str
+) -> None:
+    config = {"nvme": {"path": str(tmp_path / "new"), "capacity": CAPACITY, **section}}
+    with pytest.raises(ConfigError, match=named), opened(module, tmp_path, config=config):
+        pass
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_is_unknown_or_missing_is_named(module: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"root_dir; allowed: config, model"):
+        module.TierStoreTier(spec(), memoryview(b""), "TierStoreTier", config={}, root_dir="x")
+    with pytest.raises(ConfigError, match="nvme is missing"), opened(module, tmp_path, config={}):
+        pass
+
+
+def test_a_second_engine_is_refused(module: ModuleType, tmp_path: Path) -> None:
+    with opened(module, tmp_path) as at:
+        store(at, 1, range(3))
+        with pytest.raises(ConfigError, match="in use"), opened(module, tmp_path):
+            pass
+        assert load(at, 2, range(3)).success
