@@ -255,7 +255,6 @@ class PrefetcherMachine(RuleBasedStateMachine):
         before = {key: self.copies(key) for key in PAGES}
         staged = self.staged()
         waiting = [lease for lease in self.leases if lease.wait(0.0) is LeaseState.PENDING]
-        kept = [key for keys in self.kept.values() for key in keys if self.in_hbm(key)]
         self.subject.turn(0.0)
         after = {key: self.copies(key) for key in PAGES}
         started = [
@@ -273,13 +272,11 @@ class PrefetcherMachine(RuleBasedStateMachine):
             assert not [t for _, t in started if t == Tier.HOST], (
                 "a read starts while a lease waits for its own"
             )
-        assert len(
-            [x for k in PAGES for x in after[k].values() if x == "arriving"]
-        ) <= self.arriving_of_leases(after) + max(
-            MOST, len([x for k in PAGES for x in before[k].values() if x == "arriving"])
-        )
+        assert self.bench is not None
+        assert len(self.bench.directory.promoting._moving) <= MOST, "too much is under way"
         lost = [k for k in PAGES if before[k].get(Tier.HBM) == "ready" and Tier.HBM not in after[k]]
-        assert not set(lost) & set(kept), "a retained page is displaced"
+        kept = {key for keys in self.kept.values() for key in keys}
+        assert not kept & set(lost), "a retained page is displaced"
         self.require_later(lost, [k for k, t in brought if t == Tier.HBM])
         self.require_room_in_host(staged, [k for k, t in brought if t == Tier.HOST])
 
@@ -297,10 +294,6 @@ class PrefetcherMachine(RuleBasedStateMachine):
             all(look[k].get(Tier.HBM) == "arriving" and look[k].get(Tier.HOST) != "ready" for look in looks)
             for k in pages
         )
-
-    def arriving_of_leases(self, after: dict[PageKey, dict[Tier, str]]) -> int:
-        pages = {key for lease in self.leases for key in lease.keys}
-        return sum(x == "arriving" for k in pages for x in after[k].values())
 
     def require_later(self, lost: Sequence[PageKey], loaded: Sequence[PageKey]) -> None:
         """A page that was expected left HBM only for one that is expected sooner."""
