@@ -15,6 +15,7 @@ from tests.adapters import vllm_stub as stub
 from tests.adapters.vllm_engine import OUT, Engine
 from tests.support.events import ManualEvent
 from tests.support.pages import chain
+from tierstore.adapters.vllm import figures
 from tierstore.adapters.vllm.feed import Feed
 from tierstore.adapters.vllm.geometry import geometry
 from tierstore.adapters.vllm.identity import identity, weights_digest
@@ -420,4 +421,53 @@ def test_a_verdict_is_looked_up_once_however_often_it_is_asked_for(monkeypatch: 
         assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (8, True)
     assert len(asked) == 1
     engine.run()
+    engine.close()
+
+
+# -- figures -------------------------------------------------------------------------------------------------------
+
+
+def test_figures_are_what_was_added_and_add_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(figures, "monotonic", lambda: now[0])
+    total: dict[str, dict[str, float]] = {"hits_pages": {"HOST": 3.0}, "pages": {"HOST,free": 5.0}}
+    taker = figures.Figures(lambda: total)
+    first = taker.take()
+    assert first == total
+    total = {"hits_pages": {"HOST": 4.0, "NVME": 2.0}, "pages": {"HOST,free": 1.0}, "lock": {"x": 1.0}}
+    assert taker.take() is None  # too early
+    now[0] = 1.5
+    second = taker.take()
+    assert second == {"hits_pages": {"HOST": 1.0, "NVME": 2.0}, "pages": {"HOST,free": 1.0}}
+    assert first is not None
+    both = figures.summed(first, second)
+    assert both == {"hits_pages": {"HOST": 4.0, "NVME": 2.0}, "pages": {"HOST,free": 1.0}}
+    now[0] = 3.0
+    assert taker.take() is None  # nothing new
+
+
+def test_a_line_of_the_log_says_what_moved_and_how_fast() -> None:
+    words = figures.in_words(
+        {
+            "hits_pages": {"NVME": 7.0},
+            "transfer_bytes": {"HBM,HOST": 2e9},
+            "transfer_seconds": {"HBM,HOST": 0.5},
+            "failed_pages": {"NVME,HOST,integrity": 2.0},
+        }
+    )
+    assert words == {
+        "Pages loaded from NVME": 7,
+        "HBM->HOST (MB)": 2000.0,
+        "HBM->HOST (GB/s)": 4.0,
+        "Pages not moved": 2,
+    }
+
+
+def test_what_an_engine_moved_is_told_by_its_connector() -> None:
+    engine = Engine(HOST)
+    engine.add(DOCUMENT, 2)
+    engine.run()
+    found = engine.half.figures()
+    assert found["transfer_bytes"] == {"HBM,HOST": 4 * 64 + 64}
+    assert found["pages"]["HOST,resident"] == 5
     engine.close()

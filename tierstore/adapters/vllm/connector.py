@@ -177,6 +177,29 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """None yet."""
         return ()
 
+    def get_kv_connector_stats(self) -> Any:
+        """What was counted lately; None: nothing, or on a worker."""
+        if self.role != KVConnectorRole.SCHEDULER:
+            return None
+        found = self._scheduler.figures()
+        return None if found is None else self.build_kv_connector_stats(found)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        """The same in vLLM's form."""
+        from tierstore.adapters.vllm.stats import TierStoreStats
+
+        return TierStoreStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> Any:
+        """Its metrics, ``vllm:tierstore_*``."""
+        from tierstore.adapters.vllm.stats import TierStorePrometheus
+
+        return TierStorePrometheus(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     def reset_cache(self) -> bool | None:
         """Nothing stored so far is offered again, by this process or the next."""
         if self.role == KVConnectorRole.SCHEDULER:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
+from tierstore.adapters.vllm.figures import Figures
 from tierstore.adapters.vllm.keys import Hashed, KeyChain
 from tierstore.adapters.vllm.loading import Loading
 from tierstore.adapters.vllm.messages import Orders
@@ -106,6 +107,7 @@ class SchedulerHalf:
         self._store: TierStore | None = None
         self._loading: Loading | None = None
         self._storing: Storing | None = None
+        self._figures: Figures | None = None
         self._moved = monotonic()
 
     def meet(self, hellos: Sequence[Hello]) -> None:
@@ -122,6 +124,7 @@ class SchedulerHalf:
         self._store = TierStore(self._config, self._parts, Wakeup(), pump=False)
         self._storing = Storing(self._store)
         self._loading = Loading(self._store, self._timeout_s)
+        self._figures = Figures(self._counted)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -238,12 +241,21 @@ class SchedulerHalf:
         """As ``TierStore.stats``; empty before the workers have said hello."""
         return {} if self._store is None else self._store.stats()
 
+    def figures(self) -> dict[str, dict[str, float]] | None:
+        """What was counted since the last look, once a second at most."""
+        return None if self._figures is None else self._figures.take()
+
     def close(self) -> None:
         """Ends it. What only host memory holds is lost with the workers."""
         if self._store is not None:
             self._store.close(timeout_s=0)
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _counted(self) -> dict[str, dict[str, float]]:
+        assert self._store is not None
+        self._store.stats()  # it brings the gauges up to date
+        return self._store.metrics.snapshot()
 
     def _verdict(self, known: Known, computed: int) -> Verdict:
         assert self._store is not None

@@ -1,0 +1,94 @@
+"""Counters of the scheduler's half for vLLM's log and its Prometheus endpoint: what was added since the last look."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+Rows = dict[str, float]
+
+
+class Figure(NamedTuple):
+    """A metric: its labels, and what it says. ``gauge``: its value now, not a sum."""
+
+    labels: tuple[str, ...]
+    says: str
+    gauge: bool = False
+
+
+FIGURES: dict[str, Figure] = {
+    "hits_pages": Figure(("tier",), "Pages found for loads, by the fastest tier that had them"),
+    "misses_pages": Figure(("reason",), "Pages of loads that did not come, by reason"),
+    "transfer_bytes": Figure(("src", "dst"), "Payload bytes moved"),
+    "transfer_seconds": Figure(("src", "dst"), "Time in transfers"),
+    "failed_pages": Figure(("src", "dst", "reason"), "Pages not moved"),
+    "dropped_copies": Figure(("tier", "reason"), "Copies dropped"),
+    "pages": Figure(("tier", "state"), "Pages now", gauge=True),
+}
+"""By their names in ``tierstore.metrics``; in Prometheus ``vllm:tierstore_<name>``."""
+
+_EVERY_S = 1.0
+
+
+class Figures:
+    """Takes a snapshot now and then. Scheduler's thread."""
+
+    def __init__(self, snapshot: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
+        self._snapshot = snapshot
+        self._before: dict[str, Rows] = {}
+        self._next = 0.0
+
+    def take(self) -> dict[str, Rows] | None:
+        """What was added to each counter, and what each gauge is, by label values joined with ``,``.
+
+        None: nothing new, or looked at within the last second.
+        """
+        now = monotonic()
+        if now < self._next:
+            return None
+        self._next = now + _EVERY_S
+        found = self._snapshot()
+        added = {name: self._added(name, dict(found.get(name, {}))) for name in FIGURES}
+        if not any(rows for name, rows in added.items() if not FIGURES[name].gauge):
+            return None
+        return {name: rows for name, rows in added.items() if rows}
+
+    def _added(self, name: str, rows: Rows) -> Rows:
+        if FIGURES[name].gauge:
+            return rows
+        before, self._before[name] = self._before.get(name, {}), rows
+        added = {labels: value - before.get(labels, 0.0) for labels, value in rows.items()}
+        return {labels: value for labels, value in added.items() if value}
+
+
+def summed(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Rows]:
+    """Of two takes, the other the later one."""
+    found = {name: dict(rows) for name, rows in one.items()}
+    for name, rows in other.items():
+        if FIGURES[name].gauge:
+            found[name] = dict(rows)
+            continue
+        mine = found.setdefault(name, {})
+        for labels, value in rows.items():
+            mine[labels] = mine.get(labels, 0.0) + value
+    return found
+
+
+def in_words(figures: Mapping[str, Mapping[str, float]]) -> dict[str, int | float]:
+    """A line of a log: pages by tier, megabytes and rates by edge, failures."""
+    words: dict[str, int | float] = {}
+    for tier, pages in figures.get("hits_pages", {}).items():
+        words[f"Pages loaded from {tier}"] = int(pages)
+    seconds = figures.get("transfer_seconds", {})
+    for edge, nbytes in figures.get("transfer_bytes", {}).items():
+        name = edge.replace(",", "->")
+        words[f"{name} (MB)"] = round(nbytes / 1e6, 1)
+        if seconds.get(edge):
+            words[f"{name} (GB/s)"] = round(nbytes / 1e9 / seconds[edge], 2)
+    failed = sum(figures.get("failed_pages", {}).values())
+    if failed:
+        words["Pages not moved"] = int(failed)
+    return words
