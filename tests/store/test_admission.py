@@ -189,9 +189,9 @@ def test_a_budget_that_has_no_room_for_the_pages_before_one_refuses_it(tmp_path:
     bench = opened(tmp_path / "disk", "second_hit", daily_writes=2 * record)
     keys = chain(3)
     write(bench.store, keys)
-    bench.directory.admitting.hit(keys[2], Tier.HBM)
+    bench.directory.admitting.hit(keys[2:], Tier.HBM)
     assert stored(bench, keys) == [False, False, False]
-    bench.directory.admitting.hit(keys[1], Tier.HBM)
+    bench.directory.admitting.hit(keys[1:2], Tier.HBM)
     assert stored(bench, keys) == [True, True, False]
     bench.close()
 

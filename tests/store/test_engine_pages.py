@@ -284,11 +284,14 @@ def test_flush_waits_for_pages_that_are_still_being_written(bench: Bench, engine
 
 def test_flush_counts_pages_that_did_not_leave_the_engine_and_returns(bench: Bench, engine: Engine) -> None:
     keys = chain(3)
+    bench.copies.hold(OUT)
     bench.copies.fail_next(OUT, 1)
     for slot, key in enumerate(keys):
         engine.fill(slot, key)
     bench.store.put(keys, [0, 1, 2])
     ticket = save_unsaved(bench.directory, bench.store._progress)
+    bench.copies.holding.clear()
+    bench.copies.let_go(OUT)
     wait_settled(ticket, bench.store._progress, deadline=None, stall_s=PATIENCE_S)
     assert (ticket.open, ticket.failed) == (0, 1)
     assert [where(bench.store, key).get(Tier.NVME) for key in keys] == ["ready", None, "ready"]
