@@ -69,8 +69,14 @@ class Admitting:
         if not (admitted or asked or self._insisting):
             self._memory_only.refuse(key)
 
-    def hit(self, key: PageKey, source: Tier) -> None:
-        """A held page was asked for, or put again; ``source`` is the fastest tier that had it."""
+    def hit(self, keys: Sequence[PageKey], source: Tier) -> None:
+        """Held pages were asked for, or put again; ``source`` is the fastest tier that had them."""
+        if self._history is None and (self._nvme is None or not self._memory_only.refused):
+            return
+        for key in keys:
+            self._hit(key, source)
+
+    def _hit(self, key: PageKey, source: Tier) -> None:
         record = None
         if self._history is not None:
             record = self._history.hit(key, below=source == Tier.NVME)

@@ -162,7 +162,7 @@ class Directory:
                 self.residency.retire(Tier.HBM, slot)
                 duplicates.append(slot)
                 if not memory_only:
-                    self.admitting.hit(key, Tier.HBM)
+                    self.admitting.hit((key,), Tier.HBM)
             else:
                 self._seal(key, slot, parent, following, written=written, memory_only=memory_only)
                 if lease is not None and lease.inexact:
@@ -220,10 +220,10 @@ class Directory:
             self.loads.give_back(short - self.space.room(Tier.HBM))
         self._finish(now)
 
-    def _hit(self, key: PageKey, source: Tier) -> None:
-        """A lease took in a page."""
-        self.promoting.used(key, source)
-        self.admitting.hit(key, source)
+    def _hit(self, keys: Sequence[PageKey], source: Tier) -> None:
+        """A lease took in pages."""
+        self.promoting.used(keys, source)
+        self.admitting.hit(keys, source)
 
     def _left(self, key: PageKey, tier: Tier) -> None:
         """A copy was dropped."""
@@ -338,7 +338,7 @@ class Directory:
         old_slot = None if copy is None else copy.slot
         source = self.residency.where(key)
         if not memory_only and source is not None:
-            self.admitting.hit(key, source)
+            self.admitting.hit((key,), source)
         elif not memory_only and not self.residency.held(key):
             self.admitting.put(key, parent, following)
         self.residency.adopt(key, Tier.HBM, slot, parent, memory_only=memory_only)

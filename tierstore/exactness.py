@@ -29,6 +29,11 @@ class Exactness:
         ]
         self._tainted: set[PageKey] = set()
 
+    @property
+    def lossless(self) -> bool:
+        """Whether no tier loses anything: all pages are exact then."""
+        return self._first_lossy is None
+
     def exact(self, key: PageKey) -> bool:
         """Whether a readable copy of the page is certainly what was put."""
         if self._first_lossy is None:

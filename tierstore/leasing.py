@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Leasing:
     """The open leases of a store. ``fate`` tells why a page is gone, for the reason of a miss.
 
-    ``hit`` is told of every page a lease takes in, and of the fastest tier that had it.
+    ``hit`` is told of the pages that a lease takes in, and of the fastest tier that had them.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Leasing:
         sinks: Sinks,
         metrics: Metrics,
         fate: Callable[[PageKey], str | None],
-        hit: Callable[[PageKey, Tier], None],
+        hit: Callable[[Sequence[PageKey], Tier], None],
     ) -> None:
         self.open: set[LeaseRecord] = set()
         self.next_deadline: float | None = None
@@ -63,11 +63,13 @@ class Leasing:
 
     def extend(self, lease: LeaseRecord, limit: int, now: float) -> None:
         """Adds up to ``limit`` pages; the lease is complete when the next page cannot be had."""
-        for _ in range(limit):
-            index = len(lease.slots)
+        end = len(lease.slots) + limit
+        while (index := len(lease.slots)) < end:
             if lease.cut or index == len(lease.keys):
                 lease.complete = True
                 return
+            if self._attach_run(lease, index, lease.keys[index:end]):
+                continue
             reason = self._attach(lease, index, lease.keys[index], now)
             if reason is not None:
                 lease.miss_reason = reason
@@ -182,6 +184,25 @@ class Leasing:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
+    def _attach_run(self, lease: LeaseRecord, index: int, keys: Sequence[PageKey]) -> bool:
+        """Adds the first of ``keys`` that only have to be copied into free slots; whether there was one.
+
+        What is usual when a prefix comes back from HOST, without what is not: its Python is what the link waits for.
+        """
+        gate = self._loads.gate
+        if self._hbm is None or lease.deadline is not None or not self._residency.exactness.lossless:
+            return False
+        if gate == Tier.HBM or keys[0] in self._hbm.copies:
+            return False
+        places = self._residency.reserve_run(keys, Tier.HBM, gate)
+        keys = keys[: len(places)]
+        self._loads.start_run(lease, index, keys, places)
+        lease.slots.extend([slot for slot, _ in places])
+        lease.sources.extend([gate] * len(places))
+        lease.waiting.update(range(index, index + len(places)))
+        self._hit(keys, gate)
+        return bool(places)
+
     def _attach(self, lease: LeaseRecord, index: int, key: PageKey, now: float) -> str | None:
         """Adds one page to a lease; the reason if it cannot."""
         if not self._residency.exactness.exact(key):
@@ -196,20 +217,22 @@ class Leasing:
                 lease.sources.append(Tier.HBM)
             else:
                 self._await(lease, index, self._loads.by_slot[copy.slot])
-            self._hit(key, lease.sources[-1])
+            self._hit((key,), lease.sources[-1])
             return None
         source = self._residency.where(key)
         if source is None:
             return self._fate(key) or "not_found"
         if lease.deadline is not None and self._too_late(source, lease.deadline, now):
             return "deadline"
-        slot = self._reserve(key, source) if lease.into is None else self._given(lease.into[index], key, source)
+        slot = (
+            self._reserve(key, source) if lease.into is None else self._given(lease.into[index], key, source)
+        )
         if slot is None:
             return "no_room"
         lease.slots.append(slot)
         source_slot = self._residency.tables[source].copies[key].slot
         self._await(lease, index, self._loads.start(key, slot, source, source_slot))
-        self._hit(key, source)
+        self._hit((key,), source)
         return None
 
     def _await(self, lease: LeaseRecord, index: int, load: Load) -> None:

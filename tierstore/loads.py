@@ -15,6 +15,8 @@ from tierstore.traffic import BATCH_PAGES, Move
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tierstore.lease import LeaseRecord
     from tierstore.residency import Residency
     from tierstore.traffic import Traffic
@@ -46,7 +48,7 @@ class Loads:
         self._traffic = traffic
         self._owned = owned
         """Whether HBM has a residency table; an engine's slots have none."""
-        self._gate = next(tier for tier in (Tier.HOST, Tier.NVME, Tier.HBM) if tier in residency.tables)
+        self.gate: Tier = next(tier for tier in (Tier.HOST, Tier.NVME, Tier.HBM) if tier in residency.tables)
         self._promoting: dict[PageKey, list[Load]] = {}
         self._queue: deque[PageKey] = deque()
 
@@ -56,10 +58,10 @@ class Loads:
         return len(self._queue)
 
     def start(self, key: PageKey, slot: int, source: Tier, source_slot: int) -> Load:
-        """Begins to bring the page from its copy in ``source``, pinned for the load, into a slot that no other fills."""
+        """Begins to bring the page from its copy in ``source``, pinned for it, into a slot that no other load fills."""
         load = Load(key, slot, source, source_slot)
         self.by_slot[slot] = load
-        if source == self._gate:
+        if source == self.gate:
             self._submit(load)
         else:
             waiting = self._promoting.setdefault(key, [])
@@ -67,6 +69,20 @@ class Loads:
                 self._queue.append(key)
             waiting.append(load)
         return load
+
+    def start_run(
+        self, lease: LeaseRecord, index: int, keys: Sequence[PageKey], places: Sequence[tuple[int, int]]
+    ) -> None:
+        """As ``start`` for pages of a lease from ``index`` on, straight from the tier above all promotions.
+
+        ``places``: the slots reserved for them, and those of their sources, pinned.
+        """
+        by_slot, gate, parent = self.by_slot, self.gate, self._residency.lineage.parent
+        moves = []
+        for number, (key, (slot, source_slot)) in enumerate(zip(keys, places, strict=True), index):
+            by_slot[slot] = Load(key, slot, gate, source_slot, True, False, [(lease, number)])
+            moves.append(Move(key, source_slot, slot, 0, parent(key)))
+        self._traffic.add_all(gate, Tier.HBM, moves)
 
     def promote_queued(self) -> None:
         """Starts queued promotions for which HOST has room now, a bounded number."""

@@ -118,7 +118,7 @@ class Outgoing:
                     self._residency.memory_only.permit_named(key)
                     source = self._residency.where(key)
                     if source is not None:
-                        self._admitting.hit(key, source)
+                        self._admitting.hit((key,), source)
                 self.ended(slot)
             elif memory_only and dst > self._residency.memory_only.floor:
                 self.ended(slot)

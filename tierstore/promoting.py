@@ -109,14 +109,18 @@ class Promoting:
                 self._ending.popleft()
         return bool(self._ending)
 
-    def used(self, key: PageKey, source: Tier) -> None:
-        """A lease took the page in, which was readable in ``source``."""
-        brought = self._brought.pop(key, None)
-        if brought is not None:
-            self._count("useful" if source <= brought.tier else "late")
-            # Reads and loads go side by side, page after page: the slower of the two is what a lease would have waited.
-            done = [way for way in brought.ways if way[1] >= source]
-            self._metrics.avoided(max(map(self._traffic.page_seconds, done), default=0.0))
+    def used(self, keys: Sequence[PageKey], source: Tier) -> None:
+        """A lease took pages in, which were readable in ``source``."""
+        for key in keys if self._brought else ():
+            brought = self._brought.pop(key, None)
+            if brought is not None:
+                self._note_used(brought, source)
+
+    def _note_used(self, brought: _Brought, source: Tier) -> None:
+        self._count("useful" if source <= brought.tier else "late")
+        # Reads and loads go side by side, page after page: the slower of the two is what a lease would have waited.
+        done = [way for way in brought.ways if way[1] >= source]
+        self._metrics.avoided(max(map(self._traffic.page_seconds, done), default=0.0))
 
     def left(self, key: PageKey, tier: Tier) -> None:
         """A copy was dropped."""

@@ -164,7 +164,8 @@ class Residency:
     ) -> int:
         """An unreadable slot in ``dst``; pins the copy in ``src``. CapacityError and LeaseError change nothing.
 
-        ``pins`` are those the new copy has from the start. ``memory_only``: if no tier holds the page yet, none but memory ever is to. LeaseError if ``dst`` is not to.
+        ``pins`` are those the new copy has from the start. ``memory_only``: if no tier holds the page yet, none but
+        memory ever is to. LeaseError if ``dst`` is not to.
         """
         table = self.tables[dst]
         if dst > (self.memory_only.floor if memory_only else self.memory_only.lowest_for(key)):
@@ -190,6 +191,34 @@ class Residency:
         table.count(copy, 1)
         self._give_up_places(dst, table)
         return slot
+
+    def reserve_run(self, keys: Sequence[PageKey], dst: Tier, src: Tier) -> list[tuple[int, int]]:
+        """As ``reserve`` with one pin, for the first of ``keys`` that need no eviction: slot and slot in ``src``.
+
+        Ends before a page that has a copy in ``dst`` or none that is readable in ``src``, and where no slot is free.
+        ``dst`` has slots; no tier is lossy. One call for many pages: a page costs a third of what ``reserve`` takes.
+        """
+        table, source, lowest_for = self.tables[dst], self.tables[src], self.memory_only.lowest_for
+        copies, free, enter = table.copies, table.free, table.policy.enter
+        found: list[tuple[int, int]] = []
+        for key in keys:
+            below = source.copies.get(key)
+            if below is None or not below.ready or key in copies or not free:
+                break
+            below.pins += 1
+            if below.pins == 1:
+                source.pinned += 1
+                source.idle -= 1
+                source.withdraw(below)
+                if lowest_for(key) != src:
+                    self._settle_mirror(key, src)
+            slot = free.pop()
+            copies[key] = Copy(slot, 0, enter(key), pins=1)
+            found.append((slot, below.slot))
+        table.arriving += len(found)
+        table.pinned += len(found)
+        self._give_up_places(dst, table)
+        return found
 
     def commit(
         self, key: PageKey, dst: Tier, slot: int, nbytes: int = 0, parent: PageKey | None = None

@@ -57,6 +57,10 @@ class Traffic:
         """Puts a reserved move into the current batch of its edge."""
         self._moves[src, dst].append(move)
 
+    def add_all(self, src: Tier, dst: Tier, moves: Sequence[Move]) -> None:
+        """As ``add`` for each."""
+        self._moves[src, dst].extend(moves)
+
     def emit(self, now: float) -> None:
         """Turns the collected moves into transfers and queues them, with the erases decided before, for the mover."""
         self.emit_erases()

@@ -88,6 +88,11 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
         if flight is not None:
             self._settle(flight, well=True)
 
+    @rule(keys=key_lists)
+    def start_copies_of_a_run(self, keys: list[PageKey]) -> None:
+        """Pages that only have to be copied come into free slots of HBM together, each pinned by who asked."""
+        self._reserve_run(keys)
+
     @rule(data=st.data(), dst=st.sampled_from(TIERS), nbytes=st.sampled_from((4, RECORD)))
     def start_write(self, data: st.DataObject, dst: Tier, nbytes: int) -> None:
         """An engine writes straight into a tier."""

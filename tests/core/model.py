@@ -126,6 +126,21 @@ class ResidencyModel:
             self.hardware.enqueue(flight)
         return flight
 
+    def _reserve_run(self, keys: list[PageKey]) -> None:
+        free = len(self.residency.tables[Tier.HBM].free)
+        wanted: list[PageKey] = []
+        for key in keys[:free]:
+            taken = key in wanted or key in self.ready[Tier.HBM] or self._arriving(key, Tier.HBM)
+            if taken or key not in self.ready[Tier.HOST]:
+                break
+            wanted.append(key)
+        found = self.residency.reserve_run(keys, Tier.HBM, Tier.HOST)
+        assert [src_slot for _, src_slot in found] == [self.ready[Tier.HOST][key] for key in wanted]
+        for key, (slot, src_slot) in zip(wanted, found, strict=True):
+            self._scribble(Tier.HBM, slot)
+            self.flights.append(Flight(key, Tier.HOST, src_slot, Tier.HBM, slot, 0, None))
+            self.holds.append(Hold(key, Tier.HBM, slot))
+
     def _settle(self, flight: Flight, *, well: bool) -> None:
         """The flight ends; the source is let go first, as an ack does it."""
         source_live = flight.src is not None and self.ready[flight.src].get(flight.key) == flight.src_slot

@@ -69,6 +69,42 @@ BUGS = [
         "Copy(slot, nbytes, rank, True, pins=pins)",
     ),
     Bug(
+        "the sources of a run are not pinned",
+        residency,
+        "            below.pins += 1\n            if below.pins == 1:",
+        "            if False:",
+    ),
+    Bug(
+        "a pinned source of a run may leave",
+        residency,
+        "                source.withdraw(below)\n",
+        "",
+    ),
+    Bug(
+        "a run takes a source that is on its way",
+        residency,
+        "if below is None or not below.ready or key in copies",
+        "if below is None or key in copies",
+    ),
+    Bug(
+        "a run writes over a copy that is there",
+        residency,
+        "not below.ready or key in copies or not free",
+        "not below.ready or not free",
+    ),
+    Bug(
+        "a run's copies are not counted as pinned",
+        residency,
+        "        table.pinned += len(found)\n",
+        "",
+    ),
+    Bug(
+        "a mirror of a run's source keeps its queue",
+        residency,
+        "                if lowest_for(key) != src:\n                    self._settle_mirror(key, src)\n",
+        "",
+    ),
+    Bug(
         "a capacity failure keeps the source pinned",
         residency,
         "                self.unpin(key, src, self.tables[src].copies[key].slot)\n            raise",
