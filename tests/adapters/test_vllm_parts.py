@@ -13,6 +13,7 @@ import torch
 import tierstore.adapters.vllm as adapter
 from tests.adapters import vllm_stub as stub
 from tests.adapters.vllm_engine import OUT, Engine
+from tests.adapters.vllm_engine import Request as SimRequest
 from tests.support.events import ManualEvent
 from tests.support.pages import chain
 from tierstore.adapters.vllm import figures
@@ -471,3 +472,58 @@ def test_what_an_engine_moved_is_told_by_its_connector() -> None:
     assert found["transfer_bytes"] == {"HBM,HOST": 4 * 64 + 64}
     assert found["pages"]["HOST,resident"] == 5
     engine.close()
+
+
+# -- ahead of need -------------------------------------------------------------------------------------------------
+
+
+def test_what_only_the_disk_holds_comes_up_while_its_request_waits_in_the_queue(tmp_path: Path) -> None:
+    config = {"host": {"capacity": 12 * 64, "pin": "never"}, "nvme": {"path": tmp_path, "capacity": 1 << 20}}
+    engine = Engine(config)
+    engine.add(DOCUMENT, 2)
+    engine.run()
+    store = engine.half._store
+    keys = list(engine.half._parts.directory.residency.tables[Tier.NVME].copies)
+    assert len(keys) == 5
+    store.evict(keys, Tier.HOST)
+    engine.forget()
+    long = engine.add([1, 2] * 7, 1)
+    while engine.requests[long].status != "running":
+        engine.step()
+    name = engine.add(DOCUMENT, 2)
+    waiting = engine.queue.pop()  # vLLM does not come to it
+    for _ in range(20):
+        engine.step()
+        for gate in engine.records:
+            gate.settle()
+    assert store.match(engine.half._known[name].chain.first(4)).tiers == (Tier.HOST,) * 4
+    engine.queue.append(waiting)
+    engine.run()
+    assert engine.answers[name] == engine.answers["r1"]
+    engine.close()
+
+
+def test_nothing_comes_up_for_a_request_that_has_gone_or_that_the_engine_holds(tmp_path: Path) -> None:
+    config = {**HOST, "nvme": {"path": tmp_path, "capacity": 1 << 20, "flush": "10ms"}}
+    engine = Engine(config)
+    engine.add(DOCUMENT, 2)
+    engine.run()
+    half = engine.half
+    store, tables = half._store, half._parts.directory.residency.tables
+    store.evict(list(tables[Tier.NVME].copies), Tier.HOST)
+    keys = KeyChain(SimpleNamespace(block_hashes=hashes_of(DOCUMENT)), half._namespace).first(4)
+    ahead = half._ahead
+    ahead.want("held", keys, 4)
+    ahead.want("gone", keys, 0)
+    ahead.over("gone")
+    ahead.advance()
+    assert not tables[Tier.HOST].copies
+    ahead.want("queued", keys, 0)
+    ahead.advance()
+    assert 1 <= len(tables[Tier.HOST].copies) <= 4
+    engine.run()
+    engine.close()
+
+
+def hashes_of(tokens: list[int]) -> list[bytes]:
+    return SimRequest("x", tokens, 0).block_hashes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -87,6 +88,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role == KVConnectorRole.SCHEDULER:
             hash_size = getattr(kv_cache_config, "hash_block_size", None) or self._block_size
             self._steps = Steps(self._block_size)
+            self._pool: Any = None
             self._scheduler = SchedulerHalf(
                 self._settings.of_rank(self._world_size, self._replica, "cpu"),
                 namespace(self._identity),
@@ -128,9 +130,18 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise ConfigError(f"{len(hellos)} workers said hello; allowed: all {self._world_size}")
         self._scheduler.meet(sorted(hellos, key=lambda hello: hello.rank))
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """vLLM's blocks: only asked which hashes it holds."""
+        if self._scheduler.stride == 1:  # else its hashes are of another grain
+            self._pool = gpu_block_pool
+
     def on_new_request(self, request: Any) -> None:
-        """A request was queued."""
-        self._scheduler.arrived(request)
+        """A request was queued: what only the disk holds of it starts to come up."""
+        local = 0
+        if self._pool is not None:
+            cached = (self._pool.get_cached_block(block_hash, [0]) for block_hash in request.block_hashes)
+            local = sum(1 for _ in takewhile(bool, cached))
+        self._scheduler.arrived(request, local)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded, beside the running steps."""

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
+from tierstore.adapters.vllm.ahead import Ahead
 from tierstore.adapters.vllm.figures import Figures
 from tierstore.adapters.vllm.keys import Hashed, KeyChain
 from tierstore.adapters.vllm.loading import Loading
 from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.storing import Storing
 from tierstore.apart import Ranks, assemble_apart
+from tierstore.config import PrefetchConfig
 from tierstore.errors import ConfigError
 from tierstore.layout import PageLayout
 from tierstore.store import TierStore
@@ -99,7 +101,7 @@ class SchedulerHalf:
         self._config = config
         self._namespace = namespace
         self._block_size = block_size
-        self._stride = stride
+        self.stride = stride
         self._timeout_s = load_timeout_s
         self._known: dict[str, Known] = {}
         self._ranks = Ranks(1)
@@ -108,6 +110,7 @@ class SchedulerHalf:
         self._loading: Loading | None = None
         self._storing: Storing | None = None
         self._figures: Figures | None = None
+        self._ahead: Ahead | None = None
         self._moved = monotonic()
 
     def meet(self, hellos: Sequence[Hello]) -> None:
@@ -126,13 +129,20 @@ class SchedulerHalf:
         self._loading = Loading(self._store, self._timeout_s)
         self._figures = Figures(self._counted)
 
+        if self._config.nvme is not None:
+            self._ahead = Ahead(self._store, self._most_ahead(hellos[0]))
+
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def arrived(self, request: Request) -> None:
-        """A request was queued."""
-        if self._store is not None:
-            chain = KeyChain(request, self._namespace, self._stride)
-            self._known[request.request_id] = Known(request, chain)
+    def arrived(self, request: Request, local: int = 0) -> None:
+        """A request was queued, of which the engine holds the first ``local`` blocks now."""
+        if self._store is None:
+            return
+        chain = KeyChain(request, self._namespace, self.stride)
+        self._known[request.request_id] = Known(request, chain)
+        if self._ahead is not None:
+            keys = chain.first((request.num_tokens - 1) // self._block_size)
+            self._ahead.want(request.request_id, keys, local)
 
     def offer(self, request: Request, computed: int) -> int:
         """Tokens that can be loaded beyond ``computed``, whole blocks, at least one token left to compute.
@@ -163,6 +173,8 @@ class SchedulerHalf:
         end = first + tokens // self._block_size
         self._loading.want(request.request_id, known.chain.first(end)[first:], blocks[first:end], first)
         known.taken, known.verdict = known.verdict.match, None
+        if self._ahead is not None:
+            self._ahead.over(request.request_id)
 
     def finished(self, request_id: str, blocks: Sequence[int], computed: int) -> None:
         """The request has ended or was aborted with so many tokens computed in these blocks, which are stored before
@@ -174,6 +186,8 @@ class SchedulerHalf:
         if known.limit is None and not self._loading.of(request_id):
             self._collect(known, blocks, computed)
         del self._known[request_id]
+        if self._ahead is not None:
+            self._ahead.over(request_id)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -188,6 +202,8 @@ class SchedulerHalf:
         fence = storing.reused(block for step in steps for block in step.fresh)
         storing.reused(loading.fresh_blocks())  # these loads wait until nothing reads their blocks
         loading.start(storing.busy)
+        if self._ahead is not None:
+            self._ahead.advance()
         self._settle()
         before = tuple(self._ranks.take())
         for step in steps:
@@ -251,6 +267,12 @@ class SchedulerHalf:
             self._store.close(timeout_s=0)
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _most_ahead(self, hello: Hello) -> int:
+        """Pages under way at once, as the prefetch section or its defaults have it."""
+        limits = self._config.prefetch or PrefetchConfig()
+        share = int(hello.host_slots * limits.share_of_host)
+        return max(1, min(share, limits.max_in_flight // hello.spec.page_nbytes))
 
     def _counted(self) -> dict[str, dict[str, float]]:
         assert self._store is not None
