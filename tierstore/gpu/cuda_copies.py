@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.0005
+_GROWING_S = 0.005
 _ALONE_S = 0.01
 
 
@@ -236,7 +237,10 @@ class CudaCopyEngine:
             name = f"tierstore-launch-to-{dst.name}"
             self._threads[dst] = Thread(target=self._run, args=(self._lanes[dst],), name=name, daemon=True)
             self._threads[dst].start()
-        self._turn.notify_all()
+        elif self._lanes[
+            dst
+        ].resting:  # else it looks by itself: being woken it takes turns from who takes pages
+            self._turn.notify_all()
 
     def _run(self, lane: Lane) -> None:
         while (flight := self._next(lane)) is not None:
@@ -259,8 +263,16 @@ class CudaCopyEngine:
                 if lane.waiting and self._is_mine(lane):
                     lane.launching = True
                     return lane.take(self._pace.together, self._pace.pieces)
-                self._turn.wait(_POLL_S if lane.waiting else None)
+                lane.resting = not lane.waiting
+                self._turn.wait(self._pause(lane))
+                lane.resting = False
             return None
+
+    def _pause(self, lane: Lane) -> float | None:
+        """Seconds until its thread looks again."""
+        if not lane.waiting:
+            return None
+        return _GROWING_S if lane.growing and lane.next_pieces <= self._pace.pieces else _POLL_S
 
     def _is_mine(self, lane: Lane) -> bool:
         ahead, behind = self._pace.ahead, self._pace.behind

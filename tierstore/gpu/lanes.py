@@ -50,6 +50,8 @@ class Lane:
         self.arrived: deque[Job] = deque()
         """Jobs that nobody has looked at."""
         self.launching = False
+        self.resting = False
+        """Its thread waits to be woken."""
         self.nbytes = 0
         """On their way."""
         self._copy = copy
