@@ -374,6 +374,39 @@ def test_cache_that_is_closed_while_pages_come_leaves_nothing_behind(
         cache.close()
 
 
+def too_late(model: LlamaForCausalLM, patch: pytest.MonkeyPatch, prompt: list[int], parts: int) -> None:
+    """The time is up at the second layer, and all has come when the pass ends: it was computed without."""
+    expected = plain(model, prompt)
+    with below(model, PROMPT) as store:
+        let = gate(patch)
+        let.go(parts)
+        ready = Lease.ready
+
+        def noted(lease: Lease, layer: int, timeout_s: float | None = None) -> Event | None:
+            if layer == 1:
+                raise TimeoutError("the time is up")
+            if layer > 1:
+                let.go(1000)
+            return ready(lease, layer, timeout_s)
+
+        patch.setattr(Lease, "ready", noted)
+        with TierStoreCache(store, prompt, model=model) as cache:
+            assert cache.reused_tokens >= 2 * PAGE
+            assert generate(model, prompt, cache) == expected
+            assert (cache.copied_tokens, cache.reused_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parts"),
+    [(PROMPT, PAGES), (PROMPT[: 2 * PAGE + 5] + random_prompt(4, seed=5), 3)],
+    ids=["whole pages", "half a page"],
+)
+def test_layers_that_come_after_they_were_computed_do_not_count(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, prompt: list[int], parts: int
+) -> None:
+    too_late(model, monkeypatch, prompt, parts)
+
+
 # -- planted bugs -----------------------------------------------------------------------------------------------
 
 

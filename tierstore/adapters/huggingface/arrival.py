@@ -28,6 +28,8 @@ class Arrival:
         self.half: Lease | None = None
         """Of a page that is to be copied; released in the end."""
         self._into = -1
+        self._missed = False
+        """A layer was computed without its bytes, whatever came later."""
         self._copied: set[tuple[int, int]] = set()
 
     @property
@@ -42,9 +44,12 @@ class Arrival:
     def layer(self, group: int, index: int) -> None:
         """From now on the caller's current stream, on the CPU the caller, has this layer of KV group ``group``.
 
-        Waits no longer than the time that there is; what is computed over a layer that did not come does not count.
+        Waits no longer than the time that there is; what is computed over a layer that did not come does not count,
+        also where it came before the end.
         """
-        if not self._queued(self._lease, index) or self.half is None or not self._queued(self.half, index):
+        here = self._queued(self._lease, index) and (self.half is None or self._queued(self.half, index))
+        self._missed |= not here
+        if self.half is None or not here:
             return
         if (group, index) not in self._copied and self.half.num_pages:
             self._pages.copy_layer(group, index, self.half.slots[0], self._into)
@@ -53,13 +58,13 @@ class Arrival:
     def settle(self) -> tuple[int, bool]:
         """Waits for the rest: how many pages of the lease there are, and whether the copied page is right.
 
-        The time being up, none: the sequence must let go of the lease.
+        The time being up, then or at a layer before, none: the sequence must let go of the lease.
         """
-        pages = self._lease.num_pages if self._ended(self._lease) else 0
+        pages = self._lease.num_pages if not self._missed and self._ended(self._lease) else 0
         half, self.half = self.half, None
         if half is None:
             return pages, True
-        whole = self._ended(half) and half.num_pages == 1
+        whole = not self._missed and self._ended(half) and half.num_pages == 1
         if whole and len(self._copied) < self._pages.num_layers:
             self._pages.copy(half.slots[0], self._into)
         half.release()
