@@ -70,6 +70,8 @@ class Bringing:
         self._staged: set[PageKey] = set()
         self._kept: dict[tuple[str, int], set[tuple[PageKey, Tier]]] = {}
         """By hint the pages that were where they are needed, and that the store was asked to keep there."""
+        self._there: dict[Tier, list[_Ahead]] = {}
+        """Pieces that the last plan found in memory, and that the store has not been asked to keep yet."""
         self._wave = PIECE_PAGES
         self._plan_at = -inf
         self._missed: set[tuple[str, int]] = set()
@@ -86,13 +88,16 @@ class Bringing:
         expected = self.intake.in_order()
         self._note_misses(expected, now)
         if not expected:
-            self._ahead, self._staged, self._kept = {}, set(), {}
+            self._ahead, self._staged, self._kept, self._there = {}, set(), {}, {}
             return _IDLE_S
         if fresh or now >= self._plan_at:
             self._replan(expected, now)
-        started = sum(self._start(tier) for tier in list(self._ahead))
-        if self.in_flight and not started:
+        if self.in_flight:
             self.in_flight = self._store.promote(expected[0].hint, (), self._top).in_flight
+        started = 0
+        for tier in sorted(self._ahead):
+            self._keep_there(tier)
+            started += self._start(tier)
         if started or self.in_flight:
             if not any(self._ahead.values()):
                 self._plan_at = min(self._plan_at, now + _PLAN_SOON_S)
@@ -109,7 +114,6 @@ class Bringing:
         soon = _soon(expected)
         wants = [self._want(each) for each in soon]
         tiers = {key: tier for want in wants for key, tier in zip(want.keys, want.tiers, strict=False)}
-        self._keep_there(soon, wants)
         self._staged = {key for key in self._staged if tiers.get(key, Tier.HBM) != Tier.HBM}
         machine = self._machine(sum(tiers[key] == Tier.HOST for key in self._staged))
         staying = tuple(self._store.staying())
@@ -117,6 +121,7 @@ class Bringing:
         found = plan(wants, machine, now, retained, most_pages=_PLAN_PAGES)
         ranks = {each.hint.request_id: rank for rank, each in enumerate(soon)}
         hints = tuple(each.hint for each in soon)
+        self._note_there(soon, wants, [found.outcomes[want.request_id].load for want in wants])
         self._ahead = {}
         for promotion in found.promotions:
             rank = ranks[promotion.request_id]
@@ -126,20 +131,31 @@ class Bringing:
         took = self._clock() - now
         self._plan_at = now + max(_PLAN_SHARE * took, _PLAN_AGAIN_S if self._ahead else _IDLE_S)
 
-    def _keep_there(self, soon: list[Expected], wants: list[Want]) -> None:
-        """Has the store keep what is in memory already as it keeps what it brings. Each page is named to it once."""
-        kept, self._kept = self._kept, {}
-        for rank, (each, want) in enumerate(zip(soon, wants, strict=True)):
+    def _note_there(self, soon: list[Expected], wants: list[Want], loads: list[int]) -> None:
+        """What is in memory already, by tier; of HBM what the plan counts on."""
+        kept, self._kept, self._there = self._kept, {}, {tier: [] for tier in self._promoted_to}
+        for rank, (each, want, load) in enumerate(zip(soon, wants, loads, strict=True)):
             hint, over = each.hint, tuple(other.hint for other in soon[rank + 1 :])
-            places = [p for p in zip(want.keys, want.tiers, strict=False) if p[1] in self._promoted_to]
+            places = list(zip(want.keys, want.tiers, strict=False))
             known = kept.get((hint.request_id, hint.revision), set()).intersection(places)
-            for tier in self._promoted_to:
-                fresh = [key for key, where in places if where == tier and (key, tier) not in known]
-                for start in range(0, len(fresh), PIECE_PAGES):
-                    piece = fresh[start : start + PIECE_PAGES]
-                    found = self._store.promote(hint, piece, tier, over)
-                    known.update((key, tier) for key in piece[: found.covered])
             self._kept[hint.request_id, hint.revision] = known
+            for tier, there in self._there.items():
+                within = places[:load] if tier == Tier.HBM else places
+                fresh = [place[0] for place in within if place[1] == tier and place not in known]
+                for start in range(0, len(fresh), PIECE_PAGES):
+                    there.append(_Ahead(hint, tuple(fresh[start : start + PIECE_PAGES]), tier, over))
+
+    def _keep_there(self, tier: Tier) -> None:
+        """Before anything is brought to a tier: has the store keep what is there as it keeps what is brought. Each page
+        is named to it once."""
+        for hint, keys, _, over in self._there.pop(tier, ()):
+            found = self._store.promote(hint, keys, tier, over)
+            self._note_kept(hint, keys[: found.covered], tier)
+
+    def _note_kept(self, hint: Hint, keys: Sequence[PageKey], tier: Tier) -> None:
+        known = self._kept.get((hint.request_id, hint.revision))
+        if known is not None:
+            known.update((key, tier) for key in keys)
 
     def _want(self, each: Expected) -> Want:
         hint = each.hint
@@ -184,9 +200,7 @@ class Bringing:
                 continue
             started += len(found.keys)
             self._note_started(found.keys, dst)
-            known = self._kept.get((hint.request_id, hint.revision))
-            if known is not None:
-                known.update((key, dst) for key in keys[: found.covered])
+            self._note_kept(hint, keys[: found.covered], dst)
             if found.covered == len(keys):
                 del queue[at]
                 continue

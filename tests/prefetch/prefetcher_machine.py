@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import ClassVar, NamedTuple
@@ -227,18 +227,30 @@ class PrefetcherMachine(RuleBasedStateMachine):
     @rule(name=names)
     def cancel_in_a_turn(self, name: str) -> None:
         """After it took in its hints, and before it starts anything."""
-        take_hints = self.store.take_hints
+        self.turn_with("take_hints", lambda: self.cancel(name))
 
-        def take_and_cancel(timeout_s: float = 0.0) -> list[Hint]:
-            found = take_hints(timeout_s)
-            self.cancel(name)
+    @rule(name=names, kept=sequences, other=sequences)
+    def retain_in_a_turn(self, name: str, kept: list[PageKey], other: list[PageKey]) -> None:
+        """After it planned with what stays, and before it starts anything: pages that were to be displaced."""
+        self.below(Tier.HOST, other)
+        self.raise_to(Tier.HBM, kept)
+        self.expect("x" if name == "y" else "y", other, 3, 1.0)
+        self.turn_with("staying", lambda: self.retain(name, kept))
+
+    def turn_with(self, method: str, act: Callable[[], None]) -> None:
+        """A turn in which something happens right after it asked the store for this."""
+        ask = getattr(self.store, method)
+
+        def ask_and_act(*args: object) -> object:
+            found = ask(*args)
+            act()
             return found
 
-        vars(self.store)["take_hints"] = take_and_cancel
+        vars(self.store)[method] = ask_and_act
         try:
             self.turn()
         finally:
-            del vars(self.store)["take_hints"]
+            del vars(self.store)[method]
 
     def below(self, tier: Tier, keys: list[PageKey]) -> None:
         """These pages are in ``tier`` as far as nobody holds them, and not above."""
@@ -296,12 +308,12 @@ class PrefetcherMachine(RuleBasedStateMachine):
         )
 
     def require_later(self, lost: Sequence[PageKey], loaded: Sequence[PageKey]) -> None:
-        """A page that was expected left HBM only for one that is expected sooner."""
+        """A page that was expected left HBM only for one that is expected sooner, or goes before it in its prompt."""
         for key in lost:
             needed = [a.order for a in self.asked.values() if key in a.hint.keys]
             if needed:
                 sooner = [a for a in self.asked.values() if set(a.hint.keys) & set(loaded)]
-                assert any(a.order < min(needed) for a in sooner), "it is displaced by what is needed later"
+                assert any(a.order <= min(needed) for a in sooner), "it is displaced by what is needed later"
 
     def staged(self) -> list[PageKey]:
         return [k for k in PAGES if Tier.HOST in (c := self.copies(k)) and Tier.HBM not in c]

@@ -76,13 +76,11 @@ BRINGING = [
         "expected = self.intake.in_order()",
         "expected = self.intake.in_order()[::-1]",
     ),
-    Bug("what is there is not kept", "        self._keep_there(soon, wants)\n", ""),
+    Bug("what is there is not kept", "            self._keep_there(tier)\n", ""),
     Bug("it plans once", "if fresh or now >= self._plan_at:", "if fresh:"),
     Bug("pages that stay take no room", "staying = tuple(self._store.staying())", "staying = ()"),
     Bug("it does not hear of what is new", "        self.intake.take(hints, self._clock())\n", ""),
-    Bug(
-        "loads are never started", "for tier in list(self._ahead))", "for tier in list(self._ahead) if tier)"
-    ),
+    Bug("loads are never started", "for tier in sorted(self._ahead):", "for tier in {*self._ahead} - {0}:"),
 ]
 INTAKE = [
     Bug(

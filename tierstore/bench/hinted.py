@@ -27,7 +27,7 @@ CASES: tuple[Case, ...] = ("resident", "none", "late", "ahead")
 LATE, AHEAD = 0.5, 1.25
 AHEAD_S = 0.05
 """Leads, in loading times of the document; the longer one and so many seconds."""
-_LEARN = 5
+_LEARN = 3
 PATIENCE_S = 600.0
 
 

@@ -74,8 +74,9 @@ def hints(
             with library.store:
                 for source in chosen:
                     task = bar.add_task(source.name, total=rounds * documents)
-                    found += hint_rows(library, source, rounds, nbytes, partial(bar.advance, task))
-    _show(found, f"{model} on {name_of(device)}")
+                    rows = hint_rows(library, source, rounds, nbytes, partial(bar.advance, task))
+                    _show(rows, f"{model} on {name_of(device)}")
+                    found += rows
     if as_json:
         print_json(
             {"device": name_of(device), "model": model, "tokens": tokens, "rows": [x.plain() for x in found]}
