@@ -35,11 +35,19 @@ def test_a_row_for_each_batch_and_each_number_of_new_tokens() -> None:
         assert min(row["ms"], row["ceiling_ms"], row["ratio"], row["tbps"], row["ceilings_ms"]["sdpa"]) > 0
 
 
+def test_sequences_that_end_inside_a_page_have_pages_of_their_own() -> None:
+    code, line = run(*TINY, "--context", "10", "--batches", "3", "--suffixes", "4")
+    assert code == 0
+    assert [(r["batch"], r["context"]) for r in json.loads(line)["rows"]] == [(3, 3), (1, 10)]
+
+
 @pytest.mark.parametrize(
     ("words", "what"),
     [
         (("--batches", "1,x"), "--batches"),
         (("--suffixes", "0"), "--suffixes"),
+        (("--batches", "97"), "--batches"),
+        (("--context", "100000000000"), "tokens of 2 layers"),
     ],
 )
 def test_sizes_that_are_none_are_refused(words: tuple[str, ...], what: str) -> None:

@@ -22,6 +22,7 @@ from tierstore.errors import ConfigError
 from tierstore.gpu.attention.paged import PagedDecode, PagedPrefill
 from tierstore.gpu.attention.paging import Paging
 from tierstore.gpu.attention.reference import attend
+from tierstore.host.memory import available_nbytes
 from tierstore.units import format_size
 
 if TYPE_CHECKING:
@@ -73,12 +74,14 @@ class Pool:
     """Random pages of an 8B model as the store keeps them: ``[pages, layers, 2, page_size, 8, 128]`` bfloat16."""
 
     def __init__(self, device: str, tokens: int, layers: int, page_size: int) -> None:
-        """For so many tokens. ConfigError where the card has no room for them twice: scattered, and in one piece."""
+        """For so many tokens. ConfigError where there is no room for them twice: scattered, and in one piece."""
         self.device = device_of(device)
         self.page_size, self.layers = page_size, layers
         shape = (-(-tokens // page_size), layers, 2, page_size, KV_HEADS, HEAD_DIM)
         wanted = 2 * prod(shape) * torch.bfloat16.itemsize
-        if self.device.type == "cuda" and wanted > (free := torch.cuda.mem_get_info(self.device)[0]):
+        on_card = self.device.type == "cuda"
+        free = torch.cuda.mem_get_info(self.device)[0] if on_card else available_nbytes()
+        if free is not None and wanted > free:
             raise ConfigError(
                 f"{tokens} tokens of {layers} layers take {format_size(wanted)}, as pages and in one piece; "
                 f"allowed: {format_size(free)}, which are free"

@@ -35,10 +35,15 @@ def attention(
     found: list[AttentionRow] = []
     with refusals(as_json):
         together, new = _numbers("--batches", batches), _numbers("--suffixes", suffixes)
-        pool = Pool(device, context + max(new, default=0), layers, page_size)
+        if max(together, default=1) > context:
+            raise ConfigError(
+                f"--batches {batches}; allowed: up to --context, {context}: a token each at least"
+            )
+        rounded = (batch * -(-(context // batch) // page_size) * page_size for batch in together)
+        pool = Pool(device, max([context + max(new, default=0), *rounded]), layers, page_size)
         for batch in together:
             progress.print(f"decoding {batch} of {context // batch} tokens")
-            found.append(decode_row(pool, batch, max(1, context // batch), pairs))
+            found.append(decode_row(pool, batch, context // batch, pairs))
         for queries in new:
             progress.print(f"{queries} new tokens over {context}")
             found.append(prefill_row(pool, context, queries, min(filled, layers), pairs))
