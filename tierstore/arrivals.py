@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from tierstore.types import Ack, Failure, PageKey, Tier, Transfer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tierstore.admitting import Admitting
     from tierstore.drops import Drops
     from tierstore.loads import Loads
@@ -45,6 +47,8 @@ class Arrivals:
         self._admitting = admitting
         self._metrics = metrics
         self._page_nbytes = page_nbytes
+        self.came: Callable[[PageKey, Tier], None] | None = None
+        """Told of every copy below HBM that became readable."""
 
     def apply(self, ack: Ack, now: float) -> None:
         """Every page of the transfer is settled: its source let go, its destination readable or free again.
@@ -80,6 +84,8 @@ class Arrivals:
             self._admitting.written(key, nbytes, now)
         sized = self._residency.tables[dst].budget_nbytes is not None
         readable = self._residency.commit(key, dst, slot, nbytes if sized else 0, transfer.parents[i])
+        if readable and self.came is not None:
+            self.came(key, dst)
         if readable and transfer.src < dst:
             self._placement.saved(key, dst)
         self._settled(key, dst, readable=readable)

@@ -24,7 +24,7 @@ from tierstore.traffic import BATCH_PAGES, Traffic
 from tierstore.types import Ack, Erase, Hint, PageKey, Promoted, Tier, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from tierstore.lease import LeaseRecord
     from tierstore.metrics import Metrics
@@ -58,6 +58,7 @@ class Directory:
         self.hints = HintTable(self.residency)
         self.promoting = Promoting(self.residency, self.traffic, self.loads, self.hints, metrics, page_nbytes)
         self.drops.left = self._left
+        self._watcher: Callable[[PageKey, Tier], None] | None = None
         self.leasing = Leasing(
             self.residency,
             self.traffic,
@@ -229,6 +230,8 @@ class Directory:
         """A copy was dropped."""
         self.promoting.left(key, tier)
         self.placement.left(key, tier)
+        if self._watcher is not None:
+            self._watcher(key, tier)
 
     # -- moves asked for ----------------------------------------------------------------------------------------
 
@@ -315,6 +318,10 @@ class Directory:
             or self.outgoing.waiting
             or self.residency.memory_only.lifting
         )
+
+    def watch(self, came: Callable[[PageKey, Tier], None], left: Callable[[PageKey, Tier], None]) -> None:
+        """From now on tells of every copy below HBM that becomes readable, and of every copy that is dropped."""
+        self.arrivals.came, self._watcher = came, left
 
     # -- inside -------------------------------------------------------------------------------------------------
 

@@ -71,6 +71,10 @@ class Request:
         return len(self.tokens)
 
     @property
+    def all_token_ids(self) -> list[int]:
+        return self.tokens
+
+    @property
     def block_hashes(self) -> list[bytes]:
         hashes, parent = [], b"root"
         for i in range(BLOCK, len(self.tokens) + 1, BLOCK):
@@ -92,7 +96,14 @@ class Engine:
     """``ahead``: steps scheduled before the workers are done with the first of them."""
 
     def __init__(
-        self, config: dict[str, Any], *, blocks: int = 8, ranks: int = 1, ahead: int = 1, seed: int = 0
+        self,
+        config: dict[str, Any],
+        *,
+        blocks: int = 8,
+        ranks: int = 1,
+        ahead: int = 1,
+        seed: int = 0,
+        events: bool = False,
     ) -> None:
         self.connector = stub.load_connector()
         self.dice = random.Random(seed)
@@ -127,7 +138,8 @@ class Engine:
         self.records: list[GatedRecords] = []
         self.workers = [self._worker(extra, kv, rank, ranks) for rank in range(ranks)]
         role = stub.Role.SCHEDULER
-        self.scheduler = self.connector.TierStoreConnector(stub.vllm_config(extra, ranks), role, kv)
+        vllm_config = stub.vllm_config(extra, ranks, events=events)
+        self.scheduler = self.connector.TierStoreConnector(vllm_config, role, kv)
         hellos = {r: worker.get_handshake_metadata() for r, worker in enumerate(self.workers)}
         self.scheduler.set_xfer_handshake_metadata(pickle.loads(pickle.dumps(hellos)))
         self.placement._next_spill = math.inf

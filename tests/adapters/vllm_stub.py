@@ -59,7 +59,7 @@ def _stubs() -> dict[str, ModuleType]:
     return stubs
 
 
-def vllm_config(extra: dict[str, Any], ranks: int = 1) -> Any:
+def vllm_config(extra: dict[str, Any], ranks: int = 1, *, events: bool = False) -> Any:
     """As much of ``VllmConfig`` as is read."""
     hf = SimpleNamespace(to_dict=lambda: {"hidden_size": 8}, _commit_hash="abc")
     return SimpleNamespace(
@@ -69,6 +69,7 @@ def vllm_config(extra: dict[str, Any], ranks: int = 1) -> Any:
         ),
         cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
         load_config=SimpleNamespace(load_format="auto"),
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=events),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=ranks, pipeline_parallel_size=1, world_size=ranks, data_parallel_size=1
         ),

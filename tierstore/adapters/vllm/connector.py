@@ -95,6 +95,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._block_size,
                 stride=self._block_size // hash_size,
                 load_timeout_s=self._settings.load_timeout_s,
+                events=_wants_events(vllm_config),
             )
 
     # -- about this connector -----------------------------------------------------------------------------------
@@ -185,8 +186,10 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler.pending
 
     def take_events(self) -> Iterable[Any]:
-        """None yet."""
-        return ()
+        """Blocks that became readable in memory (CPU) or on disk (STORAGE), and those that went."""
+        if self._scheduler.events is None:
+            return ()
+        return versions.kv_events(self._scheduler.events.take(), self._block_size)
 
     def get_kv_connector_stats(self) -> Any:
         """What was counted lately; None: nothing, or on a worker."""
@@ -326,6 +329,11 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 def _device(tensor: torch.Tensor) -> str:
     return "cpu" if tensor.device.type == "cpu" else f"cuda:{tensor.device.index or 0}"
+
+
+def _wants_events(vllm_config: Any) -> bool:
+    events = getattr(vllm_config, "kv_events_config", None)
+    return events is not None and bool(events.enable_kv_cache_events)
 
 
 def _require_served(vllm_config: Any, kv_cache_config: Any) -> None:

@@ -11,6 +11,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
 from tierstore.adapters.vllm.ahead import Ahead
+from tierstore.adapters.vllm.events import Events
 from tierstore.adapters.vllm.figures import Figures
 from tierstore.adapters.vllm.keys import Hashed, KeyChain
 from tierstore.adapters.vllm.loading import Loading
@@ -96,8 +97,10 @@ class SchedulerHalf:
         *,
         stride: int = 1,
         load_timeout_s: float,
+        events: bool = False,
     ) -> None:
-        """``config``: of one rank. ``stride``: block hashes of a block."""
+        """``config``: of one rank. ``stride``: block hashes of a block. ``events``: whether somebody takes them."""
+        self.events = Events(block_size, stride) if events else None
         self._config = config
         self._namespace = namespace
         self._block_size = block_size
@@ -128,6 +131,8 @@ class SchedulerHalf:
         self._storing = Storing(self._store)
         self._loading = Loading(self._store, self._timeout_s)
         self._figures = Figures(self._counted)
+        if self.events is not None:
+            self._parts.directory.watch(self.events.came, self.events.left)
 
         if self._config.nvme is not None:
             self._ahead = Ahead(self._store, self._most_ahead(hellos[0]))
@@ -315,6 +320,8 @@ class SchedulerHalf:
             return
         parent = keys[start - 1] if start else None
         self._storing.add(keys[start:], blocks[start : len(keys)], parent)
+        if self.events is not None:
+            self.events.learn(known.request, keys[start:], start)
         known.collected = len(keys)
 
     def _settle(self) -> None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import logging
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tierstore.errors import ConfigError
 from tierstore.types import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tierstore.adapters.vllm.events import Change
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +59,34 @@ def hit_sources(tokens: dict[Tier, int]) -> dict[Any, int]:
 
     names = {Tier.HOST: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
     return {names[tier]: number for tier, number in tokens.items()}
+
+
+def kv_events(changes: Iterable[Change], block_size: int) -> list[Any]:
+    """Changes as vLLM's KV events, one a block."""
+    from vllm.distributed import kv_events as events
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash as named
+
+    disk = getattr(events, "MEDIUM_STORAGE", "STORAGE")
+    mediums = {Tier.HOST: events.MEDIUM_CPU, Tier.NVME: disk}
+    found: list[Any] = []
+    for change in changes:
+        block, medium = change.block, mediums[change.tier]
+        if not change.stored:
+            found.append(events.BlockRemoved([named(block.block_hash)], medium, 0))
+            continue
+        found.append(
+            events.BlockStored(
+                block_hashes=[named(block.block_hash)],
+                parent_block_hash=None if block.parent is None else named(block.parent),
+                token_ids=list(block.tokens),
+                block_size=block_size,
+                lora_id=None,
+                medium=medium,
+                lora_name=block.lora_name,
+                group_idx=0,
+            )
+        )
+    return found
 
 
 def _range() -> str:

@@ -1,0 +1,97 @@
+"""What became readable in host memory and on disk, and what went: for whoever routes requests to where their pages are.
+
+Only of pages that this process stored: of those that an earlier one left on disk the tokens are not known.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tierstore.types import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tierstore.types import PageKey
+
+_MOST_COMING = 1 << 16
+_MOST_EVENTS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block as vLLM names it."""
+
+    block_hash: bytes
+    parent: bytes | None
+    tokens: tuple[int, ...]
+    lora_name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A block became readable in a tier, or left it."""
+
+    block: Block
+    tier: Tier
+    stored: bool
+
+
+class Events:
+    """The changes since they were last taken, in their order: a page that moves down is first there, then gone here."""
+
+    def __init__(self, block_size: int, stride: int) -> None:
+        self._block_size = block_size
+        self._stride = stride
+        self._coming: OrderedDict[PageKey, Block] = OrderedDict()
+        self._held: dict[PageKey, tuple[Block, set[Tier]]] = {}
+        self._changes: list[Change] = []
+        self.lost = 0
+        """Changes that nobody took in time."""
+
+    def learn(self, request: Any, keys: Sequence[PageKey], first: int) -> None:
+        """These are to be stored: blocks of the request from number ``first`` on."""
+        hashes, size = request.block_hashes, self._block_size
+        lora = getattr(request, "lora_request", None)
+        for i, key in enumerate(keys, first):
+            if key in self._held:
+                continue
+            parent = hashes[i * self._stride - 1] if i else None
+            tokens = tuple(request.all_token_ids[i * size : (i + 1) * size])
+            name = None if lora is None else lora.lora_name
+            self._coming[key] = Block(hashes[(i + 1) * self._stride - 1], parent, tokens, name)
+        while len(self._coming) > _MOST_COMING:
+            self._coming.popitem(last=False)
+
+    def came(self, key: PageKey, tier: Tier) -> None:
+        """A copy became readable."""
+        block = self._coming.pop(key, None)
+        if block is not None:
+            self._held.setdefault(key, (block, set()))
+        held = self._held.get(key)
+        if held is not None and tier not in held[1]:
+            held[1].add(tier)
+            self._tell(Change(held[0], tier, stored=True))
+
+    def left(self, key: PageKey, tier: Tier) -> None:
+        """A copy was dropped."""
+        held = self._held.get(key)
+        if held is None or tier not in held[1]:
+            return
+        held[1].discard(tier)
+        self._tell(Change(held[0], tier, stored=False))
+        if not held[1]:
+            del self._held[key]
+
+    def take(self) -> list[Change]:
+        """What changed since the last call."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def _tell(self, change: Change) -> None:
+        if len(self._changes) >= _MOST_EVENTS:
+            self.lost += 1
+            return
+        self._changes.append(change)
