@@ -22,6 +22,7 @@ POINTERS = {"table": "*i32", "items": "*i32", "lse": "*fp32", "parts": "*fp32", 
 LLAMA = Case([], num_kv_heads=8, group=4, head_dim=128, page_size=64, dtype=torch.bfloat16)
 GEMMA = Case([], num_kv_heads=1, group=4, head_dim=256, window_left=511, dtype=torch.bfloat16)
 SMOL = Case([], num_kv_heads=3, group=3, head_dim=64)
+PHI = Case([], num_kv_heads=32, group=1, head_dim=96, page_size=64, dtype=torch.bfloat16)
 LATENT = Case([], num_kv_heads=1, group=128, head_dim=576, value_dim=512, page_size=64, dtype=torch.bfloat16)
 
 
@@ -45,8 +46,8 @@ def shared_memory(shape: Shape, tiles: Tiles, planes: int, capability: int) -> i
 
 @pytest.mark.parametrize(
     ("case", "rows"),
-    [(LLAMA, 4), (LLAMA, 256), (GEMMA, 256), (SMOL, 256), (LATENT, 128)],
-    ids=["llama", "llama, many", "gemma, many", "smol, many", "latent"],
+    [(LLAMA, 4), (LLAMA, 256), (GEMMA, 256), (SMOL, 256), (PHI, 1), (PHI, 256), (LATENT, 128)],
+    ids=["llama", "llama, many", "gemma, many", "smol, many", "phi", "phi, many", "latent"],
 )
 @pytest.mark.parametrize(("capability", "room"), [(90, 227 << 10), (80, 99 << 10)])
 def test_tiles_fit_the_cards_shared_memory(case: Case, rows: int, capability: int, room: int) -> None:

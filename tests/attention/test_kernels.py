@@ -56,6 +56,12 @@ def test_results_are_those_of_float64(case: Case) -> None:
     require_right(case)
 
 
+@pytest.mark.parametrize("head_dim", [80, 96, 192])
+def test_heads_that_are_no_power_of_two_have_tiles_that_are(head_dim: int) -> None:
+    case = Case([300, 33], num_kv_heads=1, group=3, head_dim=head_dim, page_size=48, dtype=torch.bfloat16)
+    require_right(case, tiles=None)
+
+
 @given(
     case=cases([torch.float32, torch.float16, torch.bfloat16], many=False),
     tiles=st.sampled_from([SMALL, None]),

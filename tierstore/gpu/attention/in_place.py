@@ -48,7 +48,7 @@ class Tiles:
         if not large:
             return cls(min(block_m, 64), 64 if token <= 256 else 32, 4, 2, 1)
         if block_m <= 32:
-            return cls(block_m, 16384 // max(128, token), 4, 4, 2)
+            return cls(block_m, _power(16384 // max(128, token) + 1) // 2, 4, 4, 2)
         return cls(block_m, 64, 8, 3, 1)
 
 
