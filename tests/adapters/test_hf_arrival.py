@@ -94,6 +94,23 @@ def let_go_when_asked(patch: pytest.MonkeyPatch, let: Let, parts: int) -> list[i
     return asked
 
 
+def broken_after_the_first_layer(patch: pytest.MonkeyPatch, parts: int) -> Let:
+    """``parts`` may come for each lease that is asked for its first layer; what is left when others are breaks."""
+    let = gate(patch)
+    known: set[int] = set()
+    ready = Lease.ready
+
+    def noted(lease: Lease, layer: int, timeout_s: float | None = None) -> Event | None:
+        let.broken |= layer > 0
+        if layer or id(lease) not in known:
+            let.go(100 if layer else parts)
+        known.add(id(lease))
+        return ready(lease, layer, timeout_s)
+
+    patch.setattr(Lease, "ready", noted)
+    return let
+
+
 def progress(model: LlamaForCausalLM, patch: pytest.MonkeyPatch, timeout_s: float = PATIENCE_S) -> None:
     """A layer is asked for when it is computed, and not before."""
     expected = plain(model, PROMPT)
@@ -107,7 +124,7 @@ def progress(model: LlamaForCausalLM, patch: pytest.MonkeyPatch, timeout_s: floa
         asked = let_go_when_asked(patch, gate(patch), PAGES)
         seen.clear()
         with watch(model) as fed, TierStoreCache(store, PROMPT, model=model, timeout_s=timeout_s) as cache:
-            assert asked == [0]
+            assert asked == []
             assert cache.batch.rows[0].arrival is not None
             assert generate(model, PROMPT, cache) == expected
             assert cache.reused_tokens == PAGES * PAGE
@@ -131,15 +148,14 @@ def lose(model: PreTrainedModel, patch: pytest.MonkeyPatch, kept: int = 0) -> No
     """Copies fail after the first layer was there: only the pages that HBM held are reused, and answers are right."""
     expected = plain(model, PROMPT)
     with below(model, PROMPT, keep=kept) as store:
-        let = gate(patch)
-        let.go(PAGES - kept)
-        with watch(model) as fed, TierStoreCache(store, PROMPT, model=model) as cache:
+        with patch.context() as inner, watch(model) as fed:
+            let = broken_after_the_first_layer(inner, PAGES - kept)
+            cache = TierStoreCache(store, PROMPT, model=model)
             assert cache.reused_tokens == PAGES * PAGE
-            let.broken = True
-            let.go(PAGES)
             assert generate(model, PROMPT, cache) == expected
             assert cache.reused_tokens == kept * PAGE
             assert cache.get_seq_length() == len(PROMPT) + 10
+            cache.close()
         assert fed.widths[:3] == [3, len(PROMPT) - kept * PAGE, 1]
         let.broken = False
         let.go(100)
@@ -187,12 +203,15 @@ def test_pages_that_stop_coming_are_computed_when_the_time_is_up(
 def test_layers_that_do_not_even_start_to_come_are_computed(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    expected = plain(model, PROMPT)
     with below(model, PROMPT) as store:
         let = gate(monkeypatch)
-        with TierStoreCache(store, PROMPT, model=model, timeout_s=0.1) as cache:
+        with watch(model) as fed, TierStoreCache(store, PROMPT, model=model, timeout_s=0.1) as cache:
+            assert cache.reused_tokens == PAGES * PAGE
+            assert generate(model, PROMPT, cache) == expected
             assert cache.reused_tokens == 0
+            assert fed.widths[0] == len(PROMPT), "no pass is made over what does not come"
             let.go(100)
-            assert generate(model, PROMPT, cache) == plain(model, PROMPT)
 
 
 def branch(model: LlamaForCausalLM, patch: pytest.MonkeyPatch, broken: bool) -> None:
@@ -204,6 +223,7 @@ def branch(model: LlamaForCausalLM, patch: pytest.MonkeyPatch, broken: bool) -> 
         asked = let_go_when_asked(patch, let, 3)
         with watch(model) as fed, TierStoreCache(store, prompt, model=model) as cache:
             assert (cache.copied_tokens, cache.reused_tokens) == (5, 2 * PAGE + 5)
+            assert cache.batch.comes()
             let.broken = broken
             assert generate(model, prompt, cache) == expected
             assert (cache.copied_tokens, cache.reused_tokens) == ((0, 0) if broken else (5, 2 * PAGE + 5))
@@ -230,25 +250,12 @@ def test_only_the_page_that_is_left_half_way_fails(
         let.go(1)
         with watch(model) as fed, TierStoreCache(store, prompt, model=model) as cache:
             assert (cache.copied_tokens, cache.reused_tokens) == (5, 2 * PAGE + 5)
+            assert cache.batch.comes()
             let.broken = True
             let.go(10)
             assert generate(model, prompt, cache) == plain(model, prompt)
             assert (cache.copied_tokens, cache.reused_tokens) == (0, 2 * PAGE)
         assert fed.widths[:2] == [4, 9]
-
-
-def broken_after_the_first_layer(patch: pytest.MonkeyPatch, parts: int) -> Let:
-    """``parts`` may come for each lease that is asked for its first layer; what is left when others are breaks."""
-    let = gate(patch)
-    ready = Lease.ready
-
-    def noted(lease: Lease, layer: int, timeout_s: float | None = None) -> Event | None:
-        let.broken |= layer > 0
-        let.go(100 if layer else parts)
-        return ready(lease, layer, timeout_s)
-
-    patch.setattr(Lease, "ready", noted)
-    return let
 
 
 def test_lost_pages_of_a_padded_batch_are_computed_for_every_row(
@@ -276,6 +283,7 @@ def test_lost_pages_of_several_answers_are_computed(
         let = gate(monkeypatch)
         let.go(PAGES)
         with TierStoreCache(store, PROMPT, model=model) as cache:
+            assert cache.batch.comes()
             let.broken = True
             let.go(100)
             torch.manual_seed(1)
@@ -310,6 +318,7 @@ def test_embeddings_wait_for_all_layers_and_may_lose_pages_too(
         let = gate(monkeypatch)
         let.go(PAGES)
         with TierStoreCache(store, PROMPT, model=model) as cache:
+            assert cache.batch.comes()
             let.broken = True
             let.go(100)
             given = {cache_argument(model): cache}
@@ -325,6 +334,7 @@ def test_cache_that_is_cut_before_its_first_pass_loses_no_token(
         let = gate(monkeypatch)
         let.go(PAGES)
         with TierStoreCache(store, PROMPT, model=model) as cache:
+            assert cache.batch.comes()
             let.broken = True
             let.go(100)
             cache.crop(-3)

@@ -6,6 +6,7 @@ counts once ``settle`` has said that all of it came; else it is computed again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from time import monotonic
 
@@ -20,22 +21,31 @@ from tierstore.types import LeaseState
 class Arrival:
     """What one sequence waits for. For the thread of its sequence."""
 
-    def __init__(self, pages: PageGroups, lease: Lease, timeout_s: float) -> None:
-        """``lease``: of the prefix, its first layer on its way. The sequence releases it, not this object."""
+    def __init__(self, pages: PageGroups, lease: Lease, slots: Sequence[int], timeout_s: float) -> None:
+        """``lease``: of the prefix, in ``slots``. The sequence releases it, not this object."""
         self._pages = pages
         self._lease = lease
+        self._slots = list(slots)
         self._deadline = monotonic() + timeout_s
         self.half: Lease | None = None
         """Of a page that is to be copied; released in the end."""
         self._into = -1
         self._missed = False
-        """A layer was computed without its bytes, whatever came later."""
+        """A layer was computed without its bytes, or over other slots, whatever came later."""
         self._copied: set[tuple[int, int]] = set()
 
     @property
     def over(self) -> bool:
         """Whether all of it is there. Ends nothing: say ``settle``."""
-        return self.half is None and self._lease.wait(0.0) is LeaseState.READY
+        return self.half is None and self._lease.wait(0.0) is LeaseState.READY and self._in_place()
+
+    def comes(self) -> bool:
+        """Waits until the first layer is on its way; False: some of the prefix is lost already, say ``settle``.
+
+        Until then a page may come into another slot than it was to, where somebody else has put it.
+        """
+        self._missed |= not self._queued(self._lease, 0)
+        return not self._missed and self._in_place()
 
     def copy_page(self, lease: Lease, into: int) -> None:
         """Copy the only page of ``lease`` into a slot, layer by layer as it comes. Releases the lease in the end."""
@@ -60,7 +70,10 @@ class Arrival:
 
         The time being up, then or at a layer before, none: the sequence must let go of the lease.
         """
-        pages = self._lease.num_pages if not self._missed and self._ended(self._lease) else 0
+        here = not self._missed and self._ended(self._lease)
+        pages = self._lease.num_pages if here else 0
+        if self._lease.slots[:pages] != self._slots[:pages]:
+            self._missed, pages = True, 0
         half, self.half = self.half, None
         if half is None:
             return pages, True
@@ -76,6 +89,9 @@ class Arrival:
         if half is not None:
             with suppress(StoreClosed):
                 half.release()
+
+    def _in_place(self) -> bool:
+        return self._lease.slots == self._slots
 
     def _queued(self, lease: Lease, index: int) -> bool:
         try:

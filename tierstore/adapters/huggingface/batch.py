@@ -83,6 +83,11 @@ class PagedBatch:
         """Whether some of what the rows began with is still on its way."""
         return any(row.arrival is not None for row in self.rows)
 
+    def comes(self) -> bool:
+        """Waits until the first layers of what the rows began with are on their way; False: some of it is lost."""
+        coming = [row.arrival is None or row.arrival.comes() for row in self.rows]
+        return all(coming)
+
     def await_layer(self, group: int, index: int) -> None:
         """The caller's stream has this layer of KV group ``group`` from now on, as far as it comes."""
         for row in self.rows:

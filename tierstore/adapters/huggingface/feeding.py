@@ -14,7 +14,10 @@ _BY_COLUMN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
 def fed_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[int]] | None:
     """The tokens of each row; None if the model is fed embeddings."""
     ids = _input_ids(args, kwargs)
-    return None if ids is None else [[int(token) for token in row] for row in ids.tolist()]
+    if ids is None:
+        return None
+    found: list[list[int]] = ids.tolist()
+    return found
 
 
 def fed_again(args: tuple[Any, ...], kwargs: dict[str, Any], columns: int, paddings: Sequence[int]) -> bool:

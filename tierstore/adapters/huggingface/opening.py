@@ -79,7 +79,7 @@ def open_prefix(terms: Terms, table: BlockTable, prompt: Sequence[int], tail: Ta
     table.reuse(slots, first)
     opening = Opening(table, SharedLease(lease), range(first, len(tiers)), keys=keys)
     if terms.by_layers:
-        opening.arrival = Arrival(terms.pages, lease, terms.timeout_s)
+        opening.arrival = Arrival(terms.pages, lease, slots, terms.timeout_s)
     opening.origins = [(tier, table.page_size) for tier in tiers]
     try:
         if tail is not None:
@@ -147,9 +147,11 @@ def _hold(terms: Terms, keys: Sequence[PageKey], page_size: int) -> tuple[Lease,
 
 
 def _comes(terms: Terms, lease: Lease) -> bool:
-    """Whether pages are there in time, by layers: whether the first layer of them is on its way."""
+    """Whether pages are there in time; by layers, those from disk: whether the first layer of them is on its way."""
     if not terms.by_layers:
         return lease.wait(terms.timeout_s) is not LeaseState.PENDING
+    if all(tier < Tier.NVME for tier in lease.tiers):
+        return True
     with suppress(TimeoutError):
         lease.ready(0, terms.timeout_s)
         return True

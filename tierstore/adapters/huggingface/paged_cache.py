@@ -139,7 +139,7 @@ class PagedCache(Cache):
     def expect_prompt(self, input_ids: torch.Tensor) -> None:
         """Raise ValueError if ``generate`` is given another prompt than this cache was made for."""
         if self.columns:
-            self._expect([[int(token) for token in row] for row in input_ids.tolist()], 0)
+            self._expect(input_ids.tolist(), 0)
 
     def _see_tokens(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -156,8 +156,9 @@ class PagedCache(Cache):
             self._expect(fed_tokens(args, kwargs), 0)
             changed = args, kwargs = from_column(args, kwargs, self.columns)
         self._fed = fed_tokens(args, kwargs)
-        if self._fed is None or len(self._fed) != len(self.batch.rows):
-            # Pages are copied before the first layer is computed.
+        # Where rows part, pages are copied before the first layer is computed.
+        alone = self._fed is not None and len(self._fed) == len(self.batch.rows)
+        if not (alone and self.batch.comes()):
             self.batch.settle()
         self._asked = 0
         if self.batch.behind:

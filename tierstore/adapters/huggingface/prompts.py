@@ -20,7 +20,7 @@ def unpadded(
     if ids.ndim != 2 or not ids.numel():
         raise ValueError(f"the prompt is empty or has shape {tuple(ids.shape)}; allowed: [T] or [B, T]")
     if attention_mask is None:
-        return [[int(token) for token in row] for row in ids.tolist()], ids.shape[1]
+        return ids.long().tolist(), ids.shape[1]
     mask = torch.as_tensor(attention_mask)
     if mask.ndim == 1:
         mask = mask[None]
@@ -29,5 +29,5 @@ def unpadded(
     seen = mask != 0
     if bool((seen[:, :-1] & ~seen[:, 1:]).any()) or not bool(seen[:, -1].all()):
         raise ValueError("attention_mask hides more than padding on the left: pad on the left")
-    rows = zip(ids.tolist(), seen.sum(-1).tolist(), strict=True)
-    return [[int(token) for token in row[len(row) - count :]] for row, count in rows], ids.shape[1]
+    rows = zip(ids.long().tolist(), seen.sum(-1).tolist(), strict=True)
+    return [row[len(row) - count :] for row, count in rows], ids.shape[1]
