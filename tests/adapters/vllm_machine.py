@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.adapters.vllm_engine import IN, OUT, Engine
 from tests.support.stalls import Lane
-from tierstore.adapters.vllm import storing
+from tierstore.adapters.vllm import loading, storing
 from tierstore.types import Tier
 
 DOCUMENTS = ([0] * 9, [0, 0, 0, 0, 1, 2, 1, 2, 1], [1, 2] * 5, [2] * 4)
@@ -41,6 +41,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.blocks = 8
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(storing, "MOST_A_STEP", 1 + seed % 2)  # so that some wait
+        self.patch.setattr(loading, "MOST_A_STEP", 1 + seed % 3)  # and some come in pieces
         self.engine = Engine(config, blocks=self.blocks, ranks=ranks, ahead=ahead, seed=seed)
         self.copies_take_so_long(0.5)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tierstore.adapters.vllm import loading
 from tierstore.adapters.vllm.loading import Loading
 from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.scheduling import SchedulerHalf
@@ -86,7 +87,7 @@ def told_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: Loading, busy: Set[int]) -> None:
         start(self, busy)
-        self._loaded.update(load.request_id for load in self._running)
+        self._loaded.update(load.request_id for load in self._loads)
 
     patch.setattr(Loading, "start", wrong)
 
@@ -110,14 +111,26 @@ def the_first_bad_block_is_not_told(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def a_gap_in_a_load_is_not_seen(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(loading, "_prefix", lambda leases: sum(lease.num_pages for lease in leases))
+    settle = Loading.settle
+
+    def wrong(self: Loading) -> list[Any]:
+        failed = settle(self)
+        for load in failed:
+            self._failed[load.request_id] = load.blocks[load.arrived :] or load.blocks[-1:]
+        return failed
+
+    patch.setattr(Loading, "settle", wrong)
+
+
 def aborted_loads_are_never_told(patch: pytest.MonkeyPatch) -> None:
     finished = SchedulerHalf.finished
 
     def wrong(self: SchedulerHalf, request_id: str, blocks: Sequence[int], computed: int) -> None:
         finished(self, request_id, blocks, computed)
         assert self._loading is not None
-        self._loading._running = [x for x in self._loading._running if x.request_id != request_id]
-        self._loading._wanted = [x for x in self._loading._wanted if x.request_id != request_id]
+        self._loading._loads = [x for x in self._loading._loads if x.request_id != request_id]
 
     patch.setattr(SchedulerHalf, "finished", wrong)
 
@@ -166,6 +179,7 @@ PLANTED: tuple[Plant, ...] = (
     told_before_it_is_there,
     failed_loads_count_as_loaded,
     the_first_bad_block_is_not_told,
+    a_gap_in_a_load_is_not_seen,
     aborted_loads_are_never_told,
     old_weights_are_offered,
     a_preempted_request_goes_on_counting,

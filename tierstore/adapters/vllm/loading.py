@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tierstore.types import LeaseState
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from tierstore.types import PageKey
 
 
+MOST_A_STEP = 1024
+"""Pages started in one step at most: the first ones travel while the rest is prepared, and others' steps go on."""
+
+
 @dataclass(slots=True, eq=False)
 class Load:
     """One request's load: ``keys`` into ``blocks``, which are those of the request from number ``first`` on."""
@@ -23,10 +27,19 @@ class Load:
     keys: Sequence[PageKey]
     blocks: tuple[int, ...]
     first: int
-    lease: Lease | None = None
+    leases: list[Lease] = field(default_factory=list)
+    """Of a piece each, in order."""
+    started: int = 0
+    short: bool = False
+    """A page was gone: what follows it is not asked for."""
     arrived: int = 0
     void: bool = False
     """What arrives is worth nothing any more."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether nothing more of it is to be started."""
+        return self.short or self.void or self.started == len(self.keys)
 
 
 class Loading:
@@ -37,8 +50,7 @@ class Loading:
         """Blocks that loads write or are about to write."""
         self._store = store
         self._timeout_s = timeout_s
-        self._wanted: list[Load] = []
-        self._running: list[Load] = []
+        self._loads: list[Load] = []
         self._unseen: list[int] = []
         self._loaded: set[str] = set()
         self._failed: dict[str, tuple[int, ...]] = {}
@@ -46,7 +58,7 @@ class Loading:
     def want(self, request_id: str, keys: Sequence[PageKey], blocks: Sequence[int], first: int) -> None:
         """A request waits for these pages in these blocks, which are its own until it is told."""
         load = Load(request_id, keys, tuple(blocks), first)
-        self._wanted.append(load)
+        self._loads.append(load)
         self._unseen += load.blocks
         self.into.update(load.blocks)
 
@@ -56,34 +68,38 @@ class Loading:
         return blocks
 
     def start(self, busy: Set[int]) -> None:
-        """Starts the loads whose blocks are not ``busy`` with copies out; the others wait for the next step."""
-        waiting: list[Load] = []
-        for load in self._wanted:
-            if not busy.isdisjoint(load.blocks):
-                waiting.append(load)
+        """Starts pieces of loads, oldest first; those whose blocks are ``busy`` with copies out wait."""
+        left = MOST_A_STEP
+        for load in self._loads:
+            if not load.started and not busy.isdisjoint(load.blocks):
                 continue
-            load.lease = self._store.acquire(load.keys, self._timeout_s, into=load.blocks)
-            self._running.append(load)
-        self._wanted = waiting
+            while left > 0 and not load.begun:
+                piece = slice(load.started, load.started + left)
+                keys = load.keys[piece]
+                lease = self._store.acquire(keys, self._timeout_s, into=load.blocks[piece])
+                load.leases.append(lease)
+                load.started += len(keys)
+                load.short = lease.num_pages < len(keys)
+                left -= len(keys)
 
     def settle(self) -> list[Load]:
         """Ends the loads that are final; those that have failed."""
         running: list[Load] = []
         failed: list[Load] = []
-        for load in self._running:
-            assert load.lease is not None
-            if load.lease.wait(0) is LeaseState.PENDING:
+        for load in self._loads:
+            if not load.begun or any(lease.wait(0) is LeaseState.PENDING for lease in load.leases):
                 running.append(load)
                 continue
-            load.arrived = 0 if load.void else load.lease.num_pages
-            load.lease.release()
+            load.arrived = 0 if load.void else _prefix(load.leases)
+            for lease in load.leases:
+                lease.release()
             self.into.difference_update(load.blocks)
             if load.arrived == len(load.keys):
                 self._loaded.add(load.request_id)
             else:
                 self._failed[load.request_id] = load.blocks[load.arrived :]
                 failed.append(load)
-        self._running = running
+        self._loads = running
         return failed
 
     def take_loaded(self) -> set[str]:
@@ -99,19 +115,29 @@ class Loading:
     @property
     def waits(self) -> bool:
         """Whether vLLM waits for a load, or is to be told of one."""
-        return bool(self._wanted or self._running or self._loaded or self._failed)
+        return bool(self._loads or self._loaded or self._failed)
 
     @property
     def writing(self) -> set[int]:
         """Blocks that loads under way write."""
-        return {block for load in self._running for block in load.blocks}
+        return {block for load in self._loads for block in load.blocks[: load.started]}
 
     def of(self, request_id: str) -> bool:
         """Whether a load of this request has not been told of."""
         known = request_id in self._loaded or request_id in self._failed
-        return known or any(load.request_id == request_id for load in self._wanted + self._running)
+        return known or any(load.request_id == request_id for load in self._loads)
 
     def void(self) -> None:
         """What comes by loads under way is not what is wanted any more: they fail."""
-        for load in self._wanted + self._running:
+        for load in self._loads:
             load.void = True
+
+
+def _prefix(leases: Sequence[Lease]) -> int:
+    """Pages that have arrived without a gap."""
+    pages = 0
+    for lease in leases:
+        pages += lease.num_pages
+        if lease.num_pages < len(lease.keys):
+            break
+    return pages

@@ -74,8 +74,8 @@ class WorkerHalf:
 
         Waits for these copies: they are on their way, and short.
         """
-        self._launched = self._last_use(None)
         self._now = [*self._later, *orders.before]
+        self._launched = self._last_use(None) if self._now else None
         self._later = list(orders.after)
         if orders.fence:
             fenced = frozenset(orders.fence)
@@ -92,7 +92,7 @@ class WorkerHalf:
     def end(self) -> None:
         """The forward pass has been launched: what it writes may be copied once it is done."""
         self.go()
-        self._launched = self._last_use(None)
+        self._launched = self._last_use(None) if self._later else None
         commands, self._later = self._later, []
         self._submit(commands)
 
