@@ -222,7 +222,7 @@ def overlap_rows(
 
 @contextmanager
 def _frozen() -> Iterator[None]:
-    """As engines do after their start: a full pass of Python's collector over all that torch made takes 40 to 150 ms."""
+    """As engines do after their start: a full pass of Python's collector over what torch made takes 40 to 150 ms."""
     gc.collect()
     gc.freeze()
     try:
