@@ -20,6 +20,7 @@ NOTICED = (AssertionError, LookupError, ValueError, RuntimeError, pytest.fail.Ex
 
 LONG = {
     "it plans once",
+    "the latest go first",
     "host memory stays kept after the load",
     "what several share never makes way",
     "what several share makes way for one that is later than some of them",
