@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tierstore.adapters.vllm as adapter
+from tests.adapters import vllm_planted as planted
 from tests.adapters import vllm_stub as stub
 from tests.adapters.vllm_engine import OUT, Engine
 from tests.adapters.vllm_engine import Request as SimRequest
@@ -569,3 +570,41 @@ def test_without_a_taker_no_event_is_kept() -> None:
     assert engine.half.events is None
     assert list(engine.scheduler.take_events()) == []
     engine.close()
+
+
+# -- blocks that are reused while they are copied out --------------------------------------------------------------
+
+
+def reuse_blocks_under_slow_copies() -> Engine:
+    engine = Engine({"host": {"capacity": 20 * 64, "pin": "never"}})
+    for gate in engine.copies:
+        gate.hold(OUT)
+    engine.pace = 0.0
+    engine.add(DOCUMENT, 1)
+    while engine.requests:
+        engine.step()
+    engine.add([1, 2] * 7, 1)  # needs all blocks but one
+    while engine.requests:
+        engine.step()
+    for gate in engine.copies:
+        gate.open()
+    engine.run()
+    engine.forget()
+    engine.add(DOCUMENT, 1)
+    engine.run()
+    return engine
+
+
+def test_blocks_are_overwritten_only_when_what_they_held_is_saved() -> None:
+    # F022, F041
+    engine = reuse_blocks_under_slow_copies()
+    assert engine.taken == 8
+    engine.check()
+    engine.close()
+
+
+@pytest.mark.parametrize("plant", [planted.no_fence, planted.worker_does_not_wait])
+def test_without_a_fence_that_would_be_noticed(plant: planted.Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match="another's token"):
+        reuse_blocks_under_slow_copies()
