@@ -185,23 +185,31 @@ class Leasing:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _attach_run(self, lease: LeaseRecord, index: int, keys: Sequence[PageKey]) -> bool:
-        """Adds the first of ``keys`` that only have to be copied into free slots; whether there was one.
+        """Adds the first of ``keys`` that are there, or only have to be copied into free slots; whether there was one.
 
-        What is usual when a prefix comes back from HOST, without what is not: its Python is what the link waits for.
+        What is usual, without what is not: its Python is what the link and the first token wait for.
         """
-        gate = self._loads.gate
-        if self._hbm is None or lease.deadline is not None or not self._residency.exactness.lossless:
+        if self._hbm is None or not self._residency.exactness.lossless:
             return False
-        if gate == Tier.HBM or keys[0] in self._hbm.copies:
+        if keys[0] in self._hbm.copies:
+            slots = self._residency.pin_run(keys, Tier.HBM)
+            lease.slots += slots
+            return self._taken(lease, keys[: len(slots)], Tier.HBM)
+        gate = self._loads.gate
+        if lease.deadline is not None or gate == Tier.HBM:
             return False
         places = self._residency.reserve_run(keys, Tier.HBM, gate)
         keys = keys[: len(places)]
         self._loads.start_run(lease, index, keys, places)
-        lease.slots.extend([slot for slot, _ in places])
-        lease.sources.extend([gate] * len(places))
+        lease.slots += [slot for slot, _ in places]
         lease.waiting.update(range(index, index + len(places)))
-        self._hit(keys, gate)
-        return bool(places)
+        return self._taken(lease, keys, gate)
+
+    def _taken(self, lease: LeaseRecord, keys: Sequence[PageKey], source: Tier) -> bool:
+        lease.sources += [source] * len(keys)
+        if keys:
+            self._hit(keys, source)
+        return bool(keys)
 
     def _attach(self, lease: LeaseRecord, index: int, key: PageKey, now: float) -> str | None:
         """Adds one page to a lease; the reason if it cannot."""

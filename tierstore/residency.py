@@ -267,6 +267,25 @@ class Residency:
             self._settle_mirror(key, tier)
         return copy.slot
 
+    def pin_run(self, keys: Sequence[PageKey], tier: Tier) -> list[int]:
+        """As ``pin``, for the first of ``keys`` that are readable in the tier: their slots. One call for many pages."""
+        table, lowest_for = self.tables[tier], self.memory_only.lowest_for
+        copies = table.copies
+        slots: list[int] = []
+        for key in keys:
+            copy = copies.get(key)
+            if copy is None or not copy.ready:
+                break
+            copy.pins += 1
+            if copy.pins == 1:
+                table.pinned += 1
+                table.idle -= 1
+                table.withdraw(copy)
+                if lowest_for(key) != tier:
+                    self._settle_mirror(key, tier)
+            slots.append(copy.slot)
+        return slots
+
     def unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
         """Ends one pin of the copy that held ``slot``, which may be dead by now."""
         table = self.tables[tier]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import takewhile
 from typing import ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.core.model import KEYS, PARENTS, RECORD, SLOTTED, TIERS, Code, ResidencyModel
+from tests.core.model import KEYS, PARENTS, RECORD, SLOTTED, TIERS, Code, Hold, ResidencyModel
 from tierstore.invariants import check_residency
 from tierstore.residency import Residency
 from tierstore.tier_table import TierTable
@@ -153,6 +154,12 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
         hold = data.draw(st.sampled_from(self._places()))
         assert self.residency.pin(hold.key, hold.tier) == hold.slot
         self.holds.append(hold)
+
+    @rule(keys=key_lists, tier=st.sampled_from(TIERS))
+    def pin_a_run(self, keys: list[PageKey], tier: Tier) -> None:
+        run = list(takewhile(lambda key: key in self.ready[tier], keys))
+        assert self.residency.pin_run(keys, tier) == [self.ready[tier][key] for key in run]
+        self.holds += [Hold(key, tier, self.ready[tier][key]) for key in run]
 
     @precondition(lambda self: self.holds)
     @rule(data=st.data())

@@ -105,6 +105,24 @@ BUGS = [
         "",
     ),
     Bug(
+        "a run pins what is on its way",
+        residency,
+        "            if copy is None or not copy.ready:\n                break\n            copy.pins += 1",
+        "            if copy is None:\n                break\n            copy.pins += 1",
+    ),
+    Bug(
+        "a run is not kept from leaving",
+        residency,
+        "                table.withdraw(copy)\n                if lowest_for(key) != tier:",
+        "                if lowest_for(key) != tier:",
+    ),
+    Bug(
+        "a pinned run's mirrors keep their queue",
+        residency,
+        "                if lowest_for(key) != tier:\n                    self._settle_mirror(key, tier)\n",
+        "",
+    ),
+    Bug(
         "a capacity failure keeps the source pinned",
         residency,
         "                self.unpin(key, src, self.tables[src].copies[key].slot)\n            raise",
