@@ -104,6 +104,10 @@ RIGHT: dict[str, Any] = {
         ({"indptr": [0, 2, 1]}, "indptr"),
         ({"last_page_len": [0]}, "last_page_len"),
         ({"last_page_len": [17]}, "last_page_len"),
+        ({"last_page_len": [2.5]}, "last_page_len"),
+        ({"indices": torch.tensor([4.0, 1.0])}, "indices"),
+        ({"num_qo_heads": 4.0}, "num_qo_heads"),
+        ({"window_left": 1.5}, "window_left"),
         ({"num_qo_heads": 3}, "num_qo_heads"),
         ({"page_size": 0}, "page_size"),
         ({"head_dim_vo": 17}, "head_dim_vo"),
@@ -159,6 +163,16 @@ def test_queries_that_have_no_place_are_refused(changed: dict[str, Any], what: s
     }  # fmt: skip
     with pytest.raises(ValueError, match=what):
         PagedPrefill("cpu").plan(**{**right, **changed})
+
+
+@pytest.mark.parametrize("name", ["triton", "gathered", "flash"])
+def test_ways_that_are_not_here_are_refused_by_name(name: Any) -> None:
+    halves = {**RIGHT, "q_data_type": torch.float16}
+    with pytest.raises(ValueError, match=f'backend is "{name}"; allowed'):
+        PagedDecode("cpu", backend=name).plan(**halves)
+    way = PagedPrefill("cpu", backend=name)
+    with pytest.raises(ValueError, match=f'backend is "{name}"; allowed'):
+        way.plan([0, 4], [0, 2], [4, 1], [3], 4, 2, 16, 16, q_data_type=torch.float16)
 
 
 def test_decoding_never_gathers() -> None:

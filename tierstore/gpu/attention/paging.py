@@ -37,11 +37,13 @@ class Shape:
 
     def __post_init__(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads", "head_dim", "page_size"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "an integer of at least 1")
+            value = getattr(self, name)
+            _require(_is_integer(value) and value >= 1, name, value, "an integer of at least 1")
         heads, kv_heads = self.num_qo_heads, self.num_kv_heads
         _require(heads % kv_heads == 0, "num_qo_heads", heads, f"a multiple of num_kv_heads, {kv_heads}")
         _require(1 <= self.head_dim_vo <= self.head_dim, "head_dim_vo", self.head_dim_vo, "1 to head_dim")
-        _require(self.window_left >= -1, "window_left", self.window_left, "-1 or more")
+        window = self.window_left
+        _require(_is_integer(window) and window >= -1, "window_left", window, "an integer of -1 or more")
         _require(
             self.window_left < 0 or self.causal, "causal", self.causal, "True where window_left is not -1"
         )
@@ -82,9 +84,10 @@ class Paging:
         A sequence without a page holds nothing; its ``last_page_len`` may be 0. Causal queries need a key each:
         no more queries than tokens.
         """
-        starts, pages, last = (_integers(x) for x in (indptr, indices, last_page_len))
+        starts, pages = _integers("indptr", indptr), _integers("indices", indices)
+        last = _integers("last_page_len", last_page_len)
         batch = len(last)
-        queries = np.arange(batch + 1, dtype=np.int64) if qo_indptr is None else _integers(qo_indptr)
+        queries = np.arange(batch + 1) if qo_indptr is None else _integers("qo_indptr", qo_indptr)
         _require_starts("indptr", starts, batch, len(pages))
         _require_starts("qo_indptr", queries, batch, None)
         counts = np.diff(starts)
@@ -143,9 +146,17 @@ def _require(right: bool, name: str, found: object, allowed: str) -> None:
         raise ValueError(f"{name} is {found}; allowed: {allowed}")
 
 
-def _integers(numbers: Numbers) -> NDArray[np.int64]:
-    raw = numbers.cpu().numpy() if isinstance(numbers, torch.Tensor) else numbers
-    return np.array(raw, dtype=np.int64).reshape(-1)
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _integers(name: str, numbers: Numbers) -> NDArray[np.int64]:
+    if isinstance(numbers, torch.Tensor):
+        _require(not numbers.is_floating_point(), name, numbers.dtype, "integers")
+        numbers = numbers.cpu().numpy()
+    found = np.asarray(numbers)
+    _require(not found.size or found.dtype.kind in "iu", name, found.dtype, "integers")
+    return found.astype(np.int64).reshape(-1)
 
 
 def _require_starts(name: str, starts: NDArray[np.int64], batch: int, end: int | None) -> None:

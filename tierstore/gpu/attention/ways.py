@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 
@@ -46,9 +46,12 @@ class Reference:
 
 
 def make(name: Backend, device: torch.device, max_pages: int | None = None) -> Way:
-    """The way of that name."""
+    """The way of that name. ValueError for one that is none, or that needs a card."""
     if name == "reference":
         return Reference()
+    if name not in get_args(Backend) or device.type != "cuda":
+        others = ", ".join(get_args(Backend)) if device.type == "cuda" else "auto, reference"
+        raise ValueError(f'backend is "{name}"; allowed on {device.type}: {others}')
     if name == "gathered":
         return gathered.Gathered(device)
     return InPlace(device, max_pages=max_pages)
