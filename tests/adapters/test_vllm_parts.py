@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -608,3 +609,53 @@ def test_without_a_fence_that_would_be_noticed(plant: planted.Plant, monkeypatch
     plant(monkeypatch)
     with pytest.raises(AssertionError, match="another's token"):
         reuse_blocks_under_slow_copies()
+
+
+# -- what is said at the start -------------------------------------------------------------------------------------
+
+
+def test_an_object_in_a_models_config_has_the_same_name_in_every_process() -> None:
+    def of() -> str:
+        config = stub.vllm_config({})
+        config.model_config.hf_config = SimpleNamespace(to_dict=lambda: {"x": object(), "y": torch.float16})
+        return identity(config, "")
+
+    assert of() == of()
+    assert "torch.float16" in of()
+
+
+def test_a_policy_that_ends_requests_is_told_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    connector = stub.load_connector()
+    config = stub.vllm_config({"config": HOST})
+    config.kv_transfer_config.kv_load_failure_policy = "fail"
+    connector.TierStoreConnector(config, stub.Role.SCHEDULER, stub.kv_cache_config(8, 2))
+    assert "kv_load_failure_policy is 'fail'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda c, kv: setattr(c.parallel_config, "pipeline_parallel_size", 2),
+            "pipeline_parallel_size is 2",
+        ),
+        (lambda c, kv: kv.kv_cache_groups.append(kv.kv_cache_groups[0]), "2 KV cache groups"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(change: Any, said: str) -> None:
+    connector = stub.load_connector()
+    config, kv = stub.vllm_config({"config": HOST}), stub.kv_cache_config(8, 2)
+    change(config, kv)
+    with pytest.raises(ConfigError, match=said):
+        connector.TierStoreConnector(config, stub.Role.SCHEDULER, kv)
+
+
+def test_hellos_of_workers_that_opened_different_pages_are_refused() -> None:
+    engine = Engine(HOST, ranks=2)
+    hellos = [worker.get_handshake_metadata().hello for worker in engine.workers]
+    other = replace(hellos[1], host_slots=7)
+    with pytest.raises(ConfigError, match="ranks have opened"):
+        engine.half.meet([hellos[0], other])
+    with pytest.raises(ConfigError, match="1 workers said hello"):
+        engine.scheduler.set_xfer_handshake_metadata({0: engine.workers[0].get_handshake_metadata()})
+    engine.close()

@@ -86,6 +86,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._bad: set[int] = set()
         self._orders = Orders()
         if role == KVConnectorRole.SCHEDULER:
+            _tell_of_policy(self._kv_transfer_config)
             hash_size = getattr(kv_cache_config, "hash_block_size", None) or self._block_size
             self._steps = Steps(self._block_size)
             self._pool: Any = None
@@ -329,6 +330,16 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 def _device(tensor: torch.Tensor) -> str:
     return "cpu" if tensor.device.type == "cpu" else f"cuda:{tensor.device.index or 0}"
+
+
+def _tell_of_policy(transfer_config: Any) -> None:
+    policy = getattr(transfer_config, "kv_load_failure_policy", "recompute")
+    if policy != "recompute":
+        _log.warning(
+            "kv_load_failure_policy is %r: a request of which a page cannot be loaded ends with an error; "
+            "with 'recompute' the page is computed",
+            policy,
+        )
 
 
 def _wants_events(vllm_config: Any) -> bool:

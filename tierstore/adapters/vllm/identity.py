@@ -40,7 +40,7 @@ def identity(vllm_config: Any, model_id: str) -> str:
         "dcp": getattr(parallel, "decode_context_parallel_size", 1),
         "id": model_id,
     }
-    return json.dumps(parts, sort_keys=True, default=str)
+    return json.dumps(parts, sort_keys=True, default=_named)
 
 
 def weights_digest(path: Path) -> str:
@@ -58,6 +58,12 @@ def weights_digest(path: Path) -> str:
                 stream.seek(max(0, size - _SAMPLE_NBYTES) * i // (_SAMPLES - 1))
                 digest.update(stream.read(_SAMPLE_NBYTES))
     return digest.hexdigest()
+
+
+def _named(found: object) -> str:
+    """What JSON does not know; nothing that names an address, which the next process would not have."""
+    text = str(found)
+    return type(found).__qualname__ if " at 0x" in text else text
 
 
 def _config(hf_config: Any) -> dict[str, Any]:
