@@ -436,7 +436,7 @@ class Engine:
 
     def _finish(self, request: Request) -> None:
         waits = request.status == "loading" and not request.told
-        self.scheduler.request_finished_all_groups(request, (list(request.blocks),))
+        self.scheduler.request_finished(request, list(request.blocks))
         if request in self.running:
             self.running.remove(request)
         if request in self.queue:

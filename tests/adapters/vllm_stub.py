@@ -53,7 +53,6 @@ def _stubs() -> dict[str, ModuleType]:
         "KVConnectorMetadata": type("KVConnectorMetadata", (Plain,), {}),
         "KVConnectorWorkerMetadata": type("KVConnectorWorkerMetadata", (Plain,), {}),
         "KVConnectorHandshakeMetadata": type("KVConnectorHandshakeMetadata", (Plain,), {}),
-        "SupportsHMA": type("SupportsHMA", (Plain,), {}),
     }.items():
         setattr(base, name, found)
     return stubs

@@ -16,7 +16,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
-    SupportsHMA,
 )
 
 from tierstore.adapters.vllm import versions
@@ -64,12 +63,15 @@ class HelloMetadata(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     hello: Hello
 
 
-class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class TierStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """KV blocks kept in host memory and on NVMe, checked, bounded, and still there after a restart.
 
     ``kv_connector_extra_config``: ``config``, the path of a YAML file or its content as a mapping, and what
     ``settings.Settings`` names. Requests wait for their loads beside the running ones; what cannot be loaded is
     computed.
+
+    It does not claim ``SupportsHMA`` while it serves one KV group: so vLLM makes one group of full and sliding-window
+    layers by itself, with a warning, instead of refusing the model.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -171,15 +173,11 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             connector_output.finished_recving = (connector_output.finished_recving or set()) | loaded
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """The request has ended; its blocks may be freed at once."""
-        return self.request_finished_all_groups(request, (block_ids,))
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """The same. What is stored out of its blocks later is fenced against their reuse."""
+        """The request has ended; its blocks may be freed at once. What is stored out of them later is fenced against
+        their reuse.
+        """
         self._steps.forget(request.request_id)
-        self._scheduler.finished(request.request_id, block_ids[0], request.num_computed_tokens)
+        self._scheduler.finished(request.request_id, block_ids, request.num_computed_tokens)
         return False, None
 
     def has_pending_push_work(self) -> bool:
@@ -355,6 +353,6 @@ def _require_served(vllm_config: Any, kv_cache_config: Any) -> None:
     groups = len(kv_cache_config.kv_cache_groups)
     if groups != 1:
         raise ConfigError(
-            f"the model has {groups} KV cache groups; allowed with TierStoreConnector: 1 "
-            "(--disable-hybrid-kv-cache-manager makes one of full and sliding-window layers)"
+            f"the model has {groups} KV cache groups; allowed with TierStoreConnector: 1, as vLLM makes it of full and "
+            "sliding-window layers without --no-disable-hybrid-kv-cache-manager"
         )
