@@ -137,6 +137,7 @@ def test_bench_hints_prints_a_row_for_each_case_and_source(tmp_path: Path) -> No
     ("options", "said"),
     [
         (("--from", "hbm"), "--from hbm; allowed: nvme, host"),
+        (("--model", "random", "--device", "cuda:99"), "cuda:99"),
         (("--model", "/nowhere"), "no such folder"),
         (("--dir", "/nowhere"), "--dir /nowhere: no such folder"),
     ],

@@ -68,6 +68,13 @@ def test_bench_ttft_refuses_what_cannot_be_measured(words: tuple[str, ...], what
     assert what in json.loads(line)["error"]
 
 
+@pytest.mark.parametrize("option", ["--prefix", "--question", "--page-size", "--disk-prefix"])
+def test_bench_ttft_refuses_more_tokens_than_can_be_made(option: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "ttft", "--device", "cpu", option, "100000000000000"])
+    assert result.exit_code == 2
+    assert option in result.output
+
+
 def test_pages_that_come_back_otherwise_are_no_result() -> None:
     bench = Bench(Ask(device="cpu", shape="tiny", prefix=32, question=4, page_size=16, rounds=1))
     with bench._rig(32, {"host": bench._host(32)}) as rig:

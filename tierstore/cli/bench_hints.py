@@ -59,10 +59,12 @@ def hints(
     Beside it the same document in HBM. Real copies; ``ratio`` is to the best there can be, see ``HintRow``.
     """
     from tierstore.bench.hinted import hint_rows
+    from tierstore.bench.link import device_of
 
     found: list[HintRow] = []
     with refusals(as_json):
-        chosen = [_tier(name) for name in sources.split(",")]
+        device_of(device)
+        chosen = [_tier(name.strip()) for name in sources.split(",")]
         if place is not None:
             require_folder("--dir", place)
         with (

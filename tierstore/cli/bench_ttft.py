@@ -18,20 +18,25 @@ from tierstore.units import format_size
 if TYPE_CHECKING:
     from tierstore.bench.ttft import TtftRow
 
+MOST = 1 << 24
+"""Tokens: what memory has no room for is refused by the store, but the tokens themselves are made before it."""
+
 
 def ttft(
     device: Device = "cuda:0",
     shape: Annotated[str, typer.Option(help="llama-3.1-8b, or tiny; weights are random.")] = "llama-3.1-8b",
-    prefix: Annotated[int, typer.Option(min=1, help="Tokens of the stored prefix.")] = 131072,
-    question: Annotated[int, typer.Option(min=1, help="Tokens that follow it.")] = 64,
-    page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page.")] = 64,
+    prefix: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens of the stored prefix.")] = 131072,
+    question: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens that follow it.")] = 64,
+    page_size: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens of a page.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Answers from each tier; the median counts.")] = 5,
     chunk: Annotated[
         int, typer.Option(min=1, help="Tokens computed at a time where nothing is stored.")
     ] = 16384,
     host_codecs: Annotated[str, typer.Option(help="Codecs of host memory besides none.")] = "int8",
     disk_codecs: Annotated[str, typer.Option(help="Codecs of the disk, with commas.")] = "none,exp,int8",
-    disk_prefix: Annotated[int, typer.Option(min=0, help="Tokens of the prefix on disk; 0: as above.")] = 0,
+    disk_prefix: Annotated[
+        int, typer.Option(min=0, max=MOST, help="Tokens of the prefix on disk; 0: as above.")
+    ] = 0,
     readers: Annotated[int, typer.Option(min=1, max=64, help="Threads that read the disk.")] = 8,
     dir_: Annotated[
         Path | None,
