@@ -141,6 +141,9 @@ class Prefetcher:
                     _log.exception("the prefetcher met an unexpected error")
                 self._faults += 1
                 self._closing.wait(_AFTER_FAULT_S)
+        # Who closed it may not have waited so long, and its last look at the hints attached it again.
+        with suppress(StoreClosed):
+            self._store.reject_hints()
 
 
 def _configured(figures: dict[str, object]) -> PrefetchConfig:

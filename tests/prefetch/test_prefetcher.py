@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -403,6 +404,29 @@ def test_once_it_is_closed_the_store_goes_on_without_it_and_another_may_come(tmp
         assert asyncio.run(wait()) == 4
     assert store.hint(Hint("r", 2, tuple(keys))) is HintResult.REJECTED
     store.close()
+
+
+def test_once_its_thread_has_ended_hints_are_rejected_though_closing_did_not_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _ = running(tmp_path)
+    looking, go_on = Event(), Event()
+    take = store.take_hints
+
+    def late(timeout_s: float = 0.0) -> list[Hint]:
+        looking.set()
+        assert go_on.wait(30.0)
+        return take(timeout_s)
+
+    with store:
+        prefetcher = Prefetcher.attach(store)
+        monkeypatch.setattr(store, "take_hints", late)
+        assert looking.wait(30.0)
+        prefetcher.close(timeout_s=0.0)
+        go_on.set()
+        assert prefetcher._thread is not None
+        prefetcher._thread.join(30.0)
+        assert store.hint(Hint("r", 1, tuple(chain(1)))) is HintResult.REJECTED
 
 
 def test_nothing_is_left_of_what_it_kept_once_it_is_closed(bench: Bench, clock: Clock) -> None:
