@@ -527,6 +527,30 @@ def test_nothing_comes_up_for_a_request_that_has_gone_or_that_the_engine_holds(t
     engine.close()
 
 
+def test_a_request_whose_pages_have_gone_keeps_no_other_from_being_brought_up(tmp_path: Path) -> None:
+    config = {**HOST, "nvme": {"path": tmp_path, "capacity": 1 << 20, "flush": "10ms"}}
+    engine = Engine(config)
+    documents = [DOCUMENT, [2, *DOCUMENT[1:]]]
+    for document in documents:
+        engine.add(document, 2)
+    engine.run()
+    half = engine.half
+    store, tables = half._store, half._parts.directory.residency.tables
+    store.evict(list(tables[Tier.NVME].copies), Tier.HOST)
+    chains = [
+        KeyChain(SimpleNamespace(block_hashes=hashes_of(document)), half._namespace) for document in documents
+    ]
+    first, second = (chain.first(4) for chain in chains)
+    half._ahead.want("first", first, 0)
+    half._ahead.want("second", second, 0)
+    store.evict(first)
+    half._ahead.advance()
+    assert set(tables[Tier.HOST].copies) <= set(second)
+    assert tables[Tier.HOST].copies
+    engine.run()
+    engine.close()
+
+
 def hashes_of(tokens: list[int]) -> list[bytes]:
     return SimRequest("x", tokens, 0).block_hashes
 

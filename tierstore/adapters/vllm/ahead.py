@@ -57,8 +57,15 @@ class Ahead:
                 promoted = self._store.promote(hint, chunk, Tier.HOST)
                 done += promoted.covered
                 left -= len(promoted.keys)
-                if promoted.covered < len(chunk) or promoted.in_flight >= self._most:
+                short = promoted.covered < len(chunk)
+                if not promoted.in_force or (short and self._gone(hint.keys[done])):
+                    done = len(hint.keys)  # it makes no other request wait
+                elif short or promoted.in_flight >= self._most:
                     left = 0
             self._queue[request_id] = (hint, done)
             if left <= 0:
                 return
+
+    def _gone(self, key: PageKey) -> bool:
+        """Whether a page can be read nowhere: what follows it is of no use."""
+        return not self._store.match([key]).num_pages
