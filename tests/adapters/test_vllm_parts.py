@@ -19,6 +19,7 @@ from tests.adapters.vllm_engine import Request as SimRequest
 from tests.support.events import ManualEvent
 from tests.support.pages import chain
 from tierstore.adapters.vllm import figures
+from tierstore.adapters.vllm import storing as storing_module
 from tierstore.adapters.vllm.feed import Feed
 from tierstore.adapters.vllm.geometry import geometry
 from tierstore.adapters.vllm.identity import identity, weights_digest
@@ -26,6 +27,7 @@ from tierstore.adapters.vllm.keys import KeyChain, namespace
 from tierstore.adapters.vllm.messages import Catalogue, Report
 from tierstore.adapters.vllm.settings import Settings
 from tierstore.adapters.vllm.steps import Steps
+from tierstore.adapters.vllm.storing import Storing
 from tierstore.errors import ConfigError
 from tierstore.gpu.pool import EnginePool
 from tierstore.layout import PageLayout
@@ -683,3 +685,65 @@ def test_hellos_of_workers_that_opened_different_pages_are_refused() -> None:
     with pytest.raises(ConfigError, match="1 workers said hello"):
         engine.scheduler.set_xfer_handshake_metadata({0: engine.workers[0].get_handshake_metadata()})
     engine.close()
+
+
+# -- what waits to be stored ---------------------------------------------------------------------------------------
+
+
+class FakeStore:
+    """Keeps what it was given; ``reading``: blocks that a copy reads."""
+
+    def __init__(self) -> None:
+        self.puts: list[tuple[list[PageKey], list[int], PageKey | None]] = []
+        self.reading: set[int] = set()
+
+    def put(self, keys: list[PageKey], blocks: list[int], parent: PageKey | None) -> None:
+        self.puts.append((keys, blocks, parent))
+
+    def withdraw(self, blocks: list[int]) -> list[int]:
+        return [block for block in blocks if block in self.reading]
+
+
+def test_a_block_that_was_given_away_is_not_stored_as_what_it_held() -> None:
+    store: Any = FakeStore()
+    storing = Storing(store)
+    one, two, three = chain(3)
+    storing.add([one, two, three], [5, 6, 7], None)
+    assert storing.reused([6]) == ()
+    storing.put(set())
+    assert store.puts == [([one], [5], None), ([three], [7], two)]
+    assert storing.busy == {5, 7}
+
+
+def test_a_block_given_away_is_fenced_only_while_a_copy_reads_it() -> None:
+    store: Any = FakeStore()
+    storing = Storing(store)
+    storing.add(chain(2), [5, 6], None)
+    storing.put(set())
+    store.reading = {6}
+    assert storing.reused([5, 6, 9]) == (6,)
+    assert storing.busy == {6}
+    storing.add(chain(1, "new"), [6], None)
+    storing.put(set())
+    assert len(store.puts) == 1  # not before the old copy has ended
+    storing.returned([6])
+    storing.put(set())
+    assert store.puts[1:] == [(chain(1, "new"), [6], None)]
+
+
+def test_a_bounded_number_is_stored_in_a_step_and_nothing_out_of_blocks_being_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(storing_module, "MOST_A_STEP", 2)
+    store: Any = FakeStore()
+    storing = Storing(store)
+    keys = chain(5)
+    storing.add(keys, [1, 2, 3, 4, 5], None)
+    storing.put({1})
+    assert [blocks for _, blocks, _ in store.puts] == [[2, 3]]
+    assert storing.waiting
+    storing.put({1})
+    storing.put(set())
+    assert [blocks for _, blocks, _ in store.puts] == [[2, 3], [4, 5], [1]]
+    storing.forget()
+    assert not storing.waiting

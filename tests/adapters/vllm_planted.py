@@ -29,18 +29,6 @@ def worker_does_not_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WorkerHalf, "_wait_for", lambda self, slots: None)
 
 
-def reused_blocks_are_still_stored(patch: pytest.MonkeyPatch) -> None:
-    reused = Storing.reused
-
-    def wrong(self: Storing, blocks: Iterable[int]) -> tuple[int, ...]:
-        collected = dict(self._collected)
-        fence = reused(self, blocks)
-        self._collected = collected
-        return fence
-
-    patch.setattr(Storing, "reused", wrong)
-
-
 def queued_copies_are_not_withdrawn(patch: pytest.MonkeyPatch) -> None:
     def wrong(self: Storing, blocks: Iterable[int]) -> tuple[int, ...]:
         for block in blocks:
@@ -171,7 +159,6 @@ def keys_leave_out_the_last_token(patch: pytest.MonkeyPatch) -> None:
 PLANTED: tuple[Plant, ...] = (
     no_fence,
     worker_does_not_wait,
-    reused_blocks_are_still_stored,
     queued_copies_are_not_withdrawn,
     blocks_are_freed_before_they_are_copied,
     stored_before_they_are_computed,
