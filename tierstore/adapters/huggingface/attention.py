@@ -180,7 +180,8 @@ def tierstore_attention(
     for row, span in enumerate(layer.spans):
         count = span.stop - span.start
         new = slice(query.shape[2] - count, None)
-        if count and span.start == 0 and (layer.window is None or count <= layer.window):
+        plain = span.start == 0 and (layer.window is None or count <= layer.window)
+        if count and plain and not layer.plans.takes_new(query[row, :, new], layer.window):
             out[row, new] = _attend_new(
                 module, query[row, :, new], key[row, :, new], value[row, :, new], scale
             )

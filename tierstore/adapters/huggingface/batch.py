@@ -192,10 +192,11 @@ class PagedBatch:
             tokens = None if token_ids is None else token_ids[index][width - (stop - start) :]
             self.rows[index].finish(model, start, stop, tokens)
         # Followers have been equal so far; what they will be fed is theirs.
-        expected = [row.expected for row in self.rows]
-        self.select(self._step)
-        for row, prompt in zip(self.rows, expected, strict=True):
-            row.expected = list(prompt)
+        if self._step != list(range(len(self.rows))):
+            expected = [row.expected for row in self.rows]
+            self.select(self._step)
+            for row, prompt in zip(self.rows, expected, strict=True):
+                row.expected = list(prompt)
         self.columns[model] += width
 
     def crop(self, model: int, columns: int) -> None:

@@ -99,6 +99,8 @@ class TierStoreCache(PagedCache):
                 storing=storing,
                 exact=exact,
             )
+        # A copy: the caller may go on to use its tensor.
+        self._prompt = torch.as_tensor(input_ids).clone()
         batch = PagedBatch(terms, prompts, width, tail)
         super().__init__(batch, model, number=0, first_group=0)
         self._draft: DraftModel | None = None
@@ -132,6 +134,10 @@ class TierStoreCache(PagedCache):
     def shared_pages(self) -> int:
         """Pages that at least two rows have in common now."""
         return self.batch.shared_pages
+
+    def _is_prompt(self, input_ids: torch.Tensor) -> bool:
+        same = self._prompt.shape == input_ids.shape and self._prompt.dtype == input_ids.dtype
+        return same and self._prompt.device == input_ids.device and torch.equal(self._prompt, input_ids)
 
     def take_tail(self) -> Tail | None:
         """The half full last page of a single sequence, for ``tail`` of a later cache: the caller's from now on."""

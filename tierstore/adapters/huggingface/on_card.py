@@ -15,6 +15,9 @@ from tierstore.gpu.attention.paged import PagedDecode, PagedPrefill
 from tierstore.gpu.attention.paging import DTYPES
 from tierstore.gpu.attention.ways import Backend
 
+NEW_FROM = 4096
+"""Tokens of a prompt without a prefix from which the kernels' cuDNN is the faster one. Not tuned."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
@@ -54,6 +57,13 @@ class Plans:
     def suits(self, dtype: torch.dtype) -> bool:
         """Whether kernels compute this here."""
         return (self.device.type == "cuda" or self.backend != "auto") and dtype in DTYPES
+
+    def takes_new(self, query: torch.Tensor, window: int | None) -> bool:
+        """Whether kernels are as good as torch's for a prompt without a prefix, ``[num_heads, q, head_dim]``: on
+        Hopper torch takes the slower of its two by itself."""
+        half = query.dtype in (torch.bfloat16, torch.float16)
+        wide = query.shape[1] >= NEW_FROM and query.shape[2] <= 128
+        return half and wide and window is None and self.suits(query.dtype)
 
     def attend(
         self,

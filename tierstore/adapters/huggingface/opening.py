@@ -88,6 +88,7 @@ def open_prefix(terms: Terms, table: BlockTable, prompt: Sequence[int], tail: Ta
             _copy_half_page(terms, opening, prompt, keys)
         if opening.arrival is not None and opening.arrival.over:
             opening.arrival = None
+        terms.store.poll()  # whoever computes for long without asking the store leaves the link without work
     except BaseException:
         if opening.arrival is not None:
             opening.arrival.drop()

@@ -138,8 +138,13 @@ class PagedCache(Cache):
 
     def expect_prompt(self, input_ids: torch.Tensor) -> None:
         """Raise ValueError if ``generate`` is given another prompt than this cache was made for."""
-        if self.columns:
+        if self.columns and not self._is_prompt(input_ids):
             self._expect(input_ids.tolist(), 0)
+        self.batch.terms.store.poll()
+
+    def _is_prompt(self, input_ids: torch.Tensor) -> bool:
+        """Whether these are certainly the prompts, for less than it takes to look at each token."""
+        return False
 
     def _see_tokens(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -64,6 +64,8 @@ class PagedSequence:
         self._keys: list[PageKey] = []
         self._opened: tuple[Sequence[int], Sequence[PageKey]] = ((), ())
         """The prompt it was opened for, and the keys of its full pages."""
+        self._unlisted: Sequence[PageKey] = ()
+        """Of the first pages, if the last sealed ones are not in the index of prefixes yet."""
         self.arrival: Arrival | None = None
         """What it began with and is still on its way: say ``settle`` before anything but a forward pass."""
         self._lease: SharedLease | None = None
@@ -137,6 +139,7 @@ class PagedSequence:
 
         What the model wrote from there on counts no longer. ``token_ids``: None if they are not known.
         """
+        self._list_sealed()
         written = self.written[model]
         first = start
         if token_ids is not None:
@@ -180,6 +183,7 @@ class PagedSequence:
         needed = 0 if window is None else max(0, num_tokens - window + 1) // self.table.page_size
         if needed < self.table.first_page:
             raise ValueError(f"cannot go back to {num_tokens} tokens: the pages of their window were dropped")
+        self._list_sealed()
         for written in self.written:
             written.cut(num_tokens)
         del self.expected[num_tokens:], self._keys[num_tokens // self.table.page_size :]
@@ -187,6 +191,7 @@ class PagedSequence:
 
     def reset(self) -> None:
         """Forget every token, of every model; pages of our own return to the store."""
+        self._list_sealed()
         for written in self.written:
             written.cut(0)
         self.expected, self._keys = [], []
@@ -194,6 +199,7 @@ class PagedSequence:
 
     def fork(self) -> PagedSequence:
         """A second sequence that begins like this one: all pages are shared until one of them writes."""
+        self._list_sealed()
         other = PagedSequence(self._terms, self.table.fork(), self.expected)
         other.written = [Written(each.held, list(each.tokens), each.fed) for each in self.written]
         other._keys, other._opened = list(self._keys), self._opened
@@ -210,6 +216,7 @@ class PagedSequence:
         stop = self._agreed()
         if self._lease is not None:
             self._seal(stop)
+        self._list_sealed()
         page, count = divmod(stop, self.table.page_size)
         start = stop - count
         if not count or self._lease is None or not self.table.private.sole(slot := self.table.slots[page]):
@@ -233,6 +240,7 @@ class PagedSequence:
             return
         try:
             self._seal(self._agreed())
+            self._list_sealed()
             lease, self._lease = self._lease, None
             self._give_back(self.table.clear())
             lease.let_go()
@@ -253,7 +261,6 @@ class PagedSequence:
         full = min(num_tokens, self._agreed()) // self.table.page_size
         if not self._terms.keeps or not full or self.table.slots[full - 1] not in self.table.private:
             return
-        tokens = self.known
         pages = self.table.sealable(full * self.table.page_size)
         if not pages or not self._own_lease(pages.start):
             return
@@ -272,7 +279,14 @@ class PagedSequence:
         self._exact = self._exact and self._lease.lease.exact
         plain = self._terms.plain_tokens
         count = stop if plain is None else min(stop, plain // self.table.page_size)
-        self._terms.prefixes.insert(self._terms.root, tokens[: count * self.table.page_size], keys[:count])
+        self._unlisted = keys[:count]
+
+    def _list_sealed(self) -> None:
+        """What was sealed joins the index of prefixes: not before the token that waits for the end of a pass is out."""
+        keys, self._unlisted = self._unlisted, ()
+        if keys:
+            tokens = self.known[: len(keys) * self.table.page_size]
+            self._terms.prefixes.insert(self._terms.root, tokens, keys)
 
     def _own_lease(self, stop: int) -> bool:
         """Hold the pages before ``stop``, and no others, under a lease of this sequence alone.
