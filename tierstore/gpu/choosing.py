@@ -79,11 +79,12 @@ class Choice:
 
     def load_group(
         self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
-    ) -> None:
+    ) -> NDArray[np.int32] | None:
         """One group of ``layers``, host to device."""
         assert self._layered is not None
-        self._layered.load_group(group, slots, host, stream)
+        flags = self._layered.load_group(group, slots, host, stream)
         self._join(self._layered, stream)
+        return flags
 
     def save(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream

@@ -6,18 +6,21 @@ before or after. Everything is queued; nothing waits.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from tierstore.gpu.coding import Call
-from tierstore.gpu.routes import WholePages
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from numpy.typing import NDArray
 
     from tierstore.gpu.coding import Coder
+    from tierstore.gpu.layer_groups import LayerGroups
     from tierstore.gpu.routes import Route
 
 SLAB_NBYTES = 64 << 20
@@ -38,6 +41,11 @@ class PayloadSlabs:
         self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._next = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Of one of them."""
+        return self.pages * self.stride
+
     def turn(self) -> tuple[int, torch.Tensor, torch.cuda.Event]:
         """The next slab: its first row, its bytes, and the event of its last use (none yet: no wait)."""
         at = self._next
@@ -46,12 +54,26 @@ class PayloadSlabs:
         return at * self.pages, self.memory[at * nbytes : (at + 1) * nbytes], self._free[at]
 
 
-class Coded(WholePages):
-    """Whole pages to and from slots that hold payloads.
+@dataclass(frozen=True, slots=True)
+class LayerCoder:
+    """Some layers of pages. ``coder``: decodes rows of ``stride`` bytes, which hold of payloads what these layers need;
+    ``carry``: routes from host memory to the rows of each slab, ``pieces`` a page."""
+
+    coder: Coder
+    stride: int
+    carry: Sequence[Route]
+    pieces: int
+
+
+class Coded:
+    """Pages to and from slots that hold payloads.
 
     ``up``, ``down``: the slabs of each direction, and routes between their rows and host memory. ``side``: streams for
-    the kernels of loads and of saves. A load ends on the first of them, a save where it began.
+    the kernels of loads and of saves. A load ends on the first of them, a save where it began. ``layers`` and
+    ``groups``: loads by layers; None: whole pages only.
     """
+
+    pieces = 1
 
     def __init__(
         self,
@@ -60,30 +82,62 @@ class Coded(WholePages):
         up: tuple[PayloadSlabs, Route],
         down: tuple[PayloadSlabs, Route],
         side: tuple[torch.cuda.Stream, torch.cuda.Stream],
+        layers: LayerGroups | None = None,
+        groups: Sequence[LayerCoder] = (),
     ) -> None:
         self.name = name
+        self.layers = layers
+        self.group_pieces = max((group.pieces for group in groups), default=1)
+        self._groups = groups
         self._coder = coder
         self._up, self._carry_up = up
         self._down, self._carry_down = down
-        self.streams = side
-        self.loads_end_on = self._decodes_on = side[0]
-        self._encodes_on = side[1]
+        self.streams: Sequence[torch.cuda.Stream] = side
+        self.loads_end_on: torch.cuda.Stream | None = side[0]
+        self._decodes_on, self._encodes_on = side
 
     def load(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32]:
         """Host to device; ends on the first of ``side``. A page's entry becomes 1 if it came from no payload."""
+
+        def carry(row: int, at: NDArray[np.int64]) -> None:
+            self._carry_up.load(row + np.arange(len(at), dtype=np.int64), at, stream)
+
+        return self._bring(self._coder, self._up.pages, carry, slots, host, stream)
+
+    def load_group(
+        self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
+    ) -> NDArray[np.int32]:
+        """One group of ``layers``, as ``load``."""
+        some = self._groups[group]
+
+        def carry(row: int, at: NDArray[np.int64]) -> None:
+            some.carry[row // self._up.pages].load(np.arange(len(at), dtype=np.int64), at, stream)
+
+        return self._bring(some.coder, self._up.nbytes // some.stride, carry, slots, host, stream)
+
+    def _bring(
+        self,
+        coder: Coder,
+        together: int,
+        carry: Callable[[int, NDArray[np.int64]], None],
+        slots: NDArray[np.int64],
+        host: NDArray[np.int64],
+        stream: torch.cuda.Stream,
+    ) -> NDArray[np.int32]:
+        """``together``: pages that a slab has room for; ``carry``: brings some there, on ``stream``."""
         slabs, side = self._up, self._decodes_on
         with torch.cuda.stream(side), torch.inference_mode():
             index, flags = _uploaded(slots, side.device), _flags(len(slots))
-            for first in range(0, len(slots), slabs.pages):
+            for first in range(0, len(slots), together):
                 row, payloads, free = slabs.turn()
-                at = host[first : first + slabs.pages]
+                at = host[first : first + together]
                 stream.wait_event(free)
-                self._carry_up.load(row + np.arange(len(at), dtype=np.int64), at, stream)
+                carry(row, at)
                 slabs.ready.record(stream)
                 side.wait_event(slabs.ready)
-                self._coder.decode(Call(index, payloads, flags, first, len(at)))
+                coder.decode(Call(index, payloads, flags, first, len(at)))
                 free.record(side)
         return flags.numpy()
 

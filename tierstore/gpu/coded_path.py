@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,10 +14,12 @@ from tierstore.codecs import LOSSY
 from tierstore.gpu import lots
 from tierstore.gpu.calibration import rates_of
 from tierstore.gpu.choosing import Choice, Option
-from tierstore.gpu.coded import Coded, PayloadSlabs
+from tierstore.gpu.coded import Coded, LayerCoder, PayloadSlabs
+from tierstore.gpu.coded_layers import parts_of
 from tierstore.gpu.coding import Call, Coder
 from tierstore.gpu.cuda_pool import CudaPool
 from tierstore.gpu.kernels import Kernel
+from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.gpu.pool import EnginePool
 from tierstore.gpu.rates import SIZES
 from tierstore.gpu.routes import Straight
@@ -30,6 +33,13 @@ if TYPE_CHECKING:
     from tierstore.gpu.routes import Route
 
 _log = logging.getLogger(__name__)
+
+_MOST_GROUPS = 2
+"""Each has scales of its own: two small pieces a page, and more where smallest numbers are stored, that take the link a
+microsecond each."""
+
+_SMALLEST_NBYTES = 1 << 20
+"""Of a page, as it is, in a group."""
 
 
 def coded(pool: OwnPool | EnginePool, held: Held, driver: Driver, device: torch.device) -> Coded | str:
@@ -47,8 +57,10 @@ def coded(pool: OwnPool | EnginePool, held: Held, driver: Driver, device: torch.
         for stream in side:
             slabs.memory.record_stream(stream)  # should the store be dropped with copies on their way
     carry_up, carry_down = (_carrier(slabs, held.slot_nbytes, driver, device) for slabs in (up, down))
+    layers, groups = _by_layers(pool, held, up, driver, device)
     torch.cuda.current_stream(device).synchronize()  # zeros are there before another stream looks
-    return Coded(f"{held.codec} on the card", coder, (up, carry_up), (down, carry_down), side)
+    name = f"{held.codec} on the card"
+    return Coded(name, coder, (up, carry_up), (down, carry_down), side, layers, groups)
 
 
 def _coder(pool: OwnPool | EnginePool, held: Held, device: torch.device) -> Coder | str:
@@ -57,11 +69,7 @@ def _coder(pool: OwnPool | EnginePool, held: Held, device: torch.device) -> Code
     except ImportError:
         return "triton is missing"
     own = pool.bytes if isinstance(pool, CudaPool) else None
-    if own is not None:
-        found: tuple[Lot, ...] | None = lots.of_pool(own, held.layout)
-    else:
-        assert isinstance(pool, EnginePool)
-        found = lots.of_tensors(pool.layers)
+    found = _lots(pool, held)
     if found is None:
         return "the layers of the engine differ in strides"
     coder = Coder(LOSSY[held.codec], held.layout, found, own, held.slot_nbytes, coding_kernels)
@@ -71,6 +79,42 @@ def _coder(pool: OwnPool | EnginePool, held: Held, device: torch.device) -> Code
     except coding_kernels.REFUSALS as error:
         return f"triton cannot compile its kernels: {error}"
     return coder
+
+
+def _lots(pool: OwnPool | EnginePool, held: Held) -> tuple[Lot, ...] | None:
+    if isinstance(pool, CudaPool):
+        return lots.of_pool(pool.bytes, held.layout)
+    assert isinstance(pool, EnginePool)
+    return lots.of_tensors(pool.layers)
+
+
+def _by_layers(
+    pool: OwnPool | EnginePool, held: Held, slabs: PayloadSlabs, driver: Driver, device: torch.device
+) -> tuple[LayerGroups | None, list[LayerCoder]]:
+    """Loads by layers, where pages are large and all of them is encoded; else none."""
+    from tierstore.gpu import coding_kernels
+
+    found = _lots(pool, held)
+    layers = LayerGroups.of(held.layout, _MOST_GROUPS, _SMALLEST_NBYTES)
+    parts = parts_of(held, layers)
+    if found is None or not parts:
+        return None, []
+    groups = []
+    for part in parts:
+        lot = replace(found[0], deltas=found[0].deltas[part.first : part.end])
+        coder = Coder(LOSSY[held.codec], part.layout, (lot,), None, part.stride, coding_kernels)
+        try:
+            with torch.cuda.device(device):
+                coder.compile_decoding(_any_call(held, device))
+        except coding_kernels.REFUSALS as error:
+            _log.warning("host.codec %s: pages come whole: triton cannot compile: %s", held.codec, error)
+            return None, []
+        carry = [
+            Straight(part.rows(slabs.memory.data_ptr() + at * slabs.nbytes), driver)
+            for at in range(len(slabs.memory) // slabs.nbytes)
+        ]
+        groups.append(LayerCoder(coder, part.stride, carry, len(part.pieces)))
+    return layers, groups
 
 
 def _any_call(held: Held, device: torch.device) -> Call:

@@ -132,6 +132,10 @@ class Coder:
         """The way back. Flags become 1 where no ``encode`` can have made the payload, and the page is anything."""
         self._each(_Launch.queue, self._decoding, self._keeping[1], call)
 
+    def compile_decoding(self, call: Call) -> None:
+        """``compile`` for who only decodes."""
+        self._each(_Launch.compile, self._decoding, self._keeping[1], call)
+
     def compile(self, call: Call) -> None:
         """Makes the kernels' machine code, seconds the first time on a machine. Nothing is run; ``call`` as later ones.
 

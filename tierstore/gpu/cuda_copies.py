@@ -292,8 +292,7 @@ class CudaCopyEngine:
         at = self._host.addresses(host)
         if group is None:
             return self._route.load(slots, at, stream)
-        self._route.load_group(group, slots, at, stream)
-        return None
+        return self._route.load_group(group, slots, at, stream)
 
     def _save(
         self,

@@ -1,0 +1,196 @@
+"""Payloads that come by layer groups and are decoded group by group: to the byte the pages that they are as a whole."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+pytest.importorskip("triton")
+
+from tests.codecs.holding import FLOATS, Bytes, decoded, page_like_kv, spec_of
+from tests.core.test_coding import KERNELS_HERE
+from tierstore import gpu
+from tierstore.codecs import LOSSY
+from tierstore.codecs.held import Held, Packer
+from tierstore.gpu import coded, coded_path, lots
+from tierstore.gpu.coded import Coded, PayloadSlabs
+from tierstore.gpu.coded_layers import parts_of
+from tierstore.gpu.coding import Coder
+from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu.pool import EnginePages, EnginePool
+from tierstore.layout import PageLayout
+
+NAMES = [name for name, codec in LOSSY.items() if not codec.zstd]
+LAYERS, TOKENS, HEADS, DIM = 5, 32, 2, 64
+SLOTS = 7
+CPU = torch.device("cpu")
+
+Numbers = NDArray[np.int64]
+
+
+def layout_of(dtype: str) -> PageLayout:
+    return PageLayout.of(spec_of(dtype, LAYERS, TOKENS, HEADS, DIM))
+
+
+class Driver:
+    """Copies at once."""
+
+    def copy(self, dst: Numbers, src: Numbers, nbytes: Numbers, stream: object) -> None:
+        for move in zip(dst.tolist(), src.tolist(), nbytes.tolist(), strict=True):
+            ctypes.memmove(*move)
+
+
+class Stream:
+    device = CPU
+
+    def wait_event(self, event: object) -> None:
+        """Everything has happened."""
+
+
+class Event:
+    def record(self, stream: object) -> None:
+        """It has happened."""
+
+
+@dataclass
+class Bench:
+    """Pages in slots of ordinary memory, their payloads in others, and the way between them by layers."""
+
+    held: Held
+    pool: Own | EnginePool
+    route: Coded
+    payloads: Bytes
+    pages: list[Bytes]
+
+    def load(self, slots: Sequence[int], group: int) -> list[int]:
+        """From the first payloads; the flags."""
+        there = np.array(slots, dtype=np.int64)
+        here = self.payloads.ctypes.data + np.arange(len(slots), dtype=np.int64) * self.held.slot_nbytes
+        stream: Any = Stream()
+        found: list[int] = self.route.load_group(group, there, here, stream).tolist()
+        return found
+
+    def page(self, slot: int) -> Bytes:
+        found = np.zeros(self.held.layout.blob_nbytes, dtype=np.uint8)
+        self.pool.read(slot, found)
+        return found
+
+    def wanted(self, number: int) -> Bytes:
+        """By ``tierstore.codecs``."""
+        codec, payload = LOSSY[self.held.codec], self.payloads[number, : self.held.payload_nbytes]
+        return decoded(codec, self.held.layout, payload)
+
+
+class Own:
+    """Slots of our own."""
+
+    def __init__(self, layout: PageLayout) -> None:
+        self._rows = torch.zeros(SLOTS, layout.slot_nbytes, dtype=torch.uint8)
+        self.lots = lots.of_pool(self._rows.flatten(), layout)
+
+    def read(self, slot: int, page: Bytes) -> None:
+        np.copyto(page, self._rows[slot, : len(page)].numpy())
+
+
+def engine_pool(layout: PageLayout) -> EnginePool:
+    dtype = getattr(torch, layout.specs[0].dtype)
+    layers = [torch.zeros(2, SLOTS, TOKENS, HEADS, DIM, dtype=dtype) for _ in range(LAYERS)]
+    return EnginePool(layout, [EnginePages(layers, "KBNHD")])
+
+
+def open_bench(name: str, dtype: str, patch: pytest.MonkeyPatch, *, engine: bool = False) -> Bench:
+    layout = layout_of(dtype)
+    held = Held.of(name, layout)
+    patch.setattr(gpu, "coding_kernels", KERNELS_HERE, raising=False)
+    patch.setitem(sys.modules, "tierstore.gpu.coding_kernels", KERNELS_HERE)
+    patch.setattr(torch.cuda, "Event", Event)
+    patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    patch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    patch.setattr(Coder, "compile_decoding", lambda self, call: None)
+    patch.setattr(coded_path, "_any_call", lambda held, device: None)
+    patch.setattr(coded_path, "_SMALLEST_NBYTES", 1)
+    patch.setattr(coded_path, "_MOST_GROUPS", 3)
+    patch.setattr(coded, "SLAB_NBYTES", 2 * layout.blob_nbytes)
+    patch.setattr(coded, "_uploaded", lambda slots, device: torch.from_numpy(slots))
+    patch.setattr(coded, "_flags", lambda pages: torch.zeros(pages, dtype=torch.int32))
+    pool: Own | EnginePool = engine_pool(layout) if engine else Own(layout)
+    if isinstance(pool, Own):
+        found = pool.lots
+        patch.setattr(coded_path, "_lots", lambda pool, held: found)
+    slabs, driver = PayloadSlabs(layout.blob_nbytes, held.slot_nbytes, CPU), Driver()
+    layers, groups = coded_path._by_layers(pool, held, slabs, driver, CPU)  # type: ignore[arg-type]
+    nothing: Any = None
+    side: Any = (Stream(), Stream())
+    route = Coded(name, nothing, (slabs, nothing), (slabs, nothing), side, layers, groups)
+    pages = [page_like_kv(layout, seed, frozenset({"outliers"})) for seed in range(5)]
+    payloads, packer = np.zeros((len(pages), held.slot_nbytes), dtype=np.uint8), Packer(held)
+    assert all(packer.pack(page, row) for page, row in zip(pages, payloads, strict=True))
+    return Bench(held, pool, route, payloads, pages)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", NAMES)
+def test_groups_together_are_the_page_and_each_is_its_layers(
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = open_bench(name, dtype, monkeypatch)
+    layers = bench.route.layers
+    assert layers is not None
+    assert len(layers) == 3
+    assert bench.route.group_pieces >= 4
+    slots = [3, 0, 6, 1, 4]
+    for group in (2, 0, 1):  # in any order: each has what it needs
+        before = [bench.page(slot) for slot in range(SLOTS)]
+        assert bench.load(slots, group) == [0] * len(slots)
+        [part] = layers.parts[group]
+        its = slice(part.offset, part.offset + part.nbytes)
+        for slot in range(SLOTS):
+            want = before[slot].copy()
+            if slot in slots:
+                want[its] = bench.wanted(slots.index(slot))[its]
+            np.testing.assert_array_equal(bench.page(slot), want)
+
+
+@pytest.mark.parametrize("name", ["int8", "k8v4"])
+def test_an_engines_layers_are_filled_group_by_group(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = open_bench(name, "bfloat16", monkeypatch, engine=True)
+    for group in range(3):
+        assert bench.load([5, 2, 0], group) == [0, 0, 0]
+    for number, slot in enumerate([5, 2, 0]):
+        np.testing.assert_array_equal(bench.page(slot), bench.wanted(number))
+
+
+def test_a_payload_that_nobody_made_is_told_with_the_group_it_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = open_bench("int8", "bfloat16", monkeypatch)
+    bench.payloads[1, bench.held.payload_nbytes - 1] = 0x80  # the last code: values of the last layer
+    told = [bench.load([3, 0, 6], group) for group in range(3)]
+    assert told == [[0, 0, 0], [0, 0, 0], [0, 1, 0]]
+
+
+def test_pages_of_several_kv_groups_go_whole_and_so_do_small_ones() -> None:
+    several = PageLayout.of([spec_of("bfloat16", 4, 32, 2, 64), spec_of("bfloat16", 4, 32, 2, 64)])
+    assert parts_of(Held.of("int8", several), LayerGroups.of(several, 3, 1)) == []
+    small = layout_of("bfloat16")
+    assert parts_of(Held.of("int8", small), LayerGroups.of(small, 3, 1 << 20)) == []
+
+
+def test_the_pieces_of_all_groups_are_the_payload() -> None:
+    """Of an 8B model's pages: two groups, and four pieces in each."""
+    layout = PageLayout.of(spec_of("bfloat16", 32, 64, 8, 128))
+    held = Held.of("int8", layout)
+    parts = parts_of(held, LayerGroups.of(layout, coded_path._MOST_GROUPS, coded_path._SMALLEST_NBYTES))
+    assert [len(part.pieces) for part in parts] == [4, 4]
+    pieces = sorted((there, nbytes) for part in parts for _, there, nbytes in part.pieces)
+    assert pieces[0][0] == 0
+    assert all(at + nbytes == after for (at, nbytes), (after, _) in pairwise(pieces))
+    assert sum(pieces[-1]) == held.payload_nbytes

@@ -1,0 +1,78 @@
+"""On a card: pages that host memory holds encoded are read layer by layer, as soon as their events say so."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tests.codecs.holding import decoded
+from tests.gpu.card import delay
+from tests.support.bench import open_bench
+from tests.support.pages import PATIENCE_S, chain, page_tensor, tiers
+from tierstore.codecs import LOSSY
+from tierstore.codecs.held import Held, Packer
+from tierstore.layout import PageLayout
+from tierstore.types import LeaseState, PageSpec, Tier
+
+pytestmark = pytest.mark.gpu
+
+SPEC = PageSpec(num_layers=8, page_size=64, num_kv_heads=8, head_dim=256, dtype="bfloat16", model="layers")
+"""Pages of 4 MiB: two groups of four layers."""
+
+PAGES, ROUNDS = 24, 60
+
+
+def lossy(page: torch.Tensor, name: str) -> torch.Tensor:
+    """What the CPU makes of a page, as int16 ``[layers, numbers of a layer]``."""
+    layout = PageLayout.of(SPEC)
+    held = Held.of(name, layout)
+    slot = np.zeros(held.slot_nbytes, dtype=np.uint8)
+    assert Packer(held).pack(page.cpu().view(torch.uint8).flatten().numpy(), slot)
+    found = decoded(LOSSY[name], layout, slot[: held.payload_nbytes])
+    return torch.from_numpy(np.array(found)).view(torch.int16).view(SPEC.num_layers, -1)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "k8v4"])
+def test_layers_are_right_when_their_events_say_so(name: str) -> None:
+    config = tiers(PAGES + 2, 2 * PAGES, page_nbytes=SPEC.page_nbytes, host_more={"codec": name})
+    bench = open_bench(config, SPEC, pump=True)
+    store, keys = bench.store, chain(PAGES)
+    hbm = store.stats()["hbm"]
+    assert isinstance(hbm, dict)
+    assert hbm["layer_groups"] == 2
+    slots = store.allocate(PAGES, timeout_s=PATIENCE_S)
+    pages = page_tensor(store)
+    pages[slots] = torch.randn(PAGES, *SPEC.shape, device="cuda:0").to(torch.bfloat16)
+    torch.cuda.synchronize()
+    want = torch.stack([lossy(pages[slot], name) for slot in slots]).cuda()
+    store.put(keys, slots)
+    store.demote(keys, Tier.HOST)
+    assert store.drain(PATIENCE_S)
+    words = pages.view(torch.int16).view(len(pages), SPEC.num_layers, -1)
+    chance, wrong = random.Random(3), torch.zeros((), dtype=torch.int64, device="cuda:0")
+    for _ in range(ROUNDS):
+        store.evict(keys, Tier.HBM)
+        assert store.drain(PATIENCE_S)
+        words.fill_(-1)
+        torch.cuda.synchronize()
+        with store.acquire(keys) as lease:
+            assert lease.num_pages == PAGES
+            there = torch.tensor(lease.slots, device="cuda:0")
+            if chance.random() < 0.3:
+                delay(0.3)
+            for layer in range(SPEC.num_layers):
+                event = lease.ready(layer, PATIENCE_S)
+                if isinstance(event, torch.cuda.Event):
+                    torch.cuda.current_stream().wait_event(event)
+                elif event is not None:
+                    event.synchronize()
+                wrong += (words[:, layer].index_select(0, there) != want[:, layer]).sum()
+            assert lease.wait(PATIENCE_S) is LeaseState.READY
+            assert lease.num_pages == PAGES
+    torch.cuda.synchronize()
+    assert int(wrong) == 0, f"{int(wrong)} wrong numbers"
+    store.check()
+    bench.close()
