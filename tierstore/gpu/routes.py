@@ -44,7 +44,7 @@ class Route(Protocol):
         ...
 
     def load_group(
-        self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream, /
+        self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
         """One group of ``layers``, host to device."""
         ...
