@@ -140,6 +140,16 @@ def test_cache_that_holds_all_it_is_given_says_so(model: LlamaForCausalLM) -> No
         assert generate(model, prompt, cache) == plain(model, prompt)
 
 
+def test_cache_that_was_reset_has_the_room_of_the_pages_it_began_with(model: LlamaForCausalLM) -> None:
+    prompt = random_prompt(67)  # 8 full pages of the 12 that there are
+    with open_store(model, hbm=12, host=32) as store:
+        ask(store, model, prompt)
+        with TierStoreCache(store, prompt, model=model, timeout_s=0.1) as cache:
+            assert cache.reused_tokens == 66
+            cache.reset()
+            assert generate(model, prompt, cache) == plain(model, prompt)
+
+
 def test_copy_of_a_cache_is_refused(model: LlamaForCausalLM) -> None:
     with (
         open_store(model) as store,

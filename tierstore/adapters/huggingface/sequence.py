@@ -125,8 +125,7 @@ class PagedSequence:
             return False
         if not pages:
             # It may have begun to wait for the next page only.
-            self._lease.let_go()
-            self._lease = SharedLease(self._terms.store.acquire([], exact=self._terms.exact))
+            self._hold_nothing()
         self._leased = range(pages)
         for written in self.written:
             written.cut(pages * self.table.page_size)
@@ -190,12 +189,13 @@ class PagedSequence:
         self._cut_table(num_tokens)
 
     def reset(self) -> None:
-        """Forget every token, of every model; pages of our own return to the store."""
+        """Forget every token, of every model; pages of our own return to the store, and sealed ones are let go."""
         self._list_sealed()
         for written in self.written:
             written.cut(0)
         self.expected, self._keys = [], []
         self._give_back(self.table.clear())
+        self._hold_nothing()
 
     def fork(self) -> PagedSequence:
         """A second sequence that begins like this one: all pages are shared until one of them writes."""
@@ -248,6 +248,13 @@ class PagedSequence:
             self._lease = None
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _hold_nothing(self) -> None:
+        """Let go of every sealed page, for whoever needs room."""
+        if self._lease is not None:
+            self._lease.let_go()
+            self._lease = SharedLease(self._terms.store.acquire([], exact=self._terms.exact))
+            self._leased = range(0)
 
     def _agreed(self) -> int:
         """Tokens from the first that are known, and whose K/V every model has written."""
