@@ -192,6 +192,16 @@ def test_selecting_no_row_or_one_that_there_is_not_changes_nothing(
         assert rows.tolist() == plain_batch(model, torch.tensor(prompts)).tolist()
 
 
+def test_prompt_that_was_edited_in_place_is_another_prompt(model: LlamaForCausalLM) -> None:
+    ids = torch.tensor([random_prompt(2 * PAGE + 3)])
+    with open_store(model) as store:
+        ask(store, model, ids[0].tolist())
+        with TierStoreCache(store, ids, model=model) as cache:
+            ids[0, 3] = 1
+            with pytest.raises(ValueError, match="not those of the prompt"):
+                generate_batch(model, ids, cache)
+
+
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_pass_that_was_interrupted_can_be_repeated(model: LlamaForCausalLM, layer: int) -> None:
     prompt = random_prompt(2 * PAGE + 3)
