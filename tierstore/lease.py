@@ -154,8 +154,8 @@ class Lease:
         An event: wait for it before reading, on the host or with ``stream.wait_event``; it ends these copies, and the
         writing of pages sealed by ``put(..., after=event)``. Later layers may still be on their way: pages from HOST
         come by groups of layers, all pages of the lease a group. Where a copy fails later, or a ``put`` takes its
-        place, ``wait`` still cuts the lease: what was computed from the pages it takes away is void. A page that the CPU
-        decodes, or that comes from NVMe without HOST, counts as queued once it is there whole.
+        place, ``wait`` still cuts the lease: what was computed from the pages it takes away is void. A page that the
+        CPU decodes, or that comes from NVMe without HOST, counts as queued once it is there whole.
         TimeoutError when ``timeout_s`` ran out; ValueError for a layer that is not there; LeaseError after release.
         """
         self._require_open(f"ready({layer})")
