@@ -139,6 +139,7 @@ def test_bench_hints_prints_a_row_for_each_case_and_source(tmp_path: Path) -> No
         (("--from", "hbm"), "--from hbm; allowed: nvme, host"),
         (("--model", "random", "--device", "cuda:99"), "cuda:99"),
         (("--model", "/nowhere"), "no such folder"),
+        (("--docs", "README.md"), "--docs README.md with --model none; allowed with smollm2"),
         (("--dir", "/nowhere"), "--dir /nowhere: no such folder"),
     ],
 )

@@ -65,6 +65,10 @@ def hints(
     with refusals(as_json):
         device_of(device)
         chosen = [_tier(name.strip()) for name in sources.split(",")]
+        if docs and model in ("none", "random"):
+            raise ConfigError(
+                f"--docs {docs[0]} with --model {model}; allowed with smollm2 or the folder of a model"
+            )
         if place is not None:
             require_folder("--dir", place)
         with (
