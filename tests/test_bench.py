@@ -33,6 +33,7 @@ def test_bench_core_tells_every_figure_and_leaves_nothing_behind(tmp_path: Path)
         "reserve + commit",
         "match of 40 pages",
         "acquire + release",
+        "acquire from HOST",
         "lock hold",
         "memory of a page",
         "open with 500 records",
