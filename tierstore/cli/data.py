@@ -16,7 +16,7 @@ from tierstore.cli.output import Json, Yes, print_json, progress, refusals
 from tierstore.units import format_size
 
 if TYPE_CHECKING:
-    from tierstore.nvme.inspection import ShardReport, ShardVerdict
+    from tierstore.nvme.inspection import HomeReport, ShardReport, ShardVerdict
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of nvme.path.")]
 _SHOWN_KEYS = 20
@@ -77,11 +77,16 @@ def verify(directory: Directory, as_json: Json = False) -> None:
 
 def purge(
     directory: Directory,
-    which: Annotated[str, typer.Option(help="all, damaged, or the beginning of a fingerprint.")] = "all",
+    which: Annotated[
+        str, typer.Option(help="all, damaged, or the beginning of a fingerprint, as `inspect` shows them.")
+    ] = "all",
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Remove what a store's directory holds, after asking. Never touches what is in use or not TierStore's."""
+    """Remove what a store's directory holds, after asking. Never touches what is in use or not TierStore's.
+
+    Exit code 1 if something was kept, or no fingerprint begins with what was given.
+    """
     from tierstore.nvme import inspection
 
     with refusals(as_json):
@@ -90,6 +95,8 @@ def purge(
                 "which is empty; allowed: all, damaged, or the beginning of a fingerprint"
             )
         report = inspection.inspect(directory)
+        if which not in ("all", "damaged"):
+            _require_one(report, which, as_json)
         question = f"Remove {which!r} of {report.path} ({format_size(report.disk_nbytes)} on disk in all)?"
         if not yes:
             typer.confirm(question, abort=True, err=True)
@@ -100,6 +107,19 @@ def purge(
     if as_json:
         print_json(asdict(result))
     raise typer.Exit(1 if result.kept else 0)
+
+
+def _require_one(report: HomeReport, which: str, as_json: bool) -> None:
+    """Exit code 1 unless a fingerprint begins so."""
+    if any(shard.fingerprint.startswith(which) for shard in report.shards):
+        return
+    typer.echo(
+        f"nothing matched: no fingerprint in {report.path} begins with {which!r}; `tierstore inspect` lists them",
+        err=True,
+    )
+    if as_json:
+        print_json({"removed": [], "freed_nbytes": 0, "kept": []})
+    raise typer.Exit(1)
 
 
 def _row(shard: ShardReport) -> tuple[str, ...]:
