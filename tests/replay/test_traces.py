@@ -143,8 +143,9 @@ def test_sessions_of_two_block_sizes_in_a_folder_are_refused_by_both_their_names
 
 
 def test_a_file_that_is_missing_or_a_folder_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nix\.jsonl: no such file; allowed"):
-        read_traces([tmp_path / "nix.jsonl"])
+    for name in ("nix.jsonl", "nix"):
+        with pytest.raises(ConfigError, match=rf"{name}: no such file; allowed"):
+            read_traces([tmp_path / name])
     (tmp_path / "folder.json").mkdir()
     with pytest.raises(ConfigError, match=r"folder\.json: is a directory; allowed"):
         read_traces([tmp_path / "folder.json"])

@@ -55,6 +55,7 @@ def read_traces(files: Sequence[Path]) -> list[Trace]:
     """
     strange = [file for file in files if file.suffix not in (".jsonl", ".json")]
     if strange:
+        _require_file(strange[0])
         raise ConfigError(
             f"{strange[0]} ends in {strange[0].suffix!r}; allowed: a .jsonl file of requests, .json files of sessions"
         )
@@ -143,10 +144,14 @@ def _output(row: Mapping[str, object], name: str) -> int:
     return found if isinstance(found, int) and found > 0 else 0
 
 
-def _text(file: Path) -> str:
+def _require_file(file: Path) -> None:
     if not file.is_file():
         found = "is a directory" if file.is_dir() else "no such file"
         raise ConfigError(f"{file}: {found}; allowed: a .jsonl file of requests, .json files of sessions")
+
+
+def _text(file: Path) -> str:
+    _require_file(file)
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
