@@ -40,6 +40,15 @@ def test_bench_copy_refuses_what_cannot_be_measured() -> None:
     assert "multiple of 4096" in json.loads(line)["error"]
 
 
+@pytest.mark.parametrize("codec", [(), ("--codec", "int8")])
+def test_bench_copy_refuses_more_than_the_memory_that_is_available(codec: tuple[str, ...]) -> None:
+    code, line = run("copy", "--device", "cpu", "--batch", "1PB", "--contiguous", "32KiB", *codec)
+    assert code == 2
+    error = json.loads(line)["error"]
+    assert "--batch 909.5 TiB, --contiguous 32 KiB: needs" in error
+    assert "allowed: smaller ones" in error
+
+
 def test_bench_copy_with_a_codec_tells_it_beside_the_same_pages_as_they_are() -> None:
     sizes = ("--pieces", "256KiB,4KiB", "--batch", "1MiB", "--pairs", "1", "--contiguous", "32KiB")
     code, line = run("copy", "--device", "cpu", "--codec", "int8", *sizes)

@@ -87,14 +87,26 @@ class _Side(Ends):
         return self.up if direction == "h2d" else self.down
 
 
+def host_nbytes(device: str, batch_nbytes: int, contiguous_nbytes: int) -> int:
+    """Memory that ``coded_rows`` and its ceiling take at most, where the device is the CPU for both ends."""
+    if device != "cpu":
+        return 2 * (batch_nbytes + contiguous_nbytes)
+    return 5 * batch_nbytes + 4 * contiguous_nbytes
+
+
+def require_codec(codec: str) -> None:
+    """ConfigError unless it is one of host memory's."""
+    if codec not in LOSSY or LOSSY[codec].zstd:
+        allowed = ", ".join(name for name, each in LOSSY.items() if not each.zstd)
+        raise ConfigError(f"codec {codec!r}; allowed for host memory: {allowed}")
+
+
 def coded_rows(
     device: str, codec: str, page_nbytes: int, batch_nbytes: int, pairs: int, ceiling: Ceiling
 ) -> list[CodedRow]:
     """H2D and D2H. ConfigError for what cannot be measured, RuntimeError if bytes or errors are not as they must be."""
     layout = PageLayout.of(_spec(page_nbytes))
-    if codec not in LOSSY or LOSSY[codec].zstd:
-        allowed = ", ".join(name for name, each in LOSSY.items() if not each.zstd)
-        raise ConfigError(f"codec {codec!r}; allowed for host memory: {allowed}")
+    require_codec(codec)
     number = max(2, batch_nbytes // page_nbytes)
     plain, coded = _Side(device, layout, number, "none"), _Side(device, layout, number, codec)
     try:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from tierstore.types import Transfer
 
 _DIRECTIONS: tuple[Direction, ...] = ("h2d", "d2h", "both")
+_COMPARED_NBYTES = 256 << 20
+"""Of a piece of what is compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,13 @@ class _Plan:
         up = rig.transfers(Tier.HBM, self.host[: self.split], self.there[: self.split])
         down = rig.transfers(Tier.HOST, self.host[self.split :], self.there[self.split :])
         return [one for two in zip(up, down, strict=False) for one in two] if up and down else up + down
+
+
+def host_nbytes(device: str, batch_nbytes: int, contiguous_nbytes: int) -> int:
+    """Memory that ``copy_rows`` and its ceiling take, where the device is the CPU for both ends and the checks."""
+    if device != "cpu":
+        return batch_nbytes + 2 * contiguous_nbytes
+    return 4 * (batch_nbytes + contiguous_nbytes) + 3 * min(batch_nbytes, _COMPARED_NBYTES)
 
 
 def copy_rows(
@@ -113,7 +122,7 @@ def _require_right(rig: Rig, before: torch.Tensor, plan: _Plan) -> None:
     """Pages on both sides are equal; those that went down are as the device had them before."""
     here = torch.cat([rig.host_rows[part].to(rig.device) for part in rig.parts()])
     there, host = (torch.from_numpy(side).to(rig.device) for side in (plan.there, plan.host))
-    step = max(1, (256 << 20) // rig.page_nbytes)
+    step = max(1, _COMPARED_NBYTES // rig.page_nbytes)
     for start in range(0, rig.num_pages, step):
         part = slice(start, start + step)
         expected = here[host[part]]

@@ -52,6 +52,12 @@ def device_of(name: str) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
+def require_piece(nbytes: int) -> None:
+    """ConfigError unless pieces can be of so many bytes."""
+    if nbytes % ALIGNMENT:
+        raise ConfigError(f"pieces of {nbytes} bytes; allowed: a multiple of {ALIGNMENT}")
+
+
 def locked_arena(name: str, layout: PageLayout, num_slots: int, codec: str = "none") -> HostArena:
     """All of it page-locked where the device is a card; ConfigError if it cannot be."""
     on_card = device_of(name).type == "cuda"
@@ -163,8 +169,7 @@ class Rig(Ends):
     def __init__(self, name: str, piece_nbytes: int, batch_nbytes: int, path: Path) -> None:
         """As many pages as fit ``batch_nbytes``. ConfigError for a device that is not there, or memory that cannot be
         page-locked, or pieces that are no multiple of 4096 bytes."""
-        if piece_nbytes % ALIGNMENT:
-            raise ConfigError(f"pieces of {piece_nbytes} bytes; allowed: a multiple of {ALIGNMENT}")
+        require_piece(piece_nbytes)
         device = device_of(name)
         spec = _spec(piece_nbytes, path)
         layout = PageLayout.of(spec)

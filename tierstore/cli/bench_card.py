@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tierstore.cli.output import Json, print_json, progress, refusals, size_of
+from tierstore.cli.output import Json, print_json, progress, refusals, require_memory, size_of
 from tierstore.errors import ConfigError
 from tierstore.units import format_size
 
@@ -39,14 +39,19 @@ def copy(
     if codec:
         _coded_copies(device, codec, pieces, batch, contiguous, pairs, as_json)
         return
-    from tierstore.bench.copies import CopyRow, copy_rows
-    from tierstore.bench.link import Ceiling
+    from tierstore.bench.copies import CopyRow, copy_rows, host_nbytes
+    from tierstore.bench.link import Ceiling, device_of, require_piece
 
     found: list[CopyRow] = []
     with refusals(as_json):
         sizes = [size_of("--pieces", size) for size in pieces.split(",")]
+        for piece in sizes:
+            require_piece(piece)
         nbytes, most = size_of("--batch", batch), size_of("--small", small)
-        ceiling = Ceiling(device, size_of("--contiguous", contiguous))
+        block = size_of("--contiguous", contiguous)
+        device_of(device)
+        require_memory({"--batch": nbytes, "--contiguous": block}, host_nbytes(device, nbytes, block))
+        ceiling = Ceiling(device, block)
         for piece in sizes:
             progress.print(f"pages of {format_size(piece)}")
             found += copy_rows(device, piece, nbytes, pairs, "straight", ceiling)
@@ -70,8 +75,8 @@ def copy(
 def _coded_copies(
     device: str, codec: str, pieces: str, batch: str, contiguous: str, pairs: int, as_json: bool
 ) -> None:
-    from tierstore.bench.coded_copies import TOKEN_NBYTES, CodedRow, coded_rows
-    from tierstore.bench.link import Ceiling
+    from tierstore.bench.coded_copies import TOKEN_NBYTES, CodedRow, coded_rows, host_nbytes, require_codec
+    from tierstore.bench.link import Ceiling, device_of
 
     found: list[CodedRow] = []
     with refusals(as_json):
@@ -79,7 +84,11 @@ def _coded_copies(
         sizes, nbytes = [size for size in given if size % TOKEN_NBYTES == 0], size_of("--batch", batch)
         if not sizes:
             raise ConfigError(f"--pieces {pieces}; allowed with --codec: multiples of {TOKEN_NBYTES} bytes")
-        ceiling = Ceiling(device, size_of("--contiguous", contiguous))
+        require_codec(codec)
+        block = size_of("--contiguous", contiguous)
+        device_of(device)
+        require_memory({"--batch": nbytes, "--contiguous": block}, host_nbytes(device, nbytes, block))
+        ceiling = Ceiling(device, block)
         for size in sizes:
             progress.print(f"pages of {format_size(size)}")
             found += coded_rows(device, codec, size, nbytes, pairs, ceiling)

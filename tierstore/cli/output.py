@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 
 from tierstore.errors import ConfigError, TierStoreError
-from tierstore.units import parse_size
+from tierstore.host.memory import available_nbytes
+from tierstore.units import format_size, parse_size
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
@@ -51,6 +52,18 @@ def size_of(option: str, text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise ConfigError(f"{option} {text}; allowed: {error}") from error
+
+
+def require_memory(options: Mapping[str, int], needed: int) -> None:
+    """ConfigError if so many bytes, which follow from these options, are more than is available now."""
+    available = available_nbytes()
+    if available is None or needed <= available:
+        return
+    named = ", ".join(f"{option} {format_size(nbytes)}" for option, nbytes in options.items())
+    raise ConfigError(
+        f"{named}: needs {format_size(needed)} of memory in all; "
+        f"allowed: smaller ones, for at most {format_size(available)} that are available"
+    )
 
 
 def require_folder(option: str, folder: Path) -> None:
