@@ -147,6 +147,14 @@ def test_bench_overlap_restores_layer_by_layer_and_runs_kernels_beside_every_way
         (("--compute", "nan"), "--compute nan; allowed: numbers above 0"),
         (("--compute", "much"), "--compute much; allowed: numbers above 0"),
         (("--layers", "24"), "--layers 24; allowed: powers of two"),
+        (
+            ("--restored", "1PB"),
+            "--restored 909.5 TiB: needs 1.8 PiB of memory in all; allowed: smaller ones",
+        ),
+        (
+            ("--restored", "1MiB", "--read", "4KiB", "--batch", "1PB"),
+            "--read 4 KiB, --batch 909.5 TiB: needs",
+        ),
     ],
 )
 def test_bench_overlap_refuses_what_cannot_be_measured(words: tuple[str, ...], what: str) -> None:

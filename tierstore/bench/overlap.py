@@ -197,6 +197,12 @@ class Restore:
             raise RuntimeError(f"only {lease.num_pages} pages came back: {lease.missing_because}")
 
 
+def host_nbytes(device: str, nbytes: int) -> int:
+    """Memory that ``overlap_rows`` takes: both ends where the device is the CPU, and of the contiguous block too."""
+    block = min(_BLOCK_NBYTES, nbytes)
+    return 2 * nbytes + 4 * block if device == "cpu" else nbytes + 2 * block
+
+
 def overlap_rows(
     device: str, spec: PageSpec, nbytes: int, rounds: int, matrix: int, wanted: Sequence[float]
 ) -> list[OverlapRow]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tierstore.cli.bench_card import Device, name_of
-from tierstore.cli.output import Json, print_json, progress, refusals, size_of
+from tierstore.cli.output import Json, print_json, progress, refusals, require_memory, size_of
 from tierstore.errors import ConfigError
 from tierstore.units import format_size, parse_size
 
@@ -41,13 +41,18 @@ def overlap(
     as_json: Json = False,
 ) -> None:
     """Compute beside streaming: a lease restored layer by layer, and memory-bound kernels beside each way to copy."""
-    from tierstore.bench.overlap import overlap_rows, pages_of
+    from tierstore.bench.link import device_of
+    from tierstore.bench.overlap import host_nbytes, overlap_rows, pages_of
 
     with refusals(as_json):
         lease, reading = size_of("--restored", restored), size_of("--read", read)
         streamed, parts = size_of("--batch", batch), _parts_of(compute)
-        progress.print("a lease restored under compute")
         spec = pages_of(layers, page_size)
+        device_of(device)
+        require_memory({"--restored": lease}, host_nbytes(device, lease))
+        beside_nbytes = 2 * (reading + streamed) if device == "cpu" else streamed
+        require_memory({"--read": reading, "--batch": streamed}, beside_nbytes)
+        progress.print("a lease restored under compute")
         hidden = overlap_rows(device, spec, lease, rounds, matrix, parts)
         beside = _beside(device, reading, times, streamed, rounds)
     name = name_of(device)
