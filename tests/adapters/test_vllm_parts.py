@@ -115,7 +115,14 @@ def test_a_folders_weights_are_told_apart_by_any_sampled_byte_and_not_by_its_nam
         ({"confg": "x"}, "did you mean 'config'"),
         ({"config": {"nvme": {"path": "x", "capacity": "1GiB"}}}, "host is missing"),
         ({"config": {**HOST, "hbm": {"capacity": 1, "device": "cpu"}}}, "hbm.owner"),
-        ({"config": {"host": {"capacity": "1GiB", "codec": "int8"}}}, "host.codec is 'int8'"),
+        (
+            {"config": {"host": {**HOST["host"], "codec": "int8"}}},
+            "host.codec is 'int8'; allowed under vLLM, whose pages are stored byte by byte: none$",
+        ),
+        (
+            {"config": {**HOST, "nvme": {"path": "/d", "capacity": 1 << 20, "codec": "int8"}}},
+            "nvme.codec is 'int8'; allowed under vLLM, whose pages are stored byte by byte: none, exp$",
+        ),
         ({"config": HOST, "load_timeout_s": 0}, "load_timeout_s is 0"),
         ({"config": HOST, "layout": 3}, "layout is 3"),
     ],

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tierstore.config import StoreConfig
 
 _KNOWN = ("config", "layout", "load_timeout_s", "model_id")
-_LOSSLESS = ("none", "exp")
+_LOSSLESS = {"host.codec": ("none",), "nvme.codec": ("none", "exp")}
 LOAD_TIMEOUT_S = 30.0
 
 
@@ -95,8 +95,9 @@ def _for_engine(config: StoreConfig) -> StoreConfig:
         "nvme.codec": "none" if config.nvme is None else config.nvme.codec,
     }
     for name, codec in codecs.items():
-        if codec not in _LOSSLESS:
+        if codec not in _LOSSLESS[name]:
+            allowed = ", ".join(_LOSSLESS[name])
             raise ConfigError(
-                f"{name} is {codec!r}; allowed under vLLM, whose pages are stored byte by byte: {', '.join(_LOSSLESS)}"
+                f"{name} is {codec!r}; allowed under vLLM, whose pages are stored byte by byte: {allowed}"
             )
     return config
