@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from time import monotonic
 from typing import TYPE_CHECKING, Self
+from weakref import WeakSet
 
 from prefetch.bringing import Bringing
 from prefetch.figures import section
@@ -61,10 +62,17 @@ class Prefetcher:
         """A running prefetcher with the limits of the store's ``prefetch`` section, or of ``config``.
 
         From now on ``will_need`` hints are deferred to it, until it is closed. It ends by itself with the store.
+        ValueError while another is attached to the store: each hint would go to one of them only.
         """
         prefetcher = cls(store, config, compute)
         prefetcher._thread = Thread(target=prefetcher._run, name="tierstore-prefetcher", daemon=True)
-        prefetcher._thread.start()
+        with _attaching:
+            if any(other._store is store and other._serves for other in _attached):
+                raise ValueError(
+                    "the store has a prefetcher; allowed: one at a time, another once it is closed"
+                )
+            prefetcher._thread.start()
+            _attached.add(prefetcher)
         return prefetcher
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -129,6 +137,10 @@ class Prefetcher:
         """
         return self._bringing.turn(timeout_s)
 
+    @property
+    def _serves(self) -> bool:
+        return not self._closing.is_set() and self._thread is not None and self._thread.is_alive()
+
     def _run(self) -> None:
         pause = 0.0
         while not self._closing.is_set():
@@ -144,6 +156,11 @@ class Prefetcher:
         # Who closed it may not have waited so long, and its last look at the hints attached it again.
         with suppress(StoreClosed):
             self._store.reject_hints()
+
+
+_attaching = Lock()
+_attached: WeakSet[Prefetcher] = WeakSet()
+"""Under ``_attaching``. Weak, so that neither a prefetcher nor its store is kept by it."""
 
 
 def _configured(figures: dict[str, object]) -> PrefetchConfig:

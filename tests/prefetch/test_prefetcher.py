@@ -406,6 +406,23 @@ def test_once_it_is_closed_the_store_goes_on_without_it_and_another_may_come(tmp
     store.close()
 
 
+def test_a_second_one_is_refused_while_a_store_has_one_and_the_first_goes_on(tmp_path: Path) -> None:
+    store, _ = running(tmp_path / "a")
+    other, _ = running(tmp_path / "b")
+    keys = stored(store, "a", 4)
+    with store, other, Prefetcher.attach(store) as first, Prefetcher.attach(other):
+        with pytest.raises(ValueError, match="the store has a prefetcher; allowed: one at a time"):
+            Prefetcher.attach(store)
+        need(store, "r", keys, 1.0)
+
+        async def wait() -> int:
+            return await first.ready(keys, by=asyncio.get_running_loop().time() + 60.0)
+
+        assert asyncio.run(wait()) == 4
+        first.close()
+        Prefetcher.attach(store).close()
+
+
 def test_once_its_thread_has_ended_hints_are_rejected_though_closing_did_not_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
