@@ -165,19 +165,32 @@ def test_queries_that_have_no_place_are_refused(changed: dict[str, Any], what: s
         PagedPrefill("cpu").plan(**{**right, **changed})
 
 
+@pytest.mark.parametrize("way", [PagedDecode, PagedPrefill])
 @pytest.mark.parametrize("name", ["triton", "gathered", "flash"])
-def test_ways_that_are_not_here_are_refused_by_name(name: Any) -> None:
-    halves = {**RIGHT, "q_data_type": torch.float16}
+def test_ways_that_are_not_here_are_refused_by_name_before_a_plan(way: Any, name: str) -> None:
     with pytest.raises(ValueError, match=f'backend is "{name}"; allowed'):
-        PagedDecode("cpu", backend=name).plan(**halves)
-    way = PagedPrefill("cpu", backend=name)
-    with pytest.raises(ValueError, match=f'backend is "{name}"; allowed'):
-        way.plan([0, 4], [0, 2], [4, 1], [3], 4, 2, 16, 16, q_data_type=torch.float16)
+        way("cpu", backend=name)
 
 
 def test_decoding_never_gathers() -> None:
-    with pytest.raises(ValueError, match="gathered"):
-        PagedDecode("cpu", backend="gathered").plan(**RIGHT)
+    with pytest.raises(ValueError, match='allowed for decoding: "auto", "reference", "triton"'):
+        PagedDecode("cpu", backend="gathered")
+
+
+@pytest.mark.parametrize("way", [PagedDecode, PagedPrefill])
+def test_a_card_that_is_not_here_is_refused_by_name_with_what_is(
+    way: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        ValueError, match=r'device is "cuda:0", which torch does not find; allowed here: cpu$'
+    ):
+        way("cuda:0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r'"cuda:2", .* allowed here: cpu, cuda:0, cuda:1$'):
+        way("cuda:2")
+    way("cuda:1")
 
 
 def test_results_go_where_they_are_asked_to_go_and_nowhere_else() -> None:

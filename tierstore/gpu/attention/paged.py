@@ -10,7 +10,7 @@ import torch
 
 from tierstore.gpu.attention import reference
 from tierstore.gpu.attention.paging import Numbers, Paging, Shape
-from tierstore.gpu.attention.ways import Backend, Way, for_many, for_one, make
+from tierstore.gpu.attention.ways import Backend, Way, device_of, for_many, for_one, make, require_backend
 
 merge_states = reference.merge_states
 
@@ -60,11 +60,13 @@ class PagedDecode(_Paged):
         ``max_pages``: of all sequences together, for CUDA graphs: the first ``plan`` then makes buffers for its batch
         and so many pages, which later plans of the same batch and shape fill in place. A graph that captured ``run``
         after one plan computes, replayed, what the last plan says. ValueError for a plan that does not fit them.
-        A row of a batch that is not in use is a sequence without pages.
+        A row of a batch that is not in use is a sequence without pages. ValueError for a device that is not there, or
+        a backend that is not there on it; "gathered" never decodes.
         """
         super().__init__()
         self._max_pages = max_pages
-        self._device, self._backend = torch.device(device), backend
+        self._device, self._backend = device_of(device), backend
+        require_backend(self._device, for_one(self._device, backend))
 
     def plan(
         self,
@@ -125,9 +127,13 @@ class PagedPrefill(_Paged):
     """Many queries a sequence: FlashInfer's ``BatchPrefillWithPagedKVCacheWrapper``."""
 
     def __init__(self, device: torch.device | str, *, backend: Backend = "auto") -> None:
-        """``backend`` "auto": on a card whichever was measured to win for the plan's shape, else ``reference``."""
+        """``backend`` "auto": on a card whichever was measured to win for the plan's shape, else ``reference``.
+
+        ValueError for a device that is not there, or a backend that is not there on it.
+        """
         super().__init__()
-        self._device, self._backend = torch.device(device), backend
+        self._device, self._backend = device_of(device), backend
+        require_backend(self._device, backend)
         self._ways: dict[Backend, Way] = {}
 
     def plan(

@@ -45,13 +45,29 @@ class Reference:
         lse.copy_(found[1])
 
 
+def device_of(device: torch.device | str) -> torch.device:
+    """ValueError for a card that torch does not find."""
+    found = torch.device(device)
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (found.index or 0) >= count:
+            allowed = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
+            raise ValueError(f'device is "{found}", which torch does not find; allowed here: {allowed}')
+    return found
+
+
+def require_backend(device: torch.device, name: Backend) -> None:
+    """ValueError for a name that is none, or of a way that needs a card."""
+    allowed = get_args(Backend) if device.type == "cuda" else ("auto", "reference")
+    if name not in allowed:
+        raise ValueError(f'backend is "{name}"; allowed on {device.type}: {", ".join(allowed)}')
+
+
 def make(name: Backend, device: torch.device, max_pages: int | None = None) -> Way:
     """The way of that name. ValueError for one that is none, or that needs a card."""
+    require_backend(device, name)
     if name == "reference":
         return Reference()
-    if name not in get_args(Backend) or device.type != "cuda":
-        others = ", ".join(get_args(Backend)) if device.type == "cuda" else "auto, reference"
-        raise ValueError(f'backend is "{name}"; allowed on {device.type}: {others}')
     if name == "gathered":
         return gathered.Gathered(device)
     return InPlace(device, max_pages=max_pages)
