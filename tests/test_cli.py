@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from tierstore.cli import probes
+from tierstore.cli import app, probes
 from tierstore.config import config_schema, load_config
 from tierstore.keys import page_keys
 from tierstore.nvme import direct
@@ -203,6 +204,30 @@ def test_the_model_of_a_store_is_in_the_table_and_an_empty_directory_is_called_e
     result = tierstore("inspect", tmp_path / "empty")
     assert result.returncode == 2
     assert "is empty" in result.stderr
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_long_model_is_cut_to_one_line_beside_a_whole_name_of_its_shard(
+    tmp_path: Path, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = json.dumps({f"setting_{number}": [number] * 4 for number in range(200)}, indent=1)
+    spec = PageSpec(num_layers=1, page_size=4, num_kv_heads=1, head_dim=8, dtype="float32", model=model)
+    path = tmp_path / "store"
+    config = {
+        "hbm": {"capacity": "64KiB", "device": "cpu"},
+        "nvme": {"path": path, "capacity": "8MiB"},
+    }
+    TierStore.open(load_config(config), spec).close()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = CliRunner().invoke(app, ["inspect", str(path), "--json"])
+    assert shown.exit_code == 0
+    *table, line = shown.stdout.splitlines()
+    shard = json.loads(line)["shards"][0]
+    assert shard["description"]["groups"][0]["model"] == model
+    name = shard["fingerprint"][:12] + "-0"
+    (row,) = (told for told in table if told.strip().startswith(f"{name} "))
+    assert '{ "setting' in row
+    assert len(table) <= 5
 
 
 def test_inspect_names_the_process_that_uses_a_directory(home: Path) -> None:

@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of nvme.path.")]
 _SHOWN_KEYS = 20
+_MODEL_ROOM, _LEAST_MODEL_ROOM = 60, 12
+_OTHERS_ROOM = 100
+"""Characters of a line that the other columns take, about."""
 
 
 def inspect(directory: Directory, as_json: Json = False) -> None:
-    """Show what a store's directory holds. Changes nothing."""
+    """Show what a store's directory holds. Changes nothing. Models are cut to one line; --json gives them whole."""
     from tierstore.nvme import inspection
 
     with refusals(as_json):
@@ -31,22 +34,7 @@ def inspect(directory: Directory, as_json: Json = False) -> None:
     typer.echo(
         f"{report.path}: {format_size(report.disk_nbytes)} on disk, {len(report.shards)} model shard(s)"
     )
-    table = Table(
-        "shard",
-        "model",
-        "dtype",
-        "codec",
-        "records",
-        "page",
-        "on disk",
-        "capacity",
-        "state",
-        box=None,
-        header_style="bold",
-    )
-    for shard in report.shards:
-        table.add_row(*(Text(cell) for cell in _row(shard)))
-    Console().print(table)
+    _show(report)
     if as_json:
         print_json(asdict(report))
 
@@ -122,6 +110,32 @@ def _require_one(report: HomeReport, which: str, as_json: bool) -> None:
     raise typer.Exit(1)
 
 
+def _show(report: HomeReport) -> None:
+    """A line a shard, its name whole: `purge --which` takes it. The model gets what is left."""
+    console = Console()
+    names = [_name_of(shard) for shard in report.shards]
+    table = Table(box=None, header_style="bold")
+    table.add_column("shard", no_wrap=True, min_width=max(map(len, names), default=0))
+    table.add_column("model", no_wrap=True)
+    for column in ("dtype", "codec", "records", "page", "on disk", "capacity", "state"):
+        table.add_column(column)
+    room = min(_MODEL_ROOM, max(_LEAST_MODEL_ROOM, console.width - _OTHERS_ROOM))
+    for name, shard in zip(names, report.shards, strict=True):
+        model = _cut(_named(shard, "model"), room)
+        table.add_row(*(Text(cell) for cell in (name, model, *_row(shard))))
+    console.print(table)
+
+
+def _name_of(shard: ShardReport) -> str:
+    return f"{shard.fingerprint[:12]}-{shard.name.partition('-')[2]}"
+
+
+def _cut(text: str, room: int) -> str:
+    """One line of so many characters: an engine's model may be all of its configuration."""
+    line = " ".join(text.split())
+    return line if len(line) <= room else f"{line[: room - 1]}…"
+
+
 def _row(shard: ShardReport) -> tuple[str, ...]:
     if shard.damaged:
         state = "set aside as damaged; purge --which damaged removes it"
@@ -130,8 +144,6 @@ def _row(shard: ShardReport) -> tuple[str, ...]:
     else:
         state = f"damaged: {shard.fault}" if shard.fault else "closed"
     return (
-        f"{shard.fingerprint[:12]}-{shard.name.partition('-')[2]}",
-        _named(shard, "model"),
         _named(shard, "dtype"),
         shard.codec or "",
         "" if shard.records is None else str(shard.records),
