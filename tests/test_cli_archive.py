@@ -259,7 +259,8 @@ def test_a_documents_pages_go_out_by_its_text_and_answer_elsewhere(tmp_path: Pat
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
         if name == "there":
             export, import_ = (
-                words_of_the_readme(line, tmp_path, folder) for line in block("sh", 1).splitlines()
+                words_of_the_readme(line, tmp_path, folder)
+                for line in block("sh", saying="tierstore export").splitlines()
             )
             result = here(*export, "--json")
             assert result.exit_code == 0, result.stderr

@@ -17,10 +17,10 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def block(language: str, number: int = 0) -> str:
-    text = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)[number]
-    assert isinstance(text, str)
-    return text
+def block(language: str, number: int = 0, *, saying: str = "") -> str:
+    """One of those that say this."""
+    texts: list[str] = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    return [text for text in texts if saying in text][number]
 
 
 def run(program: str, directory: Path, *options: str) -> str:
