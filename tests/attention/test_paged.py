@@ -172,6 +172,20 @@ def test_ways_that_are_not_here_are_refused_by_name_before_a_plan(way: Any, name
         way("cpu", backend=name)
 
 
+@pytest.mark.parametrize(("indptr", "what"), [([0, 2, 4], "4 pages"), ([0, 1], "a batch of 1")])
+def test_a_plan_beyond_what_a_graph_has_room_for_is_refused_on_the_cpu_too(
+    indptr: list[int], what: str
+) -> None:
+    decode = PagedDecode("cpu", max_pages=3)
+    decode.plan([0, 1, 3], range(3), [1, 1], 4, 2, 16, 8, q_data_type=torch.float32)
+    before = decode.planned
+    with pytest.raises(ValueError, match=what):
+        decode.plan(
+            indptr, range(indptr[-1]), [1] * (len(indptr) - 1), 4, 2, 16, 8, q_data_type=torch.float32
+        )
+    assert decode.planned is before
+
+
 def test_decoding_never_gathers() -> None:
     with pytest.raises(ValueError, match='allowed for decoding: "auto", "reference", "triton"'):
         PagedDecode("cpu", backend="gathered")

@@ -95,7 +95,7 @@ class InPlace:
         programs = _processors(self._device) * tiles.programs
         room = Room(programs)
         if self._max_pages is not None:
-            self._require_fits(paging)
+            paging.require_fits(self._max_pages, self._fixed)
             self._most_items = most_items(
                 paging.batch, -(-rows // tiles.block_m), shape.num_kv_heads, programs
             )
@@ -130,18 +130,6 @@ class InPlace:
                 HEADS=shape.num_qo_heads, DV=shape.head_dim_vo, BLOCK_V=block,
                 BLOCK_S=max(4, 8192 // block), num_warps=4,
             )  # fmt: skip
-
-    def _require_fits(self, paging: Paging) -> None:
-        assert self._max_pages is not None
-        found = len(paging.indices)
-        if found > self._max_pages:
-            raise ValueError(f"{found} pages; allowed: max_pages, {self._max_pages}")
-        if int(paging.widths.max(initial=0)) > 1:
-            raise ValueError("several queries a sequence; allowed with max_pages: one")
-        if self._fixed is not None and self._fixed != (paging.batch, paging.shape):
-            raise ValueError(
-                f"a batch of {paging.batch}, {paging.shape}; allowed with max_pages: {self._fixed}"
-            )
 
     def _write(self, paging: Paging, work: Work) -> None:
         """One copy of all numbers; tensors stay where they are as long as they are large enough."""

@@ -96,7 +96,9 @@ class PagedDecode(_Paged):
             num_qo_heads, num_kv_heads, head_dim, page_size, head_dim_vo, True, window_left, sm_scale,
             q_data_type, o_data_type,
         )  # fmt: skip
-        paging = Paging.of(None, indptr, indices, last_page_len, shape)
+        paging, before = Paging.of(None, indptr, indices, last_page_len, shape), self._paging
+        if self._max_pages is not None:
+            paging.require_fits(self._max_pages, None if before is None else (before.batch, before.shape))
         if self._way is None:
             self.backend = for_one(self._device, self._backend)
             self._way = make(self.backend, self._device, self._max_pages)

@@ -140,6 +140,15 @@ class Paging:
             _require(tensor.dtype == shape.dtype, f"the dtype of {name}", tensor.dtype, str(shape.dtype))
         _require(pages.stride(4) == 1, "the last stride of paged_kv_cache", pages.stride(4), "1")
 
+    def require_fits(self, max_pages: int, before: tuple[int, Shape] | None) -> None:
+        """ValueError unless it fits buffers for so many pages, made for ``before``: a batch and its shape."""
+        if len(self.indices) > max_pages:
+            raise ValueError(f"{len(self.indices)} pages; allowed: max_pages, {max_pages}")
+        if int(self.widths.max(initial=0)) > 1:
+            raise ValueError("several queries a sequence; allowed with max_pages: one")
+        if before is not None and before != (self.batch, self.shape):
+            raise ValueError(f"a batch of {self.batch}, {self.shape}; allowed with max_pages: {before}")
+
 
 def _require(right: bool, name: str, found: object, allowed: str) -> None:
     if not right:
