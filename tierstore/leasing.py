@@ -164,7 +164,7 @@ class Leasing:
     def release_some(self, lease: LeaseRecord, limit: int) -> bool:
         """Ends up to ``limit`` pins of a lease, last pages first; whether some are left.
 
-        Loads that nobody waits for any more go on by themselves.
+        Loads that nobody waits for any more go on by themselves while HOST has free slots.
         """
         self.stop_waiting(lease)
         if lease.held:

@@ -85,7 +85,11 @@ class Loads:
         self._traffic.add_all(gate, Tier.HBM, moves)
 
     def promote_queued(self) -> None:
-        """Starts queued promotions for which HOST has room now, a bounded number."""
+        """Starts queued promotions for which HOST has room now, a bounded number.
+
+        One that nobody waits for ends where it would cost another page its slot: it is no request's any more, and
+        its source may stand still.
+        """
         residency, queue = self._residency, self._queue
         most = self._traffic.carrying(Tier.NVME, Tier.HOST) + BATCH_PAGES
         while queue and self._traffic.carrying(Tier.NVME, Tier.HOST) < most:
@@ -93,6 +97,8 @@ class Loads:
             if key in self._promoting and key not in residency.tables[Tier.HOST].copies:
                 if not residency.tables[Tier.NVME].ready(key):
                     self.lost(key)
+                elif not residency.tables[Tier.HOST].free and self._unheld(key):
+                    self._end_unheld(self._promoting[key])
                 else:
                     try:
                         slot = residency.reserve(key, Tier.HOST, 0, Tier.NVME)
@@ -167,11 +173,8 @@ class Loads:
         """
         if wanted <= 0 or not self._owned:
             return
-        copies = self._residency.tables[Tier.HBM].copies
-        unheld = [x for loads in self._promoting.values() for x in loads if not copies[x.key].pins]
-        for load in unheld[-wanted:]:
-            self._residency.abort(load.key, Tier.HBM)
-            self.cancel(load.slot)
+        unheld = [x for key, loads in self._promoting.items() for x in loads if self._unheld(key)]
+        self._end_unheld(unheld[-wanted:])
 
     def abandon(self, slot: int) -> None:
         """Engine-owned HBM: nobody waits for this load any more; its slot is told once nothing writes it."""
@@ -180,6 +183,15 @@ class Loads:
         if not load.submitted:
             self.cancel(slot)
             self.abandoned.append(slot)
+
+    def _unheld(self, key: PageKey) -> bool:
+        """Whether no lease holds the page's HBM copy on its way. An engine's loads are abandoned one by one instead."""
+        return self._owned and not self._residency.tables[Tier.HBM].copies[key].pins
+
+    def _end_unheld(self, loads: Sequence[Load]) -> None:
+        for load in list(loads):
+            self._residency.abort(load.key, Tier.HBM)
+            self.cancel(load.slot)
 
     def _submit(self, load: Load) -> None:
         load.submitted = True

@@ -27,10 +27,11 @@ from tests.support.pages import (
     where,
     write,
 )
-from tests.support.stalls import OUT
+from tests.support.stalls import IN, OUT
 from tierstore.errors import CapacityError
 from tierstore.lease import Lease
 from tierstore.store import TierStore
+from tierstore.traffic import BATCH_PAGES
 from tierstore.types import Ack, LeaseState, PageKey, Tier
 
 DOWN, UP = (Tier.HOST, Tier.NVME), (Tier.NVME, Tier.HOST)
@@ -132,25 +133,52 @@ def test_a_load_whose_staging_stands_still_ends_without_a_deadline_too(
 
 def test_loads_nobody_waits_for_give_their_slots_to_pages_that_can_be_had(tmp_path: Path) -> None:
     # F032: a request that is over keeps nothing that no copy writes yet
-    bench = open_bench(tiers(4, 4, tmp_path), SPEC)
-    store, gone, near = bench.store, chain(4, "gone"), chain(2, "near")
+    pages = BATCH_PAGES + 8
+    bench = open_bench(tiers(pages, pages + 2, tmp_path), SPEC)
+    store, gone, near = bench.store, chain(pages, "gone"), chain(2, "near")
     on_disk(store, gone)
     write(store, near)
     store.demote(near, Tier.HOST)
     assert store.drain(PATIENCE_S)
     bench.records.hold(UP)
     store.acquire(gone).release()
-    assert tier_stats(store, Tier.HBM)["arriving"] == 4
+    assert tier_stats(store, Tier.HBM)["arriving"] == pages
     for _ in range(2):
         with store.acquire(near) as lease:
             assert lease.wait(PATIENCE_S) is LeaseState.READY
             require_right(store, lease)
     assert lease.num_pages == 2
     with store.acquire(gone) as held:
-        assert held.num_pages == 4
+        assert held.num_pages == pages
         with pytest.raises(CapacityError):
             store.allocate(1, timeout_s=0.0)  # what is held is not taken
-        assert held.num_pages == 4
+        assert held.num_pages == pages
+    bench.open_gates()
+    assert store.drain(PATIENCE_S)
+    assert read_soon(store, gone) == pages
+    require_nothing_held(store)
+    bench.close()
+
+
+def test_loads_nobody_waits_for_cost_no_page_its_slot_in_host(tmp_path: Path) -> None:
+    # F032: else a request that is over would put what can be had behind a disk that stands still
+    bench = open_bench(tiers(6, 4, tmp_path), SPEC)
+    store, gone, near = bench.store, chain(4, "gone"), chain(2, "near")
+    on_disk(store, gone, near)
+    assert read(store, near) == 2
+    store.demote(near, Tier.HOST)
+    assert store.drain(PATIENCE_S)
+    bench.records.hold(UP)
+    bench.copies.hold(IN)
+    with store.acquire(near) as lease:
+        store.acquire(gone).release()
+        bench.copies.holding.clear()
+        bench.copies.let_go(IN)
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
+    assert tier_stats(store, Tier.HBM)["arriving"] == 2  # those that the disk is reading already
+    assert tier_stats(store, Tier.HOST)["resident"] == 2
+    store.demote(near, Tier.HOST)
+    assert read(store, near) == 2
     bench.open_gates()
     assert store.drain(PATIENCE_S)
     assert read_soon(store, gone) == 4
