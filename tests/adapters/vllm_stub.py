@@ -9,6 +9,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+HOST: dict[str, Any] = {"host": {"capacity": 6 * 64, "pin": "never"}}
+"""Settings of the store: six pages of 64 bytes in host memory."""
 
 
 class Role(Enum):

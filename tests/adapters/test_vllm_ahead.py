@@ -1,0 +1,83 @@
+"""What only the disk holds comes up while its request waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+from tests.adapters.vllm_engine import DOCUMENT, Engine, hashes_of
+from tests.adapters.vllm_stub import HOST
+from tierstore.adapters.vllm.keys import KeyChain
+from tierstore.types import Tier
+
+
+def test_what_only_the_disk_holds_comes_up_while_its_request_waits_in_the_queue(tmp_path: Path) -> None:
+    config = {"host": {"capacity": 12 * 64, "pin": "never"}, "nvme": {"path": tmp_path, "capacity": 1 << 20}}
+    engine = Engine(config)
+    engine.add(DOCUMENT, 2)
+    engine.run()
+    store = engine.half._store
+    keys = list(engine.half._parts.directory.residency.tables[Tier.NVME].copies)
+    assert len(keys) == 5
+    store.evict(keys, Tier.HOST)
+    engine.forget()
+    long = engine.add([1, 2] * 7, 1)
+    while engine.requests[long].status != "running":
+        engine.step()
+    name = engine.add(DOCUMENT, 2)
+    waiting = engine.queue.pop()  # vLLM does not come to it
+    for _ in range(20):
+        engine.step()
+        for gate in engine.records:
+            gate.settle()
+    assert store.match(engine.half._known[name].chain.first(4)).tiers == (Tier.HOST,) * 4
+    engine.queue.append(waiting)
+    engine.run()
+    assert engine.answers[name] == engine.answers["r1"]
+    engine.close()
+
+
+def test_nothing_comes_up_for_a_request_that_has_gone_or_that_the_engine_holds(tmp_path: Path) -> None:
+    config = {**HOST, "nvme": {"path": tmp_path, "capacity": 1 << 20, "flush": "10ms"}}
+    engine = Engine(config)
+    engine.add(DOCUMENT, 2)
+    engine.run()
+    half = engine.half
+    store, tables = half._store, half._parts.directory.residency.tables
+    store.evict(list(tables[Tier.NVME].copies), Tier.HOST)
+    keys = KeyChain(SimpleNamespace(block_hashes=hashes_of(DOCUMENT)), half._namespace).first(4)
+    ahead = half._ahead
+    ahead.want("held", keys, 4)
+    ahead.want("gone", keys, 0)
+    ahead.over("gone")
+    ahead.advance()
+    assert not tables[Tier.HOST].copies
+    ahead.want("queued", keys, 0)
+    ahead.advance()
+    assert 1 <= len(tables[Tier.HOST].copies) <= 4
+    engine.run()
+    engine.close()
+
+
+def test_a_request_whose_pages_have_gone_keeps_no_other_from_being_brought_up(tmp_path: Path) -> None:
+    config = {**HOST, "nvme": {"path": tmp_path, "capacity": 1 << 20, "flush": "10ms"}}
+    engine = Engine(config)
+    documents = [DOCUMENT, [2, *DOCUMENT[1:]]]
+    for document in documents:
+        engine.add(document, 2)
+    engine.run()
+    half = engine.half
+    store, tables = half._store, half._parts.directory.residency.tables
+    store.evict(list(tables[Tier.NVME].copies), Tier.HOST)
+    chains = [
+        KeyChain(SimpleNamespace(block_hashes=hashes_of(document)), half._namespace) for document in documents
+    ]
+    first, second = (chain.first(4) for chain in chains)
+    half._ahead.want("first", first, 0)
+    half._ahead.want("second", second, 0)
+    store.evict(first)
+    half._ahead.advance()
+    assert set(tables[Tier.HOST].copies) <= set(second)
+    assert tables[Tier.HOST].copies
+    engine.run()
+    engine.close()

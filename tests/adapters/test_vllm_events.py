@@ -1,0 +1,48 @@
+"""Events tell each copy that came and went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.adapters.vllm_engine import DOCUMENT, Engine, hashes_of
+from tests.adapters.vllm_stub import HOST
+from tierstore.types import Tier
+
+
+def test_events_tell_each_copy_that_came_and_went_and_of_a_move_down_the_new_place_first(
+    tmp_path: Path,
+) -> None:
+    engine = Engine({**HOST, "nvme": {"path": tmp_path, "capacity": 1 << 20}}, events=True)
+    engine.add(DOCUMENT, 2)
+    engine.run()
+    half = engine.half
+    first = [(c.block.block_hash, c.tier, c.stored) for c in half.events.take()]
+    want = hashes_of(engine.answers["r1"])[:5]
+    assert [x for x in first if x[1] is Tier.HOST] == [(h, Tier.HOST, True) for h in want]
+    assert {x for x in first if x[1] is Tier.NVME} == {(h, Tier.NVME, True) for h in want}
+    half._store.demote(list(half._parts.directory.residency.tables[Tier.HOST].copies), Tier.NVME)
+    engine.step()
+    assert {(c.tier, c.stored) for c in half.events.take()} == {(Tier.HOST, False)}
+    engine.scheduler.reset_cache()
+    assert {(c.tier, c.stored) for c in half.events.take()} == {(Tier.NVME, False)}
+    assert half.events.take() == []
+    engine.close()
+
+
+def test_an_event_names_the_block_before_and_its_tokens() -> None:
+    engine = Engine(HOST, events=True)
+    engine.add(DOCUMENT, 1)
+    engine.run()
+    blocks = [change.block for change in engine.half.events.take()]
+    hashes = hashes_of(DOCUMENT)
+    assert [block.block_hash for block in blocks] == hashes
+    assert [block.parent for block in blocks] == [None, *hashes[:-1]]
+    assert [block.tokens for block in blocks] == [(0, 1), (2, 0), (1, 2), (0, 1)]
+    engine.close()
+
+
+def test_without_a_taker_no_event_is_kept() -> None:
+    engine = Engine(HOST)
+    assert engine.half.events is None
+    assert list(engine.scheduler.take_events()) == []
+    engine.close()

@@ -1,0 +1,86 @@
+"""Keys of the connector, and everything that makes two of them differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.adapters import vllm_stub as stub
+from tierstore.adapters.vllm.identity import identity, weights_digest
+from tierstore.adapters.vllm.keys import KeyChain, namespace
+
+
+class Hashes:
+    def __init__(self, number: int) -> None:
+        self.block_hashes = [bytes([i]) * 32 for i in range(number)]
+
+
+def test_keys_follow_the_hashes_of_whole_blocks_as_they_come() -> None:
+    request = Hashes(3)
+    keys = KeyChain(request, namespace("model"))
+    first = keys.first(9)
+    assert len(first) == len(set(first)) == 3
+    assert all(len(key) == 36 for key in first)
+    request.block_hashes.append(b"more")
+    assert keys.first(9)[:3] == first
+    assert len(keys.first(9)) == 4
+    assert keys.first(2) == first[:2]
+
+
+def test_a_block_of_several_hashes_has_the_key_of_its_last() -> None:
+    fine, coarse = Hashes(7), Hashes(0)
+    coarse.block_hashes = fine.block_hashes[1::2]
+    assert KeyChain(fine, namespace("m"), 2).first(9) == KeyChain(coarse, namespace("m")).first(9)
+
+
+def test_equal_hashes_of_two_models_have_no_key_in_common() -> None:
+    # F010
+    one, other = (KeyChain(Hashes(4), namespace(name)).first(4) for name in ("a", "b"))
+    assert not set(one) & set(other)
+
+
+def test_everything_that_changes_kv_changes_the_identity() -> None:
+    # F009, F010
+    def of(**changes: Any) -> str:
+        config = stub.vllm_config({}, changes.pop("ranks", 1))
+        for path, value in changes.items():
+            section, name = path.split("__")
+            setattr(getattr(config, section), name, value)
+        return identity(config, "")
+
+    found = [
+        of(),
+        of(model_config__dtype="float16"),
+        of(model_config__quantization="fp8"),
+        of(model_config__model="other/name"),
+        of(model_config__hf_config=SimpleNamespace(to_dict=dict, _commit_hash="abc")),
+        of(cache_config__cache_dtype="fp8"),
+        of(load_config__load_format="dummy"),
+        of(ranks=2),
+        identity(stub.vllm_config({}), "epoch 2"),
+    ]
+    assert len(set(found)) == len(found)
+    assert of() == of()
+
+
+def test_a_folders_weights_are_told_apart_by_any_sampled_byte_and_not_by_its_name(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(bytes(1 << 20) + name[0].encode() * (name == "c"))
+    digests = [weights_digest(tmp_path / name) for name in ("a", "b", "c")]
+    assert digests[0] == digests[1] != digests[2]
+    (tmp_path / "b" / "more.safetensors").write_bytes(b"")
+    assert weights_digest(tmp_path / "b") != digests[0]
+
+
+def test_an_object_in_a_models_config_has_the_same_name_in_every_process() -> None:
+    def of() -> str:
+        config = stub.vllm_config({})
+        config.model_config.hf_config = SimpleNamespace(to_dict=lambda: {"x": object(), "y": torch.float16})
+        return identity(config, "")
+
+    assert of() == of()
+    assert "torch.float16" in of()

@@ -1,0 +1,84 @@
+"""Tensors of any layout are stored block by block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tierstore.adapters.vllm.geometry import geometry
+from tierstore.errors import ConfigError
+from tierstore.gpu.pool import EnginePool
+from tierstore.layout import PageLayout
+
+B, L, H, N, C = 5, 3, 2, 4, 6
+
+
+def _layers(order: str) -> list[torch.Tensor]:
+    """One logical ``[B, H, N, C]`` view a layer of memory in this order."""
+    sizes = {"B": B, "L": L, "H": H, "N": N, "C": C}
+    whole = torch.arange(B * L * H * N * C, dtype=torch.float32).view([sizes[x] for x in order])
+    logical = whole.permute([order.index(x) for x in "LBHNC"])
+    return list(logical)
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
+def test_blocks_of_any_layout_come_back_bit_by_bit(order: str) -> None:
+    # F074
+    layers = _layers(order)
+    found = geometry(layers, num_blocks=B, block_size=N, identity="m", shard=0)
+    pool = EnginePool(PageLayout.of(found.spec), (found.pages,))
+    assert pool.num_slots == B
+    assert found.spec.page_nbytes == L * H * N * C * 4
+    page = torch.empty(found.spec.page_nbytes, dtype=torch.uint8).numpy()
+    before = [layer.clone() for layer in layers]
+    pool.read(2, page)
+    for layer in layers:
+        layer[4] = -1
+    pool.write(4, page)
+    for layer, old in zip(layers, before, strict=True):
+        assert torch.equal(layer[4], old[2])
+        assert torch.equal(layer[:4], old[:4])
+
+
+def test_layouts_are_told_apart_and_equal_ones_are_not() -> None:
+    # F009
+    models = {
+        order: geometry(_layers(order), num_blocks=B, block_size=N, identity="m", shard=0).spec.fingerprint
+        for order in ("LBHNC", "LBNHC", "BLHNC")
+    }
+    assert models["LBHNC"] == models["BLHNC"]  # the bytes of a block are in the same order
+    assert models["LBHNC"] != models["LBNHC"]
+
+
+def test_layers_that_share_a_tensor_are_stored_once() -> None:
+    layers = _layers("LBHNC")
+    found = geometry([*layers, layers[0]], num_blocks=B, block_size=N, identity="m", shard=0)
+    assert found.spec.num_layers == L
+
+
+def test_one_tensor_of_all_layers_is_one_piece() -> None:
+    whole = torch.zeros(B, L, 2, N, H, 3)
+    found = geometry([whole], num_blocks=B, block_size=N, identity="m", shard=0)
+    assert found.spec.shape == (1, 1, 1, 1, L * 2 * N * H * 3)
+
+
+def test_planes_before_blocks_and_smaller_kernel_blocks_are_understood() -> None:
+    planes = geometry([torch.zeros(2, B, N, H, 3)], num_blocks=B, block_size=N, identity="m", shard=0)
+    assert planes.spec.shape == (1, 1, 1, 2, N * H * 3)
+    halves = geometry([torch.zeros(2 * B, H, N // 2, C)], num_blocks=B, block_size=N, identity="m", shard=0)
+    assert halves.spec.shape == (1, 1, 1, 1, H * N * C)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [],
+        [torch.zeros(3, 7)],
+        [torch.zeros(B, 4), torch.zeros(B, 6)],
+        [torch.zeros(B, 4, dtype=torch.int32)],
+        [torch.zeros(4, B, 3, 8)[:, :, :, ::2]],
+    ],
+)
+def test_tensors_that_are_no_blocks_are_refused(tensors: list[torch.Tensor]) -> None:
+    with pytest.raises(ConfigError, match="allowed"):
+        geometry(tensors, num_blocks=B, block_size=N, identity="m", shard=0)

@@ -1,0 +1,119 @@
+"""What scheduler and workers tell each other, block tables, and a feed that waits for the engine."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+from tests.support.events import ManualEvent
+from tests.support.pages import chain
+from tierstore.adapters.vllm.feed import Feed
+from tierstore.adapters.vllm.messages import Catalogue, Report
+from tierstore.adapters.vllm.steps import Steps
+from tierstore.mover import Mover
+from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
+from tierstore.wakeup import Wakeup
+
+
+def test_a_catalogue_is_unpacked_as_it_was() -> None:
+    keys = chain(3)
+    records = [(keys[0], None, 10), (keys[1], keys[0], 1 << 40), (keys[2], keys[1], 0)]
+    packed: Catalogue = pickle.loads(pickle.dumps(Catalogue.of(5, 6, iter(records))))
+    disk = packed.unpacked()
+    assert (disk.record_nbytes, disk.budget_nbytes) == (5, 6)
+    assert list(disk.records()) == records
+
+
+def test_reports_of_ranks_and_of_steps_come_together() -> None:
+    one, two = Ack(1, True, 1, 1), Ack(2, True, 1, 1)
+    both = Report({0: (one,)}).merged(Report({1: (two,)})).merged(Report({0: (two,)}))
+    assert both.acks == {0: (one, two), 1: (two,)}
+
+
+def test_block_tables_grow_and_start_anew_after_a_preemption() -> None:
+    steps = Steps(4)
+    new = SimpleNamespace(req_id="a", block_ids=([7, 8],), num_computed_tokens=4)
+
+    def output(cached: list[tuple[str, list[int] | None, int]], resumed: set[str], **scheduled: int) -> Any:
+        return SimpleNamespace(
+            scheduled_new_reqs=[new] if not cached else [],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[name for name, _, _ in cached],
+                new_block_ids=[None if more is None else (more,) for _, more, _ in cached],
+                num_computed_tokens=[computed for _, _, computed in cached],
+                resumed_req_ids=resumed,
+            ),
+            num_scheduled_tokens=scheduled,
+            finished_req_ids=set(),
+        )
+
+    (first,) = steps.of(output([], set(), a=4))
+    assert (first.blocks, first.fresh, first.first) == ([7, 8], [8], True)
+    (second,) = steps.of(output([("a", [9], 8)], set(), a=1))
+    assert (second.blocks, second.fresh, second.first) == ([7, 8, 9], [9], False)
+    (third,) = steps.of(output([("a", None, 9)], set(), a=1))
+    assert (list(third.blocks), third.fresh) == ([7, 8, 9], [])
+    (again,) = steps.of(output([("a", [1, 2, 3], 4)], {"a"}, a=6))
+    assert (again.blocks, again.fresh, again.first) == ([1, 2, 3], [2, 3], True)
+
+
+class FakeMover(Mover):
+    """Ends what a test says."""
+
+    def __init__(self, polled: bool = False) -> None:
+        super().__init__({}, None, None)
+        self.got: list[Transfer | Erase] = []
+        self.acks: list[Ack] = []
+        self.asks = polled
+
+    def submit(self, command: Transfer | Erase) -> None:
+        self.got.append(command)
+
+    def poll(self) -> list[Ack]:
+        acks, self.acks = self.acks, []
+        return acks
+
+    @property
+    def polled(self) -> bool:
+        return self.asks
+
+
+def copy_out(number: int, slot: int) -> Transfer:
+    return Transfer(number, (PageKey(bytes(36)),), Tier.HBM, (slot,), Tier.HOST, (0,), 0, (None,))
+
+
+def test_what_waits_for_the_engine_starts_in_order_and_lets_the_rest_pass() -> None:
+    mover, wakeup = FakeMover(), Wakeup()
+    feed = Feed(mover, wakeup)
+    first, second = ManualEvent(), ManualEvent()
+    second.happen()
+    feed.submit(copy_out(1, 5), first)
+    feed.submit(copy_out(2, 6), second)
+    feed.submit(Erase(Tier.NVME, ()))
+    feed.submit(copy_out(3, 7))
+    assert [c.id for c in mover.got if isinstance(c, Transfer)] == [3]
+    assert feed.reads({5})
+    assert feed.reads({6})
+    feed.check()
+    first.happen()
+    feed.advance()
+    assert [c.id for c in mover.got if isinstance(c, Transfer)] == [3, 1, 2]
+    mover.acks = [Ack(1, True, 1, 1)]
+    assert [ack.transfer_id for ack in feed.take()] == [1]
+    assert not feed.reads({5})
+    assert feed.reads({6})
+    assert feed.close(1.0)
+
+
+def test_a_device_that_tells_only_when_asked_is_asked_between_steps() -> None:
+    mover, wakeup = FakeMover(polled=True), Wakeup()
+    feed = Feed(mover, wakeup)
+    seen = wakeup.count
+    feed.submit(copy_out(1, 5))
+    mover.acks = [Ack(1, True, 1, 1)]
+    wakeup.wait(seen, None, 60.0)
+    assert not feed.reads({5})
+    mover.asks = False
+    assert [ack.transfer_id for ack in feed.take()] == [1]
+    assert feed.close(60.0)

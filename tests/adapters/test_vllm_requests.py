@@ -1,0 +1,111 @@
+"""Requests through the whole connector: loaded, failed, aborted, forgotten."""
+
+from __future__ import annotations
+
+import pytest
+
+import tierstore.adapters.vllm as adapter
+from tests.adapters.vllm_engine import DOCUMENT, OUT, Engine
+from tests.adapters.vllm_stub import HOST
+from tierstore.types import Match, PageKey, Tier
+
+
+def test_the_package_names_only_the_connector_and_imports_no_vllm_for_its_parts() -> None:
+    assert adapter.__all__ == ["TierStoreConnector"]
+    with pytest.raises(AttributeError, match="Nothing"):
+        adapter.Nothing  # noqa: B018
+
+
+def test_a_document_is_loaded_after_the_engine_has_forgotten_it() -> None:
+    engine = Engine(HOST)
+    engine.add(DOCUMENT, 2)
+    engine.run()
+    engine.forget()
+    engine.add(DOCUMENT, 2)
+    engine.run()
+    assert engine.taken == 8
+    assert engine.answers["r1"] == engine.answers["r2"]
+    engine.close()
+
+
+def test_a_request_whose_load_failed_is_not_offered_the_same_again() -> None:
+    # F019
+    engine = Engine(HOST)
+    engine.add(DOCUMENT, 2)
+    engine.run()
+    engine.forget()
+    engine.copies[0].fail_next((Tier.HOST, Tier.HBM), 1)
+    engine.copies[0].fail_next((Tier.HOST, Tier.HBM), 0)
+    name = engine.add(DOCUMENT, 2)
+    engine.run()
+    assert engine.recomputed == 1
+    assert engine.answers[name] == engine.answers["r1"]
+    engine.close()
+
+
+def test_what_an_aborted_load_was_to_bring_is_not_stored_as_if_it_had_come() -> None:
+    # F037
+    engine = Engine(HOST)
+    engine.add(DOCUMENT, 2)
+    engine.run()
+    engine.forget()
+    engine.pace = 0.0
+    for gate in engine.copies:
+        gate.hold((Tier.HOST, Tier.HBM))
+    name = engine.add(DOCUMENT, 2)
+    engine.step()
+    engine.step()
+    assert engine.requests[name].status == "loading"
+    store, keys = engine.half._store, engine.half._known[name].chain.first(4)
+    store.evict(keys)
+    engine.abort(name)
+    engine.step()
+    assert name in engine.requests  # its blocks are held while the copy may write them
+    for gate in engine.copies:
+        gate.open()
+    engine.run()
+    assert store.match(keys).num_pages == 0
+    assert len(engine.free) == 8
+    engine.close()
+
+
+def test_pages_on_their_way_out_when_the_weights_change_are_never_offered() -> None:
+    # F015
+    engine = Engine(HOST)
+    for gate in engine.copies:
+        gate.hold(OUT)
+    engine.pace = 0.0
+    engine.add(DOCUMENT, 2)
+    for _ in range(3):
+        engine.step()
+    engine.change_weights()
+    for gate in engine.copies:
+        gate.open()
+    engine.run()
+    engine.forget()
+    engine.add(DOCUMENT, 2)
+    engine.run()  # every cell that it reads is checked
+    engine.check()
+    engine.close()
+
+
+def test_a_verdict_is_looked_up_once_however_often_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(HOST)
+    engine.add(DOCUMENT, 2)
+    engine.run()
+    asked: list[int] = []
+    store = engine.half._store
+    match = store.match
+
+    def counted(keys: list[PageKey]) -> Match:
+        asked.append(len(keys))
+        found: Match = match(keys)
+        return found
+
+    monkeypatch.setattr(store, "match", counted)
+    request = engine.requests[engine.add(DOCUMENT, 2)]
+    for _ in range(20):
+        assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (8, True)
+    assert len(asked) == 1
+    engine.run()
+    engine.close()

@@ -1,0 +1,91 @@
+"""What the connector is told at the start, and what it refuses by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.adapters import vllm_stub as stub
+from tests.adapters.vllm_engine import Engine
+from tests.adapters.vllm_stub import HOST
+from tierstore.adapters.vllm.settings import Settings
+from tierstore.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({}, "config is None"),
+        ({"confg": "x"}, "did you mean 'config'"),
+        ({"config": {"nvme": {"path": "x", "capacity": "1GiB"}}}, "host is missing"),
+        ({"config": {**HOST, "hbm": {"capacity": 1, "device": "cpu"}}}, "hbm.owner"),
+        (
+            {"config": {"host": {**HOST["host"], "codec": "int8"}}},
+            "host.codec is 'int8'; allowed under vLLM, whose pages are stored byte by byte: none$",
+        ),
+        (
+            {"config": {**HOST, "nvme": {"path": "/d", "capacity": 1 << 20, "codec": "int8"}}},
+            "nvme.codec is 'int8'; allowed under vLLM, whose pages are stored byte by byte: none, exp$",
+        ),
+        ({"config": HOST, "load_timeout_s": 0}, "load_timeout_s is 0"),
+        ({"config": HOST, "layout": 3}, "layout is 3"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_named(extra: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Settings.of(extra)
+
+
+def test_ranks_share_the_capacities_and_engines_have_directories_of_their_own(tmp_path: Path) -> None:
+    nvme = {"path": tmp_path, "capacity": 1 << 30, "daily_writes": 1 << 20}
+    settings = Settings.of({"config": {"host": {"capacity": 1 << 20}, "nvme": nvme}})
+    rank = settings.of_rank(4, 1, "cuda:2")
+    assert rank.host is not None
+    assert rank.nvme is not None
+    assert rank.hbm is not None
+    assert (rank.host.capacity, rank.nvme.capacity, rank.nvme.daily_writes) == (1 << 18, 1 << 28, 1 << 18)
+    assert rank.nvme.path == tmp_path / "engine-1"
+    assert (rank.hbm.owner, rank.hbm.device) == ("engine", "cuda:2")
+    alone = settings.of_rank(1, None, "cpu")
+    assert alone.nvme is not None
+    assert alone.nvme.path == tmp_path
+
+
+def test_a_policy_that_ends_requests_is_told_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    connector = stub.load_connector()
+    config = stub.vllm_config({"config": HOST})
+    config.kv_transfer_config.kv_load_failure_policy = "fail"
+    connector.TierStoreConnector(config, stub.Role.SCHEDULER, stub.kv_cache_config(8, 2))
+    assert "kv_load_failure_policy is 'fail'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda c, kv: setattr(c.parallel_config, "pipeline_parallel_size", 2),
+            "pipeline_parallel_size is 2",
+        ),
+        (lambda c, kv: kv.kv_cache_groups.append(kv.kv_cache_groups[0]), "2 KV cache groups"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(change: Any, said: str) -> None:
+    connector = stub.load_connector()
+    config, kv = stub.vllm_config({"config": HOST}), stub.kv_cache_config(8, 2)
+    change(config, kv)
+    with pytest.raises(ConfigError, match=said):
+        connector.TierStoreConnector(config, stub.Role.SCHEDULER, kv)
+
+
+def test_hellos_of_workers_that_opened_different_pages_are_refused() -> None:
+    engine = Engine(HOST, ranks=2)
+    hellos = [worker.get_handshake_metadata().hello for worker in engine.workers]
+    other = replace(hellos[1], host_slots=7)
+    with pytest.raises(ConfigError, match="ranks have opened"):
+        engine.half.meet([hellos[0], other])
+    with pytest.raises(ConfigError, match="1 workers said hello"):
+        engine.scheduler.set_xfer_handshake_metadata({0: engine.workers[0].get_handshake_metadata()})
+    engine.close()

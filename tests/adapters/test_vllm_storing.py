@@ -1,0 +1,108 @@
+"""What waits to be stored, and blocks that are reused while they are copied out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.adapters import vllm_planted as planted
+from tests.adapters.vllm_engine import DOCUMENT, OUT, Engine
+from tests.support.pages import chain
+from tierstore.adapters.vllm import storing as storing_module
+from tierstore.adapters.vllm.storing import Storing
+from tierstore.types import PageKey
+
+
+def reuse_blocks_under_slow_copies() -> Engine:
+    engine = Engine({"host": {"capacity": 20 * 64, "pin": "never"}})
+    for gate in engine.copies:
+        gate.hold(OUT)
+    engine.pace = 0.0
+    engine.add(DOCUMENT, 1)
+    while engine.requests:
+        engine.step()
+    engine.add([1, 2] * 7, 1)  # needs all blocks but one
+    while engine.requests:
+        engine.step()
+    for gate in engine.copies:
+        gate.open()
+    engine.run()
+    engine.forget()
+    engine.add(DOCUMENT, 1)
+    engine.run()
+    return engine
+
+
+def test_blocks_are_overwritten_only_when_what_they_held_is_saved() -> None:
+    # F022, F041
+    engine = reuse_blocks_under_slow_copies()
+    assert engine.taken == 8
+    engine.check()
+    engine.close()
+
+
+@pytest.mark.parametrize("plant", [planted.no_fence, planted.worker_does_not_wait])
+def test_without_a_fence_that_would_be_noticed(plant: planted.Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match="another's token"):
+        reuse_blocks_under_slow_copies()
+
+
+class FakeStore:
+    """Keeps what it was given; ``reading``: blocks that a copy reads."""
+
+    def __init__(self) -> None:
+        self.puts: list[tuple[list[PageKey], list[int], PageKey | None]] = []
+        self.reading: set[int] = set()
+
+    def put(self, keys: list[PageKey], blocks: list[int], parent: PageKey | None) -> None:
+        self.puts.append((keys, blocks, parent))
+
+    def withdraw(self, blocks: list[int]) -> list[int]:
+        return [block for block in blocks if block in self.reading]
+
+
+def test_a_block_that_was_given_away_is_not_stored_as_what_it_held() -> None:
+    store: Any = FakeStore()
+    storing = Storing(store)
+    one, two, three = chain(3)
+    storing.add([one, two, three], [5, 6, 7], None)
+    assert storing.reused([6]) == ()
+    storing.put(set())
+    assert store.puts == [([one], [5], None), ([three], [7], two)]
+    assert storing.busy == {5, 7}
+
+
+def test_a_block_given_away_is_fenced_only_while_a_copy_reads_it() -> None:
+    store: Any = FakeStore()
+    storing = Storing(store)
+    storing.add(chain(2), [5, 6], None)
+    storing.put(set())
+    store.reading = {6}
+    assert storing.reused([5, 6, 9]) == (6,)
+    assert storing.busy == {6}
+    storing.add(chain(1, "new"), [6], None)
+    storing.put(set())
+    assert len(store.puts) == 1  # not before the old copy has ended
+    storing.returned([6])
+    storing.put(set())
+    assert store.puts[1:] == [(chain(1, "new"), [6], None)]
+
+
+def test_a_bounded_number_is_stored_in_a_step_and_nothing_out_of_blocks_being_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(storing_module, "MOST_A_STEP", 2)
+    store: Any = FakeStore()
+    storing = Storing(store)
+    keys = chain(5)
+    storing.add(keys, [1, 2, 3, 4, 5], None)
+    storing.put({1})
+    assert [blocks for _, blocks, _ in store.puts] == [[2, 3]]
+    assert storing.waiting
+    storing.put({1})
+    storing.put(set())
+    assert [blocks for _, blocks, _ in store.puts] == [[2, 3], [4, 5], [1]]
+    storing.forget()
+    assert not storing.waiting
