@@ -18,6 +18,7 @@ from tierstore.cli.bench import bench
 from tierstore.cli.bench_attention import attention
 from tierstore.cli.bench_card import arena, copy
 from tierstore.cli.bench_codec import codec
+from tierstore.cli.bench_engine import engine
 from tierstore.cli.bench_hints import hints
 from tierstore.cli.bench_overlap import overlap
 from tierstore.cli.bench_prefetch import prefetch
@@ -48,7 +49,7 @@ for command in (demo, compare, plan, replay, inspect, verify, purge, export):
     app.command()(command)
 app.command("import")(import_)
 app.command("vllm-check")(vllm_check)
-for measurement in (codec, copy, arena, attention, overlap, prefetch, hints, ttft):
+for measurement in (codec, copy, engine, arena, attention, overlap, prefetch, hints, ttft):
     bench.command()(measurement)
 app.add_typer(bench, name="bench")
 

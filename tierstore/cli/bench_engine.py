@@ -1,0 +1,68 @@
+"""``bench engine``: the worker's half of the vLLM connector over tensors laid out as vLLM lays them out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tierstore.cli.bench_card import Device, name_of
+from tierstore.cli.output import Json, print_json, progress, refusals, require_memory
+from tierstore.errors import ConfigError
+from tierstore.units import format_size
+
+if TYPE_CHECKING:
+    from tierstore.bench.engine_copies import EngineRow, Layout
+
+
+def engine(
+    device: Device = "cuda:0",
+    blocks: Annotated[int, typer.Option(min=2, help="Blocks of a batch.")] = 2048,
+    layouts: Annotated[
+        str, typer.Option(help="Physical orders, with commas; all that vLLM has had if empty.")
+    ] = "",
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 32,
+    heads: Annotated[int, typer.Option(min=1, help="Its KV heads.")] = 8,
+    dim: Annotated[int, typer.Option(min=1, help="Their dimension.")] = 128,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 16,
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of copies; the median counts.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """An engine's blocks out and back by the connector's worker, as a share of one contiguous copy of as many bytes."""
+    from tierstore.bench.engine_copies import LAYOUTS, Shape, engine_rows, host_nbytes
+    from tierstore.bench.link import Ceiling, device_of
+
+    found: list[EngineRow] = []
+    with refusals(as_json):
+        shape = Shape(layers, heads, dim, block_size)
+        wanted = _layouts_of(layouts) if layouts else LAYOUTS
+        device_of(device)
+        require_memory({"--blocks": blocks * shape.block_nbytes}, host_nbytes(device, shape, blocks))
+        ceiling = Ceiling(device, blocks * shape.block_nbytes)
+        for layout in wanted:
+            progress.print(f"layout {layout}")
+            found += engine_rows(device, shape, blocks, pairs, ceiling, [layout])
+    name = name_of(device)
+    header = ("layout", "way", "piece", "pieces", "GB/s", "ceiling", "ratio", "worker ms", "share", "path")
+    table = Table(*header, box=None, title=name)
+    for row in found:
+        rates = (f"{row.gbps:.2f}", f"{row.ceiling_gbps:.2f}", f"{row.ratio:.3f}")
+        worker = (f"{row.worker_ms:.1f}", f"{row.worker_share:.3f}")
+        sizes = (format_size(row.piece_bytes), str(row.num_pieces))
+        table.add_row(row.layout, row.direction, *sizes, *rates, *worker, row.path)
+    Console(width=120).print(table)
+    if as_json:
+        print_json({"device": name, "rows": [row.plain() for row in found]})
+
+
+def _layouts_of(text: str) -> list[Layout]:
+    """ConfigError for a name that is none."""
+    from tierstore.bench.engine_copies import LAYOUTS
+
+    names = text.split(",")
+    for name in names:
+        if name not in LAYOUTS:
+            raise ConfigError(f"--layouts {name}; allowed: {', '.join(LAYOUTS)}")
+    return cast("list[Layout]", names)
