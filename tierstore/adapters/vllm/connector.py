@@ -5,8 +5,6 @@ Tested with vLLM 0.32; vLLM calls its connectors' interface experimental.
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +20,12 @@ from tierstore.adapters.vllm import versions
 from tierstore.adapters.vllm.geometry import geometry
 from tierstore.adapters.vllm.identity import identity
 from tierstore.adapters.vllm.keys import namespace
-from tierstore.adapters.vllm.messages import Hello, Orders, Report
+from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.scheduling import SchedulerHalf
+from tierstore.adapters.vllm.served import device_of, require_served, tell_of_policy, wants_events
 from tierstore.adapters.vllm.settings import Settings
 from tierstore.adapters.vllm.steps import Steps
+from tierstore.adapters.vllm.wire import HelloMetadata, Metadata, WorkerMetadata
 from tierstore.adapters.vllm.working import WorkerHalf
 from tierstore.errors import ConfigError
 
@@ -33,34 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import torch
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass
-class Metadata(KVConnectorMetadata):  # type: ignore[misc]
-    """What travels to the workers with each step."""
-
-    orders: Orders
-
-
-@dataclass
-class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What travels back."""
-
-    report: Report
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Of two ranks."""
-        assert isinstance(other, WorkerMetadata)
-        return WorkerMetadata(self.report.merged(other.report))
-
-
-@dataclass
-class HelloMetadata(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What a worker says once."""
-
-    hello: Hello
 
 
 class TierStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -80,7 +52,7 @@ class TierStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         versions.require_tested()
         self._vllm_config = vllm_config
         self._settings = Settings.of(self._kv_transfer_config.kv_connector_extra_config)
-        _require_served(vllm_config, kv_cache_config)
+        require_served(vllm_config, kv_cache_config)
         self._block_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._identity = identity(vllm_config, self._settings.model_id)
         self._worker: WorkerHalf | None = None
@@ -88,7 +60,7 @@ class TierStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._bad: set[int] = set()
         self._orders = Orders()
         if role == KVConnectorRole.SCHEDULER:
-            _tell_of_policy(self._kv_transfer_config)
+            tell_of_policy(self._kv_transfer_config)
             hash_size = getattr(kv_cache_config, "hash_block_size", None) or self._block_size
             self._steps = Steps(self._block_size)
             self._pool: Any = None
@@ -98,7 +70,7 @@ class TierStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 self._block_size,
                 stride=self._block_size // hash_size,
                 load_timeout_s=self._settings.load_timeout_s,
-                events=_wants_events(vllm_config),
+                events=wants_events(vllm_config),
             )
 
     # -- about this connector -----------------------------------------------------------------------------------
@@ -322,37 +294,5 @@ class TierStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             identity=self._identity,
             shard=rank,
         )
-        config = self._settings.of_rank(self._world_size, self._replica, _device(tensors[0]))
+        config = self._settings.of_rank(self._world_size, self._replica, device_of(tensors[0]))
         self._worker = self._open_half(config, found, rank)
-
-
-def _device(tensor: torch.Tensor) -> str:
-    return "cpu" if tensor.device.type == "cpu" else f"cuda:{tensor.device.index or 0}"
-
-
-def _tell_of_policy(transfer_config: Any) -> None:
-    policy = getattr(transfer_config, "kv_load_failure_policy", "recompute")
-    if policy != "recompute":
-        _log.warning(
-            "kv_load_failure_policy is %r: a request of which a page cannot be loaded ends with an error; "
-            "with 'recompute' the page is computed",
-            policy,
-        )
-
-
-def _wants_events(vllm_config: Any) -> bool:
-    events = getattr(vllm_config, "kv_events_config", None)
-    return events is not None and bool(events.enable_kv_cache_events)
-
-
-def _require_served(vllm_config: Any, kv_cache_config: Any) -> None:
-    parallel = vllm_config.parallel_config
-    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise ConfigError(f"{name} is {getattr(parallel, name)}; allowed with TierStoreConnector: 1")
-    groups = len(kv_cache_config.kv_cache_groups)
-    if groups != 1:
-        raise ConfigError(
-            f"the model has {groups} KV cache groups; allowed with TierStoreConnector: 1, as vLLM makes it of full and "
-            "sliding-window layers without --no-disable-hybrid-kv-cache-manager"
-        )

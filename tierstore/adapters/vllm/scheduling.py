@@ -6,23 +6,23 @@ what became of it comes back as plain data (``Report``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tierstore.adapters.vllm.ahead import Ahead
 from tierstore.adapters.vllm.events import Events
 from tierstore.adapters.vllm.figures import Figures
-from tierstore.adapters.vllm.keys import Hashed, KeyChain
+from tierstore.adapters.vllm.keys import KeyChain
 from tierstore.adapters.vllm.loading import Loading
 from tierstore.adapters.vllm.messages import Orders
+from tierstore.adapters.vllm.requests import Known, Request, Step, Verdict
 from tierstore.adapters.vllm.storing import Storing
 from tierstore.apart import Ranks, assemble_apart
 from tierstore.config import PrefetchConfig
 from tierstore.errors import ConfigError
 from tierstore.layout import PageLayout
 from tierstore.store import TierStore
-from tierstore.types import Match, Tier
+from tierstore.types import Tier
 from tierstore.wakeup import Wakeup
 
 if TYPE_CHECKING:
@@ -36,54 +36,6 @@ _VERDICT_ASKS = 64
 """How often a verdict is repeated before pages are looked up again: a request that waits for room asks every step."""
 _QUIET_S = 5.0
 """Without an answer of the workers for so long the engine is not kept stepping for their sake."""
-
-
-class Request(Hashed, Protocol):
-    """What is read of vLLM's request."""
-
-    request_id: str
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens so far."""
-        ...
-
-
-@dataclass(slots=True)
-class Step:
-    """What one request does in a step. ``blocks``: its whole table; ``fresh``: those of it that are newly its own."""
-
-    request_id: str
-    computed: int
-    scheduled: int
-    blocks: Sequence[int]
-    fresh: Sequence[int]
-    first: bool
-    """Whether it begins, or begins again after a preemption."""
-
-
-@dataclass(slots=True)
-class Known:
-    """A live request. ``limit``: blocks beyond this are not offered any more: they could not be loaded."""
-
-    request: Request
-    chain: KeyChain
-    limit: int | None = None
-    verdict: Verdict | None = None
-    taken: Match | None = None
-    """The offer that was taken last."""
-    collected: int = 0
-    """Blocks that were handed on to be stored, or that are stored."""
-
-
-@dataclass(slots=True)
-class Verdict:
-    """What a lookup found for a request of so many tokens with so many computed."""
-
-    tokens: int
-    computed: int
-    match: Match
-    asked: int = field(default=0)
 
 
 class SchedulerHalf:

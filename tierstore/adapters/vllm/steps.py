@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tierstore.adapters.vllm.scheduling import Step
+from tierstore.adapters.vllm.requests import Step
 
 
 class Steps:
