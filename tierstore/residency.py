@@ -4,10 +4,8 @@ One protocol on every edge: ``reserve`` takes an unreadable slot in the destinat
 makes it readable, ``abort`` marks the copy dead. A dead slot is quarantined until nothing can write or read it:
 its transfer has settled and its pins are gone. A slot is free, owned by a caller, in exactly one copy, or quarantined.
 
-A copy is evictable iff it is ready, unpinned, and not the last copy of a page with readable children. Evictable
-copies wait in one of three queues: ``droppable`` (the bytes are ready below, or the tier is the lowest for this page
-and holds the only copy), ``dirty`` (to be copied below first) and, in the lowest tier for the page, ``mirrors`` of
-unpinned copies above, which go last: dropping one makes no more room above than it takes.
+A copy is evictable iff it is ready, unpinned, and not the last copy of a page with readable children. In which queue
+it waits: ``settling``.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from tierstore.errors import CapacityError, LeaseError
 from tierstore.exactness import Exactness
 from tierstore.lineage import Lineage
 from tierstore.memory_only import MemoryOnly
+from tierstore.settling import Settling
 from tierstore.tier_table import Dead
 from tierstore.types import Copy, PageKey, Tier
 from tierstore.victims import choose_victims
@@ -57,8 +56,7 @@ class Residency:
         self.orphans: deque[PageKey] = deque()
         """Pages that lost their parent and are not yet at the front of the victim order."""
         self._order = list(self.tables.items())
-        self._above = {tier: [t.copies for o, t in self._order if o < tier] for tier in self.tables}
-        self._below = {tier: [t.copies for o, t in self._order if o > tier] for tier in self.tables}
+        self._settling = Settling(self.tables, self.lineage, self.memory_only)
 
     # -- questions ----------------------------------------------------------------------------------------------
 
@@ -90,7 +88,7 @@ class Residency:
 
     def saved_below(self, key: PageKey, tier: Tier) -> bool:
         """Whether a slower tier holds a readable copy."""
-        return _ready_in(self._below[tier], key)
+        return self._settling.below(key, tier)
 
     def unsaved(self, key: PageKey, tier: Tier) -> bool:
         """Whether a tier slower than this one may hold the page and none does."""
@@ -148,7 +146,7 @@ class Residency:
         table.copies[key] = Copy(slot, 0, table.policy.enter(key), pins=pins)
         table.count(table.copies[key], 1)
         self._make_ready(table, key, parent)
-        self._give_up_places(tier, table)
+        self._settling.give_up_places(tier, table)
 
     # -- reserve, commit, abort ---------------------------------------------------------------------------------
 
@@ -189,11 +187,13 @@ class Residency:
             rank = table.policy.unwanted()  # what nobody wants above is the first to go below, too
         copy = table.copies[key] = Copy(slot, nbytes, rank, pins=pins)
         table.count(copy, 1)
-        self._give_up_places(dst, table)
+        self._settling.give_up_places(dst, table)
         return slot
 
-    def reserve_run(self, keys: Sequence[PageKey], dst: Tier, src: Tier) -> list[tuple[int, int]]:
-        """As ``reserve`` with one pin, for the first of ``keys`` that need no eviction: slot and slot in ``src``.
+    def reserve_run(
+        self, keys: Sequence[PageKey], dst: Tier, src: Tier, pins: int = 1
+    ) -> list[tuple[int, int]]:
+        """As ``reserve`` from below, for the first of ``keys`` that need no eviction: slot and slot in ``src``.
 
         Ends before a page that has a copy in ``dst`` or none that is readable in ``src``, and where no slot is free.
         ``dst`` has slots; no tier is lossy. One call for many pages: a page costs a third of what ``reserve`` takes.
@@ -211,13 +211,13 @@ class Residency:
                 source.idle -= 1
                 source.withdraw(below)
                 if lowest_for(key) != src:
-                    self._settle_mirror(key, src)
+                    self._settling.settle_mirror(key, src)
             slot = free.pop()
-            copies[key] = Copy(slot, 0, enter(key), pins=1)
+            copies[key] = Copy(slot, 0, enter(key), pins=pins)
             found.append((slot, below.slot))
         table.arriving += len(found)
-        table.pinned += len(found)
-        self._give_up_places(dst, table)
+        table.pinned += len(found) if pins else 0
+        self._settling.give_up_places(dst, table)
         return found
 
     def commit(
@@ -264,7 +264,7 @@ class Residency:
         if copy.ready:
             table.idle -= 1
             table.withdraw(copy)
-            self._settle_mirror(key, tier)
+            self._settling.settle_mirror(key, tier)
         return copy.slot
 
     def pin_run(self, keys: Sequence[PageKey], tier: Tier) -> list[int]:
@@ -282,7 +282,7 @@ class Residency:
                 table.idle -= 1
                 table.withdraw(copy)
                 if lowest_for(key) != tier:
-                    self._settle_mirror(key, tier)
+                    self._settling.settle_mirror(key, tier)
             slots.append(copy.slot)
         return slots
 
@@ -299,8 +299,8 @@ class Residency:
             table.pinned -= 1
             if copy.ready:
                 table.idle += 1
-                self._settle(key, tier, table, copy)
-                self._settle_mirror(key, tier)
+                self._settling.settle(key, tier, table, copy)
+                self._settling.settle_mirror(key, tier)
         else:
             self._let_go(tier, table, slot)
 
@@ -310,9 +310,9 @@ class Residency:
             for tier, table in self._order:
                 copy = table.copies.get(key)
                 if copy is not None:
-                    self._rerank(key, tier, table, copy, table.policy.touch(key, copy.rank))
+                    self._settling.rerank(key, tier, table, copy, table.policy.touch(key, copy.rank))
         for tier, table in self._order:
-            self._give_up_places(tier, table)
+            self._settling.give_up_places(tier, table)
 
     def set_wanted(self, keys: Iterable[PageKey], *, wanted: bool, priority: int = 0) -> None:
         """Moves pages after (wanted) or before (not wanted) all normal ones in every tier's victim order.
@@ -324,12 +324,12 @@ class Residency:
                 copy = table.copies.get(key)
                 if copy is not None:
                     rank = table.policy.retained(priority) if wanted else table.policy.unwanted()
-                    self._rerank(key, tier, table, copy, rank)
+                    self._settling.rerank(key, tier, table, copy, rank)
 
     def rerank(self, key: PageKey, tier: Tier, rank: int) -> None:
         """Gives one copy another place in its tier's victim order."""
         table = self.tables[tier]
-        self._rerank(key, tier, table, table.copies[key], rank)
+        self._settling.rerank(key, tier, table, table.copies[key], rank)
 
     def end_retention(self, keys: Iterable[PageKey]) -> None:
         """Retained pages become normal ones."""
@@ -337,7 +337,7 @@ class Residency:
             for tier, table in self._order:
                 copy = table.copies.get(key)
                 if copy is not None:
-                    self._rerank(key, tier, table, copy, table.policy.ordinary(key, copy.rank))
+                    self._settling.rerank(key, tier, table, copy, table.policy.ordinary(key, copy.rank))
 
     # -- evict --------------------------------------------------------------------------------------------------
 
@@ -365,7 +365,7 @@ class Residency:
             self._forget_if_gone(key)
             self._lost(key)
         else:
-            self._resettle(key)
+            self._settling.resettle(key)
         return Drop(tier, key, last, memory_only, refused)
 
     def load(self, tier: Tier, records: Iterable[tuple[PageKey, PageKey | None, int]]) -> None:
@@ -392,7 +392,7 @@ class Residency:
             for table in self.tables.values():
                 if key in table.copies:
                     table.withdraw(table.copies[key])
-            self._resettle(key)
+            self._settling.resettle(key)
         return lifted
 
     def demote_orphans(self, limit: int) -> int:
@@ -400,7 +400,7 @@ class Residency:
         for _ in range(min(limit, len(self.orphans))):
             key = self.orphans.popleft()
             parent = self.lineage.parent(key)
-            if parent is None or (self.where(parent) is not None and not self._unwanted(parent)):
+            if parent is None or (self.where(parent) is not None and not self._settling.unwanted(parent)):
                 continue
             self.set_wanted((key,), wanted=False)
             self.orphans.extend(self.lineage.children(key))
@@ -432,69 +432,14 @@ class Residency:
                 self.memory_only.permit(parent)
             elif key in self.memory_only.refused:
                 self.memory_only.permit_named(parent)
-            self._resettle(parent)
-        self._resettle(key)
-
-    def _unwanted(self, key: PageKey) -> bool:
-        """Whether the page waits before all others: of a parent that is there, that it cannot be reached either."""
-        return any(key in t.copies and t.copies[key].rank < 0 for _, t in self._order)
+            self._settling.resettle(parent)
+        self._settling.resettle(key)
 
     def _lost(self, key: PageKey) -> None:
         self.orphans.extend(self.lineage.children(key))
         bare = self.lineage.unlink(key)
         if bare is not None:
-            self._resettle(bare)
-
-    def _resettle(self, key: PageKey) -> None:
-        for tier, table in self._order:
-            copy = table.copies.get(key)
-            if copy is not None and copy.ready and copy.pins == 0:
-                self._settle(key, tier, table, copy)
-
-    def _settle_mirror(self, key: PageKey, above: Tier) -> None:
-        """A copy above was pinned or let go: the one in the lowest tier for the page may change its queue."""
-        lowest = self.memory_only.lowest_for(key)
-        if above == lowest:
-            return
-        table = self.tables[lowest]
-        copy = table.copies.get(key)
-        if copy is not None and copy.ready and copy.pins == 0:
-            self._settle(key, lowest, table, copy)
-
-    def _settle(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy) -> None:
-        """Puts a readable, unpinned copy into the queue it belongs to, and out of the others."""
-        if tier == self.memory_only.lowest_for(key):
-            above = self._above[tier]
-            mirror = _ready_in(above, key)
-            if not mirror and self.lineage.has_children(key):
-                table.withdraw(copy)
-            elif mirror and not any(x[key].pins for x in above if _ready_in((x,), key)):
-                table.wait(copy, key, table.mirrors)
-            else:
-                table.wait(copy, key, table.droppable)
-        elif _ready_in(self._below[tier], key):
-            table.wait(copy, key, table.droppable)
-        else:
-            table.wait(copy, key, table.dirty)
-            inner = self.lineage.has_children(key) and not _ready_in(self._above[tier], key)
-            table.leaves.shift(copy.rank, key, offered=not inner)
-            if key in self.memory_only.keys:
-                table.fleeting.shift(copy.rank, key, offered=not inner)
-
-    def _give_up_places(self, tier: Tier, table: TierTable) -> None:
-        """Carries out what the order decided about other pages than those it was asked about."""
-        for key, before, rank in table.policy.moved():
-            copy = table.copies.get(key)
-            if copy is not None and copy.rank == before:
-                self._rerank(key, tier, table, copy, rank)
-
-    def _rerank(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy, rank: int) -> None:
-        if rank == copy.rank:
-            return
-        table.withdraw(copy)
-        copy.rank = rank
-        if copy.ready and copy.pins == 0:
-            self._settle(key, tier, table, copy)
+            self._settling.resettle(bare)
 
     def _kill(self, key: PageKey, dst: Tier) -> None:
         table = self.tables[dst]
@@ -522,11 +467,3 @@ class Residency:
         # A newer copy under the same key owns the record now: erasing it would lose that one.
         if table.num_slots is None and key is not None and key not in table.copies:
             self.erased.append((tier, key))
-
-
-def _ready_in(tiers: Sequence[Mapping[PageKey, Copy]], key: PageKey) -> bool:
-    for copies in tiers:
-        copy = copies.get(key)
-        if copy is not None and copy.ready:
-            return True
-    return False

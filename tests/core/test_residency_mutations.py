@@ -12,7 +12,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.core import planting
 from tests.core.machine import ResidencyMachine
 from tests.core.model import Code
-from tierstore import lineage, memory_only, residency, tier_table, victims
+from tierstore import lineage, memory_only, residency, settling, tier_table, victims
 from tierstore.errors import TierStoreError
 from tierstore.policy import queue
 
@@ -95,13 +95,13 @@ BUGS = [
     Bug(
         "a run's copies are not counted as pinned",
         residency,
-        "        table.pinned += len(found)\n",
+        "        table.pinned += len(found) if pins else 0\n",
         "",
     ),
     Bug(
         "a mirror of a run's source keeps its queue",
         residency,
-        "                if lowest_for(key) != src:\n                    self._settle_mirror(key, src)\n",
+        "                if lowest_for(key) != src:\n                    self._settling.settle_mirror(key, src)\n",
         "",
     ),
     Bug(
@@ -119,7 +119,7 @@ BUGS = [
     Bug(
         "a pinned run's mirrors keep their queue",
         residency,
-        "                if lowest_for(key) != tier:\n                    self._settle_mirror(key, tier)\n",
+        "                if lowest_for(key) != tier:\n                    self._settling.settle_mirror(key, tier)\n",
         "",
     ),
     Bug(
@@ -137,20 +137,20 @@ BUGS = [
     Bug("lineage is not unlinked", residency, "bare = self.lineage.unlink(key)\n", "bare = None\n"),
     Bug(
         "leaf first is ignored",
-        residency,
-        "if not mirror and self.lineage.has_children(key):",
+        settling,
+        "if not mirror and self._lineage.has_children(key):",
         "if False:",
     ),
     Bug(
         "a parent that becomes known is not protected",
         residency,
-        "            self._resettle(parent)\n        self._resettle(key)",
-        "            pass\n        self._resettle(key)",
+        "            self._settling.resettle(parent)\n        self._settling.resettle(key)",
+        "            pass\n        self._settling.resettle(key)",
     ),
     Bug(
         "the parent of a lost page stays protected",
         residency,
-        "            self._resettle(bare)\n",
+        "            self._settling.resettle(bare)\n",
         "            pass\n",
     ),
     Bug(
@@ -211,7 +211,7 @@ BUGS = [
     Bug(
         "a copy saved below stays unsaved",
         residency,
-        "        else:\n            self._resettle(key)\n        return Drop",
+        "        else:\n            self._settling.resettle(key)\n        return Drop",
         "        return Drop",
     ),
     Bug(
@@ -222,7 +222,7 @@ BUGS = [
     ),
     Bug(
         "a new rank leaves the old one in the order",
-        residency,
+        settling,
         "        table.withdraw(copy)\n        copy.rank = rank",
         "        copy.rank = rank",
     ),
@@ -273,14 +273,14 @@ BUGS = [
     Bug(
         "a lifted page stays in its queue",
         residency,
-        "                    table.withdraw(table.copies[key])\n            self._resettle(key)\n",
+        "                    table.withdraw(table.copies[key])\n            self._settling.resettle(key)\n",
         "                    table.withdraw(table.copies[key])\n",
     ),
     Bug(
         "a mirror of a memory-only page does not go last",
-        residency,
-        "        lowest = self.memory_only.lowest_for(key)\n        if above",
-        "        lowest = self.memory_only.lowest\n        if above",
+        settling,
+        "        lowest = self._memory_only.lowest_for(key)\n        if above",
+        "        lowest = self._memory_only.lowest\n        if above",
     ),
     Bug(
         "a page before a stored one is refused",
@@ -338,10 +338,11 @@ def with_bug(bug: Bug) -> Code:
     planted = planting.Bug(bug.name, bug.old, bug.new)
     rooms = {
         module: planting.load(module, planted if module is bug.module else None)
-        for module in (queue, lineage, memory_only, tier_table, victims, residency)
+        for module in (queue, lineage, memory_only, settling, tier_table, victims, residency)
     }
     vars(rooms[tier_table])["VictimQueue"] = vars(rooms[queue])["VictimQueue"]
     vars(rooms[residency])["Lineage"] = vars(rooms[lineage])["Lineage"]
+    vars(rooms[residency])["Settling"] = vars(rooms[settling])["Settling"]
     vars(rooms[residency])["MemoryOnly"] = vars(rooms[memory_only])["MemoryOnly"]
     vars(rooms[residency])["choose_victims"] = vars(rooms[victims])["choose_victims"]
     vars(rooms[residency])["Dead"] = vars(rooms[tier_table])["Dead"]

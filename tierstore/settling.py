@@ -1,0 +1,99 @@
+"""In which queue a copy waits that may leave its tier. Pure metadata, changed by residency alone.
+
+Evictable copies wait in one of three queues: ``droppable`` (the bytes are ready below, or the tier is the lowest for
+this page and holds the only copy), ``dirty`` (to be copied below first) and, in the lowest tier for the page,
+``mirrors`` of unpinned copies above, which go last: dropping one makes no more room above than it takes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tierstore.lineage import Lineage
+    from tierstore.memory_only import MemoryOnly
+    from tierstore.tier_table import TierTable
+    from tierstore.types import Copy, PageKey, Tier
+
+
+class Settling:
+    """The queues of all tiers. ``tables``: fastest first. Each call takes a bounded time."""
+
+    def __init__(self, tables: Mapping[Tier, TierTable], lineage: Lineage, memory_only: MemoryOnly) -> None:
+        self._tables = tables
+        self._lineage = lineage
+        self._memory_only = memory_only
+        self._order = list(tables.items())
+        self._above = {tier: [t.copies for o, t in self._order if o < tier] for tier in tables}
+        self._below = {tier: [t.copies for o, t in self._order if o > tier] for tier in tables}
+
+    def below(self, key: PageKey, tier: Tier) -> bool:
+        """Whether a slower tier holds a readable copy."""
+        return _ready_in(self._below[tier], key)
+
+    def unwanted(self, key: PageKey) -> bool:
+        """Whether the page waits before all others: of a parent that is there, that it cannot be reached either."""
+        return any(key in t.copies and t.copies[key].rank < 0 for _, t in self._order)
+
+    def resettle(self, key: PageKey) -> None:
+        """What is known of the page has changed: each of its copies that may leave goes to where it belongs."""
+        for tier, table in self._order:
+            copy = table.copies.get(key)
+            if copy is not None and copy.ready and copy.pins == 0:
+                self.settle(key, tier, table, copy)
+
+    def settle_mirror(self, key: PageKey, above: Tier) -> None:
+        """A copy above was pinned or let go: the one in the lowest tier for the page may change its queue."""
+        lowest = self._memory_only.lowest_for(key)
+        if above == lowest:
+            return
+        table = self._tables[lowest]
+        copy = table.copies.get(key)
+        if copy is not None and copy.ready and copy.pins == 0:
+            self.settle(key, lowest, table, copy)
+
+    def settle(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy) -> None:
+        """Puts a readable, unpinned copy into the queue it belongs to, and out of the others."""
+        if tier == self._memory_only.lowest_for(key):
+            above = self._above[tier]
+            mirror = _ready_in(above, key)
+            if not mirror and self._lineage.has_children(key):
+                table.withdraw(copy)
+            elif mirror and not any(x[key].pins for x in above if _ready_in((x,), key)):
+                table.wait(copy, key, table.mirrors)
+            else:
+                table.wait(copy, key, table.droppable)
+        elif _ready_in(self._below[tier], key):
+            table.wait(copy, key, table.droppable)
+        else:
+            table.wait(copy, key, table.dirty)
+            inner = self._lineage.has_children(key) and not _ready_in(self._above[tier], key)
+            table.leaves.shift(copy.rank, key, offered=not inner)
+            if key in self._memory_only.keys:
+                table.fleeting.shift(copy.rank, key, offered=not inner)
+
+    def give_up_places(self, tier: Tier, table: TierTable) -> None:
+        """Carries out what the order decided about other pages than those it was asked about."""
+        for key, before, rank in table.policy.moved():
+            copy = table.copies.get(key)
+            if copy is not None and copy.rank == before:
+                self.rerank(key, tier, table, copy, rank)
+
+    def rerank(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy, rank: int) -> None:
+        """Gives a copy another place in its tier's victim order."""
+        if rank == copy.rank:
+            return
+        table.withdraw(copy)
+        copy.rank = rank
+        if copy.ready and copy.pins == 0:
+            self.settle(key, tier, table, copy)
+
+
+def _ready_in(tiers: Sequence[Mapping[PageKey, Copy]], key: PageKey) -> bool:
+    for copies in tiers:
+        copy = copies.get(key)
+        if copy is not None and copy.ready:
+            return True
+    return False
