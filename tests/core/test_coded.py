@@ -54,23 +54,22 @@ class Event:
 
 
 class Machine:
-    """A card whose codec turns each byte over, and a link; host memory and slots are rows of ``STRIDE`` bytes."""
+    """A card whose codec turns each byte over, and a link; host memory and slots are rows of ``STRIDE`` bytes.
+
+    It is the route's ``Card`` too.
+    """
 
     def __init__(self, module: ModuleType, patch: pytest.MonkeyPatch, seed: int) -> None:
         self.chance = random.Random(seed)
         self.current: Stream | None = None
-        patch.setattr(torch.cuda, "Event", Event)
-        patch.setattr(torch.cuda, "stream", self._on)
         patch.setattr(module, "SLAB_NBYTES", SLAB_PAGES * STRIDE)
-        patch.setattr(module, "_uploaded", lambda slots, device: torch.from_numpy(slots))
-        patch.setattr(module, "_flags", lambda pages: torch.zeros(pages, dtype=torch.int32))
         numbers = np.random.default_rng(seed)
         self.slots, self.host = numbers.integers(0, 256, (2, SLOTS, STRIDE), dtype=np.uint8)
         self.up, self.down, *side = self.streams = [Stream() for _ in range(4)]
         ends = [
-            (slabs, Link(self, slabs)) for slabs in (module.PayloadSlabs(STRIDE, STRIDE, "cpu") for _ in "ud")
+            (slabs, Link(self, slabs)) for slabs in (module.PayloadSlabs(STRIDE, STRIDE, self) for _ in "ud")
         ]
-        self.route = module.Coded("turned over", self, *ends, tuple(side))
+        self.route = module.Coded("turned over", self, *ends, tuple(side), self)
 
     def load(self, slots: list[int], host: list[int]) -> NDArray[np.int32]:
         found: NDArray[np.int32] = self.route.load(np.array(slots), np.array(host), self.up)
@@ -109,8 +108,19 @@ class Machine:
 
         self.current.queue(act)
 
+    event = Event
+
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def uploaded(self, slots: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(slots)
+
+    def flags(self, pages: int) -> torch.Tensor:
+        return torch.zeros(pages, dtype=torch.int32)
+
     @contextmanager
-    def _on(self, stream: Stream) -> Iterator[None]:
+    def using(self, stream: Stream) -> Iterator[None]:
         self.current = stream
         yield
         self.current = None

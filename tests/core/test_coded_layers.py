@@ -62,6 +62,22 @@ class Event:
         """It has happened."""
 
 
+class Card:
+    event = Event
+
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def uploaded(self, slots: Numbers) -> torch.Tensor:
+        return torch.from_numpy(slots)
+
+    def flags(self, pages: int) -> torch.Tensor:
+        return torch.zeros(pages, dtype=torch.int32)
+
+    def using(self, stream: object) -> nullcontext[None]:
+        return nullcontext()
+
+
 @dataclass
 class Bench:
     """Pages in slots of ordinary memory, their payloads in others, and the way between them by layers."""
@@ -113,25 +129,21 @@ def open_bench(name: str, dtype: str, patch: pytest.MonkeyPatch, *, engine: bool
     held = Held.of(name, layout)
     patch.setattr(gpu, "coding_kernels", KERNELS_HERE, raising=False)
     patch.setitem(sys.modules, "tierstore.gpu.coding_kernels", KERNELS_HERE)
-    patch.setattr(torch.cuda, "Event", Event)
-    patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     patch.setattr(torch.cuda, "device", lambda device: nullcontext())
     patch.setattr(Coder, "compile_decoding", lambda self, call: None)
     patch.setattr(coded_path, "_any_call", lambda held, device: None)
-    patch.setattr(coded_path, "_SMALLEST_NBYTES", 1)
-    patch.setattr(coded_path, "_MOST_GROUPS", 3)
+    patch.setattr(coded_path, "SMALLEST_NBYTES", 1)
+    patch.setattr(coded_path, "MOST_GROUPS", 3)
     patch.setattr(coded, "SLAB_NBYTES", 2 * layout.blob_nbytes)
-    patch.setattr(coded, "_uploaded", lambda slots, device: torch.from_numpy(slots))
-    patch.setattr(coded, "_flags", lambda pages: torch.zeros(pages, dtype=torch.int32))
     pool: Own | EnginePool = engine_pool(layout) if engine else Own(layout)
     if isinstance(pool, Own):
         found = pool.lots
         patch.setattr(coded_path, "_lots", lambda pool, held: found)
-    slabs, driver = PayloadSlabs(layout.blob_nbytes, held.slot_nbytes, CPU), Driver()
+    slabs, driver = PayloadSlabs(layout.blob_nbytes, held.slot_nbytes, Card()), Driver()
     layers, groups = coded_path._by_layers(pool, held, slabs, driver, CPU)  # type: ignore[arg-type]
     nothing: Any = None
     side: Any = (Stream(), Stream())
-    route = Coded(name, nothing, (slabs, nothing), (slabs, nothing), side, layers, groups)
+    route = Coded(name, nothing, (slabs, nothing), (slabs, nothing), side, Card(), layers, groups)
     pages = [page_like_kv(layout, seed, frozenset({"outliers"})) for seed in range(5)]
     payloads, packer = np.zeros((len(pages), held.slot_nbytes), dtype=np.uint8), Packer(held)
     assert all(packer.pack(page, row) for page, row in zip(pages, payloads, strict=True))
@@ -188,7 +200,7 @@ def test_the_pieces_of_all_groups_are_the_payload() -> None:
     """Of an 8B model's pages: two groups, and four pieces in each."""
     layout = PageLayout.of(spec_of("bfloat16", 32, 64, 8, 128))
     held = Held.of("int8", layout)
-    parts = parts_of(held, LayerGroups.of(layout, coded_path._MOST_GROUPS, coded_path._SMALLEST_NBYTES))
+    parts = parts_of(held, LayerGroups.of(layout, coded_path.MOST_GROUPS, coded_path.SMALLEST_NBYTES))
     assert [len(part.pieces) for part in parts] == [4, 4]
     pieces = sorted((there, nbytes) for part in parts for _, there, nbytes in part.pieces)
     assert pieces[0][0] == 0

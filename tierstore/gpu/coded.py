@@ -6,8 +6,9 @@ before or after. Everything is queued; nothing waits.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +16,8 @@ import torch
 from tierstore.gpu.coding import Call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -29,16 +31,70 @@ SLAB_NBYTES = 64 << 20
 _SLABS = 2
 
 
+class Card(Protocol):
+    """What is asked of torch besides streams and kernels."""
+
+    def event(self) -> Any:
+        """A new event: ``torch.cuda.Event``, or what has its ``record`` and can be waited for by the streams."""
+        ...
+
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        """Device memory, uint8."""
+        ...
+
+    def uploaded(self, slots: NDArray[np.int64]) -> torch.Tensor:
+        """The same on the device, once the stream in use gets there."""
+        ...
+
+    def flags(self, pages: int) -> torch.Tensor:
+        """int32 zeros that kernels can write and the host can read."""
+        ...
+
+    def using(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
+        """Kernels, and ``uploaded``, are queued on this stream."""
+        ...
+
+
+class TorchCard:
+    """``Card`` for a device of torch's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def event(self) -> Any:
+        """See ``Card``."""
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        """See ``Card``."""
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+
+    def uploaded(self, slots: NDArray[np.int64]) -> torch.Tensor:
+        """See ``Card``."""
+        # Pinned by torch, which gives the memory to nobody else before this stream has read it.
+        return torch.from_numpy(slots).pin_memory().to(self._device, non_blocking=True)
+
+    def flags(self, pages: int) -> torch.Tensor:
+        """In page-locked memory, where a kernel writes them itself: hardly ever, and nothing has to be copied."""
+        return torch.zeros(pages, dtype=torch.int32, pin_memory=True)
+
+    @contextmanager
+    def using(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """See ``Card``."""
+        with torch.cuda.stream(stream), torch.inference_mode():
+            yield
+
+
 class PayloadSlabs:
     """The slabs of one direction, used in turn: rows of ``stride`` bytes, first those of the one, then of the other."""
 
-    def __init__(self, page_nbytes: int, stride: int, device: torch.device) -> None:
+    def __init__(self, page_nbytes: int, stride: int, card: Card) -> None:
         self.stride = stride
         self.pages = max(1, SLAB_NBYTES // max(page_nbytes, stride))
         # Zeros: what follows a payload in its row crosses the link, and nobody's bytes are to be in it.
-        self.memory = torch.zeros(_SLABS * self.pages * stride, dtype=torch.uint8, device=device)
-        self._free = [torch.cuda.Event() for _ in range(_SLABS)]  # type: ignore[no-untyped-call]
-        self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.memory = card.zeros(_SLABS * self.pages * stride)
+        self._free = [card.event() for _ in range(_SLABS)]
+        self.ready = card.event()
         self._next = 0
 
     @property
@@ -46,7 +102,7 @@ class PayloadSlabs:
         """Of one of them."""
         return self.pages * self.stride
 
-    def turn(self) -> tuple[int, torch.Tensor, torch.cuda.Event]:
+    def turn(self) -> tuple[int, torch.Tensor, Any]:
         """The next slab: its first row, its bytes, and the event of its last use (none yet: no wait)."""
         at = self._next
         self._next = (at + 1) % _SLABS
@@ -82,10 +138,12 @@ class Coded:
         up: tuple[PayloadSlabs, Route],
         down: tuple[PayloadSlabs, Route],
         side: tuple[torch.cuda.Stream, torch.cuda.Stream],
+        card: Card,
         layers: LayerGroups | None = None,
         groups: Sequence[LayerCoder] = (),
     ) -> None:
         self.name = name
+        self._card = card
         self.layers = layers
         self.group_pieces = max((group.pieces for group in groups), default=1)
         self._groups = groups
@@ -128,8 +186,8 @@ class Coded:
     ) -> NDArray[np.int32]:
         """``together``: pages that a slab has room for; ``carry``: brings some there, on ``stream``."""
         slabs, side = self._up, self._decodes_on
-        with torch.cuda.stream(side), torch.inference_mode():
-            index, flags = _uploaded(slots, side.device), _flags(len(slots))
+        with self._card.using(side):
+            index, flags = self._card.uploaded(slots), self._card.flags(len(slots))
             for first in range(0, len(slots), together):
                 row, payloads, free = slabs.turn()
                 at = host[first : first + together]
@@ -146,8 +204,8 @@ class Coded:
     ) -> NDArray[np.int32]:
         """Device to host. A page's entry becomes 1 if the codec cannot state it."""
         slabs, side = self._down, self._encodes_on
-        with torch.cuda.stream(side), torch.inference_mode():
-            index, flags = _uploaded(slots, side.device), _flags(len(slots))
+        with self._card.using(side):
+            index, flags = self._card.uploaded(slots), self._card.flags(len(slots))
             for first in range(0, len(slots), slabs.pages):
                 row, payloads, free = slabs.turn()
                 at = host[first : first + slabs.pages]
@@ -158,13 +216,3 @@ class Coded:
                 self._carry_down.save(row + np.arange(len(at), dtype=np.int64), at, stream)
                 free.record(stream)
         return flags.numpy()
-
-
-def _uploaded(slots: NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    # Pinned by torch, which gives the memory to nobody else before this stream has read it.
-    return torch.from_numpy(slots).pin_memory().to(device, non_blocking=True)
-
-
-def _flags(pages: int) -> torch.Tensor:
-    """In page-locked memory, where a kernel writes them itself: hardly ever, and nothing has to be copied."""
-    return torch.zeros(pages, dtype=torch.int32, pin_memory=True)

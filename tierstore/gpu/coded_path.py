@@ -14,7 +14,7 @@ from tierstore.codecs import LOSSY
 from tierstore.gpu import lots
 from tierstore.gpu.calibration import rates_of
 from tierstore.gpu.choosing import Choice, Option
-from tierstore.gpu.coded import Coded, LayerCoder, PayloadSlabs
+from tierstore.gpu.coded import Coded, LayerCoder, PayloadSlabs, TorchCard
 from tierstore.gpu.coded_layers import parts_of
 from tierstore.gpu.coding import Call, Coder
 from tierstore.gpu.cuda_pool import CudaPool
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_MOST_GROUPS = 2
+MOST_GROUPS = 2
 """Each has scales of its own: two small pieces a page, and more where smallest numbers are stored, that take the link a
 microsecond each."""
 
-_SMALLEST_NBYTES = 1 << 20
+SMALLEST_NBYTES = 1 << 20
 """Of a page, as it is, in a group."""
 
 
@@ -52,7 +52,8 @@ def coded(pool: OwnPool | EnginePool, held: Held, driver: Driver, device: torch.
         _log.warning("host.codec %s: the CPU codes pages, and copies are slow: %s", held.codec, coder)
         return coder
     side = (driver.stream(device.index), driver.stream(device.index))
-    up, down = (PayloadSlabs(held.layout.blob_nbytes, held.slot_nbytes, device) for _ in "ud")
+    card = TorchCard(device)
+    up, down = (PayloadSlabs(held.layout.blob_nbytes, held.slot_nbytes, card) for _ in "ud")
     for slabs in (up, down):
         for stream in side:
             slabs.memory.record_stream(stream)  # should the store be dropped with copies on their way
@@ -60,7 +61,7 @@ def coded(pool: OwnPool | EnginePool, held: Held, driver: Driver, device: torch.
     layers, groups = _by_layers(pool, held, up, driver, device)
     torch.cuda.current_stream(device).synchronize()  # zeros are there before another stream looks
     name = f"{held.codec} on the card"
-    return Coded(name, coder, (up, carry_up), (down, carry_down), side, layers, groups)
+    return Coded(name, coder, (up, carry_up), (down, carry_down), side, card, layers, groups)
 
 
 def _coder(pool: OwnPool | EnginePool, held: Held, device: torch.device) -> Coder | str:
@@ -95,7 +96,7 @@ def _by_layers(
     from tierstore.gpu import coding_kernels
 
     found = _lots(pool, held)
-    layers = LayerGroups.of(held.layout, _MOST_GROUPS, _SMALLEST_NBYTES)
+    layers = LayerGroups.of(held.layout, MOST_GROUPS, SMALLEST_NBYTES)
     parts = parts_of(held, layers)
     if found is None or not parts:
         return None, []
