@@ -110,6 +110,7 @@ def test_wait_that_times_out_is_pending_and_changes_nothing(bench: Bench) -> Non
     event = lease.ready(1, timeout_s=PATIENCE_S)
     if event is not None:  # on a card, where the copy may be under way
         event.synchronize()
+    bench.settle()  # the bytes are there before the store has heard of it
     assert lease.wait(0.0) is LeaseState.READY
     require_right(bench.store, lease)
     lease.release()
