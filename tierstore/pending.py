@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -125,14 +126,14 @@ class PendingEvents:
         after: Event | None,
         *,
         memory_only: bool,
-        parent: PageKey | None = None,
+        parents: tuple[PageKey | None, ...],
     ) -> None:
-        """``put`` of an engine's slots: the copy starts once they are written."""
+        """``put`` of an engine's slots, with the page before each: the copy starts once they are written."""
         self._directory.outgoing.accept(keys, slots, memory_only=memory_only)
         if after is None or after.query():
-            self._copied_out(keys, slots, memory_only, parent)
+            self._copied_out(keys, slots, memory_only, parents)
         else:
-            self._defer(after, partial(self._copied_out, keys, slots, memory_only, parent))
+            self._defer(after, partial(self._copied_out, keys, slots, memory_only, parents))
 
     def free(self, slots: tuple[int, ...], after: Event | None) -> None:
         """``free``: nobody owns the slots from now on; they are reused after the event."""
@@ -168,7 +169,21 @@ class PendingEvents:
         return False
 
     def _copied_out(
-        self, keys: tuple[PageKey, ...], slots: tuple[int, ...], memory_only: bool, parent: PageKey | None
+        self,
+        keys: tuple[PageKey, ...],
+        slots: tuple[int, ...],
+        memory_only: bool,
+        parents: tuple[PageKey | None, ...],
     ) -> bool:
-        self._directory.copy_out(keys, slots, monotonic(), memory_only=memory_only, parent=parent)
+        """The chains among them one after the other, and only then what there is room for: batches stay whole."""
+        starts = [i for i, parent in enumerate(parents) if not i or parent != keys[i - 1]]
+        for start, end in pairwise(starts):
+            self._directory.outgoing.add(
+                keys[start:end], slots[start:end], memory_only=memory_only, parent=parents[start]
+            )
+        last = starts[-1] if starts else 0
+        before = parents[last] if parents else None
+        self._directory.copy_out(
+            keys[last:], slots[last:], monotonic(), memory_only=memory_only, parent=before
+        )
         return False

@@ -56,9 +56,12 @@ class OwnSlots:
         *,
         memory_only: bool,
         parent: PageKey | None = None,
+        parents: Sequence[PageKey | None] | None = None,
     ) -> list[int]:
         """``TierStore.put``, a chunk at each hold of the lock; under an exact lease it may end early."""
         _require_keys(keys, slots)
+        if parents is not None:
+            raise ConfigError("put(parents=...): HBM belongs to the store; allowed with hbm.owner: engine")
         with self._progress.lock:
             self._directory.require_owned(slots)
         kept: list[int] = []
@@ -150,12 +153,16 @@ class EngineSlots:
         *,
         memory_only: bool,
         parent: PageKey | None = None,
+        parents: Sequence[PageKey | None] | None = None,
     ) -> list[int]:
         """``TierStore.put``: the pages are copied out, the slots stay the engine's."""
         _require_keys(keys, slots)
         self._require_registered()
+        before = _before(keys, parent) if parents is None else tuple(parents)
+        if len(before) != len(keys):
+            raise ValueError(f"{len(keys)} keys with {len(before)} parents; allowed: one a key")
         with self._progress.lock:
-            self._pending.copy_out(tuple(keys), tuple(slots), after, memory_only=memory_only, parent=parent)
+            self._pending.copy_out(tuple(keys), tuple(slots), after, memory_only=memory_only, parents=before)
             self._progress.submit()
         self._progress.notify()
         return list(slots)
@@ -184,6 +191,11 @@ class EngineSlots:
             raise ConfigError(
                 "the engine's pages are not registered; allowed: register(EnginePages(...)) first"
             )
+
+
+def _before(keys: Sequence[PageKey], parent: PageKey | None) -> tuple[PageKey | None, ...]:
+    """The page before each of a chain."""
+    return (parent, *keys[:-1]) if keys else ()
 
 
 def _not_ours(verb: str) -> ConfigError:

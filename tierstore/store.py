@@ -148,6 +148,7 @@ class TierStore:
         *,
         memory_only: bool = False,
         parent: PageKey | None = None,
+        parents: Sequence[PageKey | None] | None = None,
     ) -> list[int]:
         """Seals filled pages: they belong to the store and are matchable on return; the slot of each key now.
 
@@ -161,12 +162,15 @@ class TierStore:
         ``memory_only``: pages that no tier holds yet are never written to NVMe; where memory is needed they are
         dropped. A page that is held already stays as it is. A put without it, of the page or of one after it, ends it.
         ``parent``: the page before ``keys[0]``; None: the last one of the lease, if any, or the first of a sequence.
+        ``parents``: the page before each key, where they are no chain; ConfigError unless an engine owns HBM.
         """
         self._progress.advance()
         require_flag("memory_only", memory_only)
         record = None if lease is None else record_of(lease, self._holding)
         after = self._parts.device.last_use(after)
-        return self._slots.put(keys, slots, after, record, memory_only=memory_only, parent=parent)
+        return self._slots.put(
+            keys, slots, after, record, memory_only=memory_only, parent=parent, parents=parents
+        )
 
     def withdraw(self, slots: Sequence[int]) -> list[int]:
         """Engine-owned HBM: takes back slots that were put; those whose copies have not begun are free at once, their

@@ -12,6 +12,7 @@ from tests.support.engine import ENGINES, SLOTS, Engine, page_major
 from tests.support.events import ManualEvent
 from tests.support.pages import PATIENCE_S, SPEC, chain, tiers, where
 from tests.support.stalls import IN, OUT
+from tierstore.errors import ConfigError
 from tierstore.saving import save_unsaved, wait_settled
 from tierstore.types import LeaseState, PageKey, Tier
 
@@ -409,3 +410,28 @@ def test_pages_put_one_by_one_know_the_page_before_them(bench: Bench, engine: En
         bench.store.put([keys[i]], [i], parent=keys[i - 1])
         assert bench.store.drain(PATIENCE_S)
     assert [page["parent"] for page in bench.store.explain(keys)] == [None, keys[0].hex(), keys[1].hex()]
+
+
+def test_pages_that_are_no_chain_go_out_together_each_after_the_page_it_names(
+    bench: Bench, engine: Engine
+) -> None:
+    (one, two), (beside_one, beside_two) = chain(2), chain(2, "beside")
+    keys, parents = [one, two, beside_one, beside_two], [None, one, one, two]
+    bench.copies.hold(OUT)
+    bench.store.put(keys, [0, 1, 2, 3], parents=parents)
+    assert bench.copies.waiting(OUT) == 1
+    bench.copies.open()
+    assert bench.store.drain(PATIENCE_S)
+    lineage = bench.directory.residency.lineage
+    assert [lineage.parent(key) for key in keys] == parents
+    with pytest.raises(ValueError, match="2 keys with 1 parents"):
+        bench.store.put(keys[:2], [4, 5], parents=[None])
+
+
+def test_where_hbm_is_the_stores_put_takes_chains_only() -> None:
+    bench = open_bench(tiers(2, 4), SPEC)
+    slots = bench.store.allocate(1)
+    with pytest.raises(ConfigError, match="allowed with hbm.owner: engine"):
+        bench.store.put(chain(1), slots, parents=[None])
+    bench.store.free(slots)
+    bench.close()
