@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from tierstore.adapters.vllm.geometry import geometry
+from tierstore.adapters.vllm.settings import Settings
+from tierstore.adapters.vllm.working import WorkerHalf
 from tierstore.errors import ConfigError
+from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.gpu.pool import EnginePool
 from tierstore.layout import PageLayout
 
@@ -82,3 +85,15 @@ def test_planes_before_blocks_and_smaller_kernel_blocks_are_understood() -> None
 def test_tensors_that_are_no_blocks_are_refused(tensors: list[torch.Tensor]) -> None:
     with pytest.raises(ConfigError, match="allowed"):
         geometry(tensors, num_blocks=B, block_size=N, identity="m", shard=0)
+
+
+def test_a_request_waits_for_all_of_its_pages_so_that_none_is_cut_by_layers() -> None:
+    big = [torch.zeros(2, 1, 1, 1 << 16) for _ in range(16)]
+    found = geometry(big, num_blocks=2, block_size=1, identity="m", shard=0)
+    settings = Settings.of({"config": {"host": {"capacity": 16 << 20, "pin": "never"}}})
+    half = WorkerHalf.open(settings.of_rank(1, None, "cpu"), found, 0)
+    hbm = half.stats()["hbm"]
+    half.close()
+    assert isinstance(hbm, dict)
+    assert hbm["layer_groups"] == 1
+    assert len(LayerGroups.of(PageLayout.of(found.spec))) > 1

@@ -106,17 +106,17 @@ def test_what_is_removed_gets_nothing_more() -> None:
 
 
 BUGS = [
-    Bug("any group first", "min((entry.group", "max((entry.group"),
+    Bug("the furthest first", "in enumerate(self._wave):", "in [*enumerate(self._wave)][::-1]:"),
     Bug("joins for ever", "self._handed_out * 2 <= self._groups", "True"),
-    Bug("overtakes those that wait", "return not self._later and", "return"),
-    Bug("the last group is left out", "entry.group == self._groups", "entry.group == self._groups - 1"),
-    Bug("a group twice", "            entry.group += 1", "            entry.group += len(taken) < 3"),
-    Bug("more than fits", "total + entry.size <= most", "total <= most"),
+    Bug("overtakes those that wait", "return not self._later.entries and", "return"),
+    Bug("the last group is left out", "if group + 1 < self._groups:", "if group + 2 < self._groups:"),
     Bug(
-        "over those that do not fit",
-        "            elif taken:\n                break",
-        "            else:\n                continue",
+        "a group twice", "self._wave[group + 1].add(entry)", "self._wave[group + (len(taken) < 3)].add(entry)"
     ),
+    Bug("more than fits", "total + row.entries[0].size <= most", "total <= most"),
+    Bug("the newest first", "self.entries.popleft()", "self.entries.pop()"),
+    Bug("a wave that never ends", "if not self._size:", "if self._size < 0:"),
+    Bug("counts those that went", "self._size -= jobs", "self._size -= 0"),
 ]
 
 

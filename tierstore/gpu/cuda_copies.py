@@ -147,8 +147,9 @@ class CudaCopyEngine:
         """Transfers that ended since the last call. Any thread."""
         acks = self._unpinned.poll()
         with self._turn:
-            for dst in self._lanes:
-                self._advance(dst, self._pace.at_once)
+            for dst, lane in self._lanes.items():
+                if lane.busy:
+                    self._advance(dst, self._pace.at_once)
             acks += [ack_of(job, self._page_nbytes) for job in self._ended]
             self._ended.clear()
             self._called = monotonic()

@@ -15,7 +15,7 @@ from tierstore.gpu.copy_engine import CpuCopyEngine
 from tierstore.gpu.cuda_copies import CudaCopyEngine
 from tierstore.gpu.cuda_pool import CudaPool
 from tierstore.gpu.driver import CudaPinner, Driver, DriverError
-from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu.layer_groups import MOST_GROUPS, LayerGroups
 from tierstore.gpu.pool import CpuPool, EnginePool
 
 if TYPE_CHECKING:
@@ -89,9 +89,15 @@ class HbmDevice(Protocol):
         ...
 
     def open_copies(
-        self, pool: OwnPool | EnginePool, host: Host, layout: PageLayout, wake: Callable[[], None]
+        self,
+        pool: OwnPool | EnginePool,
+        host: Host,
+        layout: PageLayout,
+        wake: Callable[[], None],
+        most_groups: int = MOST_GROUPS,
     ) -> CopyEngine:
-        """The copy engine between these slots and the host's."""
+        """The copy engine between these slots and the host's. ``most_groups``: layer groups that loads go in at most; 1
+        where nobody waits for a layer: fewer pieces for the driver, and pages that end one by one."""
         ...
 
     def last_use(self, after: Event | None) -> Event | None:
@@ -124,10 +130,15 @@ class CpuDevice:
         return EnginePool(layout, pages)
 
     def open_copies(
-        self, pool: OwnPool | EnginePool, host: Host, layout: PageLayout, wake: Callable[[], None]
+        self,
+        pool: OwnPool | EnginePool,
+        host: Host,
+        layout: PageLayout,
+        wake: Callable[[], None],
+        most_groups: int = MOST_GROUPS,
     ) -> CopyEngine:
         """A thread a direction."""
-        layers = None if host.held.encoded else _by_threads(layout)
+        layers = None if host.held.encoded else _by_threads(layout, most_groups)
         self._groups = 1 if layers is None else len(layers)
         return CpuCopyEngine(pool, host, layout.page_nbytes, wake, host.held, layers)
 
@@ -172,18 +183,24 @@ class CudaDevice:
         return EnginePool(layout, pages)
 
     def open_copies(
-        self, pool: OwnPool | EnginePool, host: Host, layout: PageLayout, wake: Callable[[], None]
+        self,
+        pool: OwnPool | EnginePool,
+        host: Host,
+        layout: PageLayout,
+        wake: Callable[[], None],
+        most_groups: int = MOST_GROUPS,
     ) -> CopyEngine:
         """DMA where the host slots are page-locked and the driver can be called, threads elsewhere.
 
         Pages that host memory holds encoded are coded on the card, by the threads where it cannot.
         """
-        threads = CpuCopyEngine(pool, host, layout.page_nbytes, wake, host.held, _by_threads(layout))
+        by_threads = _by_threads(layout, most_groups)
+        threads = CpuCopyEngine(pool, host, layout.page_nbytes, wake, host.held, by_threads)
         if self._driver is None or not (host.pinning or host.pinned_slots > 0):
             missing = "cuda-bindings is missing" if self._driver is None else "host memory is not page-locked"
             self._copies = f"threads, as {missing}"
             return threads
-        route = self._route(pool, host.held, self._driver)
+        route = self._route(pool, host.held, self._driver, most_groups)
         if isinstance(route, str):
             self._copies = f"threads, as {route}"
             return threads
@@ -217,14 +234,14 @@ class CudaDevice:
             "batches": dict(self._batches),
         }
 
-    def _route(self, pool: OwnPool | EnginePool, held: Held, driver: Driver) -> Route | str:
+    def _route(self, pool: OwnPool | EnginePool, held: Held, driver: Driver, most_groups: int) -> Route | str:
         """Or why there is none."""
         if held.encoded:
             return coded(pool, held, driver, self._device)
         if isinstance(pool, CudaPool):
-            return paths.of_own(pool, held.layout, driver, self._device)
+            return paths.of_own(pool, held.layout, driver, self._device, most_groups)
         assert isinstance(pool, EnginePool)
-        return paths.of_engine(pool.layers, held.layout, driver, self._device)
+        return paths.of_engine(pool.layers, held.layout, driver, self._device, most_groups)
 
 
 def open_device(name: str) -> HbmDevice:
@@ -274,8 +291,8 @@ def _require_on(device: torch.device, pages: tuple[EnginePages, ...]) -> None:
         )
 
 
-def _by_threads(layout: PageLayout) -> LayerGroups:
-    return LayerGroups.of(layout, smallest_nbytes=SMALLEST_BY_THREADS)
+def _by_threads(layout: PageLayout, most: int) -> LayerGroups:
+    return LayerGroups.of(layout, most, SMALLEST_BY_THREADS)
 
 
 def _tensors(pool: OwnPool | EnginePool) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from tierstore.gpu import segments
 from tierstore.gpu.calibration import rates_of
 from tierstore.gpu.choosing import Choice, Option
 from tierstore.gpu.kernels import NEAR, Kernel, Pieces
-from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu.layer_groups import MOST_GROUPS, LayerGroups
 from tierstore.gpu.rates import SIZES
 from tierstore.gpu.routes import Straight
 from tierstore.gpu.slabs import ByLayers, ByPieces, PartByPieces, Slab
@@ -38,9 +38,15 @@ _LAUNCH_S = 10e-6
 """A launch of torch's, where it takes one or two a layer."""
 
 
-def of_own(pool: CudaPool, layout: PageLayout, driver: Driver, device: torch.device) -> Route:
+def of_own(
+    pool: CudaPool,
+    layout: PageLayout,
+    driver: Driver,
+    device: torch.device,
+    most_groups: int = MOST_GROUPS,
+) -> Route:
     """For slots of our own: by DMA, or by the kernel where pages are so small that it may be faster."""
-    layers = LayerGroups.of(layout)
+    layers = LayerGroups.of(layout, most_groups)
     straight = Straight(pool.segments, driver, layers, pool.groups(layers))
     if layout.blob_nbytes > SIZES[-1] or not Kernel.suits(pool.segments):
         return straight
@@ -51,14 +57,19 @@ def of_own(pool: CudaPool, layout: PageLayout, driver: Driver, device: torch.dev
 
 
 def of_engine(
-    layers: Sequence[Sequence[torch.Tensor]], layout: PageLayout, driver: Driver, device: torch.device
+    layers: Sequence[Sequence[torch.Tensor]],
+    layout: PageLayout,
+    driver: Driver,
+    device: torch.device,
+    most_groups: int = MOST_GROUPS,
 ) -> Route:
     """For an engine's tensors: piece by piece, by DMA or by the kernel, or as whole pages through slabs."""
+    groups = LayerGroups.of(layout, most_groups)
     found = segments.of_tensors(layers, layout, _MOST_LISTED)
-    options = [] if found is None else _piece_by_piece(layers, found, layout, driver, device)
+    options = [] if found is None else _piece_by_piece(layers, found, layout, driver, device, groups)
     if found is not None and len(found) == 1 and layout.blob_nbytes > SIZES[-1]:
         return options[0].route
-    slab = through_slabs(layers, layout, driver, device, LayerGroups.of(layout))
+    slab = through_slabs(layers, layout, driver, device, groups)
     last = _SPREAD_S if slab.one_launch else 2 * _LAUNCH_S * sum(len(group) for group in layers)
     options.append(Option(slab, "dma", 1, layout.blob_nbytes, last))
     return Choice(options, rates_of(driver, device), slab.side[0])
@@ -93,11 +104,11 @@ def _piece_by_piece(
     layout: PageLayout,
     driver: Driver,
     device: torch.device,
+    by_layers: LayerGroups,
 ) -> list[Option]:
     number, nbytes = len(found), layout.blob_nbytes // len(found)
     options = []
     if number <= _MOST_PIECES:
-        by_layers = LayerGroups.of(layout)
         groups = segments.groups_of_tensors(layers, layout, by_layers, _MOST_PIECES)
         options.append(Option(Straight(found, driver, by_layers, groups), "dma", number, nbytes))
     if Kernel.suits(found):

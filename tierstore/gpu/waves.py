@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Generic, TypeVar
 
 Job = TypeVar("Job")
 
@@ -16,8 +13,29 @@ Job = TypeVar("Job")
 class _Entry(Generic[Job]):
     job: Job
     size: int
-    group: int = 0
-    """Comes next."""
+
+
+class _Row(Generic[Job]):
+    """Jobs that get the same group next, in the order in which they came, and their size together."""
+
+    def __init__(self) -> None:
+        self.entries: deque[_Entry[Job]] = deque()
+        self.size = 0
+
+    def add(self, entry: _Entry[Job]) -> None:
+        self.entries.append(entry)
+        self.size += entry.size
+
+    def pop(self) -> _Entry[Job]:
+        entry = self.entries.popleft()
+        self.size -= entry.size
+        return entry
+
+    def remove(self, job: Job) -> int:
+        left = [entry for entry in self.entries if entry.job is not job]
+        removed = len(self.entries) - len(left)
+        self.entries, self.size = deque(left), sum(entry.size for entry in left)
+        return removed
 
 
 class Waves(Generic[Job]):
@@ -25,83 +43,92 @@ class Waves(Generic[Job]):
 
     A new job joins the wave under way, from its first group on, until half of the groups have been handed out of a job
     in it; then it waits for the next wave, so that nothing is overtaken for ever. Jobs get their last group in the
-    order in which they came. Not thread-safe.
+    order in which they came. What it costs does not depend on how many wait. Not thread-safe.
     """
 
     def __init__(self, groups: int) -> None:
         self._groups = groups
-        self._wave: list[_Entry[Job]] = []
-        self._later: deque[_Entry[Job]] = deque()
+        self._wave: list[_Row[Job]] = [_Row() for _ in range(groups)]
+        """By the group that comes next: jobs that came sooner are never behind."""
+        self._later: _Row[Job] = _Row()
         self._handed_out = 0
         """Groups, of the job of the wave that was furthest."""
+        self._size = 0
+        """Jobs of the wave."""
 
     def __len__(self) -> int:
         """Jobs that have groups to come."""
-        return len(self._wave) + len(self._later)
+        return self._size + len(self._later.entries)
 
     @property
     def open(self) -> bool:
         """Whether a new job would join the wave under way."""
-        return not self._later and self._handed_out * 2 <= self._groups
+        return not self._later.entries and self._handed_out * 2 <= self._groups
 
     def add(self, job: Job, size: int) -> None:
         """``size``: of one group of the job, in the caller's unit."""
-        (self._wave if self.open else self._later).append(_Entry(job, size))
+        if self.open:
+            self._size += 1
+            self._wave[0].add(_Entry(job, size))
+        else:
+            self._later.add(_Entry(job, size))
 
     def first(self) -> tuple[Job, int]:
         """The first of those that ``take`` gives, and the group. IndexError if empty."""
-        entries = self._wave or self._later
-        if not entries:
-            raise IndexError("no job is waiting")
-        entry = min(entries, key=lambda entry: entry.group)
-        return entry.job, entry.group
+        row, group = self._at_hand()
+        return row.entries[0].job, group
 
     def size_at_hand(self) -> int:
         """Of all jobs together that could get the group that ``first`` gets. IndexError if empty."""
-        _, group = self.first()
-        return sum(entry.size for entry in self._wave or self._later if entry.group == group)
+        return self._at_hand()[0].size
 
     def take(self, most: int) -> tuple[list[Job], int]:
         """The next jobs, at least one, of ``most`` size together, and the group they get now. IndexError if empty."""
-        if not self._wave:
-            self._wave, self._later = list(self._later), deque()
-        group = min((entry.group for entry in self._wave), default=-1)
-        taken: list[_Entry[Job]] = []
-        total = 0
-        for entry in self._wave:
-            if entry.group == group and (not taken or total + entry.size <= most):
-                taken.append(entry)
-                total += entry.size
-            elif taken:
-                break
-        if not taken:
-            raise IndexError("no job is waiting")
-        for entry in taken:
-            entry.group += 1
+        row, group = self._at_hand()
+        if row is self._later:
+            self._size = len(row.entries)
+            self._wave[0], self._later = row, _Row()
+        taken = [row.pop()]
+        total = taken[0].size
+        while row.entries and total + row.entries[0].size <= most:
+            taken.append(row.pop())
+            total += taken[-1].size
         self._handed_out = max(self._handed_out, group + 1)
-        self._drop(lambda entry: entry.group == self._groups)
+        if group + 1 < self._groups:
+            for entry in taken:
+                self._wave[group + 1].add(entry)
+        else:
+            self._leave(len(taken))
         return [entry.job for entry in taken], group
 
     def take_whole(self) -> Job:
         """The only job, none of whose groups was handed out: all of its groups at once."""
-        [entry] = self._wave or self._later
-        assert not entry.group
-        self.clear()
-        return entry.job
+        [job] = self.clear()
+        return job
 
     def remove(self, job: Job) -> None:
         """The job gets no more groups, if it was to get any."""
-        self._drop(lambda entry: entry.job is job)
-        self._later = deque(entry for entry in self._later if entry.job is not job)
+        self._leave(sum(row.remove(job) for row in self._wave))
+        self._later.remove(job)
 
     def clear(self) -> list[Job]:
-        """Removes all jobs: these."""
-        jobs = [entry.job for entry in (*self._wave, *self._later)]
-        self._drop(lambda _: True)
-        self._later.clear()
+        """Removes all jobs: these, in the order in which they came."""
+        rows = [*reversed(self._wave), self._later]
+        jobs = [entry.job for row in rows for entry in row.entries]
+        self._wave, self._later = [_Row() for _ in self._wave], _Row()
+        self._leave(self._size)
         return jobs
 
-    def _drop(self, done: Callable[[_Entry[Job]], bool]) -> None:
-        self._wave = [entry for entry in self._wave if not done(entry)]
-        if not self._wave:
+    def _at_hand(self) -> tuple[_Row[Job], int]:
+        """Whose turn it is, and for which group. IndexError if empty."""
+        for group, row in enumerate(self._wave):
+            if row.entries:
+                return row, group
+        if not self._later.entries:
+            raise IndexError("no job is waiting")
+        return self._later, 0
+
+    def _leave(self, jobs: int) -> None:
+        self._size -= jobs
+        if not self._size:
             self._handed_out = 0

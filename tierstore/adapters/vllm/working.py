@@ -44,7 +44,9 @@ class WorkerHalf:
         assert parts.arena is not None
         self._wakeup = wakeup
         pool = parts.device.register(parts.layout, (geometry.pages,))
-        parts.mover.attach(parts.device.open_copies(pool, parts.arena, parts.layout, wakeup.bump))
+        # A request waits for all of its pages: none is cut by layers.
+        copies = parts.device.open_copies(pool, parts.arena, parts.layout, wakeup.bump, most_groups=1)
+        parts.mover.attach(copies)
         self._rank = rank
         self._shard = geometry.spec.shard.to_bytes(2, "big")
         self._last_use: Callable[[Event | None], Event | None] = parts.device.last_use
