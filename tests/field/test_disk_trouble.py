@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from time import monotonic, sleep
 
 import pytest
 
@@ -30,6 +29,7 @@ from tests.support.pages import (
     where,
     write,
 )
+from tests.support.waiting import wait_for
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, Tier
@@ -41,13 +41,6 @@ def nvme_stats(store: TierStore) -> dict[str, object]:
     found = store.stats()["nvme"]
     assert isinstance(found, dict)
     return found
-
-
-def wait_for(holds: Callable[[], bool]) -> None:
-    deadline = monotonic() + PATIENCE_S
-    while not holds():
-        assert monotonic() < deadline
-        sleep(0.005)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Barrier, Thread
-from time import monotonic, sleep
+from time import monotonic
 
 import pytest
 
@@ -28,6 +28,7 @@ from tests.support.pages import (
     write,
 )
 from tests.support.stalls import IN, OUT
+from tests.support.waiting import wait_for
 from tierstore.errors import CapacityError
 from tierstore.lease import Lease
 from tierstore.store import TierStore
@@ -213,13 +214,6 @@ def test_an_engines_slots_come_back_although_what_is_below_stands_still(
 def _extended(slots: list[int], more: list[int]) -> list[int]:
     slots += more
     return slots
-
-
-def wait_for(holds: Callable[[], bool]) -> None:
-    deadline = monotonic() + PATIENCE_S
-    while not holds():
-        assert monotonic() < deadline
-        sleep(0.002)
 
 
 def _count_turns(bench: Bench) -> list[None]:

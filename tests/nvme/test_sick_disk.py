@@ -6,26 +6,25 @@ import errno
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.nvme.rig import PATIENCE_S, Rig, page
-from tests.support.sick_disk import Failing, Hanging
+from tests.support.sick_disk import Failing, Hanging, ask_again, hold_clock, time_is_up
+from tests.support.waiting import wait_for
 from tierstore.nvme.breaker import LIMIT
 from tierstore.nvme.catalogue import Catalogue, Page
 from tierstore.types import Failure
 
 Replace = Callable[..., None]
 
-TIMEOUT_S = 0.1
-
 
 @pytest.fixture
 def rig(tmp_path: Path, payload: str) -> Iterator[Rig]:
-    rig = Rig(tmp_path / "home", timeout_s=TIMEOUT_S)
+    rig = Rig(tmp_path / "home")
+    hold_clock(rig.tier)
     yield rig
     rig.close()
 
@@ -34,11 +33,10 @@ def state(rig: Rig) -> str:
     return rig.tier.state
 
 
-def wait_until_served(rig: Rig, numbers: Sequence[int]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while rig.present(numbers) != set(numbers):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def require_served(rig: Rig, numbers: Sequence[int]) -> None:
+    """The first read sees that the disk answers, and all that come after it are tried."""
+    assert rig.present(numbers[:1]) == set(numbers[:1])
+    assert rig.present(numbers) == set(numbers)
 
 
 def test_a_page_whose_read_hangs_is_acked_apart_in_its_time_and_again_when_nothing_writes_it(
@@ -50,6 +48,7 @@ def test_a_page_whose_read_hangs_is_acked_apart_in_its_time_and_again_when_nothi
     with caplog.at_level(logging.INFO):
         transfer, out = rig.submit_read([0, 1, 2])
         disk.wait(1)
+        time_is_up(rig.tier, reads=1)
         first = rig.ack(transfer)
         assert (first.ok, first.num_ready, len(first.late), first.failures) == (False, 2, 1, ())
         (late,) = first.late
@@ -61,7 +60,8 @@ def test_a_page_whose_read_hangs_is_acked_apart_in_its_time_and_again_when_nothi
         second = rig.ack(transfer)
         assert (second.ok, second.num_ready, second.late) == (True, 1, ())
         assert (out[late] == page(late)).all()
-        wait_until_served(rig, range(4))
+        require_served(rig, range(4))
+        wait_for(lambda: len(caplog.records) == 2)  # who read tells of it after the ack
     assert state(rig) == "ok"
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
@@ -73,6 +73,7 @@ def test_while_every_reader_hangs_reads_end_at_once_and_writes_go_on(rig: Rig, c
     stuck, _ = rig.submit_read(range(5))
     behind, _ = rig.submit_read([6, 7])
     disk.wait(2)
+    time_is_up(rig.tier, reads=2)
     ack = rig.ack(stuck)
     assert ack.late == (0, 1)
     assert ack.failures == tuple((index, Failure.UNAVAILABLE) for index in (2, 3, 4))
@@ -83,7 +84,7 @@ def test_while_every_reader_hangs_reads_end_at_once_and_writes_go_on(rig: Rig, c
     assert rig.tier.stats()["read_unavailable"] == 6
     disk.go_on.set()
     assert rig.ack(stuck).num_ready == 2
-    wait_until_served(rig, [*range(8), 9])
+    require_served(rig, [*range(8), 9])
 
 
 def test_a_tier_whose_readers_hang_closes_in_its_time_and_fails_what_is_queued(
@@ -116,22 +117,22 @@ def test_a_disk_that_fails_reads_in_a_row_is_left_alone_and_asked_now_and_then(
         assert sum(failure is Failure.UNAVAILABLE for _, failure in ack.failures) == 30 - tried
         assert state(rig) == "absent"
         assert rig.tier.stats()["read_unavailable"] == 30 - tried
-        deadline = time.monotonic() + PATIENCE_S
-        while disk.calls < tried + 1:  # it is asked again, one page at a time
-            before = disk.calls
+        for asked in (0, 1, 1, 2):  # it is asked again, one page at a time
+            if disk.calls < tried + asked:
+                ask_again(rig.tier)
             ack, _ = rig.read(range(30))
-            assert disk.calls <= before + 1
+            assert disk.calls == tried + asked
             assert len(ack.failures) == 30
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
         calls()
-        wait_until_served(rig, range(30))
+        ask_again(rig.tier)
+        require_served(rig, range(30))
+        wait_for(lambda: len(caplog.records) == 3)  # who read tells of it after the ack
     assert state(rig) == "ok"
-    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == 2  # the first page that could not be read, and the disk
-    assert "could not be read" in warnings[0]
-    assert "misses until it answers again" in warnings[1]
-    assert caplog.records[-1].levelname == "INFO"
+    told = {
+        record.levelname: record.message for record in caplog.records if "misses until" not in record.message
+    }
+    assert "could not be read" in told["WARNING"]  # of the first page, by whichever thread
+    assert "answers again" in told["INFO"]
 
 
 def test_a_disk_that_fails_one_page_stays_in_use(rig: Rig, calls: Replace) -> None:
@@ -170,6 +171,7 @@ def test_while_a_write_hangs_the_tier_is_read_only_and_what_is_behind_it_fails(
         stuck = rig.submit_write([1])
         assert begun.wait(PATIENCE_S)
         behind = rig.submit_write([2, 3])
+        time_is_up(rig.tier)
         assert rig.ack(behind).failures == ((0, Failure.UNAVAILABLE), (1, Failure.UNAVAILABLE))
         assert state(rig) == "read_only"
         assert rig.tier.stats()["read_only"] is True

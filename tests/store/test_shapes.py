@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from time import monotonic, sleep
 
 import pytest
 
@@ -23,6 +21,7 @@ from tests.support.pages import (
     write,
     write_each,
 )
+from tests.support.waiting import wait_for
 from tierstore.config import StoreConfig
 from tierstore.errors import CapacityError
 from tierstore.store import TierStore
@@ -40,13 +39,6 @@ SHAPES: list[Shape] = [
     (3, 2, True),
     (4, 8, False),
 ]
-
-
-def wait_for(holds: Callable[[], bool]) -> None:
-    deadline = monotonic() + PATIENCE_S
-    while not holds():
-        assert monotonic() < deadline
-        sleep(0.002)
 
 
 def config_of(shape: Shape, tmp_path: Path) -> StoreConfig:

@@ -1,16 +1,21 @@
-"""Reads of a disk that hangs or fails: what stands in for ``os.preadv`` where pages are read."""
+"""A disk that hangs or fails: what stands in for ``os.preadv`` where pages are read; and its clock, held by a test."""
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 from collections.abc import Sequence
+from time import monotonic
 
 import pytest
 
 from tests.nvme.watch import Calls
+from tests.support.waiting import wait_for
 from tierstore.nvme import extents, reading
+from tierstore.nvme.tier import NvmeTier
+from tierstore.store import TierStore
 
 PATIENCE_S = 60.0
 
@@ -70,3 +75,44 @@ def replace_preadv(monkeypatch: pytest.MonkeyPatch, preadv: Hanging | Slow | Fai
     """The tier's page reads go through ``preadv`` from now on; None: through the system's again."""
     for module in (extents, reading):
         monkeypatch.setattr(module, "os", os if preadv is None else Calls(preadv=preadv))
+
+
+def disk_of(store: TierStore) -> NvmeTier:
+    tier = store._mover._records
+    assert isinstance(tier, NvmeTier)
+    return tier
+
+
+def hold_clock(tier: NvmeTier) -> None:
+    """Nothing of this disk happens by the clock from now on, however slow the machine is.
+
+    No read or write is late before ``time_is_up``, and what is left alone is not asked again before ``ask_again``, or
+    before what hung answers.
+    """
+    tier._patience.close()
+    breaker = tier._readers._breaker
+    breaker._pause_s = breaker._first_pause_s = breaker._longest_pause_s = math.inf
+
+
+def time_is_up(tier: NvmeTier, *, reads: int = 0) -> None:
+    """What the disk is at now is late: these reads, which hang while all others end, and a write that hangs."""
+    readers, writer = tier._readers, tier._writer
+
+    def only_those_hang() -> bool:
+        with readers._changed:
+            begun = not readers._jobs or len(readers._reading) == readers._count
+            return begun and len(readers._reading) == reads
+
+    wait_for(only_those_hang)
+    for read in readers._reading:
+        read.since = -math.inf
+    with writer._changed:
+        if writer._since is not None:
+            writer._since = -math.inf
+    readers.look(monotonic())
+    writer.look(monotonic())
+
+
+def ask_again(tier: NvmeTier) -> None:
+    """The pause of a disk that is left alone is over."""
+    tier._readers._breaker._again = -math.inf

@@ -1,0 +1,57 @@
+"""The thread that sees what hangs: it looks again and again, whatever a look meets, and a tier is told in its time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+
+import pytest
+
+from tests.nvme.rig import PATIENCE_S, Rig
+from tests.support.sick_disk import Hanging
+from tierstore.nvme.patience import Patience
+
+
+def test_it_looks_on_after_an_error_and_never_once_it_is_closed(caplog: pytest.LogCaptureFixture) -> None:
+    looks: list[float] = []
+    often = threading.Event()
+
+    def broken(now: float) -> None:
+        raise RuntimeError("planted")
+
+    def look(now: float) -> None:
+        looks.append(now)
+        if len(looks) == 5:
+            often.set()
+
+    began = monotonic()
+    with caplog.at_level(logging.CRITICAL):
+        patience = Patience([broken, look], timeout_s=0.004)
+        assert often.wait(PATIENCE_S)
+        patience.close()
+    number = len(looks)
+    assert began <= looks[0]
+    assert looks == sorted(looks)
+    assert not patience._thread.is_alive()
+    patience.close()
+    assert len(looks) == number
+
+
+def test_what_hangs_is_told_by_itself_once_its_time_is_up(
+    tmp_path: Path, payload: str, calls: Callable[..., None]
+) -> None:
+    rig = Rig(tmp_path)
+    assert rig.write(range(4)).ok
+    rig.close()
+    rig = Rig(tmp_path, timeout_s=0.05)
+    disk = Hanging(1)
+    calls(preadv=disk)
+    transfer, _ = rig.submit_read([3])
+    assert rig.ack(transfer).late == (0,)
+    assert rig.tier.state == "absent"
+    disk.go_on.set()
+    assert rig.ack(transfer).num_ready == 1
+    rig.close()
