@@ -56,7 +56,6 @@ class Directory:
         self.space = self.placement.space
         self.admitting = Admitting(self.residency, history, admission, budget, record_nbytes)
         self.hints = HintTable(self.residency)
-        self.promoting = Promoting(self.residency, self.traffic, self.loads, self.hints, metrics, page_nbytes)
         self.drops.left = self._left
         self._watcher: Callable[[PageKey, Tier], None] | None = None
         self.leasing = Leasing(
@@ -67,6 +66,9 @@ class Directory:
             metrics,
             self.drops.fate,
             self._hit,
+        )
+        self.promoting = Promoting(
+            self.residency, self.traffic, self.loads, self.leasing.open, self.hints, metrics, page_nbytes
         )
         self.outgoing = Outgoing(self.residency, self.space, self.loads, self.admitting, self.placement.sinks)
         self.arrivals = Arrivals(

@@ -185,7 +185,8 @@ class Leasing:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _attach_run(self, lease: LeaseRecord, index: int, keys: Sequence[PageKey]) -> bool:
-        """Adds the first of ``keys`` that are there, or only have to be copied into free slots; whether there was one.
+        """Adds the first of ``keys`` that are there, on their way, or only to be copied into free slots; whether there
+        was one.
 
         What is usual, without what is not: its Python is what the link and the first token wait for.
         """
@@ -194,7 +195,7 @@ class Leasing:
         if keys[0] in self._hbm.copies:
             slots = self._residency.pin_run(keys, Tier.HBM)
             lease.slots += slots
-            return self._taken(lease, keys[: len(slots)], Tier.HBM)
+            return self._taken(lease, keys[: len(slots)], Tier.HBM) or self._join_run(lease, index, keys)
         gate = self._loads.gate
         if lease.deadline is not None or gate == Tier.HBM:
             return False
@@ -204,6 +205,23 @@ class Leasing:
         lease.slots += [slot for slot, _ in places]
         lease.waiting.update(range(index, index + len(places)))
         return self._taken(lease, keys, gate)
+
+    def _join_run(self, lease: LeaseRecord, index: int, keys: Sequence[PageKey]) -> bool:
+        """Adds the first of ``keys`` that are on their way from one tier, the first of them certainly."""
+        assert self._hbm is not None
+        copies, by_slot, pin = self._hbm.copies, self._loads.by_slot, self._residency.pin
+        source = by_slot[copies[keys[0]].slot].source
+        joined = 0
+        for key in keys:
+            copy = copies.get(key)
+            load = None if copy is None or copy.ready else by_slot[copy.slot]
+            if load is None or load.source != source:
+                break
+            lease.slots.append(pin(key, Tier.HBM))
+            lease.waiting.add(index + joined)
+            load.waiters.append((lease, index + joined))
+            joined += 1
+        return self._taken(lease, keys[:joined], source)
 
     def _taken(self, lease: LeaseRecord, keys: Sequence[PageKey], source: Tier) -> bool:
         lease.sources += [source] * len(keys)

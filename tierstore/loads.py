@@ -71,16 +71,21 @@ class Loads:
         return load
 
     def start_run(
-        self, lease: LeaseRecord, index: int, keys: Sequence[PageKey], places: Sequence[tuple[int, int]]
+        self,
+        lease: LeaseRecord | None,
+        index: int,
+        keys: Sequence[PageKey],
+        places: Sequence[tuple[int, int]],
     ) -> None:
-        """As ``start`` for pages of a lease from ``index`` on, straight from the tier above all promotions.
+        """As ``start`` for pages of a lease from ``index`` on, or of none, straight from the tier above all promotions.
 
         ``places``: the slots reserved for them, and those of their sources, pinned.
         """
         by_slot, gate, parent = self.by_slot, self.gate, self._residency.lineage.parent
         moves = []
         for number, (key, (slot, source_slot)) in enumerate(zip(keys, places, strict=True), index):
-            by_slot[slot] = Load(key, slot, gate, source_slot, True, False, [(lease, number)])
+            waiters = [] if lease is None else [(lease, number)]
+            by_slot[slot] = Load(key, slot, gate, source_slot, True, False, waiters)
             moves.append(Move(key, source_slot, slot, 0, parent(key)))
         self._traffic.add_all(gate, Tier.HBM, moves)
 

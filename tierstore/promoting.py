@@ -16,9 +16,10 @@ from tierstore.traffic import BATCH_PAGES, Move
 from tierstore.types import Promoted, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Sequence, Set
 
     from tierstore.hints import HintTable
+    from tierstore.lease import LeaseRecord
     from tierstore.loads import Loads
     from tierstore.metrics import Metrics
     from tierstore.residency import Residency
@@ -44,6 +45,7 @@ class Promoting:
         residency: Residency,
         traffic: Traffic,
         loads: Loads,
+        leases: Set[LeaseRecord],
         hints: HintTable,
         metrics: Metrics,
         page_nbytes: int,
@@ -52,6 +54,7 @@ class Promoting:
         self._tables = residency.tables
         self._traffic = traffic
         self._loads = loads
+        self._leases = leases
         self._hints = hints
         self._metrics = metrics
         self._page_nbytes = page_nbytes
@@ -84,15 +87,15 @@ class Promoting:
         started: list[PageKey] = []
         covered = 0
         if in_force and src is not None and not self._awaited(src):
-            for key in keys:
-                if key not in self._tables[tier].copies:
-                    if not self._tables[src].ready(key) or not self._find_room(tier, over):
-                        break
-                    self._bring(key, src, tier)
-                    self._note_brought(hint, key, src, tier)
-                    started.append(key)
-                self._keep(hint, key, tier)
-                covered += 1
+            while covered < len(keys):
+                run = self._bring_some(keys[covered:], src, tier, over)
+                if run is None:
+                    break
+                self._note_brought(hint, run, src, tier)
+                started += run
+                there = max(1, len(run))
+                self._keep(hint, keys[covered : covered + there], tier)
+                covered += there
             while len(self._brought) > self._most_brought:
                 self._brought.popitem(last=False)
         self._settle()
@@ -111,16 +114,15 @@ class Promoting:
 
     def used(self, keys: Sequence[PageKey], source: Tier) -> None:
         """A lease took pages in, which were readable in ``source``."""
-        for key in keys if self._brought else ():
-            brought = self._brought.pop(key, None)
-            if brought is not None:
-                self._note_used(brought, source)
-
-    def _note_used(self, brought: _Brought, source: Tier) -> None:
-        self._count("useful" if source <= brought.tier else "late")
-        # Reads and loads go side by side, page after page: the slower of the two is what a lease would have waited.
-        done = [way for way in brought.ways if way[1] >= source]
-        self._metrics.avoided(max(map(self._traffic.page_seconds, done), default=0.0))
+        if not self._brought:
+            return
+        taken = [self._brought.pop(key, None) for key in keys]
+        kinds = Counter((each.tier, each.ways) for each in taken if each is not None)
+        for (tier, ways), pages in kinds.items():
+            self._count("useful" if source <= tier else "late", pages)
+            # Reads and loads go side by side, page after page: the slower of the two is what a lease would have waited.
+            done = [way for way in ways if way[1] >= source]
+            self._metrics.avoided(pages * max(map(self._traffic.page_seconds, done), default=0.0))
 
     def left(self, key: PageKey, tier: Tier) -> None:
         """A copy was dropped."""
@@ -131,20 +133,24 @@ class Promoting:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _count(self, result: str) -> None:
-        self._metrics.prefetched(result, self._page_nbytes)
+    def _count(self, result: str, pages: int = 1) -> None:
+        self._metrics.prefetched(result, pages * self._page_nbytes)
 
-    def _note_brought(self, hint: Hint, key: PageKey, src: Tier, tier: Tier) -> None:
-        before = self._brought.pop(key, None)
-        ways = before.ways if before is not None and before.tier == src else ()
-        self._brought[key] = _Brought(tier, hint, (*ways, (src, tier)))
+    def _note_brought(self, hint: Hint, keys: Sequence[PageKey], src: Tier, tier: Tier) -> None:
+        first = _Brought(tier, hint, ((src, tier),))
+        for key in keys:
+            before = self._brought.pop(key, None)
+            further = before is not None and before.tier == src
+            self._brought[key] = first._replace(ways=before.ways + first.ways) if further else first
 
     def _awaited(self, src: Tier) -> bool:
         """Whether a lease waits for a page that has to come from there."""
+        by_slot = self._loads.by_slot
         return any(
-            load.source == src
-            and any(not lease.released and index in lease.waiting for lease, index in load.waiters)
-            for load in self._loads.by_slot.values()
+            load is not None and load.source == src
+            for lease in self._leases
+            if not lease.released
+            for load in (by_slot.get(lease.slots[index]) for index in lease.waiting)
         )
 
     def _find_room(self, tier: Tier, over: Sequence[Hint]) -> bool:
@@ -184,6 +190,36 @@ class Promoting:
         keepers = self._keepers[place]
         return keepers == 1 or keepers == sum(place in self._kept.get(name, ()) for name in later)
 
+    def _bring_some(
+        self, keys: Sequence[PageKey], src: Tier, dst: Tier, over: Sequence[Hint]
+    ) -> Sequence[PageKey] | None:
+        """Brings the first of ``keys``, and those after it that are as easily had: these. () if it is in ``dst``
+        already, None if it cannot be brought."""
+        if keys[0] in self._tables[dst].copies:
+            return ()
+        if self._residency.exactness.lossless and self._tables[dst].free:
+            return self._bring_run(keys, src, dst) or None
+        if not self._tables[src].ready(keys[0]) or not self._find_room(dst, over):
+            return None
+        self._bring(keys[0], src, dst)
+        return keys[:1]
+
+    def _bring_run(self, keys: Sequence[PageKey], src: Tier, dst: Tier) -> Sequence[PageKey]:
+        """As ``_bring`` for the first of ``keys``, into free slots."""
+        places = self._residency.reserve_run(keys, dst, src, pins=0)
+        keys = keys[: len(places)]
+        self._moving.update(((key, dst), None) for key in keys)
+        if dst == Tier.HBM and src == self._loads.gate:
+            self._loads.start_run(None, 0, keys, places)
+            return keys
+        parent = self._residency.lineage.parent
+        moves = [
+            Move(key, source_slot, slot, 0, parent(key))
+            for key, (slot, source_slot) in zip(keys, places, strict=True)
+        ]
+        self._traffic.add_all(src, dst, moves)
+        return keys
+
     def _bring(self, key: PageKey, src: Tier, dst: Tier) -> None:
         residency = self._residency
         self._moving[key, dst] = None
@@ -194,19 +230,20 @@ class Promoting:
             return
         self._traffic.add(src, dst, Move(key, source_slot, slot, 0, residency.lineage.parent(key)))
 
-    def _keep(self, hint: Hint, key: PageKey, tier: Tier) -> None:
+    def _keep(self, hint: Hint, keys: Sequence[PageKey], tier: Tier) -> None:
         """Host memory that a page came through is free for the next once the page is on its way to HBM."""
         kept = self._kept.setdefault(hint.request_id, OrderedDict())
-        if tier == Tier.HBM and (key, Tier.HOST) in kept:
-            del kept[key, Tier.HOST]
-            self._let_go((key, Tier.HOST))
-        if (key, tier) not in kept:
-            kept[key, tier] = None
-            self._keepers[key, tier] += 1
         table = self._tables[tier]
-        copy = table.copies[key]
-        if copy.rank < BAND:
-            self._residency.rerank(key, tier, table.policy.retained(hint.priority))
+        for key in keys:
+            place, below = (key, tier), (key, Tier.HOST)
+            if tier == Tier.HBM and below in kept:
+                del kept[below]
+                self._let_go(below)
+            if place not in kept:
+                kept[place] = None
+                self._keepers[place] += 1
+            if table.copies[key].rank < BAND:
+                self._residency.rerank(key, tier, table.policy.retained(hint.priority))
 
     def _take_ended(self) -> None:
         """A newer hint of the same request begins with nothing kept."""

@@ -30,8 +30,8 @@ PROMOTING = [
     Bug("a hint that was withdrawn counts", "if in_force and src", "if src"),
     Bug(
         "leases that wait do not matter",
-        "return any(\n            load.source == src",
-        "return False and any(\n            load.source == src",
+        "return any(\n            load is",
+        "return False and any(\n            load is",
     ),
     Bug(
         "retained pages are displaced",
