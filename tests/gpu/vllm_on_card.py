@@ -1,0 +1,286 @@
+"""Real vLLM with the store beside vLLM's own ways to keep KV in host memory: ``python -m tests.gpu.vllm_on_card``.
+
+Each way is a life of its own in a process of its own, one after the other: a Llama of random weights, prompts of random
+tokens, one token asked for, so that the time of ``generate`` is the time to the first token. The last line is one JSON
+object: a row a life, the link's rate, and the ratios. A life that could not be lived has an ``error``. With ``--shape
+tiny --device cpu`` it runs on a CPU in two minutes, where vLLM's own ways do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "torch_dtype": "bfloat16",
+    },
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "vocab_size": 512,
+        "torch_dtype": "float32",
+    },
+}
+NUMBER_NBYTES = {"bfloat16": 2, "float32": 4}
+QUESTION = 64
+"""Tokens after the prompt that differ each time."""
+
+LIVES = ("plain", "host", "disk", "restarted", "OffloadingConnector", "SimpleCPUOffloadConnector")
+"""Plain vLLM; the store over host memory alone; over disk as well; the same again in a new process; vLLM's two."""
+
+
+def token_nbytes(shape: dict[str, Any]) -> int:
+    """K and V of all layers."""
+    numbers = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    return int(numbers) * NUMBER_NBYTES[shape["torch_dtype"]]
+
+
+def transfer_of(life: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """The connector of a life, as vLLM takes it."""
+    if life == "plain":
+        return None
+    host_nbytes = int(options.host_gib * (1 << 30))
+    if life in ("host", "disk", "restarted"):
+        config: dict[str, Any] = {"host": {"capacity": host_nbytes}}
+        if life != "host":
+            config["nvme"] = {"path": options.folder, "capacity": int(options.disk_gib * (1 << 30))}
+        extra: dict[str, Any] = {"config": config}
+        name, module = "TierStoreConnector", {"kv_connector_module_path": "tierstore.adapters.vllm"}
+    else:
+        name, module, extra = life, {}, {"cpu_bytes_to_use": host_nbytes}
+    return {
+        "kv_connector": name,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+        **module,
+    }
+
+
+class Life:
+    """One engine, scheduler and worker in this process."""
+
+    def __init__(self, life: str, options: argparse.Namespace) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        shape = SHAPES[options.shape]
+        model = Path(tempfile.mkdtemp())
+        config = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "tie_word_embeddings": False,
+            **shape,
+        }
+        (model / "config.json").write_text(json.dumps(config))
+        transfer = transfer_of(life, options)
+        more = {} if transfer is None else {"kv_transfer_config": KVTransferConfig(**transfer)}
+        if options.device == "cpu":
+            more |= {"num_gpu_blocks_override": 4 * (options.tokens // options.block_size + 4)}
+        began = time.perf_counter()
+        self._llm = LLM(
+            str(model),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=options.tokens + 1024,
+            gpu_memory_utilization=0.85,
+            enforce_eager=True,
+            enable_prefix_caching=True,
+            max_num_batched_tokens=8192,
+            block_size=options.block_size,
+            disable_log_stats=False,
+            max_num_seqs=8,
+            **more,
+        )
+        self.init_s = time.perf_counter() - began
+        self._vocabulary = shape["vocab_size"]
+        self._dice = random.Random(life)
+
+    def prompt(self, seed: int, tokens: int) -> list[int]:
+        """The same tokens for the same seed in every life."""
+        dice = random.Random(seed)
+        return [dice.randrange(10, self._vocabulary) for _ in range(tokens - QUESTION)]
+
+    def ask(self, prompt: list[int]) -> dict[str, Any]:
+        """Seconds to the first token after a new question, and how many tokens were not computed."""
+        from vllm import SamplingParams
+
+        question = [self._dice.randrange(10, self._vocabulary) for _ in range(QUESTION)]
+        asked: Any = [{"prompt_token_ids": prompt + question}]
+        wanted = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+        began = time.perf_counter()
+        output = self._llm.generate(asked, wanted, use_tqdm=False)[0]
+        return {"s": round(time.perf_counter() - began, 4), "cached": output.num_cached_tokens}
+
+    def settle(self, seconds: float) -> None:
+        """Steps for what goes on behind requests: short prompts that nobody knows."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.ask([self._dice.randrange(10, self._vocabulary) for _ in range(QUESTION)])
+            time.sleep(0.05)
+
+    def forget(self) -> bool:
+        """The engine's own prefix cache is emptied."""
+        return bool(self._llm.reset_prefix_cache())
+
+    def end(self) -> None:
+        """As a server does."""
+        self._llm.llm_engine.engine_core.shutdown(timeout=120.0)
+
+
+def live(life: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What one life measures. Every list holds its repetitions in order."""
+    engine = Life(life, options)
+    row: dict[str, Any] = {"life": life, "tokens": options.tokens, "init_s": round(engine.init_s, 1)}
+    engine.ask(engine.prompt(99, min(options.tokens, 9000)))  # what is compiled or allocated at first use
+    if life == "restarted":
+        row["restarted"] = [engine.ask(engine.prompt(0, options.disk_tokens))]
+        row["recompute_as_long"] = [engine.ask(engine.prompt(50, options.disk_tokens))]
+        engine.end()
+        return row
+    tokens = options.disk_tokens if life == "disk" else options.tokens
+    prompts = [engine.prompt(seed, tokens) for seed in range(1 if life == "disk" else options.times)]
+    row["recompute"] = [engine.ask(prompt) for prompt in prompts]
+    row["gpu_hit"] = [engine.ask(prompts[-1]) for _ in range(3)]
+    if life != "plain":
+        row["restore"] = []
+        for _ in range(options.restores):
+            engine.settle(options.settle_s)
+            row["forgotten"] = engine.forget()
+            row["restore"].append(engine.ask(prompts[-1]))
+    engine.settle(options.settle_s)
+    engine.end()
+    return row
+
+
+def link_gbps(device: str) -> float:
+    """One contiguous page-locked copy to the device, 10^9 bytes a second: the ceiling."""
+    from tierstore.bench.link import Ceiling
+
+    ceiling = Ceiling(device, (1 << 30) if device != "cpu" else (16 << 20))
+    return median(ceiling.gbps("h2d") for _ in range(6))
+
+
+def ratios(rows: dict[str, dict[str, Any]], shape: dict[str, Any], gbps: float) -> dict[str, float]:
+    """What the goals are about, as far as the lives were lived."""
+
+    def best(life: str, what: str) -> float | None:
+        found = [answer["s"] for answer in rows.get(life, {}).get(what, ())]
+        return median(found) if found else None
+
+    found: dict[str, float] = {}
+    restore, hit = best("host", "restore"), best("host", "gpu_hit")
+    peers = [s for s in (best(life, "restore") for life in LIVES[4:]) if s is not None]
+    if restore and peers:
+        found["restore / better peer"] = restore / min(peers)
+    if restore and hit:
+        cached = rows["host"]["restore"][-1]["cached"]
+        found["(restore - GPU hit) / link"] = (restore - hit) / (cached * token_nbytes(shape) / gbps / 1e9)
+    plain = best("plain", "recompute")
+    for life in ("host", *LIVES[4:]):
+        storing = best(life, "recompute")
+        if plain and storing:
+            found[f"recompute, {life} / plain"] = storing / plain
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def lives(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Each in a process of its own; one that fails has an error."""
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONHASHSEED": "0",  # vLLM 0.26 hashes blocks otherwise in every process
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
+    for life in options.only.split(","):
+        command = [sys.executable, "-m", "tests.gpu.vllm_on_card", *sys.argv[1:], "--life", life]
+        try:
+            ended = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+            )
+        except subprocess.TimeoutExpired:
+            yield {"life": life, "error": "it had not ended after 300 s"}
+            continue
+        if options.logs:
+            (Path(options.logs) / f"{life}.log").write_text(ended.stdout + ended.stderr)
+        last = ended.stdout.splitlines()[-1:] or [""]
+        if ended.returncode == 0 and last[0].startswith("{"):
+            yield json.loads(last[0])
+        else:
+            yield {"life": life, "error": (ended.stdout + ended.stderr)[-600:]}
+
+
+def main() -> None:
+    """See above."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="8b")
+    parser.add_argument("--device", default="cuda:0", help="cpu, or the card")
+    parser.add_argument("--tokens", type=int, default=131072, help="of a prompt")
+    parser.add_argument("--disk-tokens", type=int, default=16384, help="of the prompt that comes from disk")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--times", type=int, default=2, help="prompts computed in each life")
+    parser.add_argument("--restores", type=int, default=3)
+    parser.add_argument("--settle-s", type=float, default=4.0, help="for what is stored behind requests")
+    parser.add_argument("--host-gib", type=float, default=40.0)
+    parser.add_argument("--disk-gib", type=float, default=8.0)
+    parser.add_argument("--folder", default="", help="of the store on disk; one that goes away if empty")
+    parser.add_argument("--logs", default="", help="a folder for what each life said")
+    parser.add_argument("--only", default=",".join(LIVES), help="lives, with commas")
+    parser.add_argument("--life", default="", help="this one, in this process")
+    options = parser.parse_args()
+    if options.life:
+        sys.stdout.write(json.dumps(live(options.life, options)) + "\n")
+        return
+    with tempfile.TemporaryDirectory(prefix="tierstore-card-") as folder:
+        if not options.folder:
+            options.folder = folder
+            sys.argv += ["--folder", folder]
+        rows: dict[str, dict[str, Any]] = {}
+        for row in lives(options):
+            rows[row["life"]] = row
+            sys.stderr.write(json.dumps(row) + "\n")
+            sys.stderr.flush()
+    gbps = link_gbps(options.device)
+    report = {
+        "link_gbps": round(gbps, 2),
+        "ratios": ratios(rows, SHAPES[options.shape], gbps),
+        "rows": list(rows.values()),
+    }
+    sys.stdout.write(json.dumps(report) + "\n")
+
+
+if __name__ == "__main__":
+    main()
