@@ -57,6 +57,12 @@ class Arrivals:
         """
         transfer = self._traffic.settle(ack, now)
         self._metrics.moved(transfer, ack, self._page_nbytes)
+        whole = ack.ok and not (ack.failures or ack.late)
+        if whole and transfer.dst == Tier.HBM and self._loads.owned:
+            keys, src = transfer.keys, transfer.src
+            self._loads.all_arrived(keys, src, transfer.src_slots, transfer.dst_slots)
+            self._placement.sinks.all_unpinned(keys, src)
+            return
         failures = dict(ack.failures)
         if not ack.ok and not failures:
             failures = dict.fromkeys(range(len(transfer.keys)), Failure.IO_ERROR)

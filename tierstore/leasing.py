@@ -132,6 +132,8 @@ class Leasing:
         if not lease.complete or lease.landing:
             return None
         slots, by_slot = lease.slots, self._loads.by_slot
+        if not self._loads.promoting:
+            return list(map(slots.__getitem__, lease.waiting))
         coming = []
         for index in lease.waiting:
             load = by_slot.get(slots[index])
@@ -170,13 +172,12 @@ class Leasing:
         if lease.held:
             pins = lease.held[-limit:]
             del lease.held[-limit:]
-            self._residency.touch([key for key, _ in pins])
-            for key, slot in reversed(pins):
-                self._unpin(key, slot)
+            self._release([key for key, _ in pins], [slot for _, slot in pins])
         else:
-            start = max(0, len(lease.slots) - limit)
-            self._residency.touch(lease.keys[start : len(lease.slots)])
-            self._unpin_from(lease, start)
+            end = len(lease.slots)
+            start = max(0, end - limit)
+            self._release(lease.keys[start:end], lease.slots[start:])
+            del lease.slots[start:]
         more = bool(lease.held or lease.slots)
         if not more:
             self.open.discard(lease)
@@ -292,6 +293,14 @@ class Leasing:
         if not load.submitted:
             self._loads.cancel(load.slot)
         return load.submitted
+
+    def _release(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
+        """These pages were used, and a pin of each ends."""
+        if self._hbm is None:
+            self._residency.touch(keys)
+            return
+        self._residency.runs.release(keys, Tier.HBM, slots)
+        self._sinks.all_unpinned(reversed(keys), Tier.HBM)
 
     def _unpin_from(self, lease: LeaseRecord, start: int) -> None:
         if self._hbm is not None:

@@ -46,10 +46,11 @@ class Loads:
         """An engine's slots whose lease was released before they were loaded, once nothing writes them."""
         self._residency = residency
         self._traffic = traffic
-        self._owned = owned
+        self.owned = owned
         """Whether HBM has a residency table; an engine's slots have none."""
         self.gate: Tier = next(tier for tier in (Tier.HOST, Tier.NVME, Tier.HBM) if tier in residency.tables)
-        self._promoting: dict[PageKey, list[Load]] = {}
+        self.promoting: dict[PageKey, list[Load]] = {}
+        """Those that wait for their page to come up to HOST; all others are submitted."""
         self._queue: deque[PageKey] = deque()
 
     @property
@@ -64,7 +65,7 @@ class Loads:
         if source == self.gate:
             self._submit(load)
         else:
-            waiting = self._promoting.setdefault(key, [])
+            waiting = self.promoting.setdefault(key, [])
             if not waiting:
                 self._queue.append(key)
             waiting.append(load)
@@ -99,11 +100,11 @@ class Loads:
         most = self._traffic.carrying(Tier.NVME, Tier.HOST) + BATCH_PAGES
         while queue and self._traffic.carrying(Tier.NVME, Tier.HOST) < most:
             key = queue[0]
-            if key in self._promoting and key not in residency.tables[Tier.HOST].copies:
+            if key in self.promoting and key not in residency.tables[Tier.HOST].copies:
                 if not residency.tables[Tier.NVME].ready(key):
                     self.lost(key)
                 elif not residency.tables[Tier.HOST].free and self._unheld(key):
-                    self._end_unheld(self._promoting[key])
+                    self._end_unheld(self.promoting[key])
                 else:
                     try:
                         slot = residency.reserve(key, Tier.HOST, 0, Tier.NVME)
@@ -118,7 +119,7 @@ class Loads:
 
     def promoted(self, key: PageKey) -> None:
         """The page is readable in HOST: its loads go on from there."""
-        for load in self._promoting.pop(key, ()):
+        for load in self.promoting.pop(key, ()):
             source_slot = self._residency.pin(key, Tier.HOST)
             self._residency.unpin(key, load.source, load.source_slot)
             load.source, load.source_slot = Tier.HOST, source_slot
@@ -126,7 +127,7 @@ class Loads:
 
     def lost(self, key: PageKey) -> None:
         """The page cannot be promoted: its loads end without it."""
-        for load in self._promoting.pop(key, ()):
+        for load in self.promoting.pop(key, ()):
             self._residency.unpin(key, load.source, load.source_slot)
             self._end(load, arrived=False)
 
@@ -139,17 +140,28 @@ class Loads:
     def arrived(self, key: PageKey, slot: int) -> None:
         """A transfer has filled the slot."""
         load = self.by_slot.get(slot)
-        if self._owned and not self._residency.commit(key, Tier.HBM, slot):
+        if self.owned and not self._residency.commit(key, Tier.HBM, slot):
             return
         if load is not None and load.key == key and load.submitted:
             self._end(load, arrived=True)
+
+    def all_arrived(
+        self, keys: Sequence[PageKey], src: Tier, src_slots: Sequence[int], slots: Sequence[int]
+    ) -> None:
+        """As ``arrived`` for each; their sources are let go. Where HBM is the store's own."""
+        readable = self._residency.runs.arrive(keys, src, src_slots, Tier.HBM, slots)
+        by_slot = self.by_slot
+        for key, slot, there in zip(keys, slots, readable, strict=True):
+            load = by_slot.get(slot)
+            if there and load is not None and load.key == key and load.submitted:
+                self._end(load, arrived=True)
 
     def failed(self, key: PageKey, slot: int) -> None:
         """A transfer has ended without filling the slot."""
         load = self.by_slot.get(slot)
         if load is not None and load.key == key and load.submitted:
             self._end(load, arrived=False)
-        elif self._owned:
+        elif self.owned:
             self._residency.fail(key, Tier.HBM, slot)
 
     def late(self, key: PageKey, slot: int) -> None:
@@ -162,12 +174,12 @@ class Loads:
         """The page's HBM copy on its way was aborted or replaced; nobody waits for this load any more."""
         load = self.by_slot.pop(slot)
         if not load.submitted:
-            waiting = self._promoting[load.key]
+            waiting = self.promoting[load.key]
             waiting.remove(load)
             if not waiting:
-                del self._promoting[load.key]
+                del self.promoting[load.key]
             self._residency.unpin(load.key, load.source, load.source_slot)
-            if self._owned:
+            if self.owned:
                 self._residency.fail(load.key, Tier.HBM, slot)
         return load
 
@@ -176,9 +188,9 @@ class Loads:
 
         They wait for a promotion, which may never come; their HBM slots are free at once.
         """
-        if wanted <= 0 or not self._owned:
+        if wanted <= 0 or not self.owned:
             return
-        unheld = [x for key, loads in self._promoting.items() for x in loads if self._unheld(key)]
+        unheld = [x for key, loads in self.promoting.items() for x in loads if self._unheld(key)]
         self._end_unheld(unheld[-wanted:])
 
     def abandon(self, slot: int) -> None:
@@ -191,7 +203,7 @@ class Loads:
 
     def _unheld(self, key: PageKey) -> bool:
         """Whether no lease holds the page's HBM copy on its way. An engine's loads are abandoned one by one instead."""
-        return self._owned and not self._residency.tables[Tier.HBM].copies[key].pins
+        return self.owned and not self._residency.tables[Tier.HBM].copies[key].pins
 
     def _end_unheld(self, loads: Sequence[Load]) -> None:
         for load in list(loads):
@@ -208,6 +220,6 @@ class Loads:
         del self.by_slot[load.slot]
         if load.abandoned:
             self.abandoned.append(load.slot)
-        if self._owned and not arrived:
+        if self.owned and not arrived:
             self._residency.fail(load.key, Tier.HBM, load.slot)
         self.ended.append((load, arrived))

@@ -116,6 +116,8 @@ class PendingEvents:
 
     def writers(self, slots: Iterable[int]) -> Event | None:
         """What ends the writing of these slots; None: their bytes are there."""
+        if not self._writers:
+            return None
         events = {id(e): e for e in map(self._writers.get, slots) if e is not None and not e.query()}
         return AllOf(tuple(events.values())) if events else None
 

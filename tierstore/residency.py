@@ -17,6 +17,7 @@ from tierstore.errors import CapacityError, LeaseError
 from tierstore.exactness import Exactness
 from tierstore.lineage import Lineage
 from tierstore.memory_only import MemoryOnly
+from tierstore.runs import Runs
 from tierstore.settling import Settling
 from tierstore.tier_table import Dead
 from tierstore.types import Copy, PageKey, Tier
@@ -57,6 +58,8 @@ class Residency:
         """Pages that lost their parent and are not yet at the front of the victim order."""
         self._order = list(self.tables.items())
         self._settling = Settling(self.tables, self.lineage, self.memory_only)
+        self.runs = Runs(self.tables, self._settling, self)
+        """The same for many pages at once."""
 
     # -- questions ----------------------------------------------------------------------------------------------
 

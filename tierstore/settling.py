@@ -57,11 +57,15 @@ class Settling:
     def settle(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy) -> None:
         """Puts a readable, unpinned copy into the queue it belongs to, and out of the others."""
         if tier == self._memory_only.lowest_for(key):
-            above = self._above[tier]
-            mirror = _ready_in(above, key)
+            mirror = held = False
+            for copies in self._above[tier]:
+                other = copies.get(key)
+                if other is not None and other.ready:
+                    mirror = True
+                    held = held or other.pins > 0
             if not mirror and self._lineage.has_children(key):
                 table.withdraw(copy)
-            elif mirror and not any(x[key].pins for x in above if _ready_in((x,), key)):
+            elif mirror and not held:
                 table.wait(copy, key, table.mirrors)
             else:
                 table.wait(copy, key, table.droppable)

@@ -124,6 +124,11 @@ class Sinks:
             self._leaving.discard((tier, key))
             self._space.drop(key, tier)
 
+    def all_unpinned(self, keys: Iterable[PageKey], tier: Tier) -> None:
+        """As ``unpinned`` for each."""
+        for key in keys if self._leaving else ():
+            self.unpinned(key, tier)
+
     def _step(self, key: PageKey, sink: Sink, now: float) -> _Step:
         holders = [tier for tier in self._tiers if self._tables[tier].ready(key)]
         if not holders:

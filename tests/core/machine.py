@@ -122,6 +122,13 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
     def settle(self, data: st.DataObject, well: bool) -> None:
         self._settle(data.draw(st.sampled_from(self.flights)), well=well)
 
+    @precondition(lambda self: any(f.src and f.dst is Tier.HBM for f in self.flights))
+    @rule(data=st.data())
+    def a_run_arrives(self, data: st.DataObject) -> None:
+        src = data.draw(st.sampled_from(sorted({f.src for f in self.flights if f.src and f.dst is Tier.HBM})))
+        flights = [f for f in self.flights if f.src is src and f.dst is Tier.HBM]
+        self._arrive(data.draw(st.permutations(flights)))
+
     @precondition(lambda self: any(f.live for f in self.flights))
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -167,6 +174,14 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
         hold = data.draw(st.sampled_from(self.holds))
         self.residency.unpin(*hold)
         self.holds.remove(hold)
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def release_a_run(self, data: st.DataObject) -> None:
+        """Some holds of a tier, in any order, a page with two holds among them."""
+        tier = data.draw(st.sampled_from(sorted({hold.tier for hold in self.holds})))
+        holds = data.draw(st.permutations([hold for hold in self.holds if hold.tier is tier]))
+        self._release(holds[: data.draw(st.integers(1, len(holds)))])
 
     @rule(keys=key_lists)
     def touch(self, keys: list[PageKey]) -> None:

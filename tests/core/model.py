@@ -158,6 +158,29 @@ class ResidencyModel:
         if flight.live:
             self._now_readable(key, dst, slot, flight.parent)
 
+    def _arrive(self, flights: list[Flight]) -> None:
+        """Flights from one tier into HBM end well together."""
+        for flight in flights:
+            assert self.hardware.run(flight, well=True) or not flight.live
+            self.flights.remove(flight)
+        keys, src = [f.key for f in flights], flights[0].src
+        assert src is not None
+        slots, src_slots = [f.dst_slot for f in flights], [f.src_slot for f in flights]
+        found = self.residency.runs.arrive(keys, src, src_slots, Tier.HBM, slots)
+        assert found == [f.live for f in flights]
+        for flight in flights:
+            if flight.live:
+                self._now_readable(flight.key, Tier.HBM, flight.dst_slot, None)
+
+    def _release(self, holds: list[Hold]) -> None:
+        """Pins of one tier end together; their pages were used."""
+        keys, slots = [hold.key for hold in holds], [hold.slot for hold in holds]
+        for key in keys:
+            self.history.hit(key, below=False)
+        self.residency.runs.release(keys, holds[0].tier, slots)
+        for hold in holds:
+            self.holds.remove(hold)
+
     # -- the model ----------------------------------------------------------------------------------------------
 
     def _places(self) -> list[Hold]:

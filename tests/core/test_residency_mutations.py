@@ -12,7 +12,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.core import planting
 from tests.core.machine import ResidencyMachine
 from tests.core.model import Code
-from tierstore import lineage, memory_only, residency, settling, tier_table, victims
+from tierstore import lineage, memory_only, residency, runs, settling, tier_table, victims
 from tierstore.errors import TierStoreError
 from tierstore.policy import queue
 
@@ -122,6 +122,47 @@ BUGS = [
         "                if lowest_for(key) != tier:\n                    self._settling.settle_mirror(key, tier)\n",
         "",
     ),
+    Bug(
+        "a run that arrived stays in its queues",
+        runs,
+        "            resettle(key)\n            found",
+        "            found",
+    ),
+    Bug("a run that arrived is not counted as there", runs, "            table.arriving -= 1\n", ""),
+    Bug("a run without holders is not idle", runs, "            table.idle += not copy.pins\n", ""),
+    Bug(
+        "the sources of a run stay pinned",
+        runs,
+        "            below.pins -= 1\n            if not",
+        "            if not",
+    ),
+    Bug("a run's sources are not counted as let go", runs, "                source.pinned -= 1\n", ""),
+    Bug(
+        "a run arrives in another copy",
+        runs,
+        "copy is None or copy.slot != slot or below",
+        "copy is None or below",
+    ),
+    Bug(
+        "a run lets go another source",
+        runs,
+        "below.slot != src_slot or not below.pins",
+        "not below.pins",
+    ),
+    Bug(
+        "a run that was let go stays in its queues",
+        runs,
+        "            resettle(key)\n        for",
+        "        for",
+    ),
+    Bug("a run keeps its holders", runs, "                copy.pins -= 1\n", ""),
+    Bug(
+        "a new rank of a run leaves the old one in the order",
+        runs,
+        "                        each.withdraw(copy)\n",
+        "",
+    ),
+    Bug("a run lets go another copy", runs, "if copy is None or copy.slot != slot:", "if copy is None:"),
     Bug(
         "a capacity failure keeps the source pinned",
         residency,
@@ -338,11 +379,12 @@ def with_bug(bug: Bug) -> Code:
     planted = planting.Bug(bug.name, bug.old, bug.new)
     rooms = {
         module: planting.load(module, planted if module is bug.module else None)
-        for module in (queue, lineage, memory_only, settling, tier_table, victims, residency)
+        for module in (queue, lineage, memory_only, settling, runs, tier_table, victims, residency)
     }
     vars(rooms[tier_table])["VictimQueue"] = vars(rooms[queue])["VictimQueue"]
     vars(rooms[residency])["Lineage"] = vars(rooms[lineage])["Lineage"]
     vars(rooms[residency])["Settling"] = vars(rooms[settling])["Settling"]
+    vars(rooms[residency])["Runs"] = vars(rooms[runs])["Runs"]
     vars(rooms[residency])["MemoryOnly"] = vars(rooms[memory_only])["MemoryOnly"]
     vars(rooms[residency])["choose_victims"] = vars(rooms[victims])["choose_victims"]
     vars(rooms[residency])["Dead"] = vars(rooms[tier_table])["Dead"]
