@@ -48,11 +48,11 @@ class Exactness:
             return len(keys)
         return next((index for index, key in enumerate(keys) if not self.exact(key)), len(keys))
 
-    def loaded(self, key: PageKey, src: Tier, dst: Tier) -> None:
-        """A copy is on its way from ``src`` to ``dst``."""
+    def loaded(self, keys: Sequence[PageKey], src: Tier, dst: Tier) -> None:
+        """Copies are on their way from ``src`` to ``dst``."""
         first = self._first_lossy
-        if first is not None and dst < first <= src and not self.exact(key):
-            self._tainted.add(key)
+        if first is not None and dst < first <= src:
+            self._tainted.update(key for key in keys if not self.exact(key))
 
     def put(self, key: PageKey, parent: PageKey | None) -> None:
         """The page is put, after ``parent``, whose copies are still there. Before its copy counts."""

@@ -191,8 +191,18 @@ class Leasing:
 
         What is usual, without what is not: its Python is what the link and the first token wait for.
         """
-        if self._hbm is None or not self._residency.exactness.lossless:
+        exact = self._residency.exactness.prefix(keys)
+        if lease.exact:
+            keys = keys[:exact]
+        if self._hbm is None or not keys or not self._take_run(lease, index, keys):
             return False
+        if lease.inexact_from is None and index + exact < len(lease.slots):
+            lease.inexact_from = index + exact
+        return True
+
+    def _take_run(self, lease: LeaseRecord, index: int, keys: Sequence[PageKey]) -> bool:
+        """``_attach_run`` without a look at whether they are exact."""
+        assert self._hbm is not None
         if keys[0] in self._hbm.copies:
             slots = self._residency.pin_run(keys, Tier.HBM)
             lease.slots += slots

@@ -184,7 +184,7 @@ class Residency:
         if memory_only and not self.held(key):
             self.memory_only.restrict(key)
         if src is not None:
-            self.exactness.loaded(key, src, dst)
+            self.exactness.loaded((key,), src, dst)
         slot, rank = table.take(nbytes), table.policy.enter(key)
         if src is not None and src < dst and self.tables[src].copies[key].rank < 0:
             rank = table.policy.unwanted()  # what nobody wants above is the first to go below, too
@@ -199,7 +199,7 @@ class Residency:
         """As ``reserve`` from below, for the first of ``keys`` that need no eviction: slot and slot in ``src``.
 
         Ends before a page that has a copy in ``dst`` or none that is readable in ``src``, and where no slot is free.
-        ``dst`` has slots; no tier is lossy. One call for many pages: a page costs a third of what ``reserve`` takes.
+        ``dst`` has slots. One call for many pages: a page costs a third of what ``reserve`` takes.
         """
         table, source, lowest_for = self.tables[dst], self.tables[src], self.memory_only.lowest_for
         copies, free, enter = table.copies, table.free, table.policy.enter
@@ -218,6 +218,7 @@ class Residency:
             slot = free.pop()
             copies[key] = Copy(slot, 0, enter(key), pins=pins)
             found.append((slot, below.slot))
+        self.exactness.loaded(keys[: len(found)], src, dst)
         table.arriving += len(found)
         table.pinned += len(found) if pins else 0
         self._settling.give_up_places(dst, table)

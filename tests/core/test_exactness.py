@@ -109,7 +109,10 @@ class ExactnessMachine(RuleBasedStateMachine):
         self.check()
 
     def start(self, key: PageKey, src: Tier, dst: Tier) -> None:
-        slot = self.residency.reserve(key, dst, src=src)
+        if len(self.moving) % 2:  # in a run, as leases take pages
+            [(slot, _)] = self.residency.reserve_run([key], dst, src, pins=0)
+        else:
+            slot = self.residency.reserve(key, dst, src=src)
         self.moving.append((key, src, self.residency.tables[src].copies[key].slot, dst, slot))
 
     def may_move(self, key: PageKey, src: Tier, dst: Tier) -> bool:

@@ -117,6 +117,26 @@ def test_more_pages_fit_and_come_back_near_and_are_told_from_exact_ones(codec: s
         store.check()
 
 
+def test_a_lease_knows_where_its_exact_pages_end_wherever_they_are() -> None:
+    """Pages are taken in runs: one that goes on over the first page that is not exact, and one that ends before it."""
+    keys = chain(6, "a")
+    with open_store(None) as store:
+        put(store, keys)
+        store.demote(keys, Tier.HOST)
+        assert store.drain(PATIENCE_S)
+        put(store, keys[:2])
+        for tiers in ((Tier.HBM,) * 2 + (Tier.HOST,) * 4, (Tier.HBM,) * 6):
+            assert store.match(keys).tiers == tiers
+            with store.acquire(keys, exact=True) as lease:
+                assert lease.wait(PATIENCE_S) is LeaseState.READY
+                assert (lease.num_pages, lease.exact, lease.missing_because) == (2, True, "inexact")
+            with store.acquire(keys[:2]) as lease, store.acquire(keys) as longer:
+                assert longer.wait(PATIENCE_S) is LeaseState.READY
+                assert (lease.exact, longer.num_pages, longer.exact) == (True, 6, False)
+                assert longer._record.inexact_from == 2
+            store.check()
+
+
 @pytest.mark.parametrize("payload", ["lmdb", "extents"])
 @pytest.mark.parametrize(
     ("codec", "disk"),
