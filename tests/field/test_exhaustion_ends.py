@@ -114,10 +114,10 @@ def test_a_load_whose_staging_stands_still_ends_without_a_deadline_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # F030: fails fast once what HOST waits for has stood still for so long
-    monkeypatch.setattr("tierstore.space.STALL_S", 0.05)
     bench = open_bench(tiers(6, 2, tmp_path), SPEC)
     store, wanted = bench.store, chain(3, "wanted")
     on_disk(store, wanted)
+    monkeypatch.setattr("tierstore.space.STALL_S", 0.05)
     bench.copies.hold(OUT)
     write(store, chain(2, "under way"))
     store.demote(chain(2, "under way"), Tier.HOST)

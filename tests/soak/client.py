@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tests.soak.account import Account, Overdue, WrongBytes, rss_nbytes, say
+from tests.soak.account import PATIENCE_S, Account, Overdue, WrongBytes, rss_nbytes, say
 from tests.soak.engine_owned import EngineClient
 from tests.soak.faults import Trouble
 from tests.soak.own import OwnClient
@@ -68,10 +68,13 @@ class Role:
     plant: bool = False
 
 
-def run(role: Role, home: Path) -> int:
-    """Plays a client to its end and says so in lines of JSON; its exit status."""
+def run(role: Role, home: Path, until: Set[str] = frozenset()) -> int:
+    """Plays a client to its end and says so in lines of JSON; its exit status.
+
+    ``until``: faults. It acts on after its time until it has met each of them.
+    """
     try:
-        _run(role, home)
+        _run(role, home, until)
     except WrongBytes as error:
         say(failed=str(error))
         return WRONG
@@ -81,16 +84,16 @@ def run(role: Role, home: Path) -> int:
     return 0
 
 
-def _run(role: Role, home: Path) -> None:
+def _run(role: Role, home: Path, until: Set[str]) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # two that wait for each other on a busy machine are a hundred times slower
     try:
-        _live(role, home)
+        _live(role, home, until)
     finally:
         torch.set_num_threads(threads)
 
 
-def _live(role: Role, home: Path) -> None:
+def _live(role: Role, home: Path, until: Set[str]) -> None:
     account = Account()
     client = KINDS[role.kind](home, role.seed, account)
     store = client.bench.store
@@ -101,22 +104,31 @@ def _live(role: Role, home: Path) -> None:
     trouble = Trouble(client.bench, home, role.profile, role.seed, role.seconds, account)
     client.trouble = trouble
     with trouble:
-        start = _act(client, role, account)
+        start = _act(client, role, account, until)
     client.finish()
     _tell(account, store)
     store.close(timeout_s=2.0 if trouble.losing else 30.0)
     say(closed=True, rss={"start": start, "end": rss_nbytes()})
 
 
-def _act(client: Client, role: Role, account: Account) -> int:
-    """Lets the client's threads act; bytes in memory after the first quarter of the time."""
+def _act(client: Client, role: Role, account: Account, until: Set[str]) -> int:
+    """Lets the client's threads act, once each at least; bytes in memory after the first quarter of the time."""
     end = monotonic() + role.seconds
     errors: list[BaseException] = []
+
+    def over() -> bool:
+        late = monotonic() - end
+        if late < 0 or until <= account.snapshot().get("faults", {}).keys():
+            return late >= 0
+        if late >= PATIENCE_S:
+            raise Overdue(f"these faults were not all met in {PATIENCE_S:g} s: {sorted(until)}")
+        return False
 
     def work(index: int) -> None:
         hand = client.hand(f"{role.seed} {index}")
         try:
-            while monotonic() < end and not errors:
+            client.act(hand)
+            while not errors and not over():
                 client.act(hand)
             client.rest(hand)
         except BaseException as error:  # noqa: BLE001  carried to the client's own thread

@@ -138,8 +138,13 @@ def again(role: Role) -> str:
     return f"python -m tests.soak --client DIR {shlex.join(arguments(role))}"
 
 
-def soak(minutes: float, seconds: float, seed: int, *, plant: bool = False) -> dict[str, object]:
-    """Plays clients for ``minutes``; the summary. The directory is kept where something went wrong."""
+def soak(
+    minutes: float, seconds: float, seed: int, *, plant: bool = False, least: int = 1
+) -> dict[str, object]:
+    """Plays clients for ``minutes``, and ``least`` of them; the summary.
+
+    The directory is kept where something went wrong.
+    """
     folder = Path(tempfile.mkdtemp(prefix="tierstore-soak-"))
     game = Soak(folder / "store", seed, seconds, plant=plant)
     end = monotonic() + 60 * minutes
@@ -148,7 +153,7 @@ def soak(minutes: float, seconds: float, seed: int, *, plant: bool = False) -> d
     try:
         with Progress(transient=True) as bar:
             task = bar.add_task("soak", total=60 * minutes)
-            while (left := end - monotonic()) > 0:
+            while (left := end - monotonic()) > 0 or game.endings.total() < least:
                 bar.update(task, completed=60 * minutes - left)
                 game.play()
         game.add(role, alone.end())
