@@ -165,7 +165,7 @@ class Rig:
     def present(self, numbers: Sequence[int], version: int = 0) -> set[int]:
         """Which of ``numbers`` can be read; every one that can must have its bytes."""
         ack, out = self.read(numbers)
-        lost = {index for index, _ in ack.failures}
+        lost = {index for index, _ in ack.failures} | set(ack.late)
         there = [(index, n) for index, n in enumerate(numbers) if index not in lost]
         for index, n in there:
             np.testing.assert_array_equal(out[index], page(n, version, self.page_nbytes))
