@@ -62,12 +62,12 @@ class Machine:
     def __init__(self, module: ModuleType, patch: pytest.MonkeyPatch, seed: int) -> None:
         self.chance = random.Random(seed)
         self.current: Stream | None = None
-        patch.setattr(module, "SLAB_NBYTES", SLAB_PAGES * STRIDE)
         numbers = np.random.default_rng(seed)
         self.slots, self.host = numbers.integers(0, 256, (2, SLOTS, STRIDE), dtype=np.uint8)
         self.up, self.down, *side = self.streams = [Stream() for _ in range(4)]
         ends = [
-            (slabs, Link(self, slabs)) for slabs in (module.PayloadSlabs(STRIDE, STRIDE, self) for _ in "ud")
+            (slabs, Link(self, slabs))
+            for slabs in (module.PayloadSlabs(STRIDE, STRIDE, SLAB_PAGES * STRIDE, self) for _ in "ud")
         ]
         self.route = module.Coded("turned over", self, *ends, tuple(side), self)
 

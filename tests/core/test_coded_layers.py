@@ -22,7 +22,7 @@ from tests.core.test_coding import KERNELS_HERE
 from tierstore import gpu
 from tierstore.codecs import LOSSY
 from tierstore.codecs.held import Held, Packer
-from tierstore.gpu import coded, coded_path, lots
+from tierstore.gpu import coded_path, lots
 from tierstore.gpu.coded import Coded, PayloadSlabs
 from tierstore.gpu.coded_layers import parts_of
 from tierstore.gpu.coding import Coder
@@ -134,12 +134,14 @@ def open_bench(name: str, dtype: str, patch: pytest.MonkeyPatch, *, engine: bool
     patch.setattr(coded_path, "_any_call", lambda held, device: None)
     patch.setattr(coded_path, "SMALLEST_NBYTES", 1)
     patch.setattr(coded_path, "MOST_GROUPS", 3)
-    patch.setattr(coded, "SLAB_NBYTES", 2 * layout.blob_nbytes)
     pool: Own | EnginePool = engine_pool(layout) if engine else Own(layout)
     if isinstance(pool, Own):
         found = pool.lots
         patch.setattr(coded_path, "_lots", lambda pool, held: found)
-    slabs, driver = PayloadSlabs(layout.blob_nbytes, held.slot_nbytes, Card()), Driver()
+    slabs, driver = (
+        PayloadSlabs(layout.blob_nbytes, held.slot_nbytes, 2 * layout.blob_nbytes, Card()),
+        Driver(),
+    )
     layers, groups = coded_path._by_layers(pool, held, slabs, driver, CPU)  # type: ignore[arg-type]
     nothing: Any = None
     side: Any = (Stream(), Stream())

@@ -24,7 +24,7 @@ from tests.support import pages
 from tests.support.pages import PATIENCE_S, chain, page_tensor, tiers
 from tierstore import codecs, gpu
 from tierstore.codecs import LOSSY
-from tierstore.gpu import coded, coding_kernels
+from tierstore.gpu import coded_path, coding_kernels
 from tierstore.gpu.cuda_copies import CudaCopyEngine
 from tierstore.gpu.pool import EnginePages
 from tierstore.layout import PageLayout
@@ -102,7 +102,8 @@ def lossy(codec: str, page: torch.Tensor) -> tuple[bytes, torch.Tensor]:
 @pytest.fixture(params=NAMES)
 def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[benches.Bench]:
     """Slabs of three pages: transfers take turns."""
-    monkeypatch.setattr(coded, "SLAB_NBYTES", 3 * SPEC.page_nbytes)
+    for way in ("UP_NBYTES", "DOWN_NBYTES"):
+        monkeypatch.setattr(coded_path, way, 3 * SPEC.page_nbytes)
     config = tiers(16, 40, page_nbytes=SPEC.page_nbytes, host_more={"codec": request.param})
     opened = benches.open_bench(config, SPEC, pump=True)
     yield opened

@@ -25,8 +25,12 @@ if TYPE_CHECKING:
     from tierstore.gpu.layer_groups import LayerGroups
     from tierstore.gpu.routes import Route
 
-SLAB_NBYTES = 64 << 20
-"""Bytes of the pages whose payloads a slab holds, about what is launched at once; and its own at most."""
+UP_NBYTES = 128 << 20
+"""Bytes of the pages whose payloads a slab of loads holds; and its own at most. What the engine launches at once goes
+through one slab: a round of its own costs the caller a call of the driver and a launch."""
+
+DOWN_NBYTES = 64 << 20
+"""The same of saves, for which nobody waits."""
 
 _SLABS = 2
 
@@ -88,9 +92,10 @@ class TorchCard:
 class PayloadSlabs:
     """The slabs of one direction, used in turn: rows of ``stride`` bytes, first those of the one, then of the other."""
 
-    def __init__(self, page_nbytes: int, stride: int, card: Card) -> None:
+    def __init__(self, page_nbytes: int, stride: int, slab_nbytes: int, card: Card) -> None:
+        """``slab_nbytes``: see ``UP_NBYTES``."""
         self.stride = stride
-        self.pages = max(1, SLAB_NBYTES // max(page_nbytes, stride))
+        self.pages = max(1, slab_nbytes // max(page_nbytes, stride))
         # Zeros: what follows a payload in its row crosses the link, and nobody's bytes are to be in it.
         self.memory = card.zeros(_SLABS * self.pages * stride)
         self._free = [card.event() for _ in range(_SLABS)]

@@ -14,7 +14,7 @@ from tierstore.codecs import LOSSY
 from tierstore.gpu import lots
 from tierstore.gpu.calibration import rates_of
 from tierstore.gpu.choosing import Choice, Option
-from tierstore.gpu.coded import Coded, LayerCoder, PayloadSlabs, TorchCard
+from tierstore.gpu.coded import DOWN_NBYTES, UP_NBYTES, Coded, LayerCoder, PayloadSlabs, TorchCard
 from tierstore.gpu.coded_layers import parts_of
 from tierstore.gpu.coding import Call, Coder
 from tierstore.gpu.cuda_pool import CudaPool
@@ -53,7 +53,10 @@ def coded(pool: OwnPool | EnginePool, held: Held, driver: Driver, device: torch.
         return coder
     side = (driver.stream(device.index), driver.stream(device.index))
     card = TorchCard(device)
-    up, down = (PayloadSlabs(held.layout.blob_nbytes, held.slot_nbytes, card) for _ in "ud")
+    up, down = (
+        PayloadSlabs(held.layout.blob_nbytes, held.slot_nbytes, nbytes, card)
+        for nbytes in (UP_NBYTES, DOWN_NBYTES)
+    )
     for slabs in (up, down):
         for stream in side:
             slabs.memory.record_stream(stream)  # should the store be dropped with copies on their way
