@@ -12,7 +12,7 @@ from tierstore.bench.rows import Row
 
 
 def test_bench_core_tells_every_figure_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    sizes = ("--pages", "40", "--put-pages", "60", "--records", "500")
+    sizes = ("--pages", "40", "--put-pages", "60", "--records", "500", "--restore-pages", "40")
     program = "from tierstore.cli import main; main()"
     command = [sys.executable, "-c", program, "bench", "core", *sizes, "--dir", str(tmp_path), "--json"]
     result = subprocess.run(
@@ -34,6 +34,9 @@ def test_bench_core_tells_every_figure_and_leaves_nothing_behind(tmp_path: Path)
         "match of 40 pages",
         "acquire + release",
         "acquire from HOST",
+        "restore of 40 pages: first layer",
+        "restore of 40 pages: release",
+        "restore of 40 pages, int8: kernels",
         "lock hold",
         "memory of a page",
         "open with 500 records",

@@ -38,6 +38,9 @@ def core(
     records: Annotated[
         int, typer.Option(min=1, help="Resident pages whose memory is counted, and of the catalogue.")
     ] = 1_000_000,
+    restored: Annotated[
+        int, typer.Option("--restore-pages", min=1, help="Pages of 16 tokens of a restore without a card.")
+    ] = 8192,
     place: Annotated[
         Path, typer.Option("--dir", help="Where the disk tier goes; a folder in it comes and goes.")
     ] = Path(),
@@ -45,9 +48,11 @@ def core(
 ) -> None:
     """The metadata core: time and memory a page, the longest hold of the lock, reopening a large catalogue.
 
+    And what the host does for a restore from HOST, its pages as they are and as int8, while a link would carry them.
+
     Takes about two minutes at full size. Needs free disk space for the catalogue's nominal tier, which stays sparse.
     """
-    from tierstore.bench import catalogue, rows, running, tables
+    from tierstore.bench import catalogue, restore, rows, running, tables
 
     found: list[Row] = []
     with refusals(as_json):
@@ -56,6 +61,8 @@ def core(
         progress.print("time of the tables and calls")
         found += tables.reserve_and_commit(pages)
         found += running.calls(pages)
+        progress.print(f"a restore of {restored} pages without a card")
+        found += restore.rows(restored, 16, "none") + restore.rows(restored, 16, "int8")
         progress.print(f"holds of the lock while {put_pages} pages move")
         found += running.lock_holds(put_pages, Path(folder) / "held")
         progress.print(f"memory of {records} pages")

@@ -1,0 +1,297 @@
+"""What the host does for a restore, without a card: the store and the copy engine that a card has, over one on paper.
+
+A lease of pages of an 8B model's shape is taken from HOST, asked for layer after layer, waited for and released, on
+one thread that does nothing else. Copies end when a link of ``LINK_RATE`` would have carried their bytes. In no figure:
+what the driver's own calls and Triton's launches take; they are counted.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from statistics import median
+from threading import get_ident
+from time import perf_counter, thread_time
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+import torch
+
+from tierstore.assembly import Parts, make_directory
+from tierstore.bench.paper_card import (
+    NoThreads,
+    PaperCard,
+    PaperDriver,
+    PaperEvent,
+    PaperHost,
+    PaperKernel,
+    PaperPool,
+    PaperStream,
+)
+from tierstore.bench.rows import Row
+from tierstore.bench.tables import synthetic_pages
+from tierstore.codecs import LOSSY
+from tierstore.codecs.held import Held
+from tierstore.config import load_config
+from tierstore.gpu import lots, segments
+from tierstore.gpu.coded import DOWN_NBYTES, UP_NBYTES, Coded, LayerCoder, PayloadSlabs
+from tierstore.gpu.coded_layers import parts_of
+from tierstore.gpu.coded_path import MOST_GROUPS, SMALLEST_NBYTES
+from tierstore.gpu.coding import Coder
+from tierstore.gpu.cuda_copies import CudaCopyEngine
+from tierstore.gpu.device import CpuDevice
+from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu.routes import Straight
+from tierstore.layout import PageLayout
+from tierstore.metrics import Metrics
+from tierstore.mover import Mover
+from tierstore.store import TierStore
+from tierstore.types import LeaseState, PageSpec, Tier
+from tierstore.wakeup import Wakeup
+
+if TYPE_CHECKING:
+    from tierstore.gpu.routes import Route
+    from tierstore.types import PageKey
+
+LINK_RATE = 54.6e9
+"""Bytes a second, as measured on an H200."""
+
+_PATIENCE_S = 60.0
+_SAVE_RATE = 1e15
+_WAITING = "asking for layers and waiting"
+
+Codec = Literal["none", "int8"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of the pages: an 8B model's layers and heads."""
+
+    page_size: int
+    num_layers: int = 32
+
+    @property
+    def spec(self) -> PageSpec:
+        """Of bfloat16."""
+        return PageSpec(
+            num_layers=self.num_layers,
+            page_size=self.page_size,
+            num_kv_heads=8,
+            head_dim=128,
+            dtype="bfloat16",
+            model="paper",
+        )
+
+
+class Stopwatch:
+    """CPU time of the thread that made it, by part; a part inside another one counts for itself alone."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.calls: Counter[str] = Counter()
+        """Of other threads, too."""
+        self._inner = [0.0]
+        self._thread = get_ident()
+
+    def watch(self, owner: object, method: str, part: str) -> None:
+        """Calls of this method of this object count for ``part``."""
+        act = getattr(owner, method)
+
+        def timed(*given: Any, **named: Any) -> Any:
+            self.calls[part] += 1
+            if get_ident() != self._thread:
+                return act(*given, **named)
+            self._inner.append(0.0)
+            begun = thread_time()
+            try:
+                return act(*given, **named)
+            finally:
+                taken = thread_time() - begun
+                self.seconds[part] += taken - self._inner.pop()
+                self._inner[-1] += taken
+
+        setattr(owner, method, timed)
+
+    def clear(self) -> None:
+        """Begins again."""
+        self.seconds.clear()
+        self.calls.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """One restore: milliseconds from the call of ``acquire``, and microseconds of CPU time a page by part."""
+
+    acquired_ms: float
+    first_layer_ms: float
+    whole_ms: float
+    link_ms: float
+    parts: dict[str, float]
+    launches: int
+    driver_calls: int
+    pieces: int
+    kernels: int
+
+
+class Rig:
+    """A store over paper whose HOST holds ``pages`` pages."""
+
+    def __init__(self, pages: int, shape: Shape, codec: Codec) -> None:
+        layout = PageLayout.of(shape.spec)
+        held = Held.of(codec, layout)
+        self.pages, self.num_layers = pages, shape.num_layers
+        self.watch = Stopwatch()
+        self.driver = PaperDriver(_SAVE_RATE)
+        self.kernels = [PaperKernel([]) for _ in range(4)]
+        self._crossing = pages * (held.payload_nbytes if held.encoded else layout.page_nbytes)
+        engine = self._engine(layout, held)
+        self.store, parts = _open(pages, layout, held, engine)
+        self.keys: list[PageKey] = [key for key, _ in synthetic_pages(pages)]
+        self.store.put(self.keys, self.store.allocate(pages))
+        self.store.drain(_PATIENCE_S)
+        self._watch(parts, engine)
+
+    def restore(self) -> Restored:
+        """Once. RuntimeError unless all pages come from HOST."""
+        self.store.evict(self.keys, Tier.HBM)
+        self.store.drain(_PATIENCE_S)
+        watch, driver = self.watch, self.driver
+        driver.rate = LINK_RATE
+        watch.clear()
+        calls, pieces, kernels = driver.calls, driver.pieces, self._launched
+        cpu, begun = thread_time(), perf_counter()
+        lease = self.store.acquire(self.keys)
+        acquired = perf_counter() - begun
+        lease.ready(0, _PATIENCE_S)
+        first = perf_counter() - begun
+        for layer in range(1, self.num_layers):
+            event = lease.ready(layer, _PATIENCE_S)
+        if event is not None:
+            event.synchronize()
+        whole = perf_counter() - begun
+        if lease.wait(_PATIENCE_S) is not LeaseState.READY or set(lease.tiers) != {Tier.HOST}:
+            raise RuntimeError("not all pages came from HOST")
+        settled, named = thread_time(), dict(watch.seconds)
+        lease.release()
+        released = thread_time()
+        named[_WAITING] = (settled - cpu) - sum(named.values())
+        named["release"] = released - settled
+        driver.rate = _SAVE_RATE
+        return Restored(
+            acquired_ms=acquired * 1e3,
+            first_layer_ms=first * 1e3,
+            whole_ms=whole * 1e3,
+            link_ms=self._crossing / LINK_RATE * 1e3,
+            parts={part: seconds / self.pages * 1e6 for part, seconds in named.items()},
+            launches=watch.calls["launch"],
+            driver_calls=driver.calls - calls,
+            pieces=driver.pieces - pieces,
+            kernels=self._launched - kernels,
+        )
+
+    @property
+    def _launched(self) -> int:
+        return sum(kernel.launches for kernel in self.kernels)
+
+    def _watch(self, parts: Parts, engine: CudaCopyEngine) -> None:
+        directory = parts.directory
+        for owner, method, part in (
+            (directory, "extend_lease", "plan"),
+            (directory.residency, "reserve_run", "reserve"),
+            (directory.residency, "reserve", "reserve"),
+            (directory.loads, "start_run", "plan"),
+            (engine, "submit", "submit"),
+            (engine, "poll", "poll"),
+            (engine._lanes[Tier.HBM], "launch", "launch"),
+            (self.driver, "copy", "driver"),
+            (directory.arrivals, "apply", "acks"),
+        ):
+            self.watch.watch(owner, method, part)
+
+    def _engine(self, layout: PageLayout, held: Held) -> CudaCopyEngine:
+        streams: Any = (PaperStream(), PaperStream())
+        route = self._coded(layout, held) if held.encoded else self._straight(layout)
+        return CudaCopyEngine(
+            route,
+            PaperHost(self.pages, held),
+            layout.page_nbytes,
+            streams,
+            cast("Any", NoThreads()),
+            cast("Any", PaperEvent),
+        )
+
+    def _straight(self, layout: PageLayout) -> Route:
+        layers = LayerGroups.of(layout)
+        groups = segments.groups_of_pool(0, layout, layers)
+        return Straight(segments.of_pool(0, layout), cast("Any", self.driver), layers, groups)
+
+    def _coded(self, layout: PageLayout, held: Held) -> Route:
+        """As ``coded_path`` makes it for slots of our own."""
+        card: Any = PaperCard()
+        driver: Any = self.driver
+        kernels: Any = _Kernels(self.kernels)
+        lot = lots.of_pool(torch.empty(layout.slot_nbytes, dtype=torch.uint8), layout)
+        coder = Coder(LOSSY[held.codec], layout, lot, None, held.slot_nbytes, kernels)
+        up, down = (
+            PayloadSlabs(layout.blob_nbytes, held.slot_nbytes, nbytes, card)
+            for nbytes in (UP_NBYTES, DOWN_NBYTES)
+        )
+        rows = segments.Segments(*(np.array([x]) for x in (0, held.slot_nbytes, 0, held.slot_nbytes)))
+        layers = LayerGroups.of(layout, MOST_GROUPS, SMALLEST_NBYTES)
+        groups = []
+        for part in parts_of(held, layers):
+            some = Coder(LOSSY[held.codec], part.layout, lot, None, part.stride, kernels)
+            carry = [Straight(part.rows(0), driver) for _ in range(2)]
+            groups.append(LayerCoder(some, part.stride, carry, len(part.pieces)))
+        side: Any = (PaperStream(), PaperStream())
+        ends = [(slabs, Straight(rows, driver)) for slabs in (up, down)]
+        return Coded("paper", coder, ends[0], ends[1], side, card, layers if groups else None, groups)
+
+
+class _Kernels:
+    """As much of the module ``coding_kernels`` as a coder asks for."""
+
+    def __init__(self, found: list[PaperKernel]) -> None:
+        self.measure, self.pack, self.expand, self.keep = found
+
+
+def _open(pages: int, layout: PageLayout, held: Held, engine: CudaCopyEngine) -> tuple[TierStore, Parts]:
+    nbytes = pages * layout.page_nbytes
+    config = load_config(
+        {"hbm": {"capacity": nbytes, "device": "cpu"}, "host": {"capacity": nbytes, "codec": held.codec}}
+    )
+    pool: Any = PaperPool(pages, layout.page_nbytes)
+    metrics = Metrics()
+    directory = make_directory(config, layout, pool, PaperHost(pages, held), None, metrics)
+    parts = Parts(layout, CpuDevice(), pool, None, None, directory, Mover({}, engine, None), metrics)
+    return TierStore(config, parts, Wakeup(), pump=False), parts
+
+
+def rows(pages: int, page_size: int, codec: Codec, runs: int = 5) -> list[Row]:
+    """Medians of ``runs`` restores; of the parts the least, which others on the machine disturbed least."""
+    rig = Rig(pages, Shape(page_size), codec)
+    # As engines do once they have started.
+    gc.collect()
+    gc.freeze()
+    try:
+        rig.restore()
+        found = [rig.restore() for _ in range(runs)]
+    finally:
+        gc.unfreeze()
+        rig.store.close()
+    name = f"restore of {pages} pages" + ("" if codec == "none" else f", {codec}")
+    told = [
+        Row(f"{name}: {what}", median(getattr(each, f"{field}_ms") for each in found), "ms")
+        for what, field in (
+            ("acquired", "acquired"),
+            ("first layer", "first_layer"),
+            ("whole", "whole"),
+            ("the link alone", "link"),
+        )
+    ]
+    for part in sorted(set.intersection(*({*each.parts} for each in found))):
+        told.append(Row(f"{name}: {part}", min(each.parts[part] for each in found), "us a page"))
+    for what in ("launches", "driver_calls", "pieces", "kernels"):
+        told.append(Row(f"{name}: {what.replace('_', ' ')}", median(getattr(x, what) for x in found), ""))
+    return [row for row in told if row.value > 0]
