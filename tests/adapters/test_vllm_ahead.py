@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests.adapters.vllm_engine import DOCUMENT, Engine, hashes_of
+from tests.adapters.vllm_engine import DOCUMENT, Engine
+from tests.adapters.vllm_pool import hashes_of
 from tests.adapters.vllm_stub import HOST
 from tierstore.adapters.vllm.keys import KeyChain
 from tierstore.types import Tier
@@ -30,7 +31,7 @@ def test_what_only_the_disk_holds_comes_up_while_its_request_waits_in_the_queue(
         engine.step()
         for gate in engine.records:
             gate.settle()
-    assert store.match(engine.half._known[name].chain.first(4)).tiers == (Tier.HOST,) * 4
+    assert store.match(engine.half._known[name].chains[0].first(4)).tiers == (Tier.HOST,) * 4
     engine.queue.append(waiting)
     engine.run()
     assert engine.answers[name] == engine.answers["r1"]
@@ -45,7 +46,7 @@ def test_nothing_comes_up_for_a_request_that_has_gone_or_that_the_engine_holds(t
     half = engine.half
     store, tables = half._store, half._parts.directory.residency.tables
     store.evict(list(tables[Tier.NVME].copies), Tier.HOST)
-    keys = KeyChain(SimpleNamespace(block_hashes=hashes_of(DOCUMENT)), half._namespace).first(4)
+    keys = KeyChain(SimpleNamespace(block_hashes=hashes_of(DOCUMENT)), half._namespaces[0]).first(4)
     ahead = half._ahead
     ahead.want("held", keys, 4)
     ahead.want("gone", keys, 0)
@@ -70,7 +71,8 @@ def test_a_request_whose_pages_have_gone_keeps_no_other_from_being_brought_up(tm
     store, tables = half._store, half._parts.directory.residency.tables
     store.evict(list(tables[Tier.NVME].copies), Tier.HOST)
     chains = [
-        KeyChain(SimpleNamespace(block_hashes=hashes_of(document)), half._namespace) for document in documents
+        KeyChain(SimpleNamespace(block_hashes=hashes_of(document)), half._namespaces[0])
+        for document in documents
     ]
     first, second = (chain.first(4) for chain in chains)
     half._ahead.want("first", first, 0)

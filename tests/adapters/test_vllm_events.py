@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.adapters.vllm_engine import DOCUMENT, Engine, hashes_of
+from tests.adapters.vllm_engine import DOCUMENT, Engine
+from tests.adapters.vllm_pool import hashes_of
 from tests.adapters.vllm_stub import HOST
 from tierstore.types import Tier
 

@@ -72,6 +72,34 @@ def test_planes_before_blocks_and_smaller_kernel_blocks_are_understood() -> None
     assert halves.spec.shape == (1, 1, 1, 1, H * N * C)
 
 
+def test_groups_that_overlay_the_same_bytes_share_their_pages_however_they_cut_a_block() -> None:
+    layers = [torch.zeros(B, H, N, C) for _ in range(2)]
+    alike = [t.view(B, H // 2, N * 2, C) for t in layers]
+    found = geometry([*layers, *alike], num_blocks=B, block_size=N, identity="m", shard=0)
+    assert found.spec.shape == (2, 1, 1, 1, H * N * C)
+    assert [t.data_ptr() for t in found.pages.tensors] == [t.data_ptr() for t in layers]
+    names = {
+        geometry([*layers, *v], num_blocks=B, block_size=N, identity="m", shard=0).spec.model
+        for v in (alike, [])
+    }
+    assert len(names) == 2
+
+
+def test_a_page_is_the_widest_of_the_groups_that_overlay_it() -> None:
+    raw = torch.zeros(B, 40)
+    narrow, wide = raw[:, :32].view(B, 8, 4), raw.view(B, 10, 4)
+    found = geometry([narrow, wide], num_blocks=B, block_size=N, identity="m", shard=0)
+    assert found.spec.shape == (1, 1, 1, 1, 40)
+    assert found.spec.dtype == "float32"
+    found.pages.tensors[0][3].fill_(1.0)
+    assert (raw[3] == 1).all()
+    assert not raw[2].any()
+    bytes_of_both = geometry(
+        [narrow, wide.view(torch.float16)], num_blocks=B, block_size=N, identity="m", shard=0
+    )
+    assert (bytes_of_both.spec.dtype, bytes_of_both.spec.page_nbytes) == ("uint8", 160)
+
+
 @pytest.mark.parametrize(
     "tensors",
     [

@@ -9,6 +9,7 @@ from typing import Any
 from tests.support.events import ManualEvent
 from tests.support.pages import chain
 from tierstore.adapters.vllm.feed import Feed
+from tierstore.adapters.vllm.groups import Group, Groups
 from tierstore.adapters.vllm.messages import Catalogue, Report
 from tierstore.adapters.vllm.steps import Steps
 from tierstore.mover import Mover
@@ -32,15 +33,15 @@ def test_reports_of_ranks_and_of_steps_come_together() -> None:
 
 
 def test_block_tables_grow_and_start_anew_after_a_preemption() -> None:
-    steps = Steps(4)
-    new = SimpleNamespace(req_id="a", block_ids=([7, 8],), num_computed_tokens=4)
+    steps = Steps(Groups((Group(0, 4), Group(1, 2))))
+    new = SimpleNamespace(req_id="a", block_ids=([7, 8], [1, 2, 3]), num_computed_tokens=4)
 
     def output(cached: list[tuple[str, list[int] | None, int]], resumed: set[str], **scheduled: int) -> Any:
         return SimpleNamespace(
             scheduled_new_reqs=[new] if not cached else [],
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=[name for name, _, _ in cached],
-                new_block_ids=[None if more is None else (more,) for _, more, _ in cached],
+                new_block_ids=[None if more is None else (more, [more[0] + 10]) for _, more, _ in cached],
                 num_computed_tokens=[computed for _, _, computed in cached],
                 resumed_req_ids=resumed,
             ),
@@ -49,13 +50,13 @@ def test_block_tables_grow_and_start_anew_after_a_preemption() -> None:
         )
 
     (first,) = steps.of(output([], set(), a=4))
-    assert (first.blocks, first.fresh, first.first) == ([7, 8], [8], True)
+    assert (first.tables, first.fresh, first.first) == ([[7, 8], [1, 2, 3]], [8, 3], True)
     (second,) = steps.of(output([("a", [9], 8)], set(), a=1))
-    assert (second.blocks, second.fresh, second.first) == ([7, 8, 9], [9], False)
+    assert (second.tables, second.fresh, second.first) == ([[7, 8, 9], [1, 2, 3, 19]], [9, 19], False)
     (third,) = steps.of(output([("a", None, 9)], set(), a=1))
-    assert (list(third.blocks), third.fresh) == ([7, 8, 9], [])
+    assert (third.tables, third.fresh) == ([[7, 8, 9], [1, 2, 3, 19]], [])
     (again,) = steps.of(output([("a", [1, 2, 3], 4)], {"a"}, a=6))
-    assert (again.blocks, again.fresh, again.first) == ([1, 2, 3], [2, 3], True)
+    assert (again.tables, again.fresh, again.first) == ([[1, 2, 3], [11]], [2, 3], True)
 
 
 class FakeMover(Mover):

@@ -56,7 +56,7 @@ def test_what_an_aborted_load_was_to_bring_is_not_stored_as_if_it_had_come() -> 
     engine.step()
     engine.step()
     assert engine.requests[name].status == "loading"
-    store, keys = engine.half._store, engine.half._known[name].chain.first(4)
+    store, keys = engine.half._store, engine.half._known[name].chains[0].first(4)
     store.evict(keys)
     engine.abort(name)
     engine.step()

@@ -58,7 +58,9 @@ def test_a_policy_that_ends_requests_is_told_at_the_start(caplog: pytest.LogCapt
     connector = stub.load_connector()
     config = stub.vllm_config({"config": HOST})
     config.kv_transfer_config.kv_load_failure_policy = "fail"
-    connector.TierStoreConnector(config, stub.Role.SCHEDULER, stub.kv_cache_config(8, 2))
+    connector.TierStoreConnector(
+        config, stub.Role.SCHEDULER, stub.kv_cache_config(8, stub.FullAttentionSpec(2))
+    )
     assert "kv_load_failure_policy is 'fail'" in caplog.text
 
 
@@ -69,12 +71,15 @@ def test_a_policy_that_ends_requests_is_told_at_the_start(caplog: pytest.LogCapt
             lambda c, kv: setattr(c.parallel_config, "pipeline_parallel_size", 2),
             "pipeline_parallel_size is 2",
         ),
-        (lambda c, kv: kv.kv_cache_groups.append(kv.kv_cache_groups[0]), "2 KV cache groups"),
+        (
+            lambda c, kv: setattr(kv.kv_cache_groups[0], "kv_cache_spec", stub.MambaSpec(2)),
+            "layers group.0 keep their KV as MambaSpec; allowed .*: full attention, sliding windows and",
+        ),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(change: Any, said: str) -> None:
     connector = stub.load_connector()
-    config, kv = stub.vllm_config({"config": HOST}), stub.kv_cache_config(8, 2)
+    config, kv = stub.vllm_config({"config": HOST}), stub.kv_cache_config(8, stub.FullAttentionSpec(2))
     change(config, kv)
     with pytest.raises(ConfigError, match=said):
         connector.TierStoreConnector(config, stub.Role.SCHEDULER, kv)

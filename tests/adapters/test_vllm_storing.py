@@ -53,11 +53,11 @@ class FakeStore:
     """Keeps what it was given; ``reading``: blocks that a copy reads."""
 
     def __init__(self) -> None:
-        self.puts: list[tuple[list[PageKey], list[int], PageKey | None]] = []
+        self.puts: list[tuple[list[PageKey], list[int], list[PageKey | None]]] = []
         self.reading: set[int] = set()
 
-    def put(self, keys: list[PageKey], blocks: list[int], parent: PageKey | None) -> None:
-        self.puts.append((keys, blocks, parent))
+    def put(self, keys: list[PageKey], blocks: list[int], parents: list[PageKey | None]) -> None:
+        self.puts.append((keys, blocks, parents))
 
     def withdraw(self, blocks: list[int]) -> list[int]:
         return [block for block in blocks if block in self.reading]
@@ -67,27 +67,27 @@ def test_a_block_that_was_given_away_is_not_stored_as_what_it_held() -> None:
     store: Any = FakeStore()
     storing = Storing(store)
     one, two, three = chain(3)
-    storing.add([one, two, three], [5, 6, 7], None)
+    storing.add([one, two, three], [5, 6, 7], [None, one, two])
     assert storing.reused([6]) == ()
     storing.put(set())
-    assert store.puts == [([one], [5], None), ([three], [7], two)]
+    assert store.puts == [([one, three], [5, 7], [None, two])]
     assert storing.busy == {5, 7}
 
 
 def test_a_block_given_away_is_fenced_only_while_a_copy_reads_it() -> None:
     store: Any = FakeStore()
     storing = Storing(store)
-    storing.add(chain(2), [5, 6], None)
+    storing.add(chain(2), [5, 6], [None, chain(1)[0]])
     storing.put(set())
     store.reading = {6}
     assert storing.reused([5, 6, 9]) == (6,)
     assert storing.busy == {6}
-    storing.add(chain(1, "new"), [6], None)
+    storing.add(chain(1, "new"), [6], [None])
     storing.put(set())
     assert len(store.puts) == 1  # not before the old copy has ended
     storing.returned([6])
     storing.put(set())
-    assert store.puts[1:] == [(chain(1, "new"), [6], None)]
+    assert store.puts[1:] == [(chain(1, "new"), [6], [None])]
 
 
 def test_a_bounded_number_is_stored_in_a_step_and_nothing_out_of_blocks_being_loaded(
@@ -97,7 +97,7 @@ def test_a_bounded_number_is_stored_in_a_step_and_nothing_out_of_blocks_being_lo
     store: Any = FakeStore()
     storing = Storing(store)
     keys = chain(5)
-    storing.add(keys, [1, 2, 3, 4, 5], None)
+    storing.add(keys, [1, 2, 3, 4, 5], [None, *keys[:-1]])
     storing.put({1})
     assert [blocks for _, blocks, _ in store.puts] == [[2, 3]]
     assert storing.waiting

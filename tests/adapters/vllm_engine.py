@@ -1,8 +1,9 @@
 """vLLM without vLLM: its scheduler's and its workers' calls in their order, over tensors whose every cell is checked.
 
 What a token's cell holds follows from all tokens up to it and from the weights' epoch, so a forward pass that reads a
-cell of another page, of an unwritten block or of old weights is an AssertionError. Blocks are reused as soon as they
-are free, at random; steps may be scheduled ahead of the workers; everything between the halves is pickled.
+cell of another page, of another group, of an unwritten block or of old weights is an AssertionError. Blocks are reused
+as soon as they are free, at random; steps may be scheduled ahead of the workers; everything between the halves is
+pickled. All groups overlay the same tensors.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import math
 import pickle
 import random
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
@@ -20,6 +21,7 @@ from zlib import crc32
 import torch
 
 from tests.adapters import vllm_stub as stub
+from tests.adapters.vllm_pool import BLOCK, FULL, Kind, Pool, Tables, hashes_of
 from tests.support.bench import WiredMover
 from tests.support.stalls import Gate, GatedCopies, GatedRecords
 from tierstore.adapters.vllm.geometry import Geometry
@@ -31,7 +33,7 @@ from tierstore.types import Tier
 from tierstore.wakeup import Wakeup
 
 OUT, IN = (Tier.HBM, Tier.HOST), (Tier.HOST, Tier.HBM)
-BLOCK, LAYERS, HEADS, CELL = 2, 2, 1, 4
+LAYERS, HEADS, CELL = 2, 1, 4
 BUDGET = 4
 """Tokens of one step."""
 DOCUMENT = [0, 1, 2, 0, 1, 2, 0, 1, 2]
@@ -56,13 +58,15 @@ class Request:
     """Ends with so many tokens."""
     status: str = "waiting"
     num_computed_tokens: int = 0
-    blocks: list[int] = field(default_factory=list)
+    tables: Tables = field(default_factory=list)
+    """Its blocks, by group; empty: it has none."""
     started: bool = False
     told: bool = False
     failed: bool = False
     life: int = 0
     """Goes up with every preemption: what steps of an earlier one give is not its any more."""
     in_flight: int = 0
+    """Tokens of steps that have not been done."""
     sampling: bool = False
     cached: int = 0
     """Tokens that did not have to be computed when it began last."""
@@ -77,28 +81,20 @@ class Request:
 
     @property
     def block_hashes(self) -> list[bytes]:
-        hashes, parent = [], b"root"
-        for i in range(BLOCK, len(self.tokens) + 1, BLOCK):
-            parent = sha256(parent + repr(self.tokens[i - BLOCK : i]).encode()).digest()
-            hashes.append(parent)
-        return hashes
-
-
-def hashes_of(tokens: list[int]) -> list[bytes]:
-    return Request("x", tokens, 0).block_hashes
+        return hashes_of(self.tokens)
 
 
 @dataclass
 class Step:
     output: Any
     metadata: bytes
-    work: list[tuple[Request, int, int, list[int], int]]
+    work: list[tuple[Request, int, int, Tables, int]]
     """Request, first token, tokens, and its blocks and life when it was scheduled."""
     number: int
 
 
 class Engine:
-    """``ahead``: steps scheduled before the workers are done with the first of them."""
+    """``ahead``: steps scheduled before the workers are done with the first of them. ``kinds``: the KV groups."""
 
     def __init__(
         self,
@@ -109,20 +105,18 @@ class Engine:
         ahead: int = 1,
         seed: int = 0,
         events: bool = False,
+        kinds: Sequence[Kind] = FULL,
     ) -> None:
         self.connector = stub.load_connector()
         self.dice = random.Random(seed)
         self.ahead = ahead
-        self.free = list(range(blocks))
-        self.owners = [0] * blocks
-        self.by_hash: dict[bytes, int] = {}
-        self.hash_of: dict[int, bytes] = {}
+        self.pool = Pool(blocks, kinds, self.dice)
         self.requests: OrderedDict[str, Request] = OrderedDict()
         self.queue: deque[Request] = deque()
         self.running: list[Request] = []
         self.ended: set[str] = set()
         self.steps: deque[Step] = deque()
-        self.deferred: list[tuple[int, list[int]]] = []
+        self.deferred: list[tuple[int, Tables]] = []
         self.number = 0
         self.done_steps = 0
         self.epoch = 0
@@ -134,11 +128,17 @@ class Engine:
         """Tokens that came from outside."""
         self.answers: dict[str, list[int]] = {}
         self._names = 0
-        kv = stub.kv_cache_config(blocks, BLOCK)
+        kv = stub.kv_cache_config(blocks + 1, *(kind.spec for kind in kinds), hash_block_size=BLOCK)
         extra = {"config": config}
-        self.tensors = [
-            [torch.zeros(blocks, HEADS, BLOCK, CELL) for _ in range(LAYERS)] for _ in range(ranks)
+        largest = max(kind.size for kind in kinds)
+        layers = [
+            [torch.zeros(blocks + 1, HEADS, largest, CELL) for _ in range(LAYERS)] for _ in range(ranks)
         ]
+        self.tensors = [
+            [[t.view(blocks + 1, HEADS, kind.size, -1) for t in tensors] for kind in kinds]
+            for tensors in layers
+        ]
+        """By rank, group and layer."""
         self.copies: list[GatedCopies] = []
         self.records: list[GatedRecords] = []
         self.workers = [self._worker(extra, kv, rank, ranks) for rank in range(ranks)]
@@ -169,8 +169,14 @@ class Engine:
             return half
 
         worker._open_half = opened
-        worker.register_kv_caches({f"layer.{i}": t for i, t in enumerate(self.tensors[rank])})
+        worker.register_kv_caches(
+            {f"{g}.{i}": t for g, layers in enumerate(self.tensors[rank]) for i, t in enumerate(layers)}
+        )
         return worker
+
+    @property
+    def free(self) -> list[int]:
+        return self.pool.free
 
     @property
     def half(self) -> Any:
@@ -202,8 +208,7 @@ class Engine:
 
     def forget(self) -> None:
         """The engine's own prefix cache is emptied."""
-        self.by_hash.clear()
-        self.hash_of.clear()
+        self.pool.forget()
 
     def change_weights(self) -> None:
         """As ``reset_prefix_cache(reset_running_requests=True, reset_connector=True)`` after new weights came.
@@ -265,7 +270,7 @@ class Engine:
         budget, work = BUDGET, []
         new: list[tuple[Request, int]] = []
         resumed: list[tuple[Request, int]] = []
-        cached: list[tuple[Request, list[int], int]] = []
+        cached: list[tuple[Request, Tables, int]] = []
         for request in list(self.running):
             count = min(budget, request.num_tokens - request.num_computed_tokens)
             if request not in self.running or request.sampling or count <= 0:
@@ -276,7 +281,7 @@ class Engine:
             budget -= count
             cached.append((request, fresh, count))
         # Those that hold blocks come first, as in vLLM: else they would wait for each other.
-        for request in sorted(self.queue, key=lambda r: not r.blocks):
+        for request in sorted(self.queue, key=lambda r: not r.tables):
             if budget <= 0:
                 break
             if request.status == "loading":
@@ -298,20 +303,20 @@ class Engine:
         for request, count in [*[(r, c) for r, _, c in cached], *new, *resumed]:
             start = request.num_computed_tokens
             scheduled[request.request_id] = count
-            work.append((request, start, count, list(request.blocks), request.life))
+            work.append((request, start, count, _copied(request.tables), request.life))
         output = SimpleNamespace(
             scheduled_new_reqs=[
                 SimpleNamespace(
                     req_id=r.request_id,
-                    block_ids=(list(r.blocks),),
+                    block_ids=_copied(r.tables),
                     num_computed_tokens=r.num_computed_tokens,
                 )
                 for r, _ in new
             ],
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=[r.request_id for r, _, _ in cached] + [r.request_id for r, _ in resumed],
-                new_block_ids=[(f,) if f else None for _, f, _ in cached]
-                + [(list(r.blocks),) for r, _ in resumed],
+                new_block_ids=[_copied(f) if any(f) else None for _, f, _ in cached]
+                + [_copied(r.tables) for r, _ in resumed],
                 num_computed_tokens=[r.num_computed_tokens for r, _, _ in cached]
                 + [r.num_computed_tokens for r, _ in resumed],
                 resumed_req_ids={r.request_id for r, _ in resumed},
@@ -323,62 +328,68 @@ class Engine:
         metadata = pickle.dumps(self.scheduler.build_connector_meta(output))
         for request, _, count, _, _ in work:
             request.num_computed_tokens += count
-            request.in_flight += 1
+            request.in_flight += count
             request.sampling = request.num_computed_tokens == request.num_tokens
         self.number += 1
         return Step(output, metadata, work, self.number)
 
-    def _grow(self, request: Request, tokens: int) -> list[int] | None:
+    def _grow(self, request: Request, tokens: int) -> Tables | None:
         """Blocks for so many tokens, preempting others; None: it was preempted itself."""
-        need = -(-tokens // BLOCK) - len(request.blocks)
-        while need > len(self.free):
+        self.pool.give_back(request.tables, request.num_computed_tokens - request.in_flight)
+        while self.pool.need(request.tables, tokens) > len(self.free):
             victim = self.running[-1]
             self._preempt(victim)
             if victim is request:
                 return None
-        fresh = self._take(need)
-        request.blocks += fresh
-        return fresh
+        return self.pool.grow(request.tables, tokens)
 
     def _begin(self, request: Request, budget: int) -> bool:
         """Gives a waiting request its blocks; False if there are not enough."""
         if request.num_computed_tokens:
             end = min(request.num_tokens, request.num_computed_tokens + budget)
             return self._extend(request, end)
-        local = self._local(request)
-        outside, beside = self.scheduler.get_num_new_matched_tokens(request, len(local) * BLOCK)
-        assert outside % BLOCK == 0
-        computed = len(local) * BLOCK + outside
+        here, tables = self.pool.local(request.block_hashes, request.num_tokens - 1)
+        outside, beside = self.scheduler.get_num_new_matched_tokens(request, here)
+        assert outside % self.pool.unit == 0
+        computed = here + outside
         assert computed < request.num_tokens
-        for block in local:
-            self._hold(block)
+        self.pool.hold(tables)
+        if outside:
+            self.pool.release(
+                [[*table[: self._gone(number, computed)]] for number, table in enumerate(tables)]
+            )
+            self.pool.nulls(tables, computed)
         end = computed if beside else min(request.num_tokens, computed + budget)
-        need = -(-end // BLOCK) - len(local)
-        whole = -(-request.num_tokens // BLOCK) - len(local)
-        if max(need, whole) > len(self.free) - self._reserved():
-            self._release(local)
+        if self.pool.need(tables, request.num_tokens) > len(self.free) - self._reserved():
+            self.pool.release(tables)
             return False
-        request.blocks = local + self._take(need)
-        blocks = SimpleNamespace(get_block_ids=lambda: (list(request.blocks),))
-        self.scheduler.update_state_after_alloc(request, blocks, outside)
+        self.pool.grow(tables, end)
+        request.tables = tables
+        self._tell(request, outside)
         request.num_computed_tokens = request.cached = computed
         self.taken += outside
         if beside:
             request.status, request.told, request.failed = "loading", False, False
         return True
 
+    def _gone(self, number: int, tokens: int) -> int:
+        kind = self.pool.kinds[number]
+        return kind.seen_from(tokens) // kind.size
+
+    def _tell(self, request: Request, outside: int) -> None:
+        blocks = SimpleNamespace(get_block_ids=lambda: tuple(_copied(request.tables)))
+        self.scheduler.update_state_after_alloc(request, blocks, outside)
+
     def _reserved(self) -> int:
         """Blocks that requests with a load still need: without them nobody might go on."""
-        held = [r for r in self.queue if r.blocks]
-        return sum(-(-r.num_tokens // BLOCK) - len(r.blocks) for r in held)
+        return sum(self.pool.need(r.tables, r.num_tokens) for r in self.queue if r.tables)
 
     def _extend(self, request: Request, tokens: int) -> bool:
-        need = -(-tokens // BLOCK) - len(request.blocks)
-        if need > len(self.free):
+        self.pool.give_back(request.tables, request.num_computed_tokens)
+        if self.pool.need(request.tables, tokens) > len(self.free):
             return False
-        request.blocks += self._take(need)
-        blocks = SimpleNamespace(get_block_ids=lambda: (list(request.blocks),))
-        self.scheduler.update_state_after_alloc(request, blocks, 0)
+        self.pool.grow(request.tables, tokens)
+        self._tell(request, 0)
         return True
 
     def _loaded(self, request: Request) -> None:
@@ -386,50 +397,15 @@ class Engine:
         if request.failed and not request.num_computed_tokens:
             self._free(request)
         else:
-            self._cache(request, request.num_computed_tokens)
-
-    def _local(self, request: Request) -> list[int]:
-        found = []
-        for block_hash in request.block_hashes[: (request.num_tokens - 1) // BLOCK]:
-            if block_hash not in self.by_hash:
-                break
-            found.append(self.by_hash[block_hash])
-        return found
-
-    def _cache(self, request: Request, tokens: int) -> None:
-        for block_hash, block in zip(request.block_hashes[: tokens // BLOCK], request.blocks, strict=False):
-            if block_hash not in self.by_hash and block not in self.hash_of:
-                self.by_hash[block_hash] = block
-                self.hash_of[block] = block_hash
-
-    def _take(self, number: int) -> list[int]:
-        taken = []
-        for _ in range(max(0, number)):
-            block = self.free.pop(self.dice.randrange(len(self.free)))
-            if block in self.hash_of:
-                del self.by_hash[self.hash_of.pop(block)]
-            self.owners[block] = 1
-            taken.append(block)
-        return taken
-
-    def _hold(self, block: int) -> None:
-        if not self.owners[block]:
-            self.free.remove(block)
-        self.owners[block] += 1
-
-    def _release(self, blocks: list[int]) -> None:
-        for block in blocks:
-            self.owners[block] -= 1
-            if not self.owners[block]:
-                self.free.append(block)
+            self.pool.cache(request.block_hashes, request.tables, request.num_computed_tokens)
 
     def _free(self, request: Request) -> None:
         """Its blocks may be reused, but only after the steps that may still write them."""
-        blocks, request.blocks = request.blocks, []
+        tables, request.tables = request.tables, []
         if self.steps or request.in_flight:
-            self.deferred.append((self.number + 1, blocks))
+            self.deferred.append((self.number + 1, tables))
         else:
-            self._release(blocks)
+            self.pool.release(tables)
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
@@ -441,7 +417,9 @@ class Engine:
 
     def _finish(self, request: Request) -> None:
         waits = request.status == "loading" and not request.told
-        self.scheduler.request_finished(request, list(request.blocks))
+        tables = request.tables or [[] for _ in self.pool.kinds]
+        self.pool.give_back(tables, max(0, request.num_computed_tokens - request.in_flight))
+        self.scheduler.request_finished_all_groups(request, tuple(_copied(tables)))
         if request in self.running:
             self.running.remove(request)
         if request in self.queue:
@@ -467,8 +445,9 @@ class Engine:
         loads_first = self.dice.random() < 0.5  # before vLLM 0.32
         if loads_first:
             worker.start_load_kv(None)
-        for request, start, count, blocks, _ in step.work:
-            self._forward(rank, request, start, count, blocks)
+        for request, start, count, tables, _ in step.work:
+            for group, table in enumerate(tables):
+                self._forward(rank, request, start, count, group, table)
         if not loads_first:
             worker.start_load_kv(None)
         if step.work or self.dice.random() < 0.5:
@@ -476,11 +455,11 @@ class Engine:
         self._pass(self.copies[rank])
         if self.records:
             self._pass(self.records[rank])
-        _, failed = worker.get_finished(step.output.finished_req_ids)
-        bad = worker.get_block_ids_with_load_errors()
+        told = worker.get_transfer_results(step.output.finished_req_ids)
         return SimpleNamespace(
-            finished_recving=failed,
-            invalid_block_ids=bad,
+            finished_recving=told.finished_recving,
+            failed_recving=told.failed_recving,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )
 
@@ -491,13 +470,18 @@ class Engine:
                 gate.let_go(lane, 1)
         gate.settle()
 
-    def _forward(self, rank: int, request: Request, start: int, count: int, blocks: list[int]) -> None:
-        for i in range(start + count):
-            block, at = blocks[i // BLOCK], i % BLOCK
-            want = float(crc32(repr((self.epoch, rank, request.tokens[: i + 1])).encode()) >> 8)
-            for layer, tensor in enumerate(self.tensors[rank]):
+    def _forward(
+        self, rank: int, request: Request, start: int, count: int, group: int, table: list[int]
+    ) -> None:
+        """Writes all tokens of the step, after it has read those that the first of them sees."""
+        kind = self.pool.kinds[group]
+        for i in range(kind.seen_from(start), start + count):
+            block, at = table[i // kind.size], i % kind.size
+            want = float(crc32(repr((self.epoch, rank, group, request.tokens[: i + 1])).encode()) >> 8)
+            for layer, tensor in enumerate(self.tensors[rank][group]):
                 cell = tensor[block, 0, at]
                 if i >= start:
+                    assert block, f"{request.request_id} writes where it has no block"
                     cell.fill_(want + layer)
                 elif not bool((cell == want + layer).all()):
                     self.broken = True
@@ -510,20 +494,20 @@ class Engine:
             [(n, b) for n, b in self.deferred if n > step.number + 1],
             [b for n, b in self.deferred if n <= step.number + 1],
         )
-        for blocks in due:
-            self._release(blocks)
+        for tables in due:
+            self.pool.release(tables)
         merged = outputs[0]
         for other in outputs[1:]:
             assert merged.finished_recving == other.finished_recving
             mine, more = merged.kv_connector_worker_meta, other.kv_connector_worker_meta
             merged.kv_connector_worker_meta = mine.aggregate(more) if mine and more else mine or more
         merged.kv_connector_worker_meta = pickle.loads(pickle.dumps(merged.kv_connector_worker_meta))
-        self._fail(merged.invalid_block_ids)
+        self._fail(merged.invalid_block_ids, merged.failed_recving)
         for request, start, count, _, life in step.work:
             if request.status != "running" or request.life != life:
                 continue
-            request.in_flight -= 1
-            self._cache(request, start + count)
+            request.in_flight -= count
+            self.pool.cache(request.block_hashes, request.tables, start + count)
             if request.sampling and start + count == request.num_tokens:
                 request.sampling = False
                 request.tokens.append(crc32(repr(request.tokens).encode()) % 3)
@@ -541,11 +525,18 @@ class Engine:
                 self._free(request)
                 del self.requests[name]
 
-    def _fail(self, bad: set[int]) -> None:
+    def _fail(self, bad: set[int], failed: set[str]) -> None:
+        assert not bad or len(self.pool.kinds) == 1, "vLLM takes no blocks of several groups"
         for request in self.requests.values():
             if request.status != "loading" or request.told:
                 continue
-            first = next((i for i, block in enumerate(request.blocks) if block in bad), None)
+            first = next((i for i, block in enumerate(request.tables[0]) if block in bad), None)
+            if request.request_id in failed:
+                first = 0
             if first is not None:
-                request.num_computed_tokens, request.failed = first * BLOCK, True
+                request.num_computed_tokens, request.failed = first * self.pool.unit, True
                 self.recomputed += 1
+
+
+def _copied(tables: Tables) -> Tables:
+    return [list(table) for table in tables]

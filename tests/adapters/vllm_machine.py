@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.adapters.vllm_engine import IN, OUT, Engine
+from tests.adapters.vllm_pool import BLOCK, FULL, Kind
 from tests.support.stalls import Lane
 from tierstore.adapters.vllm import loading, storing
 from tierstore.types import Tier
@@ -21,6 +22,14 @@ DOCUMENTS = ([0] * 9, [0, 0, 0, 0, 1, 2, 1, 2, 1], [1, 2] * 5, [2] * 4)
 UP: Lane = (Tier.NVME, Tier.HOST)
 DOWN: Lane = (Tier.HOST, Tier.NVME)
 PAGE_NBYTES = 64
+KINDS: tuple[tuple[Kind, ...], ...] = (
+    FULL,
+    (Kind(), Kind(window=3)),
+    (Kind(size=4), Kind(window=5), Kind(window=5)),
+    (Kind(chunk=4), Kind()),
+    (Kind(window=4),),
+)
+"""KV groups of models: windows beside full attention, blocks of two sizes, local chunks, windows alone."""
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -32,17 +41,22 @@ class EngineMachine(RuleBasedStateMachine):
         host=st.integers(1, 6),
         nvme=st.booleans(),
         seed=st.integers(0, 9),
+        kinds=st.sampled_from(KINDS),
     )
-    def start(self, ranks: int, ahead: int, host: int, nvme: bool, seed: int) -> None:
+    def start(
+        self, ranks: int, ahead: int, host: int, nvme: bool, seed: int, kinds: tuple[Kind, ...]
+    ) -> None:
         self.folder = tempfile.mkdtemp()
-        config: dict[str, object] = {"host": {"capacity": ranks * host * PAGE_NBYTES, "pin": "never"}}
+        page_nbytes = PAGE_NBYTES * max(kind.size for kind in kinds) // BLOCK
+        slots = host * len(kinds)
+        config: dict[str, object] = {"host": {"capacity": ranks * slots * page_nbytes, "pin": "never"}}
         if nvme:
             config["nvme"] = {"path": self.folder, "capacity": ranks << 20, "flush": "10ms"}
-        self.blocks = 8
+        self.blocks = 8 * len(kinds)
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(storing, "MOST_A_STEP", 1 + seed % 2)  # so that some wait
         self.patch.setattr(loading, "MOST_A_STEP", 1 + seed % 3)  # and some come in pieces
-        self.engine = Engine(config, blocks=self.blocks, ranks=ranks, ahead=ahead, seed=seed)
+        self.engine = Engine(config, blocks=self.blocks, ranks=ranks, ahead=ahead, seed=seed, kinds=kinds)
         self.copies_take_so_long(0.5)
 
     @precondition(lambda self: len(self.engine.requests) < 5)

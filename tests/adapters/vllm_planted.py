@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 
-from tierstore.adapters.vllm import loading
+from tierstore.adapters.vllm import filling, loading, plans, scheduling
+from tierstore.adapters.vllm.groups import Group, Groups
+from tierstore.adapters.vllm.keys import namespace
 from tierstore.adapters.vllm.loading import Loading
 from tierstore.adapters.vllm.messages import Orders
+from tierstore.adapters.vllm.plans import into
+from tierstore.adapters.vllm.requests import Step
 from tierstore.adapters.vllm.scheduling import SchedulerHalf
+from tierstore.adapters.vllm.steps import Steps
 from tierstore.adapters.vllm.storing import Storing
 from tierstore.adapters.vllm.working import WorkerHalf
 from tierstore.apart import Ranks
@@ -115,7 +120,7 @@ def a_gap_in_a_load_is_not_seen(patch: pytest.MonkeyPatch) -> None:
 def aborted_loads_are_never_told(patch: pytest.MonkeyPatch) -> None:
     finished = SchedulerHalf.finished
 
-    def wrong(self: SchedulerHalf, request_id: str, blocks: Sequence[int], computed: int) -> None:
+    def wrong(self: SchedulerHalf, request_id: str, blocks: Sequence[Sequence[int]], computed: int) -> None:
         finished(self, request_id, blocks, computed)
         assert self._loading is not None
         self._loading._loads = [x for x in self._loading._loads if x.request_id != request_id]
@@ -156,6 +161,42 @@ def keys_leave_out_the_last_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KeyChain, "first", wrong)
 
 
+def groups_share_their_keys(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Groups, "namespaces", lambda self, identity: (namespace(identity),) * len(self.all))
+
+
+def only_the_first_groups_blocks_are_fenced(patch: pytest.MonkeyPatch) -> None:
+    of = Steps.of
+
+    def wrong(self: Steps, output: Any) -> list[Step]:
+        return [
+            replace(step, fresh=[b for b in step.fresh if b in step.tables[0]]) for step in of(self, output)
+        ]
+
+    patch.setattr(Steps, "of", wrong)
+
+
+def a_hit_counts_without_its_windows(patch: pytest.MonkeyPatch) -> None:
+    def wrong(groups: Groups, chains: Any, tables: Any, start: int, end: int) -> list[Any]:
+        found = into(groups, chains, tables, start, end)
+        windows = {
+            block for group, table in zip(groups.all, tables, strict=True) if group.partial for block in table
+        }
+        return [page for page in found if page[2] not in windows] or found
+
+    patch.setattr(plans, "_windows", lambda groups, chains, start, end, find: [])
+    patch.setattr(scheduling, "into", wrong)
+
+
+def what_a_window_gave_back_is_stored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Group, "first_needed", lambda self, tokens: 0)
+    patch.setattr(filling, "NULL_BLOCK", -1)
+
+
+def a_failed_load_is_gone_on_from_without_its_window(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Groups, "whole", True)
+
+
 PLANTED: tuple[Plant, ...] = (
     no_fence,
     worker_does_not_wait,
@@ -172,4 +213,9 @@ PLANTED: tuple[Plant, ...] = (
     a_preempted_request_goes_on_counting,
     one_rank_is_enough,
     keys_leave_out_the_last_token,
+    groups_share_their_keys,
+    only_the_first_groups_blocks_are_fenced,
+    a_hit_counts_without_its_windows,
+    what_a_window_gave_back_is_stored,
+    a_failed_load_is_gone_on_from_without_its_window,
 )

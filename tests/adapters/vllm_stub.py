@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -31,6 +32,52 @@ class Plain:
     """Any of the classes of metadata."""
 
 
+class SupportsHMA:
+    """A connector that takes several KV groups."""
+
+
+@dataclass
+class TransferResults:
+    """``KVConnectorTransferResults``."""
+
+    finished_sending: set[str]
+    finished_recving: set[str]
+    failed_recving: set[str]
+
+
+@dataclass
+class FullAttentionSpec:
+    """A group in which every token sees all before it."""
+
+    block_size: int
+
+
+@dataclass
+class SlidingWindowSpec:
+    """A group in which a token sees so many, itself included."""
+
+    block_size: int
+    sliding_window: int
+
+
+@dataclass
+class ChunkedLocalAttentionSpec:
+    """A group in which a token sees those of its chunk."""
+
+    block_size: int
+    attention_chunk_size: int
+
+
+@dataclass
+class MambaSpec:
+    """A group of states."""
+
+    block_size: int
+
+
+Spec = FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec | MambaSpec
+
+
 def load_connector() -> ModuleType:
     """``tierstore.adapters.vllm.connector`` over the stand-ins; vLLM is not left behind as imported."""
     name = "tierstore.adapters.vllm.connector"
@@ -52,11 +99,14 @@ def _stubs() -> dict[str, ModuleType]:
     for name, found in {
         "KVConnectorBase_V1": Base,
         "KVConnectorRole": Role,
+        "KVConnectorTransferResults": TransferResults,
+        "SupportsHMA": SupportsHMA,
         "KVConnectorMetadata": type("KVConnectorMetadata", (Plain,), {}),
         "KVConnectorWorkerMetadata": type("KVConnectorWorkerMetadata", (Plain,), {}),
         "KVConnectorHandshakeMetadata": type("KVConnectorHandshakeMetadata", (Plain,), {}),
     }.items():
         setattr(base, name, found)
+    stubs[BASE.rpartition(".")[0]].base = base  # type: ignore[attr-defined]
     return stubs
 
 
@@ -77,7 +127,10 @@ def vllm_config(extra: dict[str, Any], ranks: int = 1, *, events: bool = False) 
     )
 
 
-def kv_cache_config(num_blocks: int, block_size: int) -> Any:
-    """As much of ``KVCacheConfig`` as is read."""
-    spec = SimpleNamespace(block_size=block_size)
-    return SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+def kv_cache_config(num_blocks: int, *specs: Spec, hash_block_size: int | None = None) -> Any:
+    """As much of ``KVCacheConfig`` as is read, with one group a spec."""
+    groups = [
+        SimpleNamespace(kv_cache_spec=spec, layer_names=[f"group.{number}"])
+        for number, spec in enumerate(specs)
+    ]
+    return SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=groups, hash_block_size=hash_block_size)

@@ -131,6 +131,12 @@ class Life:
             if path.is_file()
         }
 
+    def fail_loads(self, every: int) -> None:
+        """From now on every so-manyth load of ``FaultyConnector`` fails, 0: none. Needs ``in_process``."""
+        from tests.vllm import faulty
+
+        faulty.FAILS_EVERY = every
+
     def kill(self) -> None:
         """End as a crash does. Needs ``in_process``."""
         os.kill(os.getpid(), signal.SIGKILL)

@@ -31,6 +31,14 @@ def small_engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture(scope="session")
+def window_engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    """Engines of a small random model with layers of full attention and with windows, in groups of their own."""
+    folder = tmp_path_factory.mktemp("window-engines")
+    model = tiny_model.save_with_windows(folder / "model")
+    return Engines(_python(request), model, folder, {"skip_tokenizer_init": True})
+
+
+@pytest.fixture(scope="session")
 def oracle(engines: Engines) -> Oracle:
     """What SmolLM2 on vLLM without any connector or cache answers, token by token; each prompt is asked once."""
     return _oracle(engines)
@@ -40,6 +48,12 @@ def oracle(engines: Engines) -> Oracle:
 def small_oracle(small_engines: Engines) -> Oracle:
     """The same of the small model."""
     return _oracle(small_engines)
+
+
+@pytest.fixture(scope="session")
+def window_oracle(window_engines: Engines) -> Oracle:
+    """The same of the model with windows."""
+    return _oracle(window_engines)
 
 
 def _python(request: pytest.FixtureRequest) -> Path:

@@ -38,7 +38,7 @@ class FaultyHalf(WorkerHalf):
         for command in commands:
             if isinstance(command, Transfer) and command.dst == Tier.HBM:
                 self.seen += 1
-                if self.seen % FAILS_EVERY == 0:
+                if FAILS_EVERY and self.seen % FAILS_EVERY == 0:
                     self.loads[command.id] = command
         super()._submit(commands)
 

@@ -53,6 +53,10 @@ def check() -> Step:
     return "check", {}
 
 
+def fail_loads(every: int) -> Step:
+    return "fail_loads", {"every": every}
+
+
 def kill() -> Step:
     """The last one of a life: it ends as a crash does."""
     return "kill", {}

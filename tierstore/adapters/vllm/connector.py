@@ -18,14 +18,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from tierstore.adapters.vllm import versions
 from tierstore.adapters.vllm.geometry import geometry
+from tierstore.adapters.vllm.groups import groups_of
 from tierstore.adapters.vllm.identity import identity
-from tierstore.adapters.vllm.keys import namespace
 from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.scheduling import SchedulerHalf
 from tierstore.adapters.vllm.served import device_of, require_served, tell_of_policy, wants_events
 from tierstore.adapters.vllm.settings import Settings
 from tierstore.adapters.vllm.steps import Steps
-from tierstore.adapters.vllm.wire import HelloMetadata, Metadata, WorkerMetadata
+from tierstore.adapters.vllm.wire import HelloMetadata, Hybrid, Metadata, TransferResults, WorkerMetadata
 from tierstore.adapters.vllm.working import WorkerHalf
 from tierstore.errors import ConfigError
 
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     import torch
 
 
-class TierStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
     """KV blocks kept in host memory and on NVMe, checked, bounded, and still there after a restart.
 
     ``kv_connector_extra_config``: ``config``, the path of a YAML file or its content as a mapping, and what
     ``settings.Settings`` names. Requests wait for their loads beside the running ones; what cannot be loaded is
     computed.
 
-    It does not claim ``SupportsHMA`` while it serves one KV group: so vLLM makes one group of full and sliding-window
-    layers by itself, with a warning, instead of refusing the model.
+    Layers of full attention, sliding windows and local chunks have groups of their own (``SupportsHMA``) where vLLM
+    can be told by request that a load has failed, which is from 0.32 on; before, vLLM makes one group of them.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -52,8 +52,8 @@ class TierStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         versions.require_tested()
         self._vllm_config = vllm_config
         self._settings = Settings.of(self._kv_transfer_config.kv_connector_extra_config)
-        require_served(vllm_config, kv_cache_config)
-        self._block_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        require_served(vllm_config)
+        self._groups = groups_of(kv_cache_config)
         self._identity = identity(vllm_config, self._settings.model_id)
         self._worker: WorkerHalf | None = None
         self._failed: dict[str, tuple[int, ...]] = {}
@@ -61,14 +61,12 @@ class TierStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._orders = Orders()
         if role == KVConnectorRole.SCHEDULER:
             tell_of_policy(self._kv_transfer_config)
-            hash_size = getattr(kv_cache_config, "hash_block_size", None) or self._block_size
-            self._steps = Steps(self._block_size)
+            self._steps = Steps(self._groups)
             self._pool: Any = None
             self._scheduler = SchedulerHalf(
                 self._settings.of_rank(self._world_size, self._replica, "cpu"),
-                namespace(self._identity),
-                self._block_size,
-                stride=self._block_size // hash_size,
+                self._groups,
+                self._groups.namespaces(self._identity),
                 load_timeout_s=self._settings.load_timeout_s,
                 events=wants_events(vllm_config),
             )
@@ -108,16 +106,11 @@ class TierStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """vLLM's blocks: only asked which hashes it holds."""
-        if self._scheduler.stride == 1:  # else its hashes are of another grain
-            self._pool = gpu_block_pool
+        self._pool = gpu_block_pool
 
     def on_new_request(self, request: Any) -> None:
         """A request was queued: what only the disk holds of it starts to come up."""
-        local = 0
-        if self._pool is not None:
-            cached = (self._pool.get_cached_block(block_hash, [0]) for block_hash in request.block_hashes)
-            local = sum(1 for _ in takewhile(bool, cached))
-        self._scheduler.arrived(request, local)
+        self._scheduler.arrived(request, 0 if self._pool is None else self._local(request))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded, beside the running steps."""
@@ -127,7 +120,7 @@ class TierStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has blocks; ``num_external_tokens`` of them are to be loaded."""
         if num_external_tokens:
-            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """Of the tokens being loaded, how many come from memory and how many from disk."""
@@ -145,6 +138,12 @@ class TierStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             connector_output.finished_recving = (connector_output.finished_recving or set()) | loaded
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """As ``request_finished_all_groups``, of one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended; its blocks may be freed at once. What is stored out of them later is fenced against
         their reuse.
         """
@@ -160,7 +159,7 @@ class TierStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Blocks that became readable in memory (CPU) or on disk (STORAGE), and those that went."""
         if self._scheduler.events is None:
             return ()
-        return versions.kv_events(self._scheduler.events.take(), self._block_size)
+        return versions.kv_events(self._scheduler.events.take())
 
     def get_kv_connector_stats(self) -> Any:
         """What was counted lately; None: nothing, or on a worker."""
@@ -235,10 +234,16 @@ class TierStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         failed, self._failed = set(self._failed), {}
         return None, failed or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """The same from vLLM 0.32 on; with several groups such a request is computed from its beginning."""
+        _, failed = self.get_finished(finished_req_ids)
+        failed = failed or set()
+        return TransferResults(set(), failed, set() if self._groups.whole else failed)
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Their blocks that hold nothing."""
+        """Their blocks that hold nothing, where there is one group of full attention."""
         bad, self._bad = self._bad, set()
-        return bad
+        return bad if self._groups.whole else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What has ended."""
@@ -267,6 +272,13 @@ class TierStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # -- inside -------------------------------------------------------------------------------------------------
 
+    def _local(self, request: Any) -> int:
+        """Tokens of the request that the engine holds now, as the first group of full attention has it."""
+        group = self._groups.spine or self._groups.all[0]
+        hashes = request.block_hashes[group.stride - 1 :: group.stride]
+        cached = (self._pool.get_cached_block(block_hash, [group.number]) for block_hash in hashes)
+        return sum(1 for _ in takewhile(bool, cached)) * group.block_size
+
     @property
     def _world_size(self) -> int:
         size: int = self._vllm_config.parallel_config.world_size
@@ -290,8 +302,8 @@ class TierStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         found = geometry(
             tensors,
             num_blocks=self._kv_cache_config.num_blocks,
-            block_size=self._block_size,
-            identity=self._identity,
+            block_size=(self._groups.spine or self._groups.all[0]).block_size,
+            identity=self._groups.name + self._identity,
             shard=rank,
         )
         config = self._settings.of_rank(self._world_size, self._replica, device_of(tensors[0]))

@@ -14,6 +14,7 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tierstore.adapters.vllm.groups import Group
     from tierstore.types import PageKey
 
 _MOST_COMING = 1 << 16
@@ -28,6 +29,8 @@ class Block:
     parent: bytes | None
     tokens: tuple[int, ...]
     lora_name: str | None
+    group: int = 0
+    """The KV cache group that it is one of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +45,24 @@ class Change:
 class Events:
     """The changes since they were last taken, in their order: a page that moves down is first there, then gone here."""
 
-    def __init__(self, block_size: int, stride: int) -> None:
-        self._block_size = block_size
-        self._stride = stride
+    def __init__(self) -> None:
         self._coming: OrderedDict[PageKey, Block] = OrderedDict()
         self._held: dict[PageKey, tuple[Block, set[Tier]]] = {}
         self._changes: list[Change] = []
         self.lost = 0
         """Changes that nobody took in time."""
 
-    def learn(self, request: Any, keys: Sequence[PageKey], first: int) -> None:
+    def learn(self, request: Any, keys: Sequence[PageKey], first: int, group: Group) -> None:
         """These are to be stored: blocks of the request from number ``first`` on."""
-        hashes, size = request.block_hashes, self._block_size
+        hashes, size, stride = request.block_hashes, group.block_size, group.stride
         lora = getattr(request, "lora_request", None)
         for i, key in enumerate(keys, first):
             if key in self._held:
                 continue
-            parent = hashes[i * self._stride - 1] if i else None
+            parent = hashes[i * stride - 1] if i else None
             tokens = tuple(request.all_token_ids[i * size : (i + 1) * size])
             name = None if lora is None else lora.lora_name
-            self._coming[key] = Block(hashes[(i + 1) * self._stride - 1], parent, tokens, name)
+            self._coming[key] = Block(hashes[(i + 1) * stride - 1], parent, tokens, name, group.number)
         while len(self._coming) > _MOST_COMING:
             self._coming.popitem(last=False)
 

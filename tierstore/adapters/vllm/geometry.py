@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING
+
+import torch
 
 from tierstore.errors import ConfigError
 from tierstore.gpu.pool import EnginePages
 from tierstore.types import DTYPE_NBYTES, PageSpec
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -38,27 +36,25 @@ class _Blocks:
 def geometry(
     tensors: Sequence[torch.Tensor], *, num_blocks: int, block_size: int, identity: str, shard: int
 ) -> Geometry:
-    """The pages of one KV group: ``tensors``, one a layer or one for all, each once however many layers share it.
+    """The pages of all KV groups: ``tensors``, one a layer or one for all, each once however many layers share it.
 
-    A dimension of each counts blocks, ``num_blocks`` or a multiple of it. ConfigError for tensors of different shapes,
-    and for those whose blocks are no grid of at most two dimensions.
+    Groups overlay the same bytes, so a block is the same page whichever group has it, and of tensors that are views of
+    the same bytes one counts. A dimension of each counts blocks, ``num_blocks`` or a multiple of it. ConfigError for
+    tensors of different shapes that overlay nothing, and for those whose blocks are no grid of at most two dimensions.
     """
     unique = list({(t.data_ptr(), t.shape, t.stride()): t for t in tensors}.values())
     if not unique:
         raise ConfigError("vLLM has registered no KV tensors; allowed: at least one layer with a KV cache")
     views = [_blocks(tensor, num_blocks) for tensor in unique]
-    shapes = {tuple(v.view.shape) for v in views}
-    dtypes = {str(v.view.dtype).removeprefix("torch.") for v in views}
-    if len(shapes) != 1 or len(dtypes) != 1:
-        raise ConfigError(f"KV tensors of blocks {sorted(shapes)}, {sorted(dtypes)}; allowed: all alike")
-    ((_, pieces, elements),) = shapes
-    (dtype,) = dtypes
+    layers = _overlaid([v.view for v in views])
+    _, pieces, elements = layers[0].shape
+    dtype = _named(layers[0].dtype)
     if dtype not in DTYPE_NBYTES:
         raise ConfigError(f"KV tensors of {dtype}; allowed: {', '.join(sorted(DTYPE_NBYTES))}")
     orders = sha256(repr([v.order for v in views]).encode()).hexdigest()[:16]
     spec = PageSpec(
         kind="state",
-        num_layers=len(views),
+        num_layers=len(layers),
         page_size=block_size,
         num_kv_heads=pieces,
         head_dim=elements,
@@ -66,8 +62,53 @@ def geometry(
         shard=shard,
         model=f"vllm {orders} {identity}",
     )
-    layers = [v.view.unsqueeze(1) for v in views]
-    return Geometry(spec, EnginePages(layers, "BNHD"))
+    return Geometry(spec, EnginePages([layer.unsqueeze(1) for layer in layers], "BNHD"))
+
+
+def _overlaid(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each range of bytes of a block once: views alike, of blocks in one piece where those given differ."""
+    unique = list({(v.data_ptr(), v.shape, v.stride(), v.dtype): v for v in views}.values())
+    if len({(v.shape, v.dtype) for v in unique}) == 1:
+        return unique
+    ranges = _ranges(unique)
+    if len({end - start for start, end in ranges}) != 1:
+        raise _unlike(unique)
+    dtypes = {v.dtype for v in unique}
+    dtype = unique[0].dtype if len(dtypes) == 1 else torch.uint8
+    whole = torch.empty(0, dtype=torch.uint8, device=unique[0].device).set_(unique[0].untyped_storage())
+    size, apart = unique[0].shape[0], unique[0].stride(0) * unique[0].element_size()
+    return [
+        whole.as_strided((size, 1, end - start), (apart, end - start, 1), start).view(dtype)
+        for start, end in ranges
+    ]
+
+
+def _ranges(views: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """The bytes of the first block, as places in the storage that all of them share; those that touch are one."""
+    places = {(v.untyped_storage().data_ptr(), v.stride(0) * v.element_size(), v.shape[1]) for v in views}
+    if len(places) != 1 or views[0].shape[1] != 1:
+        raise _unlike(views)
+    ranges: list[tuple[int, int]] = []
+    for start, nbytes in sorted(
+        (int(v.storage_offset()) * v.element_size(), v.shape[2] * v.element_size()) for v in views
+    ):
+        if ranges and start <= ranges[-1][1]:
+            ranges[-1] = (ranges[-1][0], max(start + nbytes, ranges[-1][1]))
+        else:
+            ranges.append((start, start + nbytes))
+    return ranges
+
+
+def _unlike(views: Sequence[torch.Tensor]) -> ConfigError:
+    shapes = sorted({tuple(v.shape) for v in views})
+    dtypes = sorted({_named(v.dtype) for v in views})
+    return ConfigError(
+        f"KV tensors of blocks {shapes}, {dtypes}; allowed: all alike, or views of the same bytes"
+    )
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _blocks(tensor: torch.Tensor, num_blocks: int) -> _Blocks:

@@ -37,11 +37,18 @@ class KeyChain:
 
     def first(self, blocks: int) -> list[PageKey]:
         """The keys of so many blocks from the first on; fewer if fewer are full."""
+        return self._keys[: self._grown(blocks)]
+
+    def at(self, number: int) -> PageKey | None:
+        """The key of one block; None: it is not full."""
+        return self._keys[number] if number < self._grown(number + 1) else None
+
+    def _grown(self, blocks: int) -> int:
         hashes, stride = self._request.block_hashes, self._stride
         end = min(blocks, len(hashes) // stride)
         for i in range(len(self._keys), end):
             self._keys.append(page_key(self._namespace, hashes[(i + 1) * stride - 1]))
-        return self._keys[:end]
+        return end
 
 
 def namespace(identity: str) -> bytes:

@@ -21,12 +21,12 @@ MOST_A_STEP = 1024
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """One request's load: ``keys`` into ``blocks``, which are those of the request from number ``first`` on."""
+    """One request's load: ``keys`` into ``blocks``, each of which begins at a token of the request, ``starts``."""
 
     request_id: str
     keys: Sequence[PageKey]
     blocks: tuple[int, ...]
-    first: int
+    starts: tuple[int, ...]
     leases: list[Lease] = field(default_factory=list)
     """Of a piece each, in order."""
     started: int = 0
@@ -55,9 +55,11 @@ class Loading:
         self._loaded: set[str] = set()
         self._failed: dict[str, tuple[int, ...]] = {}
 
-    def want(self, request_id: str, keys: Sequence[PageKey], blocks: Sequence[int], first: int) -> None:
+    def want(
+        self, request_id: str, keys: Sequence[PageKey], blocks: Sequence[int], starts: Sequence[int]
+    ) -> None:
         """A request waits for these pages in these blocks, which are its own until it is told."""
-        load = Load(request_id, keys, tuple(blocks), first)
+        load = Load(request_id, keys, tuple(blocks), tuple(starts))
         self._loads.append(load)
         self._unseen += load.blocks
         self.into.update(load.blocks)

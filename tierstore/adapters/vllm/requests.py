@@ -10,7 +10,7 @@ from tierstore.adapters.vllm.keys import Hashed, KeyChain
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tierstore.types import Match
+    from tierstore.adapters.vllm.plans import Plan
 
 
 class Request(Hashed, Protocol):
@@ -26,12 +26,14 @@ class Request(Hashed, Protocol):
 
 @dataclass(slots=True)
 class Step:
-    """What one request does in a step. ``blocks``: its whole table; ``fresh``: those of it that are newly its own."""
+    """What one request does in a step. ``tables``: its blocks, by group; of a group with a window those that were given
+    back stand there still. ``fresh``: blocks that are newly its own, of all groups.
+    """
 
     request_id: str
     computed: int
     scheduled: int
-    blocks: Sequence[int]
+    tables: Sequence[Sequence[int]]
     fresh: Sequence[int]
     first: bool
     """Whether it begins, or begins again after a preemption."""
@@ -39,16 +41,18 @@ class Step:
 
 @dataclass(slots=True)
 class Known:
-    """A live request. ``limit``: blocks beyond this are not offered any more: they could not be loaded."""
+    """A live request. ``chains``: its keys, by group. ``limit``: tokens beyond this are not offered any more: they
+    could not be loaded.
+    """
 
     request: Request
-    chain: KeyChain
+    chains: tuple[KeyChain, ...]
     limit: int | None = None
     verdict: Verdict | None = None
-    taken: Match | None = None
+    taken: Plan | None = None
     """The offer that was taken last."""
-    collected: int = 0
-    """Blocks that were handed on to be stored, or that are stored."""
+    collected: list[int] = field(default_factory=list)
+    """Blocks of each group that were handed on to be stored, or that are stored, or given back before."""
 
 
 @dataclass(slots=True)
@@ -57,5 +61,5 @@ class Verdict:
 
     tokens: int
     computed: int
-    match: Match
+    plan: Plan
     asked: int = field(default=0)

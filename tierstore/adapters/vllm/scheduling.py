@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from tierstore.adapters.vllm.ahead import Ahead
 from tierstore.adapters.vllm.events import Events
 from tierstore.adapters.vllm.figures import Figures
-from tierstore.adapters.vllm.keys import KeyChain
+from tierstore.adapters.vllm.filling import Filling
 from tierstore.adapters.vllm.loading import Loading
 from tierstore.adapters.vllm.messages import Orders
+from tierstore.adapters.vllm.plans import into, longest
 from tierstore.adapters.vllm.requests import Known, Request, Step, Verdict
 from tierstore.adapters.vllm.storing import Storing
 from tierstore.apart import Ranks, assemble_apart
@@ -28,9 +29,12 @@ from tierstore.wakeup import Wakeup
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from tierstore.adapters.vllm.groups import Groups
     from tierstore.adapters.vllm.messages import Hello, Report
+    from tierstore.adapters.vllm.plans import Plan
     from tierstore.assembly import Parts
     from tierstore.config import StoreConfig
+    from tierstore.types import PageKey
 
 _VERDICT_ASKS = 64
 """How often a verdict is repeated before pages are looked up again: a request that waits for room asks every step."""
@@ -44,19 +48,19 @@ class SchedulerHalf:
     def __init__(
         self,
         config: StoreConfig,
-        namespace: bytes,
-        block_size: int,
+        groups: Groups,
+        namespaces: Sequence[bytes],
         *,
-        stride: int = 1,
         load_timeout_s: float,
         events: bool = False,
     ) -> None:
-        """``config``: of one rank. ``stride``: block hashes of a block. ``events``: whether somebody takes them."""
-        self.events = Events(block_size, stride) if events else None
+        """``config``: of one rank. ``namespaces``: of the keys of each group. ``events``: whether somebody takes
+        them.
+        """
+        self.events = Events() if events else None
+        self.groups = groups
         self._config = config
-        self._namespace = namespace
-        self._block_size = block_size
-        self.stride = stride
+        self._namespaces = tuple(namespaces)
         self._timeout_s = load_timeout_s
         self._known: dict[str, Known] = {}
         self._ranks = Ranks(1)
@@ -64,6 +68,7 @@ class SchedulerHalf:
         self._store: TierStore | None = None
         self._loading: Loading | None = None
         self._storing: Storing | None = None
+        self._filling: Filling | None = None
         self._figures: Figures | None = None
         self._ahead: Ahead | None = None
         self._moved = monotonic()
@@ -81,25 +86,24 @@ class SchedulerHalf:
         self._parts = assemble_apart(self._config, layout, opened, self._ranks)
         self._store = TierStore(self._config, self._parts, Wakeup(), pump=False)
         self._storing = Storing(self._store)
+        self._filling = Filling(self._store, self._storing, self.groups, self.events)
         self._loading = Loading(self._store, self._timeout_s)
         self._figures = Figures(self._counted)
         if self.events is not None:
             self._parts.directory.watch(self.events.came, self.events.left)
-
         if self._config.nvme is not None:
             self._ahead = Ahead(self._store, self._most_ahead(hellos[0]))
 
     # -- requests -----------------------------------------------------------------------------------------------
 
     def arrived(self, request: Request, local: int = 0) -> None:
-        """A request was queued, of which the engine holds the first ``local`` blocks now."""
+        """A request was queued, of which the engine holds the first ``local`` tokens now."""
         if self._store is None:
             return
-        chain = KeyChain(request, self._namespace, self.stride)
-        self._known[request.request_id] = Known(request, chain)
+        chains = self.groups.chains(request, self._namespaces)
+        known = self._known[request.request_id] = Known(request, chains, collected=[0] * len(chains))
         if self._ahead is not None:
-            keys = chain.first((request.num_tokens - 1) // self._block_size)
-            self._ahead.want(request.request_id, keys, local)
+            self._ahead.want(request.request_id, *self._wanted(known, local))
 
     def offer(self, request: Request, computed: int) -> int:
         """Tokens that can be loaded beyond ``computed``, whole blocks, at least one token left to compute.
@@ -107,41 +111,37 @@ class SchedulerHalf:
         A promise that can be broken: what is gone by then is reported as failed.
         """
         known = self._known.get(request.request_id)
-        if known is None or computed % self._block_size:
+        if known is None or computed % self.groups.unit:
             return 0
-        return self._verdict(known, computed).match.num_pages * self._block_size
+        return self._verdict(known, computed).plan.tokens
 
     def sources(self, request: Request, tokens: int) -> dict[Tier, int]:
         """Where the tokens of the offer taken last come from."""
         known = self._known.get(request.request_id)
-        if known is None or known.taken is None:
-            return {}
-        found: dict[Tier, int] = {}
-        for tier in known.taken.tiers[: tokens // self._block_size]:
-            found[tier] = found.get(tier, 0) + self._block_size
-        return found
+        return {} if known is None or known.taken is None else known.taken.up_to(tokens).sources
 
-    def allocated(self, request: Request, blocks: Sequence[int], tokens: int) -> None:
-        """vLLM has taken the offer: ``tokens`` of it are to be loaded into the request's blocks."""
+    def allocated(self, request: Request, tables: Sequence[Sequence[int]], tokens: int) -> None:
+        """vLLM has taken the offer: ``tokens`` of it are to be loaded into the request's blocks, by group."""
         known = self._known.get(request.request_id)
         if known is None or known.verdict is None or self._loading is None or not tokens:
             return
-        first = known.verdict.computed // self._block_size
-        end = first + tokens // self._block_size
-        self._loading.want(request.request_id, known.chain.first(end)[first:], blocks[first:end], first)
-        known.taken, known.verdict = known.verdict.match, None
+        start = known.verdict.computed
+        pages = into(self.groups, known.chains, tables, start, start + tokens)
+        starts, keys, blocks = zip(*pages, strict=True)
+        self._loading.want(request.request_id, keys, blocks, starts)
+        known.taken, known.verdict = known.verdict.plan, None
         if self._ahead is not None:
             self._ahead.over(request.request_id)
 
-    def finished(self, request_id: str, blocks: Sequence[int], computed: int) -> None:
-        """The request has ended or was aborted with so many tokens computed in these blocks, which are stored before
-        they are reused. Loads into its blocks go on, and are told of when they end.
+    def finished(self, request_id: str, tables: Sequence[Sequence[int]], computed: int) -> None:
+        """The request has ended or was aborted with so many tokens computed in these blocks, by group, which are
+        stored before they are reused. Loads into its blocks go on, and are told of when they end.
         """
         known = self._known.get(request_id)
-        if known is None or self._loading is None:
+        if known is None or self._loading is None or self._filling is None:
             return
         if known.limit is None and not self._loading.of(request_id):
-            self._collect(known, blocks, computed)
+            self._filling.collect(known, tables, computed, computed)
         del self._known[request_id]
         if self._ahead is not None:
             self._ahead.over(request_id)
@@ -237,48 +237,45 @@ class SchedulerHalf:
         return self._store.metrics.snapshot()
 
     def _verdict(self, known: Known, computed: int) -> Verdict:
-        assert self._store is not None
         verdict, tokens = known.verdict, known.request.num_tokens
         if (
             verdict is None
             or (verdict.tokens, verdict.computed) != (tokens, computed)
             or verdict.asked >= _VERDICT_ASKS
         ):
-            end = (tokens - 1) // self._block_size
-            if known.limit is not None:
-                end = min(end, known.limit)
-            keys = known.chain.first(end)[computed // self._block_size :]
-            verdict = known.verdict = Verdict(tokens, computed, self._store.match(keys))
+            verdict = known.verdict = Verdict(tokens, computed, self._plan(known, computed))
         verdict.asked += 1
         return verdict
 
-    def _follow(self, step: Step) -> None:
-        """Blocks that are full once the step has run are to be stored."""
-        known = self._known.get(step.request_id)
-        if known is None:
-            return
+    def _plan(self, known: Known, computed: int) -> Plan:
+        """The longest hit; at least one token is left to compute."""
         assert self._store is not None
-        if step.first:
-            there = known.chain.first(step.computed // self._block_size)
-            known.collected = self._store.match(there).num_pages
-        self._collect(known, step.blocks, step.computed + step.scheduled)
+        limit = known.request.num_tokens - 1
+        if known.limit is not None:
+            limit = min(limit, known.limit)
+        return longest(self.groups, known.chains, computed, limit, self._store.match)
 
-    def _collect(self, known: Known, blocks: Sequence[int], computed: int) -> None:
-        """Full blocks whose hashes are known: a token that was sampled but not told yet has none."""
-        assert self._storing is not None
-        keys = known.chain.first(min(len(blocks), computed // self._block_size))
-        start = known.collected
-        if start >= len(keys):
-            return
-        parent = keys[start - 1] if start else None
-        self._storing.add(keys[start:], blocks[start : len(keys)], parent)
-        if self.events is not None:
-            self.events.learn(known.request, keys[start:], start)
-        known.collected = len(keys)
+    def _wanted(self, known: Known, local: int) -> tuple[list[PageKey], int]:
+        """The pages of the longest hit, and how many of them lie within the first ``local`` tokens."""
+        if self.groups.whole:
+            size = self.groups.unit
+            return known.chains[0].first((known.request.num_tokens - 1) // size), local // size
+        pages = self._plan(known, 0).keys
+        return [key for _, key in pages], sum(1 for end, _ in pages if end <= local)
+
+    def _follow(self, step: Step) -> None:
+        known = self._known.get(step.request_id)
+        if known is not None and self._filling is not None:
+            self._filling.follow(known, step)
 
     def _settle(self) -> None:
+        """Ends loads. Of one group of full attention vLLM goes on behind what has arrived.
+
+        Else it gives all blocks back, and keeps them reserved for the request: a second load of its own would have to
+        find room beside them, which on a small pool is never there. So it computes all of it.
+        """
         assert self._loading is not None
         for load in self._loading.settle():
             known = self._known.get(load.request_id)
             if known is not None:
-                known.limit = load.first + load.arrived
+                known.limit = load.starts[load.arrived] if self.groups.whole else 0

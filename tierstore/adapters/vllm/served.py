@@ -35,15 +35,9 @@ def wants_events(vllm_config: Any) -> bool:
     return events is not None and bool(events.enable_kv_cache_events)
 
 
-def require_served(vllm_config: Any, kv_cache_config: Any) -> None:
-    """ConfigError naming what of the parallel layout or of the KV cache is not served, and what is."""
+def require_served(vllm_config: Any) -> None:
+    """ConfigError naming what of the parallel layout is not served, and what is."""
     parallel = vllm_config.parallel_config
     for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ConfigError(f"{name} is {getattr(parallel, name)}; allowed with TierStoreConnector: 1")
-    groups = len(kv_cache_config.kv_cache_groups)
-    if groups != 1:
-        raise ConfigError(
-            f"the model has {groups} KV cache groups; allowed with TierStoreConnector: 1, as vLLM makes it of full and "
-            "sliding-window layers without --no-disable-hybrid-kv-cache-manager"
-        )

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tierstore.adapters.vllm.requests import Step
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tierstore.adapters.vllm.groups import Groups
 
 
 class Steps:
     """The block tables of all requests that run."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._tables: dict[str, list[int]] = {}
+    def __init__(self, groups: Groups) -> None:
+        self._sizes = [group.block_size for group in groups.all]
+        self._tables: dict[str, list[list[int]]] = {}
 
     def of(self, output: Any) -> list[Step]:
         """One a scheduled request. Each output exactly once, in order."""
@@ -29,10 +34,12 @@ class Steps:
             if request_id in cached.resumed_req_ids:
                 steps.append(self._begun(request_id, computed, more, scheduled))
                 continue
-            table = self._tables[request_id]
-            fresh = [] if more is None else list(more[0])
-            table += fresh
-            steps.append(Step(request_id, computed, scheduled[request_id], table, fresh, first=False))
+            tables = self._tables[request_id]
+            fresh: list[int] = []
+            for table, blocks in zip(tables, more or (), strict=False):
+                table += blocks
+                fresh += blocks
+            steps.append(Step(request_id, computed, scheduled[request_id], tables, fresh, first=False))
         return steps
 
     def forget(self, request_id: str) -> None:
@@ -40,8 +47,13 @@ class Steps:
         self._tables.pop(request_id, None)
 
     def _begun(
-        self, request_id: str, computed: int, blocks: tuple[list[int], ...] | None, scheduled: dict[str, int]
+        self, request_id: str, computed: int, blocks: Sequence[list[int]] | None, scheduled: dict[str, int]
     ) -> Step:
-        table = self._tables[request_id] = [] if blocks is None else list(blocks[0])
-        fresh = table[computed // self._block_size :]
-        return Step(request_id, computed, scheduled[request_id], table, fresh, first=True)
+        tables = [list(table) for table in blocks or [[] for _ in self._sizes]]
+        self._tables[request_id] = tables
+        fresh = [
+            block
+            for table, size in zip(tables, self._sizes, strict=True)
+            for block in table[computed // size :]
+        ]
+        return Step(request_id, computed, scheduled[request_id], tables, fresh, first=True)

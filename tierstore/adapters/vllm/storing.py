@@ -37,12 +37,13 @@ class Storing:
         """Whether pages wait to be put, or to be copied out."""
         return bool(self._collected or self.busy)
 
-    def add(self, keys: Sequence[PageKey], blocks: Sequence[int], parent: PageKey | None) -> None:
-        """These blocks hold these pages once the coming step has run, until they are reused."""
-        for key, block in zip(keys, blocks, strict=True):
+    def add(self, keys: Sequence[PageKey], blocks: Sequence[int], parents: Sequence[PageKey | None]) -> None:
+        """These blocks hold these pages once the coming step has run, until they are reused. ``parents``: the page
+        before each.
+        """
+        for key, block, parent in zip(keys, blocks, parents, strict=True):
             self._collected.pop(block, None)
             self._collected[block] = _Page(key, parent)
-            parent = key
 
     def reused(self, blocks: Iterable[int]) -> tuple[int, ...]:
         """These blocks have a new owner. Those out of which copies are under way: they must end before it writes."""
@@ -57,15 +58,8 @@ class Storing:
 
     def put(self, loading: Set[int]) -> None:
         """Puts what may be put now: not out of blocks that are still being read, or that loads are about to write."""
-        run: list[tuple[int, _Page]] = []
         ready = [b for b in self._collected if b not in self.busy and b not in loading][:MOST_A_STEP]
-        for block in ready:
-            page = self._collected.pop(block)
-            if run and page.parent != run[-1][1].key:
-                self._put(run)
-                run = []
-            run.append((block, page))
-        self._put(run)
+        self._put([(block, self._collected.pop(block)) for block in ready])
 
     def returned(self, blocks: Iterable[int]) -> None:
         """The store reads these no more."""
@@ -83,9 +77,10 @@ class Storing:
         if both:
             raise AssertionError(f"blocks {sorted(both)[:3]} are being copied out and loaded into")
 
-    def _put(self, run: Sequence[tuple[int, _Page]]) -> None:
-        if not run:
+    def _put(self, ready: Sequence[tuple[int, _Page]]) -> None:
+        if not ready:
             return
-        blocks = [block for block, _ in run]
-        self._store.put([page.key for _, page in run], blocks, parent=run[0][1].parent)
+        blocks = [block for block, _ in ready]
+        keys, parents = [page.key for _, page in ready], [page.parent for _, page in ready]
+        self._store.put(keys, blocks, parents=parents)
         self.busy.update(blocks)

@@ -61,7 +61,7 @@ def hit_sources(tokens: dict[Tier, int]) -> dict[Any, int]:
     return {names[tier]: number for tier, number in tokens.items()}
 
 
-def kv_events(changes: Iterable[Change], block_size: int) -> list[Any]:
+def kv_events(changes: Iterable[Change]) -> list[Any]:
     """Changes as vLLM's KV events, one a block."""
     from vllm.distributed import kv_events as events
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash as named
@@ -72,18 +72,18 @@ def kv_events(changes: Iterable[Change], block_size: int) -> list[Any]:
     for change in changes:
         block, medium = change.block, mediums[change.tier]
         if not change.stored:
-            found.append(events.BlockRemoved([named(block.block_hash)], medium, 0))
+            found.append(events.BlockRemoved([named(block.block_hash)], medium, block.group))
             continue
         found.append(
             events.BlockStored(
                 block_hashes=[named(block.block_hash)],
                 parent_block_hash=None if block.parent is None else named(block.parent),
                 token_ids=list(block.tokens),
-                block_size=block_size,
+                block_size=len(block.tokens),
                 lora_id=None,
                 medium=medium,
                 lora_name=block.lora_name,
-                group_idx=0,
+                group_idx=block.group,
             )
         )
     return found

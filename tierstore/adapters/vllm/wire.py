@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -11,6 +13,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tierstore.adapters.vllm.messages import Hello, Orders, Report
+
+TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
+"""How vLLM is told by request what has come and what has failed; None before 0.32."""
+
+Hybrid: Any = object if TransferResults is None else base.SupportsHMA
+"""Claims several KV groups, where a failed load can be told in spite of them."""
 
 
 @dataclass

@@ -1,0 +1,55 @@
+"""A model with sliding windows: KV groups of their own, each with its pages; answers as plain vLLM's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.vllm import tiny_model
+from tests.vllm.conftest import Oracle
+from tests.vllm.runner import Engines, ask, blocks, check, connector, counts, fail_loads, reset
+from tests.vllm.test_connector import EXTERNAL, cached, tiers, tokens_of
+
+pytestmark = pytest.mark.vllm
+
+
+def test_groups_with_windows_are_loaded_from_every_tier_as_plain_vllm_would_compute_them(
+    window_engines: Engines, window_oracle: Oracle, tmp_path: Path
+) -> None:
+    prompts, tokens, whole = tiny_model.prompts(8, 180), 40, [160] * 8
+    expected = window_oracle(prompts, tokens)
+    assert len({tuple(answer) for answer in expected}) == len(prompts)
+    places = tiers(tmp_path / "a", 300, tiny_model.PAGE_NBYTES, "64MiB")
+
+    cold, _, host, found = window_engines.life(
+        [ask(prompts, tokens), reset(), ask(prompts, tokens), counts()], transfer=connector(places)
+    )
+    assert "kv cache group sizes (32, 32, 32)" in window_engines.log()
+    assert tokens_of(cold) == tokens_of(host) == expected
+    assert cached(host) == whole
+    assert found[EXTERNAL] == sum(whole)
+
+    _, restarted, _, _, failing, free, clean = window_engines.life(
+        [
+            fail_loads(0),
+            ask(prompts, tokens),
+            reset(),
+            fail_loads(3),
+            ask(prompts, tokens, together=True),
+            blocks(),
+            check(),
+        ],
+        transfer=connector(
+            places, kv_connector="FaultyConnector", kv_connector_module_path="tests.vllm.faulty"
+        ),
+        in_process=True,
+        num_gpu_blocks_override=60,
+        max_model_len=512,
+    )
+    assert tokens_of(restarted) == tokens_of(failing) == expected
+    assert cached(restarted) == whole
+    assert {answer["reason"] for answer in failing} == {"length"}
+    assert min(cached(failing)) < 160
+    assert free["free"] == free["usable"]
+    assert clean == "clean"

@@ -1,0 +1,152 @@
+"""vLLM's KV cache groups: layers that share a block table. Each has blocks and page keys of its own.
+
+All groups take their blocks from one pool, and every block is the same bytes of the same tensors, whichever group
+owns it: so a page is a block here too, and groups differ in their keys only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tierstore.adapters.vllm.keys import KeyChain, namespace
+from tierstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tierstore.adapters.vllm.keys import Hashed
+
+NULL_BLOCK = 0
+"""Stands in a block table for a block that its group has given back: vLLM's pool keeps its first one for that."""
+
+_FULL = ("FullAttentionSpec", "MLAAttentionSpec")
+_WINDOW = "SlidingWindowSpec"
+_CHUNK = "ChunkedLocalAttentionSpec"
+_OTHERS = (
+    "SinkFullAttentionSpec",
+    "RSWASpec",
+    "HiddenStateCacheSpec",
+    "SlidingWindowMLASpec",
+    "CircularBufferSpec",
+)
+"""Kinds derived from a served one that keep their blocks in another way."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group. ``window``: tokens that a token sees, itself included; ``chunk``: it sees those of its own chunk.
+
+    Neither: all of them. ``stride``: block hashes of a block.
+    """
+
+    number: int
+    block_size: int
+    stride: int = 1
+    window: int | None = None
+    chunk: int | None = None
+    layers: tuple[str, ...] = ()
+
+    @property
+    def partial(self) -> bool:
+        """Whether blocks are given back while a request runs."""
+        return self.window is not None or self.chunk is not None
+
+    def first_needed(self, tokens: int) -> int:
+        """The first block that whoever goes on after so many tokens needs; vLLM may have given back those before."""
+        seen_from = 0
+        if self.window is not None:
+            seen_from = max(0, tokens - self.window + 1)
+        elif self.chunk is not None:
+            seen_from = tokens // self.chunk * self.chunk
+        return seen_from // self.block_size
+
+
+@dataclass(frozen=True)
+class Groups:
+    """All groups of a model, by number."""
+
+    all: tuple[Group, ...]
+
+    @property
+    def whole(self) -> bool:
+        """One group of full attention: of a load that fails, the first blocks are of use."""
+        return len(self.all) == 1 and not self.all[0].partial
+
+    @property
+    def unit(self) -> int:
+        """Tokens of which hits are multiples: whole blocks in every group."""
+        return math.lcm(*(group.block_size for group in self.all))
+
+    @property
+    def spine(self) -> Group | None:
+        """The first group of full attention: its pages are a chain, beside which those of windows stand."""
+        return next((group for group in self.all if not group.partial), None)
+
+    @property
+    def name(self) -> str:
+        """Part of the pages' identity: what lies in a block depends on it. Empty for one group, of all layers."""
+        return (
+            ""
+            if len(self.all) == 1
+            else repr([(g.block_size, g.window, g.chunk, g.layers) for g in self.all])
+        )
+
+    def namespaces(self, identity: str) -> tuple[bytes, ...]:
+        """Of the keys of each group: no page of one is ever found as another's."""
+        if len(self.all) == 1:
+            return (namespace(identity),)
+        return tuple(namespace(f"{self.name} {group.number} {identity}") for group in self.all)
+
+    def chains(self, request: Hashed, namespaces: Iterable[bytes]) -> tuple[KeyChain, ...]:
+        """The keys of a request's blocks in each group."""
+        return tuple(
+            KeyChain(request, name, group.stride) for group, name in zip(self.all, namespaces, strict=True)
+        )
+
+
+def groups_of(kv_cache_config: Any) -> Groups:
+    """The groups of vLLM's ``KVCacheConfig``; ConfigError naming the layers of a kind that is not served."""
+    found = kv_cache_config.kv_cache_groups
+    sizes = [group.kv_cache_spec.block_size for group in found]
+    hash_size = getattr(kv_cache_config, "hash_block_size", None) or math.gcd(*sizes)
+    return Groups(tuple(_group(number, group, hash_size) for number, group in enumerate(found)))
+
+
+def _group(number: int, group: Any, hash_size: int) -> Group:
+    spec = group.kv_cache_spec
+    layers = tuple(getattr(group, "layer_names", ()))
+    size: int = spec.block_size
+    windows = {_sight(inner, layers) for inner in _inner(spec)}
+    if len(windows) != 1 or not getattr(group, "enable_kv_transfer", True):
+        raise _not_served(spec, layers)
+    ((window, chunk),) = windows
+    return Group(number, size, size // hash_size, window, chunk, layers)
+
+
+def _inner(spec: Any) -> list[Any]:
+    """The specs of a group's layers, where they differ."""
+    return list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
+
+
+def _sight(spec: Any, layers: tuple[str, ...]) -> tuple[int | None, int | None]:
+    """Window and chunk of a kind that is served."""
+    known = (*_FULL, _WINDOW, _CHUNK, *_OTHERS)
+    kind = next((c.__name__ for c in type(spec).__mro__ if c.__name__ in known), "")
+    if kind in _FULL:
+        return None, None
+    if kind == _WINDOW:
+        return spec.sliding_window + getattr(spec, "extra_retained_tokens", 0), None
+    if kind == _CHUNK:
+        return None, spec.attention_chunk_size
+    raise _not_served(spec, layers)
+
+
+def _not_served(spec: Any, layers: tuple[str, ...]) -> ConfigError:
+    named = ", ".join(layers[:3]) + (", ..." if len(layers) > 3 else "")
+    return ConfigError(
+        f"layers {named} keep their KV as {type(spec).__name__}; allowed with TierStoreConnector: full attention, "
+        "sliding windows and local chunks, each in groups of their own, or --disable-hybrid-kv-cache-manager where "
+        "vLLM can make one group of full attention of all layers"
+    )
