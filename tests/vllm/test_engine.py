@@ -32,6 +32,6 @@ def test_plain_vllm_answers_alike_with_and_without_its_own_cache(engines: Engine
 
 def test_the_check_finds_nothing_wrong_with_this_vllm(engines: Engines) -> None:
     command = [str(engines.python), "-c", "from tierstore.cli import main; main()", "vllm-check", "--json"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert json.loads(ended.stdout.splitlines()[-1])["ok"] is True
