@@ -30,11 +30,12 @@ test: lint
 
 ## test-long: planted bugs that take minutes to be found (ARGS="-k name")
 test-long: $(READY)
-	$(BIN)/python -m pytest -q -m long $(ARGS)
+	$(BIN)/python -m pytest -q -m long -o faulthandler_timeout=3000 $(ARGS)
 
 ## test-vllm: real vLLM engines on the CPU, with the store plugged in (ARGS="-k name", VLLM_VENV=folder)
 test-vllm: $(READY) $(VLLM_VENV)/TIERSTORE
-	$(BIN)/python -m pytest -q -m vllm tests/vllm --vllm-python $(VLLM_VENV)/bin/python $(ARGS)
+	$(BIN)/python -m pytest -q -m vllm tests/vllm --vllm-python $(VLLM_VENV)/bin/python \
+		-o faulthandler_timeout=3000 $(ARGS)
 
 ## card: what needs a CUDA card: its tests, the store's own tests on it, the link's speed, compute beside it, attention (ARGS=--json)
 card: $(READY)
