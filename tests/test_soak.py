@@ -36,7 +36,7 @@ def play(
     home: Path, kind: str, profile: str, capsys: pytest.CaptureFixture[str], until: Set[str] = frozenset()
 ) -> dict[str, dict[str, int]]:
     """A client to its end; its last counts."""
-    role = Role(kind=kind, profile=profile, seed=7, seconds=1.0)
+    role = Role(kind=kind, profile=profile, seed=7, seconds=0.3)
     capsys.readouterr()
     assert run(role, home, until) == 0
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -108,7 +108,7 @@ def test_a_wrong_byte_is_noticed_by_the_client_and_by_the_parent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the directory is kept
-    role = Role(kind="own", profile="none", seed=5, seconds=1.0, plant=True)
+    role = Role(kind="own", profile="none", seed=5, seconds=0.3, plant=True)
     assert run(role, tmp_path / "one") == WRONG
     assert main(["--minutes", "0.01", "--seed", "77", "--seconds", "0.5", "--plant"]) == 1
     out, err = capsys.readouterr()
