@@ -39,9 +39,9 @@ def package(tmp_path: Path) -> Path:
     package = tmp_path / "vllm"
     write(package, "_version.py", "__version__ = version = '0.32.0'")
     connector = interface(OURS / "vllm" / "connector.py", "TierStoreConnector", "KVConnectorBase_V1")
-    write(
-        package, "distributed/kv_transfer/kv_connector/v1/base.py", f"class SupportsHMA: ...\n\n{connector}"
-    )
+    hook = "@abstractmethod\n    def request_finished_all_groups(self, request, block_ids): ..."
+    groups = f"class SupportsHMA:\n    {hook}"
+    write(package, CONNECTOR, f"{groups}\n\nclass KVConnectorTransferResults: ...\n\n{connector}")
     write(
         package,
         "config/kv_transfer.py",
@@ -146,6 +146,7 @@ def test_versions_outside_the_tested_range_are_named(package: Path, version: str
         ),
         ("connector's hooks", CONNECTOR, "class KVConnectorBase_V1", "class KVConnectorBase_V2", "not found"),
         ("hybrid KV cache manager", CONNECTOR, "class SupportsHMA", "class Other", "no SupportsHMA"),
+        ("SupportsHMA's signatures", CONNECTOR, "request, block_ids)", "request, tables)", "tables"),
         ("kv_load_failure_policy", "config/kv_transfer.py", "kv_load_failure_policy", "other", "missing"),
         ("tier's signatures", TIER, "def lookup(self, key: bytes", "def lookup(self, keys: bytes", "keys"),
         (
@@ -169,6 +170,12 @@ def test_the_exit_code_says_that_it_would_not_work(package: Path) -> None:
     result = tierstore("vllm-check", "--source", package, "--json")
     assert result.returncode == 1
     assert last_line(result)["failed"] == ["vLLM"]
+
+
+def test_where_failed_loads_cannot_be_told_by_request_windows_have_no_groups(package: Path) -> None:
+    replace(package, CONNECTOR, "class KVConnectorTransferResults: ...", "")
+    checks = {check.name: check for check in every_check(package)}
+    assert checks["hybrid KV cache manager"].state == "note"
 
 
 def test_what_an_older_vllm_lacks_is_a_note(package: Path) -> None:

@@ -24,17 +24,7 @@ def every_check(package: Path) -> Iterator[Check]:
     connector = _classes(package / _CONNECTOR)
     ours = _classes(_OURS / "vllm" / "connector.py")["TierStoreConnector"]
     yield from hooks("connector", connector.get("KVConnectorBase_V1"), ours, _CONNECTOR)
-    hma = connector.get("SupportsHMA")
-    yield (
-        Check("hybrid KV cache manager", "SupportsHMA")
-        if hma is not None
-        else Check(
-            "hybrid KV cache manager",
-            "no SupportsHMA",
-            "fail",
-            f"vllm/{_CONNECTOR} names the connector's interface",
-        )
-    )
+    yield from groups(connector, ours)
     yield from settings(package)
     yield layouts(package, connector.get("KVConnectorBase_V1", {}))
     yield hit_sources(package)
@@ -72,6 +62,20 @@ def hooks(
         yield Check(f"{name}'s signatures", "; ".join(wrong), "fail", "this vLLM calls them otherwise")
     if not missing and not wrong:
         yield Check(f"{name}'s hooks", f"{len(shared)} of ours, each as this vLLM calls it")
+
+
+def groups(connector: dict[str, dict[str, Method]], ours: dict[str, Method]) -> Iterator[Check]:
+    """Whether layers with windows keep groups of their own."""
+    name, theirs = "hybrid KV cache manager", connector.get("SupportsHMA")
+    if theirs is None:
+        why = f"vllm/{_CONNECTOR} names the connector's interface"
+        yield Check(name, "no SupportsHMA", "fail", why)
+    elif "KVConnectorTransferResults" not in connector:
+        why = "full attention and windows share a group: a failed load of several cannot be told"
+        yield Check(name, "off with TierStore", "note", why)
+    else:
+        yield Check(name, "groups of their own for windows")
+        yield from hooks("SupportsHMA", theirs, ours, _CONNECTOR)
 
 
 def settings(package: Path) -> Iterator[Check]:
