@@ -163,6 +163,7 @@ def test_a_page_that_several_later_hints_share_makes_way_and_not_where_one_of_th
     assert store.drain(60.0)
     first = need(store, "first", sooner)
     assert store.promote(first, sooner, Tier.HBM, over=[third]).keys == ()
+    assert store.promote(first, sooner, Tier.HBM, over=[second]).keys == ()  # nobody lost it in vain
     assert store.promote(first, sooner, Tier.HBM, over=[second, third, fourth]).keys == tuple(sooner)
     assert store.match(own).tiers == (Tier.HOST,)
     assert store.promote(need(store, "too", more), more, Tier.HBM, over=[second, third]).keys == tuple(more)

@@ -1,0 +1,76 @@
+"""Bugs planted in promotions that long walks seldom come to: the test that is there for each notices it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.core import planting
+from tests.core.planting import Bug
+from tests.store import test_promote
+from tests.support.bench import open_bench
+from tests.support.pages import SPEC, tiers
+from tierstore import directory, promoting
+from tierstore.store import TierStore
+
+Check = Callable[[Path], None]
+
+
+def shared_places(path: Path) -> None:
+    _on_a_bench(
+        path,
+        test_promote.test_a_page_that_several_later_hints_share_makes_way_and_not_where_one_of_them_is_sooner,
+    )
+
+
+def memory_on_the_way(path: Path) -> None:
+    test_promote.test_host_memory_that_a_page_came_through_is_free_for_the_next(path / "host")
+
+
+def _on_a_bench(path: Path, test: Callable[[TierStore], None]) -> None:
+    bench = open_bench(tiers(hbm=4, host=8, nvme=path), SPEC)
+    bench.store.take_hints()
+    try:
+        test(bench.store)
+    finally:
+        bench.close()
+
+
+KEEPERS = "return keepers == 1 or keepers == sum(place in self._kept.get(name, ()) for name in later)"
+
+BUGS = [
+    (shared_places, Bug("what several share never makes way", KEEPERS, "return keepers == 1")),
+    (
+        shared_places,
+        Bug("what several share makes way for one that is later than some of them", KEEPERS, "return True"),
+    ),
+    (
+        memory_on_the_way,
+        Bug(
+            "host memory stays kept after the load",
+            "if tier == Tier.HBM and below in kept:",
+            "if False:",
+        ),
+    ),
+]
+
+
+def plant(patch: pytest.MonkeyPatch, bug: Bug | None) -> None:
+    patch.setattr(directory, "Promoting", planting.load(promoting, bug).Promoting)
+
+
+@pytest.mark.parametrize(("check", "bug"), BUGS, ids=[bug.name for _, bug in BUGS])
+def test_a_planted_bug_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Check, bug: Bug
+) -> None:
+    plant(monkeypatch, bug)
+    with pytest.raises(AssertionError):
+        check(tmp_path)
+
+
+@pytest.mark.parametrize("check", [shared_places, memory_on_the_way])
+def test_a_copy_without_a_bug_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Check) -> None:
+    plant(monkeypatch, None)
+    check(tmp_path)
