@@ -232,6 +232,10 @@ def test_command_refuses_in_one_line_what_it_cannot_compare(folder: Path) -> Non
     result = CliRunner().invoke(app, ["compare", "--model", "nowhere"])
     assert result.exit_code == 2
     assert "no such folder, and no known model; allowed: smollm2" in result.stderr
+    for device, why in (("gpu", "allowed: cpu, cuda or cuda:N"), ("cuda:77", "allowed here: cpu")):
+        result = CliRunner().invoke(app, ["compare", "--model", str(folder), "--device", device])
+        assert result.exit_code == 2
+        assert why in result.stderr
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"kv_lora_rank": 4}))
     result = run(folder)

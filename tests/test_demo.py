@@ -262,8 +262,21 @@ def test_command_says_in_one_line_what_it_cannot_do(model: Path, tmp_path: Path)
     result = CliRunner().invoke(app, ["--host-codec", "exp", "--model", str(model), "--dir", str(tmp_path)])
     assert result.exit_code == 2
     assert "--host-codec is 'exp'; allowed: none, fp8, int8" in result.stderr
+    for device, why in (("gpu", "allowed: cpu, cuda or cuda:N"), ("cuda:77", "allowed here: cpu")):
+        result = CliRunner().invoke(app, ["--device", device, "--model", str(model), "--dir", str(tmp_path)])
+        assert result.exit_code == 2
+        assert why in result.stderr
     assert "Traceback" not in result.output
     assert torch.is_grad_enabled()
+
+
+def test_hbm_has_room_for_as_many_documents_as_are_asked_for() -> None:
+    documents = [[0] * 800] * 6
+    questions = [Question("a", "b", [0] * 840)] * 6
+    sizes = [tier_sizes(documents, questions, replace(SMALL, hbm_documents=number)) for number in (1, 2)]
+    request = -(-(840 + SMALL.answer_tokens) // SMALL.page_size)
+    assert [each.hbm for each in sizes] == [request + 2, 2 * request + 2]
+    assert all(each.hbm + each.host < each.documents for each in sizes)
 
 
 @pytest.mark.parametrize(("verdict", "code"), [("same", 0), ("near-tie", 0), ("other", 1)])

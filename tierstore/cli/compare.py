@@ -36,11 +36,14 @@ def compare(
     place: Annotated[
         Path | None, typer.Option("--dir", help="Where the disk tier goes; a folder in it comes and goes.")
     ] = None,
+    device: Annotated[
+        str, typer.Option(help="Where the models compute and HBM is: cpu, cuda or cuda:N, as in hbm.device.")
+    ] = "cpu",
     as_json: Json = False,
 ) -> None:
     """Real models answer over the store as without it: greedy, batches, samples, beams, drafts, chunks, rollbacks.
 
-    Each answer is held against transformers' own cache, token by token, in float32 on the CPU, and what the model
+    Each answer is held against transformers' own cache, token by token, in float32, and what the model
     computed against what was not reused. Prepares the models on first use. Exit code 1 if a case differs.
     """
     console = Console(stderr=as_json)
@@ -50,6 +53,10 @@ def compare(
     with refusals(as_json):
         if find_spec("transformers") is None:
             raise ConfigError("compare needs transformers: pip install 'tierstore[hf]'")
+        if device != "cpu":
+            from tierstore.gpu.device import require_device
+
+            require_device(device)
         with Status("starting", console=console) as status:
 
             def say(line: str) -> None:
@@ -57,7 +64,7 @@ def compare(
                 console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
             for name in model or KNOWN:
-                found += _compare(name, docs or [], place, say)
+                found += _compare(name, docs or [], place, device, say)
     from tierstore.compare import report
 
     report.show(console, found)
@@ -66,7 +73,9 @@ def compare(
     raise typer.Exit(0 if report.all_held(found) else 1)
 
 
-def _compare(name: str, docs: list[Path], place: Path | None, say: Callable[[str], None]) -> Iterator[Row]:
+def _compare(
+    name: str, docs: list[Path], place: Path | None, device: str, say: Callable[[str], None]
+) -> Iterator[Row]:
     """The rows of one model; what cannot be prepared is a ConfigError."""
     from tierstore.compare import cases, prompts
     from tierstore.compare.subject import Subject, load_tokenizer
@@ -78,7 +87,7 @@ def _compare(name: str, docs: list[Path], place: Path | None, say: Callable[[str
         folder = model_folder(name, say)
         say(f"{folder.name}: loading")
         texts = prompts.read_texts(load_tokenizer(folder), sizes, docs)
-        subject = Subject.load(short_name(name) or folder.name, folder)
+        subject = Subject.load(short_name(name) or folder.name, folder, device)
     except (ModelError, DocumentError, ValueError) as error:
         raise ConfigError(str(error)) from error
     home = place or default_cache_dir()

@@ -35,7 +35,7 @@ def open_store(
     nbytes = sum(spec.page_nbytes for spec in specs)
     slots = max(pages_needed(question, sizes) for question in largest) + 4
     config = {
-        "hbm": {"capacity": slots * nbytes, "device": "cpu"},
+        "hbm": {"capacity": slots * nbytes, "device": str(subject.model.device)},
         "host": {"capacity": slots * nbytes},
         "nvme": {"path": str(folder), "capacity": 40 * slots * nbytes + (64 << 20)},
     }

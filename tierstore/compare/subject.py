@@ -1,4 +1,4 @@
-"""A model that is asked with the store and without it, in float32 on the CPU, and a draft model for it."""
+"""A model that is asked with the store and without it, in float32, and a draft model for it."""
 
 # transformers leaves some of its functions untyped:
 # mypy: allow-untyped-calls
@@ -49,13 +49,14 @@ class Subject:
         self._plain: dict[Question, Plain] = {}
 
     @classmethod
-    def load(cls, name: str, folder: Path) -> Self:
-        """The model in ``folder``; nothing is downloaded."""
+    def load(cls, name: str, folder: Path, device: str = "cpu") -> Self:
+        """The model in ``folder``, on ``device``; nothing is downloaded."""
         transformers_logging.disable_progress_bar()
         transformers_logging.set_verbosity_error()
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True
         )
+        torch.nn.Module.to(model, device)
         return cls(name, model)
 
     def specs(self, page_size: int, *, with_draft: bool) -> tuple[PageSpec, ...]:
@@ -85,11 +86,12 @@ class Subject:
         self.model.set_attn_implementation("sdpa")
         try:
             with torch.no_grad():
-                logits = self.model(torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0]
+                ids = torch.tensor([[*prompt, *answer]], device=self.model.device)
+                logits = self.model(ids, use_cache=False).logits[0]
         finally:
             self.model.set_attn_implementation(ATTENTION)
         steps = logits[len(prompt) - 1 : -1].log_softmax(-1)
-        return float(steps.gather(1, torch.tensor(list(answer))[:, None]).mean())
+        return float(steps.gather(1, torch.tensor(list(answer), device=steps.device)[:, None]).mean())
 
     def _ask_plain(self, question: Question) -> Plain:
         if question.kind != "greedy":
@@ -100,8 +102,9 @@ class Subject:
         return Plain(_answers(out.sequences, question), gaps)
 
     def _generate(self, question: Question, **options: Any) -> Any:
+        device = self.model.device
         assert isinstance(self.model, GenerationMixin)
-        ids, mask = question.tensors(self.pad)
+        ids, mask = (each.to(device) for each in question.tensors(self.pad))
         torch.manual_seed(SEED)
         return self.model.generate(ids, attention_mask=mask, pad_token_id=self.pad, **options)
 
@@ -129,6 +132,7 @@ def drafting(model: PreTrainedModel) -> PreTrainedModel:
     own = model.state_dict()
     names = {name: _LAYER.sub(lambda found: f".{kept[int(found[1])]}.", name) for name in draft.state_dict()}
     draft.load_state_dict({name: own[source] for name, source in names.items()}, assign=True)
+    torch.nn.Module.to(draft, model.device)  # what is no weight was made on the CPU
     draft.tie_weights()
     settings = draft.generation_config
     assert settings is not None

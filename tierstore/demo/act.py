@@ -132,7 +132,7 @@ def settle(session: Session, store: TierStore, plan: Plan) -> None:
 def main(plan_path: Path, rows_path: Path) -> None:
     """The second act."""
     plan = Plan.load(plan_path)
-    session = Session(Path(plan.model))
+    session = Session(Path(plan.model), plan.store["hbm"]["device"])
     with open_store(session, plan) as store:
         rows = ask_all(session, store, plan, _say, after_restart=True)
     rows_path.write_text(json.dumps([asdict(row) for row in rows]))

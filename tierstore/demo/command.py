@@ -51,6 +51,15 @@ def demo(
         str, typer.Option(help="How host memory keeps pages: none, fp8, int8, k8v4, int4, int4-64.")
     ] = "none",
     questions: Annotated[int, typer.Option(min=1, max=6, help="Questions of each document.")] = 3,
+    device: Annotated[
+        str, typer.Option(help="Where the model computes and HBM is: cpu, cuda or cuda:N, as in hbm.device.")
+    ] = "cpu",
+    tokens: Annotated[
+        int, typer.Option(min=64, help="Tokens of a document, at least; an eighth more at most.")
+    ] = 2048,
+    hbm_documents: Annotated[
+        int, typer.Option(min=1, help="Documents, each with a question, that HBM has room for.")
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
     """A real model answers questions over more documents than HBM and host memory hold, then again after a restart.
@@ -78,7 +87,15 @@ def demo(
             status.update(line)
             console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
-        chosen = Settings(num_questions=questions, codec=codec, host_codec=host_codec)
+        chosen = Settings(
+            min_tokens=tokens,
+            max_tokens=tokens + tokens // 8,
+            num_questions=questions,
+            codec=codec,
+            host_codec=host_codec,
+            device=device,
+            hbm_documents=hbm_documents,
+        )
         outcome, claims = _play(docs or [], model, wheel, place, chosen, say)
     from tierstore.demo import report
 
@@ -103,8 +120,10 @@ def _play(
     from tierstore.demo.plan import PlanError
     from tierstore.demo.report import judge
     from tierstore.demo.run import RestartError, run_demo
+    from tierstore.gpu.device import require_device
 
     try:
+        require_device(settings.device)
         folder = model_folder(model, say) if wheel is None else prepare_model(say, wheel=wheel)
         place = place or default_cache_dir()
         place.mkdir(parents=True, exist_ok=True)

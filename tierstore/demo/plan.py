@@ -43,6 +43,9 @@ class Settings:
     page_size: int = 64
     codec: str = "none"
     host_codec: str = "none"
+    device: str = "cpu"
+    hbm_documents: int = 1
+    """Requests that HBM has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +131,14 @@ def mixed_order(num_documents: int, per_document: int) -> list[int]:
 def tier_sizes(
     documents: Sequence[Sequence[int]], questions: Sequence[Question], settings: Settings
 ) -> Sizes:
-    """HBM for one request and little more, host for three; together smaller than the documents.
+    """HBM for so many requests and little more, host for three times that; together smaller than the documents.
 
     Raises PlanError if the documents are too few for that.
     """
     page = settings.page_size
     total = sum(len(ids) // page for ids in documents)
     request = max(-(-(len(question.ids) + settings.answer_tokens) // page) for question in questions)
-    hbm = request + 2
+    hbm = settings.hbm_documents * request + 2
     host = min(3 * hbm, (total - hbm) * 2 // 3)
     if host < request or hbm + host >= total:
         raise PlanError(
@@ -154,7 +157,7 @@ def store_config(
     page_nbytes, held = spec.page_nbytes, Held.of(settings.host_codec, PageLayout.of(spec))
     pages = 2 * (sizes.documents + 4 * num_questions) + 16
     return {
-        "hbm": {"capacity": sizes.hbm * page_nbytes, "device": "cpu"},
+        "hbm": {"capacity": sizes.hbm * page_nbytes, "device": settings.device},
         "host": {"capacity": sizes.host * held.payload_nbytes, "codec": settings.host_codec},
         "nvme": {
             "path": str(directory),

@@ -98,6 +98,7 @@ def as_json(outcome: Outcome, claims: Sequence[Claim]) -> dict[str, Any]:
         "answers_equal": all(row.verdict != "other" for row in rows if row.exact),
         "codec": outcome.codec,
         "host_codec": outcome.host_codec,
+        "device": outcome.device,
         "inexact": agreement(rows),
         "near_ties": sum(row.verdict == "near-tie" for row in rows),
         "hits": hits([row for row in rows if not row.after_restart]),

@@ -41,6 +41,7 @@ class Outcome:
     rows: list[Row]
     codec: str = "none"
     host_codec: str = "none"
+    device: str = "cpu"
 
     @property
     def lossy(self) -> str:
@@ -57,7 +58,7 @@ def run_demo(
     the end. Raises DocumentError, PlanError, RestartError, and the store's own errors.
     """
     say("loading the model")
-    session = Session(model)
+    session = Session(model, settings.device)
     documents = find_documents(
         session.tokenizer, settings.num_documents, settings.min_tokens, settings.max_tokens, paths
     )
@@ -71,7 +72,7 @@ def run_demo(
             settle(session, store, plan)
         say("the store is closed; a new process opens it from disk")
         rows += _second_act(plan, Path(scratch), say)
-    return Outcome(documents, sizes, page_nbytes, rows, settings.codec, settings.host_codec)
+    return Outcome(documents, sizes, page_nbytes, rows, settings.codec, settings.host_codec, settings.device)
 
 
 def _prepare(

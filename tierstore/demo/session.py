@@ -75,15 +75,16 @@ class FirstToken(BaseStreamer):
 
 
 class Session:
-    """A model and its tokenizer in float32 on the CPU."""
+    """A model and its tokenizer in float32 on ``device``, as in ``hbm.device``."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
         """Load the model in ``folder``; nothing is downloaded."""
         transformers_logging.disable_progress_bar()
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True
         ).eval()
+        torch.nn.Module.to(self.model, device)
 
     def spec(self, page_size: int) -> PageSpec:
         """The pages of this very model: its identity is a digest of the weights in memory."""
@@ -120,7 +121,7 @@ class Session:
         """Compute a document's K/V into the store; returns the tokens that were there already."""
         self.model.set_attn_implementation(ATTENTION)
         with torch.no_grad(), TierStoreCache(store, ids, model=self.model) as cache:
-            rest = torch.tensor([ids[cache.get_seq_length() :]])
+            rest = torch.tensor([ids[cache.get_seq_length() :]], device=self.model.device)
             self.model(rest, logits_to_keep=1, **{cache_argument(self.model): cache})
             return cache.reused_tokens
 
@@ -142,8 +143,8 @@ class Session:
         """Greedy. Without a mask, generate would take a pad token inside the text for padding."""
         assert isinstance(self.model, GenerationMixin)
         return self.model.generate(
-            torch.tensor([ids]),
-            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            torch.tensor([ids], device=self.model.device),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=self.model.device),
             max_new_tokens=max_new_tokens,
             do_sample=False,
             streamer=first,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -251,6 +252,8 @@ def open_device(name: str) -> HbmDevice:
 
 def require_device(name: str) -> None:
     """ConfigError, saying what is missing, unless ``hbm.device`` can be opened."""
+    if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
+        raise ConfigError(f"the device is {name!r}; allowed: cpu, cuda or cuda:N")
     if name != "cpu":
         _index_of(name)
 
