@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from tests.adapters.vllm_engine import DOCUMENT, Engine
 from tests.adapters.vllm_pool import hashes_of
 from tests.adapters.vllm_stub import HOST
+from tierstore.adapters.vllm import scheduling
 from tierstore.adapters.vllm.keys import KeyChain
 from tierstore.types import Tier
 
@@ -81,5 +84,73 @@ def test_a_request_whose_pages_have_gone_keeps_no_other_from_being_brought_up(tm
     half._ahead.advance()
     assert set(tables[Tier.HOST].copies) <= set(second)
     assert tables[Tier.HOST].copies
+    engine.run()
+    engine.close()
+
+
+def only_on_disk(engine: Engine, document: list[int]) -> None:
+    """The engine has answered about this document and nothing above the disk holds it any more."""
+    engine.add(document, 2)
+    engine.run()
+    engine.half._store.evict(list(engine.half._parts.directory.residency.tables[Tier.NVME].copies), Tier.HOST)
+    engine.forget()
+
+
+def test_a_request_is_put_off_while_its_pages_come_up_and_others_run_meanwhile(tmp_path: Path) -> None:
+    config = {**HOST, "nvme": {"path": tmp_path, "capacity": 1 << 20, "flush": "10ms"}}
+    engine = Engine(config, put_off_s=60)
+    only_on_disk(engine, DOCUMENT)
+    for records in engine.records:
+        records.hold((Tier.NVME, Tier.HOST))
+    engine.pace = 0.0
+    name = engine.add(DOCUMENT, 2)
+    other = engine.add([1, 2] * 2, 2)
+    for _ in range(10):
+        engine.step()
+    assert engine.requests[name].status == "waiting"
+    assert not engine.requests[name].tables
+    assert other in engine.answers
+    for records in engine.records:
+        records.open()
+    engine.run()
+    assert engine.taken == 8
+    assert engine.answers[name] == engine.answers["r1"]
+    engine.close()
+
+
+def test_a_request_is_put_off_so_long_and_then_loads_from_where_its_pages_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {**HOST, "nvme": {"path": tmp_path, "capacity": 1 << 20, "flush": "10ms"}}
+    engine = Engine(config, put_off_s=2)
+    only_on_disk(engine, DOCUMENT)
+    for records in engine.records:
+        records.hold((Tier.NVME, Tier.HOST))
+    engine.pace = 0.0
+    now = 1000.0
+    monkeypatch.setattr(scheduling, "monotonic", lambda: now)
+    request = engine.requests[engine.add(DOCUMENT, 2)]
+    offer = engine.scheduler.get_num_new_matched_tokens
+    assert offer(request, 0) == (None, False)
+    now += 1.9
+    assert offer(request, 0) == (None, False)
+    now += 0.2
+    assert offer(request, 0) == (8, True)
+    assert offer(request, 0) == (8, True)
+    for records in engine.records:
+        records.open()
+    engine.run()
+    assert engine.taken == 8
+    engine.close()
+
+
+def test_what_the_engine_or_memory_holds_is_never_put_off(tmp_path: Path) -> None:
+    config = {**HOST, "nvme": {"path": tmp_path, "capacity": 1 << 20, "flush": "10ms"}}
+    engine = Engine(config, put_off_s=60)
+    engine.add(DOCUMENT, 2)
+    engine.run()
+    engine.forget()
+    request = engine.requests[engine.add(DOCUMENT, 2)]
+    assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (8, True)
     engine.run()
     engine.close()

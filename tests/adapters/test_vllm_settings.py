@@ -31,6 +31,7 @@ from tierstore.errors import ConfigError
             "nvme.codec is 'int8'; allowed under vLLM, whose pages are stored byte by byte: none, exp$",
         ),
         ({"config": HOST, "load_timeout_s": 0}, "load_timeout_s is 0"),
+        ({"config": HOST, "put_off_s": -1}, "put_off_s is -1; allowed: seconds from 0"),
         ({"config": HOST, "layout": 3}, "layout is 3"),
     ],
 )

@@ -94,7 +94,10 @@ class Step:
 
 
 class Engine:
-    """``ahead``: steps scheduled before the workers are done with the first of them. ``kinds``: the KV groups."""
+    """``ahead``: steps scheduled before the workers are done with the first of them. ``kinds``: the KV groups.
+
+    ``more`` goes to the connector's extra configuration.
+    """
 
     def __init__(
         self,
@@ -106,6 +109,7 @@ class Engine:
         seed: int = 0,
         events: bool = False,
         kinds: Sequence[Kind] = FULL,
+        **more: Any,
     ) -> None:
         self.connector = stub.load_connector()
         self.dice = random.Random(seed)
@@ -129,7 +133,7 @@ class Engine:
         self.answers: dict[str, list[int]] = {}
         self._names = 0
         kv = stub.kv_cache_config(blocks + 1, *(kind.spec for kind in kinds), hash_block_size=BLOCK)
-        extra = {"config": config}
+        extra = {"config": config, **more}
         largest = max(kind.size for kind in kinds)
         layers = [
             [torch.zeros(blocks + 1, HEADS, largest, CELL) for _ in range(LAYERS)] for _ in range(ranks)
@@ -288,7 +292,10 @@ class Engine:
                 if not request.told:
                     continue
                 self._loaded(request)
-            if not self._begin(request, budget):
+            begun = self._begin(request, budget)
+            if begun is None:
+                continue
+            if not begun:
                 break
             if request.status == "loading":
                 continue
@@ -343,13 +350,15 @@ class Engine:
                 return None
         return self.pool.grow(request.tables, tokens)
 
-    def _begin(self, request: Request, budget: int) -> bool:
-        """Gives a waiting request its blocks; False if there are not enough."""
+    def _begin(self, request: Request, budget: int) -> bool | None:
+        """Gives a waiting request its blocks; False if there are not enough, None if it is to be asked again."""
         if request.num_computed_tokens:
             end = min(request.num_tokens, request.num_computed_tokens + budget)
             return self._extend(request, end)
         here, tables = self.pool.local(request.block_hashes, request.num_tokens - 1)
         outside, beside = self.scheduler.get_num_new_matched_tokens(request, here)
+        if outside is None:
+            return None
         assert outside % self.pool.unit == 0
         computed = here + outside
         assert computed < request.num_tokens

@@ -45,6 +45,13 @@ class Ahead:
         if self._queue.pop(request_id, None) is not None:
             self._store.hint(Hint(request_id, 2, ()))
 
+    def coming(self, request_id: str) -> bool:
+        """Whether pages of the request are still on their way up."""
+        if request_id not in self._queue:
+            return False
+        hint, done = self._queue[request_id]
+        return done < len(hint.keys) or Tier.NVME in self._store.match(hint.keys[-_A_CALL:]).tiers
+
     def advance(self) -> None:
         """Starts what there is room for."""
         if not self._queue:

@@ -68,6 +68,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
                 self._groups,
                 self._groups.namespaces(self._identity),
                 load_timeout_s=self._settings.load_timeout_s,
+                put_off_s=self._settings.put_off_s,
                 events=wants_events(vllm_config),
             )
 
@@ -113,9 +114,9 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         self._scheduler.arrived(request, 0 if self._pool is None else self._local(request))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that can be loaded, beside the running steps."""
+        """Tokens that can be loaded, beside the running steps; None: ask again, pages come up from disk."""
         tokens = self._scheduler.offer(request, num_computed_tokens)
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has blocks; ``num_external_tokens`` of them are to be loaded."""

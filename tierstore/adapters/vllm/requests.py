@@ -49,6 +49,8 @@ class Known:
     chains: tuple[KeyChain, ...]
     limit: int | None = None
     verdict: Verdict | None = None
+    put_off: float | None = None
+    """Since when it waits for what comes up from disk."""
     taken: Plan | None = None
     """The offer that was taken last."""
     collected: list[int] = field(default_factory=list)

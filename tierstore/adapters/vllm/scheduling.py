@@ -6,6 +6,7 @@ what became of it comes back as plain data (``Report``).
 
 from __future__ import annotations
 
+import math
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,7 @@ class SchedulerHalf:
         namespaces: Sequence[bytes],
         *,
         load_timeout_s: float,
+        put_off_s: float = 0.0,
         events: bool = False,
     ) -> None:
         """``config``: of one rank. ``namespaces``: of the keys of each group. ``events``: whether somebody takes
@@ -62,6 +64,7 @@ class SchedulerHalf:
         self._config = config
         self._namespaces = tuple(namespaces)
         self._timeout_s = load_timeout_s
+        self._put_off_s = put_off_s
         self._known: dict[str, Known] = {}
         self._ranks = Ranks(1)
         self._parts: Parts | None = None
@@ -105,14 +108,17 @@ class SchedulerHalf:
         if self._ahead is not None:
             self._ahead.want(request.request_id, *self._wanted(known, local))
 
-    def offer(self, request: Request, computed: int) -> int:
+    def offer(self, request: Request, computed: int) -> int | None:
         """Tokens that can be loaded beyond ``computed``, whole blocks, at least one token left to compute.
 
-        A promise that can be broken: what is gone by then is reported as failed.
+        A promise that can be broken: what is gone by then is reported as failed. None: ask again, pages come up from
+        disk; for ``put_off_s`` in all.
         """
         known = self._known.get(request.request_id)
         if known is None or computed % self.groups.unit:
             return 0
+        if self._put_off(known):
+            return None
         return self._verdict(known, computed).plan.tokens
 
     def sources(self, request: Request, tokens: int) -> dict[Tier, int]:
@@ -246,6 +252,17 @@ class SchedulerHalf:
             verdict = known.verdict = Verdict(tokens, computed, self._plan(known, computed))
         verdict.asked += 1
         return verdict
+
+    def _put_off(self, known: Known) -> bool:
+        """Whether the request is to wait in vLLM's queue; where it has waited its pages are looked up anew."""
+        if not self._put_off_s or self._ahead is None or known.put_off == math.inf:
+            return False
+        now = monotonic()
+        since = known.put_off = now if known.put_off is None else known.put_off
+        if now - since < self._put_off_s and self._ahead.coming(known.request.request_id):
+            return True
+        known.put_off, known.verdict = math.inf, None
+        return False
 
     def _plan(self, known: Known, computed: int) -> Plan:
         """The longest hit; at least one token is left to compute."""

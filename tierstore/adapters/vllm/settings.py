@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from tierstore.config import StoreConfig
 
-_KNOWN = ("config", "layout", "load_timeout_s", "model_id")
+_KNOWN = ("config", "layout", "load_timeout_s", "model_id", "put_off_s")
 _LOSSLESS = {"host.codec": ("none",), "nvme.codec": ("none", "exp")}
 LOAD_TIMEOUT_S = 30.0
 
@@ -26,13 +26,15 @@ class Settings:
     """``config``: the tiers. ``layout``: the KV layout asked of vLLM, None: the connector's choice.
 
     ``load_timeout_s``: a request whose pages are not there by then computes the rest. ``model_id``: names the weights
-    beyond what their files say; change it when they change in place.
+    beyond what their files say; change it when they change in place. ``put_off_s``: so long a request waits in vLLM's
+    queue, without blocks, for what comes up from disk; 0: its load begins at once.
     """
 
     config: StoreConfig
     layout: str | None = None
     load_timeout_s: float = LOAD_TIMEOUT_S
     model_id: str = ""
+    put_off_s: float = 0.0
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Settings:
@@ -49,14 +51,17 @@ class Settings:
             raise ConfigError(
                 f"config is {source!r}; allowed: the path of a YAML file, or its content as a mapping"
             )
-        timeout = extra.get("load_timeout_s", LOAD_TIMEOUT_S)
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 3600:
+        timeout, put_off = extra.get("load_timeout_s", LOAD_TIMEOUT_S), extra.get("put_off_s", 0)
+        if not _are_seconds(timeout) or not timeout:
             raise ConfigError(f"load_timeout_s is {timeout!r}; allowed: seconds above 0, up to 3600")
+        if not _are_seconds(put_off):
+            raise ConfigError(f"put_off_s is {put_off!r}; allowed: seconds from 0 to 3600")
         for key in ("layout", "model_id"):
             if not isinstance(extra.get(key, ""), str | None):
                 raise ConfigError(f"{key} is {extra[key]!r}; allowed: a string")
+        named = extra.get("model_id") or ""
         return cls(
-            _for_engine(load_config(source)), extra.get("layout"), float(timeout), extra.get("model_id") or ""
+            _for_engine(load_config(source)), extra.get("layout"), float(timeout), named, float(put_off)
         )
 
     def of_rank(self, world_size: int, replica: int | None, device: str) -> StoreConfig:
@@ -77,6 +82,10 @@ class Settings:
                 }
             )
         return config.model_copy(update=changes)
+
+
+def _are_seconds(found: Any) -> bool:
+    return isinstance(found, int | float) and not isinstance(found, bool) and 0 <= found <= 3600
 
 
 def _path_of(path: Path, replica: int | None) -> Path:
