@@ -38,8 +38,11 @@ class Filling:
         What a window did not need any more at token ``before``, where the step began, may be somebody else's by now.
         """
         for group, table in zip(self._groups.all, tables, strict=True):
-            keys = known.chains[group.number].first(min(len(table), computed // group.block_size))
             start = max(known.collected[group.number], group.first_needed(before))
+            full = min(len(table), computed // group.block_size)
+            if full <= start:
+                continue
+            keys = known.chains[group.number].first(full)
             if start < len(keys):
                 self._add(known, group, table, start, keys)
                 known.collected[group.number] = len(keys)
