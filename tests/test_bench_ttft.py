@@ -75,6 +75,25 @@ def test_bench_ttft_refuses_more_tokens_than_can_be_made(option: str) -> None:
     assert option in result.output
 
 
+def test_a_model_that_memory_has_no_room_for_is_refused_before_it_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tierstore.bench.ttft.available_nbytes", lambda: 20 << 30)
+    result = CliRunner().invoke(app, ["bench", "ttft", "--device", "cpu", "--json"])
+    assert result.exit_code == 2
+    said = json.loads(result.stdout.splitlines()[-1])["error"]
+    assert said.startswith(
+        "--shape llama-3.1-8b has weights of 15.0 GiB, and with the pages of --prefix 131072 needs"
+    )
+    assert said.endswith("20 GiB are available; allowed: a smaller --prefix, or --shape tiny")
+    assert "a model" not in result.stderr
+
+
+def test_weights_are_counted_as_the_model_has_them() -> None:
+    bench = Bench(Ask(device="cpu", shape="tiny", prefix=16, question=4, page_size=16, rounds=1))
+    assert bench.ask.weights_nbytes == 2 * bench.parameters
+
+
 def test_pages_that_come_back_otherwise_are_no_result() -> None:
     bench = Bench(Ask(device="cpu", shape="tiny", prefix=32, question=4, page_size=16, rounds=1))
     with bench._rig(32, {"host": bench._host(32)}) as rig:

@@ -17,7 +17,11 @@ import torch
 from tierstore.bench.link import Ceiling, device_of
 from tierstore.bench.raw_disk import RawDisk
 from tierstore.bench.ttft_rig import SHAPES, random_model, rig
+from tierstore.errors import ConfigError
+from tierstore.gpu.device import open_device
+from tierstore.host.memory import available_nbytes
 from tierstore.types import Tier
+from tierstore.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -74,6 +78,36 @@ class Ask:
     question: int
     page_size: int
     rounds: int
+
+    @property
+    def weights_nbytes(self) -> int:
+        """Of the model."""
+        return SHAPES[self.shape].weights_nbytes
+
+    def pages_nbytes(self, prefix: int) -> int:
+        """Of all pages of a prompt with this prefix, and one more."""
+        sizes = SHAPES[self.shape]
+        token = sizes.layers * 2 * sizes.kv_heads * sizes.head_dim * 2
+        pages = -(-(prefix + self.question) // self.page_size) + 1
+        return pages * self.page_size * token
+
+    def require_room(self, disk_prefix: int) -> None:
+        """ConfigError, before anything is made, if the model and the pages of HBM and HOST do not fit in memory."""
+        pages = self.pages_nbytes(max(self.prefix, disk_prefix))
+        upper = self.weights_nbytes + pages
+        free = open_device(self.device).available_nbytes()
+        if free is not None:
+            self._require("on the device", upper, free)
+        self._require("of memory", pages + (upper if free is None else 0), available_nbytes())
+
+    def _require(self, where: str, needed: int, available: int | None) -> None:
+        if available is None or needed <= available:
+            return
+        raise ConfigError(
+            f"--shape {self.shape} has weights of {format_size(self.weights_nbytes)}, and with the pages of "
+            f"--prefix {self.prefix} needs {format_size(needed)} {where}; {format_size(available)} are available; "
+            "allowed: a smaller --prefix, or --shape tiny"
+        )
 
     def prompt(self, prefix: int) -> torch.Tensor:
         """The same tokens each time, ``[1, prefix + question]``."""
@@ -145,7 +179,7 @@ class Bench:
             "host": host,
             "nvme": {
                 "path": str(place / "store"),
-                "capacity": int(self._page_nbytes(prefix) * 1.5) + (256 << 20),
+                "capacity": int(self.ask.pages_nbytes(prefix) * 1.5) + (256 << 20),
                 "codec": codec,
                 "readers": readers,
                 "timeout": 60,
@@ -171,16 +205,9 @@ class Bench:
     def _rig(self, prefix: int, below: Mapping[str, Mapping[str, object]]) -> AbstractContextManager[Rig]:
         return rig(self._model, self.ask.prompt(prefix), self.ask.page_size, prefix, below)
 
-    def _page_nbytes(self, prefix: int) -> int:
-        """Of all pages of a prompt with this prefix, and one more."""
-        sizes = SHAPES[self.ask.shape]
-        token = sizes.layers * 2 * sizes.kv_heads * (sizes.hidden // sizes.heads) * 2
-        pages = -(-(prefix + self.ask.question) // self.ask.page_size) + 1
-        return pages * self.ask.page_size * token
-
     def _host(self, prefix: int, share: float = 1.0) -> dict[str, object]:
         pin = "never" if self.ask.device == "cpu" else "always"
-        return {"capacity": int(self._page_nbytes(prefix) * share), "pin": pin}
+        return {"capacity": int(self.ask.pages_nbytes(prefix) * share), "pin": pin}
 
     def _answers(self, store: Rig, tier: Tier, between: Callable[[], None] = lambda: None) -> list[Answered]:
         """One that does not count, and the rounds."""

@@ -45,6 +45,18 @@ class Sizes:
         kv = 2 * self.kv_heads * head
         return 2.0 * self.layers * self.hidden * (2 * self.hidden + kv + 3 * self.ffn)
 
+    @property
+    def weights_nbytes(self) -> int:
+        """Of all weights in bfloat16; the vocabulary's twice, as they are not tied."""
+        kv = 2 * self.kv_heads * self.head_dim
+        layer = self.hidden * (2 * self.hidden + kv + 3 * self.ffn + 2)
+        return 2 * (2 * self.vocabulary * self.hidden + self.layers * layer + self.hidden)
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a head."""
+        return self.hidden // self.heads
+
     def flops(self, first: int, end: int) -> float:
         """Of tokens ``first`` to ``end`` over all before them, and of one row of logits."""
         seen = (end * (end + 1) - first * (first + 1)) / 2

@@ -166,7 +166,7 @@ def _choose(source: ClosedSource, path: Path, listed: list[PageKey] | None, loss
 def _document(doc: Path, model: str, dtype: str | None, shards: Sequence[Shard]) -> Document:
     require_file("--doc", doc, "a text file")
     if find_spec("transformers") is None:
-        raise ConfigError("--doc needs transformers: pip install 'tierstore[hf]'")
+        raise ConfigError("--doc needs transformers: in the checkout pip install -e '.[hf]'")
     from tierstore.cli.document import Document
 
     there = sorted({spec.dtype for shard in shards for spec in shard.description.layout.specs})

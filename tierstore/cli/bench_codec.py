@@ -86,7 +86,7 @@ def _plottable(plot: Path | None) -> None:
     if plot is None:
         return
     if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'tierstore[plot]'")
+        raise ConfigError("--plot needs matplotlib: in the checkout pip install -e '.[plot]'")
     require_place("--plot", plot)
 
 

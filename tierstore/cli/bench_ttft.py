@@ -60,6 +60,7 @@ def ttft(
         ask = Ask(
             device=device, shape=shape, prefix=prefix, question=question, page_size=page_size, rounds=rounds
         )
+        ask.require_room(disk_prefix)
         progress.print("a model of random weights")
         bench = Bench(ask)
         for row in bench.memory_rows(chunk):

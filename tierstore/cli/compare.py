@@ -52,7 +52,7 @@ def compare(
     found: list[Row] = []
     with refusals(as_json):
         if find_spec("transformers") is None:
-            raise ConfigError("compare needs transformers: pip install 'tierstore[hf]'")
+            raise ConfigError("compare needs transformers: in the checkout pip install -e '.[hf]'")
         if device != "cpu":
             from tierstore.gpu.device import require_device
 

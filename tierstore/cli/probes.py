@@ -74,11 +74,11 @@ def packages() -> Iterator[Check]:
         yield (
             Check(name, version)
             if version
-            else Check(name, "missing", "fail", "reinstall: pip install tierstore")
+            else Check(name, "missing", "fail", "reinstall: in the checkout pip install -e .")
         )
     for name, extra in PACKAGES_OF_EXTRAS.items():
         version = _version(name)
-        why = f"comes with the extra: pip install 'tierstore[{extra}]'"
+        why = f"comes with the extra: in the checkout pip install -e '.[{extra}]'"
         yield Check(name, version) if version else Check(name, "missing", "note", why)
 
 

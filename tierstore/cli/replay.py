@@ -98,7 +98,7 @@ def _check(
     if plot is not None:
         require_place("--plot", plot)
         if find_spec("matplotlib") is None:
-            raise ConfigError("--plot needs matplotlib: pip install 'tierstore[plot]'")
+            raise ConfigError("--plot needs matplotlib: in the checkout pip install -e '.[plot]'")
         from tierstore.replay.plot import require_format
 
         require_format(plot)

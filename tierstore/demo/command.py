@@ -75,7 +75,7 @@ def demo(
     if host_codec not in get_args(HostCodec):
         _refuse(f"--host-codec is {host_codec!r}; allowed: {', '.join(get_args(HostCodec))}")
     if find_spec("transformers") is None:
-        _refuse("the demo needs transformers: pip install 'tierstore[hf]'")
+        _refuse("the demo needs transformers: in the checkout pip install -e '.[hf]'")
     from tierstore.demo.plan import Settings
 
     console = Console(stderr=as_json)

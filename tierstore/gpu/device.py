@@ -280,7 +280,7 @@ def _driver(index: int) -> Driver | None:
     try:
         return Driver(index)
     except ImportError:
-        _log.warning("cuda-bindings is missing, copies are slow: pip install 'tierstore[gpu]'")
+        _log.warning("cuda-bindings is missing, copies are slow: in the checkout pip install -e '.[gpu]'")
     except DriverError as error:
         _log.warning("the CUDA driver cannot be called past torch, copies are slow: %s", error)
     return None
