@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, NamedTuple
 from prefetch.figures import number, section
 from prefetch.intake import Intake
 from prefetch.planner import PIECE_PAGES, Machine, Promotion, Retained, Want, plan
+from prefetch.window import Window
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from prefetch.intake import Expected
-    from prefetch.planner import Compute
+    from prefetch.planner import Compute, Plan
     from tierstore.config import PrefetchConfig
     from tierstore.store import TierStore
-    from tierstore.types import Hint, PageKey
+    from tierstore.types import Hint, PageKey, Promoted
 
 _WAVE_S = 0.1
 """Seconds of copies under way at once, at most: a lease that comes meanwhile waits no longer for them."""
@@ -31,6 +32,8 @@ _BLOCKED_S = 0.02
 _IDLE_S = 0.25
 _PLAN_PAGES = 8192
 _PLAN_REQUESTS = 256
+_FIRST_PAGES = 256
+"""What is planned at first where nothing is under way: the rest is planned while these cross the link."""
 _LOOK_AHEAD = 4
 """Promotions that are tried after one that cannot start yet."""
 
@@ -73,6 +76,10 @@ class Bringing:
         self._there: dict[Tier, list[_Ahead]] = {}
         """Pieces that the last plan found in memory, and that the store has not been asked to keep yet."""
         self._wave = PIECE_PAGES
+        self._load_s = 0.0
+        self._arriving = 0
+        """Pages on their way into HBM."""
+        self._window = Window()
         self._plan_at = -inf
         self._missed: set[tuple[str, int]] = set()
         self._take(0.0)
@@ -90,14 +97,19 @@ class Bringing:
         if not expected:
             self._ahead, self._staged, self._kept, self._there = {}, set(), {}, {}
             return _IDLE_S
-        if fresh or now >= self._plan_at:
+        if fresh and self._idle:
+            self._begin(expected, now)
+        elif fresh or now >= self._plan_at:
             self._replan(expected, now)
         if self.in_flight:
-            self.in_flight = self._store.promote(expected[0].hint, (), self._top).in_flight
+            found = self._store.promote(expected[0].hint, (), self._top)
+            self.in_flight, self._arriving = found.in_flight, found.arriving
         started = 0
         for tier in sorted(self._ahead):
             self._keep_there(tier)
             started += self._start(tier)
+        if now >= self._plan_at:
+            return 0.0
         if started or self.in_flight:
             if not any(self._ahead.values()):
                 self._plan_at = min(self._plan_at, now + _PLAN_SOON_S)
@@ -108,6 +120,24 @@ class Bringing:
         hints = self._store.take_hints(timeout_s)
         self.intake.take(hints, self._clock())
         return bool(hints)
+
+    @property
+    def _idle(self) -> bool:
+        return not (self.in_flight or any(self._ahead.values()))
+
+    def _begin(self, expected: list[Expected], now: float) -> None:
+        """Plans for the first pages alone where there are many more: the link need not wait for the whole plan."""
+        first, rest = expected[0], sum(len(each.hint.keys) for each in expected[1:])
+        if self._compute is not None or len(first.hint.keys) + rest <= 2 * _FIRST_PAGES:
+            self._replan(expected, now)
+            return
+        keys = first.hint.keys[:_FIRST_PAGES]
+        want = Want(request_id="", keys=keys, tiers=self._store.match(keys).tiers, deadline=first.deadline)
+        machine = self._machine(len(self._staged))
+        found = plan([want], machine, now, most_pages=_FIRST_PAGES)
+        over = tuple(each.hint for each in expected[1:])
+        self._take_over(found, (first.hint, *over), {"": 0}, machine)
+        self._plan_at = now
 
     def _replan(self, expected: list[Expected], now: float) -> None:
         self.counts["plans"] += 1
@@ -122,14 +152,21 @@ class Bringing:
         ranks = {each.hint.request_id: rank for rank, each in enumerate(soon)}
         hints = tuple(each.hint for each in soon)
         self._note_there(soon, wants, [found.outcomes[want.request_id].load for want in wants])
+        self._take_over(found, hints, ranks, machine)
+        took = self._clock() - now
+        self._plan_at = now + max(_PLAN_SHARE * took, _PLAN_AGAIN_S if self._ahead else _IDLE_S)
+
+    def _take_over(
+        self, found: Plan, hints: tuple[Hint, ...], ranks: dict[str, int], machine: Machine
+    ) -> None:
+        """What is planned comes next."""
         self._ahead = {}
         for promotion in found.promotions:
             rank = ranks[promotion.request_id]
             self._ahead.setdefault(promotion.dst, []).append(_ahead(promotion, hints, rank))
         quickest = min((s for s in (machine.read_s, machine.load_s) if s), default=inf)
         self._wave = max(PIECE_PAGES, int(_WAVE_S / quickest))
-        took = self._clock() - now
-        self._plan_at = now + max(_PLAN_SHARE * took, _PLAN_AGAIN_S if self._ahead else _IDLE_S)
+        self._load_s = machine.load_s
 
     def _note_there(self, soon: list[Expected], wants: list[Want], loads: list[int]) -> None:
         """What is in memory already, by tier; of HBM what the plan counts on."""
@@ -187,12 +224,12 @@ class Bringing:
         """Starts what comes next on the way to a tier, as long as it may; pages started."""
         queue, started, at = self._ahead[dst], 0, 0
         while at < min(len(queue), _LOOK_AHEAD):
-            room = self._most_in_flight - self.in_flight
+            room = self._room(dst)
             hint, keys, _, over = queue[at]
             if room <= 0:
                 break
             found = self._store.promote(hint, keys[:room], dst, over)
-            self.in_flight = found.in_flight
+            self._note_under_way(found, dst)
             if not found.in_force:
                 self.intake.drop(hint)
                 queue[:] = [each for each in queue if each.hint is not hint]
@@ -207,6 +244,19 @@ class Bringing:
             queue[at] = queue[at]._replace(keys=keys[found.covered :])
             at += found.covered < room
         return started
+
+    def _room(self, dst: Tier) -> int:
+        """Pages that may be started now."""
+        room = self._most_in_flight - self.in_flight
+        if dst != Tier.HBM:
+            return room
+        return min(room, self._window.room(self._clock(), self._arriving, self._most_in_flight, self._load_s))
+
+    def _note_under_way(self, found: Promoted, dst: Tier) -> None:
+        self.in_flight = found.in_flight
+        if dst == Tier.HBM:
+            self._arriving = found.arriving
+            self._window.started(len(found.keys))
 
     @property
     def _most_in_flight(self) -> int:

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from tierstore.errors import StoreClosed
-from tierstore.wakeup import TimedLock
+from tierstore.wakeup import TimedLock, Wakeup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from tierstore.mover import Mover
     from tierstore.pending import PendingEvents
     from tierstore.types import Ack
-    from tierstore.wakeup import Wakeup
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +37,8 @@ class Progress:
         self.lock = TimedLock()
         metrics.watch_lock(lambda: self.lock.longest_s, lambda: self.lock.longest_cpu_s)
         self.closed = False
+        self.hinted = Wakeup()
+        """A hint has come, or the end."""
         self._pid = os.getpid()
         self._directory = directory
         self._mover = mover
@@ -56,6 +57,7 @@ class Progress:
         """No call and no thread advances the store from now on."""
         self.closed = True
         self._wakeup.bump()
+        self.hinted.bump()
         if self._thread is not None:
             self._thread.join(timeout_s)
 
@@ -99,15 +101,20 @@ class Progress:
         for command in self._directory.take_commands():
             self._mover.submit(command)
 
-    def until(self, deadline: float | None) -> Iterator[None]:
-        """Advances the store before each turn of the caller's loop; ends at the monotonic ``deadline``."""
+    def until(self, deadline: float | None, woken_by: Wakeup | None = None) -> Iterator[None]:
+        """Advances the store before each turn of the caller's loop; ends at the monotonic ``deadline``.
+
+        ``woken_by``: what alone ends a pause of who waits for nothing else, while the store's own thread advances it.
+        """
+        sleeps = woken_by is not None and self._thread is not None
+        wakeup = woken_by if sleeps and woken_by is not None else self._wakeup
         while True:
-            seen = self._wakeup.count
+            seen = wakeup.count
             self.advance()
             yield
             if deadline is not None and monotonic() >= deadline:
                 return
-            self._wakeup.wait(seen, deadline, self._pause())
+            wakeup.wait(seen, deadline, _IDLE_S if sleeps else self._pause())
 
     def notify(self) -> None:
         """Somebody may be waiting for what a call has just changed."""

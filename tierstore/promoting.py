@@ -58,7 +58,7 @@ class Promoting:
         self._hints = hints
         self._metrics = metrics
         self._page_nbytes = page_nbytes
-        self._moving: OrderedDict[_Place, None] = OrderedDict()
+        self._moving: dict[Tier, OrderedDict[PageKey, None]] = {tier: OrderedDict() for tier in self._tables}
         self._kept: dict[str, OrderedDict[_Place, None]] = {}
         """By request what is kept for it, in the order in which it came."""
         self._ending: deque[OrderedDict[_Place, None]] = deque()
@@ -99,7 +99,8 @@ class Promoting:
             while len(self._brought) > self._most_brought:
                 self._brought.popitem(last=False)
         self._settle()
-        return Promoted(tuple(started), covered, in_force, len(self._moving))
+        in_flight = sum(map(len, self._moving.values()))
+        return Promoted(tuple(started), covered, in_force, in_flight, len(self._moving[tier]))
 
     def end(self, limit: int) -> bool:
         """Lets go what was kept for hints that ended, up to ``limit`` pages; whether some are left."""
@@ -140,8 +141,10 @@ class Promoting:
         first = _Brought(tier, hint, ((src, tier),))
         for key in keys:
             before = self._brought.pop(key, None)
-            further = before is not None and before.tier == src
-            self._brought[key] = first._replace(ways=before.ways + first.ways) if further else first
+            if before is not None and before.tier == src:
+                self._brought[key] = first._replace(ways=before.ways + first.ways)
+            else:
+                self._brought[key] = first
 
     def _awaited(self, src: Tier) -> bool:
         """Whether a lease waits for a page that has to come from there."""
@@ -208,7 +211,7 @@ class Promoting:
         """As ``_bring`` for the first of ``keys``, into free slots."""
         places = self._residency.reserve_run(keys, dst, src, pins=0)
         keys = keys[: len(places)]
-        self._moving.update(((key, dst), None) for key in keys)
+        self._moving[dst].update(dict.fromkeys(keys))
         if dst == Tier.HBM and src == self._loads.gate:
             self._loads.start_run(None, 0, keys, places)
             return keys
@@ -222,7 +225,7 @@ class Promoting:
 
     def _bring(self, key: PageKey, src: Tier, dst: Tier) -> None:
         residency = self._residency
-        self._moving[key, dst] = None
+        self._moving[dst][key] = None
         source_slot = self._tables[src].copies[key].slot
         slot = residency.reserve(key, dst, 0, src)
         if dst == Tier.HBM:
@@ -265,9 +268,11 @@ class Promoting:
 
     def _settle(self) -> None:
         """Forgets what has arrived or will not come: looks at a bounded number, each in its turn."""
-        for place in list(islice(self._moving, 2 * BATCH_PAGES)):
-            del self._moving[place]
-            copy = self._tables[place[1]].copies.get(place[0])
-            if copy is None or copy.ready:
-                continue
-            self._moving[place] = None
+        for tier, moving in self._moving.items():
+            copies = self._tables[tier].copies
+            for key in list(islice(moving, 2 * BATCH_PAGES)):
+                copy = copies.get(key)
+                if copy is None or copy.ready:
+                    del moving[key]
+                else:
+                    moving.move_to_end(key)

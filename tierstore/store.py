@@ -240,16 +240,17 @@ class TierStore:
             with self._lock:
                 self._directory.hints.advance(BATCH_PAGES)
         self._progress.notify()
+        self._progress.hinted.bump()
         self.metrics.hinted(result.value)
         return result
 
     def take_hints(self, timeout_s: float = 0.0) -> list[Hint]:
         """The waiting hints, for a prefetcher, of each request the newest; the first call attaches it.
 
-        Waits up to ``timeout_s`` for one, and advances the store meanwhile.
+        Waits up to ``timeout_s`` for one; a store that is opened with ``pump=False`` is advanced meanwhile.
         """
         found: list[Hint] = []
-        for _ in self._progress.until(monotonic() + timeout_s):
+        for _ in self._progress.until(monotonic() + timeout_s, self._progress.hinted):
             with self._lock:
                 found = self._directory.hints.take()
             if found:

@@ -214,13 +214,14 @@ class Promoted:
 
     ``covered``: how many of the pages it was given, first to last, are in the tier or on their way there now.
     ``in_force``: whether the hint still was what its request said last; if not, nothing starts for it any more.
-    ``in_flight``: pages that promotions are bringing now, these included.
+    ``in_flight``: pages that promotions are bringing now, these included; ``arriving``: those of them to this tier.
     """
 
     keys: tuple[PageKey, ...]
     covered: int
     in_force: bool
     in_flight: int
+    arriving: int
 
 
 @dataclass(frozen=True, slots=True)

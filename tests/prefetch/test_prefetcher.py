@@ -120,6 +120,27 @@ def test_who_is_needed_sooner_is_brought_first(bench: Bench, clock: Clock) -> No
     assert [where(store, key)[Tier.HBM] for key in sooner] == ["arriving"] * 2
 
 
+def test_the_first_pages_of_a_large_document_go_up_before_all_of_it_is_planned(
+    tmp_path: Path, clock: Clock
+) -> None:
+    with TierStore.open(tiers(hbm=610, host=610), SPEC) as store:
+        prefetcher, keys = prefetcher_of(store, clock), stored(store, "a", 600, Tier.HOST)
+        later = stored(store, "later", 2, Tier.HOST)
+        need(store, "r", keys, 5.0)
+        need(store, "later", later, 50.0)
+        assert prefetcher.turn(0.0) == 0.0
+        first = prefetcher.stats()
+        assert (first["plans"], first["expected"]) == (0, 2)
+        assert 0 < int(str(first["loaded_bytes"])) <= 256 * NBYTES
+        assert store.match(later).tiers == (Tier.HOST,) * 2
+        for _ in range(60):
+            prefetcher.turn(0.0)
+            assert store.drain(60.0)
+            clock.now += 0.1
+        assert store.match(keys).tiers + store.match(later).tiers == (Tier.HBM,) * 602
+        store.check()
+
+
 def test_no_more_is_in_flight_than_is_allowed(bench: Bench, clock: Clock) -> None:
     store = bench.store
     prefetcher = prefetcher_of(store, clock, max_in_flight=3 * NBYTES)

@@ -11,8 +11,8 @@ from hypothesis.errors import Flaky
 from hypothesis.stateful import run_state_machine_as_test
 
 from prefetch import bringing, intake
-from tests.core.planting import SEARCH, Bug, load
 from tests.prefetch.prefetcher_machine import PrefetcherMachine
+from tests.support.planting import SEARCH, Bug, load
 from tierstore import promoting
 
 NOTICED = (AssertionError, LookupError, ValueError, RuntimeError, pytest.fail.Exception, Flaky)
