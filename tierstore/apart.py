@@ -10,8 +10,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tierstore.assembly import Parts, held_form, make_directory
+from tierstore.assembly import Parts, make_directory
 from tierstore.errors import ConfigError
+from tierstore.fitting import held_form
 from tierstore.gpu.arriving import NOT_YET, Arriving
 from tierstore.gpu.device import CpuDevice
 from tierstore.metrics import Metrics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tierstore.assembly import nbytes_of
+from tierstore.fitting import nbytes_of
 from tierstore.types import Tier
 
 if TYPE_CHECKING:

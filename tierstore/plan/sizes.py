@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierstore.assembly import check_memory, check_sections, held_form, nbytes_of, owns_hbm, slots_of
 from tierstore.codecs import fixed_nbytes
 from tierstore.codecs.held import Held
 from tierstore.errors import ConfigError
+from tierstore.fitting import check_memory, check_sections, held_form, nbytes_of, owns_hbm, slots_of
 from tierstore.nvme.sizing import EXTENTS_FROM, size, size_extents
 from tierstore.types import Tier
 
