@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.adapters.chunk_machine import ChunkMachine
-from tests.core import planting
-from tests.core.planting import SEARCH, Bug
+from tests.support import planting
+from tests.support.planting import SEARCH, Bug
 from tierstore.adapters import chunks
 
 BUGS = [

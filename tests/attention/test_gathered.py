@@ -15,7 +15,7 @@ from triton.runtime.errors import InterpreterError
 
 from tests.attention.cases import LAYOUTS, Case, Scene
 from tests.attention.interpreted import KERNELS, interpreted
-from tests.core.planting import Bug
+from tests.support.planting import Bug, write
 from tierstore.gpu.attention import gathered
 from tierstore.gpu.attention.gathered import Gathered
 from tierstore.gpu.attention.paging import Paging
@@ -120,11 +120,7 @@ def require_every_layout(way: Gathered) -> None:
 
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_noticed(bug: Bug, tmp_path: Path) -> None:
-    source = KERNELS.read_text(encoding="utf-8")
-    assert source.count(bug.old) == 1, f"the source no longer has, once: {bug.old!r}"
-    path = tmp_path / "planted.py"
-    path.write_text(source.replace(bug.old, bug.new), encoding="utf-8")
-    kernels = interpreted(path)
+    kernels = interpreted(write(KERNELS.read_text(encoding="utf-8"), bug, tmp_path))
     way = Gathered(torch.device("cpu"), tokens=32, kernels=kernels)
     with pytest.raises((AssertionError, InterpreterError)):
         require_every_layout(way)

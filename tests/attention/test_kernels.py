@@ -16,7 +16,7 @@ from triton.runtime.errors import InterpreterError
 
 from tests.attention.cases import Case, Scene, cases
 from tests.attention.interpreted import KERNELS, interpreted
-from tests.core.planting import Bug
+from tests.support.planting import Bug, write
 from tierstore.gpu.attention.in_place import InPlace, Tiles
 
 CPU = torch.device("cpu")
@@ -178,10 +178,6 @@ BUGS = [
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_noticed(bug: Bug, tmp_path: Path) -> None:
-    source = KERNELS.read_text(encoding="utf-8")
-    assert source.count(bug.old) == 1, f"the source no longer has, once: {bug.old!r}"
-    path = tmp_path / "planted.py"
-    path.write_text(source.replace(bug.old, bug.new), encoding="utf-8")
-    kernels = interpreted(path)
+    kernels = interpreted(write(KERNELS.read_text(encoding="utf-8"), bug, tmp_path))
     with pytest.raises((AssertionError, InterpreterError)):
         require_all_right(kernels)

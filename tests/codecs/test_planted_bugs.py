@@ -11,8 +11,8 @@ import pytest
 
 from tests.codecs import holding
 from tests.codecs.holding import FEATURES, assert_holds, page_like_kv, spec_of
-from tests.core import planting
-from tests.core.planting import Bug
+from tests.support import planting
+from tests.support.planting import Bug
 from tierstore.codecs import LOSSY, floats, fp8, pages, places, steps
 from tierstore.codecs.kinds import Lossy, Scheme
 from tierstore.errors import IntegrityError

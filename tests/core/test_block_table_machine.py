@@ -8,7 +8,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.core.block_machine import BlockMachine
 from tests.core.block_model import Code
-from tests.core.planting import SEARCH, Bug, load
+from tests.support.planting import SEARCH, Bug, load
 from tierstore import block_table
 
 BUGS = [

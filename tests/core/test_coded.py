@@ -14,8 +14,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.core import planting
-from tests.core.planting import Bug
+from tests.support import planting
+from tests.support.planting import Bug
 from tierstore.gpu import coded
 
 STRIDE = 16

@@ -18,7 +18,7 @@ from triton.runtime.errors import InterpreterError
 from tests.codecs.holding import FEATURES, FLOATS, Bytes, page_like_kv, spec_of
 from tests.core.coding import Bench
 from tests.core.interpreted import KERNELS, NUMBERS, interpreted, source_of
-from tests.core.planting import Bug
+from tests.support.planting import Bug, write
 from tierstore.codecs import LOSSY, fixed_nbytes
 from tierstore.gpu import coding, lots
 from tierstore.gpu.pool import EnginePages
@@ -234,10 +234,6 @@ BUGS = [
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("module", "bug"), BUGS, ids=[bug.name for _, bug in BUGS])
 def test_a_planted_bug_is_noticed(module: str, bug: Bug, tmp_path: Path) -> None:
-    source = source_of(module)
-    assert source.count(bug.old) == 1, f"the source no longer has, once: {bug.old!r}"
-    path = tmp_path / "planted.py"
-    path.write_text(source.replace(bug.old, bug.new), encoding="utf-8")
-    kernels = interpreted({module: path})
+    kernels = interpreted({module: write(source_of(module), bug, tmp_path)})
     with pytest.raises((AssertionError, InterpreterError)):
         require_every_codec(kernels)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.manual_link import PATIENCE_S, SLOTS, SPEC, ManualStream, Rig
-from tests.core.planting import SEARCH, Bug, load
+from tests.support.planting import SEARCH, Bug, load
 from tierstore.gpu import cuda_copies, lanes
 from tierstore.gpu.arriving import Event
 from tierstore.gpu.cuda_copies import Pace

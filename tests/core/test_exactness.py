@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 import tierstore.exactness
-from tests.core.planting import SEARCH, Bug, load
+from tests.support.planting import SEARCH, Bug, load
 from tierstore.errors import CapacityError
 from tierstore.policy import make_policy
 from tierstore.residency import Residency

@@ -7,8 +7,9 @@ from types import ModuleType
 
 import pytest
 
-from tests.core import planting, test_admission, test_learning_orders
-from tests.core.planting import Bug
+from tests.core import test_admission, test_learning_orders
+from tests.support import planting
+from tests.support.planting import Bug
 from tierstore.policy import adaptive, admission, choosing, history, session
 
 Test = Callable[[], None]

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from tests.core import planting
 from tests.core.order_model import ORDERS, Tier, pages, run
-from tests.core.planting import Bug
+from tests.support import planting
+from tests.support.planting import Bug
 from tierstore.policy import choosing, orders, windowed
 
 BUGS = [

@@ -7,9 +7,9 @@ from types import ModuleType
 
 import pytest
 
-from tests.core import planting
-from tests.core.planting import Bug
 from tests.core.virtual_link import FAST, SLOW, restore
+from tests.support import planting
+from tests.support.planting import Bug
 from tierstore.gpu import cuda_copies
 
 GIB = 1 << 30

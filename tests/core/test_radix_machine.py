@@ -6,8 +6,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.core.planting import SEARCH, Bug, load
 from tests.core.radix_machine import RadixMachine
+from tests.support.planting import SEARCH, Bug, load
 from tierstore import radix
 
 BUGS = [

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.core import planting
 from tests.core.machine import ResidencyMachine
 from tests.core.model import Code
+from tests.support import planting
 from tierstore import lineage, memory_only, residency, runs, settling, tier_table, victims
 from tierstore.errors import TierStoreError
 from tierstore.policy import queue

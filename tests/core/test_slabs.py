@@ -11,9 +11,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.core import planting
-from tests.core.planting import Bug
 from tests.core.test_coded import Event, Stream
+from tests.support import planting
+from tests.support.planting import Bug
 from tierstore.gpu import segments, slabs
 from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.gpu.segments import Segments

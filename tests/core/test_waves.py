@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.core.planting import SEARCH, Bug, load
+from tests.support.planting import SEARCH, Bug, load
 from tierstore.gpu import waves as module
 from tierstore.gpu.waves import Waves
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.core.planting import SEARCH, Bug, load
 from tests.nvme.breaker_machine import BreakerMachine
+from tests.support.planting import SEARCH, Bug, load
 from tierstore.nvme import breaker
 from tierstore.nvme.breaker import Breaker, Circuit
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support import planting
+from tests.support.planting import Bug
 
 BUGS = {
     "pins are ignored": (
@@ -130,41 +128,19 @@ BUGS = {
 }
 
 
-def copied(tmp_path: Path) -> Path:
-    for package in ("tierstore", "tests/nvme", "tests/support"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    return tmp_path / "tierstore" / "nvme"
-
-
 def outcome(copy: Path, tests: Iterable[str]) -> int:
     """Exit code of pytest: 1 for failures, other numbers for tests that could not be run."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "--import-mode=importlib",
-    ]
-    names = [f"tests/nvme/{test}" for test in sorted(set(tests))]
-    run = subprocess.run(
-        [*command, "-o", "pythonpath=.", *names], cwd=copy, capture_output=True, timeout=240, check=False
-    )
-    return run.returncode
+    return planting.outcome(copy, (f"tests/nvme/{test}" for test in tests))
 
 
 def test_a_copy_without_a_bug_passes(tmp_path: Path) -> None:
-    copied(tmp_path)
+    planting.copy_of_checkout(tmp_path, "nvme")
     assert outcome(tmp_path, (bug[3] for bug in BUGS.values())) == 0
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: str, tmp_path: Path) -> None:
     name, right, wrong, test = BUGS[bug]
-    room = copied(tmp_path) / name
-    source = room.read_text()
-    assert source.count(right) == 1
-    room.write_text(source.replace(right, wrong))
+    planting.copy_of_checkout(tmp_path, "nvme")
+    planting.plant(tmp_path, f"nvme/{name}", Bug(bug, right, wrong))
     assert outcome(tmp_path, [test]) == 1

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.nvme.machine import MACHINES, search
-
-ROOT = Path(__file__).parents[2]
+from tests.support import planting
+from tests.support.planting import Bug
 
 EXAMPLES, STEPS = 12, 20
 
@@ -142,12 +139,8 @@ def test_a_bug_planted_under_encoded_memory_is_found(bug: str, tmp_path: Path) -
 
 
 def require_found(name: str, right: str, wrong: str, payload: str, tmp_path: Path) -> None:
-    for package in ("tierstore", "tests/nvme", "tests/support"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    source = (tmp_path / "tierstore" / name).read_text()
-    assert source.count(right) == 1
-    (tmp_path / "tierstore" / name).write_text(source.replace(right, wrong))
-    command = [sys.executable, "-m", "tests.nvme.machine", payload, str(EXAMPLES), str(STEPS)]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    planting.copy_of_checkout(tmp_path, "nvme")
+    planting.plant(tmp_path, name, Bug("", right, wrong))
+    found = planting.run(tmp_path, "-m", "tests.nvme.machine", payload, str(EXAMPLES), str(STEPS))
     assert found.returncode != 0
     assert "AssertionError" in found.stderr, found.stderr[-2000:]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.nvme.test_extent_bugs import ROOT, copied, outcome
+from tests.nvme.test_extent_bugs import outcome
+from tests.support import planting
+from tests.support.planting import Bug
 
 FOUND = "test_pagecount.py::test_what_lmdb_would_stumble_over_is_found"
 
@@ -78,21 +79,14 @@ BUGS = {
 }
 
 
-def copy_of(tmp_path: Path) -> Path:
-    shutil.copytree(ROOT / "tests" / "campaign", tmp_path / "tests" / "campaign")
-    return copied(tmp_path)
-
-
 def test_a_copy_without_a_bug_passes(tmp_path: Path) -> None:
-    copy_of(tmp_path)
+    planting.copy_of_checkout(tmp_path, "nvme", "campaign")
     assert outcome(tmp_path, (bug[3] for bug in BUGS.values())) == 0
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: str, tmp_path: Path) -> None:
     name, right, wrong, test = BUGS[bug]
-    room = copy_of(tmp_path) / name
-    source = room.read_text()
-    assert source.count(right) == 1
-    room.write_text(source.replace(right, wrong))
+    planting.copy_of_checkout(tmp_path, "nvme", "campaign")
+    planting.plant(tmp_path, f"nvme/{name}", Bug(bug, right, wrong))
     assert outcome(tmp_path, [test]) in (1, -6, -7, -11)  # failures, or a signal that LMDB ends in

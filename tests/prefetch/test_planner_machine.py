@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from prefetch import planner, timeline
-from tests.core.planting import SEARCH, Bug, load
 from tests.prefetch.planner_machine import PlannerMachine
+from tests.support.planting import SEARCH, Bug, load
 
 BUGS = [
     Bug("the latest goes first", "item.deadline, -item.priority", "-item.deadline, -item.priority"),

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.core import planting
-from tests.core.planting import Bug
 from tests.store import test_promote
+from tests.support import planting
 from tests.support.bench import open_bench
 from tests.support.pages import SPEC, tiers
+from tests.support.planting import Bug
 from tierstore import directory, promoting
 from tierstore.store import TierStore
 
