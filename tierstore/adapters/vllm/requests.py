@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from tierstore.adapters.vllm.keys import Hashed, KeyChain
+from tierstore.adapters.vllm.told import NOTHING, Told
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierstore.adapters.vllm.plans import Plan
+    from tierstore.types import PageKey
 
 
 class Request(Hashed, Protocol):
@@ -55,6 +57,12 @@ class Known:
     """The offer that was taken last."""
     collected: list[int] = field(default_factory=list)
     """Blocks of each group that were handed on to be stored, or that are stored, or given back before."""
+    told: Told = NOTHING
+
+    @property
+    def keys(self) -> list[PageKey]:
+        """Of all blocks that are full, group after group."""
+        return [key for chain in self.chains for key in chain.first(self.request.num_tokens)]
 
 
 @dataclass(slots=True)

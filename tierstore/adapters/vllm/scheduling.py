@@ -19,6 +19,7 @@ from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.plans import into, longest
 from tierstore.adapters.vllm.requests import Known, Request, Step, Verdict
 from tierstore.adapters.vllm.storing import Storing
+from tierstore.adapters.vllm.told import Afterwards, told_of
 from tierstore.apart import Ranks, assemble_apart
 from tierstore.config import PrefetchConfig
 from tierstore.errors import ConfigError
@@ -74,6 +75,7 @@ class SchedulerHalf:
         self._filling: Filling | None = None
         self._figures: Figures | None = None
         self._ahead: Ahead | None = None
+        self._afterwards: Afterwards | None = None
         self._moved = monotonic()
 
     def meet(self, hellos: Sequence[Hello]) -> None:
@@ -91,6 +93,7 @@ class SchedulerHalf:
         self._storing = Storing(self._store)
         self._filling = Filling(self._store, self._storing, self.groups, self.events)
         self._loading = Loading(self._store, self._timeout_s)
+        self._afterwards = Afterwards(self._store)
         self._figures = Figures(self._counted)
         if self.events is not None:
             self._parts.directory.watch(self.events.came, self.events.left)
@@ -101,12 +104,14 @@ class SchedulerHalf:
 
     def arrived(self, request: Request, local: int = 0) -> None:
         """A request was queued, of which the engine holds the first ``local`` tokens now."""
-        if self._store is None:
+        if self._afterwards is None:
             return
-        chains = self.groups.chains(request, self._namespaces)
-        known = self._known[request.request_id] = Known(request, chains, collected=[0] * len(chains))
+        chains, told = self.groups.chains(request, self._namespaces), told_of(request)
+        known = Known(request, chains, collected=[0] * len(chains), told=told)
+        self._known[request.request_id] = known
+        self._afterwards.waits(request.request_id, told, known.keys)
         if self._ahead is not None:
-            self._ahead.want(request.request_id, *self._wanted(known, local))
+            self._ahead.want(request.request_id, *self._wanted(known, local), told)
 
     def offer(self, request: Request, computed: int) -> int | None:
         """Tokens that can be loaded beyond ``computed``, whole blocks, at least one token left to compute.
@@ -151,6 +156,8 @@ class SchedulerHalf:
         del self._known[request_id]
         if self._ahead is not None:
             self._ahead.over(request_id)
+        if self._afterwards is not None:
+            self._afterwards.ended(request_id, known.told, known.keys)
 
     # -- steps --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,149 @@
+"""What an orchestrator says in ``kv_hints`` is done; what cannot be read is left, and fails no request."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from time import monotonic
+from types import SimpleNamespace
+
+import pytest
+
+from tests.adapters import vllm_engine
+from tests.adapters.test_vllm_ahead import only_on_disk
+from tests.adapters.vllm_engine import DOCUMENT, Engine
+from tests.adapters.vllm_stub import HOST
+from tierstore.adapters.vllm.ahead import Ahead
+from tierstore.adapters.vllm.told import NOTHING, Told, told_of
+from tierstore.types import PageKey, Tier
+
+OTHER = [2, *DOCUMENT[1:]]
+
+
+def envelope(*actions: tuple[str, dict[str, object]], version: str = "1") -> SimpleNamespace:
+    """As vLLM's ``KvHintsEnvelope``."""
+    told = [
+        SimpleNamespace(action_id=str(n), action_type=kind, action_version=version, payload=payload)
+        for n, (kind, payload) in enumerate(actions)
+    ]
+    return SimpleNamespace(protocol_version="1", message_id="m", actions=told)
+
+
+def of(*actions: tuple[str, dict[str, object]], version: str = "1") -> Told:
+    return told_of(SimpleNamespace(kv_hints=envelope(*actions, version=version)))
+
+
+def test_actions_are_read_and_those_of_others_are_theirs() -> None:
+    assert told_of(SimpleNamespace()) == told_of(SimpleNamespace(kv_hints=None)) == NOTHING
+    assert of(("kvcr.move", {"to": "nowhere"})) == NOTHING
+    assert of(("tierstore.will_need", {"deadline_s": 1.5, "priority": 2})) == Told(1.5, 2)
+    assert of(("tierstore.retain", {"ttl_s": 60})) == Told(after="retain", keep_s=60)
+    both = of(("tierstore.will_need", {}), ("tierstore.retain", {"ttl_s": 9.0, "priority": 1}))
+    assert both == Told(after="retain", keep_s=9.0, keep_priority=1)
+    assert of(("tierstore.retain", {"ttl_s": 60}), ("tierstore.wont_need", {})).after == "wont_need"
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "why"),
+    [
+        ("tierstore.pin", {}, "allowed: tierstore.will_need"),
+        ("tierstore.retain", {}, "without a ttl_s"),
+        ("tierstore.retain", {"ttl_s": float("inf")}, "a number from 0 on"),
+        ("tierstore.retain", {"ttl_s": 1, "priority": 1.5}, "a whole number"),
+        ("tierstore.will_need", {"deadline_s": -1}, "a number from 0 on"),
+        ("tierstore.will_need", {"deadline_s": "soon"}, "a number from 0 on"),
+        ("tierstore.will_need", {"deadline": 1}, "allowed: deadline_s, priority"),
+        ("tierstore.wont_need", {"ttl_s": 1}, "allowed: nothing"),
+    ],
+)
+def test_an_action_that_cannot_be_read_is_logged_and_left(
+    kind: str, payload: dict[str, object], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert of((kind, payload), ("tierstore.will_need", {"deadline_s": 3})) == Told(3)
+    assert why in caplog.text
+
+
+def test_an_action_of_another_version_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    assert of(("tierstore.wont_need", {}), version="2") == NOTHING
+    assert "of version '1'" in caplog.text
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    engine = Engine({**HOST, "nvme": {"path": tmp_path, "capacity": 1 << 20, "flush": "10ms"}})
+    for document in (DOCUMENT, OTHER):
+        only_on_disk(engine, document)
+    return engine
+
+
+def ask(engine: Engine, document: list[int], kv_hints: object, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Queues a request that comes with these hints."""
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_engine.Request, "kv_hints", kv_hints, raising=False)
+        return engine.add(document, 2)
+
+
+def keys_of(engine: Engine, name: str) -> list[PageKey]:
+    keys: list[PageKey] = engine.half._known[name].chains[0].first(4)
+    return keys
+
+
+def test_pages_of_a_request_that_starts_sooner_come_up_before_those_of_one_that_came_earlier(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = ask(engine, DOCUMENT, envelope(("tierstore.will_need", {"deadline_s": 30})), monkeypatch)
+    sooner = ask(engine, OTHER, None, monkeypatch)
+    ahead = engine.half._ahead
+    monkeypatch.setattr(ahead, "_most", 4)
+    for records in engine.records:
+        records.hold((Tier.NVME, Tier.HOST))
+    ahead.advance()
+    copies = engine.half._parts.directory.residency.tables[Tier.HOST].copies
+    assert set(copies) == set(keys_of(engine, sooner))
+    assert not set(copies) & set(keys_of(engine, later))
+    for records in engine.records:
+        records.open()
+    engine.run()
+    engine.close()
+
+
+def test_pages_that_are_to_be_retained_are_when_the_request_has_ended_until_their_time_is_over(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = ask(engine, DOCUMENT, envelope(("tierstore.retain", {"ttl_s": 600})), monkeypatch)
+    keys = keys_of(engine, name)
+    engine.run()
+    assert name not in engine.half._known
+    hints = engine.half._parts.directory.hints
+    assert all(hints.retained(key) for key in keys)
+    hints.expire(monotonic() + 599)
+    assert all(hints.retained(key) for key in keys)
+    hints.expire(monotonic() + 601)
+    assert not any(hints.retained(key) for key in keys)
+    engine.close()
+
+
+def test_pages_that_nobody_will_need_are_the_first_to_go_once_the_request_has_ended(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = ask(engine, DOCUMENT, envelope(("tierstore.wont_need", {})), monkeypatch)
+    keys = keys_of(engine, name)
+    engine.run()
+    copies = engine.half._parts.directory.residency.tables[Tier.NVME].copies
+    assert all(copies[key].rank < 0 for key in keys)
+    engine.close()
+
+
+def test_a_request_id_that_is_used_again_is_brought_up_again(engine: Engine) -> None:
+    tables, ahead = engine.half._parts.directory.residency.tables, engine.half._ahead
+    assert isinstance(ahead, Ahead)
+    keys = list(tables[Tier.NVME].copies)[:2]
+    ahead.want("same", keys, 0)
+    ahead.over("same")
+    assert not tables[Tier.HOST].copies
+    ahead.want("same", keys, 0)
+    ahead.advance()
+    assert keys[0] in tables[Tier.HOST].copies
+    engine.run()
+    engine.close()

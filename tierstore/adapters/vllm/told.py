@@ -1,0 +1,118 @@
+"""What an orchestrator says of a request's pages in vLLM's ``kv_hints``, taken as hints of the store.
+
+An envelope of actions may come with a request; a component takes the actions that are its own. Ours are of version "1":
+``tierstore.will_need`` with ``deadline_s`` and ``priority``, ``tierstore.retain`` with ``ttl_s`` and ``priority``,
+``tierstore.wont_need``. One that cannot be read is logged and left: it fails no request.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import TYPE_CHECKING, Any, Literal
+
+from tierstore.types import Hint
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tierstore.store import TierStore
+    from tierstore.types import PageKey
+
+_log = logging.getLogger(__name__)
+
+PREFIX = "tierstore."
+VERSION = "1"
+_PAYLOADS = {
+    "will_need": {"deadline_s", "priority"},
+    "retain": {"ttl_s", "priority"},
+    "wont_need": set[str](),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """``starts_in_s``, ``priority``: when the request is expected to start; of equals the higher goes first.
+
+    ``after``: what becomes of its pages once it has ended; None: nothing was said. ``keep_s``, ``keep_priority``: of
+    those that are retained.
+    """
+
+    starts_in_s: float = 0.0
+    priority: int = 0
+    after: Literal["retain", "wont_need"] | None = None
+    keep_s: float = 0.0
+    keep_priority: int = 0
+
+
+NOTHING = Told()
+
+
+def told_of(request: object) -> Told:
+    """What came with a request of vLLM; of actions of one kind the last counts."""
+    envelope = getattr(request, "kv_hints", None)
+    told = NOTHING
+    for action in () if envelope is None else envelope.actions:
+        if action.action_type.startswith(PREFIX):
+            try:
+                told = _with(told, action)
+            except ValueError as error:
+                _log.warning("kv_hints: action %s is left: %s", action.action_id, error)
+    return told
+
+
+class Afterwards:
+    """Has the store keep the pages of requests, or give them up first, as was told."""
+
+    def __init__(self, store: TierStore) -> None:
+        self._store = store
+        self._revisions = count(1)
+
+    def waits(self, request_id: str, told: Told, keys: Sequence[PageKey]) -> None:
+        """A request is queued whose pages are these: those it is to leave behind are kept from now on."""
+        if told.after == "retain":
+            self._hint(request_id, told, keys)
+
+    def ended(self, request_id: str, told: Told, keys: Sequence[PageKey]) -> None:
+        """It has ended; pages of it that are still on their way out of vLLM's blocks are as others."""
+        if told.after is not None and keys:
+            self._hint(request_id, told, keys)
+
+    def _hint(self, request_id: str, told: Told, keys: Sequence[PageKey]) -> None:
+        assert told.after is not None
+        ttl_s = told.keep_s if told.after == "retain" else None
+        name, revision = f"{request_id} afterwards", next(self._revisions)
+        self._store.hint(Hint(name, revision, tuple(keys), told.after, None, told.keep_priority, ttl_s))
+
+
+def _with(told: Told, action: Any) -> Told:
+    kind, payload = action.action_type.removeprefix(PREFIX), action.payload
+    if kind not in _PAYLOADS or action.action_version != VERSION:
+        allowed = ", ".join(PREFIX + name for name in _PAYLOADS)
+        raise ValueError(
+            f"{action.action_type!r} of version {action.action_version!r}; allowed: {allowed} of version {VERSION!r}"
+        )
+    strange = sorted(payload.keys() - _PAYLOADS[kind])
+    if strange:
+        allowed = ", ".join(sorted(_PAYLOADS[kind])) or "nothing"
+        raise ValueError(f"{strange[0]!r} in the payload of {action.action_type}; allowed: {allowed}")
+    if kind == "wont_need":
+        return replace(told, after="wont_need")
+    priority = _number(payload, "priority", 0)
+    if priority != int(priority):
+        raise ValueError(f"priority {priority!r}; allowed: a whole number")
+    if kind == "will_need":
+        return replace(told, starts_in_s=_number(payload, "deadline_s", 0.0), priority=int(priority))
+    keep_s = _number(payload, "ttl_s", 0.0)
+    if not keep_s:
+        raise ValueError("tierstore.retain without a ttl_s above 0: nothing is kept for ever")
+    return replace(told, after="retain", keep_s=keep_s, keep_priority=int(priority))
+
+
+def _number(payload: Mapping[str, object], name: str, otherwise: float) -> float:
+    found = payload.get(name, otherwise)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < math.inf:
+        raise ValueError(f"{name} {found!r}; allowed: a number from 0 on")
+    return found
