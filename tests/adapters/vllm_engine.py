@@ -165,6 +165,7 @@ class Engine:
             parts: Parts = assemble(config, PageLayout.of(found.spec), wakeup.bump)
             parts.mover = mover = WiredMover.around(parts)
             half = WorkerHalf(parts, found, number, wakeup)
+            half.idle_s = 0.0
             assert mover.copies is not None
             self.copies.append(mover.copies)
             wakeup.gates.append(mover.copies)
@@ -525,7 +526,8 @@ class Engine:
                     self._finish(request)
         self.scheduler.update_connector_output(merged)
         for name in merged.finished_recving or ():
-            request = self.requests[name]
+            request = self.requests.get(name)
+            assert request is not None, f"{name} was told of when it had ended"
             if request.status == "loading":
                 assert not request.told, f"{name} was told twice"
                 request.told = True

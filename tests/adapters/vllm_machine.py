@@ -56,6 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(storing, "MOST_A_STEP", 1 + seed % 2)  # so that some wait
         self.patch.setattr(loading, "MOST_A_STEP", 1 + seed % 3)  # and some come in pieces
+        self.patch.setattr(loading, "MOST_IF_IDLE", 1 + seed % 2)
         self.engine = Engine(config, blocks=self.blocks, ranks=ranks, ahead=ahead, seed=seed, kinds=kinds)
         self.copies_take_so_long(0.5)
 

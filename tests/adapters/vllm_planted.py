@@ -20,7 +20,7 @@ from tierstore.adapters.vllm.steps import Steps
 from tierstore.adapters.vllm.storing import Storing
 from tierstore.adapters.vllm.working import WorkerHalf
 from tierstore.apart import Ranks
-from tierstore.types import Ack, PageKey
+from tierstore.types import Ack, LeaseState, PageKey
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -72,14 +72,14 @@ def stored_before_they_are_computed(patch: pytest.MonkeyPatch) -> None:
 
 def loads_start_into_blocks_that_are_read(patch: pytest.MonkeyPatch) -> None:
     start = Loading.start
-    patch.setattr(Loading, "start", lambda self, busy: start(self, frozenset()))
+    patch.setattr(Loading, "start", lambda self, busy, idle: start(self, frozenset(), idle))
 
 
 def told_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
     start = Loading.start
 
-    def wrong(self: Loading, busy: Set[int]) -> None:
-        start(self, busy)
+    def wrong(self: Loading, busy: Set[int], idle: bool) -> None:
+        start(self, busy, idle)
         self._loaded.update(load.request_id for load in self._loads)
 
     patch.setattr(Loading, "start", wrong)
@@ -105,7 +105,13 @@ def the_first_bad_block_is_not_told(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_gap_in_a_load_is_not_seen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(loading, "_prefix", lambda leases: sum(lease.num_pages for lease in leases))
+    def blind(load: loading.Load) -> None:
+        while load.leases and load.leases[0].wait(0) is not LeaseState.PENDING:
+            lease = load.leases.popleft()
+            lease.release()
+            load.arrived += lease.num_pages
+
+    patch.setattr(loading, "_end_pieces", blind)
     settle = Loading.settle
 
     def wrong(self: Loading) -> list[Any]:

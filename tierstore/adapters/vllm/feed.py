@@ -65,6 +65,11 @@ class Feed:
             acks, self._acks = self._acks, []
             return acks
 
+    @property
+    def busy(self) -> bool:
+        """Whether something has not ended."""
+        return bool(self._open)
+
     def reads(self, slots: Set[int]) -> bool:
         """Whether a copy out of one of these blocks of the engine's has not ended."""
         with self._turn:

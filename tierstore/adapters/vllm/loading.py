@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 MOST_A_STEP = 1024
 """Pages started in one step at most: the first ones travel while the rest is prepared, and others' steps go on."""
+MOST_IF_IDLE = 256
+"""In a step that computes nothing: the next one comes soon, and the link has its first pages sooner."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,12 +30,15 @@ class Load:
     keys: Sequence[PageKey]
     blocks: tuple[int, ...]
     starts: tuple[int, ...]
-    leases: list[Lease] = field(default_factory=list)
-    """Of a piece each, in order."""
+    leases: deque[Lease] = field(default_factory=deque)
+    """Of the pieces that are not there yet, in order."""
     started: int = 0
     short: bool = False
     """A page was gone: what follows it is not asked for."""
     arrived: int = 0
+    """Pages of the pieces that have ended, without a gap."""
+    gap: bool = False
+    """One of them lacks pages: what is behind it is of no use."""
     void: bool = False
     """What arrives is worth nothing any more."""
 
@@ -69,9 +75,12 @@ class Loading:
         blocks, self._unseen = self._unseen, []
         return blocks
 
-    def start(self, busy: Set[int]) -> None:
-        """Starts pieces of loads, oldest first; those whose blocks are ``busy`` with copies out wait."""
-        left = MOST_A_STEP
+    def start(self, busy: Set[int], idle: bool) -> None:
+        """Starts pieces of loads, oldest first; those whose blocks are ``busy`` with copies out wait.
+
+        ``idle``: the step computes nothing.
+        """
+        left = MOST_IF_IDLE if idle else MOST_A_STEP
         for load in self._loads:
             if not load.started and not busy.isdisjoint(load.blocks):
                 continue
@@ -89,12 +98,12 @@ class Loading:
         running: list[Load] = []
         failed: list[Load] = []
         for load in self._loads:
-            if not load.begun or any(lease.wait(0) is LeaseState.PENDING for lease in load.leases):
+            _end_pieces(load)
+            if load.leases or not load.begun:
                 running.append(load)
                 continue
-            load.arrived = 0 if load.void else _prefix(load.leases)
-            for lease in load.leases:
-                lease.release()
+            if load.void:
+                load.arrived = 0
             self.into.difference_update(load.blocks)
             if load.arrived == len(load.keys):
                 self._loaded.add(load.request_id)
@@ -135,11 +144,11 @@ class Loading:
             load.void = True
 
 
-def _prefix(leases: Sequence[Lease]) -> int:
-    """Pages that have arrived without a gap."""
-    pages = 0
-    for lease in leases:
-        pages += lease.num_pages
-        if lease.num_pages < len(lease.keys):
-            break
-    return pages
+def _end_pieces(load: Load) -> None:
+    """Each when it is final: all of them at the end would hold up the request by as much."""
+    while load.leases and load.leases[0].wait(0) is not LeaseState.PENDING:
+        lease = load.leases.popleft()
+        lease.release()
+        if not load.gap:
+            load.arrived += lease.num_pages
+        load.gap |= lease.num_pages < len(lease.keys)

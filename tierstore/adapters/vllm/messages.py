@@ -77,6 +77,8 @@ class Orders:
     ``fence``: blocks that this step overwrites; copies out of them end before it begins. ``before`` may start with the
     step, ``after`` only when its forward pass has been launched: it copies what that writes. ``failed``: requests whose
     load has failed, and their blocks that hold nothing. ``answer``: the scheduler waits for word of this step.
+    ``idle``: a request waits for a load, and this step computes nothing: the worker may wait a moment for something to
+    end.
     """
 
     fence: tuple[int, ...] = ()
@@ -84,6 +86,7 @@ class Orders:
     after: tuple[Transfer | Erase, ...] = ()
     failed: dict[str, tuple[int, ...]] = field(default_factory=dict)
     answer: bool = False
+    idle: bool = False
 
 
 @dataclass(frozen=True)

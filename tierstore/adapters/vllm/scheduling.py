@@ -171,7 +171,7 @@ class SchedulerHalf:
             self._moved = monotonic()
         fence = storing.reused(block for step in steps for block in step.fresh)
         storing.reused(loading.fresh_blocks())  # these loads wait until nothing reads their blocks
-        loading.start(storing.busy)
+        loading.start(storing.busy, idle=not steps)
         if self._ahead is not None:
             self._ahead.advance()
         self._settle()
@@ -180,7 +180,8 @@ class SchedulerHalf:
             self._follow(step)
         storing.put(loading.into)
         failed = loading.take_failed()
-        return Orders(fence, before, tuple(self._ranks.take()), failed, answer=loading.waits)
+        after, waits = tuple(self._ranks.take()), loading.waits
+        return Orders(fence, before, after, failed, answer=waits, idle=waits and not steps)
 
     def heard(self, report: Report | None) -> set[str]:
         """What the workers have done; the requests whose loads have ended well by now."""

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
+_IDLE_S = 0.002
+"""What an engine that has nothing to compute waits for a copy or a read to end, each step: whoever steps on and on
+instead takes the processor, and in one process Python's turn, from those who copy and read."""
 _FENCE_WARN_S = 10.0
 _CLOSE_S = 30.0
 
@@ -55,6 +58,8 @@ class WorkerHalf:
         self._later: list[Transfer | Erase] = []
         self._now: list[Transfer | Erase] = []
         self._launched: Event | None = None
+        self._idle = False
+        self.idle_s = _IDLE_S
         catalogue = None
         if parts.nvme is not None:
             found = _records(parts.directory.residency)
@@ -79,6 +84,7 @@ class WorkerHalf:
         self._now = [*self._later, *orders.before]
         self._launched = self._last_use(None) if self._now else None
         self._later = list(orders.after)
+        self._idle = orders.idle
         if orders.fence:
             fenced = frozenset(orders.fence)
             urgent = [c for c in self._now if _reads(c, fenced)]
@@ -99,9 +105,17 @@ class WorkerHalf:
         self._submit(commands)
 
     def report(self) -> Report | None:
-        """What has ended since the last report; None: nothing."""
-        acks = self._feed.take()
-        return Report({self._rank: tuple(acks)}) if acks else None
+        """What has ended since the last report; None: nothing.
+
+        In a step that computes nothing while a request waits for a load it waits a moment until something has.
+        """
+        deadline = monotonic() + (self.idle_s if self._idle else 0.0)
+        while True:
+            seen = self._wakeup.count
+            acks = self._feed.take()
+            if acks or not self._feed.busy or monotonic() >= deadline:
+                return Report({self._rank: tuple(acks)}) if acks else None
+            self._wakeup.wait(seen, deadline, self._feed.pause(self.idle_s))
 
     def empty_report(self) -> Report:
         """A word that nothing has ended."""

@@ -1,0 +1,74 @@
+"""The worker's half: when it waits, and when it does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.adapters.vllm_engine import DOCUMENT, IN, Engine
+from tests.adapters.vllm_stub import HOST
+from tierstore.adapters.vllm.messages import Orders, Report
+from tierstore.adapters.vllm.working import WorkerHalf
+
+
+def _loading() -> Engine:
+    """A document is on its way into the engine's blocks, and stands still."""
+    engine = Engine(HOST)
+    engine.add(DOCUMENT, 2)
+    engine.run()
+    engine.forget()
+    engine.pace = 0.0
+    engine.copies[0].hold(IN)
+    engine.add(DOCUMENT, 2)
+    engine.step()
+    return engine
+
+
+def _half(engine: Engine) -> WorkerHalf:
+    half: WorkerHalf = engine.workers[0]._worker
+    return half
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_report_waits_for_what_ends_only_while_nothing_is_computed(
+    idle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = _loading()
+    half, waits = _half(engine), 0
+
+    def wait(*_: Any) -> None:
+        nonlocal waits
+        waits += 1
+        engine.copies[0].let_go(IN)
+        engine.copies[0].settle()
+
+    monkeypatch.setattr(half._wakeup, "wait", wait)
+    half.idle_s = 60.0
+    half.begin(Orders(idle=idle))
+    report = half.report()
+    assert (waits, isinstance(report, Report)) == ((1, True) if idle else (0, False))
+    monkeypatch.undo()
+    engine.close()
+
+
+def test_a_report_with_nothing_on_its_way_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(HOST)
+    half = _half(engine)
+    monkeypatch.setattr(half._wakeup, "wait", lambda *_: pytest.fail("it waits"))
+    half.idle_s = 60.0
+    half.begin(Orders(idle=True))
+    assert half.report() is None
+    monkeypatch.undo()
+    engine.close()
+
+
+def test_a_worker_is_told_whether_its_step_computes_nothing_while_a_request_waits() -> None:
+    engine = _loading()
+    half = engine.half
+    assert half.orders([]).idle
+    engine.copies[0].open()
+    engine.pace = 1.0
+    engine.run()
+    assert not half.orders([]).idle
+    engine.close()
