@@ -64,6 +64,7 @@ class Outgoing:
     def accept(self, keys: Sequence[PageKey], slots: Sequence[int], *, memory_only: bool) -> None:
         """The slots are the store's to read until they are reported."""
         self.require_usable(slots)
+        self._unreport(slots)
         self._slots.update(zip(slots, [None] * len(slots) if memory_only else keys, strict=True))
         if not memory_only:
             self._sinks.coming.update(keys)
@@ -86,6 +87,7 @@ class Outgoing:
 
         Which of ``slots`` a copy reads now, or is to read once they are written.
         """
+        self._unreport(slots)
         wanted = set(slots) & self._slots.keys()
         if wanted:
             waiting = [item for item in self._queue if item[1] in wanted]
@@ -99,6 +101,12 @@ class Outgoing:
         """Nothing reads the slot any more."""
         self._let_go(slot)
         self.reusable.append(slot)
+
+    def _unreport(self, slots: Collection[int]) -> None:
+        """The engine goes on with these: told of later, an end of before would be taken for that of a newer copy."""
+        if self.reusable:
+            known = set(slots)
+            self.reusable = [slot for slot in self.reusable if slot not in known]
 
     def _let_go(self, slot: int) -> None:
         key = self._slots.pop(slot)

@@ -380,6 +380,33 @@ def test_slots_taken_back_before_their_copy_has_begun_are_free_at_once(engine: E
     bench.close()
 
 
+@pytest.mark.parametrize("taken_back", [False, True])
+def test_what_was_to_be_told_of_a_slot_is_not_told_once_another_page_is_put_from_it(
+    taken_back: bool, bench: Bench, engine: Engine
+) -> None:
+    """Else the engine would write the slot while the newer copy reads it."""
+    first, second = chain(1), chain(1, "other")
+    save(bench, engine, first, [0])
+    bench.store.put(first, [1])  # a page that is held: the slot is free at once
+    if taken_back:
+        assert bench.store.withdraw([1]) == []
+    bench.copies.hold(OUT)
+    engine.fill(1, second[0])
+    bench.store.put(second, [1])
+    assert bench.store.poll() == []
+    bench.copies.open()
+    assert bench.store.drain(PATIENCE_S)
+    assert bench.store.poll() == [1]
+
+
+def test_a_slot_taken_back_after_its_copy_has_ended_is_not_told(bench: Bench, engine: Engine) -> None:
+    engine.fill(1, chain(1)[0])
+    bench.store.put(chain(1), [1])
+    assert bench.store.drain(PATIENCE_S)
+    assert bench.store.withdraw([1]) == []
+    assert bench.store.poll() == []
+
+
 def test_a_slot_taken_back_while_its_event_is_awaited_is_still_in_use(bench: Bench, engine: Engine) -> None:
     event = ManualEvent()
     bench.store.put(chain(1), [2], after=event)
@@ -431,7 +458,7 @@ def test_pages_that_are_no_chain_go_out_together_each_after_the_page_it_names(
 def test_where_hbm_is_the_stores_put_takes_chains_only() -> None:
     bench = open_bench(tiers(2, 4), SPEC)
     slots = bench.store.allocate(1)
-    with pytest.raises(ConfigError, match="allowed with hbm.owner: engine"):
+    with pytest.raises(ConfigError, match=r"allowed with hbm\.owner: engine"):
         bench.store.put(chain(1), slots, parents=[None])
     bench.store.free(slots)
     bench.close()
