@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.adapters import vllm_stub as stub
 from tests.adapters.vllm_engine import DOCUMENT, Engine
-from tests.adapters.vllm_pool import BLOCK, Kind
+from tests.adapters.vllm_pool import BLOCK, Kind, Pool
 from tierstore.adapters.vllm.groups import Group, Groups, groups_of
 from tierstore.adapters.vllm.plans import into, longest
 from tierstore.errors import ConfigError
@@ -219,4 +219,16 @@ def test_events_name_the_group_and_the_size_of_its_blocks() -> None:
     blocks = [change.block for change in engine.half.events.take()]
     assert [(b.group, len(b.tokens)) for b in blocks if b.group == 0] == [(0, 2 * BLOCK)] * 2
     assert [b.tokens for b in blocks if b.group == 1] == [tuple(DOCUMENT[i : i + 2]) for i in range(0, 8, 2)]
+    engine.close()
+
+
+def test_a_hit_that_needs_no_page_is_a_load_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Local chunks alone, and an engine without prefix caching, which would find these tokens itself."""
+    monkeypatch.setattr(Pool, "local", lambda self, hashes, tokens: (0, [[] for _ in self.kinds]))
+    engine = Engine(ROOM, blocks=16, kinds=(Kind(chunk=4), Kind(chunk=8)))
+    name = engine.add(DOCUMENT, 2)
+    engine.run()
+    assert engine.taken == 8
+    assert len(engine.answers[name]) == len(DOCUMENT) + 2
+    engine.check()
     engine.close()

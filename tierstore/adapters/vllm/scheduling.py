@@ -138,7 +138,8 @@ class SchedulerHalf:
             return
         start = known.verdict.computed
         pages = into(self.groups, known.chains, tables, start, start + tokens)
-        starts, keys, blocks = zip(*pages, strict=True)
+        # Where a chunk ends nothing before it is needed: no page, and vLLM waits to hear of a load all the same.
+        starts, keys, blocks = zip(*pages, strict=True) if pages else ((), (), ())
         self._loading.want(request.request_id, keys, blocks, starts)
         known.taken, known.verdict = known.verdict.plan, None
         if self._ahead is not None:
@@ -217,6 +218,13 @@ class SchedulerHalf:
         self._store.evict(list(dict.fromkeys(key for table in tables for key in table.copies)))
         for known in self._known.values():
             known.verdict = None
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether no copy out of the engine's blocks, or into them, is under way or ordered, as far as was heard."""
+        return (
+            self._storing is None or self._loading is None or not (self._storing.busy or self._loading.into)
+        )
 
     def check(self) -> None:
         """AssertionError naming the first invariant that does not hold."""
