@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.adapters.vllm_engine import DOCUMENT, IN, Engine
+from tests.adapters.vllm_engine import DOCUMENT, IN, OUT, Engine
 from tests.adapters.vllm_stub import HOST
 from tierstore.adapters.vllm.messages import Orders, Report
 from tierstore.adapters.vllm.working import WorkerHalf
+from tierstore.types import Tier
 
 
 def _loading() -> Engine:
@@ -72,3 +73,56 @@ def test_a_worker_is_told_whether_its_step_computes_nothing_while_a_request_wait
     engine.run()
     assert not half.orders([]).idle
     engine.close()
+
+
+@pytest.mark.parametrize("lane", [OUT, IN])
+def test_nothing_touches_the_engines_memory_while_it_sleeps(lane: tuple[Tier, Tier]) -> None:
+    engine = _loading() if lane == IN else _storing()
+    assert engine.copies[0].waiting(lane)
+    engine.sleep()
+    engine.copies[0].open()
+    engine.pace = 1.0
+    name = engine.add(DOCUMENT, 2)
+    taken = engine.taken
+    engine.run()
+    assert engine.taken == taken, "nothing that was stored before is offered"
+    assert len(engine.answers[name]) == len(DOCUMENT) + 2
+    engine.close()
+
+
+def test_a_copy_that_does_not_end_keeps_the_engine_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = _storing()
+    half = _half(engine)
+    half.rest_s = 0.0
+    monkeypatch.setattr(engine.scheduler, "_workers_here", lambda: [half])
+    assert engine.scheduler.reset_cache() is False
+    with pytest.raises(TimeoutError, match="cannot go away"):
+        engine.workers[0].unregister_kv_caches()
+    engine.copies[0].open()
+    half.rest_s = 60.0
+    assert engine.scheduler.reset_cache() is True
+    engine.workers[0].unregister_kv_caches()
+    engine.close()
+
+
+@pytest.mark.parametrize("may_sleep", [True, False])
+def test_workers_elsewhere_are_waited_for_where_their_memory_may_go_away(may_sleep: bool) -> None:
+    engine = _storing()
+    engine.scheduler._vllm_config.model_config.enable_sleep_mode = may_sleep
+    assert engine.scheduler.reset_cache() is not may_sleep
+    engine.copies[0].open()
+    engine.pace = 1.0
+    engine.run()
+    assert engine.scheduler.reset_cache() is True
+    engine.close()
+
+
+def _storing() -> Engine:
+    """A document is on its way out of the engine's blocks, and stands still."""
+    engine = Engine(HOST)
+    engine.pace = 0.0
+    engine.copies[0].hold(OUT)
+    engine.add(DOCUMENT, 2)
+    for _ in range(3):
+        engine.step()
+    return engine

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
+import pytest
 import torch
 
 from tests.adapters import vllm_stub as stub
@@ -43,10 +44,12 @@ class ImpatientWakeup(Wakeup):
     """Whoever waits in a worker waits for copies that a test holds back: they go on then."""
 
     gates: list[GatedCopies]
+    lanes: tuple[tuple[Tier, Tier], ...] = (OUT,)
 
     def wait(self, seen: int, deadline: float | None, at_most_s: float) -> None:
         for gate in self.gates:
-            gate.let_go(OUT)
+            for lane in self.lanes:
+                gate.let_go(lane)
         super().wait(seen, deadline, at_most_s)
 
 
@@ -150,6 +153,7 @@ class Engine:
         vllm_config = stub.vllm_config(extra, ranks, events=events)
         self.scheduler = self.connector.TierStoreConnector(vllm_config, role, kv)
         hellos = {r: worker.get_handshake_metadata() for r, worker in enumerate(self.workers)}
+        self.scheduler._workers_here = list  # they are in other processes
         self.scheduler.set_xfer_handshake_metadata(pickle.loads(pickle.dumps(hellos)))
         self.placement._next_spill = math.inf
         self.pace = 1.0
@@ -220,6 +224,25 @@ class Engine:
 
         vLLM cannot do that while requests wait for loads: they go first.
         """
+        self._pause()
+        self.epoch += 1
+        assert self.scheduler.reset_cache()
+
+    def sleep(self) -> None:
+        """All levels: requests wait, and the KV memory goes away. Scheduler and workers are in one process."""
+        self._pause()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.scheduler, "_workers_here", lambda: [w._worker for w in self.workers])
+            patch.setattr(ImpatientWakeup, "lanes", (OUT, IN))
+            assert self.scheduler.reset_cache()
+        for gate in self.copies:
+            under_way = gate.running + gate.waiting(OUT) + gate.waiting(IN)
+            assert not under_way, "a copy touches memory that is gone"
+        for layer in (layer for groups in self.tensors for layers in groups for layer in layers):
+            layer.fill_(-1.0)
+
+    def _pause(self) -> None:
+        """Everything that vLLM does before it resets its caches."""
         while self.steps:
             self._work()
         for request in [r for r in self.requests.values() if r.status == "loading"]:
@@ -227,8 +250,6 @@ class Engine:
         for request in list(reversed(self.running)):
             self._preempt(request)
         self.forget()
-        self.epoch += 1
-        assert self.scheduler.reset_cache()
 
     def spill(self) -> None:
         """The time of a timed spill has come."""

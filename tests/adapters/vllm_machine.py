@@ -97,6 +97,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.change_weights()
 
     @rule()
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    @rule()
     def spill(self) -> None:
         self.engine.spill()
 

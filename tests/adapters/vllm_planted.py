@@ -34,6 +34,10 @@ def worker_does_not_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WorkerHalf, "_wait_for", lambda self, slots: None)
 
 
+def sleep_does_not_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WorkerHalf, "rest", lambda self: True)
+
+
 def queued_copies_are_not_withdrawn(patch: pytest.MonkeyPatch) -> None:
     def wrong(self: Storing, blocks: Iterable[int]) -> tuple[int, ...]:
         for block in blocks:
@@ -206,6 +210,7 @@ def a_failed_load_is_gone_on_from_without_its_window(patch: pytest.MonkeyPatch) 
 PLANTED: tuple[Plant, ...] = (
     no_fence,
     worker_does_not_wait,
+    sleep_does_not_wait,
     queued_copies_are_not_withdrawn,
     blocks_are_freed_before_they_are_copied,
     stored_before_they_are_computed,

@@ -22,7 +22,13 @@ from tierstore.adapters.vllm.groups import groups_of
 from tierstore.adapters.vllm.identity import identity
 from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.scheduling import SchedulerHalf
-from tierstore.adapters.vllm.served import device_of, require_served, tell_of_policy, wants_events
+from tierstore.adapters.vllm.served import (
+    device_of,
+    memory_may_go,
+    require_served,
+    tell_of_policy,
+    wants_events,
+)
 from tierstore.adapters.vllm.settings import Settings
 from tierstore.adapters.vllm.steps import Steps
 from tierstore.adapters.vllm.wire import HelloMetadata, Hybrid, Metadata, TransferResults, WorkerMetadata
@@ -186,10 +192,18 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         return TierStorePrometheus(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def reset_cache(self) -> bool | None:
-        """Nothing stored so far is offered again, by this process or the next."""
-        if self.role == KVConnectorRole.SCHEDULER:
-            self._scheduler.reset()
-        return True
+        """Nothing stored so far is offered again, by this process or the next.
+
+        What vLLM does before it sleeps: False while a copy may touch KV memory, which is to go away; try again.
+        """
+        if self.role != KVConnectorRole.SCHEDULER:
+            return True
+        self._scheduler.reset()
+        here = self._workers_here()
+        if here:
+            return all(worker.rest() for worker in here)
+        # A served engine has stepped until nothing was under way; one in its caller's process has not.
+        return self._scheduler.at_rest or not memory_may_go(self._vllm_config)
 
     # -- worker -------------------------------------------------------------------------------------------------
 
@@ -200,6 +214,11 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
         """vLLM before 0.32: all layers in one tensor."""
         self._open([kv_cache])
+
+    def unregister_kv_caches(self) -> None:
+        """vLLM 0.33: the engine's memory goes away now, until it wakes up. TimeoutError while a copy touches it."""
+        if self._worker is not None and not self._worker.rest():
+            raise TimeoutError("copies out of the engine's KV memory have not ended; it cannot go away")
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What this worker has opened."""
@@ -291,6 +310,11 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         return parallel.data_parallel_index if parallel.data_parallel_size > 1 else None
 
     _open_half = staticmethod(WorkerHalf.open)
+
+    def _workers_here(self) -> list[WorkerHalf]:
+        """The workers' halves that live in this process: all, or none."""
+        found = versions.connectors_here()
+        return [c._worker for c in found if isinstance(c, TierStoreConnector) and c._worker is not None]
 
     def _rank(self) -> int:
         from vllm.distributed.parallel_state import get_tp_group

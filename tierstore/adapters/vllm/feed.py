@@ -70,6 +70,12 @@ class Feed:
         """Whether something has not ended."""
         return bool(self._open)
 
+    @property
+    def at_engine(self) -> bool:
+        """Whether a copy out of the engine's blocks, or into them, has not ended."""
+        with self._turn:
+            return any(Tier.HBM in (t.src, t.dst) for t in self._open.values())
+
     def reads(self, slots: Set[int]) -> bool:
         """Whether a copy out of one of these blocks of the engine's has not ended."""
         with self._turn:

@@ -41,3 +41,9 @@ def require_served(vllm_config: Any) -> None:
     for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ConfigError(f"{name} is {getattr(parallel, name)}; allowed with TierStoreConnector: 1")
+
+
+def memory_may_go(vllm_config: Any) -> bool:
+    """Whether vLLM may take the KV cache's memory away while it sleeps."""
+    model = vllm_config.model_config
+    return any(getattr(model, name, False) for name in ("enable_sleep_mode", "enable_cumem_allocator"))

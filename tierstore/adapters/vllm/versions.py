@@ -53,6 +53,16 @@ def preferred_layout() -> str | None:
     return "BLHNC" if current_platform.is_cuda() else None
 
 
+def connectors_here() -> list[Any]:
+    """The workers' connectors of this process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if not has_kv_transfer_group():
+        return []
+    group = get_kv_transfer_group()
+    return list(getattr(group, "_connectors", None) or [group])
+
+
 def hit_sources(tokens: dict[Tier, int]) -> dict[Any, int]:
     """Tokens by vLLM's names of the tiers they come from."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource

@@ -37,6 +37,7 @@ _IDLE_S = 0.002
 instead takes the processor, and in one process Python's turn, from those who copy and read."""
 _FENCE_WARN_S = 10.0
 _CLOSE_S = 30.0
+_REST_S = 30.0
 
 
 class WorkerHalf:
@@ -59,7 +60,7 @@ class WorkerHalf:
         self._now: list[Transfer | Erase] = []
         self._launched: Event | None = None
         self._idle = False
-        self.idle_s = _IDLE_S
+        self.idle_s, self.rest_s = _IDLE_S, _REST_S
         catalogue = None
         if parts.nvme is not None:
             found = _records(parts.directory.residency)
@@ -120,6 +121,22 @@ class WorkerHalf:
     def empty_report(self) -> Report:
         """A word that nothing has ended."""
         return Report({self._rank: ()})
+
+    def rest(self) -> bool:
+        """Ends all copies out of the engine's tensors and into them: their memory may go away then.
+
+        Waits for them, half a minute at most; whether all have ended.
+        """
+        self.end()
+        deadline = monotonic() + self.rest_s
+        while True:
+            seen = self._wakeup.count
+            self._feed.advance()
+            if not self._feed.at_engine:
+                return True
+            if monotonic() >= deadline:
+                return False
+            self._wakeup.wait(seen, deadline, self._feed.pause(_LOOK_S))
 
     # -- life ---------------------------------------------------------------------------------------------------
 
