@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,6 +199,33 @@ def test_a_request_of_several_groups_whose_load_failed_is_computed_and_offered_n
     assert request.cached == 0
     assert engine.answers[name] == engine.answers["r1"]
     assert len(engine.free) == 16
+    engine.close()
+
+
+def test_of_a_queued_request_only_those_pages_come_up_that_a_hit_takes(tmp_path: Path) -> None:
+    config = {**ROOM, "nvme": {"path": tmp_path, "capacity": 1 << 20, "flush": "10ms"}}
+    engine = Engine(config, blocks=16, kinds=BESIDE, put_off_s=60)
+    engine.add(DOCUMENT, 1)
+    engine.run()
+    store, tables = engine.half._store, engine.half._parts.directory.residency.tables
+    stored = list(tables[Tier.NVME].copies)
+    assert len(stored) == 8
+    store.evict(stored, Tier.HOST)
+    engine.forget()
+    for gate in engine.copies:
+        gate.hold((Tier.HOST, Tier.HBM))
+    engine.pace = 0.0
+    name = engine.add(DOCUMENT, 1)
+    while engine.requests[name].status != "loading":
+        engine.step()
+        for records in engine.records:
+            records.settle()
+    whole, window = engine.half._known[name].chains
+    assert set(tables[Tier.HOST].copies) == {*whole.first(4), window.at(3)}
+    for gate in engine.copies:
+        gate.open()
+    engine.run()
+    assert engine.taken == 8
     engine.close()
 
 
