@@ -8,7 +8,7 @@ import pytest
 
 from tests.vllm import tiny_model
 from tests.vllm.conftest import Oracle
-from tests.vllm.runner import Engines, ask, blocks, check, connector, counts, fail_loads, reset
+from tests.vllm.runner import Engines, ask, blocks, check, connector, counts, fail_loads, reset, storm
 from tests.vllm.test_connector import EXTERNAL, cached, tiers, tokens_of
 
 pytestmark = pytest.mark.vllm
@@ -30,13 +30,14 @@ def test_groups_with_windows_are_loaded_from_every_tier_as_plain_vllm_would_comp
     assert cached(host) == whole
     assert found[EXTERNAL] == sum(whole)
 
-    _, restarted, _, _, failing, free, clean = window_engines.life(
+    _, restarted, _, _, failing, storming, free, clean = window_engines.life(
         [
             fail_loads(0),
             ask(prompts, tokens),
             reset(),
             fail_loads(3),
             ask(prompts, tokens, together=True),
+            storm(prompts, requests=60, tokens=tokens, seed=5, most=6),
             blocks(),
             check(),
         ],
@@ -44,12 +45,14 @@ def test_groups_with_windows_are_loaded_from_every_tier_as_plain_vllm_would_comp
             places, kv_connector="FaultyConnector", kv_connector_module_path="tests.vllm.faulty"
         ),
         in_process=True,
-        num_gpu_blocks_override=60,
-        max_model_len=512,
+        num_gpu_blocks_override=45,
+        max_model_len=256,
     )
     assert tokens_of(restarted) == tokens_of(failing) == expected
     assert cached(restarted) == whole
     assert {answer["reason"] for answer in failing} == {"length"}
     assert min(cached(failing)) < 160
+    assert storming["aborted"] > 10
+    assert all(answer == expected[number] for number, answer in storming["answered"])
     assert free["free"] == free["usable"]
     assert clean == "clean"
