@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from time import monotonic
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from tierstore.types import PageKey, Tier
 OTHER = [2, *DOCUMENT[1:]]
 
 
-def envelope(*actions: tuple[str, dict[str, object]], version: str = "1") -> SimpleNamespace:
+def envelope(*actions: tuple[str, Any], version: str = "1") -> SimpleNamespace:
     """As vLLM's ``KvHintsEnvelope``."""
     told = [
         SimpleNamespace(action_id=str(n), action_type=kind, action_version=version, payload=payload)
@@ -29,7 +30,7 @@ def envelope(*actions: tuple[str, dict[str, object]], version: str = "1") -> Sim
     return SimpleNamespace(protocol_version="1", message_id="m", actions=told)
 
 
-def of(*actions: tuple[str, dict[str, object]], version: str = "1") -> Told:
+def of(*actions: tuple[str, Any], version: str = "1") -> Told:
     return told_of(SimpleNamespace(kv_hints=envelope(*actions, version=version)))
 
 
@@ -48,16 +49,21 @@ def test_actions_are_read_and_those_of_others_are_theirs() -> None:
     [
         ("tierstore.pin", {}, "allowed: tierstore.will_need"),
         ("tierstore.retain", {}, "without a ttl_s"),
-        ("tierstore.retain", {"ttl_s": float("inf")}, "a number from 0 on"),
+        ("tierstore.retain", {"ttl_s": float("inf")}, "a number from 0 to"),
         ("tierstore.retain", {"ttl_s": 1, "priority": 1.5}, "a whole number"),
-        ("tierstore.will_need", {"deadline_s": -1}, "a number from 0 on"),
-        ("tierstore.will_need", {"deadline_s": "soon"}, "a number from 0 on"),
+        ("tierstore.will_need", {"deadline_s": -1}, "a number from 0 to"),
+        ("tierstore.will_need", {"deadline_s": "soon"}, "a number from 0 to"),
         ("tierstore.will_need", {"deadline": 1}, "allowed: deadline_s, priority"),
         ("tierstore.wont_need", {"ttl_s": 1}, "allowed: nothing"),
+        ("tierstore.retain", {"ttl_s": 10**400}, "a number from 0 to"),
+        ("tierstore.will_need", {"deadline_s": 10**400}, "a number from 0 to"),
+        ("tierstore.will_need", {"priority": 1e300}, "a number from 0 to"),
+        ("tierstore.wont_need", None, "allowed: a mapping"),
+        ("tierstore.retain", {1: 2, "a": 3}, "'a' in the payload"),
     ],
 )
 def test_an_action_that_cannot_be_read_is_logged_and_left(
-    kind: str, payload: dict[str, object], why: str, caplog: pytest.LogCaptureFixture
+    kind: str, payload: Any, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
         assert of((kind, payload), ("tierstore.will_need", {"deadline_s": 3})) == Told(3)

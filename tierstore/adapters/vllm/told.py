@@ -8,7 +8,7 @@ An envelope of actions may come with a request; a component takes the actions th
 from __future__ import annotations
 
 import logging
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tierstore.types import Hint
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from tierstore.store import TierStore
     from tierstore.types import PageKey
@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 
 PREFIX = "tierstore."
 VERSION = "1"
+_MOST = 10**9
+"""Seconds, thirty years of them, or a priority: whole numbers have no end, and sums with a clock's time do."""
 _PAYLOADS = {
     "will_need": {"deadline_s", "priority"},
     "retain": {"ttl_s", "priority"},
@@ -94,10 +96,12 @@ def _with(told: Told, action: Any) -> Told:
         raise ValueError(
             f"{action.action_type!r} of version {action.action_version!r}; allowed: {allowed} of version {VERSION!r}"
         )
-    strange = sorted(payload.keys() - _PAYLOADS[kind])
+    if not isinstance(payload, Mapping):
+        raise ValueError(f"payload {payload!r:.60} of {action.action_type}; allowed: a mapping")
+    strange = sorted(map(repr, payload.keys() - _PAYLOADS[kind]))
     if strange:
         allowed = ", ".join(sorted(_PAYLOADS[kind])) or "nothing"
-        raise ValueError(f"{strange[0]!r} in the payload of {action.action_type}; allowed: {allowed}")
+        raise ValueError(f"{strange[0]} in the payload of {action.action_type}; allowed: {allowed}")
     if kind == "wont_need":
         return replace(told, after="wont_need")
     priority = _number(payload, "priority", 0)
@@ -113,6 +117,6 @@ def _with(told: Told, action: Any) -> Told:
 
 def _number(payload: Mapping[str, object], name: str, otherwise: float) -> float:
     found = payload.get(name, otherwise)
-    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < math.inf:
-        raise ValueError(f"{name} {found!r}; allowed: a number from 0 on")
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found <= _MOST:
+        raise ValueError(f"{name} {found!r:.60}; allowed: a number from 0 to {_MOST}")
     return found
