@@ -47,6 +47,11 @@ class Life:
         """Empty the engine's own prefix cache; True if it did."""
         return bool(self._llm.reset_prefix_cache())
 
+    def sleep(self) -> None:
+        """Sleep and wake up again; on the CPU the memory stays, all else happens."""
+        self._llm.sleep(level=1)
+        self._llm.wake_up()
+
     def settle(self, tokens: int = 16) -> None:
         """Answer a short prompt that nobody knows: so many steps for what goes on behind requests."""
         self._answers([[5, 4, 3]], tokens)

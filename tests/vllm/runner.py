@@ -27,6 +27,10 @@ def reset() -> Step:
     return "reset", {}
 
 
+def sleep() -> Step:
+    return "sleep", {}
+
+
 def counts() -> Step:
     return "counts", {}
 
