@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from tests.support import pages
@@ -27,5 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Several threads wait for each other in models this small: on a busy machine ten times as long.
+    torch.set_num_threads(1)
     device.SMALLEST_BY_THREADS = 1  # so that the small pages of tests go layer by layer too
     pages.DEVICE = config.getoption("--hbm-device")
