@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from tests.adapters import vllm_stub as stub
 from tests.adapters.vllm_engine import Engine
 from tests.adapters.vllm_stub import HOST
+from tierstore.adapters.vllm import served, versions
 from tierstore.adapters.vllm.settings import Settings
 from tierstore.errors import ConfigError
 
@@ -95,3 +98,34 @@ def test_hellos_of_workers_that_opened_different_pages_are_refused() -> None:
     with pytest.raises(ConfigError, match="1 workers said hello"):
         engine.scheduler.set_xfer_handshake_metadata({0: engine.workers[0].get_handshake_metadata()})
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("utils", "seed", "last"),
+    [
+        ({}, None, False),  # vLLM 0.26
+        ({}, "0", True),
+        ({"resolve_none_hash_seed": None}, None, False),
+        ({"resolve_none_hash_seed": len}, None, True),  # vLLM 0.32
+    ],
+)
+def test_hashes_that_the_next_process_would_not_have_are_told_of(
+    utils: dict[str, object],
+    seed: str | None,
+    last: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # F071
+    for name in ("vllm", "vllm.v1", "vllm.v1.core"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    found = ModuleType("vllm.v1.core.kv_cache_utils")
+    vars(found).update(utils)
+    monkeypatch.setitem(sys.modules, found.__name__, found)
+    setattr(sys.modules["vllm.v1.core"], "kv_cache_utils", found)  # noqa: B010
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    assert versions.hashes_last() is last
+    served.tell_of_hashes(versions.hashes_last())
+    assert ("PYTHONHASHSEED" in caplog.text) is not last

@@ -26,6 +26,7 @@ from tierstore.adapters.vllm.served import (
     device_of,
     memory_may_go,
     require_served,
+    tell_of_hashes,
     tell_of_policy,
     wants_events,
 )
@@ -67,6 +68,8 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         self._orders = Orders()
         if role == KVConnectorRole.SCHEDULER:
             tell_of_policy(self._kv_transfer_config)
+            if self._settings.config.nvme is not None:
+                tell_of_hashes(versions.hashes_last())
             self._steps = Steps(self._groups)
             self._pool: Any = None
             self._scheduler = SchedulerHalf(

@@ -29,6 +29,15 @@ def tell_of_policy(transfer_config: Any) -> None:
         )
 
 
+def tell_of_hashes(last: bool) -> None:
+    """A warning where nothing on disk would be found after a restart."""
+    if not last:
+        _log.warning(
+            "this vLLM begins its block hashes at random in every process: pages on disk are found again after a "
+            "restart only with PYTHONHASHSEED set to the same number for all of them"
+        )
+
+
 def wants_events(vllm_config: Any) -> bool:
     """Whether KV events are published."""
     events = getattr(vllm_config, "kv_events_config", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from importlib import metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,16 @@ def preferred_layout() -> str | None:
     from vllm.platforms import current_platform
 
     return "BLHNC" if current_platform.is_cuda() else None
+
+
+def hashes_last() -> bool:
+    """Whether the next process hashes the same blocks alike. vLLM 0.26 begins at random without a PYTHONHASHSEED."""
+    try:
+        from vllm.v1.core import kv_cache_utils
+    except ImportError:
+        return True
+    fixed = getattr(kv_cache_utils, "resolve_none_hash_seed", None)
+    return fixed is not None or "PYTHONHASHSEED" in os.environ
 
 
 def connectors_here() -> list[Any]:
