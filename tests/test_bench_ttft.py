@@ -17,7 +17,7 @@ from tierstore.types import Tier
 
 SMALL = (
     "--device", "cpu", "--shape", "tiny", "--prefix", "192", "--question", "8", "--page-size", "64",
-    "--rounds", "1", "--chunk", "32", "--readers", "2",
+    "--rounds", "1", "--chunk", "32,64", "--readers", "2",
 )  # fmt: skip
 
 
@@ -35,11 +35,13 @@ def test_bench_ttft_tells_a_row_for_each_place_that_pages_come_from(tmp_path: Pa
         ("HBM", "none", 192, 8),
         ("HOST", "none", 192, 8),
         ("none", "none", 0, 200),
+        ("none", "none", 0, 200),
         ("HOST", "int8", 192, 8),
         ("NVME", "none", 128, 8),
         ("NVME", "exp", 128, 8),
         ("NVME", "int8", 128, 8),
     ]
+    assert [row["chunk"] for row in rows if row["tier"] == "none"] == [32, 64]
     by_way = {(row["tier"], row["codec"]): row for row in rows}
     page = 64 * 4 * 2 * 2 * 16 * 2
     assert by_way["HOST", "none"]["nbytes"] == 3 * page
@@ -60,6 +62,8 @@ def test_bench_ttft_tells_a_row_for_each_place_that_pages_come_from(tmp_path: Pa
         (("--prefix", "5"), "--prefix 5; allowed: a page of 64 tokens"),
         (("--disk-prefix", "5"), "--disk-prefix 5; allowed: a page of 64 tokens"),
         (("--dir", "/nowhere/at/all"), "no such folder"),
+        (("--chunk", "32,none"), "--chunk 32,none; allowed: numbers of tokens from 1"),
+        (("--chunk", "0"), "--chunk 0; allowed: numbers of tokens from 1"),
     ],
 )
 def test_bench_ttft_refuses_what_cannot_be_measured(words: tuple[str, ...], what: str) -> None:

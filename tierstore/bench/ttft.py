@@ -24,7 +24,7 @@ from tierstore.types import Tier
 from tierstore.units import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -61,7 +61,8 @@ class TtftRow:
     """As with all pages in HBM."""
     rel_error: float
     tflops: float = 0.0
-    """Of a prompt that was computed."""
+    """Of a prompt that was computed, ``chunk`` tokens at a time."""
+    chunk: int = 0
 
     def plain(self) -> dict[str, object]:
         """For JSON."""
@@ -137,8 +138,8 @@ class Bench:
         """Of the model."""
         return self._model.num_parameters()
 
-    def memory_rows(self, chunk: int) -> Iterator[TtftRow]:
-        """From HBM and from HOST as they are, and the whole prompt computed once, ``chunk`` tokens at a time."""
+    def memory_rows(self, chunks: Sequence[int]) -> Iterator[TtftRow]:
+        """From HBM and from HOST as they are, and the whole prompt computed, once with chunks of each size."""
         with self._rig(self.ask.prefix, {"host": self._host(self.ask.prefix)}) as store:
             hits = self._answers(store, Tier.HBM)
             self._hit_s = median(each.seconds for each in hits)
@@ -151,7 +152,8 @@ class Bench:
                 "HOST", "none", self.ask.prefix, found, store.nbytes, self._link(store.nbytes), error
             )
             store.send_down(Tier.HOST)
-            yield self._recomputed(store, chunk)
+            for chunk in chunks:
+                yield self._recomputed(store, chunk)
 
     def coded_row(self, codec: str) -> TtftRow:
         """From HOST that holds pages encoded."""
@@ -282,6 +284,7 @@ class Bench:
             same_token=False,
             rel_error=0.0,
             tflops=SHAPES[self.ask.shape].flops(0, end) / seconds / 1e12,
+            chunk=chunk,
         )
 
 
