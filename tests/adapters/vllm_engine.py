@@ -547,8 +547,8 @@ class Engine:
                     self._finish(request)
         self.scheduler.update_connector_output(merged)
         for name in merged.finished_recving or ():
-            request = self.requests.get(name)
-            assert request is not None, f"{name} was told of when it had ended"
+            assert name in self.requests, f"{name} was told of when it had ended"
+            request = self.requests[name]
             if request.status == "loading":
                 assert not request.told, f"{name} was told twice"
                 request.told = True

@@ -6,7 +6,6 @@ what became of it comes back as plain data (``Report``).
 
 from __future__ import annotations
 
-import math
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -16,8 +15,9 @@ from tierstore.adapters.vllm.figures import Figures
 from tierstore.adapters.vllm.filling import Filling
 from tierstore.adapters.vllm.loading import Loading
 from tierstore.adapters.vllm.messages import Orders
-from tierstore.adapters.vllm.plans import into, longest
-from tierstore.adapters.vllm.requests import Known, Request, Step, Verdict
+from tierstore.adapters.vllm.offers import Offers
+from tierstore.adapters.vllm.plans import into
+from tierstore.adapters.vllm.requests import Known, Request, Step
 from tierstore.adapters.vllm.storing import Storing
 from tierstore.adapters.vllm.told import Afterwards, told_of
 from tierstore.apart import Ranks, assemble_apart
@@ -33,13 +33,9 @@ if TYPE_CHECKING:
 
     from tierstore.adapters.vllm.groups import Groups
     from tierstore.adapters.vllm.messages import Hello, Report
-    from tierstore.adapters.vllm.plans import Plan
     from tierstore.assembly import Parts
     from tierstore.config import StoreConfig
-    from tierstore.types import PageKey
 
-_VERDICT_ASKS = 64
-"""How often a verdict is repeated before pages are looked up again: a request that waits for room asks every step."""
 _QUIET_S = 5.0
 """Without an answer of the workers for so long the engine is not kept stepping for their sake."""
 
@@ -73,6 +69,7 @@ class SchedulerHalf:
         self._loading: Loading | None = None
         self._storing: Storing | None = None
         self._filling: Filling | None = None
+        self._offers: Offers | None = None
         self._figures: Figures | None = None
         self._ahead: Ahead | None = None
         self._afterwards: Afterwards | None = None
@@ -99,6 +96,7 @@ class SchedulerHalf:
             self._parts.directory.watch(self.events.came, self.events.left)
         if self._config.nvme is not None:
             self._ahead = Ahead(self._store, self._most_ahead(hellos[0]))
+        self._offers = Offers(self._store, self.groups, self._ahead, self._put_off_s)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -110,8 +108,8 @@ class SchedulerHalf:
         known = Known(request, chains, collected=[0] * len(chains), told=told)
         self._known[request.request_id] = known
         self._afterwards.waits(request.request_id, told, known.keys)
-        if self._ahead is not None:
-            self._ahead.want(request.request_id, *self._wanted(known, local), told)
+        if self._ahead is not None and self._offers is not None:
+            self._ahead.want(request.request_id, *self._offers.wanted(known, local), told)
 
     def offer(self, request: Request, computed: int) -> int | None:
         """Tokens that can be loaded beyond ``computed``, whole blocks, at least one token left to compute.
@@ -120,11 +118,9 @@ class SchedulerHalf:
         disk; for ``put_off_s`` in all.
         """
         known = self._known.get(request.request_id)
-        if known is None or computed % self.groups.unit:
+        if known is None or self._offers is None or computed % self.groups.unit:
             return 0
-        if self._put_off(known):
-            return None
-        return self._verdict(known, computed).plan.tokens
+        return self._offers.of(known, computed)
 
     def sources(self, request: Request, tokens: int) -> dict[Tier, int]:
         """Where the tokens of the offer taken last come from."""
@@ -257,44 +253,6 @@ class SchedulerHalf:
         assert self._store is not None
         self._store.stats()  # it brings the gauges up to date
         return self._store.metrics.snapshot()
-
-    def _verdict(self, known: Known, computed: int) -> Verdict:
-        verdict, tokens = known.verdict, known.request.num_tokens
-        if (
-            verdict is None
-            or (verdict.tokens, verdict.computed) != (tokens, computed)
-            or verdict.asked >= _VERDICT_ASKS
-        ):
-            verdict = known.verdict = Verdict(tokens, computed, self._plan(known, computed))
-        verdict.asked += 1
-        return verdict
-
-    def _put_off(self, known: Known) -> bool:
-        """Whether the request is to wait in vLLM's queue; where it has waited its pages are looked up anew."""
-        if not self._put_off_s or self._ahead is None or known.put_off == math.inf:
-            return False
-        now = monotonic()
-        since = known.put_off = now if known.put_off is None else known.put_off
-        if now - since < self._put_off_s and self._ahead.coming(known.request.request_id):
-            return True
-        known.put_off, known.verdict = math.inf, None
-        return False
-
-    def _plan(self, known: Known, computed: int) -> Plan:
-        """The longest hit; at least one token is left to compute."""
-        assert self._store is not None
-        limit = known.request.num_tokens - 1
-        if known.limit is not None:
-            limit = min(limit, known.limit)
-        return longest(self.groups, known.chains, computed, limit, self._store.match)
-
-    def _wanted(self, known: Known, local: int) -> tuple[list[PageKey], int]:
-        """The pages of the longest hit, and how many of them lie within the first ``local`` tokens."""
-        if self.groups.whole:
-            size = self.groups.unit
-            return known.chains[0].first((known.request.num_tokens - 1) // size), local // size
-        pages = self._plan(known, 0).keys
-        return [key for _, key in pages], sum(1 for end, _ in pages if end <= local)
 
     def _follow(self, step: Step) -> None:
         known = self._known.get(step.request_id)
