@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Any, Literal
 
 import pytest
 
@@ -187,3 +188,26 @@ def test_a_hint_about_many_pages_is_carried_out_a_batch_at_a_time_and_whole() ->
 def test_a_need_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Hint\.need is 'retian'; allowed: 'will_need'"):
         Hint("r", 1, (A,), "retian")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"priority": "high"}, r"priority is 'high'; allowed: an integer"),
+        ({"priority": 1.5}, r"priority is 1\.5; allowed: an integer"),
+        ({"priority": True}, r"priority is True; allowed: an integer"),
+        ({"ttl_s": math.nan}, r"ttl_s is nan; allowed: seconds"),
+        ({"ttl_s": "1"}, r"ttl_s is '1'; allowed: seconds"),
+        ({"ttl_s": 10**400}, r"ttl_s is 10+; allowed: seconds"),
+        ({"deadline_s": -math.inf}, r"deadline_s is -inf; allowed: seconds"),
+        ({"deadline_s": 10**400}, r"deadline_s is 10+; allowed: seconds"),
+    ],
+)
+def test_a_hint_that_no_order_and_no_clock_has_a_place_for_is_refused(more: dict[str, Any], why: str) -> None:
+    """It would be met again and again by whoever advances the store, and closing it would end with its error."""
+    with pytest.raises(ValueError, match=rf"Hint\.{why}"):
+        Hint("r", 1, (A,), **more)
+
+
+def test_a_hint_may_last_for_ever_and_be_as_urgent_as_can_be() -> None:
+    assert Hint("r", 1, (A,), "retain", ttl_s=math.inf, priority=-(10**30), deadline_s=-5.0).ttl_s == math.inf
