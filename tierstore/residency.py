@@ -201,7 +201,7 @@ class Residency:
         Ends before a page that has a copy in ``dst`` or none that is readable in ``src``, and where no slot is free.
         ``dst`` has slots. One call for many pages: a page costs a third of what ``reserve`` takes.
         """
-        table, source, lowest_for = self.tables[dst], self.tables[src], self.memory_only.lowest_for
+        table, source, held = self.tables[dst], self.tables[src], self._settling.held
         copies, free, enter = table.copies, table.free, table.policy.enter
         found: list[tuple[int, int]] = []
         for key in keys:
@@ -210,11 +210,7 @@ class Residency:
                 break
             below.pins += 1
             if below.pins == 1:
-                source.pinned += 1
-                source.idle -= 1
-                source.withdraw(below)
-                if lowest_for(key) != src:
-                    self._settling.settle_mirror(key, src)
+                held(key, src, source, below)
             slot = free.pop()
             copies[key] = Copy(slot, 0, enter(key), pins=pins)
             found.append((slot, below.slot))
@@ -264,16 +260,15 @@ class Residency:
         copy.pins += 1
         if copy.pins > 1:
             return copy.slot
-        table.pinned += 1
         if copy.ready:
-            table.idle -= 1
-            table.withdraw(copy)
-            self._settling.settle_mirror(key, tier)
+            self._settling.held(key, tier, table, copy)
+        else:
+            table.pinned += 1
         return copy.slot
 
     def pin_run(self, keys: Sequence[PageKey], tier: Tier) -> list[int]:
         """As ``pin``, for the first of ``keys`` that are readable in the tier: their slots. One call for many pages."""
-        table, lowest_for = self.tables[tier], self.memory_only.lowest_for
+        table, held = self.tables[tier], self._settling.held
         copies = table.copies
         slots: list[int] = []
         for key in keys:
@@ -282,11 +277,7 @@ class Residency:
                 break
             copy.pins += 1
             if copy.pins == 1:
-                table.pinned += 1
-                table.idle -= 1
-                table.withdraw(copy)
-                if lowest_for(key) != tier:
-                    self._settling.settle_mirror(key, tier)
+                held(key, tier, table, copy)
             slots.append(copy.slot)
         return slots
 
@@ -384,10 +375,10 @@ class Residency:
         table.used_nbytes += used
         table.idle += len(copies)
         self.orphans.extend(lineage.without_parent_in(copies))
-        has_children, offer = lineage.has_children, table.droppable.offer
+        has_children, wait, droppable = lineage.has_children, table.wait, table.droppable
         for key, copy in copies.items():
             if not has_children(key):
-                offer(copy.rank, key)
+                wait(copy, key, droppable)
 
     def lift(self, limit: int) -> list[PageKey]:
         """Up to ``limit`` permitted pages, and pages before them, that may be saved below memory from now on."""

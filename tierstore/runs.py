@@ -69,26 +69,30 @@ class Runs:
 
     def release(self, keys: Sequence[PageKey], tier: Tier, slots: Sequence[int]) -> None:
         """As ``touch`` of the pages and ``unpin`` of each in ``tier``, last ones first."""
-        table, order = self._tables[tier], list(self._tables.values())
-        resettle = self._settling.resettle
+        # Fastest first: where a copy waits depends on the pins of those above.
+        order = [(other, each, each.copies, each.policy.touch) for other, each in self._tables.items()]
+        table, settle = self._tables[tier], self._settling.settle
         for key, slot in zip(reversed(keys), reversed(slots), strict=True):
-            for each in order:
-                copy = each.copies.get(key)
-                if copy is not None:
-                    rank = each.policy.touch(key, copy.rank)
-                    if rank != copy.rank:
-                        each.withdraw(copy)
-                        copy.rank = rank
-            copy = table.copies.get(key)
-            if copy is None or copy.slot != slot:
+            alive = False
+            for other, each, copies, touch in order:
+                copy = copies.get(key)
+                if copy is None:
+                    continue
+                rank = touch(key, copy.rank)
+                if rank != copy.rank:
+                    each.withdraw(copy)
+                    copy.rank = rank
+                if other == tier and copy.slot == slot:
+                    if copy.pins == 0:
+                        raise LeaseError(f"unpin below zero in {tier.name}")
+                    alive = True
+                    copy.pins -= 1
+                    if not copy.pins:
+                        table.pinned -= 1
+                        table.idle += copy.ready
+                if copy.ready and not copy.pins:
+                    settle(key, other, each, copy)
+            if not alive:
                 self._pages.unpin(key, tier, slot)
-            elif copy.pins == 0:
-                raise LeaseError(f"unpin below zero in {tier.name}")
-            else:
-                copy.pins -= 1
-                if not copy.pins:
-                    table.pinned -= 1
-                    table.idle += copy.ready
-            resettle(key)
         for other, each in self._tables.items():
             self._settling.give_up_places(other, each)

@@ -44,6 +44,14 @@ class Settling:
             if copy is not None and copy.ready and copy.pins == 0:
                 self.settle(key, tier, table, copy)
 
+    def held(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy) -> None:
+        """A readable copy has got its first pin."""
+        table.pinned += 1
+        table.idle -= 1
+        table.withdraw(copy)
+        if self._memory_only.lowest_for(key) != tier:
+            self.settle_mirror(key, tier)
+
     def settle_mirror(self, key: PageKey, above: Tier) -> None:
         """A copy above was pinned or let go: the one in the lowest tier for the page may change its queue."""
         lowest = self._memory_only.lowest_for(key)

@@ -96,20 +96,22 @@ class TierTable:
 
     def wait(self, copy: Copy, key: PageKey, queue: VictimQueue) -> None:
         """The copy may leave: it waits in this queue from now on and in none of the others."""
-        self._withdraw_but(queue, copy.rank)
-        queue.offer(copy.rank, key)
+        if copy.queue is not queue:
+            self.withdraw(copy)
+            copy.queue = queue
+            queue.offer(copy.rank, key)
 
     def withdraw(self, copy: Copy) -> None:
-        """The copy may not leave any more."""
-        self._withdraw_but(None, copy.rank)
-
-    def _withdraw_but(self, queue: VictimQueue | None, rank: int) -> None:
-        # A rank is in one queue at most; leaves are dirty, and the fleeting are leaves.
-        droppable, dirty, mirrors = self.droppable, self.dirty, self.mirrors
-        if queue is not droppable and droppable.withdraw(rank):
+        """The copy may not leave any more. Before its rank changes."""
+        queue, rank = copy.queue, copy.rank
+        if queue is None:
             return
-        if queue is not dirty and dirty.withdraw(rank):
+        copy.queue = None
+        if queue is self.droppable:
+            self.droppable.withdraw(rank)
+        elif queue is self.mirrors:
+            self.mirrors.withdraw(rank)
+        else:
+            self.dirty.withdraw(rank)
             if self.leaves.withdraw(rank):
                 self.fleeting.withdraw(rank)
-        elif queue is not mirrors:
-            mirrors.withdraw(rank)

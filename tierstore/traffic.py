@@ -131,16 +131,9 @@ class Traffic:
         return not self.transfers and not self.outbox
 
     def _queue(self, edge: Edge, moves: list[Move]) -> None:
-        transfer = Transfer(
-            id=self._next_id,
-            keys=tuple(m.key for m in moves),
-            src=edge[0],
-            src_slots=tuple(m.src_slot for m in moves),
-            dst=edge[1],
-            dst_slots=tuple(m.dst_slot for m in moves),
-            nbytes=sum(m.nbytes for m in moves),
-            parents=tuple(m.parent for m in moves),
-        )
+        keys, src_slots, dst_slots, sizes, parents = zip(*moves, strict=True)
+        src, dst = edge
+        transfer = Transfer(self._next_id, keys, src, src_slots, dst, dst_slots, sum(sizes), parents)
         self._next_id += 1
         self.transfers[transfer.id] = transfer
         self.pages[edge] += len(moves)

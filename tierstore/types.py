@@ -155,6 +155,8 @@ class Copy:
     rank: int
     ready: bool = False
     pins: int = 0
+    queue: object | None = None
+    """Of its tier's, the one it waits in to leave; None: it may not leave."""
 
 
 @dataclass(frozen=True, slots=True)

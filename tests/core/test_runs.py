@@ -1,0 +1,63 @@
+"""Runs of pages of which one is not as usual: what the state machine meets too seldom to be held to it."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+from tests.support.planting import Bug, load
+from tierstore import runs
+from tierstore.errors import LeaseError
+from tierstore.invariants import check_residency
+from tierstore.policy import make_policy
+from tierstore.residency import Residency
+from tierstore.tier_table import TierTable
+from tierstore.types import PageKey, Tier
+
+KEYS = [PageKey(bytes([number]) * 36) for number in range(3)]
+
+
+def residency_of(room: ModuleType = runs) -> Residency:
+    """All pages are readable in HOST."""
+    tables = {tier: TierTable(make_policy("lru"), num_slots=6) for tier in (Tier.HBM, Tier.HOST)}
+    residency = Residency(tables)
+    residency.runs = room.Runs(residency.tables, residency._settling, residency)
+    for key in KEYS:
+        residency.commit(key, Tier.HOST, residency.reserve(key, Tier.HOST))
+    return residency
+
+
+def require_each_source_to_be_let_go_where_it_was(room: ModuleType) -> None:
+    """A page was dropped from HOST on its way up and written there again: the newer copy is not the load's source."""
+    residency = residency_of(room)
+    host = residency.tables[Tier.HOST]
+    places = residency.reserve_run(KEYS, Tier.HBM, Tier.HOST)
+    residency.evict(KEYS[1], Tier.HOST)
+    residency.commit(KEYS[1], Tier.HOST, residency.reserve(KEYS[1], Tier.HOST))
+    held = residency.pin(KEYS[1], Tier.HOST)
+    slots, sources = zip(*places, strict=True)
+    assert held != sources[1]
+    assert residency.runs.arrive(KEYS, Tier.HOST, sources, Tier.HBM, slots) == [True] * 3
+    assert [host.copies[key].pins for key in KEYS] == [0, 1, 0]
+    assert not host.quarantine
+    check_residency(residency)
+
+
+def test_each_source_is_let_go_where_it_was() -> None:
+    require_each_source_to_be_let_go_where_it_was(runs)
+
+
+def test_the_newer_copy_taken_for_the_source_is_noticed() -> None:
+    planted = load(runs, Bug("another source", "below.slot != src_slot or not", "not"))
+    with pytest.raises((AssertionError, LeaseError)):
+        require_each_source_to_be_let_go_where_it_was(planted)
+
+
+def test_a_page_released_once_too_often_is_a_lease_error() -> None:
+    residency = residency_of()
+    slots = residency.pin_run(KEYS, Tier.HOST)
+    residency.runs.release(KEYS, Tier.HOST, slots)
+    check_residency(residency)
+    with pytest.raises(LeaseError, match="below zero"):
+        residency.runs.release(KEYS[:1], Tier.HOST, slots[:1])
