@@ -59,7 +59,7 @@ class OwnSlots:
         parents: Sequence[PageKey | None] | None = None,
     ) -> list[int]:
         """``TierStore.put``, a chunk at each hold of the lock; under an exact lease it may end early."""
-        _require_keys(keys, slots)
+        _require_keys(keys, slots, (parent,))
         if parents is not None:
             raise ConfigError("put(parents=...): HBM belongs to the store; allowed with hbm.owner: engine")
         with self._progress.lock:
@@ -156,9 +156,9 @@ class EngineSlots:
         parents: Sequence[PageKey | None] | None = None,
     ) -> list[int]:
         """``TierStore.put``: the pages are copied out, the slots stay the engine's."""
-        _require_keys(keys, slots)
-        self._require_registered()
         before = _before(keys, parent) if parents is None else tuple(parents)
+        _require_keys(keys, slots, before)
+        self._require_registered()
         if len(before) != len(keys):
             raise ValueError(f"{len(keys)} keys with {len(before)} parents; allowed: one a key")
         with self._progress.lock:
@@ -208,10 +208,20 @@ def require_key_list(keys: Sequence[PageKey]) -> None:
         raise TypeError(f"keys is {keys!r:.60}; allowed: a sequence of page keys, as keys() gives")
 
 
-def _require_keys(keys: Sequence[PageKey], slots: Sequence[int]) -> None:
+def _require_keys(keys: Sequence[PageKey], slots: Sequence[int], parents: Sequence[PageKey | None]) -> None:
+    """``parents``: written beside the pages, so that one that is none would keep its whole batch from the disk."""
     require_key_list(keys)
     if len(keys) != len(slots):
         raise ValueError(f"{len(keys)} keys with {len(slots)} slots; allowed: one slot a key")
-    strange = next((k for k in keys if not isinstance(k, bytes) or len(k) != KEY_NBYTES), None)
+    strange = next((k for k in keys if not _is_key(k)), None)
     if strange is not None:
         raise ValueError(f"{strange!r} is no page key; allowed: the {KEY_NBYTES} bytes that keys() gives")
+    strange = next((p for p in parents if p is not None and not _is_key(p)), None)
+    if strange is not None:
+        raise ValueError(
+            f"parent {strange!r} is no page key; allowed: the {KEY_NBYTES} bytes that keys() gives, or None"
+        )
+
+
+def _is_key(key: object) -> bool:
+    return isinstance(key, bytes) and len(key) == KEY_NBYTES

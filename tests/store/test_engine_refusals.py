@@ -129,3 +129,15 @@ def test_a_slot_that_is_being_loaded_into_is_refused_and_nothing_changes(
         bench.copies.open()
         assert lease.wait(PATIENCE_S) is LeaseState.READY
         assert engine.holds(3, keys[0])
+
+
+@pytest.mark.parametrize("strange", ["a" * 36, b"a" * 35, 0])
+def test_a_parent_that_is_no_key_is_refused_and_nothing_changes(
+    bench: Bench, engine: Engine, strange: PageKey
+) -> None:
+    keys = chain(2)
+    with pytest.raises(ValueError, match=r"parent .* is no page key; allowed: the 36 bytes"):
+        bench.store.put(keys, [0, 1], parents=[None, strange])
+    with pytest.raises(ValueError, match=r"parent .* is no page key"):
+        bench.store.put(keys, [0, 1], parent=strange)
+    save(bench, engine, keys, [0, 1])

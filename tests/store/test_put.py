@@ -312,3 +312,15 @@ def test_what_is_no_key_is_a_value_error_and_nothing_is_changed(store: TierStore
         store.put([chain(1)[0], strange], slots)
     assert store.match(chain(1)).num_pages == 0
     store.free(slots)
+
+
+@pytest.mark.parametrize("strange", ["a" * 36, b"a" * 35, 0])
+def test_a_parent_that_is_no_key_is_a_value_error_and_nothing_is_changed(
+    store: TierStore, strange: PageKey
+) -> None:
+    """On its way to disk it would fail the pages of others."""
+    slots = store.allocate(1)
+    with pytest.raises(ValueError, match=r"parent .* is no page key; allowed: the 36 bytes"):
+        store.put(chain(1), slots, parent=strange)
+    assert store.match(chain(1)).num_pages == 0
+    store.free(slots)
