@@ -326,9 +326,13 @@ class TierStore:
         """Drops copies without saving them, in one tier or in all; pages that had one.
 
         They are unmatchable at once; leased ones go when released; records are gone from disk after ``flush``.
+        ValueError for what is no tier; one that is not configured holds nothing.
         """
         self._progress.advance()
         require_key_list(keys)
+        if tier is not None and tier not in list(Tier):
+            allowed = ", ".join(each.name for each in Tier)
+            raise ValueError(f"evict from {tier!r}; allowed: {allowed}, or None for all")
         tiers = [t for t in self._directory.residency.tables if tier is None or t == tier]
         dropped = 0
         for chunk in reversed(_chunks(keys)):
