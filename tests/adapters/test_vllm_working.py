@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from tests.adapters import vllm_stub as stub
 from tests.adapters.vllm_engine import DOCUMENT, IN, OUT, Engine
 from tests.adapters.vllm_stub import HOST
 from tierstore.adapters.vllm.messages import Orders, Report
@@ -126,3 +128,15 @@ def _storing() -> Engine:
     for _ in range(3):
         engine.step()
     return engine
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_engines_that_step_together_wait_for_no_copy_of_one_of_them(engines: int) -> None:
+    config = stub.vllm_config({"config": HOST})
+    config.parallel_config.data_parallel_size, config.parallel_config.data_parallel_index = engines, 0
+    kv = stub.kv_cache_config(4, stub.FullAttentionSpec(2))
+    worker = stub.load_connector().TierStoreConnector(config, stub.Role.WORKER, kv)
+    worker._rank = lambda: 0
+    worker.register_kv_caches({"layer": torch.zeros(4, 1, 2, 8)})
+    assert (worker._worker.idle_s > 0) is (engines == 1)
+    worker.shutdown()

@@ -336,3 +336,5 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         )
         config = self._settings.of_rank(self._world_size, self._replica, device_of(tensors[0]))
         self._worker = self._open_half(config, found, rank)
+        if self._replica is not None:
+            self._worker.idle_s = 0.0  # the other engines' steps wait for this one's
