@@ -154,3 +154,19 @@ def test_what_the_engine_or_memory_holds_is_never_put_off(tmp_path: Path) -> Non
     assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (8, True)
     engine.run()
     engine.close()
+
+
+def test_a_request_with_more_pages_on_disk_than_memory_has_room_for_does_not_wait_for_all(
+    tmp_path: Path,
+) -> None:
+    config = {
+        "host": {"capacity": 3 * 64, "pin": "never"},
+        "nvme": {"path": tmp_path, "capacity": 1 << 20, "flush": "10ms"},
+    }
+    engine = Engine(config, put_off_s=3600)
+    only_on_disk(engine, DOCUMENT)
+    name = engine.add(DOCUMENT, 2)
+    engine.run()
+    assert engine.taken == 8
+    assert engine.answers[name] == engine.answers["r1"]
+    engine.close()

@@ -38,11 +38,15 @@ class _Wanted(NamedTuple):
 
 
 class Ahead:
-    """The queue of requests whose pages are wanted. ``most``: pages under way at once."""
+    """The queue of requests whose pages are wanted. ``most``: pages under way at once; ``room``: all that host memory
+    holds."""
 
-    def __init__(self, store: TierStore, most: int, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self, store: TierStore, most: int, room: int, clock: Callable[[], float] = monotonic
+    ) -> None:
         self._store = store
         self._most = most
+        self._room = room
         self._clock = clock
         self._revisions = count(1)
         self._queue: dict[str, _Wanted] = {}
@@ -51,15 +55,17 @@ class Ahead:
     def want(self, request_id: str, keys: Sequence[PageKey], local: int, told: Told = NOTHING) -> None:
         """A request was queued; the engine itself holds its first ``local`` pages now.
 
-        It is expected to start now, and so after all that came before, unless ``told`` says something else.
+        It is expected to start now, and so after all that came before, unless ``told`` says something else. What
+        host memory has no room for besides its other pages is not waited for: it never comes.
         """
         found = self._store.match(keys)
-        if Tier.NVME not in found.tiers[local:]:
+        end = min(found.num_pages, local + self._room)
+        if Tier.NVME not in found.tiers[local:end]:
             return
         hint = Hint(
             request_id,
             next(self._revisions),
-            tuple(keys[: found.num_pages]),
+            tuple(keys[:end]),
             deadline_s=told.starts_in_s or None,
             priority=told.priority,
         )

@@ -95,7 +95,7 @@ class SchedulerHalf:
         if self.events is not None:
             self._parts.directory.watch(self.events.came, self.events.left)
         if self._config.nvme is not None:
-            self._ahead = Ahead(self._store, self._most_ahead(hellos[0]))
+            self._ahead = Ahead(self._store, self._most_ahead(hellos[0]), hellos[0].host_slots)
         self._offers = Offers(self._store, self.groups, self._ahead, self._put_off_s)
 
     # -- requests -----------------------------------------------------------------------------------------------
