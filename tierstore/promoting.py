@@ -209,7 +209,7 @@ class Promoting:
 
     def _bring_run(self, keys: Sequence[PageKey], src: Tier, dst: Tier) -> Sequence[PageKey]:
         """As ``_bring`` for the first of ``keys``, into free slots."""
-        places = self._residency.reserve_run(keys, dst, src, pins=0)
+        places = self._residency.runs.reserve(keys, dst, src, pins=0)
         keys = keys[: len(places)]
         self._moving[dst].update(dict.fromkeys(keys))
         if dst == Tier.HBM and src == self._loads.gate:

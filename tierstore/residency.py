@@ -193,33 +193,6 @@ class Residency:
         self._settling.give_up_places(dst, table)
         return slot
 
-    def reserve_run(
-        self, keys: Sequence[PageKey], dst: Tier, src: Tier, pins: int = 1
-    ) -> list[tuple[int, int]]:
-        """As ``reserve`` from below, for the first of ``keys`` that need no eviction: slot and slot in ``src``.
-
-        Ends before a page that has a copy in ``dst`` or none that is readable in ``src``, and where no slot is free.
-        ``dst`` has slots. One call for many pages: a page costs a third of what ``reserve`` takes.
-        """
-        table, source, held = self.tables[dst], self.tables[src], self._settling.held
-        copies, free, enter = table.copies, table.free, table.policy.enter
-        found: list[tuple[int, int]] = []
-        for key in keys:
-            below = source.copies.get(key)
-            if below is None or not below.ready or key in copies or not free:
-                break
-            below.pins += 1
-            if below.pins == 1:
-                held(key, src, source, below)
-            slot = free.pop()
-            copies[key] = Copy(slot, 0, enter(key), pins=pins)
-            found.append((slot, below.slot))
-        self.exactness.loaded(keys[: len(found)], src, dst)
-        table.arriving += len(found)
-        table.pinned += len(found) if pins else 0
-        self._settling.give_up_places(dst, table)
-        return found
-
     def commit(
         self, key: PageKey, dst: Tier, slot: int, nbytes: int = 0, parent: PageKey | None = None
     ) -> bool:
@@ -265,21 +238,6 @@ class Residency:
         else:
             table.pinned += 1
         return copy.slot
-
-    def pin_run(self, keys: Sequence[PageKey], tier: Tier) -> list[int]:
-        """As ``pin``, for the first of ``keys`` that are readable in the tier: their slots. One call for many pages."""
-        table, held = self.tables[tier], self._settling.held
-        copies = table.copies
-        slots: list[int] = []
-        for key in keys:
-            copy = copies.get(key)
-            if copy is None or not copy.ready:
-                break
-            copy.pins += 1
-            if copy.pins == 1:
-                held(key, tier, table, copy)
-            slots.append(copy.slot)
-        return slots
 
     def unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
         """Ends one pin of the copy that held ``slot``, which may be dead by now."""

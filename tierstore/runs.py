@@ -9,17 +9,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from tierstore.errors import LeaseError
+from tierstore.types import Copy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from tierstore.exactness import Exactness
     from tierstore.settling import Settling
     from tierstore.tier_table import TierTable
     from tierstore.types import PageKey, Tier
 
 
 class Pages(Protocol):
-    """The calls for single pages."""
+    """The calls for single pages, and which of them are what was put."""
+
+    exactness: Exactness
 
     def commit(self, key: PageKey, dst: Tier, slot: int) -> bool:
         """See ``Residency.commit``."""
@@ -37,6 +41,31 @@ class Runs:
         self._tables = tables
         self._settling = settling
         self._pages = pages
+
+    def reserve(self, keys: Sequence[PageKey], dst: Tier, src: Tier, pins: int = 1) -> list[tuple[int, int]]:
+        """As ``reserve`` from below, for the first of ``keys`` that need no eviction: slot and slot in ``src``.
+
+        Ends before a page that has a copy in ``dst`` or none that is readable in ``src``, and where no slot is free.
+        ``dst`` has slots.
+        """
+        table, source, held = self._tables[dst], self._tables[src], self._settling.held
+        copies, free, enter = table.copies, table.free, table.policy.enter
+        found: list[tuple[int, int]] = []
+        for key in keys:
+            below = source.copies.get(key)
+            if below is None or not below.ready or key in copies or not free:
+                break
+            below.pins += 1
+            if below.pins == 1:
+                held(key, src, source, below)
+            slot = free.pop()
+            copies[key] = Copy(slot, 0, enter(key), pins=pins)
+            found.append((slot, below.slot))
+        self._pages.exactness.loaded(keys[: len(found)], src, dst)
+        table.arriving += len(found)
+        table.pinned += len(found) if pins else 0
+        self._settling.give_up_places(dst, table)
+        return found
 
     def arrive(
         self,
@@ -66,6 +95,21 @@ class Runs:
             resettle(key)
             found.append(True)
         return found
+
+    def pin(self, keys: Sequence[PageKey], tier: Tier) -> list[int]:
+        """As ``pin``, for the first of ``keys`` that are readable in the tier: their slots."""
+        table, held = self._tables[tier], self._settling.held
+        copies = table.copies
+        slots: list[int] = []
+        for key in keys:
+            copy = copies.get(key)
+            if copy is None or not copy.ready:
+                break
+            copy.pins += 1
+            if copy.pins == 1:
+                held(key, tier, table, copy)
+            slots.append(copy.slot)
+        return slots
 
     def release(self, keys: Sequence[PageKey], tier: Tier, slots: Sequence[int]) -> None:
         """As ``touch`` of the pages and ``unpin`` of each in ``tier``, last ones first."""

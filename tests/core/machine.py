@@ -165,7 +165,7 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
     @rule(keys=key_lists, tier=st.sampled_from(TIERS))
     def pin_a_run(self, keys: list[PageKey], tier: Tier) -> None:
         run = list(takewhile(lambda key: key in self.ready[tier], keys))
-        assert self.residency.pin_run(keys, tier) == [self.ready[tier][key] for key in run]
+        assert self.residency.runs.pin(keys, tier) == [self.ready[tier][key] for key in run]
         self.holds += [Hold(key, tier, self.ready[tier][key]) for key in run]
 
     @precondition(lambda self: self.holds)

@@ -134,7 +134,7 @@ class ResidencyModel:
             if taken or key not in self.ready[Tier.HOST]:
                 break
             wanted.append(key)
-        found = self.residency.reserve_run(keys, Tier.HBM, Tier.HOST)
+        found = self.residency.runs.reserve(keys, Tier.HBM, Tier.HOST)
         assert [src_slot for _, src_slot in found] == [self.ready[Tier.HOST][key] for key in wanted]
         for key, (slot, src_slot) in zip(wanted, found, strict=True):
             self._scribble(Tier.HBM, slot)

@@ -32,7 +32,7 @@ def require_each_source_to_be_let_go_where_it_was(room: ModuleType) -> None:
     """A page was dropped from HOST on its way up and written there again: the newer copy is not the load's source."""
     residency = residency_of(room)
     host = residency.tables[Tier.HOST]
-    places = residency.reserve_run(KEYS, Tier.HBM, Tier.HOST)
+    places = residency.runs.reserve(KEYS, Tier.HBM, Tier.HOST)
     residency.evict(KEYS[1], Tier.HOST)
     residency.commit(KEYS[1], Tier.HOST, residency.reserve(KEYS[1], Tier.HOST))
     held = residency.pin(KEYS[1], Tier.HOST)
@@ -56,7 +56,7 @@ def test_the_newer_copy_taken_for_the_source_is_noticed() -> None:
 
 def test_a_page_released_once_too_often_is_a_lease_error() -> None:
     residency = residency_of()
-    slots = residency.pin_run(KEYS, Tier.HOST)
+    slots = residency.runs.pin(KEYS, Tier.HOST)
     residency.runs.release(KEYS, Tier.HOST, slots)
     check_residency(residency)
     with pytest.raises(LeaseError, match="below zero"):
