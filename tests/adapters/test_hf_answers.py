@@ -28,6 +28,7 @@ from tests.adapters.tiny import (
     tiny_llama,
     watch,
 )
+from tests.support.pages import tier_stats
 from tierstore.adapters.huggingface import TierStoreCache, cache_argument
 from tierstore.store import TierStore
 from tierstore.types import Tier
@@ -226,6 +227,27 @@ def test_pages_written_after_a_rollback_follow_the_right_page(model: LlamaForCau
             answer, cache = ask(store, model, ids)
             assert answer == plain(model, ids)
             assert cache.reused_tokens == min(len(ids) // PAGE * PAGE, len(ids) - 1)
+
+
+@pytest.mark.parametrize("left", [0, 1, 2 * PAGE - 1, 2 * PAGE, 2 * PAGE + 3])
+def test_pages_behind_a_rollback_are_held_no_longer_and_those_before_it_are(
+    model: LlamaForCausalLM, left: int
+) -> None:
+    prompt = random_prompt(6 * PAGE)
+    expected = plain(model, prompt)
+    with open_store(model) as store:
+        with TierStoreCache(store, prompt, model=model) as cache:
+            generate(model, prompt, cache)
+        with TierStoreCache(store, prompt, model=model) as cache:
+            before = tier_stats(store, Tier.HBM)["pinned"]
+            cache.crop(left - cache.get_seq_length())
+            held = -(-left // PAGE)
+            assert (before, tier_stats(store, Tier.HBM)["pinned"]) == (6, held)
+            store.evict(store.keys(prompt))
+            assert store.match(store.keys(prompt)).num_pages == 0
+            assert generate(model, prompt, cache) == expected
+            store.check()
+        store.check()
 
 
 def test_pages_that_cannot_meet_the_deadline_are_computed(model: LlamaForCausalLM, tmp_path: Path) -> None:

@@ -174,7 +174,8 @@ class PagedSequence:
         self._drop_behind_window()
 
     def truncate(self, num_tokens: int) -> None:
-        """Forget all but the first ``num_tokens`` tokens, of every model; pages of our own return to the store.
+        """Forget all but the first ``num_tokens`` tokens, of every model; pages of our own return to the store, and
+        sealed ones behind them are let go.
 
         ValueError, nothing changed, where the window behind them is gone.
         """
@@ -183,6 +184,9 @@ class PagedSequence:
         if needed < self.table.first_page:
             raise ValueError(f"cannot go back to {num_tokens} tokens: the pages of their window were dropped")
         self._list_sealed()
+        pages = -(-num_tokens // self.table.page_size)
+        if self._leased.stop > pages:
+            self._own_lease(pages)
         for written in self.written:
             written.cut(num_tokens)
         del self.expected[num_tokens:], self._keys[num_tokens // self.table.page_size :]
