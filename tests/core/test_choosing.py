@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tierstore.gpu import segments
 from tierstore.gpu.choosing import Choice, Option
+from tierstore.gpu.driver import Driver
 from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.gpu.rates import Direction, Way, measured
-from tierstore.gpu.routes import WholePages
+from tierstore.gpu.routes import Route, Straight, WholePages
 from tierstore.layout import PageLayout
 from tierstore.types import PageSpec
 
@@ -193,3 +195,21 @@ def test_loads_end_on_one_stream_whichever_way_they_take(monkeypatch: pytest.Mon
     assert isinstance(first, Joint)
     assert first is second
     assert first.on == [STREAM, STREAM], "recorded before each wait"
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_pages_of_one_layer_group_go_whole_by_whatever_way_asks_for_fewest_pieces(number: int) -> None:
+    layout = PageLayout.of(SPEC)
+    by_layers = LayerGroups.of(layout, number, 1)
+    layers = [[torch.zeros(2, *SPEC.shape[1:], dtype=torch.uint8) for _ in range(SPEC.num_layers)]]
+    pieces = segments.of_tensors(layers, layout, 128)
+    assert pieces is not None
+    groups = segments.groups_of_tensors(layers, layout, by_layers, 128)
+    straight = Straight(pieces, cast("Driver", None), by_layers, groups)
+    assert straight.layers == (None if number == 1 else by_layers)
+    slab = WholePages()
+    slab.name = "slab"  # type: ignore[attr-defined]
+    choice = Choice(
+        [Option(straight, "dma", len(pieces), 512), Option(cast("Route", slab), "dma", 1, 2048)], RATES
+    )
+    assert (choice.layers is None, choice.pieces) == (number == 1, 1)

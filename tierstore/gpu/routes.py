@@ -73,7 +73,8 @@ class WholePages:
 
 
 class Straight:
-    """One copy a piece. ``groups``: the pieces of each of ``layers``, as ``segments`` has them of all."""
+    """One copy a piece. ``groups``: the pieces of each of ``layers``, as ``segments`` has them of all; pages go whole
+    where there is one."""
 
     name = "straight"
     loads_end_on: torch.cuda.Stream | None = None
@@ -86,7 +87,7 @@ class Straight:
         layers: LayerGroups | None = None,
         groups: Sequence[Segments] = (),
     ) -> None:
-        self.layers = layers
+        self.layers = layers if len(groups) > 1 else None
         self.pieces = len(segments)
         self.group_pieces = max((len(group) for group in groups), default=self.pieces)
         self._segments = segments
