@@ -126,12 +126,17 @@ class Bringing:
         return not (self.in_flight or any(self._ahead.values()))
 
     def _begin(self, expected: list[Expected], now: float) -> None:
-        """Plans for the first pages alone where there are many more: the link need not wait for the whole plan."""
+        """Plans for the first pages alone where there are many more: the link need not wait for the whole plan.
+
+        Into free slots: what is to make way is not known before the whole is.
+        """
         first, rest = expected[0], sum(len(each.hint.keys) for each in expected[1:])
-        if self._compute is not None or len(first.hint.keys) + rest <= 2 * _FIRST_PAGES:
+        tiers = section(self._store.stats(), "tiers")
+        free = min((tiers[tier.name]["free"] for tier in self._promoted_to), default=0)
+        if self._compute is not None or not free or len(first.hint.keys) + rest <= 2 * _FIRST_PAGES:
             self._replan(expected, now)
             return
-        keys = first.hint.keys[:_FIRST_PAGES]
+        keys = first.hint.keys[: min(free, _FIRST_PAGES)]
         want = Want(request_id="", keys=keys, tiers=self._store.match(keys).tiers, deadline=first.deadline)
         machine = self._machine(len(self._staged))
         found = plan([want], machine, now, most_pages=_FIRST_PAGES)

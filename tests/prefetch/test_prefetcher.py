@@ -141,6 +141,25 @@ def test_the_first_pages_of_a_large_document_go_up_before_all_of_it_is_planned(
         store.check()
 
 
+def test_the_first_pages_of_a_large_document_push_out_none_of_its_others(
+    tmp_path: Path, clock: Clock
+) -> None:
+    with TierStore.open(tiers(hbm=600, host=1000), SPEC) as store:
+        prefetcher, keys = prefetcher_of(store, clock), stored(store, "a", 560, Tier.HOST)
+        others = stored(store, "others", 340, Tier.HOST)
+        for some in (
+            keys[300:],
+            others,
+        ):  # in this order: who looks for room finds the document's pages first
+            with store.acquire(some) as lease:
+                assert lease.wait(60.0) is LeaseState.READY
+        need(store, "r", keys, 5.0)
+        prefetcher.turn(0.0)
+        assert set(store.match(keys[300:]).tiers) == {Tier.HBM}
+        run(prefetcher, store, clock, 60)
+        assert set(store.match(keys).tiers) == {Tier.HBM}
+
+
 def test_no_more_is_in_flight_than_is_allowed(bench: Bench, clock: Clock) -> None:
     store = bench.store
     prefetcher = prefetcher_of(store, clock, max_in_flight=3 * NBYTES)
