@@ -13,12 +13,13 @@ from tierstore.arrivals import Arrivals
 from tierstore.drops import Drops
 from tierstore.errors import CapacityError, LeaseError
 from tierstore.hints import HintTable
-from tierstore.leasing import Leasing, last_key
+from tierstore.leasing import Leasing
 from tierstore.loads import Loads
 from tierstore.outgoing import Outgoing
 from tierstore.placement import Placement
 from tierstore.promoting import Promoting
 from tierstore.residency import Residency
+from tierstore.sealing import Sealing
 from tierstore.sinks import Ticket
 from tierstore.traffic import BATCH_PAGES, Traffic
 from tierstore.types import Ack, Erase, Hint, PageKey, Promoted, Tier, Transfer
@@ -70,6 +71,7 @@ class Directory:
         self.promoting = Promoting(
             self.residency, self.traffic, self.loads, self.leasing.open, self.hints, metrics, page_nbytes
         )
+        self.sealing = Sealing(self.residency, self.admitting, self.leasing, self.loads, self.placement)
         self.outgoing = Outgoing(self.residency, self.space, self.loads, self.admitting, self.placement.sinks)
         self.arrivals = Arrivals(
             self.residency,
@@ -135,58 +137,7 @@ class Directory:
         if len(set(slots)) != len(slots):
             raise LeaseError("a slot is named twice")
 
-    # -- put ----------------------------------------------------------------------------------------------------
-
-    def put(
-        self,
-        keys: Sequence[PageKey],
-        slots: Sequence[int],
-        parent: PageKey | None,
-        lease: LeaseRecord | None,
-        *,
-        written: bool,
-        memory_only: bool = False,
-    ) -> tuple[list[int], list[int]]:
-        """Seals owned slots: the slot that holds each key now, and the duplicates among yours (retired).
-
-        ``parent`` is the page before the first key; None: the last page of the lease, if there is one. Under an exact
-        lease it ends before a key of which a copy in memory is not exact and does not make way.
-        """
-        table = self.residency.tables[Tier.HBM]
-        kept: list[int] = []
-        duplicates: list[int] = []
-        parent = parent or last_key(lease)
-        if not memory_only and parent is not None:
-            self.residency.memory_only.permit_named(parent)
-        for following, key, slot in zip(range(len(keys) - 1, -1, -1), keys, slots, strict=True):
-            if not self._may_put(key, parent, lease):
-                break
-            if table.ready(key):
-                self.residency.retire(Tier.HBM, slot)
-                duplicates.append(slot)
-                if not memory_only:
-                    self.admitting.hit((key,), Tier.HBM)
-            else:
-                self._seal(key, slot, parent, following, written=written, memory_only=memory_only)
-                if lease is not None and lease.inexact:
-                    self.residency.exactness.doubt(key)
-            if not memory_only:
-                self.residency.memory_only.permit_named(key)
-            kept.append(table.copies[key].slot)
-            if lease is not None:
-                self.leasing.hold(lease, key)
-            parent = key
-        self.residency.touch(keys)
-        return kept, duplicates
-
-    def written(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
-        """The engine has finished writing pages sealed earlier: copies may start from them."""
-        for key, slot in zip(keys, slots, strict=True):
-            if self.placement.unwritten.get(key) == slot:
-                del self.placement.unwritten[key]
-            self._unpin(key, Tier.HBM, slot)
-            if self.residency.tables[Tier.HBM].ready(key):
-                self.placement.sealed(key)
+    # -- out of an engine, and into a lease --------------------------------------------------------------------
 
     def copy_out(
         self,
@@ -332,53 +283,9 @@ class Directory:
         hbm = self.residency.tables[Tier.HBM]
         return len(hbm.free) + self.residency.unpinned(Tier.HBM) - len(hbm.dirty) >= n
 
-    def _seal(
-        self,
-        key: PageKey,
-        slot: int,
-        parent: PageKey | None,
-        following: int,
-        *,
-        written: bool,
-        memory_only: bool,
-    ) -> None:
-        table = self.residency.tables[Tier.HBM]
-        copy = table.copies.get(key)
-        old_slot = None if copy is None else copy.slot
-        source = self.residency.where(key)
-        if not memory_only and source is not None:
-            self.admitting.hit((key,), source)
-        elif not memory_only and not self.residency.held(key):
-            self.admitting.put(key, parent, following)
-        self.residency.adopt(key, Tier.HBM, slot, parent, memory_only=memory_only)
-        if old_slot is not None and old_slot in self.loads.by_slot:
-            self.leasing.moved(self.loads.cancel(old_slot), slot)
-        if written:
-            self.placement.sealed(key)
-        else:
-            self.placement.unwritten[key] = self.residency.pin(key, Tier.HBM)
-
-    def _may_put(self, key: PageKey, parent: PageKey | None, lease: LeaseRecord | None) -> bool:
-        """Whether the lease may hold what will be the page's copy in HBM.
-
-        For an exact page copies that are not, that nobody uses and that are saved below, make way.
-        """
-        exactness = self.residency.exactness
-        if exactness.exact(key):
-            return True
-        if (parent is None or exactness.exact(parent)) and not (lease is not None and lease.inexact):
-            for tier in exactness.tainted_in(key):
-                if not self.residency.tables[tier].copies[key].pins and self.residency.saved_below(key, tier):
-                    self.residency.dropped.append(self.residency.evict(key, tier))
-        return lease is None or not lease.exact or not exactness.stays_tainted(key)
-
     def _lift(self, limit: int) -> None:
         for key in self.residency.lift(limit):
             self.placement.permitted(key)
-
-    def _unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
-        self.residency.unpin(key, tier, slot)
-        self.placement.sinks.unpinned(key, tier)
 
     def _evict_page(self, key: PageKey, tiers: Sequence[Tier]) -> int:
         found = 0

@@ -95,10 +95,10 @@ class PendingEvents:
     ) -> list[int]:
         """``put``: the pages are matchable at once, copies of them start once they are written.
 
-        The slot of each key now; fewer where the directory's ``put`` ended early.
+        The slot of each key now; fewer where the directory's put ended early.
         """
         written = after is None or after.query()
-        kept, duplicates = self._directory.put(
+        kept, duplicates = self._directory.sealing.put(
             keys, slots, parent, lease, written=written, memory_only=memory_only
         )
         if after is None or written:
@@ -161,7 +161,7 @@ class PendingEvents:
         self.writing.remove(pages)
         for slot in pages[1]:
             del self._writers[slot]
-        self._directory.written(*pages)
+        self._directory.sealing.written(*pages)
         return False
 
     def _freed(self, slots: Sequence[int]) -> bool:

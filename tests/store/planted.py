@@ -24,6 +24,7 @@ from tierstore.memory_only import MemoryOnly
 from tierstore.mover import Mover
 from tierstore.pending import PendingEvents
 from tierstore.residency import Residency
+from tierstore.sealing import Sealing
 from tierstore.tier_table import TierTable
 from tierstore.traffic import Traffic
 from tierstore.types import Erase, Failure, PageKey, Tier, Transfer
@@ -117,12 +118,12 @@ def an_adopted_page_keeps_the_old_slot(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_duplicate_is_not_freed(patch: pytest.MonkeyPatch) -> None:
-    put = Directory.put
+    put = Sealing.put
 
-    def leaky(self: Directory, *args: Any, **named: Any) -> tuple[list[int], list[int]]:
+    def leaky(self: Sealing, *args: Any, **named: Any) -> tuple[list[int], list[int]]:
         return put(self, *args, **named)[0], []
 
-    patch.setattr(Directory, "put", leaky)
+    patch.setattr(Sealing, "put", leaky)
 
 
 def parents_are_lost_at_reopen(patch: pytest.MonkeyPatch) -> None:
@@ -157,16 +158,16 @@ def free_ignores_its_event(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_page_is_copied_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
-    put = Directory.put
+    put = Sealing.put
 
-    def hasty(self: Directory, *args: Any, **named: Any) -> tuple[list[int], list[int]]:
+    def hasty(self: Sealing, *args: Any, **named: Any) -> tuple[list[int], list[int]]:
         return put(self, *args, **{**named, "written": True})
 
     def pages_of(self: PendingEvents, pages: Any) -> bool:
         self.writing.remove(pages)
         return False
 
-    patch.setattr(Directory, "put", hasty)
+    patch.setattr(Sealing, "put", hasty)
     patch.setattr(PendingEvents, "_written", pages_of)
 
 

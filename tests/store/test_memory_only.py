@@ -330,7 +330,7 @@ def test_a_restriction_ends_with_the_last_copy_and_none_is_remembered(disk: Path
         for i in range(100_000):
             key = keys[i % 500]
             slot = directory.residency.take(Tier.HBM)
-            directory.put([key], [slot], None, None, written=True, memory_only=True)
+            directory.sealing.put([key], [slot], None, None, written=True, memory_only=True)
             if i % 3:
                 assert directory.evict([key], list(directory.residency.tables)) == 1
             directory.residency.dropped.clear()

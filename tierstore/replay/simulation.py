@@ -116,7 +116,7 @@ class Simulation:
         if slots is None:
             return
         parent = keys[start - 1] if start else None
-        _, duplicates = self.directory.put(keys[start:], slots, parent, None, written=True)
+        _, duplicates = self.directory.sealing.put(keys[start:], slots, parent, None, written=True)
         self.directory.free(duplicates)
 
     def _make_room(self, pages: int, now: float) -> bool:
