@@ -1,0 +1,163 @@
+"""An engine that writes each of its slots as soon as it may, whatever it has put, taken back and loaded before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.bench import Bench, open_bench
+from tests.support.engine import SLOTS, Engine, page_major
+from tests.support.events import ManualEvent
+from tests.support.pages import PATIENCE_S, SPEC, chain, tiers
+from tests.support.stalls import IN, OUT
+from tierstore.lease import Lease
+from tierstore.outgoing import Outgoing
+from tierstore.types import LeaseState, PageKey, Tier
+
+SEQUENCES = [chain(4, "a"), chain(3, "b"), [*chain(4, "a")[:2], *chain(2, "c")]]
+PARENTS = {key: (keys[i - 1] if i else None) for keys in SEQUENCES for i, key in enumerate(keys)}
+RUBBISH = chain(1, "rubbish")[0]
+
+
+class Walk:
+    """Random calls from a seed; ``free``: slots that hold rubbish, which the engine may write at any time."""
+
+    def __init__(self, bench: Bench, engine: Engine, seed: int) -> None:
+        self.bench, self.store, self.engine = bench, bench.store, engine
+        self.dice = random.Random(seed)
+        self.free = set(range(SLOTS))
+        self.busy: dict[int, ManualEvent | None] = {}
+        self.leases: list[tuple[Lease, list[int]]] = []
+
+    def act(self) -> None:
+        """One call, and what must hold after it."""
+        acts = [self.put, self.put, self.poll, self.poll, self.take_back, self.load, self.load, self.release]
+        self.dice.choice([*acts, self.stall, self.open_gates, self.evict, self.happen])()
+        for lease, _ in self.leases:
+            self.require_right(lease)
+        self.store.check()
+
+    def end(self) -> None:
+        """Every slot comes back, and whatever is served is right."""
+        self.open_gates()
+        for event in self.busy.values():
+            if event is not None:
+                event.happen()
+        while self.leases:
+            assert self.leases[0][0].wait(PATIENCE_S) is not LeaseState.PENDING
+            self.release()
+        assert self.store.drain(PATIENCE_S)
+        self.poll()
+        assert self.free == set(range(SLOTS)), "slots were never told"
+        for keys in SEQUENCES:
+            with self.store.acquire(keys, into=list(range(len(keys)))) as lease:
+                assert lease.wait(PATIENCE_S) is not LeaseState.PENDING
+                self.require_right(lease)
+
+    def put(self) -> None:
+        keys = self.dice.choice(SEQUENCES)
+        keys = keys[self.dice.randrange(len(keys)) :][: len(self.free)]
+        if not keys:
+            return
+        slots = self.dice.sample(sorted(self.free), len(keys))
+        for key, slot in zip(keys, slots, strict=True):
+            self.engine.fill(slot, key)
+        event = ManualEvent() if self.dice.random() < 0.25 else None
+        self.store.put(keys, slots, after=event, parents=[PARENTS[key] for key in keys])
+        self.free.difference_update(slots)
+        self.busy.update(dict.fromkeys(slots, event))
+
+    def poll(self) -> None:
+        told = self.store.poll()
+        assert set(told) <= set(self.busy), "a slot was told of that was not the store's"
+        for slot in told:
+            event = self.busy.pop(slot)
+            assert event is None or event.query(), "a slot was told of before it was written"
+            self.write(slot)
+
+    def take_back(self) -> None:
+        slots = self.dice.sample(sorted(self.busy), len(self.busy) // 2)
+        reading = self.store.withdraw(slots)
+        for slot in set(slots) - set(reading):
+            del self.busy[slot]
+            self.write(slot)
+
+    def load(self) -> None:
+        keys = self.dice.choice(SEQUENCES)[: len(self.free)]
+        slots = self.dice.sample(sorted(self.free), len(keys))
+        self.leases.append((self.store.acquire(keys, into=slots), slots))
+        self.free.difference_update(slots)
+
+    def release(self) -> None:
+        for each in [x for x in self.leases if x[0].wait(0.0) is not LeaseState.PENDING]:
+            self.leases.remove(each)
+            each[0].release()
+            for slot in each[1]:
+                self.write(slot)
+
+    def stall(self) -> None:
+        self.bench.copies.hold(self.dice.choice([IN, OUT]))
+
+    def open_gates(self) -> None:
+        self.bench.open_gates()
+
+    def evict(self) -> None:
+        self.store.evict(self.dice.choice(SEQUENCES)[1:], self.dice.choice([None, Tier.HOST]))
+
+    def happen(self) -> None:
+        for event in self.busy.values():
+            if event is not None:
+                event.happen()
+
+    def write(self, slot: int) -> None:
+        """It is the engine's again, and is written at once."""
+        self.engine.fill(slot, RUBBISH)
+        self.free.add(slot)
+
+    def require_right(self, lease: Lease) -> None:
+        if lease.wait(0.0) is not LeaseState.PENDING:
+            keys: list[PageKey] = list(lease.keys[: lease.num_pages])
+            pages = zip(keys, lease.slots, strict=True)
+            assert all(self.engine.holds(slot, key) for key, slot in pages), "wrong bytes"
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Iterator[Path]:
+    """As many as are asked for."""
+    return (tmp_path / str(number) for number in range(1000))
+
+
+def walk(folders: Iterator[Path], seeds: range) -> None:
+    for seed in seeds:
+        walk_once(next(folders), seed)
+
+
+def walk_once(folder: Path, seed: int) -> None:
+    engine = page_major()
+    host, nvme = (1, 2, 4, 8)[seed % 4], folder if seed % 3 else None
+    bench = open_bench(tiers(SLOTS, host, nvme, hbm_more={"owner": "engine"}), SPEC)
+    bench.store.register(engine.pages)
+    steps = Walk(bench, engine, seed)
+    try:
+        for _ in range(60):
+            steps.act()
+        steps.end()
+    finally:
+        bench.open_gates()
+        steps.happen()
+        bench.close()
+
+
+def test_an_engine_may_write_every_slot_from_when_it_is_told_to(folders: Iterator[Path]) -> None:
+    walk(folders, range(60))
+
+
+def test_the_walk_finds_ends_that_are_told_of_slots_which_the_engine_goes_on_with(
+    folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Outgoing, "_unreport", lambda self, slots: None)
+    with pytest.raises(AssertionError, match="a slot was told of that was not"):
+        walk(folders, range(60))
