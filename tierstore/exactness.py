@@ -49,10 +49,10 @@ class Exactness:
         return next((index for index, key in enumerate(keys) if not self.exact(key)), len(keys))
 
     def loaded(self, keys: Sequence[PageKey], src: Tier, dst: Tier) -> None:
-        """Copies are on their way from ``src`` to ``dst``."""
+        """Copies are on their way from ``src`` to ``dst``: inexact ones, that may outlive an exact one above them."""
         first = self._first_lossy
         if first is not None and dst < first <= src:
-            self._tainted.update(key for key in keys if not self.exact(key))
+            self._tainted.update(keys)
 
     def put(self, key: PageKey, parent: PageKey | None) -> None:
         """The page is put, after ``parent``, whose copies are still there. Before its copy counts."""

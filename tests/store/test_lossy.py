@@ -16,7 +16,7 @@ from tests.support.stalls import IN
 from tierstore.codecs import LOSSY
 from tierstore.config import load_config
 from tierstore.store import TierStore
-from tierstore.types import LeaseState, PageKey, PageSpec, Tier
+from tierstore.types import Hint, LeaseState, PageKey, PageSpec, Tier
 
 SPEC = PageSpec(num_layers=4, page_size=64, num_kv_heads=2, head_dim=64, dtype="bfloat16", model="lossy")
 
@@ -129,6 +129,32 @@ def test_pages_computed_again_exactly_take_the_place_of_inexact_ones(tmp_path: P
         assert store.match(keys, exact=True).num_pages == 3
         for key, page in zip(keys, read(store, keys, exact=True), strict=True):
             assert torch.equal(page, content(key))
+        store.check()
+
+
+def test_what_was_brought_up_from_disk_beside_an_exact_copy_is_inexact_once_that_has_left(
+    tmp_path: Path,
+) -> None:
+    keys = chain(2, "a")
+    with open_store(tmp_path / "disk") as store:
+        put(store, keys)
+        store.flush()
+        store.evict(keys, Tier.HOST)
+        store.take_hints()
+        hint = Hint("r", 1, tuple(keys))
+        store.hint(hint)
+        assert store.promote(hint, keys, Tier.HOST).covered == 2
+        assert store.drain(PATIENCE_S)
+        store.evict(keys, Tier.HBM)
+        assert not store.match(keys).exact
+        with store.acquire(keys) as lease:
+            assert lease.wait(PATIENCE_S) is LeaseState.READY
+            assert not lease.exact
+            assert not any(
+                torch.equal(page_tensor(store)[slot], content(key))
+                for key, slot in zip(keys, lease.slots, strict=True)
+            )
+        assert read(store, keys, exact=True) == []
         store.check()
 
 
