@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from pathlib import Path
 
-from tests.nvme.rig import blank, key
+import pytest
+
+from tests.nvme.rig import Rig, blank, key
 from tierstore.nvme.acks import Job
 from tierstore.types import Failure, Tier, Transfer
 
@@ -46,3 +50,39 @@ def test_late_pages_of_several_sizes_keep_their_order() -> None:
     assert replace(work.ack(), seconds=0.0).sizes == (11, 13)
     assert [work.done(2, 12), work.done(0, 10)] == [False, True]
     assert work.ack().sizes == (10, 12)
+
+
+def test_seconds_begin_with_the_first_page_that_is_worked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierstore.nvme.acks.time.monotonic", lambda: 109.0)
+    work = job()
+    work.begin(105.0)
+    work.begin(108.0)
+    assert [work.done(index, 5) for index in range(4)][-1]
+    assert work.ack().seconds == 4.0
+
+
+def test_seconds_of_a_job_done_together_with_others_are_its_share() -> None:
+    work = job()
+    work.spent(0.5)
+    work.spent(0.25)
+    assert [work.done(index, 5) for index in range(4)][-1]
+    assert work.ack().seconds == 0.75
+
+
+def test_many_transfers_at_once_take_no_longer_together_than_the_clock_says(tmp_path: Path) -> None:
+    # what waits behind others would else make the disk look as many times slower as transfers are queued
+    rig = Rig(tmp_path, readers=1)
+    numbers = range(64)
+    started = time.monotonic()
+    writes = [rig.submit_write([n]) for n in numbers]
+    acks = [rig.ack(number) for number in writes]
+    assert all(ack.ok and ack.seconds > 0 for ack in acks)
+    assert sum(ack.seconds for ack in acks) <= time.monotonic() - started
+    started = time.monotonic()
+    reads = [rig.submit_read([n])[0] for n in numbers]
+    acks = [rig.ack(number) for number in reads]
+    assert all(ack.ok and ack.seconds > 0 for ack in acks)
+    assert sum(ack.seconds for ack in acks) <= 2 * (
+        time.monotonic() - started
+    )  # one is fetched, one is checked
+    rig.close()

@@ -22,7 +22,7 @@ class Job:
     Pages that take too long may be left to an ack of their own, so that nobody waits for them.
     """
 
-    __slots__ = ("_acked", "_late", "_left", "_outcomes", "_started", "next", "pages", "transfer")
+    __slots__ = ("_acked", "_began", "_late", "_left", "_outcomes", "_spent", "next", "pages", "transfer")
 
     def __init__(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
         self.transfer = transfer
@@ -32,7 +32,17 @@ class Job:
         self._late: list[int] = []
         self._acked = False
         self._outcomes: list[Outcome] = [0] * self._left
-        self._started = time.monotonic()
+        self._began: float | None = None
+        self._spent = 0.0
+
+    def begin(self, now: float) -> None:
+        """Its first page is worked on: until then it waited behind others, which says nothing of the disk's rate."""
+        if self._began is None:
+            self._began = now
+
+    def spent(self, seconds: float) -> None:
+        """Its share of what was done for several at once, in place of the time since ``begin``."""
+        self._spent += seconds
 
     def done(self, index: int, outcome: Outcome) -> bool:
         """Note what became of page ``index``; whether an ack is due."""
@@ -59,7 +69,7 @@ class Job:
         ):  # the late pages, which are the transfer now; how long they took tells nothing of the disk's rate
             pages, places, late = late, range(len(late)), []
         else:
-            seconds = time.monotonic() - self._started
+            seconds = self._spent or (0.0 if self._began is None else time.monotonic() - self._began)
             pages = places = [index for index in range(len(self._outcomes)) if index not in late]
         self._acked, self._left = True, len(late)
         outcomes = [self._outcomes[index] for index in pages]

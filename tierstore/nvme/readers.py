@@ -237,6 +237,7 @@ class Readers:
             self._refuse(Failure.UNAVAILABLE)
             return None
         job = self._jobs[0]
+        job.begin(now)
         read = _Read(job, job.next, ticket, now)
         job.next += 1
         if job.next == len(job.pages):

@@ -251,6 +251,10 @@ class Writer:
     def _settle(self, batch: Batch, outcomes: Sequence[Outcome]) -> None:
         ended = zip(batch.writes, outcomes, strict=True)
         with self._changed:
+            assert self._since is not None
+            share = (time.monotonic() - self._since) / max(1, len(batch.writes))
+            for job, _ in batch.writes:
+                job.spent(share)
             acks = [job.ack() for (job, index), outcome in ended if job.done(index, outcome)]
         for ack in acks:
             self._outbox.add(ack)
