@@ -138,7 +138,10 @@ class HintTable:
             self._changes.append((retain, list(hint.keys)))
             self._retain(hint, now)
         else:
-            self._changes.append((partial(self._residency.set_wanted, wanted=False), list(hint.keys)))
+            others = [
+                key for key in hint.keys if not self.retained(key)
+            ]  # one request does not speak for another
+            self._changes.append((partial(self._residency.set_wanted, wanted=False), others))
         return HintResult.APPLIED
 
     def _can_queue(self, request_id: str) -> bool:

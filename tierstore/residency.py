@@ -148,6 +148,7 @@ class Residency:
         table.owned.discard(slot)
         table.copies[key] = Copy(slot, 0, table.policy.enter(key), pins=pins)
         table.count(table.copies[key], 1)
+        self._settling.entered((key,), tier, table)
         self._make_ready(table, key, parent)
         self._settling.give_up_places(tier, table)
 
@@ -190,6 +191,7 @@ class Residency:
             rank = table.policy.unwanted()  # what nobody wants above is the first to go below, too
         copy = table.copies[key] = Copy(slot, nbytes, rank, pins=pins)
         table.count(copy, 1)
+        self._settling.entered((key,), dst, table)
         self._settling.give_up_places(dst, table)
         return slot
 
@@ -270,9 +272,13 @@ class Residency:
     def set_wanted(self, keys: Iterable[PageKey], *, wanted: bool, priority: int = 0) -> None:
         """Moves pages after (wanted) or before (not wanted) all normal ones in every tier's victim order.
 
-        ``priority``: of those that are wanted.
+        ``priority``: of those that are wanted. Copies that they get later are wanted as well, until ``end_retention``.
         """
         for key in keys:
+            if wanted:
+                self._settling.retained[key] = priority
+            else:
+                self._settling.retained.pop(key, None)
             for tier, table in self._order:
                 copy = table.copies.get(key)
                 if copy is not None:
@@ -287,6 +293,7 @@ class Residency:
     def end_retention(self, keys: Iterable[PageKey]) -> None:
         """Retained pages become normal ones."""
         for key in keys:
+            self._settling.retained.pop(key, None)
             for tier, table in self._order:
                 copy = table.copies.get(key)
                 if copy is not None:

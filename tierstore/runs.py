@@ -64,6 +64,7 @@ class Runs:
         self._pages.exactness.loaded(keys[: len(found)], src, dst)
         table.arriving += len(found)
         table.pinned += len(found) if pins else 0
+        self._settling.entered(keys[: len(found)], dst, table)
         self._settling.give_up_places(dst, table)
         return found
 

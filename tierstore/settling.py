@@ -26,6 +26,8 @@ class Settling:
         self._lineage = lineage
         self._memory_only = memory_only
         self._order = list(tables.items())
+        self.retained: dict[PageKey, int] = {}
+        """Pages that requests retain, wherever they are or will be, with their priority."""
         self._above = {tier: [t.copies for o, t in self._order if o < tier] for tier in tables}
         self._below = {tier: [t.copies for o, t in self._order if o > tier] for tier in tables}
 
@@ -36,6 +38,15 @@ class Settling:
     def unwanted(self, key: PageKey) -> bool:
         """Whether the page waits before all others: of a parent that is there, that it cannot be reached either."""
         return any(key in t.copies and t.copies[key].rank < 0 for _, t in self._order)
+
+    def entered(self, keys: Sequence[PageKey], tier: Tier, table: TierTable) -> None:
+        """The pages have got a copy: those that are retained wait after the ordinary ones there, too."""
+        if not self.retained:
+            return
+        for key in keys:
+            priority = self.retained.get(key)
+            if priority is not None:
+                self.rerank(key, tier, table, table.copies[key], table.policy.retained(priority))
 
     def resettle(self, key: PageKey) -> None:
         """What is known of the page has changed: each of its copies that may leave goes to where it belongs."""

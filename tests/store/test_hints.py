@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support.bench import Bench, open_bench
-from tests.support.pages import SPEC, chain, counter, tier_stats, tiers, write
+from tests.support.pages import SPEC, chain, counter, read, tier_stats, tiers, write
 from tierstore.store import TierStore
 from tierstore.types import Hint, HintResult, Tier
 
@@ -109,6 +110,48 @@ def test_of_pages_nobody_will_need_the_tail_goes_before_the_head(store: TierStor
     for left in (2, 1, 0):
         store.allocate(1 if left < 2 else 2)
         assert store.match(keys).num_pages == left
+
+
+@pytest.mark.parametrize("host", [None, 8])
+def test_a_retained_page_that_left_and_came_back_goes_last_again(tmp_path: Path, host: int | None) -> None:
+    bench = open_bench(tiers(4, host, tmp_path), SPEC)
+    store, kept, other = bench.store, chain(2, "kept"), chain(2, "other")
+    write(store, kept)
+    store.hint(Hint("r", 1, tuple(kept), "retain"))
+    store.free(store.allocate(4))
+    assert Tier.HBM not in store.match(kept).tiers
+    assert read(store, kept) == 2
+    write(store, other)
+    store.flush()  # what is not saved yet could not leave at once
+    slots = store.allocate(2)
+    assert store.match(kept).tiers == (Tier.HBM,) * 2
+    assert store.match(other).num_pages == 2
+    assert Tier.HBM not in store.match(other).tiers
+    store.free(slots)
+    bench.close()
+
+
+def test_a_page_may_be_retained_before_it_is_put(store: TierStore) -> None:
+    kept, other = chain(2, "kept"), chain(2, "other")
+    store.hint(Hint("r", 1, tuple(kept), "retain"))
+    write(store, kept)
+    write(store, other)
+    store.allocate(2)
+    assert store.match(kept).tiers == (Tier.HBM,) * 2
+
+
+def test_who_does_not_need_a_page_does_not_speak_for_who_retains_it(store: TierStore) -> None:
+    kept, other = chain(2, "kept"), chain(2, "other")
+    write(store, kept)
+    store.hint(Hint("r", 1, tuple(kept), "retain"))
+    store.hint(Hint("s", 1, tuple(kept), "wont_need"))
+    write(store, other)
+    store.allocate(2)
+    assert store.match(kept).tiers == (Tier.HBM,) * 2
+    store.hint(Hint("r", 2, ()))
+    store.hint(Hint("s", 2, tuple(kept), "wont_need"))
+    store.allocate(2)
+    assert Tier.HBM not in store.match(kept).tiers
 
 
 def test_a_retention_ends_with_its_time(store: TierStore) -> None:
