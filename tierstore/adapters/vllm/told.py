@@ -78,7 +78,9 @@ class Afterwards:
             self._hint(request_id, told, keys)
 
     def ended(self, request_id: str, told: Told, keys: Sequence[PageKey]) -> None:
-        """It has ended; pages of it that are still on their way out of vLLM's blocks are as others."""
+        """It has ended. Pages still on their way out of vLLM's blocks are retained too once they come; of those that
+        nobody needs, only what there is by now goes first.
+        """
         if told.after is not None and keys:
             self._hint(request_id, told, keys)
 
