@@ -316,12 +316,9 @@ class Leasing:
         if self._hbm is not None:
             pins = list(zip(lease.keys[start:], lease.slots[start:], strict=False))
             for key, slot in reversed(pins):
-                self._unpin(key, slot)
+                self._residency.unpin(key, Tier.HBM, slot)
+                self._sinks.unpinned(key, Tier.HBM)
         del lease.slots[start:]
-
-    def _unpin(self, key: PageKey, slot: int) -> None:
-        self._residency.unpin(key, Tier.HBM, slot)
-        self._sinks.unpinned(key, Tier.HBM)
 
     def _count(self, lease: LeaseRecord) -> None:
         """Counts every page asked for, once: a hit where it was found, or a miss with its reason."""

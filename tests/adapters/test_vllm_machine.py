@@ -5,25 +5,17 @@ from __future__ import annotations
 import logging
 
 import pytest
-from hypothesis import Phase, Verbosity, settings
+from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.adapters.vllm_machine import EngineMachine
 from tests.adapters.vllm_planted import PLANTED, Plant
+from tests.support.planting import SEARCH
 from tierstore.errors import LeaseError
 
 logging.getLogger("tierstore.adapters.vllm.versions").setLevel(logging.ERROR)
 
-SEARCH = settings(
-    max_examples=400,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],
-    report_multiple_bugs=False,
-    verbosity=Verbosity.quiet,
-)
+FEWER = settings(SEARCH, max_examples=400, stateful_step_count=40)
 
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
@@ -46,4 +38,4 @@ QUICK = {
 def test_the_machine_finds(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises((AssertionError, LeaseError)):
-        run_state_machine_as_test(EngineMachine, settings=SEARCH)
+        run_state_machine_as_test(EngineMachine, settings=FEWER)

@@ -105,6 +105,15 @@ def test_what_is_removed_gets_nothing_more() -> None:
     assert not len(waves)
 
 
+def test_a_job_that_has_had_a_group_is_not_handed_out_whole() -> None:
+    waves: Waves[str] = Waves(2)
+    waves.add("a", 1)
+    waves.take(1)
+    with pytest.raises(AssertionError):
+        waves.take_whole()
+    assert waves.take(1) == (["a"], 1)
+
+
 BUGS = [
     Bug("the furthest first", "in enumerate(self._wave):", "in [*enumerate(self._wave)][::-1]:"),
     Bug("joins for ever", "self._handed_out * 2 <= self._groups", "True"),

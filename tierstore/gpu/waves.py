@@ -103,6 +103,8 @@ class Waves(Generic[Job]):
 
     def take_whole(self) -> Job:
         """The only job, none of whose groups was handed out: all of its groups at once."""
+        _, group = self._at_hand()
+        assert not group
         [job] = self.clear()
         return job
 
