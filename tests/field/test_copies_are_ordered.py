@@ -25,6 +25,7 @@ from tests.support.pages import (
     read,
     require_right,
     same,
+    settle,
     tiers,
     where,
     write,
@@ -50,9 +51,10 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def scribble(store: TierStore, slots: list[int]) -> None:
-    """What a kernel that was launched long ago still writes."""
+    """What a kernel that was launched long ago still writes, until this returns."""
     for slot in slots:
         page_tensor(store)[slot].view(torch.uint8).fill_(0x55)
+    settle()
 
 
 @pytest.mark.parametrize(("host", "nvme"), [(8, False), (8, True), (None, True)])
