@@ -8,6 +8,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
 from prefetch.waiting import Waiting
+from tierstore.arguments import whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,9 +34,8 @@ def ahead(
     document in hand stays hinted until the next is asked for, so lease it before. When the iterator ends, or is closed,
     nothing is expected any more. ``name``: two batches at a time need two. ValueError for a window below 1.
     """
-    if window < 1:
-        raise ValueError(f"window is {window}; allowed: at least 1")
-    return _ahead(documents, keys_of, window, Waiting(store, name=name, most=window + 1, clock=clock))
+    pages = whole("window", window, 1)
+    return _ahead(documents, keys_of, pages, Waiting(store, name=name, most=pages + 1, clock=clock))
 
 
 def _ahead(

@@ -19,6 +19,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from prefetch.timeline import Timeline
+from tierstore.arguments import require_finite
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ class Compute:
 
     page_s: float
     square_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("page_s", "square_s"):
+            require_finite(f"Compute.{name}", getattr(self, name))
 
     def seconds(self, first: int, stop: int) -> float:
         """To compute pages ``first`` to ``stop`` after those before them."""

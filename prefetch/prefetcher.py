@@ -17,6 +17,7 @@ from weakref import WeakSet
 
 from prefetch.bringing import Bringing
 from prefetch.figures import section
+from tierstore.arguments import require_time, seconds_to_wait
 from tierstore.config import PrefetchConfig
 from tierstore.errors import StoreClosed
 from tierstore.types import Tier
@@ -80,6 +81,7 @@ class Prefetcher:
 
         Idempotent, any thread, before or after the store is closed. ``timeout_s`` bounds the wait for the thread.
         """
+        timeout_s = seconds_to_wait("timeout_s", timeout_s)
         first = not self._closing.is_set()
         self._closing.set()
         if self._thread is not None:
@@ -99,8 +101,10 @@ class Prefetcher:
     async def ready(self, keys: Sequence[PageKey], by: float) -> int:
         """Pages of the prefix that are in HBM, once all that can be read are, or at ``by`` on the loop's clock.
 
-        Holds nothing: a lease may find fewer. It starts nothing either: hint first. StoreClosed if the store is.
+        Holds nothing: a lease may find fewer. It starts nothing either: hint first. StoreClosed if the store is,
+        TypeError or ValueError for what is no time.
         """
+        require_time("by", by)
         loop = asyncio.get_running_loop()
         there = 0
         while True:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from prefetch import telling
 from prefetch.pauses import OVERDUE_S, Pauses
+from tierstore.arguments import require_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,8 +55,10 @@ class Sessions:
         """A turn has ended; ``keys``: what the next one begins with. For how many seconds to retain its pages.
 
         That is ``ttl_s``; where a next turn before that is expected, and a prefetcher has it in hand from now on, until
-        2 s after that turn's time. May be called again for the same turn.
+        2 s after that turn's time. May be called again for the same turn. TypeError or ValueError for a ``ttl_s`` that
+        is no duration.
         """
+        require_seconds("ttl_s", ttl_s)
         with self._lock:
             session = self._known(session_id)
             session.ended = self._clock()

@@ -7,6 +7,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Self
 
 from prefetch import telling
+from tierstore.arguments import require_finite, require_time, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,11 +51,12 @@ class Waiting:
         most: int = 32,
         clock: Callable[[], float] = monotonic,
     ) -> None:
+        require_finite("pace_s", pace_s)
         self.pace_s = pace_s
         """Seconds between starts, as far as is known."""
         self._store = store
         self._name = name
-        self._most = most
+        self._most = whole("most", most)
         self._clock = clock
         self._requests: dict[str, _Request] = {}
         self._last_start: float | None = None
@@ -67,8 +69,9 @@ class Waiting:
     ) -> None:
         """The request waits at the end of the queue. ``starts_in_s``: it will not start sooner than that.
 
-        ValueError for one that waits already.
+        ValueError for one that waits already, or a time that is none.
         """
+        require_time("starts_in_s", starts_in_s)
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} waits already")
         now = self._clock()

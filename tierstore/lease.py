@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
+from tierstore.arguments import seconds_to_wait, whole
 from tierstore.errors import LeaseError, StoreClosed
 from tierstore.types import LeaseState, PageKey, Tier
 
@@ -159,9 +160,10 @@ class Lease:
         TimeoutError when ``timeout_s`` ran out; ValueError for a layer that is not there; LeaseError after release.
         """
         self._require_open(f"ready({layer})")
-        if not 0 <= layer < self._host.num_layers:
-            raise ValueError(f"layer {layer}; allowed: 0 to {self._host.num_layers - 1}")
-        return self._host.wait_for_layer(self._record, layer, _deadline(timeout_s))
+        number = whole("layer", layer)
+        if number >= self._host.num_layers:
+            raise ValueError(f"layer {number}; allowed: 0 to {self._host.num_layers - 1}")
+        return self._host.wait_for_layer(self._record, number, _deadline(timeout_s))
 
     def release(self, after: Event | None = None) -> None:
         """Ends the hold; the slots may be reused once ``after`` has happened. LeaseError on a second release.
@@ -200,4 +202,4 @@ def record_of(lease: Lease, host: LeaseHost) -> LeaseRecord:
 
 
 def _deadline(timeout_s: float | None) -> float | None:
-    return None if timeout_s is None else monotonic() + timeout_s
+    return None if timeout_s is None else monotonic() + seconds_to_wait("timeout_s", timeout_s)

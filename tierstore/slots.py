@@ -9,6 +9,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from tierstore import report
+from tierstore.arguments import slot_numbers
 from tierstore.codec import KEY_NBYTES
 from tierstore.errors import CapacityError, ConfigError
 from tierstore.traffic import BATCH_PAGES
@@ -59,6 +60,7 @@ class OwnSlots:
         parents: Sequence[PageKey | None] | None = None,
     ) -> list[int]:
         """``TierStore.put``, a chunk at each hold of the lock; under an exact lease it may end early."""
+        slots = slot_numbers(slots)
         _require_keys(keys, slots, (parent,))
         if parents is not None:
             raise ConfigError("put(parents=...): HBM belongs to the store; allowed with hbm.owner: engine")
@@ -80,15 +82,16 @@ class OwnSlots:
 
     def free(self, slots: Sequence[int], after: Event | None) -> None:
         """``TierStore.free``."""
+        numbers = tuple(slot_numbers(slots))
         with self._progress.lock:
-            self._pending.free(tuple(slots), after)
+            self._pending.free(numbers, after)
         self._progress.notify()
 
     def withdraw(self, slots: Sequence[int]) -> list[int]:
         """ConfigError: the slots are the store's own."""
         raise ConfigError("withdraw: HBM belongs to the store; allowed with hbm.owner: engine")
 
-    def check_into(self, keys: Sequence[PageKey], into: Sequence[int] | None) -> None:
+    def checked_into(self, keys: Sequence[PageKey], into: Sequence[int] | None) -> None:
         """The store chooses the slots of a lease: ConfigError if the caller names some."""
         if into is not None:
             raise ConfigError("acquire(into=...): HBM belongs to the store; allowed with hbm.owner: engine")
@@ -124,8 +127,6 @@ class OwnSlots:
     def _require_fits(self, n: int) -> None:
         slots = self._directory.residency.tables[Tier.HBM].num_slots
         nbytes = self._page_nbytes
-        if n < 0:
-            raise ValueError(f"allocate({n}); allowed: 0 or more pages")
         if slots is not None and n > slots:
             raise CapacityError(
                 f"{n} pages ({n * nbytes} bytes) exceed HBM, which holds {slots} pages ({slots * nbytes} bytes)"
@@ -156,6 +157,7 @@ class EngineSlots:
         parents: Sequence[PageKey | None] | None = None,
     ) -> list[int]:
         """``TierStore.put``: the pages are copied out, the slots stay the engine's."""
+        slots = slot_numbers(slots)
         before = _before(keys, parent) if parents is None else tuple(parents)
         _require_keys(keys, slots, before)
         self._require_registered()
@@ -165,12 +167,13 @@ class EngineSlots:
             self._pending.copy_out(tuple(keys), tuple(slots), after, memory_only=memory_only, parents=before)
             self._progress.submit()
         self._progress.notify()
-        return list(slots)
+        return slots
 
     def withdraw(self, slots: Sequence[int]) -> list[int]:
         """``TierStore.withdraw``."""
+        numbers = slot_numbers(slots)
         with self._progress.lock:
-            reading = self._directory.outgoing.withdraw(slots)
+            reading = self._directory.outgoing.withdraw(numbers)
             self._progress.step()
         return reading
 
@@ -178,13 +181,15 @@ class EngineSlots:
         """ConfigError: an engine frees its slots itself."""
         raise _not_ours("free")
 
-    def check_into(self, keys: Sequence[PageKey], into: Sequence[int] | None) -> None:
+    def checked_into(self, keys: Sequence[PageKey], into: Sequence[int] | None) -> list[int]:
         """The engine chooses the slots of a lease: ValueError unless it names one a key."""
         if into is None or len(into) != len(keys):
             raise ValueError(
                 f"acquire of {len(keys)} keys; allowed where an engine owns HBM: into= one slot a key"
             )
+        numbers = slot_numbers(into)
         self._require_registered()
+        return numbers
 
     def _require_registered(self) -> None:
         if not self._directory.outgoing.num_slots:

@@ -8,7 +8,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from tierstore import invariants, report
-from tierstore.arguments import require_flag
+from tierstore.arguments import require_flag, require_time, seconds_to_wait, whole
 from tierstore.assembly import Parts, assemble, loss_class
 from tierstore.config import StoreConfig
 from tierstore.errors import ConfigError
@@ -134,10 +134,11 @@ class TierStore:
         """``n`` HBM slots owned by the caller, contents undefined.
 
         Takes free slots, then pages that are readable below, then saves victims below and waits up to ``timeout_s``.
-        CapacityError, nothing taken, if ``n`` exceeds HBM or the time ran out.
+        CapacityError, nothing taken, if ``n`` exceeds HBM or the time ran out. As in every call, TypeError for what is
+        no number, ValueError for a negative one or a NaN.
         """
         self._progress.require_open()
-        return self._slots.allocate(n, timeout_s)
+        return self._slots.allocate(whole("n", n), seconds_to_wait("timeout_s", timeout_s))
 
     def put(
         self,
@@ -217,16 +218,17 @@ class TierStore:
         """Pins the longest prefix that is readable and for which HBM has room now; starts to bring in what is below.
 
         Never blocks, never raises for misses or lack of room. ``deadline_s``: pages that would come later are missing,
-        and a page that is not there by then ends the lease before it. ``into``: the engine's slots to load into, where
-        an engine owns HBM. ``exact``: the lease ends before the first page of which only copies are left that went
-        through a lossy codec, or that was computed over such. ValueError on unequal lengths; TypeError unless ``exact``
-        is True or False.
+        and a page that is not there by then ends the lease before it; below 0 it has passed. ``into``: the engine's
+        slots to load into, where an engine owns HBM. ``exact``: the lease ends before the first page of which only
+        copies are left that went through a lossy codec, or that was computed over such. ValueError on unequal lengths;
+        TypeError unless ``exact`` is True or False.
         """
         self._progress.advance()
         require_flag("exact", exact)
+        if deadline_s is not None:
+            require_time("deadline_s", deadline_s)
         require_key_list(keys)
-        self._slots.check_into(keys, into)
-        return self._holding.acquire(keys, deadline_s, into, exact=exact)
+        return self._holding.acquire(keys, deadline_s, self._slots.checked_into(keys, into), exact=exact)
 
     # -- asking for moves ---------------------------------------------------------------------------------------
 
@@ -249,8 +251,10 @@ class TierStore:
 
         Waits up to ``timeout_s`` for one; a store that is opened with ``pump=False`` is advanced meanwhile.
         """
+        self._progress.require_open()
+        deadline = monotonic() + seconds_to_wait("timeout_s", timeout_s)
         found: list[Hint] = []
-        for _ in self._progress.until(monotonic() + timeout_s, self._progress.hinted):
+        for _ in self._progress.until(deadline, self._progress.hinted):
             with self._lock:
                 found = self._directory.hints.take()
             if found:
@@ -358,7 +362,8 @@ class TierStore:
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until nothing is in flight, queued or waiting for an event; False if the time ran out."""
-        return self._wait_idle(monotonic() + timeout_s)
+        self._progress.require_open()
+        return self._wait_idle(monotonic() + seconds_to_wait("timeout_s", timeout_s))
 
     # -- progress and reports -----------------------------------------------------------------------------------
 
@@ -420,6 +425,7 @@ class TierStore:
         Nothing is promoted from its start on: an attached prefetcher ends by itself, and may be closed before or after.
         Does nothing in a forked child: the store is its parent's.
         """
+        timeout_s = seconds_to_wait("timeout_s", timeout_s)
         if self._progress.inherited:
             return
         with self._closing:

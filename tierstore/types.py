@@ -14,14 +14,14 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, fields
 from enum import Enum, IntEnum
-from math import inf, prod
-from numbers import Integral, Real
-from typing import Any, Literal, NewType
+from math import prod
+from numbers import Integral
+from typing import Literal, NewType
+
+from tierstore.arguments import are_seconds
 
 PageKey = NewType("PageKey", bytes)
 """digest (32 bytes) | group (u16, big endian) | shard (u16, big endian)."""
-
-_MOST_SECONDS = 1e15
 
 DTYPE_NBYTES: dict[str, int] = {
     "float64": 8,
@@ -250,15 +250,11 @@ class Hint:
     def __post_init__(self) -> None:
         if self.need not in ("will_need", "wont_need", "retain"):
             raise ValueError(f"Hint.need is {self.need!r}; allowed: 'will_need', 'wont_need', 'retain'")
-        if not isinstance(self.priority, Integral) or isinstance(self.priority, bool):
-            raise ValueError(f"Hint.priority is {self.priority!r:.60}; allowed: an integer")
+        for name in ("revision", "priority"):
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or isinstance(value, bool):
+                raise ValueError(f"Hint.{name} is {value!r:.60}; allowed: an integer")
         for name in ("deadline_s", "ttl_s"):
             value = getattr(self, name)
-            if value is not None and not _are_seconds(value):
+            if value is not None and not are_seconds(value):
                 raise ValueError(f"Hint.{name} is {value!r:.60}; allowed: seconds, or None")
-
-
-def _are_seconds(value: Any) -> bool:
-    """Whether a clock's time and this have a sum: whole numbers have no end, and a NaN is in no order."""
-    known = isinstance(value, Real) and not isinstance(value, bool)
-    return known and bool(value == inf or abs(value) <= _MOST_SECONDS)

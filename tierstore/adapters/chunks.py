@@ -15,6 +15,7 @@ from hashlib import sha256
 from threading import Event
 from typing import TYPE_CHECKING
 
+from tierstore.arguments import seconds_to_wait
 from tierstore.codec import KEY_NBYTES
 from tierstore.errors import TierStoreError
 from tierstore.types import Failure, PageKey, Tier, Transfer
@@ -167,7 +168,7 @@ class Chunks:
 
         TierStoreError if the disk does not answer in time: a thread may still use the memory then.
         """
-        if not self._tier.close(timeout_s):
+        if not self._tier.close(seconds_to_wait("timeout_s", timeout_s)):
             raise TierStoreError(f"the disk did not answer within {timeout_s} s: its memory is still in use")
         for ack in self._tier.poll():
             self._take(ack)

@@ -48,10 +48,12 @@ class PrefixCache:
     ) -> None:
         """The options are those of ``TierStoreCache``, for every request. Changes nothing yet.
 
-        ValueError for an unknown way of storing, TypeError unless ``exact`` is True or False.
+        ValueError for an unknown way of storing, TypeError unless ``exact`` is True or False, either for a
+        ``timeout_s`` that is no duration.
         """
         check_storing(storing)
         require_flag("exact", exact)
+        require_seconds("timeout_s", timeout_s)
         self.store = store
         self.model = model
         self.has_draft = draft is not None

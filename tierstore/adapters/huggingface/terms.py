@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.adapters.huggingface.prefixes import Prefixes
-from tierstore.arguments import require_flag
+from tierstore.arguments import require_flag, require_seconds, require_time
 from tierstore.keys import Extra
 from tierstore.store import TierStore
 
@@ -46,6 +46,9 @@ class Terms:
     def __post_init__(self) -> None:
         check_storing(self.storing)
         require_flag("exact", self.exact)
+        require_seconds("timeout_s", self.timeout_s)
+        if self.deadline_s is not None:
+            require_time("deadline_s", self.deadline_s)
 
     @property
     def looks_up(self) -> bool:
