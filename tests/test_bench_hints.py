@@ -13,13 +13,18 @@ from typer.testing import CliRunner
 
 from tests.support.pages import counter, where
 from tierstore.bench import hinted
-from tierstore.bench.hinted import CASES, Answer, HintRow, Library, hint_rows, place
+from tierstore.bench.hinted import CASES, Answer, Asked, HintRow, Library, hint_rows, place
 from tierstore.bench.hinted_model import QUESTION, Answers, random_model, spec_of_random
 from tierstore.bench.hinted_pages import Pages, open_store, page_spec
 from tierstore.cli.app import app
 from tierstore.types import PageKey, Tier
 
 PAGES = 6
+
+
+@pytest.fixture(autouse=True)
+def _short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hinted, "REST_S", 0.001)
 
 
 @pytest.fixture
@@ -29,7 +34,7 @@ def pages(tmp_path: Path) -> Iterator[Pages]:
 
 
 def rows_of(library: Library, source: Tier, rounds: int = 1) -> dict[str, HintRow]:
-    return {row.case: row for row in hint_rows(library, source, rounds, 0, lambda: None)}
+    return {row.case: row for row in hint_rows(library, source, rounds, 0, lambda asked: None)}
 
 
 @pytest.mark.parametrize("tier", [Tier.HBM, Tier.HOST, Tier.NVME])
@@ -81,19 +86,67 @@ class Slow:
 
 def test_ratios_are_to_the_best_there_could_be(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
     """None took 5 s and the resident one 1: a hint 1 s before makes 4 at best, and a hint in good time 1."""
-    seen: list[str] = []
+    seen: list[str] = ["resident"]
     asked = hinted._asked
 
-    def noted(library: Library, number: int, source: Tier, case: Any, load_s: float) -> tuple[Answer, float]:
+    def noted(library: Library, number: int, source: Tier, case: Any, load_s: float) -> Asked:
         seen.append(case)
-        answer, lead = asked(library, number, source, case, 0.01)
-        return answer, {"late": 1.0, "ahead": 6.0}.get(case, lead)
+        found = asked(library, number, source, case, 0.01)
+        return found._replace(lead_s={"late": 1.0, "ahead": 6.0}.get(case, found.lead_s))
 
     monkeypatch.setattr(hinted, "_asked", noted)
     rows = rows_of(Slow(pages, {}, lambda: seen[-1]), Tier.NVME, rounds=4)
     assert [round(row.ratio, 6) for row in rows.values()] == [1.0, 5.0, 1.1, 1.1]
     assert [row.equal for row in rows.values()] == [True, True, False, True]
-    assert [seen[start] for start in (0, 4, 8, 12)] == list(CASES)
+    assert [seen[start] for start in (1, 5, 9, 13)] == list(CASES)
+
+
+class Diary(Slow):
+    """Notes what was done to its store, and how long nothing was."""
+
+    def __init__(self, pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(pages, {}, lambda: "resident")
+        self.noted: list[str] = []
+        self.slept: list[float] = []
+        monkeypatch.setattr(hinted, "sleep", self.slept.append)
+        monkeypatch.setattr(hinted, "place", self._placed)
+        monkeypatch.setattr(hinted, "_loads", lambda *ignored: [0.2])
+
+    def ask(self, number: int) -> Answer:
+        self.noted.append(f"asked after {sum(self.slept):.2f} s")
+        self.slept.clear()
+        return super().ask(number)
+
+    def _placed(self, store: Any, keys: Any, tier: Tier) -> None:
+        self.noted.append(tier.name)
+
+
+def test_before_every_answer_is_the_same_rest_and_answers_before_the_first_are_not_counted(
+    pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rest 0.5 s, leads 0.1 and 0.3 s. What the last answer left in HBM is not read once more."""
+    monkeypatch.setattr(hinted, "REST_S", 0.5)
+    monkeypatch.setattr(hinted, "perf_counter", lambda: 0.0)
+    diary = Diary(pages, monkeypatch)
+    rows = rows_of(diary, Tier.NVME)
+    warm, rested = ["asked after 0.00 s"] * 2, "asked after 0.50 s"
+    assert diary.noted == [*warm, "HBM", rested, "NVME", rested, "NVME", rested, "NVME", rested]
+    assert rows["ahead"].pairs == 1
+
+
+def test_the_loading_time_of_a_slow_document_is_that_of_one_load(
+    pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(hinted._loads(pages, 0, Tier.HOST)) == 3
+    monkeypatch.setattr(hinted, "_LOADS_S", 0.0)
+    assert len(hinted._loads(pages, 0, Tier.NVME)) == 1
+
+
+def test_documents_in_host_memory_need_no_disk() -> None:
+    with open_store(page_spec(1), PAGES, 2, "cpu") as store:
+        rows = rows_of(Pages(store, 2, PAGES, 64), Tier.HOST)
+        assert Tier.NVME not in {tier for key in store.keys([1] * 64) for tier in where(store, key)}
+    assert all(row.equal for row in rows.values())
 
 
 def tiny() -> LlamaConfig:
@@ -125,13 +178,19 @@ def invoke(*options: str) -> Any:
 
 
 def test_bench_hints_prints_a_row_for_each_case_and_source(tmp_path: Path) -> None:
-    result = invoke("--layers", "1", "--tokens", "256", "--rounds", "1", "--dir", str(tmp_path), "--json")
+    sizes = ("--layers", "1", "--tokens", "256", "--disk-tokens", "128", "--rounds", "1")
+    result = invoke(*sizes, "--dir", str(tmp_path), "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout.splitlines()[-1])
     assert [(row["source"], row["case"]) for row in found["rows"]] == [
         (s, c) for s in ("NVME", "HOST") for c in CASES
     ]
-    assert all(row["equal"] and row["nbytes"] == 4 * page_spec(1).page_nbytes for row in found["rows"])
+    pages = {"NVME": 2, "HOST": 4}
+    assert all(row["nbytes"] == pages[row["source"]] * page_spec(1).page_nbytes for row in found["rows"])
+    assert all(row["equal"] for row in found["rows"])
+    said = " ".join(result.stderr.split())
+    assert "1 of 128 tokens for NVME" in said
+    assert all(f"{source}: resident 0." in said for source in pages)
     assert list(tmp_path.iterdir()) == []
 
 

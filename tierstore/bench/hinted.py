@@ -1,11 +1,15 @@
 """How soon a document answers that lies below HBM, with a hint in good time, with one that came late, and without.
 
 Real copies through a store with an attached prefetcher. A ``Library`` says how a document is asked, so that pages alone
-and a model that answers over them are measured alike.
+and a model that answers over them are measured alike. Every case has had the same before its clock runs: its document
+was asked twice (what is compiled or planned at first is), nothing was done for ``REST_S``, and Python's collector does
+not look at what was there before the first answer.
 """
 
 from __future__ import annotations
 
+import gc
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import median
 from time import monotonic_ns, perf_counter, sleep
@@ -15,7 +19,7 @@ from prefetch import Prefetcher
 from tierstore.types import Hint, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from tierstore.store import TierStore
     from tierstore.types import PageKey
@@ -27,7 +31,11 @@ CASES: tuple[Case, ...] = ("resident", "none", "late", "ahead")
 LATE, AHEAD = 0.5, 1.25
 AHEAD_S = 0.05
 """Leads, in loading times of the document; the longer one and so many seconds."""
-_LEARN = 3
+REST_S = 0.5
+"""Before every answer nothing is asked so long, a hint's lead included: a card's clocks fall for all cases alike."""
+_LOADS, _LOADS_S = 3, 3.0
+"""The loading time is the median of so many loads, or of those that began within so many seconds."""
+_WARM = 2
 PATIENCE_S = 600.0
 
 
@@ -36,6 +44,16 @@ class Answer(NamedTuple):
 
     seconds: float
     content: Hashable
+
+
+class Asked(NamedTuple):
+    """A case of a round, and the lead that its hint had, 0 without one."""
+
+    answer: Answer
+    lead_s: float
+
+
+Round = dict[Case, Asked]
 
 
 class Library(Protocol):
@@ -49,7 +67,7 @@ class Library(Protocol):
         ...
 
     def ask(self, number: int) -> Answer:
-        """Takes a lease on a document and answers."""
+        """Takes a lease on a document and answers, once the device has nothing else to do."""
         ...
 
 
@@ -79,21 +97,38 @@ class HintRow:
 
 
 def hint_rows(
-    library: Library, source: Tier, rounds: int, nbytes: int, step: Callable[[], None]
+    library: Library, source: Tier, rounds: int, nbytes: int, note: Callable[[Round], None]
 ) -> list[HintRow]:
-    """All cases of every document, ``rounds`` times, one beside the other in an order that changes."""
+    """All cases of every document, ``rounds`` times, one beside the other in an order that changes.
+
+    ``note`` is told each round of a document once it is over.
+    """
     numbers = range(len(library.documents))
-    with Prefetcher.attach(library.store) as prefetcher:
-        load_s = median(_load(library, number, source) for number in numbers for _ in range(_LEARN))
-        found: list[dict[Case, tuple[Answer, float]]] = []
+    with Prefetcher.attach(library.store) as prefetcher, _collector_at_rest():
+        load_s = median([took for number in numbers for took in _loads(library, number, source)])
+        for number in numbers:
+            for _ in range(_WARM):
+                library.ask(number)
+        found: list[Round] = []
         for turn in range(rounds):
             for number in numbers:
                 order = CASES[turn % len(CASES) :] + CASES[: turn % len(CASES)]
                 found.append({case: _asked(library, number, source, case, load_s) for case in order})
-                step()
+                note(found[-1])
         if prefetcher.stats()["faults"]:
             raise RuntimeError("the prefetcher met an error; its log says which")
     return [_row(case, found, source, nbytes, load_s) for case in CASES]
+
+
+@contextmanager
+def _collector_at_rest() -> Iterator[None]:
+    """As engines have it once they have started: a full collection stops everything for 50 to 150 ms."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def place(store: TierStore, keys: Sequence[PageKey], tier: Tier) -> None:
@@ -122,23 +157,25 @@ def _lease(store: TierStore, keys: Sequence[PageKey]) -> None:
         lease.wait(PATIENCE_S)
 
 
-def _load(library: Library, number: int, source: Tier) -> float:
-    """Seconds from a look-up to the last page in HBM."""
-    keys = library.documents[number]
-    place(library.store, keys, source)
+def _loads(library: Library, number: int, source: Tier) -> list[float]:
+    """Seconds from a look-up to the last page in HBM, of several."""
+    keys, found = library.documents[number], list[float]()
     begin = perf_counter()
-    with library.store.acquire(keys) as lease:
-        lease.wait(PATIENCE_S)
-        return perf_counter() - begin
+    while len(found) < _LOADS and (not found or perf_counter() - begin < _LOADS_S):
+        place(library.store, keys, source)
+        asked = perf_counter()
+        with library.store.acquire(keys) as lease:
+            lease.wait(PATIENCE_S)
+            found.append(perf_counter() - asked)
+    return found
 
 
-def _asked(library: Library, number: int, source: Tier, case: Case, load_s: float) -> tuple[Answer, float]:
-    """The answer, and the lead that it had."""
+def _asked(library: Library, number: int, source: Tier, case: Case, load_s: float) -> Asked:
+    """Where the last answer left a document in HBM, the resident case reads nothing again."""
     store, keys = library.store, tuple(library.documents[number])
-    place(store, keys, source)
+    place(store, keys, Tier.HBM if case == "resident" else source)
     lead = {"late": LATE * load_s, "ahead": AHEAD * load_s + AHEAD_S}.get(case, 0.0)
-    if case == "resident":
-        place(store, keys, Tier.HBM)
+    sleep(max(0.0, REST_S - lead))
     begin = perf_counter()
     if lead:
         store.hint(Hint("document", monotonic_ns(), keys, deadline_s=lead))
@@ -147,26 +184,24 @@ def _asked(library: Library, number: int, source: Tier, case: Case, load_s: floa
     answer = library.ask(number)
     store.hint(Hint("document", monotonic_ns(), ()))
     store.drain(PATIENCE_S)
-    return answer, lead
+    return Asked(answer, lead)
 
 
-def _row(
-    case: Case, found: Sequence[dict[Case, tuple[Answer, float]]], source: Tier, nbytes: int, load_s: float
-) -> HintRow:
+def _row(case: Case, found: Sequence[Round], source: Tier, nbytes: int, load_s: float) -> HintRow:
     ratios = []
     for pair in found:
-        (answer, lead), resident = pair[case], pair["resident"][0].seconds
-        best = max(resident, pair["none"][0].seconds - lead) if case == "late" else resident
+        (answer, lead), resident = pair[case], pair["resident"].answer.seconds
+        best = max(resident, pair["none"].answer.seconds - lead) if case == "late" else resident
         ratios.append(answer.seconds / best)
     return HintRow(
         source=source.name,
         case=case,
         nbytes=nbytes,
         load_s=load_s,
-        lead_s=median(pair[case][1] for pair in found),
-        seconds=median(pair[case][0].seconds for pair in found),
+        lead_s=median(pair[case].lead_s for pair in found),
+        seconds=median(pair[case].answer.seconds for pair in found),
         ratio=median(ratios),
         spread=(min(ratios), max(ratios)),
         pairs=len(found),
-        equal=all(pair[case][0].content == pair["none"][0].content for pair in found),
+        equal=all(pair[case].answer.content == pair["none"].answer.content for pair in found),
     )

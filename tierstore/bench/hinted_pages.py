@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tierstore.bench.hinted import PATIENCE_S, Answer
+from tierstore.bench.link import settle
 from tierstore.config import load_config
 from tierstore.gpu.pool import GroupedPages
 from tierstore.store import TierStore
@@ -29,18 +30,22 @@ def page_spec(layers: int) -> PageSpec:
     )
 
 
-def open_store(spec: PageSpec, pages: int, documents: int, device: str, place: Path) -> TierStore:
-    """HBM for one document and a little, host memory and NVMe for all."""
+def open_store(
+    spec: PageSpec, pages: int, documents: int, device: str, place: Path | None = None
+) -> TierStore:
+    """HBM for one document and a little, host memory for all, and NVMe for all if there is a place for it."""
     nbytes = spec.page_nbytes
     spare = max(4, pages // 16)
     host: dict[str, object] = {"capacity": (documents * pages + 2 * spare) * nbytes}
     if device != "cpu":
         host["pin"] = "always"
-    tree = {
+    tree: dict[str, object] = {
         "hbm": {"capacity": (pages + spare) * nbytes, "device": device},
         "host": host,
-        "nvme": {"path": str(place), "capacity": (documents * pages + spare) * nbytes * 5 // 4 + (64 << 20)},
     }
+    if place is not None:
+        disk_nbytes = (documents * pages + spare) * nbytes * 5 // 4 + (64 << 20)
+        tree["nvme"] = {"path": str(place), "capacity": disk_nbytes}
     return TierStore.open(load_config(tree), spec)
 
 
@@ -83,6 +88,7 @@ class Pages:
 
     def ask(self, number: int) -> Answer:
         """A lease on all pages; the answer is whether each has the bytes that were put."""
+        settle(self._tensor.device)
         begin = perf_counter()
         with self.store.acquire(self.documents[number]) as lease:
             lease.wait(PATIENCE_S)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from tierstore.cli.bench_card import name_of
@@ -20,9 +19,9 @@ from tierstore.units import format_size
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tierstore.bench.hinted import HintRow, Library
+    from tierstore.bench.hinted import HintRow, Library, Round
     from tierstore.store import TierStore
-    from tierstore.types import Tier
+    from tierstore.types import PageSpec, Tier
 
 PAGE_SIZE = 64
 
@@ -37,6 +36,10 @@ def hints(
     ] = "none",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N, as in hbm.device.")] = "cpu",
     tokens: Annotated[int, typer.Option(min=PAGE_SIZE, help="Of a document.")] = 4096,
+    disk_tokens: Annotated[
+        int | None,
+        typer.Option(min=PAGE_SIZE, help="Of one that lies on disk, if others than --tokens."),
+    ] = None,
     documents: Annotated[int, typer.Option(min=1, help="Asked in turn.")] = 1,
     layers: Annotated[int, typer.Option(min=1, help="Of the model, where it is none or random.")] = 32,
     sources: Annotated[
@@ -71,64 +74,78 @@ def hints(
             )
         if place is not None:
             require_folder("--dir", place)
-        with (
-            tempfile.TemporaryDirectory(prefix="tierstore-hints-", dir=place) as scratch,
-            Progress(console=progress, transient=True) as bar,
-        ):
-            library = _library(model, device, tokens, documents, layers, docs, Path(scratch), progress.print)
-            nbytes = len(library.documents[0]) * _page_nbytes(library.store)
-            with library.store:
-                for source in chosen:
-                    task = bar.add_task(source.name, total=rounds * documents)
-                    rows = hint_rows(library, source, rounds, nbytes, partial(bar.advance, task))
-                    _show(rows, f"{model} on {name_of(device)}")
-                    found += rows
+        with tempfile.TemporaryDirectory(prefix="tierstore-hints-", dir=place) as scratch:
+            shelf = _shelf(model, device, documents, layers, docs, Path(scratch))
+            for source in chosen:
+                length = disk_tokens if disk_tokens and source.name == "NVME" else tokens
+                progress.print(f"{documents} of {length} tokens for {source.name}")
+                library = shelf(length, source)
+                nbytes = len(library.documents[0]) * _page_nbytes(library.store)
+                with library.store:
+                    rows = hint_rows(library, source, rounds, nbytes, partial(_say, source.name))
+                _show(rows, f"{model} on {name_of(device)}")
+                found += rows
     if as_json:
         print_json(
             {"device": name_of(device), "model": model, "tokens": tokens, "rows": [x.plain() for x in found]}
         )
 
 
-def _library(
-    model: str,
-    device: str,
-    tokens: int,
-    documents: int,
-    layers: int,
-    docs: list[Path] | None,
-    scratch: Path,
-    say: Callable[[str], None],
-) -> Library:
-    """The documents, in a store of their own."""
+def _shelf(
+    model: str, device: str, documents: int, layers: int, docs: list[Path] | None, scratch: Path
+) -> Callable[[int, Tier], Library]:
+    """What opens documents of so many tokens, in a store of their own that ends at the tier in which they lie."""
     from tierstore.bench.hinted_pages import Pages, open_store, page_spec
 
-    pages = tokens // PAGE_SIZE
-    say(f"{documents} of {tokens} tokens")
+    def opened(spec: PageSpec, pages: int, source: Tier) -> TierStore:
+        place = scratch / source.name if source.name == "NVME" else None
+        return open_store(spec, pages, documents, device, place)
+
+    def alone(tokens: int, source: Tier) -> Library:
+        pages = tokens // PAGE_SIZE
+        return Pages(opened(page_spec(layers), pages, source), documents, pages, PAGE_SIZE)
+
     if model == "none":
-        return Pages(
-            open_store(page_spec(layers), pages, documents, device, scratch), documents, pages, PAGE_SIZE
-        )
+        return alone
     from tierstore.bench import hinted_model as models
 
-    length = tokens + models.QUESTION
     if model == "random":
-        config = models.llama_8b(layers)
-        drawn = models.random_model(config, device)
-        store = open_store(models.spec_of_random(drawn, PAGE_SIZE), pages + 1, documents, device, scratch)
-        ids = [[number + 1] * length for number in range(documents)]
-        return models.Answers(store, drawn, ids, computed=False)
+        drawn = models.random_model(models.llama_8b(layers), device)
+
+        def answered(tokens: int, source: Tier) -> Library:
+            store = opened(models.spec_of_random(drawn, PAGE_SIZE), tokens // PAGE_SIZE + 1, source)
+            ids = [[number + 1] * (tokens + models.QUESTION) for number in range(documents)]
+            return models.Answers(store, drawn, ids, computed=False)
+
+        return answered
     from tierstore.demo.documents import COMMON_LICENCES
     from tierstore.demo.model import ModelError, model_folder
 
     files = docs or sorted(COMMON_LICENCES.glob("*"))
     try:
-        folder = model_folder(model, say)
-        ids = models.texts(folder, files, documents, length)
-    except (ModelError, ValueError) as error:
+        folder = model_folder(model, progress.print)
+    except ModelError as error:
         raise ConfigError(str(error)) from error
     loaded = models.load_model(folder, device)
-    store = open_store(models.spec_of(loaded, PAGE_SIZE), pages + 1, documents, device, scratch)
-    return models.Answers(store, loaded, ids)
+
+    def read(tokens: int, source: Tier) -> Library:
+        try:
+            ids = models.texts(folder, files, documents, tokens + models.QUESTION)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        store = opened(models.spec_of(loaded, PAGE_SIZE), tokens // PAGE_SIZE + 1, source)
+        return models.Answers(store, loaded, ids)
+
+    return read
+
+
+def _say(source: str, asked: Round) -> None:
+    """A round is over."""
+    told = [
+        f"{case} {each.answer.seconds:.4f}" + (f" (hint {each.lead_s:.4f} before)" if each.lead_s else "")
+        for case, each in asked.items()
+    ]
+    progress.print(f"{source}: {', '.join(told)}")
 
 
 def _tier(name: str) -> Tier:
