@@ -124,6 +124,18 @@ def test_exact_is_true_or_false(model: LlamaForCausalLM, exact: Any) -> None:
             PrefixCache(store, model, exact=exact)
 
 
+@pytest.mark.parametrize("seconds", [float("nan"), float("-inf"), "1", True])
+def test_times_that_are_none_are_refused(model: LlamaForCausalLM, seconds: Any) -> None:
+    with open_store(model) as store:
+        for name in ("timeout_s", "deadline_s"):
+            with pytest.raises(
+                (TypeError, ValueError), match=rf"{name} is {seconds!r}; allowed: a number of"
+            ):
+                TierStoreCache(store, [1, 2, 3], model=model, **{name: seconds})
+        with pytest.raises((TypeError, ValueError), match=rf"timeout_s is {seconds!r}; allowed: a number of"):
+            PrefixCache(store, model, timeout_s=seconds)
+
+
 def test_lossy_pages_behind_a_window_are_no_matter_to_an_exact_request_and_those_in_it_are(
     tmp_path: Path,
 ) -> None:
