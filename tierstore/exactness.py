@@ -27,6 +27,7 @@ class Exactness:
         self._above = [
             (tier, table.copies) for tier, table in tables.items() if first is None or tier < first
         ]
+        self._below = [table.copies for tier, table in tables.items() if first is not None and tier >= first]
         self._tainted: set[PageKey] = set()
 
     @property
@@ -60,8 +61,14 @@ class Exactness:
             return
         if not self.stays_tainted(key):
             self._tainted.discard(key)
-        if parent is not None and not self.exact(parent):
+        if parent is not None and not (self.exact(parent) or self._coming(parent)):
             self._tainted.add(key)
+
+    def _coming(self, key: PageKey) -> bool:
+        """Whether it will be exact: of an engine's pages that are put together the one before is on its way out too."""
+        if key in self._tainted or any(key in copies for copies in self._below):
+            return False
+        return any(key in copies for _, copies in self._above)
 
     def stays_tainted(self, key: PageKey) -> bool:
         """Whether a put would leave the page tainted: copies stay that may be what tainted it.

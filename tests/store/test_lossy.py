@@ -11,7 +11,8 @@ import torch
 
 from tests.support import pages as support
 from tests.support.bench import open_bench
-from tests.support.pages import PATIENCE_S, chain, page_tensor, tier_stats
+from tests.support.engine import page_major
+from tests.support.pages import PATIENCE_S, chain, page_tensor, tier_stats, tiers
 from tests.support.stalls import IN
 from tierstore.codecs import LOSSY
 from tierstore.config import load_config
@@ -282,3 +283,23 @@ def test_a_put_takes_the_place_of_inexact_copies_on_their_way_or_ends_before_the
         assert store.match(keys, exact=True).num_pages == len(kept)
         store.check()
     bench.close()
+
+
+def test_what_an_engine_puts_together_is_exact_until_it_comes_back_from_a_lossy_disk(tmp_path: Path) -> None:
+    """Its pages are all still on their way out when the last of them is put."""
+    engine, keys = page_major(), chain(3)
+    config = tiers(6, 8, tmp_path, hbm_more={"owner": "engine"}, nvme_more={"codec": "int8"})
+    with open_bench(config, support.SPEC).store as store:
+        store.register(engine.pages)
+        store.put(keys, [0, 1, 2])
+        assert store.drain(PATIENCE_S)
+        assert store.match(keys, exact=True).num_pages == 3
+        store.flush()
+        store.evict(keys, Tier.HOST)
+        with store.acquire(keys, into=[3, 4, 5]) as lease:
+            assert lease.wait(PATIENCE_S) is LeaseState.READY
+            assert not lease.exact
+        store.put(chain(4)[3:], [0], parent=keys[-1])
+        assert store.drain(PATIENCE_S)
+        assert store.match(chain(4)).num_pages == 4
+        assert store.match(chain(4)[3:], exact=True).num_pages == 0, "it is computed over inexact pages"
