@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import tierstore.adapters.vllm as adapter
-from tests.adapters.vllm_engine import DOCUMENT, OUT, Engine
+from tests.adapters.vllm_engine import DOCUMENT, IN, OUT, Engine, Request
 from tests.adapters.vllm_stub import HOST
 from tierstore.types import Match, PageKey, Tier
 
@@ -63,6 +63,86 @@ def test_what_an_aborted_load_was_to_bring_is_not_stored_as_if_it_had_come() -> 
     assert name in engine.requests  # its blocks are held while the copy may write them
     for gate in engine.copies:
         gate.open()
+    engine.run()
+    assert store.match(keys).num_pages == 0
+    assert len(engine.free) == 8
+    engine.close()
+
+
+def with_an_aborted_load_that_is_held_up(config: dict[str, object] = HOST) -> tuple[Engine, str]:
+    engine = Engine(config)
+    engine.add(DOCUMENT, 2)
+    engine.run()
+    engine.forget()
+    engine.pace = 0.0
+    for gate in engine.copies:
+        gate.hold(IN)
+    name = engine.add(DOCUMENT, 2)
+    engine.step()
+    engine.step()
+    assert engine.requests[name].status == "loading"
+    engine.abort(name)
+    engine.step()
+    assert name in engine.requests
+    return engine, name
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("document", [DOCUMENT, [2] * 9])
+def test_an_id_is_used_again_once_the_aborted_load_that_had_it_was_told_of(
+    document: list[int], fails: bool
+) -> None:
+    """vLLM frees the aborted request then, and takes another of this id, which may get the same blocks at once."""
+    engine, name = with_an_aborted_load_that_is_held_up()
+    with pytest.raises(AssertionError, match="duplicate request id"):
+        engine.add(document, 2, name)
+    if fails:
+        engine.copies[0].fail_next(IN, 0)
+    engine.copies[0].let_go(IN)
+    while name in engine.requests:
+        engine.step()
+    taken = engine.taken
+    engine.forget()
+    engine.add(document, 2, name)
+    engine.copies[0].open()
+    engine.run()  # each load is told of once, and every cell that is read is checked
+    assert engine.answers[name][:9] == document
+    assert (engine.answers[name] == engine.answers["r1"]) == (document == DOCUMENT)
+    assert engine.taken - taken == (8 if document == DOCUMENT else 0)
+    assert len(engine.free) == 8
+    engine.check()
+    engine.close()
+
+
+def test_a_request_of_an_id_that_an_aborted_load_still_has_gets_nothing_by_that_loads_end() -> None:
+    """No vLLM sends one. It would be told that its pages are there when those of the other have come."""
+    engine, name = with_an_aborted_load_that_is_held_up()
+    second = Request(name, list(DOCUMENT), 11)
+    engine.scheduler.on_new_request(second)
+    assert engine.scheduler.get_num_new_matched_tokens(second, 0) == (0, False)
+    engine.scheduler.request_finished_all_groups(second, ([],))
+    engine.copies[0].open()
+    engine.run()
+    assert len(engine.free) == 8
+    engine.check()
+    engine.close()
+
+
+def test_an_offer_that_was_not_taken_is_not_stored_as_if_it_had_come() -> None:
+    """vLLM 0.33 may put a load off until steps have ended; a request aborted meanwhile has blocks for it."""
+    engine = Engine(HOST)
+    engine.add(DOCUMENT, 2)
+    engine.run()
+    engine.forget()
+    name = engine.add(DOCUMENT, 2)
+    request = engine.requests[name]
+    assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (8, True)
+    store, keys = engine.half._store, engine.half._known[name].chains[0].first(4)
+    store.evict(keys)
+    request.tables = [[]]
+    engine.pool.grow(request.tables, 8)
+    request.num_computed_tokens = 8
+    engine.abort(name)
     engine.run()
     assert store.match(keys).num_pages == 0
     assert len(engine.free) == 8

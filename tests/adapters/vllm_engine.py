@@ -197,9 +197,11 @@ class Engine:
 
     # -- what callers do ------------------------------------------------------------------------------------------
 
-    def add(self, tokens: list[int], more: int) -> str:
+    def add(self, tokens: list[int], more: int, name: str | None = None) -> str:
+        """``name``: used again, as soon as vLLM has forgotten who had it before."""
         self._names += 1
-        request = Request(f"r{self._names}", list(tokens), len(tokens) + more)
+        request = Request(name or f"r{self._names}", list(tokens), len(tokens) + more)
+        assert request.request_id not in self.requests, "duplicate request id"
         self.requests[request.request_id] = request
         self.queue.append(request)
         self.scheduler.on_new_request(request)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from itertools import count
 
 import pytest
 from hypothesis import strategies as st
@@ -63,13 +64,13 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.engine.requests) < 5)
     @rule(document=st.sampled_from(DOCUMENTS), tokens=st.integers(3, 9), more=st.integers(1, 4))
     def ask(self, document: list[int], tokens: int, more: int) -> None:
-        self.engine.add(document[:tokens], more)
+        self.engine.add(document[:tokens], more, self._name())
 
     @precondition(lambda self: len(self.engine.requests) < 5)
     @rule(document=st.sampled_from(DOCUMENTS), more=st.integers(1, 4))
     def ask_for_what_only_the_store_has(self, document: list[int], more: int) -> None:
         self.engine.forget()
-        self.engine.add(document, more)
+        self.engine.add(document, more, self._name())
 
     @rule(steps=st.integers(1, 8))
     def step(self, steps: int) -> None:
@@ -120,6 +121,10 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(lane=st.sampled_from([UP, DOWN]), rank=st.integers(0, 1), page=st.integers(0, 2))
     def fail_the_disk(self, lane: Lane, rank: int, page: int) -> None:
         self.engine.records[rank % len(self.engine.records)].fail_next(lane, page)
+
+    def _name(self) -> str:
+        """The first that vLLM would take: ids are used again as soon as it has forgotten who had them."""
+        return next(name for number in count() if (name := f"r{number}") not in self.engine.requests)
 
     @invariant()
     def holds(self) -> None:

@@ -138,6 +138,19 @@ def aborted_loads_are_never_told(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SchedulerHalf, "finished", wrong)
 
 
+def an_id_is_told_of_only_once(patch: pytest.MonkeyPatch) -> None:
+    take = Loading.take_loaded
+    told: dict[Loading, set[str]] = {}
+
+    def wrong(self: Loading) -> set[str]:
+        before = told.setdefault(self, set())
+        fresh = take(self) - before
+        before |= fresh
+        return fresh
+
+    patch.setattr(Loading, "take_loaded", wrong)
+
+
 def old_weights_are_offered(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SchedulerHalf, "reset", lambda self: None)
 
@@ -220,6 +233,7 @@ PLANTED: tuple[Plant, ...] = (
     the_first_bad_block_is_not_told,
     a_gap_in_a_load_is_not_seen,
     aborted_loads_are_never_told,
+    an_id_is_told_of_only_once,
     old_weights_are_offered,
     a_preempted_request_goes_on_counting,
     one_rank_is_enough,

@@ -101,8 +101,12 @@ class SchedulerHalf:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def arrived(self, request: Request, local: int = 0) -> None:
-        """A request was queued, of which the engine holds the first ``local`` tokens now."""
-        if self._afterwards is None:
+        """A request was queued, of which the engine holds the first ``local`` tokens now.
+
+        One whose id an aborted load still goes by is left alone: the end of that load would be taken for its own. vLLM
+        itself takes no such request.
+        """
+        if self._afterwards is None or self._loading is None or self._loading.of(request.request_id):
             return
         chains, told = self.groups.chains(request, self._namespaces), told_of(request)
         known = Known(request, chains, collected=[0] * len(chains), told=told)
@@ -143,12 +147,14 @@ class SchedulerHalf:
 
     def finished(self, request_id: str, tables: Sequence[Sequence[int]], computed: int) -> None:
         """The request has ended or was aborted with so many tokens computed in these blocks, by group, which are
-        stored before they are reused. Loads into its blocks go on, and are told of when they end.
+        stored before they are reused. Loads into its blocks go on, and are told of when they end. While it waits with
+        an offer that was not taken, vLLM may count that as computed, and nothing of it is there.
         """
         known = self._known.get(request_id)
         if known is None or self._loading is None or self._filling is None:
             return
-        if known.limit is None and not self._loading.of(request_id):
+        waits = known.verdict is not None or self._loading.of(request_id)
+        if known.limit is None and not waits:
             self._filling.collect(known, tables, computed, computed)
         del self._known[request_id]
         if self._ahead is not None:
@@ -257,6 +263,7 @@ class SchedulerHalf:
     def _follow(self, step: Step) -> None:
         known = self._known.get(step.request_id)
         if known is not None and self._filling is not None:
+            known.verdict = None
             self._filling.follow(known, step)
 
     def _settle(self) -> None:
