@@ -81,6 +81,8 @@ class Bringing:
         """Pages on their way into HBM."""
         self._window = Window()
         self._plan_at = -inf
+        self._soonest = inf
+        """For a plan without a hint, once all is under way: inf after one that found nothing to bring."""
         self._missed: set[tuple[str, int]] = set()
         self._take(0.0)
 
@@ -112,7 +114,8 @@ class Bringing:
             return 0.0
         if started or self.in_flight:
             if not any(self._ahead.values()):
-                self._plan_at = min(self._plan_at, now + _PLAN_SOON_S)
+                self._plan_at = min(self._plan_at, max(now + _PLAN_SOON_S, self._soonest))
+                return max(_BUSY_S, min(_BLOCKED_S, self._plan_at - now))
             return _BUSY_S
         return _BLOCKED_S if any(self._ahead.values()) else _PLAN_AGAIN_S
 
@@ -158,8 +161,9 @@ class Bringing:
         hints = tuple(each.hint for each in soon)
         self._note_there(soon, wants, [found.outcomes[want.request_id].load for want in wants])
         self._take_over(found, hints, ranks, machine)
-        took = self._clock() - now
-        self._plan_at = now + max(_PLAN_SHARE * took, _PLAN_AGAIN_S if self._ahead else _IDLE_S)
+        rest = _PLAN_SHARE * (self._clock() - now)
+        self._soonest = now + rest if self._ahead else inf
+        self._plan_at = now + max(rest, _PLAN_AGAIN_S if self._ahead else _IDLE_S)
 
     def _take_over(
         self, found: Plan, hints: tuple[Hint, ...], ranks: dict[str, int], machine: Machine

@@ -231,6 +231,54 @@ def test_it_keeps_away_while_a_lease_waits(bench: Bench, clock: Clock) -> None:
     assert store.match(expected).tiers == (Tier.HBM, Tier.HBM)
 
 
+def test_it_does_not_plan_again_and_again_while_a_lease_waits_for_all_of_it(
+    bench: Bench, clock: Clock
+) -> None:
+    """What a model that answers meanwhile would have to wait for."""
+    store, prefetcher = bench.store, prefetcher_of(bench.store, clock)
+    keys = stored(store, "a", 4, Tier.HOST)
+    bench.copies.hold(IN)
+    need(store, "r", keys)
+    prefetcher.turn(0.0)
+    with store.acquire(keys) as lease:
+        clock.now += 0.01
+        prefetcher.turn(0.0)
+        assert (prefetcher.stats()["plans"], prefetcher.stats()["in_flight_pages"]) == (2, 4)
+        for _ in range(20):
+            clock.now += 0.01
+            prefetcher.turn(0.0)
+        assert prefetcher.stats()["plans"] == 2
+        clock.now += 0.1
+        prefetcher.turn(0.0)
+        assert prefetcher.stats()["plans"] == 3
+        bench.open_gates()
+        assert lease.wait(60.0) is LeaseState.READY
+
+
+class Ticking(Clock):
+    """Goes on by so much whenever it is read: a plan takes one tick at least."""
+
+    tick = 0.005
+
+    def __call__(self) -> float:
+        self.now += self.tick
+        return self.now
+
+
+def test_a_plan_takes_a_tenth_of_its_time_at_most_though_all_is_under_way(bench: Bench) -> None:
+    clock = Ticking()
+    store, prefetcher = bench.store, prefetcher_of(bench.store, clock)
+    keys = stored(store, "a", 4, Tier.HOST)
+    bench.copies.hold(IN)
+    need(store, "r", keys)
+    begin = clock.now
+    for _ in range(100):
+        prefetcher.turn(0.0)
+    plans = int(str(prefetcher.stats()["plans"]))
+    assert prefetcher.stats()["in_flight_pages"] == 4
+    assert 5 < plans < 1 + (clock.now - begin) / (10 * clock.tick)
+
+
 def test_a_sooner_request_takes_the_room_of_a_later_one(store: TierStore, clock: Clock) -> None:
     prefetcher = prefetcher_of(store, clock)
     later, sooner = stored(store, "later", 6, Tier.HOST), stored(store, "sooner", 6, Tier.HOST)
