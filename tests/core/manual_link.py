@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tierstore.gpu.copy_engine import CpuCopyEngine
 from tierstore.gpu.cuda_copies import CudaCopyEngine, Pace
 from tierstore.gpu.jobs import TimedEvent
-from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu.layer_groups import Cut, LayerGroups
 from tierstore.gpu.pool import CpuPool
 from tierstore.gpu.routes import WholePages
 from tierstore.host.arena import HostArena
@@ -134,14 +134,20 @@ class Arena(HostArena):
 
 class Rig:
     def __init__(
-        self, layers: int | None = None, pace: Pace | None = None, wake: Callable[[], None] | None = None
+        self,
+        layers: int | Cut | None = None,
+        pace: Pace | None = None,
+        wake: Callable[[], None] | None = None,
     ) -> None:
         self.pool, self.arena = CpuPool(LAYOUT, SLOTS), Arena(LAYOUT, SLOTS)
         for slot in range(SLOTS):
             self.pool.view(slot).fill(10 + slot)
             self.arena.view(slot).fill(20 + slot)
         self.route = ByAddress(self.pool)
-        self.route.layers = None if layers is None else LayerGroups.of(LAYOUT, layers, 1)
+        if isinstance(layers, Cut):
+            self.route.layers = LayerGroups.by_shares(LAYOUT, [layers])
+        elif layers is not None:
+            self.route.layers = LayerGroups.of(LAYOUT, layers, 1)
         self.up, self.down = ManualStream(), ManualStream()
         streams = cast("tuple[torch.cuda.Stream, torch.cuda.Stream]", (self.up, self.down))
         threads = CpuCopyEngine(self.pool, self.arena, SPEC.page_nbytes, lambda: None)

@@ -26,7 +26,7 @@ from tierstore.gpu import coded_path, lots
 from tierstore.gpu.coded import Coded, PayloadSlabs
 from tierstore.gpu.coded_layers import parts_of
 from tierstore.gpu.coding import Coder
-from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu.layer_groups import Cut, LayerGroups
 from tierstore.gpu.pool import EnginePages, EnginePool
 from tierstore.layout import PageLayout
 
@@ -124,7 +124,14 @@ def engine_pool(layout: PageLayout) -> EnginePool:
     return EnginePool(layout, [EnginePages(layers, "KBNHD")])
 
 
-def open_bench(name: str, dtype: str, patch: pytest.MonkeyPatch, *, engine: bool = False) -> Bench:
+def open_bench(
+    name: str,
+    dtype: str,
+    patch: pytest.MonkeyPatch,
+    *,
+    engine: bool = False,
+    shares: tuple[int, ...] = (1, 2, 2),
+) -> Bench:
     layout = layout_of(dtype)
     held = Held.of(name, layout)
     patch.setattr(gpu, "coding_kernels", KERNELS_HERE, raising=False)
@@ -132,8 +139,7 @@ def open_bench(name: str, dtype: str, patch: pytest.MonkeyPatch, *, engine: bool
     patch.setattr(torch.cuda, "device", lambda device: nullcontext())
     patch.setattr(Coder, "compile_decoding", lambda self, call: None)
     patch.setattr(coded_path, "_any_call", lambda held, device: None)
-    patch.setattr(coded_path, "SMALLEST_NBYTES", 1)
-    patch.setattr(coded_path, "MOST_GROUPS", 3)
+    patch.setattr(coded_path, "CUTS", [Cut(shares, 1)])
     pool: Own | EnginePool = engine_pool(layout) if engine else Own(layout)
     if isinstance(pool, Own):
         found = pool.lots
@@ -175,10 +181,15 @@ def test_groups_together_are_the_page_and_each_is_its_layers(
             np.testing.assert_array_equal(bench.page(slot), want)
 
 
+@pytest.mark.parametrize("shares", [(1, 2, 2), (4, 1), (1, 3, 1)], ids=str)
 @pytest.mark.parametrize("name", ["int8", "k8v4"])
-def test_an_engines_layers_are_filled_group_by_group(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = open_bench(name, "bfloat16", monkeypatch, engine=True)
-    for group in range(3):
+def test_an_engines_layers_are_filled_group_by_group(
+    name: str, shares: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = open_bench(name, "bfloat16", monkeypatch, engine=True, shares=shares)
+    assert bench.route.layers is not None
+    assert len(bench.route.layers) == len(shares)
+    for group in range(len(shares)):
         assert bench.load([5, 2, 0], group) == [0, 0, 0]
     for number, slot in enumerate([5, 2, 0]):
         np.testing.assert_array_equal(bench.page(slot), bench.wanted(number))
@@ -199,10 +210,11 @@ def test_pages_of_several_kv_groups_go_whole_and_so_do_small_ones() -> None:
 
 
 def test_the_pieces_of_all_groups_are_the_payload() -> None:
-    """Of an 8B model's pages: two groups, and four pieces in each."""
+    """Of an 8B model's pages: two groups, the second the smaller one, and four pieces in each."""
     layout = PageLayout.of(spec_of("bfloat16", 32, 64, 8, 128))
     held = Held.of("int8", layout)
-    parts = parts_of(held, LayerGroups.of(layout, coded_path.MOST_GROUPS, coded_path.SMALLEST_NBYTES))
+    parts = parts_of(held, LayerGroups.by_shares(layout, coded_path.CUTS))
+    assert [(part.first, part.end) for part in parts] == [(0, 20), (20, 32)]
     assert [len(part.pieces) for part in parts] == [4, 4]
     pieces = sorted((there, nbytes) for part in parts for _, there, nbytes in part.pieces)
     assert pieces[0][0] == 0

@@ -15,6 +15,7 @@ from tests.core.manual_link import (
 )
 from tierstore.gpu import cuda_copies, lanes
 from tierstore.gpu.cuda_copies import Pace
+from tierstore.gpu.layer_groups import Cut
 from tierstore.types import Ack, Failure, Tier
 
 PAGE = SPEC.page_nbytes
@@ -76,6 +77,20 @@ def test_pages_that_come_later_go_before_the_next_group_of_those_on_their_way() 
     assert rig.route.groups == [(0, 1), (0, 1), (1, 2), (2, 2), (3, 2)]
     assert [ack.transfer_id for ack in acks] == [1, 2]
     assert [layer(rig, slot, 3) for slot in (0, 1)] == [20, 21]
+    assert rig.engine.close(PATIENCE_S)
+
+
+def test_of_unequal_groups_as_many_bytes_are_launched_together() -> None:
+    rig = Rig(layers=Cut((3, 1), 1), pace=Pace(whole=0, at_once=9, together=PAGE, behind=0))
+    for number in range(5):
+        rig.move(number, Tier.HBM, (number, number))
+        assert rig.engine._lanes[Tier.HBM].nbytes == (number + 1) * PAGE * 3 // 4
+    assert rig.engine.poll() == []
+    assert rig.route.groups == [(0, 1)] * 5 + [(1, 4), (1, 1)]
+    assert rig.engine._lanes[Tier.HBM].nbytes == 5 * PAGE
+    rig.up.run()
+    assert len(rig.engine.poll()) == 5
+    assert [layer(rig, slot, 3) for slot in range(5)] == [20, 21, 22, 23, 24]
     assert rig.engine.close(PATIENCE_S)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu.layer_groups import Cut, LayerGroups
 from tierstore.gpu.segments import groups_of_pool, of_pool
 from tierstore.layout import PageLayout
 from tierstore.types import PageSpec
@@ -25,15 +25,7 @@ def layout_of(*layers: int, head_dim: int = 7) -> PageLayout:
     )
 
 
-@given(
-    st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(1, 20), st.sampled_from([1, 300, 10**9])
-)
-def test_parts_lie_one_after_the_other_and_make_up_the_blob(
-    layers: list[int], most: int, smallest: int
-) -> None:
-    layout = layout_of(*layers)
-    groups = LayerGroups.of(layout, most, smallest)
-    assert 1 <= len(groups) <= most
+def require_groups_make_up_the_blob(groups: LayerGroups, layout: PageLayout) -> None:
     parts = sorted((part for parts in groups.parts for part in parts), key=lambda part: part.offset)
     assert parts[0].offset == 0
     assert all(a.offset + a.nbytes == b.offset for a, b in pairwise(parts))
@@ -41,11 +33,48 @@ def test_parts_lie_one_after_the_other_and_make_up_the_blob(
     for index, spec in enumerate(layout.specs):
         covered = [layer for part in parts if part.spec == index for layer in range(part.first, part.end)]
         assert covered == list(range(spec.num_layers))
-    for layer in range(max(layers)):
+    for layer in range(max(spec.num_layers for spec in layout.specs)):
         held = groups.parts[groups.holding(layer)]
         assert {part.spec for part in held if part.first <= layer < part.end} == {
-            index for index, count in enumerate(layers) if layer < count
+            index for index, spec in enumerate(layout.specs) if layer < spec.num_layers
         }
+
+
+LAYERS = st.lists(st.integers(1, 9), min_size=1, max_size=3)
+
+
+@given(LAYERS, st.integers(1, 20), st.sampled_from([1, 300, 10**9]))
+def test_parts_lie_one_after_the_other_and_make_up_the_blob(
+    layers: list[int], most: int, smallest: int
+) -> None:
+    layout = layout_of(*layers)
+    groups = LayerGroups.of(layout, most, smallest)
+    assert 1 <= len(groups) <= most
+    require_groups_make_up_the_blob(groups, layout)
+
+
+@given(LAYERS, st.lists(st.integers(1, 5), min_size=1, max_size=5), st.sampled_from([1, 300, 10**9]))
+def test_unequal_groups_make_up_the_blob_too(layers: list[int], shares: list[int], smallest: int) -> None:
+    layout = layout_of(*layers)
+    groups = LayerGroups.by_shares(layout, [Cut(tuple(shares), smallest)])
+    assert len(groups) in (1, len(shares))
+    require_groups_make_up_the_blob(groups, layout)
+    sizes = [sum(part.nbytes for part in parts) for parts in groups.parts]
+    assert groups.divide(layout.blob_nbytes) == sizes
+    assert groups.divide(3 * layout.blob_nbytes) == [3 * size for size in sizes]
+    if len(groups) > 1:
+        assert all(size >= smallest * len(parts) for size, parts in zip(sizes, groups.parts, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "starts"), [(64, (0, 20)), (32, (0, 20)), (16, (0, 16)), (8, (0,))], ids=str
+)
+def test_the_first_cut_is_taken_that_leaves_large_groups(tokens: int, starts: tuple[int, ...]) -> None:
+    spec = PageSpec(
+        num_layers=32, page_size=tokens, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="m"
+    )
+    groups = LayerGroups.by_shares(PageLayout.of(spec), [Cut((5, 3), 1 << 20), Cut((1, 1), 1 << 20)])
+    assert groups.starts == starts
 
 
 @pytest.mark.parametrize(

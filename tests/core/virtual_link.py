@@ -14,8 +14,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from tierstore.codecs.held import Held
 from tierstore.gpu import lanes
 from tierstore.gpu.arriving import HERE, Arriving
+from tierstore.gpu.coded_layers import parts_of
+from tierstore.gpu.coded_path import CUTS
 from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.gpu.routes import WholePages
 from tierstore.layout import PageLayout
@@ -72,28 +75,32 @@ class Link(WholePages):
     """A route whose copies take what their bytes take, one after the other."""
 
     name = "virtual"
+    layers: LayerGroups
 
-    def __init__(self, clock: Clock, layout: PageLayout, layers: LayerGroups, processor: Processor) -> None:
-        self.layers = layers
+    def __init__(self, clock: Clock, held: Held, processor: Processor) -> None:
+        self.layers, self.group_pieces = LayerGroups.of(held.layout), 1
+        if held.encoded:
+            self.layers = LayerGroups.by_shares(held.layout, CUTS)
+            self.group_pieces = max(len(part.pieces) for part in parts_of(held, self.layers))
         self.idle = 0.0
         """Seconds, after its first copy."""
         self.launches: list[float] = []
-        self._clock, self._layout, self._processor = clock, layout, processor
+        self._clock, self._processor = clock, processor
+        self._whole, self._sizes = held.payload_nbytes, self.layers.divide(held.payload_nbytes)
 
     def load(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: Any) -> None:
-        self._carry(len(slots), self._layout.blob_nbytes, stream)
+        self._carry(len(slots), 1, self._whole, stream)
 
     def load_group(self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: Any) -> None:
-        assert self.layers is not None
-        self._carry(len(slots), sum(part.nbytes for part in self.layers.parts[group]), stream)
+        self._carry(len(slots), self.group_pieces, self._sizes[group], stream)
 
-    def _carry(self, pieces: int, nbytes: int, stream: Any) -> None:
+    def _carry(self, pages: int, pieces: int, nbytes: int, stream: Any) -> None:
         now = self._clock.now
         if self.launches:
             self.idle += max(0.0, now - stream.free)
         self.launches.append(now)
-        stream.free = max(now, stream.free) + pieces * nbytes / RATE
-        self._clock.now += self._processor.launch + pieces * self._processor.piece
+        stream.free = max(now, stream.free) + pages * nbytes / RATE
+        self._clock.now += self._processor.launch + pages * pieces * self._processor.piece
 
 
 class Host:
@@ -101,6 +108,9 @@ class Host:
 
     pinned_slots = 1 << 30
     pinning = False
+
+    def __init__(self, held: Held) -> None:
+        self.held = held
 
     def addresses(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         return slots
@@ -132,8 +142,19 @@ class Restored:
     early: int
 
 
-def restore(module: ModuleType, nbytes: int, processor: Processor, page_size: int = 64) -> Restored:
-    """A lease of an 8B model's pages. ``module``: ``cuda_copies``, or a copy of it."""
+def restore(
+    module: ModuleType,
+    nbytes: int,
+    processor: Processor,
+    page_size: int = 64,
+    codec: str = "none",
+    away: float = 0.0,
+) -> Restored:
+    """A lease of an 8B model's pages. ``module``: ``cuda_copies``, or a copy of it.
+
+    ``away``: once the pages are taken the caller computes for so many seconds, polls, and does so again; nobody else
+    gets a turn.
+    """
     spec = PageSpec(
         num_layers=32, page_size=page_size, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="v"
     )
@@ -143,19 +164,20 @@ def restore(module: ModuleType, nbytes: int, processor: Processor, page_size: in
         for where in (module, lanes):
             patch.setattr(where, "monotonic", lambda: clock.now)
         patch.setattr(module.CudaCopyEngine, "_wake_thread", lambda self, dst: None)
-        return _Run(module, clock, PageLayout.of(spec), processor).restore(nbytes // spec.page_nbytes)
+        held = Held.of(codec, PageLayout.of(spec))
+        return _Run(module, clock, held, processor).restore(nbytes // spec.page_nbytes, away)
 
 
 class _Run:
-    def __init__(self, module: ModuleType, clock: Clock, layout: PageLayout, processor: Processor) -> None:
-        self._clock, self._processor, self._nbytes = clock, processor, layout.page_nbytes
-        self._link = Link(clock, layout, LayerGroups.of(layout), processor)
+    def __init__(self, module: ModuleType, clock: Clock, held: Held, processor: Processor) -> None:
+        self._clock, self._processor, self._nbytes = clock, processor, held.payload_nbytes
+        self._link = Link(clock, held, processor)
         streams = cast("tuple[torch.cuda.Stream, torch.cuda.Stream]", (Stream(), Stream()))
         self._engine = module.CudaCopyEngine(
-            self._link, Host(), layout.page_nbytes, streams, Unpinned(), Event
+            self._link, Host(held), held.layout.page_nbytes, streams, Unpinned(), Event
         )
 
-    def restore(self, pages: int) -> Restored:
+    def restore(self, pages: int, away: float) -> Restored:
         slots = tuple(range(pages))
         due = _POLL_S
         for start in range(0, pages, BATCH_PAGES):
@@ -167,6 +189,9 @@ class _Run:
                 self._poll()
                 due = self._clock.now + _POLL_S
         taken = self._clock.now
+        for _ in range(2 if away else 0):
+            self._clock.now += away
+            self._poll()
         first, submitted = self._wait(slots, 0)
         early = sum(at < submitted for at in self._link.launches)
         whole, _ = self._wait(slots, 31)

@@ -20,7 +20,7 @@ from tierstore.types import LeaseState, PageSpec, Tier
 pytestmark = pytest.mark.gpu
 
 SPEC = PageSpec(num_layers=8, page_size=64, num_kv_heads=8, head_dim=256, dtype="bfloat16", model="layers")
-"""Pages of 4 MiB: two groups of four layers."""
+"""Pages of 4 MiB: two groups, of five layers and of three."""
 
 PAGES, ROUNDS = 24, 60
 

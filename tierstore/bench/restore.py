@@ -37,7 +37,7 @@ from tierstore.config import load_config
 from tierstore.gpu import lots, segments
 from tierstore.gpu.coded import DOWN_NBYTES, UP_NBYTES, Coded, LayerCoder, PayloadSlabs
 from tierstore.gpu.coded_layers import parts_of
-from tierstore.gpu.coded_path import MOST_GROUPS, SMALLEST_NBYTES
+from tierstore.gpu.coded_path import CUTS
 from tierstore.gpu.coding import Coder
 from tierstore.gpu.cuda_copies import CudaCopyEngine
 from tierstore.gpu.device import CpuDevice
@@ -238,7 +238,7 @@ class Rig:
             for nbytes in (UP_NBYTES, DOWN_NBYTES)
         )
         rows = segments.Segments(*(np.array([x]) for x in (0, held.slot_nbytes, 0, held.slot_nbytes)))
-        layers = LayerGroups.of(layout, MOST_GROUPS, SMALLEST_NBYTES)
+        layers = LayerGroups.by_shares(layout, CUTS)
         groups = []
         for part in parts_of(held, layers):
             some = Coder(LOSSY[held.codec], part.layout, lot, None, part.stride, kernels)

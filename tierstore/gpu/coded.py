@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from tierstore.gpu.layer_groups import LayerGroups
     from tierstore.gpu.routes import Route
 
-UP_NBYTES = 128 << 20
+UP_NBYTES = 192 << 20
 """Bytes of the pages whose payloads a slab of loads holds; and its own at most. What the engine launches at once goes
-through one slab: a round of its own costs the caller a call of the driver and a launch."""
+through one slab, three quarters of the layers of 32 large pages too: a round of its own costs the caller a call of the
+driver and a launch."""
 
 DOWN_NBYTES = 64 << 20
 """The same of saves, for which nobody waits."""

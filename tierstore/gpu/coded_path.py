@@ -19,7 +19,7 @@ from tierstore.gpu.coded_layers import parts_of
 from tierstore.gpu.coding import Call, Coder
 from tierstore.gpu.cuda_pool import CudaPool
 from tierstore.gpu.kernels import Kernel
-from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu.layer_groups import Cut, LayerGroups
 from tierstore.gpu.pool import EnginePool
 from tierstore.gpu.rates import SIZES
 from tierstore.gpu.routes import Straight
@@ -34,12 +34,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-MOST_GROUPS = 2
-"""Each has scales of its own: two small pieces a page, and more where smallest numbers are stored, that take the link a
-microsecond each."""
-
-SMALLEST_NBYTES = 1 << 20
-"""Of a page, as it is, in a group."""
+CUTS = (Cut((5, 3), 1 << 20), Cut((1, 1), 1 << 20))
+"""Nothing hides what is computed after the last group has come, so it has fewer layers; with much fewer the host would
+not have launched those before them by then. Each group has scales of its own: two small pieces a page, and more where
+smallest numbers are stored, that take the link a microsecond each. Bytes are those of pages as they are."""
 
 
 def coded(pool: OwnPool | EnginePool, held: Held, driver: Driver, device: torch.device) -> Coded | str:
@@ -99,7 +97,7 @@ def _by_layers(
     from tierstore.gpu import coding_kernels
 
     found = _lots(pool, held)
-    layers = LayerGroups.of(held.layout, MOST_GROUPS, SMALLEST_NBYTES)
+    layers = LayerGroups.by_shares(held.layout, CUTS)
     parts = parts_of(held, layers)
     if found is None or not parts:
         return None, []

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from tierstore.codecs.held import Held
     from tierstore.gpu.copy_engine import CopyEngine
     from tierstore.gpu.jobs import Flight
     from tierstore.gpu.routes import Route
@@ -44,7 +45,7 @@ _ALONE_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How much is launched at once. In bytes but for ``pieces`` and ``at_once``."""
+    """How much is launched at once. In bytes over the link but for ``pieces`` and ``at_once``."""
 
     whole: int = 16 << 20
     """Transfers up to this are not cut into layer groups on an idle link."""
@@ -65,8 +66,16 @@ class Pace:
     """Launches in one call, at most. Whoever submits makes one: it is to bring what comes next."""
 
 
+AS_THEY_ARE = Pace()
+ENCODED = Pace(pieces=512)
+"""Of a group these pages have four pieces where others have one: with as few, a call would launch a quarter."""
+
+
 class PinnedHost(Protocol):
     """Page slots in host memory, page-locked from the first on."""
+
+    held: Held
+    """The form that pages have there, and cross the link in."""
 
     @property
     def pinned_slots(self) -> int:
@@ -107,8 +116,9 @@ class CudaCopyEngine:
         self._route = route
         self._host = host
         self._page_nbytes = page_nbytes
+        self._crossing_nbytes = host.held.payload_nbytes
         self._unpinned = unpinned
-        self._pace = pace or Pace()
+        self._pace = pace or (ENCODED if host.held.encoded else AS_THEY_ARE)
         self._wake = wake
         self._ended: list[Job] = []
         self._closing = False
@@ -121,9 +131,9 @@ class CudaCopyEngine:
         each = route.pieces if route.layers is None else route.group_pieces
         self._lanes = {
             Tier.HBM: Lane(
-                self._load, (up, route.loads_end_on or up), page_nbytes, route.layers, each, event
+                self._load, (up, route.loads_end_on or up), self._crossing_nbytes, route.layers, each, event
             ),
-            Tier.HOST: Lane(self._save, (down, down), page_nbytes, None, route.pieces, event),
+            Tier.HOST: Lane(self._save, (down, down), self._crossing_nbytes, None, route.pieces, event),
         }
 
     @property
@@ -225,7 +235,7 @@ class CudaCopyEngine:
     def _whole(self, lane: Lane) -> bool:
         """Whether what waits is one small transfer of which nothing was launched: it goes with all of its layers."""
         alone = lane.alone
-        return alone is not None and alone.pages * self._page_nbytes <= self._pace.whole
+        return alone is not None and alone.pages * self._crossing_nbytes <= self._pace.whole
 
     def _better_later(self, lane: Lane) -> bool:
         """Whether the link has enough to do until more of the same group is there: fewer launches, and less of the

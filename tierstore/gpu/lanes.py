@@ -46,19 +46,20 @@ class Lane:
         pieces: int,
         new_event: Callable[[], TimedEvent],
     ) -> None:
-        """``streams``: on which copies begin and end."""
+        """``streams``: on which copies begin and end. ``page_nbytes``: as it crosses the link."""
         self.arrived: deque[Job] = deque()
         """Jobs that nobody has looked at."""
         self.launching = False
         self.resting = False
         """Its thread waits to be woken."""
         self.nbytes = 0
-        """On their way."""
+        """On their way over the link."""
         self._copy = copy
         self.stream, self._last = streams
         self._page_nbytes = page_nbytes
         self._layers = layers
         self._groups = 1 if layers is None else len(layers)
+        self._sizes = [page_nbytes] if layers is None else layers.divide(page_nbytes)
         self._pieces = pieces
         self._new_event = new_event
         self._waves: Waves[Job] = Waves(self._groups)
@@ -115,7 +116,7 @@ class Lane:
         return self._flight(jobs, group if self._groups > 1 else None)
 
     def _most_pages(self, nbytes: int, pieces: int) -> int:
-        pages = nbytes * self._groups // self._page_nbytes
+        pages = nbytes // max(1, self._sizes[self._waves.first()[1]])
         return min(pages, pieces // self._pieces) if self._pieces else pages
 
     @property
@@ -216,9 +217,7 @@ class Lane:
         return Arriving(True, last.ended), left
 
     def _flight(self, jobs: list[Job], group: int | None) -> Flight:
-        nbytes = sum(job.pages for job in jobs) * self._page_nbytes
-        if group is not None:
-            nbytes //= self._groups
+        nbytes = sum(job.pages for job in jobs) * (self._page_nbytes if group is None else self._sizes[group])
         self._number += 1
         for job in jobs:
             job.airborne += 1

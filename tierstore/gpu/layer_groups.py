@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tierstore.layout import PageLayout
 
 MOST_GROUPS = 16
@@ -20,6 +22,15 @@ MOST_GROUPS = 16
 SMALLEST_NBYTES = 512 << 10
 """Smaller pieces of pages take longer to launch, a microsecond or two each, than a slow processor has for them beside
 taking pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """``shares``: of the layers, each group's, in proportion. It fits pages of which each group gets a layer and has
+    parts of ``smallest_nbytes`` or more on average."""
+
+    shares: tuple[int, ...]
+    smallest_nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +61,22 @@ class LayerGroups:
         """As many groups as there may be with parts of ``smallest_nbytes`` or more on average in each; at least one."""
         layers = max(spec.num_layers for spec in layout.specs)
         for number in range(min(most, layers), 1, -1):
-            groups = _cut(layout, layers, number)
-            if all(sum(p.nbytes for p in parts) >= smallest_nbytes * len(parts) for parts in groups.parts):
+            groups = _cut(layout, [layers * i // number for i in range(number + 1)])
+            if groups._has_parts_of(smallest_nbytes):
                 return groups
-        return _cut(layout, layers, 1)
+        return _cut(layout, [0, layers])
+
+    @classmethod
+    def by_shares(cls, layout: PageLayout, cuts: Sequence[Cut]) -> LayerGroups:
+        """By the first of ``cuts`` that fits; one group where none does."""
+        layers = max(spec.num_layers for spec in layout.specs)
+        for cut in cuts:
+            bounds = [layers * end // sum(cut.shares) for end in accumulate(cut.shares, initial=0)]
+            if all(first < end for first, end in pairwise(bounds)):
+                groups = _cut(layout, bounds)
+                if groups._has_parts_of(cut.smallest_nbytes):
+                    return groups
+        return _cut(layout, [0, layers])
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -62,9 +85,16 @@ class LayerGroups:
         """The group that layer ``layer`` of every KV group that has it is in."""
         return bisect_right(self.starts, layer) - 1
 
+    def divide(self, nbytes: int) -> list[int]:
+        """What of a page that is ``nbytes`` long as it crosses the link falls to each group."""
+        sizes = [sum(part.nbytes for part in parts) for parts in self.parts]
+        return [nbytes * size // sum(sizes) for size in sizes]
 
-def _cut(layout: PageLayout, layers: int, number: int) -> LayerGroups:
-    bounds = [layers * i // number for i in range(number + 1)]
+    def _has_parts_of(self, smallest_nbytes: int) -> bool:
+        return all(sum(p.nbytes for p in parts) >= smallest_nbytes * len(parts) for parts in self.parts)
+
+
+def _cut(layout: PageLayout, bounds: Sequence[int]) -> LayerGroups:
     found = []
     for first, end in pairwise(bounds):
         parts = [_part(layout, spec, first, end) for spec in range(len(layout.specs))]
