@@ -189,7 +189,7 @@ def test_bench_hints_prints_a_row_for_each_case_and_source(tmp_path: Path) -> No
     assert all(row["nbytes"] == pages[row["source"]] * page_spec(1).page_nbytes for row in found["rows"])
     assert all(row["equal"] for row in found["rows"])
     said = " ".join(result.stderr.split())
-    assert "1 of 128 tokens for NVME" in said
+    assert "NVME: documents of 128 tokens, 1" in said
     assert all(f"{source}: resident 0." in said for source in pages)
     assert list(tmp_path.iterdir()) == []
 

@@ -67,7 +67,7 @@ class Library(Protocol):
         ...
 
     def ask(self, number: int) -> Answer:
-        """Takes a lease on a document and answers, once the device has nothing else to do."""
+        """Takes a lease on a document and answers. Nothing is left to do for it then, on the device neither."""
         ...
 
 

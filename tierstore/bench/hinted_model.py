@@ -20,7 +20,6 @@ from tierstore.adapters.huggingface import (
 )
 from tierstore.bench.hinted import PATIENCE_S, Answer
 from tierstore.bench.hinted_pages import put
-from tierstore.bench.link import settle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -125,7 +124,6 @@ class Answers:
 
     def ask(self, number: int) -> Answer:
         """The document and its last tokens as a question; greedy."""
-        settle(self._model.device)
         seconds, tokens = self._run(self._prompts[number], ANSWER, "read-only")
         return Answer(seconds, tuple(tokens))
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from tierstore.bench.hinted import PATIENCE_S, Answer
-from tierstore.bench.link import settle
 from tierstore.config import load_config
 from tierstore.gpu.pool import GroupedPages
 from tierstore.store import TierStore
@@ -88,7 +87,6 @@ class Pages:
 
     def ask(self, number: int) -> Answer:
         """A lease on all pages; the answer is whether each has the bytes that were put."""
-        settle(self._tensor.device)
         begin = perf_counter()
         with self.store.acquire(self.documents[number]) as lease:
             lease.wait(PATIENCE_S)

@@ -78,7 +78,7 @@ def hints(
             shelf = _shelf(model, device, documents, layers, docs, Path(scratch))
             for source in chosen:
                 length = disk_tokens if disk_tokens and source.name == "NVME" else tokens
-                progress.print(f"{documents} of {length} tokens for {source.name}")
+                progress.print(f"{source.name}: documents of {length} tokens, {documents}")
                 library = shelf(length, source)
                 nbytes = len(library.documents[0]) * _page_nbytes(library.store)
                 with library.store:
@@ -145,7 +145,7 @@ def _say(source: str, asked: Round) -> None:
         f"{case} {each.answer.seconds:.4f}" + (f" (hint {each.lead_s:.4f} before)" if each.lead_s else "")
         for case, each in asked.items()
     ]
-    progress.print(f"{source}: {', '.join(told)}")
+    progress.print(f"{source}: {', '.join(told)}", soft_wrap=True)
 
 
 def _tier(name: str) -> Tier:
