@@ -93,6 +93,21 @@ def test_a_model_that_memory_has_no_room_for_is_refused_before_it_is_made(
     assert "a model" not in result.stderr
 
 
+@pytest.mark.parametrize(("gib", "chunk"), [(80, 65536), (44, 65536), (40, 16384), (0, 16384)])
+def test_a_prompt_is_computed_in_chunks_that_the_card_has_room_for(
+    gib: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An 8B model, its weights and 131,072 tokens of pages are 31 GiB."""
+
+    class Card:
+        def available_nbytes(self) -> int | None:
+            return gib << 30 or None
+
+    monkeypatch.setattr("tierstore.bench.ttft.open_device", lambda name: Card())
+    ask = Ask(device="cuda:0", shape="llama-3.1-8b", prefix=131072, question=64, page_size=64, rounds=1)
+    assert ask.chunk(16384) == chunk
+
+
 def test_weights_are_counted_as_the_model_has_them() -> None:
     bench = Bench(Ask(device="cpu", shape="tiny", prefix=16, question=4, page_size=16, rounds=1))
     assert bench.ask.weights_nbytes == 2 * bench.parameters

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 Floor = Literal["link", "disk", "compute", "none"]
 
+CHUNKS = (65536, 16384)
+"""Tokens computed at a time where nothing is stored: the first where a card has room for it."""
+
 _CONTIGUOUS = 1 << 30
 _HELD = 0.6
 """Of a page's bytes: the most that a fixed-ratio codec keeps, with some to spare."""
@@ -100,6 +103,13 @@ class Ask:
         if free is not None:
             self._require("on the device", upper, free)
         self._require("of memory", pages + (upper if free is None else 0), available_nbytes())
+
+    def chunk(self, disk_prefix: int) -> int:
+        """The largest of ``CHUNKS`` that the device has room for beside the model and the pages; else the last."""
+        free = open_device(self.device).available_nbytes()
+        upper = self.weights_nbytes + self.pages_nbytes(max(self.prefix, disk_prefix))
+        left = 0 if free is None else free - upper
+        return next((n for n in CHUNKS if SHAPES[self.shape].chunk_nbytes(n) <= left), CHUNKS[-1])
 
     def _require(self, where: str, needed: int, available: int | None) -> None:
         if available is None or needed <= available:

@@ -57,6 +57,11 @@ class Sizes:
         """Numbers of a head."""
         return self.hidden // self.heads
 
+    def chunk_nbytes(self, tokens: int) -> int:
+        """What computing so many tokens at once takes beside weights and pages; by calculation, and rather too much:
+        eight times what a layer is given, four times what its ffn makes of that, in bfloat16."""
+        return 2 * tokens * (8 * self.hidden + 4 * self.ffn)
+
     def flops(self, first: int, end: int) -> float:
         """Of tokens ``first`` to ``end`` over all before them, and of one row of logits."""
         seen = (end * (end + 1) - first * (first + 1)) / 2

@@ -31,8 +31,11 @@ def ttft(
     rounds: Annotated[int, typer.Option(min=1, help="Answers from each tier; the median counts.")] = 5,
     chunk: Annotated[
         str,
-        typer.Option(help="Tokens computed at a time where nothing is stored; several sizes with commas."),
-    ] = "16384",
+        typer.Option(
+            help="Tokens computed at a time where nothing is stored, several sizes with commas; empty: 65536, or "
+            "16384 where the device has no room for so many."
+        ),
+    ] = "",
     host_codecs: Annotated[str, typer.Option(help="Codecs of host memory besides none.")] = "int8",
     disk_codecs: Annotated[str, typer.Option(help="Codecs of the disk, with commas.")] = "none,exp,int8",
     disk_prefix: Annotated[
@@ -63,6 +66,7 @@ def ttft(
             device=device, shape=shape, prefix=prefix, question=question, page_size=page_size, rounds=rounds
         )
         ask.require_room(disk_prefix)
+        chunks = chunks or [ask.chunk(disk_prefix)]
         progress.print("a model of random weights")
         bench = Bench(ask)
         for row in bench.memory_rows(chunks):
@@ -81,7 +85,7 @@ def ttft(
 def _chunks(words: str) -> list[int]:
     """ConfigError unless all are numbers of tokens."""
     names = _names(words)
-    if not names or not all(name.isascii() and name.isdigit() and 0 < int(name) <= MOST for name in names):
+    if not all(name.isascii() and name.isdigit() and 0 < int(name) <= MOST for name in names):
         raise ConfigError(f"--chunk {words}; allowed: numbers of tokens from 1 to {MOST}, with commas")
     return [int(name) for name in names]
 
