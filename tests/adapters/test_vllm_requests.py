@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 import tierstore.adapters.vllm as adapter
+from tests.adapters import vllm_planted
 from tests.adapters.vllm_engine import DOCUMENT, IN, OUT, Engine, Request
 from tests.adapters.vllm_stub import HOST
+from tierstore.adapters.vllm import loading
 from tierstore.types import Match, PageKey, Tier
 
 
@@ -41,6 +43,47 @@ def test_a_request_whose_load_failed_is_not_offered_the_same_again() -> None:
     assert engine.recomputed == 1
     assert engine.answers[name] == engine.answers["r1"]
     engine.close()
+
+
+def require_gone_on_from_what_arrived(page: int, pieces: int, patch: pytest.MonkeyPatch) -> None:
+    """The load of four pages, so many at a time, in which one page fails: every cell that is read is checked."""
+    patch.setattr(loading, "MOST_A_STEP", pieces)
+    patch.setattr(loading, "MOST_IF_IDLE", pieces)
+    engine = Engine(HOST)
+    try:
+        engine.add(DOCUMENT, 2)
+        engine.run()
+        engine.forget()
+        for _ in range(page // pieces):
+            engine.copies[0].fail_next(IN)
+        engine.copies[0].fail_next(IN, page % pieces)
+        name = engine.add(DOCUMENT, 2)
+        engine.run()
+        assert engine.recomputed == 1
+        assert engine.answers[name] == engine.answers["r1"]
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("page", range(4))
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_a_request_goes_on_behind_the_pages_of_its_load_that_arrived(
+    page: int, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_gone_on_from_what_arrived(page, pieces, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("plant", "pieces"),
+    [(vllm_planted.the_first_bad_block_is_not_told, 4), (vllm_planted.a_gap_in_a_load_is_not_seen, 1)],
+)
+def test_a_request_that_goes_on_behind_a_page_that_did_not_arrive_is_noticed(
+    plant: vllm_planted.Plant, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bugs that the machine meets in some searches only."""
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match="reads another's token"):
+        require_gone_on_from_what_arrived(1, pieces, monkeypatch)
 
 
 def test_what_an_aborted_load_was_to_bring_is_not_stored_as_if_it_had_come() -> None:
