@@ -80,7 +80,7 @@ class Bringing:
         self._arriving = 0
         """Pages on their way into HBM."""
         self._window = Window()
-        self._plan_at = -inf
+        self._plan_at = self._planned_at = -inf
         self._soonest = inf
         """For a plan without a hint, once all is under way: inf after one that found nothing to bring."""
         self._missed: set[tuple[str, int]] = set()
@@ -112,6 +112,8 @@ class Bringing:
             started += self._start(tier)
         if now >= self._plan_at:
             return 0.0
+        if started:  # what is planned goes on as planned
+            self._plan_at = min(max(self._plan_at, now + _PLAN_AGAIN_S), self._planned_at + _IDLE_S)
         if started or self.in_flight:
             if not any(self._ahead.values()):
                 self._plan_at = min(self._plan_at, max(now + _PLAN_SOON_S, self._soonest))
@@ -161,6 +163,7 @@ class Bringing:
         hints = tuple(each.hint for each in soon)
         self._note_there(soon, wants, [found.outcomes[want.request_id].load for want in wants])
         self._take_over(found, hints, ranks, machine)
+        self._planned_at = now
         rest = _PLAN_SHARE * (self._clock() - now)
         self._soonest = now + rest if self._ahead else inf
         self._plan_at = now + max(rest, _PLAN_AGAIN_S if self._ahead else _IDLE_S)

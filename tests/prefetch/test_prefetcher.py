@@ -61,6 +61,20 @@ def test_no_copy_starts_after_the_call_that_cancelled_returned(bench: Bench, clo
     assert prefetcher.stats()["expected"] == 0
 
 
+def test_what_is_planned_goes_on_for_a_quarter_of_a_second_before_it_is_planned_anew(
+    store: TierStore, clock: Clock
+) -> None:
+    prefetcher = prefetcher_of(store, clock, max_in_flight=NBYTES)
+    need(store, "r", stored(store, "a", 8, Tier.HOST))
+    plans = []
+    for _ in range(8):  # a page each
+        prefetcher.turn(0.0)
+        assert store.drain(60.0)
+        plans.append(prefetcher.stats()["plans"])
+        clock.now += 0.045
+    assert plans == [1] * 6 + [2] * 2
+
+
 def test_what_computing_beats_stays_where_it_is(store: TierStore, clock: Clock) -> None:
     prefetcher = prefetcher_of(store, clock, Compute(1e-12))
     keys = stored(store, "a", 4)
