@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import pytest
@@ -94,6 +94,14 @@ class Step:
     work: list[tuple[Request, int, int, Tables, int]]
     """Request, first token, tokens, and its blocks and life when it was scheduled."""
     number: int
+
+
+class Part(NamedTuple):
+    """What a request has of a step. ``blocks``: those that are new; where it begins, all it has."""
+
+    request: Request
+    blocks: Tables
+    tokens: int
 
 
 class Engine:
@@ -295,10 +303,24 @@ class Engine:
     # -- the scheduler --------------------------------------------------------------------------------------------
 
     def _schedule(self) -> Step:
-        budget, work = BUDGET, []
-        new: list[tuple[Request, int]] = []
-        resumed: list[tuple[Request, int]] = []
-        cached: list[tuple[Request, Tables, int]] = []
+        cached = self._go_on()
+        new, resumed = self._admit(BUDGET - sum(part.tokens for part in cached))
+        parts = [*cached, *new, *resumed]
+        # As it is scheduled: what happens to a request meanwhile changes nothing of this step.
+        work = [(r, r.num_computed_tokens, count, _copied(r.tables), r.life) for r, _, count in parts]
+        output = _output(cached, new, resumed, self.ended)
+        self.ended.clear()
+        metadata = pickle.dumps(self.scheduler.build_connector_meta(output))
+        for request, _, count in parts:
+            request.num_computed_tokens += count
+            request.in_flight += count
+            request.sampling = request.num_computed_tokens == request.num_tokens
+        self.number += 1
+        return Step(output, metadata, work, self.number)
+
+    def _go_on(self) -> list[Part]:
+        """Those that run, in their order, as far as there are tokens and blocks."""
+        budget, parts = BUDGET, []
         for request in list(self.running):
             count = min(budget, request.num_tokens - request.num_computed_tokens)
             if request not in self.running or request.sampling or count <= 0:
@@ -307,7 +329,13 @@ class Engine:
             if fresh is None:
                 continue
             budget -= count
-            cached.append((request, fresh, count))
+            parts.append(Part(request, fresh, count))
+        return parts
+
+    def _admit(self, budget: int) -> tuple[list[Part], list[Part]]:
+        """Those that wait, as far as there are tokens and blocks: what begins, and what begins again."""
+        new: list[Part] = []
+        resumed: list[Part] = []
         # Those that hold blocks come first, as in vLLM: else they would wait for each other.
         for request in sorted(self.queue, key=lambda r: not r.tables):
             if budget <= 0:
@@ -325,44 +353,15 @@ class Engine:
                 continue
             count = min(budget, request.num_tokens - request.num_computed_tokens)
             budget -= count
-            (resumed if request.started else new).append((request, count))
-            request.started = True
-            request.status = "running"
-            self.queue.remove(request)
-            self.running.append(request)
-        scheduled = {}
-        for request, count in [*[(r, c) for r, _, c in cached], *new, *resumed]:
-            start = request.num_computed_tokens
-            scheduled[request.request_id] = count
-            work.append((request, start, count, _copied(request.tables), request.life))
-        output = SimpleNamespace(
-            scheduled_new_reqs=[
-                SimpleNamespace(
-                    req_id=r.request_id,
-                    block_ids=_copied(r.tables),
-                    num_computed_tokens=r.num_computed_tokens,
-                )
-                for r, _ in new
-            ],
-            scheduled_cached_reqs=SimpleNamespace(
-                req_ids=[r.request_id for r, _, _ in cached] + [r.request_id for r, _ in resumed],
-                new_block_ids=[_copied(f) if any(f) else None for _, f, _ in cached]
-                + [_copied(r.tables) for r, _ in resumed],
-                num_computed_tokens=[r.num_computed_tokens for r, _, _ in cached]
-                + [r.num_computed_tokens for r, _ in resumed],
-                resumed_req_ids={r.request_id for r, _ in resumed},
-            ),
-            num_scheduled_tokens=scheduled,
-            finished_req_ids=set(self.ended),
-        )
-        self.ended.clear()
-        metadata = pickle.dumps(self.scheduler.build_connector_meta(output))
-        for request, _, count, _, _ in work:
-            request.num_computed_tokens += count
-            request.in_flight += count
-            request.sampling = request.num_computed_tokens == request.num_tokens
-        self.number += 1
-        return Step(output, metadata, work, self.number)
+            (resumed if request.started else new).append(Part(request, _copied(request.tables), count))
+            self._runs(request)
+        return new, resumed
+
+    def _runs(self, request: Request) -> None:
+        request.started = True
+        request.status = "running"
+        self.queue.remove(request)
+        self.running.append(request)
 
     def _grow(self, request: Request, tokens: int) -> Tables | None:
         """Blocks for so many tokens, preempting others; None: it was preempted itself."""
@@ -570,6 +569,29 @@ class Engine:
             if first is not None:
                 request.num_computed_tokens, request.failed = first * self.pool.unit, True
                 self.recomputed += 1
+
+
+def _output(cached: list[Part], new: list[Part], resumed: list[Part], ended: set[str]) -> Any:
+    """As much of vLLM's ``SchedulerOutput`` as is read."""
+    again = [*cached, *resumed]
+    return SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(
+                req_id=part.request.request_id,
+                block_ids=part.blocks,
+                num_computed_tokens=part.request.num_computed_tokens,
+            )
+            for part in new
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[part.request.request_id for part in again],
+            new_block_ids=[_copied(part.blocks) if any(part.blocks) else None for part in again],
+            num_computed_tokens=[part.request.num_computed_tokens for part in again],
+            resumed_req_ids={part.request.request_id for part in resumed},
+        ),
+        num_scheduled_tokens={part.request.request_id: part.tokens for part in [*again, *new]},
+        finished_req_ids=set(ended),
+    )
 
 
 def _copied(tables: Tables) -> Tables:
