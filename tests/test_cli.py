@@ -207,7 +207,7 @@ def test_the_model_of_a_store_is_in_the_table_and_an_empty_directory_is_called_e
 
 
 @pytest.mark.parametrize("columns", [80, 200])
-def test_a_long_model_is_cut_to_one_line_beside_a_whole_name_of_its_shard(
+def test_a_long_model_is_cut_to_one_line_and_leaves_room_for_all_else_of_its_shard(
     tmp_path: Path, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = json.dumps({f"setting_{number}": [number] * 4 for number in range(200)}, indent=1)
@@ -226,7 +226,9 @@ def test_a_long_model_is_cut_to_one_line_beside_a_whole_name_of_its_shard(
     assert shard["description"]["groups"][0]["model"] == model
     name = shard["fingerprint"][:12] + "-0"
     (row,) = (told for told in table if told.strip().startswith(f"{name} "))
-    assert '{ "setting' in row
+    assert row.split()[-1] == "closed"
+    (told,) = (told for told in table if '{ "setting' in told)
+    assert name in told
     assert len(table) <= 5
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of nvme.path.")]
 _SHOWN_KEYS = 20
 _MODEL_ROOM, _LEAST_MODEL_ROOM = 60, 12
-_OTHERS_ROOM = 100
+_OTHERS_ROOM = 84
 """Characters of a line that the other columns take, about."""
 
 
@@ -111,18 +111,22 @@ def _require_one(report: HomeReport, which: str, as_json: bool) -> None:
 
 
 def _show(report: HomeReport) -> None:
-    """A line a shard, its name whole: `purge --which` takes it. The model gets what is left."""
+    """A line a shard, its name whole: `purge --which` takes it. The model gets what is left, or a line above."""
     console = Console()
     names = [_name_of(shard) for shard in report.shards]
+    models = [_cut(_named(shard, "model"), _MODEL_ROOM) for shard in report.shards]
+    beside = console.width - _OTHERS_ROOM >= _LEAST_MODEL_ROOM
     table = Table(box=None, header_style="bold")
     table.add_column("shard", no_wrap=True, min_width=max(map(len, names), default=0))
-    table.add_column("model", no_wrap=True)
+    if beside:
+        table.add_column("model", no_wrap=True, max_width=console.width - _OTHERS_ROOM)
     for column in ("dtype", "codec", "records", "page", "on disk", "capacity", "state"):
-        table.add_column(column)
-    room = min(_MODEL_ROOM, max(_LEAST_MODEL_ROOM, console.width - _OTHERS_ROOM))
-    for name, shard in zip(names, report.shards, strict=True):
-        model = _cut(_named(shard, "model"), room)
-        table.add_row(*(Text(cell) for cell in (name, model, *_row(shard))))
+        table.add_column(column, overflow="fold")
+    for name, model, shard in zip(names, models, report.shards, strict=True):
+        cells = (name, model, *_row(shard)) if beside else (name, *_row(shard))
+        table.add_row(*map(Text, cells))
+    for name, model in [] if beside else zip(names, models, strict=True):
+        typer.echo(f" model of {name}: {model}")
     console.print(table)
 
 
