@@ -184,7 +184,9 @@ def _replay(
 
 
 def _show(rows: Sequence[Row]) -> None:
-    table = Table("trace", "policy", "admission", box=None, header_style="bold")
+    table = Table("trace", box=None, header_style="bold")
+    for name, cells in (("policy", [r.policy for r in rows]), ("admission", [r.admission for r in rows])):
+        table.add_column(name, no_wrap=True, min_width=max(map(len, [name, *cells])))
     for name in ("capacity", "hit rate", "knows the future", "share of it", "to NVMe", "pages/s"):
         table.add_column(name, justify="right")
     for row in rows:
