@@ -188,7 +188,7 @@ def _show(rows: Sequence[Row]) -> None:
     for name, cells in (("policy", [r.policy for r in rows]), ("admission", [r.admission for r in rows])):
         table.add_column(name, no_wrap=True, min_width=max(map(len, [name, *cells])))
     for name in ("capacity", "hit rate", "knows the future", "share of it", "to NVMe", "pages/s"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for row in rows:
         share = row.hit_rate / row.optimal_hit_rate if row.optimal_hit_rate else 0.0
         table.add_row(
