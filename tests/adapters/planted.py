@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from tests.support.planting import Plants
 from tierstore.adapters.huggingface import opening, sequence, session
 from tierstore.adapters.huggingface.batch import PagedBatch
 from tierstore.adapters.huggingface.opening import Opening, SharedLease, Tail
@@ -18,17 +19,22 @@ from tierstore.block_table import BlockTable, PrivateSlots
 from tierstore.lease import Lease
 from tierstore.types import PageKey
 
-Plant = Callable[[pytest.MonkeyPatch], None]
+LLAMA = Plants()
+DRAFT = Plants()
+WINDOW = Plants()
 
 
+@LLAMA.bug
 def fork_shares_without_counting(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrivateSlots, "share", lambda self, slots: None)
 
 
+@LLAMA.bug
 def fork_holds_no_lease(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SharedLease, "share", lambda self: self)
 
 
+@LLAMA.bug
 def select_closes_the_winner(patch: pytest.MonkeyPatch) -> None:
     select = PagedBatch.select
 
@@ -42,6 +48,7 @@ def select_closes_the_winner(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PagedBatch, "select", wrong)
 
 
+@LLAMA.bug
 def select_forgets_the_padding(patch: pytest.MonkeyPatch) -> None:
     select = PagedBatch.select
 
@@ -53,6 +60,7 @@ def select_forgets_the_padding(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PagedBatch, "select", wrong)
 
 
+@LLAMA.bug
 def losers_are_not_closed(patch: pytest.MonkeyPatch) -> None:
     select = PagedBatch.select
 
@@ -64,6 +72,7 @@ def losers_are_not_closed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PagedBatch, "select", wrong)
 
 
+@LLAMA.bug
 def half_page_has_one_token_too_many(patch: pytest.MonkeyPatch) -> None:
     copy = opening._copy
 
@@ -73,10 +82,12 @@ def half_page_has_one_token_too_many(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(opening, "_copy", wrong)
 
 
+@LLAMA.bug
 def half_page_is_not_copied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PageGroups, "copy", lambda self, src, dst: None)
 
 
+@DRAFT.bug
 def only_the_first_group_is_copied(patch: pytest.MonkeyPatch) -> None:
     def wrong(self: PageGroups, src: int, dst: int) -> None:
         self.groups[0][dst].copy_(self.groups[0][src])
@@ -84,6 +95,7 @@ def only_the_first_group_is_copied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PageGroups, "copy", wrong)
 
 
+@LLAMA.bug
 def keys_outlive_a_rollback(patch: pytest.MonkeyPatch) -> None:
     old: dict[int, list[PageKey]] = {}
     keys_to = PagedSequence._keys_to
@@ -98,6 +110,7 @@ def keys_outlive_a_rollback(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PagedSequence, "_keys_to", wrong)
 
 
+@WINDOW.bug
 def window_is_dropped_too_early(patch: pytest.MonkeyPatch) -> None:
     def wrong(terms: Terms, num_tokens: int, page_size: int) -> int:
         return 0 if terms.window is None else max(0, num_tokens - terms.window) // page_size + 1
@@ -105,6 +118,7 @@ def window_is_dropped_too_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sequence, "first_needed", wrong)
 
 
+@LLAMA.bug
 def followers_are_not_forked_again(patch: pytest.MonkeyPatch) -> None:
     def wrong(self: PagedBatch, model: int, width: int, token_ids: Any) -> None:
         for index in sorted(set(self._step)):
@@ -115,6 +129,7 @@ def followers_are_not_forked_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PagedBatch, "finish", wrong)
 
 
+@LLAMA.bug
 def old_lease_is_kept_too(patch: pytest.MonkeyPatch) -> None:
     own = PagedSequence._own_lease
 
@@ -126,14 +141,17 @@ def old_lease_is_kept_too(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PagedSequence, "_own_lease", wrong)
 
 
+@LLAMA.bug
 def misfit_tail_is_not_freed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(opening, "give_back", lambda store, tail: None)
 
 
+@LLAMA.bug
 def given_up_tail_is_not_freed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(session, "give_back", lambda store, tail: None)
 
 
+@LLAMA.bug
 def fork_of_a_chat_takes_its_page(patch: pytest.MonkeyPatch) -> None:
     def wrong(self: Session, num_tokens: int) -> Tail | None:
         return self._tail
@@ -141,38 +159,20 @@ def fork_of_a_chat_takes_its_page(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Session, "_copy_tail", wrong)
 
 
+@DRAFT.bug
 def page_of_one_model_is_sealed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PagedSequence, "_agreed", lambda self: min(self.table.num_tokens, len(self.known)))
 
 
+@LLAMA.bug
 def sealed_pages_are_written(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockTable, "_to_copy", lambda self, stop, first: [])
 
 
+@LLAMA.bug
 def padding_is_counted_as_tokens(patch: pytest.MonkeyPatch) -> None:
     def wrong(self: PagedBatch, index: int, model: int, width: int) -> tuple[int, int]:
         pad, start = self.paddings[index], self.columns[model]
         return max(0, start - pad + (pad > 0)), max(0, start + width - pad)
 
     patch.setattr(PagedBatch, "_positions", wrong)
-
-
-LLAMA: list[Plant] = [
-    fork_shares_without_counting,
-    fork_holds_no_lease,
-    select_closes_the_winner,
-    select_forgets_the_padding,
-    losers_are_not_closed,
-    half_page_has_one_token_too_many,
-    half_page_is_not_copied,
-    keys_outlive_a_rollback,
-    followers_are_not_forked_again,
-    old_lease_is_kept_too,
-    misfit_tail_is_not_freed,
-    given_up_tail_is_not_freed,
-    fork_of_a_chat_takes_its_page,
-    sealed_pages_are_written,
-    padding_is_counted_as_tokens,
-]
-DRAFT: list[Plant] = [only_the_first_group_is_copied, page_of_one_model_is_sealed]
-WINDOW: list[Plant] = [window_is_dropped_too_early]

@@ -12,10 +12,11 @@ from hypothesis.stateful import run_state_machine_as_test
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from tests.adapters.machine import AdapterMachine
-from tests.adapters.planted import DRAFT, LLAMA, WINDOW, Plant
+from tests.adapters.planted import DRAFT, LLAMA, WINDOW
 from tests.adapters.test_hf_windows import tiny_gemma, tiny_mistral
 from tests.adapters.tiny import tiny_llama
 from tests.adapters.walk import walk
+from tests.support.planting import Plant
 from tierstore.errors import LeaseError
 
 STEPS = 200

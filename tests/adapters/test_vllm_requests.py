@@ -8,6 +8,7 @@ import tierstore.adapters.vllm as adapter
 from tests.adapters import vllm_planted
 from tests.adapters.vllm_engine import DOCUMENT, IN, OUT, Engine, Request
 from tests.adapters.vllm_stub import HOST
+from tests.support.planting import Plant
 from tierstore.adapters.vllm import loading
 from tierstore.types import Match, PageKey, Tier
 
@@ -78,7 +79,7 @@ def test_a_request_goes_on_behind_the_pages_of_its_load_that_arrived(
     [(vllm_planted.the_first_bad_block_is_not_told, 4), (vllm_planted.a_gap_in_a_load_is_not_seen, 1)],
 )
 def test_a_request_that_goes_on_behind_a_page_that_did_not_arrive_is_noticed(
-    plant: vllm_planted.Plant, pieces: int, monkeypatch: pytest.MonkeyPatch
+    plant: Plant, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bugs that the machine meets in some searches only."""
     plant(monkeypatch)

@@ -9,9 +9,10 @@ import pytest
 from tests.adapters import vllm_planted as planted
 from tests.adapters.vllm_engine import DOCUMENT, OUT, Engine
 from tests.support.pages import chain
+from tests.support.planting import Plant
 from tierstore.adapters.vllm import storing as storing_module
 from tierstore.adapters.vllm.storing import Storing
-from tierstore.types import PageKey
+from tierstore.types import PageKey, Tier
 
 
 def reuse_blocks_under_slow_copies() -> Engine:
@@ -43,7 +44,7 @@ def test_blocks_are_overwritten_only_when_what_they_held_is_saved() -> None:
 
 
 @pytest.mark.parametrize("plant", [planted.no_fence, planted.worker_does_not_wait])
-def test_without_a_fence_that_would_be_noticed(plant: planted.Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_fence_that_would_be_noticed(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises(AssertionError, match="another's token"):
         reuse_blocks_under_slow_copies()
@@ -106,3 +107,22 @@ def test_a_bounded_number_is_stored_in_a_step_and_nothing_out_of_blocks_being_lo
     assert [blocks for _, blocks, _ in store.puts] == [[2, 3], [4, 5], [1]]
     storing.forget()
     assert not storing.waiting
+
+
+def test_what_the_store_has_lost_is_stored_again_out_of_the_engines_own_cache() -> None:
+    engine = Engine({"host": {"capacity": 20 * 64, "pin": "never"}}, blocks=12)
+    engine.add(DOCUMENT, 1)
+    engine.run()
+    store = engine.half._store
+    held = engine.half._parts.directory.residency.tables[Tier.HOST].copies
+    assert len(held) == 4
+    for lost in list(held):
+        store.evict([lost])
+        assert lost not in held
+        name = engine.add(DOCUMENT, 1)
+        engine.run()
+        assert engine.taken == 0
+        assert engine.answers[name] == engine.answers["r1"]
+        assert lost in held
+    engine.check()
+    engine.close()

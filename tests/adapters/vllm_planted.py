@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.support.planting import Plants
 from tierstore.adapters.vllm import filling, loading, plans, scheduling
 from tierstore.adapters.vllm.groups import Group, Groups
 from tierstore.adapters.vllm.keys import namespace
@@ -22,22 +23,26 @@ from tierstore.adapters.vllm.working import WorkerHalf
 from tierstore.apart import Ranks
 from tierstore.types import Ack, LeaseState, PageKey
 
-Plant = Callable[[pytest.MonkeyPatch], None]
+PLANTED = Plants()
 
 
+@PLANTED.bug
 def no_fence(patch: pytest.MonkeyPatch) -> None:
     orders = SchedulerHalf.orders
     patch.setattr(SchedulerHalf, "orders", lambda self, steps: replace(orders(self, steps), fence=()))
 
 
+@PLANTED.bug
 def worker_does_not_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WorkerHalf, "_wait_for", lambda self, slots: None)
 
 
+@PLANTED.bug
 def sleep_does_not_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WorkerHalf, "rest", lambda self: True)
 
 
+@PLANTED.bug
 def queued_copies_are_not_withdrawn(patch: pytest.MonkeyPatch) -> None:
     def wrong(self: Storing, blocks: Iterable[int]) -> tuple[int, ...]:
         for block in blocks:
@@ -47,6 +52,7 @@ def queued_copies_are_not_withdrawn(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Storing, "reused", wrong)
 
 
+@PLANTED.bug
 def blocks_are_freed_before_they_are_copied(patch: pytest.MonkeyPatch) -> None:
     put = Storing._put
 
@@ -57,6 +63,7 @@ def blocks_are_freed_before_they_are_copied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Storing, "_put", wrong)
 
 
+@PLANTED.bug
 def stored_before_they_are_computed(patch: pytest.MonkeyPatch) -> None:
     orders = SchedulerHalf.orders
 
@@ -74,11 +81,13 @@ def stored_before_they_are_computed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WorkerHalf, "begin", at_once)
 
 
+@PLANTED.bug
 def loads_start_into_blocks_that_are_read(patch: pytest.MonkeyPatch) -> None:
     start = Loading.start
     patch.setattr(Loading, "start", lambda self, busy, idle: start(self, frozenset(), idle))
 
 
+@PLANTED.bug
 def told_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
     start = Loading.start
 
@@ -89,6 +98,7 @@ def told_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Loading, "start", wrong)
 
 
+@PLANTED.bug
 def failed_loads_count_as_loaded(patch: pytest.MonkeyPatch) -> None:
     settle = Loading.settle
 
@@ -101,6 +111,7 @@ def failed_loads_count_as_loaded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Loading, "settle", wrong)
 
 
+@PLANTED.bug
 def the_first_bad_block_is_not_told(patch: pytest.MonkeyPatch) -> None:
     take = Loading.take_failed
     patch.setattr(
@@ -108,6 +119,7 @@ def the_first_bad_block_is_not_told(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+@PLANTED.bug
 def a_gap_in_a_load_is_not_seen(patch: pytest.MonkeyPatch) -> None:
     def blind(load: loading.Load) -> None:
         while load.leases and load.leases[0].wait(0) is not LeaseState.PENDING:
@@ -127,6 +139,7 @@ def a_gap_in_a_load_is_not_seen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Loading, "settle", wrong)
 
 
+@PLANTED.bug
 def aborted_loads_are_never_told(patch: pytest.MonkeyPatch) -> None:
     finished = SchedulerHalf.finished
 
@@ -138,6 +151,7 @@ def aborted_loads_are_never_told(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SchedulerHalf, "finished", wrong)
 
 
+@PLANTED.bug
 def an_id_is_told_of_only_once(patch: pytest.MonkeyPatch) -> None:
     take = Loading.take_loaded
     told: dict[Loading, set[str]] = {}
@@ -151,10 +165,12 @@ def an_id_is_told_of_only_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Loading, "take_loaded", wrong)
 
 
+@PLANTED.bug
 def old_weights_are_offered(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SchedulerHalf, "reset", lambda self: None)
 
 
+@PLANTED.bug
 def a_preempted_request_goes_on_counting(patch: pytest.MonkeyPatch) -> None:
     follow = SchedulerHalf._follow
     patch.setattr(
@@ -162,6 +178,7 @@ def a_preempted_request_goes_on_counting(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+@PLANTED.bug
 def one_rank_is_enough(patch: pytest.MonkeyPatch) -> None:
     def wrong(self: Ranks, rank: int, acks: Iterable[Ack]) -> None:
         for ack in acks:
@@ -172,6 +189,7 @@ def one_rank_is_enough(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ranks, "deliver", wrong)
 
 
+@PLANTED.bug
 def keys_leave_out_the_last_token(patch: pytest.MonkeyPatch) -> None:
     from tierstore.adapters.vllm.keys import KeyChain
 
@@ -184,10 +202,12 @@ def keys_leave_out_the_last_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KeyChain, "first", wrong)
 
 
+@PLANTED.bug
 def groups_share_their_keys(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Groups, "namespaces", lambda self, identity: (namespace(identity),) * len(self.all))
 
 
+@PLANTED.bug
 def only_the_first_groups_blocks_are_fenced(patch: pytest.MonkeyPatch) -> None:
     of = Steps.of
 
@@ -199,6 +219,7 @@ def only_the_first_groups_blocks_are_fenced(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Steps, "of", wrong)
 
 
+@PLANTED.bug
 def a_hit_counts_without_its_windows(patch: pytest.MonkeyPatch) -> None:
     def wrong(groups: Groups, chains: Any, tables: Any, start: int, end: int) -> list[Any]:
         found = into(groups, chains, tables, start, end)
@@ -211,36 +232,12 @@ def a_hit_counts_without_its_windows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(scheduling, "into", wrong)
 
 
+@PLANTED.bug
 def what_a_window_gave_back_is_stored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Group, "first_needed", lambda self, tokens: 0)
     patch.setattr(filling, "NULL_BLOCK", -1)
 
 
+@PLANTED.bug
 def a_failed_load_is_gone_on_from_without_its_window(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Groups, "whole", True)
-
-
-PLANTED: tuple[Plant, ...] = (
-    no_fence,
-    worker_does_not_wait,
-    sleep_does_not_wait,
-    queued_copies_are_not_withdrawn,
-    blocks_are_freed_before_they_are_copied,
-    stored_before_they_are_computed,
-    loads_start_into_blocks_that_are_read,
-    told_before_it_is_there,
-    failed_loads_count_as_loaded,
-    the_first_bad_block_is_not_told,
-    a_gap_in_a_load_is_not_seen,
-    aborted_loads_are_never_told,
-    an_id_is_told_of_only_once,
-    old_weights_are_offered,
-    a_preempted_request_goes_on_counting,
-    one_rank_is_enough,
-    keys_leave_out_the_last_token,
-    groups_share_their_keys,
-    only_the_first_groups_blocks_are_fenced,
-    a_hit_counts_without_its_windows,
-    what_a_window_gave_back_is_stored,
-    a_failed_load_is_gone_on_from_without_its_window,
-)

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from hypothesis.errors import Flaky
 from hypothesis.stateful import run_state_machine_as_test
 
 from prefetch import bringing, intake
 from tests.prefetch.prefetcher_machine import PrefetcherMachine
-from tests.support.planting import SEARCH, Bug, load
+from tests.support import planting
+from tests.support.planting import SEARCH, Bug, load, require_noticed
 from tierstore import promoting
 
-NOTICED = (AssertionError, LookupError, ValueError, RuntimeError, pytest.fail.Exception, Flaky)
-"""Flaky: it went wrong once, and not when the same was tried again: threads of the store have a part in it."""
+SHOWN = (*planting.NOTICED, LookupError, ValueError, RuntimeError, pytest.fail.Exception)
+FEWER = settings(SEARCH, max_examples=400)
 
 LONG = {
     "it plans once",
@@ -85,11 +85,6 @@ def machine_over(**modules: ModuleType) -> type[PrefetcherMachine]:
     return type("Planted", (PrefetcherMachine,), modules)
 
 
-def require_noticed(machine: type[PrefetcherMachine]) -> None:
-    with pytest.raises(NOTICED):
-        run_state_machine_as_test(machine, settings=settings(SEARCH, max_examples=400))
-
-
 def test_no_order_of_hints_leases_and_stalls_breaks_the_rules() -> None:
     few = settings(max_examples=20, stateful_step_count=25, deadline=None)
     run_state_machine_as_test(PrefetcherMachine, settings=few)
@@ -97,19 +92,19 @@ def test_no_order_of_hints_leases_and_stalls_breaks_the_rules() -> None:
 
 @pytest.mark.parametrize("bug", cases(PROMOTING))
 def test_the_machine_notices_a_bug_in_promotions(bug: Bug) -> None:
-    require_noticed(machine_over(promoting_module=load(promoting, bug)))
+    require_noticed(machine_over(promoting_module=load(promoting, bug)), FEWER, SHOWN)
 
 
 @pytest.mark.parametrize("bug", cases(BRINGING))
 def test_the_machine_notices_a_bug_in_the_prefetcher(bug: Bug) -> None:
-    require_noticed(machine_over(bringing_module=load(bringing, bug)))
+    require_noticed(machine_over(bringing_module=load(bringing, bug)), FEWER, SHOWN)
 
 
 @pytest.mark.parametrize("bug", cases(INTAKE))
 def test_the_machine_notices_a_bug_in_the_intake(bug: Bug) -> None:
     subject = load(bringing)
     subject.Intake = load(intake, bug).Intake  # type: ignore[attr-defined]
-    require_noticed(machine_over(bringing_module=subject))
+    require_noticed(machine_over(bringing_module=subject), FEWER, SHOWN)
 
 
 def test_the_loaded_copies_without_a_bug_pass() -> None:

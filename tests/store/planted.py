@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
 from tests.support import pages
+from tests.support.planting import Plants
 from tierstore import arrivals as arrivals_module
 from tierstore import invariants
 from tierstore import store as store_module
@@ -29,9 +30,15 @@ from tierstore.tier_table import TierTable
 from tierstore.traffic import Traffic
 from tierstore.types import Erase, Failure, PageKey, Tier, Transfer
 
-Plant = Callable[[pytest.MonkeyPatch], None]
+BUGS_IN_MEMORY = Plants()
+BUGS_ON_DISK = Plants()
+BUGS_OF_SECRETS = Plants()
+BUGS_OF_ADMISSION = Plants()
+BUGS_OF_SICK_DISKS = Plants()
+BUGS_OF_ENCODED_MEMORY = Plants()
 
 
+@BUGS_IN_MEMORY.bug
 def abort_frees_at_once(patch: pytest.MonkeyPatch) -> None:
     let_go = Residency._let_go
 
@@ -48,6 +55,7 @@ def abort_frees_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Residency, "_let_go", tolerant)
 
 
+@BUGS_IN_MEMORY.bug
 def a_load_is_ready_when_it_is_submitted(patch: pytest.MonkeyPatch) -> None:
     take = Directory.take_commands
 
@@ -63,10 +71,12 @@ def a_load_is_ready_when_it_is_submitted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Directory, "take_commands", eager)
 
 
+@BUGS_IN_MEMORY.bug
 def a_layer_is_ready_when_it_is_asked_for(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Mover, "arriving", lambda self, slots, layer: HERE)
 
 
+@BUGS_IN_MEMORY.bug
 def a_failed_page_is_served(patch: pytest.MonkeyPatch) -> None:
     def failed(self: Arrivals, transfer: Transfer, i: int, failure: Failure) -> None:
         self._arrived(transfer, i, 0, 0.0)
@@ -74,6 +84,7 @@ def a_failed_page_is_served(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Arrivals, "_failed", failed)
 
 
+@BUGS_IN_MEMORY.bug
 def a_source_is_unpinned_at_submit(patch: pytest.MonkeyPatch) -> None:
     take, unpin = Directory.take_commands, Arrivals._unpin
 
@@ -93,6 +104,7 @@ def a_source_is_unpinned_at_submit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Arrivals, "_unpin", never)
 
 
+@BUGS_IN_MEMORY.bug
 def a_lease_is_not_cut(patch: pytest.MonkeyPatch) -> None:
     def cut(self: Leasing, lease: LeaseRecord, index: int, reason: str) -> None:
         lease.waiting.discard(index)
@@ -100,6 +112,7 @@ def a_lease_is_not_cut(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Leasing, "cut", cut)
 
 
+@BUGS_IN_MEMORY.bug
 def evict_forgets_a_tier(patch: pytest.MonkeyPatch) -> None:
     evict = Directory.evict
 
@@ -109,6 +122,7 @@ def evict_forgets_a_tier(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Directory, "evict", forgetful)
 
 
+@BUGS_IN_MEMORY.bug
 def an_adopted_page_keeps_the_old_slot(patch: pytest.MonkeyPatch) -> None:
     def moved(self: Leasing, load: Load, slot: int) -> None:
         for lease, index in load.waiters:
@@ -117,6 +131,7 @@ def an_adopted_page_keeps_the_old_slot(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Leasing, "moved", moved)
 
 
+@BUGS_IN_MEMORY.bug
 def a_duplicate_is_not_freed(patch: pytest.MonkeyPatch) -> None:
     put = Sealing.put
 
@@ -126,6 +141,7 @@ def a_duplicate_is_not_freed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sealing, "put", leaky)
 
 
+@BUGS_ON_DISK.bug
 def parents_are_lost_at_reopen(patch: pytest.MonkeyPatch) -> None:
     load = Residency.load
 
@@ -135,10 +151,12 @@ def parents_are_lost_at_reopen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Residency, "load", orphaned)
 
 
+@BUGS_ON_DISK.bug
 def flush_does_not_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(store_module, "wait_settled", lambda *_, **__: None)
 
 
+@BUGS_IN_MEMORY.bug
 def release_ignores_its_event(patch: pytest.MonkeyPatch) -> None:
     release = PendingEvents.release
 
@@ -148,6 +166,7 @@ def release_ignores_its_event(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PendingEvents, "release", hasty)
 
 
+@BUGS_IN_MEMORY.bug
 def free_ignores_its_event(patch: pytest.MonkeyPatch) -> None:
     free = PendingEvents.free
 
@@ -157,6 +176,7 @@ def free_ignores_its_event(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PendingEvents, "free", hasty)
 
 
+@BUGS_IN_MEMORY.bug
 def a_page_is_copied_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
     put = Sealing.put
 
@@ -171,6 +191,7 @@ def a_page_is_copied_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PendingEvents, "_written", pages_of)
 
 
+@BUGS_ON_DISK.bug
 def erased_records_stay_on_disk(patch: pytest.MonkeyPatch) -> None:
     def silent(self: Traffic) -> None:
         self._residency.erased.clear()
@@ -178,6 +199,7 @@ def erased_records_stay_on_disk(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Traffic, "emit_erases", silent)
 
 
+@BUGS_IN_MEMORY.bug
 def a_dropped_page_is_still_listed(patch: pytest.MonkeyPatch) -> None:
     evict = Residency.evict
 
@@ -191,10 +213,12 @@ def a_dropped_page_is_still_listed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Residency, "evict", half)
 
 
+@BUGS_OF_SECRETS.bug
 def a_memory_only_page_is_stored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryOnly, "lowest_for", lambda self, key: self.lowest)
 
 
+@BUGS_OF_SECRETS.bug
 def a_page_is_memory_only_until_its_first_copy_goes(patch: pytest.MonkeyPatch) -> None:
     evict = Residency.evict
 
@@ -206,6 +230,7 @@ def a_page_is_memory_only_until_its_first_copy_goes(patch: pytest.MonkeyPatch) -
     patch.setattr(Residency, "evict", forgetful)
 
 
+@BUGS_OF_SECRETS.bug
 def a_put_without_it_leaves_the_pages_before_memory_only(patch: pytest.MonkeyPatch) -> None:
     def lift(self: MemoryOnly, limit: int) -> list[PageKey]:
         lifted = list(self._lifting)
@@ -217,14 +242,17 @@ def a_put_without_it_leaves_the_pages_before_memory_only(patch: pytest.MonkeyPat
     patch.setattr(invariants, "_check_memory_only", lambda _: None)
 
 
+@BUGS_OF_ADMISSION.bug
 def a_demoted_page_waits_for_admission(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Admitting, "insist", lambda self, keys: None)
 
 
+@BUGS_OF_ADMISSION.bug
 def a_flushed_page_waits_for_admission(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Admitting, "insist_on_all", lambda self: None)
 
 
+@BUGS_OF_ADMISSION.bug
 def an_admitted_page_leaves_those_before_it_refused(patch: pytest.MonkeyPatch) -> None:
     def lift(self: MemoryOnly, limit: int) -> list[PageKey]:
         lifted = list(self._lifting)
@@ -237,6 +265,7 @@ def an_admitted_page_leaves_those_before_it_refused(patch: pytest.MonkeyPatch) -
     patch.setattr(invariants, "_check_memory_only", lambda _: None)
 
 
+@BUGS_OF_SICK_DISKS.bug
 def a_late_slot_is_free_at_once(patch: pytest.MonkeyPatch) -> None:
     let_go = Residency._let_go
 
@@ -254,10 +283,12 @@ def a_late_slot_is_free_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Residency, "_let_go", tolerant)
 
 
+@BUGS_OF_SICK_DISKS.bug
 def a_late_page_is_waited_for(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Arrivals, "_late", lambda self, key, dst, slot: None)
 
 
+@BUGS_OF_SICK_DISKS.bug
 def a_late_page_gives_up_its_source(patch: pytest.MonkeyPatch) -> None:
     late, unpin = Arrivals._late, Arrivals._unpin
 
@@ -270,18 +301,22 @@ def a_late_page_gives_up_its_source(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Arrivals, "_late", early)
 
 
+@BUGS_OF_SICK_DISKS.bug
 def a_page_that_was_not_tried_loses_its_record(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(arrivals_module, "_UNTRIED", frozenset())
 
 
+@BUGS_OF_ENCODED_MEMORY.bug
 def pages_lose_more_than_the_codec_says(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pages, "STEADY", None)  # as if it lost something of these
 
 
+@BUGS_OF_ENCODED_MEMORY.bug
 def a_slot_keeps_what_it_held(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Packer, "pack", lambda self, page, slot: True)
 
 
+@BUGS_OF_ENCODED_MEMORY.bug
 def a_page_is_unpacked_once_too_often(patch: pytest.MonkeyPatch) -> None:
     unpack = Unpacker.unpack
 
@@ -292,53 +327,9 @@ def a_page_is_unpacked_once_too_often(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Unpacker, "unpack", twice)
 
 
+@BUGS_OF_ENCODED_MEMORY.bug
 def compressed_codes_are_taken_for_codes(patch: pytest.MonkeyPatch) -> None:
     def as_it_is(self: Spreader, payload: Any, out: Any) -> None:
         out[: payload.nbytes] = payload
 
     patch.setattr(Spreader, "decode", as_it_is)
-
-
-BUGS_OF_ENCODED_MEMORY: list[Plant] = [
-    pages_lose_more_than_the_codec_says,
-    a_slot_keeps_what_it_held,
-    a_page_is_unpacked_once_too_often,
-    compressed_codes_are_taken_for_codes,
-]
-
-BUGS_OF_SICK_DISKS: list[Plant] = [
-    a_late_slot_is_free_at_once,
-    a_late_page_is_waited_for,
-    a_late_page_gives_up_its_source,
-    a_page_that_was_not_tried_loses_its_record,
-]
-
-BUGS_IN_MEMORY: list[Plant] = [
-    abort_frees_at_once,
-    a_load_is_ready_when_it_is_submitted,
-    a_layer_is_ready_when_it_is_asked_for,
-    a_failed_page_is_served,
-    a_source_is_unpinned_at_submit,
-    a_lease_is_not_cut,
-    evict_forgets_a_tier,
-    an_adopted_page_keeps_the_old_slot,
-    a_duplicate_is_not_freed,
-    release_ignores_its_event,
-    free_ignores_its_event,
-    a_page_is_copied_before_it_is_written,
-    a_dropped_page_is_still_listed,
-]
-
-BUGS_ON_DISK: list[Plant] = [parents_are_lost_at_reopen, flush_does_not_wait, erased_records_stay_on_disk]
-
-BUGS_OF_SECRETS: list[Plant] = [
-    a_memory_only_page_is_stored,
-    a_page_is_memory_only_until_its_first_copy_goes,
-    a_put_without_it_leaves_the_pages_before_memory_only,
-]
-
-BUGS_OF_ADMISSION: list[Plant] = [
-    a_demoted_page_waits_for_admission,
-    a_flushed_page_waits_for_admission,
-    an_admitted_page_leaves_those_before_it_refused,
-]

@@ -18,11 +18,11 @@ from tests.store.planted import (
     BUGS_OF_SECRETS,
     BUGS_OF_SICK_DISKS,
     BUGS_ON_DISK,
-    Plant,
 )
 from tests.store.secret_machine import SecretMachine
 from tests.store.sick_machine import SickMachine
 from tests.support import pages
+from tests.support.planting import Plant, require_noticed
 
 QUIET = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
@@ -126,7 +126,6 @@ def test_a_planted_bug_is_found(
         monkeypatch.setattr(pages, "STEADY", "int8")
     plant(monkeypatch)
     try:
-        with pytest.raises(BaseException):  # noqa: B017, PT011  whatever the bug breaks
-            run_state_machine_as_test(machine, settings=HUNT)
+        require_noticed(machine, HUNT)
     finally:
         logging.disable(logging.NOTSET)
