@@ -37,6 +37,8 @@ def test_bench_core_tells_every_figure_and_leaves_nothing_behind(tmp_path: Path)
         "restore of 40 pages: first layer",
         "restore of 40 pages: release",
         "restore of 40 pages, int8: kernels",
+        "vLLM's scheduler, 40 blocks in its own cache",
+        "vLLM's scheduler, 40 blocks restored, in all",
         "lock hold",
         "memory of a page",
         "open with 500 records",

@@ -170,3 +170,37 @@ def test_a_request_with_more_pages_on_disk_than_memory_has_room_for_does_not_wai
     assert engine.taken == 8
     assert engine.answers[name] == engine.answers["r1"]
     engine.close()
+
+
+class Looked:
+    """A pool of the engine's blocks that knows how often it was asked."""
+
+    def __init__(self, held: set[bytes]) -> None:
+        self.held = held
+        self.asked = 0
+
+    def get_cached_block(self, block_hash: bytes, groups: list[int]) -> list[int] | None:
+        self.asked += 1
+        return [1] if block_hash in self.held and groups == [0] else None
+
+
+@pytest.mark.parametrize("local", [0, 1, 700, 4095, 4096])
+def test_what_the_engine_holds_of_a_long_prompt_is_found_in_a_few_looks(tmp_path: Path, local: int) -> None:
+    engine = Engine({**HOST, "nvme": {"path": tmp_path, "capacity": 1 << 20}})
+    hashes = [bytes([i % 256, i // 256]) * 16 for i in range(4096)]
+    pool = Looked(set(hashes[:local]))
+    engine.scheduler.bind_gpu_block_pool(pool)
+    request = SimpleNamespace(request_id="long", block_hashes=hashes, num_tokens=2 * 4096)
+    assert engine.scheduler._local(request) == 2 * local
+    assert pool.asked <= 13
+    engine.close()
+
+
+def test_without_a_disk_nobody_looks_what_the_engine_holds() -> None:
+    engine = Engine(HOST)
+    pool = Looked(set())
+    engine.scheduler.bind_gpu_block_pool(pool)
+    engine.add(DOCUMENT, 2)
+    engine.run()
+    assert pool.asked == 0
+    engine.close()

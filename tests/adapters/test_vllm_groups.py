@@ -87,6 +87,14 @@ def test_what_a_window_has_given_back_is_neither_loaded_nor_missed() -> None:
     assert [key for _, key, _ in pages] == [chains[0].at(1), chains[1].at(3)]
 
 
+def test_a_table_that_lacks_a_block_that_is_to_be_loaded_is_refused() -> None:
+    groups = Groups((Group(0, 4, 2),))
+    chains = groups.chains(HASHES, NAMES[:1])
+    assert [block for _, _, block in into(groups, chains, [[11, 12, 13]], 4, 8)] == [12]
+    with pytest.raises(ValueError, match="shorter"):
+        into(groups, chains, [[11]], 4, 8)
+
+
 @dataclass
 class UniformTypeKVCacheSpecs:
     block_size: int

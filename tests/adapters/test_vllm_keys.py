@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from tests.adapters import vllm_stub as stub
+from tierstore.adapters.vllm import keys as keys_module
 from tierstore.adapters.vllm.identity import identity, weights_digest
-from tierstore.adapters.vllm.keys import KeyChain, namespace
+from tierstore.adapters.vllm.keys import KeyChain, namespace, page_keys
+from tierstore.types import PageKey
 
 
 class Hashes:
@@ -40,6 +44,40 @@ def test_equal_hashes_of_two_models_have_no_key_in_common() -> None:
     # F010
     one, other = (KeyChain(Hashes(4), namespace(name)).first(4) for name in ("a", "b"))
     assert not set(one) & set(other)
+
+
+@pytest.mark.parametrize("nbytes", [16, 32, 33])
+def test_a_blocks_key_is_the_same_whatever_it_is_made_together_with(nbytes: int) -> None:
+    hashes = [bytes([i]) * nbytes for i in range(5)]
+    name = namespace("model")
+    together = page_keys(name, hashes)
+    assert together == [key for one in hashes for key in page_keys(name, [one])]
+    assert len(set(together)) == len(hashes)
+    assert {len(key) for key in together} == {36}
+    assert not set(together) & set(page_keys(namespace("other"), hashes))
+
+
+def test_hashes_of_another_length_among_them_change_no_length_and_meet_no_other() -> None:
+    found = page_keys(namespace("m"), [bytes(32), bytes(31), bytes(33), b"a"])
+    assert {len(key) for key in found} == {36}
+    assert len(set(found)) == 4
+
+
+def test_each_hash_of_a_request_is_made_a_key_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bytes] = []
+
+    def counted(name: bytes, hashes: Sequence[bytes]) -> list[PageKey]:
+        made.extend(hashes)
+        return page_keys(name, hashes)
+
+    monkeypatch.setattr(keys_module, "page_keys", counted)
+    request = Hashes(6)
+    chain = KeyChain(request, namespace("m"), 2)
+    for blocks in (1, 0, 9, 3, 9):
+        chain.first(blocks)
+    request.block_hashes += [b"x" * 32, b"y" * 32]
+    assert chain.at(3) is not None
+    assert made == request.block_hashes[1::2]
 
 
 def test_everything_that_changes_kv_changes_the_identity() -> None:

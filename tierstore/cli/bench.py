@@ -48,11 +48,12 @@ def core(
 ) -> None:
     """The metadata core: time and memory a page, the longest hold of the lock, reopening a large catalogue.
 
-    And what the host does for a restore from HOST, its pages as they are and as int8, while a link would carry them.
+    And what the host does for a restore from HOST, its pages as they are and as int8, while a link would carry them;
+    and what the vLLM connector takes of the scheduler's time for as many blocks.
 
     Takes about two minutes at full size. Needs free disk space for the catalogue's nominal tier, which stays sparse.
     """
-    from tierstore.bench import catalogue, restore, rows, running, tables
+    from tierstore.bench import catalogue, restore, rows, running, scheduler, tables
 
     found: list[Row] = []
     with refusals(as_json):
@@ -63,6 +64,8 @@ def core(
         found += running.calls(pages)
         progress.print(f"a restore of {restored} pages without a card")
         found += restore.rows(restored, 16, "none") + restore.rows(restored, 16, "int8")
+        progress.print(f"vLLM's scheduler with {restored} blocks")
+        found += scheduler.scheduler_rows(restored)
         progress.print(f"holds of the lock while {put_pages} pages move")
         found += running.lock_holds(put_pages, Path(folder) / "held")
         progress.print(f"memory of {records} pages")

@@ -58,9 +58,9 @@ class Ahead:
         It is expected to start now, and so after all that came before, unless ``told`` says something else. What
         host memory has no room for besides its other pages is not waited for: it never comes.
         """
-        found = self._store.match(keys)
-        end = min(found.num_pages, local + self._room)
-        if Tier.NVME not in found.tiers[local:end]:
+        found = self._store.match(keys[local:])
+        end = local + min(found.num_pages, self._room)
+        if Tier.NVME not in found.tiers[: self._room]:
             return
         hint = Hint(
             request_id,

@@ -5,7 +5,7 @@ Tested with vLLM 0.32; vLLM calls its connectors' interface experimental.
 
 from __future__ import annotations
 
-from itertools import takewhile
+from bisect import bisect_left
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -120,7 +120,8 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         """A request was queued: what only the disk holds of it starts to come up."""
-        self._scheduler.arrived(request, 0 if self._pool is None else self._local(request))
+        looks = self._scheduler.looks_ahead and self._pool is not None
+        self._scheduler.arrived(request, self._local(request) if looks else 0)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded, beside the running steps; None: ask again, pages come up from disk."""
@@ -296,11 +297,20 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _local(self, request: Any) -> int:
-        """Tokens of the request that the engine holds now, as the first group of full attention has it."""
-        group = self._groups.spine or self._groups.all[0]
+        """Tokens of the request that the engine holds now, as the first group of full attention has it.
+
+        vLLM reuses a prompt's last blocks first, so its end is looked for by halves: where a block before it is gone
+        all the same, pages behind that one come up only when they are asked for. Windows alone count as nothing.
+        """
+        group = self._groups.spine
+        if group is None:
+            return 0
         hashes = request.block_hashes[group.stride - 1 :: group.stride]
-        cached = (self._pool.get_cached_block(block_hash, [group.number]) for block_hash in hashes)
-        return sum(1 for _ in takewhile(bool, cached)) * group.block_size
+
+        def gone(block_hash: bytes) -> bool:
+            return not self._pool.get_cached_block(block_hash, [group.number])
+
+        return bisect_left(hashes, True, key=gone) * group.block_size
 
     @property
     def _world_size(self) -> int:

@@ -1,13 +1,17 @@
-"""Page keys out of vLLM's block hashes: a digest of the namespace and of the hash, which covers the whole prefix.
+"""Page keys out of vLLM's block hashes: the namespace and the hash, which covers the whole prefix, made one.
 
 A block hash covers tokens, LoRA name and path, cache salt and multimodal items (vLLM's ``hash_block_tokens``); not the
-model, its dtype or how it is spread over ranks: these are the namespace.
+model, its dtype or how it is spread over ranks: these are the namespace. A prompt of 131,072 tokens has 8,192 of them
+to look up before its first token: keys are made all at once.
 """
 
 from __future__ import annotations
 
 from hashlib import blake2b
+from struct import iter_unpack
 from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 from tierstore.types import PageKey
 
@@ -15,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _SUFFIX = bytes(4)
+_HASH_NBYTES = 32
+_KEY_NBYTES = _HASH_NBYTES + len(_SUFFIX)
 
 
 class Hashed(Protocol):
@@ -45,9 +51,9 @@ class KeyChain:
 
     def _grown(self, blocks: int) -> int:
         hashes, stride = self._request.block_hashes, self._stride
-        end = min(blocks, len(hashes) // stride)
-        for i in range(len(self._keys), end):
-            self._keys.append(page_key(self._namespace, hashes[(i + 1) * stride - 1]))
+        start, end = len(self._keys), min(blocks, len(hashes) // stride)
+        if start < end:
+            self._keys += page_keys(self._namespace, hashes[(start + 1) * stride - 1 : end * stride : stride])
         return end
 
 
@@ -58,6 +64,18 @@ def namespace(identity: str) -> bytes:
     ).digest()
 
 
-def page_key(namespace: bytes, block_hash: bytes) -> PageKey:
-    """The key of a block."""
-    return PageKey(blake2b(block_hash, key=namespace, digest_size=32).digest() + _SUFFIX)
+def page_keys(namespace: bytes, hashes: Sequence[bytes]) -> list[PageKey]:
+    """The key of each block, equal only for equal namespace and hash.
+
+    Hashes of 32 bytes, vLLM's SHA-256, are digests already: the namespace, a digest too, is laid over them, bit by
+    bit. Who wanted two keys of different namespaces to meet would have to find hashes that differ by exactly that.
+    Others are digested.
+    """
+    if set(map(len, hashes)) != {_HASH_NBYTES}:
+        return [
+            PageKey(blake2b(h, key=namespace, digest_size=_HASH_NBYTES).digest() + _SUFFIX) for h in hashes
+        ]
+    keys = np.zeros((len(hashes), _KEY_NBYTES), dtype=np.uint8)
+    joined = np.frombuffer(b"".join(hashes), dtype=np.uint8).reshape(-1, _HASH_NBYTES)
+    np.bitwise_xor(joined, np.frombuffer(namespace, dtype=np.uint8), out=keys[:, :_HASH_NBYTES])
+    return [PageKey(key) for (key,) in iter_unpack(f"{_KEY_NBYTES}s", keys.tobytes())]

@@ -110,10 +110,11 @@ def into(
     found: list[tuple[int, int, PageKey, int]] = []
     for group, chain, table in zip(groups.all, chains, tables, strict=True):
         size = group.block_size
-        first, keys = start // size, chain.first(end // size)
-        for number in range(first, len(keys)):
-            if not (group.partial and table[number] == NULL_BLOCK):
-                found.append(((number + 1) * size, number * size, keys[number], table[number]))
+        first, last = start // size, end // size
+        begins = range(first * size, last * size, size)
+        ends = range(begins.start + size, begins.stop + size, size)
+        pages = zip(ends, begins, chain.first(last)[first:], table[first:last], strict=True)
+        found += (page for page in pages if page[3] != NULL_BLOCK) if group.partial else pages
     if len(groups.all) > 1:
         found.sort(key=lambda page: page[0])
     return [(begin, key, block) for _, begin, key, block in found]

@@ -100,6 +100,11 @@ class SchedulerHalf:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether it counts what of a queued request the engine holds."""
+        return self._ahead is not None
+
     def arrived(self, request: Request, local: int = 0) -> None:
         """A request was queued, of which the engine holds the first ``local`` tokens now.
 
@@ -111,7 +116,8 @@ class SchedulerHalf:
         chains, told = self.groups.chains(request, self._namespaces), told_of(request)
         known = Known(request, chains, collected=[0] * len(chains), told=told)
         self._known[request.request_id] = known
-        self._afterwards.waits(request.request_id, told, known.keys)
+        if told.after is not None:
+            self._afterwards.waits(request.request_id, told, known.keys)
         if self._ahead is not None and self._offers is not None:
             self._ahead.want(request.request_id, *self._offers.wanted(known, local), told)
 
@@ -159,7 +165,7 @@ class SchedulerHalf:
         del self._known[request_id]
         if self._ahead is not None:
             self._ahead.over(request_id)
-        if self._afterwards is not None:
+        if self._afterwards is not None and known.told.after is not None:
             self._afterwards.ended(request_id, known.told, known.keys)
 
     # -- steps --------------------------------------------------------------------------------------------------

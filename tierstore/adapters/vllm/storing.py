@@ -47,8 +47,9 @@ class Storing:
 
     def reused(self, blocks: Iterable[int]) -> tuple[int, ...]:
         """These blocks have a new owner. Those out of which copies are under way: they must end before it writes."""
-        for block in (fresh := set(blocks)):
-            self._collected.pop(block, None)
+        fresh = set(blocks)
+        for block in fresh & self._collected.keys():
+            del self._collected[block]
         held = sorted(fresh & self.busy)
         if not held:
             return ()
