@@ -316,6 +316,8 @@ def test_a_restore_slower_than_an_old_plain_run_is_measured_again_beside_a_new_o
         assert times.again >= 1
         assert times.recompute_s > 0
         assert measured(session, store, ids, answer, replace(impossible, ttft_s=1e9)).again == 0
+        little = replace(answer, reused_tokens=SMALL.page_size)
+        assert measured(session, store, ids, little, impossible) == (answer.ttft_s, 0.0, 0)
 
 
 @pytest.mark.parametrize(("codec", "host"), [("int8", "none"), ("int8+zstd", "int8")])

@@ -110,9 +110,12 @@ def measured(
 ) -> Times:
     """Both times to the first token; again, one right after the other, while the restore from NVMe seems slower.
 
-    The plain run is minutes old: another process may have taken the machine since. A slow restore stays slow.
+    The plain run is minutes old: another process may have taken the machine since. A slow restore stays slow, and so
+    does an answer that computed most of its prompt.
     """
     times = Times(answer.ttft_s, plain.ttft_s, 0)
+    if 2 * answer.reused_tokens < len(ids):
+        return times
     while answer.tier is Tier.NVME and times.restore_s >= times.recompute_s and times.again < MEASURED_AGAIN:
         store.demote(store.keys(ids), Tier.NVME)
         store.drain(120.0)

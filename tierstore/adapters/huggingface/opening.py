@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from time import monotonic
 
 from tierstore.adapters.huggingface.arrival import Arrival
 from tierstore.adapters.huggingface.terms import Terms
@@ -16,6 +17,9 @@ from tierstore.types import LeaseState, PageKey, Tier
 
 ROLLBACK = 64
 """Tokens that are kept behind a window, so that a rollback (rejected drafts) finds what it needs."""
+
+_LOOK_S, _MOST_S = 0.1, 1.0
+"""Seconds that a prompt waits for room in HBM: without getting any, and in all."""
 
 
 class SharedLease:
@@ -132,7 +136,9 @@ def _hold(terms: Terms, keys: Sequence[PageKey], page_size: int) -> tuple[Lease,
     count = len(keys) if terms.window is None else len(found)
     while count:
         first = first_needed(terms, count * page_size, page_size)
-        lease = store.acquire(keys[first:count], deadline_s=terms.deadline_s, exact=terms.exact)
+        lease = _with_room(
+            terms, store.acquire(keys[first:count], deadline_s=terms.deadline_s, exact=terms.exact)
+        )
         if not _comes(terms, lease):
             lease.release()
             break
@@ -145,6 +151,21 @@ def _hold(terms: Terms, keys: Sequence[PageKey], page_size: int) -> tuple[Lease,
         count = first + len(slots) if slots else 0
         lease.release()
     return store.acquire([], exact=terms.exact), [], []
+
+
+def _with_room(terms: Terms, lease: Lease) -> Lease:
+    """The lease, or one that covers more: HBM that is full of pages which are being saved has room a moment later.
+
+    It asks again as long as each look brings more, and holds what it has meanwhile.
+    """
+    store, grows = terms.store, terms.deadline_s is None
+    until = monotonic() + min(_MOST_S, terms.timeout_s)
+    while grows and lease.missing_because == "no_room" and monotonic() < until:
+        store.drain(_LOOK_S)
+        before, lease = lease, store.acquire(lease.keys, exact=terms.exact)
+        before.release()
+        grows = lease.num_pages > before.num_pages
+    return lease
 
 
 def _comes(terms: Terms, lease: Lease) -> bool:
