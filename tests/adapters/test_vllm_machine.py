@@ -13,7 +13,7 @@ from tests.support.planting import SEARCH, Plant, require_noticed
 
 logging.getLogger("tierstore.adapters.vllm.versions").setLevel(logging.ERROR)
 
-FEWER = settings(SEARCH, max_examples=400, stateful_step_count=40)
+FEWER = settings(SEARCH, max_examples=2000, stateful_step_count=40)
 
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
