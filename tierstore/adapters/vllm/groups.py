@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tierstore.adapters.vllm import versions
 from tierstore.adapters.vllm.keys import KeyChain, namespace
 from tierstore.errors import ConfigError
 
@@ -110,24 +111,19 @@ def groups_of(kv_cache_config: Any) -> Groups:
     """The groups of vLLM's ``KVCacheConfig``; ConfigError naming the layers of a kind that is not served."""
     found = kv_cache_config.kv_cache_groups
     sizes = [group.kv_cache_spec.block_size for group in found]
-    hash_size = getattr(kv_cache_config, "hash_block_size", None) or math.gcd(*sizes)
+    hash_size = versions.hash_block_size(kv_cache_config) or math.gcd(*sizes)
     return Groups(tuple(_group(number, group, hash_size) for number, group in enumerate(found)))
 
 
 def _group(number: int, group: Any, hash_size: int) -> Group:
     spec = group.kv_cache_spec
-    layers = tuple(getattr(group, "layer_names", ()))
+    layers = tuple(group.layer_names)
     size: int = spec.block_size
-    windows = {_sight(inner, layers) for inner in _inner(spec)}
-    if len(windows) != 1 or not getattr(group, "enable_kv_transfer", True):
+    windows = {_sight(each, layers) for each in versions.layer_specs(spec)}
+    if len(windows) != 1 or not versions.is_transferred(group):
         raise _not_served(spec, layers)
     ((window, chunk),) = windows
     return Group(number, size, size // hash_size, window, chunk, layers)
-
-
-def _inner(spec: Any) -> list[Any]:
-    """The specs of a group's layers, where they differ."""
-    return list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
 
 
 def _sight(spec: Any, layers: tuple[str, ...]) -> tuple[int | None, int | None]:
@@ -137,7 +133,7 @@ def _sight(spec: Any, layers: tuple[str, ...]) -> tuple[int | None, int | None]:
     if kind in _FULL:
         return None, None
     if kind == _WINDOW:
-        return spec.sliding_window + getattr(spec, "extra_retained_tokens", 0), None
+        return versions.sliding_window(spec), None
     if kind == _CHUNK:
         return None, spec.attention_chunk_size
     raise _not_served(spec, layers)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
+from tierstore.adapters.vllm import versions
 from tierstore.types import Hint
 
 if TYPE_CHECKING:
@@ -54,9 +55,8 @@ NOTHING = Told()
 
 def told_of(request: object) -> Told:
     """What came with a request of vLLM; of actions of one kind the last counts."""
-    envelope = getattr(request, "kv_hints", None)
     told = NOTHING
-    for action in () if envelope is None else envelope.actions:
+    for action in versions.hint_actions(request):
         if action.action_type.startswith(PREFIX):
             try:
                 told = _with(told, action)

@@ -64,6 +64,34 @@ def hashes_last() -> bool:
     return fixed is not None or "PYTHONHASHSEED" in os.environ
 
 
+def hash_block_size(kv_cache_config: Any) -> int | None:
+    """Tokens of a block hash; None where vLLM does not say, as 0.26."""
+    size: int | None = getattr(kv_cache_config, "hash_block_size", None)
+    return size
+
+
+def is_transferred(group: Any) -> bool:
+    """Whether what a KV group holds is to be stored and loaded. vLLM 0.26 has no other groups."""
+    return bool(getattr(group, "enable_kv_transfer", True))
+
+
+def layer_specs(spec: Any) -> list[Any]:
+    """The specs of a group's layers: one, or one a layer where they differ (``UniformTypeKVCacheSpecs``)."""
+    return list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
+
+
+def sliding_window(spec: Any) -> int:
+    """Tokens that a token sees and those that vLLM keeps beyond. 0.26 keeps none."""
+    window: int = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
+    return window
+
+
+def hint_actions(request: Any) -> Iterable[Any]:
+    """The actions of the envelope that came with a request. vLLM 0.26 has no such envelopes."""
+    envelope = getattr(request, "kv_hints", None)
+    return () if envelope is None else envelope.actions  # type: ignore[no-any-return]
+
+
 def connectors_here() -> list[Any]:
     """The workers' connectors of this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
