@@ -142,6 +142,14 @@ def test_layers_that_keep_their_kv_otherwise_are_refused_by_name(spec: Any) -> N
         groups_out_of(stub.FullAttentionSpec(2), spec)
 
 
+def test_a_group_that_vllm_does_not_have_moved_is_refused() -> None:
+    config = stub.kv_cache_config(9, stub.FullAttentionSpec(2), stub.FullAttentionSpec(2))
+    assert len(groups_of(config).all) == 2
+    config.kv_cache_groups[1].enable_kv_transfer = False  # a copy that vLLM makes itself
+    with pytest.raises(ConfigError, match=r"group\.1 keep their KV as FullAttentionSpec; allowed"):
+        groups_of(config)
+
+
 def test_no_group_has_a_key_of_another_and_one_alone_has_those_of_its_model() -> None:
     two, alone = Groups((Group(0, 2), Group(1, 2, window=3))), Groups((Group(0, 2),))
     other = Groups((Group(0, 2), Group(1, 2, window=5)))
