@@ -20,7 +20,7 @@ from tierstore.fitting import (
     owns_hbm,
     slots_of,
 )
-from tierstore.gpu.device import CpuDevice, open_device, pinner
+from tierstore.gpu.device import Between, CpuDevice, open_device, pinner
 from tierstore.gpu.pool import CpuPool
 from tierstore.host.arena import HostArena
 from tierstore.host.pinning import FIRST_NBYTES
@@ -114,7 +114,7 @@ def assemble(config: StoreConfig, layout: PageLayout, wake: Callable[[], None]) 
     if nvme is not None:
         metrics.watch_disk(lambda: nvme.state)
     directory = make_directory(config, layout, pool, arena, nvme, metrics)
-    mover = _mover(layout, device, pool, arena, nvme, wake)
+    mover = _mover(device, pool, arena, nvme, wake)
     return Parts(layout, device, pool, arena, nvme, directory, mover, metrics)
 
 
@@ -145,7 +145,6 @@ def make_directory(
 
 
 def _mover(
-    layout: PageLayout,
     device: HbmDevice,
     pool: OwnPool | None,
     arena: HostArena | None,
@@ -157,7 +156,7 @@ def _mover(
         memory[Tier.HBM] = pool
     if arena is not None:
         memory[Tier.HOST] = arena
-    copies = device.open_copies(pool, arena, layout, wake) if pool and arena else None
+    copies = device.open_copies(Between(pool, arena, wake)) if pool and arena else None
     return Mover(memory, copies, nvme)
 
 

@@ -12,6 +12,7 @@ from tierstore.arguments import require_flag, require_time, seconds_to_wait, who
 from tierstore.assembly import Parts, assemble, loss_class
 from tierstore.config import StoreConfig
 from tierstore.errors import ConfigError
+from tierstore.gpu.device import Between
 from tierstore.holding import Holding
 from tierstore.keys import namespace, page_keys
 from tierstore.layout import PageLayout
@@ -387,17 +388,17 @@ class TierStore:
     def register(self, *pages: EnginePages) -> None:
         """The engine's tensors, one EnginePages a KV group. ConfigError unless an engine owns HBM and they fit."""
         self._progress.advance()
-        if self._directory.owns_hbm or self._parts.arena is None:
+        parts = self._parts
+        if self._directory.owns_hbm or parts.arena is None:
             raise ConfigError("register: HBM belongs to the store; allowed with hbm.owner: engine")
         if self._directory.outgoing.num_slots:
             raise ConfigError("register: the engine's pages are registered already; allowed: once a store")
-        parts = self._parts
         pool = parts.device.register(parts.layout, pages)
         capacity = None if self._config.hbm is None else self._config.hbm.capacity
         nbytes = pool.num_slots * parts.layout.page_nbytes
         if capacity is not None and nbytes > capacity:
             raise ConfigError(f"the engine's pages hold {nbytes} bytes; allowed by hbm.capacity: {capacity}")
-        self._mover.attach(parts.device.open_copies(pool, self._parts.arena, parts.layout, self._wake))
+        self._mover.attach(parts.device.open_copies(Between(pool, parts.arena, self._wake)))
         self._directory.outgoing.num_slots = pool.num_slots
 
     def check(self) -> None:

@@ -20,7 +20,7 @@ from tierstore.bench.link import Ends, device_of, locked_arena, settle
 from tierstore.codecs import LOSSY
 from tierstore.codecs.places import Places
 from tierstore.errors import ConfigError
-from tierstore.gpu.device import open_device
+from tierstore.gpu.device import Between, open_device
 from tierstore.gpu.pool import GroupedPages
 from tierstore.layout import PageLayout
 from tierstore.types import PageSpec, Tier
@@ -74,7 +74,7 @@ class _Side(Ends):
         assert not isinstance(pool.pages, GroupedPages)
         self.pages = pool.pages
         arena = locked_arena(name, layout, num_pages, codec)
-        copies = device.open_copies(pool, arena, layout, lambda: None)
+        copies = device.open_copies(Between(pool, arena, lambda: None))
         super().__init__(device_of(name), arena, copies, layout.page_nbytes)
         self.path = str(device.stats()["copies"])
         chance = np.random.default_rng(0)

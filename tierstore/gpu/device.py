@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -74,6 +75,25 @@ class Host(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Slots of HBM and the host's, between which pages are copied. ``wake``: called when a thread's copy has ended.
+
+    ``most_groups``: layer groups that loads go in at most; 1 where nobody waits for a layer: fewer pieces for the
+    driver, and pages that end one by one.
+    """
+
+    pool: OwnPool | EnginePool
+    host: Host
+    wake: Callable[[], None]
+    most_groups: int = MOST_GROUPS
+
+    @property
+    def layout(self) -> PageLayout:
+        """Of the pages."""
+        return self.host.held.layout
+
+
 class HbmDevice(Protocol):
     """A device that HBM pages are on."""
 
@@ -89,16 +109,8 @@ class HbmDevice(Protocol):
         """An engine's tensors. ConfigError unless they are on this device and fit."""
         ...
 
-    def open_copies(
-        self,
-        pool: OwnPool | EnginePool,
-        host: Host,
-        layout: PageLayout,
-        wake: Callable[[], None],
-        most_groups: int = MOST_GROUPS,
-    ) -> CopyEngine:
-        """The copy engine between these slots and the host's. ``most_groups``: layer groups that loads go in at most; 1
-        where nobody waits for a layer: fewer pieces for the driver, and pages that end one by one."""
+    def open_copies(self, between: Between) -> CopyEngine:
+        """The copy engine that copies either way."""
         ...
 
     def last_use(self, after: Event | None) -> Event | None:
@@ -130,18 +142,11 @@ class CpuDevice:
         _require_on(torch.device("cpu"), pages)
         return EnginePool(layout, pages)
 
-    def open_copies(
-        self,
-        pool: OwnPool | EnginePool,
-        host: Host,
-        layout: PageLayout,
-        wake: Callable[[], None],
-        most_groups: int = MOST_GROUPS,
-    ) -> CopyEngine:
+    def open_copies(self, between: Between) -> CopyEngine:
         """A thread a direction."""
-        layers = None if host.held.encoded else _by_threads(layout, most_groups)
+        layers = None if between.host.held.encoded else _by_threads(between)
         self._groups = 1 if layers is None else len(layers)
-        return CpuCopyEngine(pool, host, layout.page_nbytes, wake, host.held, layers)
+        return _threads(between, layers)
 
     def last_use(self, after: Event | None) -> Event | None:
         """What the caller says: work on the CPU has ended when the call is made."""
@@ -183,25 +188,18 @@ class CudaDevice:
         _require_on(self._device, pages)
         return EnginePool(layout, pages)
 
-    def open_copies(
-        self,
-        pool: OwnPool | EnginePool,
-        host: Host,
-        layout: PageLayout,
-        wake: Callable[[], None],
-        most_groups: int = MOST_GROUPS,
-    ) -> CopyEngine:
+    def open_copies(self, between: Between) -> CopyEngine:
         """DMA where the host slots are page-locked and the driver can be called, threads elsewhere.
 
         Pages that host memory holds encoded are coded on the card, by the threads where it cannot.
         """
-        by_threads = _by_threads(layout, most_groups)
-        threads = CpuCopyEngine(pool, host, layout.page_nbytes, wake, host.held, by_threads)
+        pool, host = between.pool, between.host
+        threads = _threads(between, _by_threads(between))
         if self._driver is None or not (host.pinning or host.pinned_slots > 0):
             missing = "cuda-bindings is missing" if self._driver is None else "host memory is not page-locked"
             self._copies = f"threads, as {missing}"
             return threads
-        route = self._route(pool, host.held, self._driver, most_groups)
+        route = self._route(between, self._driver)
         if isinstance(route, str):
             self._copies = f"threads, as {route}"
             return threads
@@ -212,7 +210,8 @@ class CudaDevice:
                 tensor.record_stream(stream)  # should the store be dropped with copies on their way
         self._copies = f"{route.name}, {self._driver.call}"
         self._batches = route.batches if isinstance(route, Choice) else {}
-        return CudaCopyEngine(route, host, layout.page_nbytes, streams, threads, wake=wake)
+        nbytes = between.layout.page_nbytes
+        return CudaCopyEngine(route, host, nbytes, streams, threads, wake=between.wake)
 
     def last_use(self, after: Event | None) -> Event | None:
         """None on an idle stream; else an event recorded there."""
@@ -235,8 +234,9 @@ class CudaDevice:
             "batches": dict(self._batches),
         }
 
-    def _route(self, pool: OwnPool | EnginePool, held: Held, driver: Driver, most_groups: int) -> Route | str:
+    def _route(self, between: Between, driver: Driver) -> Route | str:
         """Or why there is none."""
+        pool, held, most_groups = between.pool, between.host.held, between.most_groups
         if held.encoded:
             return coded(pool, held, driver, self._device)
         if isinstance(pool, CudaPool):
@@ -294,8 +294,13 @@ def _require_on(device: torch.device, pages: tuple[EnginePages, ...]) -> None:
         )
 
 
-def _by_threads(layout: PageLayout, most: int) -> LayerGroups:
-    return LayerGroups.of(layout, most, SMALLEST_BY_THREADS)
+def _by_threads(between: Between) -> LayerGroups:
+    return LayerGroups.of(between.layout, between.most_groups, SMALLEST_BY_THREADS)
+
+
+def _threads(between: Between, layers: LayerGroups | None) -> CpuCopyEngine:
+    host = between.host
+    return CpuCopyEngine(between.pool, host, between.layout.page_nbytes, between.wake, host.held, layers)
 
 
 def _tensors(pool: OwnPool | EnginePool) -> list[torch.Tensor]:

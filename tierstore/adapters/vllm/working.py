@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from tierstore.adapters.vllm.feed import Feed
 from tierstore.adapters.vllm.messages import Catalogue, Hello, Orders, Report
 from tierstore.assembly import assemble
+from tierstore.gpu.device import Between
 from tierstore.layout import PageLayout
 from tierstore.types import Erase, PageKey, Tier, Transfer
 from tierstore.wakeup import Wakeup
@@ -49,7 +50,7 @@ class WorkerHalf:
         self._wakeup = wakeup
         pool = parts.device.register(parts.layout, (geometry.pages,))
         # A request waits for all of its pages: none is cut by layers.
-        copies = parts.device.open_copies(pool, parts.arena, parts.layout, wakeup.bump, most_groups=1)
+        copies = parts.device.open_copies(Between(pool, parts.arena, wakeup.bump, most_groups=1))
         parts.mover.attach(copies)
         self._rank = rank
         self._shard = geometry.spec.shard.to_bytes(2, "big")
