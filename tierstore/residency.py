@@ -265,7 +265,8 @@ class Residency:
             for tier, table in self._order:
                 copy = table.copies.get(key)
                 if copy is not None:
-                    self._settling.rerank(key, tier, table, copy, table.policy.touch(key, copy.rank))
+                    rank = self._settling.rank_after_use(key, table, copy)
+                    self._settling.rerank(key, tier, table, copy, rank)
         for tier, table in self._order:
             self._settling.give_up_places(tier, table)
 
@@ -275,15 +276,15 @@ class Residency:
         ``priority``: of those that are wanted. Copies that they get later are wanted as well, until ``end_retention``.
         """
         for key in keys:
-            if wanted:
-                self._settling.retained[key] = priority
-            else:
+            if not wanted:
                 self._settling.retained.pop(key, None)
+                self._settling.put_first(key)
+                continue
+            self._settling.retained[key] = priority
             for tier, table in self._order:
                 copy = table.copies.get(key)
                 if copy is not None:
-                    rank = table.policy.retained(priority) if wanted else table.policy.unwanted()
-                    self._settling.rerank(key, tier, table, copy, rank)
+                    self._settling.rerank(key, tier, table, copy, table.policy.retained(priority))
 
     def rerank(self, key: PageKey, tier: Tier, rank: int) -> None:
         """Gives one copy another place in its tier's victim order."""
@@ -356,13 +357,16 @@ class Residency:
         return lifted
 
     def demote_orphans(self, limit: int) -> int:
-        """Puts up to ``limit`` unreachable pages before all others in the victim order; how many are left."""
+        """Puts up to ``limit`` unreachable pages before all others in the victim order; how many are left.
+
+        Retained ones too, which are retained again once they are used.
+        """
         for _ in range(min(limit, len(self.orphans))):
             key = self.orphans.popleft()
             parent = self.lineage.parent(key)
             if parent is None or (self.where(parent) is not None and not self._settling.unwanted(parent)):
                 continue
-            self.set_wanted((key,), wanted=False)
+            self._settling.put_first(key)
             self.orphans.extend(self.lineage.children(key))
         return len(self.orphans)
 

@@ -116,14 +116,14 @@ class Runs:
         """As ``touch`` of the pages and ``unpin`` of each in ``tier``, last ones first."""
         # Fastest first: where a copy waits depends on the pins of those above.
         order = [(other, each, each.copies, each.policy.touch) for other, each in self._tables.items()]
-        table, settle = self._tables[tier], self._settling.settle
+        table, settle, after_use = self._tables[tier], self._settling.settle, self._settling.rank_after_use
         for key, slot in zip(reversed(keys), reversed(slots), strict=True):
             alive = False
             for other, each, copies, touch in order:
                 copy = copies.get(key)
                 if copy is None:
                     continue
-                rank = touch(key, copy.rank)
+                rank = touch(key, copy.rank) if copy.rank >= 0 else after_use(key, each, copy)
                 if rank != copy.rank:
                     each.withdraw(copy)
                     copy.rank = rank

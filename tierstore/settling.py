@@ -48,6 +48,18 @@ class Settling:
             if priority is not None:
                 self.rerank(key, tier, table, table.copies[key], table.policy.retained(priority))
 
+    def put_first(self, key: PageKey) -> None:
+        """The page waits before all normal ones, in every tier."""
+        for tier, table in self._order:
+            copy = table.copies.get(key)
+            if copy is not None:
+                self.rerank(key, tier, table, copy, table.policy.unwanted())
+
+    def rank_after_use(self, key: PageKey, table: TierTable, copy: Copy) -> int:
+        """A retained page that could not be reached for a while waits after the ordinary ones again."""
+        priority = self.retained.get(key) if copy.rank < 0 else None
+        return table.policy.touch(key, copy.rank) if priority is None else table.policy.retained(priority)
+
     def resettle(self, key: PageKey) -> None:
         """What is known of the page has changed: each of its copies that may leave goes to where it belongs."""
         for tier, table in self._order:

@@ -131,6 +131,21 @@ def test_a_retained_page_that_left_and_came_back_goes_last_again(tmp_path: Path,
     bench.close()
 
 
+def test_a_retained_page_that_could_not_be_reached_goes_last_again_once_it_is_used(store: TierStore) -> None:
+    """What came before it had left, and is computed again."""
+    first, after = chain(2, "retained")
+    write(store, [first, after])
+    store.hint(Hint("r", 1, (first, after), "retain"))
+    store.evict([first])
+    store.poll()
+    write(store, [first])
+    with store.acquire([first, after]) as lease:
+        assert lease.num_pages == 2
+    for key in chain(9, "others"):
+        write(store, [key])
+    assert store.match([first, after]).num_pages == 2
+
+
 def test_a_page_may_be_retained_before_it_is_put(store: TierStore) -> None:
     kept, other = chain(2, "kept"), chain(2, "other")
     store.hint(Hint("r", 1, tuple(kept), "retain"))
