@@ -11,6 +11,7 @@ import zipfile
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from time import monotonic
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tests.support.folders import save_with_byte_tokenizer
 from tierstore.config import load_config
 from tierstore.demo import command
 from tierstore.demo import model as model_room
-from tierstore.demo.act import Row, measured
+from tierstore.demo.act import Row, measured, open_store, settle
 from tierstore.demo.command import demo
 from tierstore.demo.documents import Document, DocumentError, find_documents
 from tierstore.demo.known import GEMMA3, KnownModel
@@ -41,9 +42,10 @@ from tierstore.demo.plan import (
 )
 from tierstore.demo.report import as_json, judge, show
 from tierstore.demo.run import Outcome, run_demo
-from tierstore.demo.session import PlainAnswer, Session, differs
+from tierstore.demo.session import PlainAnswer, Session, StoredAnswer, differs
+from tierstore.demo.turns import ask_in_turn
 from tierstore.store import TierStore
-from tierstore.types import Tier
+from tierstore.types import PageKey, Tier
 
 SMALL = Settings(num_documents=6, min_tokens=200, max_tokens=260, answer_tokens=5, page_size=8)
 
@@ -90,6 +92,69 @@ def test_table_names_every_question_and_its_tier(outcome: Outcome) -> None:
     text = console.export_text()
     assert text.count("text0.txt") == 2 * 3
     assert "FAILED" not in text
+
+
+def test_the_documents_are_asked_in_turn_and_the_report_says_what_was_brought(outcome: Outcome) -> None:
+    found = outcome.in_turn
+    assert found is not None
+    assert (len(found.ttft_s), found.other) == (5, 0)
+    assert 0 <= found.waiting <= found.pages
+    console = Console(width=2000, file=io.StringIO(), record=True)
+    show(console, outcome, judge(outcome))
+    assert f"{found.waiting} of {found.pages} pages were in memory" in console.export_text()
+    assert as_json(outcome, judge(outcome))["in_turn"]["pages"] == found.pages
+
+
+class Patient(Session):
+    """Answers only once the page that follows the one answered for has been brought into memory."""
+
+    after: list[list[PageKey]]
+
+    def stored(self, store: TierStore, ids: list[int], max_new_tokens: int) -> StoredAnswer:
+        found = super().stored(store, ids, max_new_tokens)
+        end = monotonic() + 60.0
+        keys = self.after.pop(0)
+        while store.match(keys[:4]).tiers.count(Tier.NVME):
+            assert monotonic() < end, "what was hinted does not come"
+            store.drain(0.01)
+        return found
+
+
+def test_a_document_waits_in_memory_when_its_turn_comes(model: Path, tmp_path: Path) -> None:
+    session = Patient(model)
+    texts = [f"Document {number}. " + f"It says {number * 37}. " * 12 for number in range(3)]
+    questions = [Question(text, "What?", session.prompt(text, "What?")) for text in texts]
+    page = session.spec(SMALL.page_size).page_nbytes
+    longest = max(len(question.ids) for question in questions) // SMALL.page_size + 2
+    config = {
+        "hbm": {"capacity": (longest + 1) * page, "device": "cpu"},
+        "host": {"capacity": 2 * longest * page},
+        "nvme": {"path": str(tmp_path), "capacity": "64MiB"},
+        "prefetch": {"share_of_host": 0.5},
+    }
+    plain = [session.plain(question.ids, 4) for question in questions]
+    ids = [question.ids for question in questions]
+    plan = Plan("m", SMALL.page_size, 4, config, ids, questions, [0, 1, 2], plain)
+    with open_store(session, plan) as store:
+        for document in ids:
+            session.ingest(store, document)
+        settle(session, store, plan)
+        assert {*store.match(store.keys(ids[1])).tiers} == {Tier.NVME}
+        session.after = [store.keys(ids[1]), store.keys(ids[2]), []]
+        found = ask_in_turn(session, store, plan, lambda line: None)
+        assert found.waiting >= 8
+        assert found.read_bytes >= 8 * page
+        assert (found.other, len(found.ttft_s)) == (0, 2)
+        assert store.take_hints() == []
+        store.check()
+        session.after = [[], [], []]
+        others = [PlainAnswer([(answer.tokens[0] + 1) % 256], 0.1, [1.0]) for answer in plain]
+        found = ask_in_turn(session, store, replace(plan, plain=others), lambda line: None)
+        assert found.other == 3
+    claims = judge(Outcome([], Sizes(9, 4, 4), 1, _good_rows(), in_turn=found))
+    assert [claim.text for claim in claims if not claim.held] == [
+        "asked in turn with hints, 3 answers differ from plain transformers"
+    ]
 
 
 def _row(**changes: object) -> Row:

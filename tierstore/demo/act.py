@@ -1,7 +1,7 @@
 """One act: open the store of a plan, ask all its questions, hold every answer against the plain run's.
 
-Run as ``python -m tierstore.demo.act PLAN ROWS`` it is the second act: a new process with nothing but the disk. It
-prints a line a question and writes its rows as JSON.
+Run as ``python -m tierstore.demo.act PLAN FOUND`` it is the second act: a new process with nothing but the disk. It
+prints a line a question and writes its rows as JSON, with what came of the documents asked in turn.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import NamedTuple
 from tierstore.config import load_config
 from tierstore.demo.plan import Plan
 from tierstore.demo.session import PlainAnswer, Session, StoredAnswer, agreeing, differs
+from tierstore.demo.turns import ask_in_turn
 from tierstore.store import TierStore
 from tierstore.types import Tier
 
@@ -132,13 +133,16 @@ def settle(session: Session, store: TierStore, plan: Plan) -> None:
     store.flush()
 
 
-def main(plan_path: Path, rows_path: Path) -> None:
+def main(plan_path: Path, found_path: Path) -> None:
     """The second act."""
     plan = Plan.load(plan_path)
     session = Session(Path(plan.model), plan.store["hbm"]["device"])
     with open_store(session, plan) as store:
         rows = ask_all(session, store, plan, _say, after_restart=True)
-    rows_path.write_text(json.dumps([asdict(row) for row in rows]))
+        settle(session, store, plan)
+        in_turn = ask_in_turn(session, store, plan, _say)
+    found = {"rows": [asdict(row) for row in rows], "in_turn": asdict(in_turn)}
+    found_path.write_text(json.dumps(found))
 
 
 def _say(line: str) -> None:

@@ -164,4 +164,6 @@ def store_config(
             "capacity": pages * page_nbytes + (64 << 20),
             "codec": settings.codec,
         },
+        # A document or more waits there for its turn: HBM has room for little beside the one that is answered.
+        "prefetch": {"share_of_host": 0.5},
     }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 from rich import box
@@ -13,6 +14,7 @@ from rich.text import Text
 
 from tierstore.demo.act import Row
 from tierstore.demo.run import Outcome
+from tierstore.demo.turns import InTurn
 
 TIERS = ("HBM", "HOST", "NVME")
 TEXTS = {"document": 0.2, "question": 0.3, "answer": 0.5}
@@ -44,7 +46,7 @@ def judge(outcome: Outcome) -> list[Claim]:
     slow = [row for row in outcome.rows if row.tier == "NVME" and row.tokens_reused >= LONG]
     late = [row for row in slow if row.ttft_s >= row.recompute_ttft_s]
     sizes = outcome.sizes
-    return [
+    claims = [
         Claim(
             f"{len(exact)} answers{_over_exact(outcome)}: {len(exact) - near - other} equal to plain transformers "
             f"token by token, {near} differ at a near-tie (top-2 logits < 1e-4 apart), {other} differ otherwise",
@@ -63,6 +65,12 @@ def judge(outcome: Outcome) -> list[Claim]:
             not late,
         ),
     ]
+    if outcome.in_turn is not None:
+        other = outcome.in_turn.other
+        claims.append(
+            Claim(f"asked in turn with hints, {other} answers differ from plain transformers", not other)
+        )
+    return claims
 
 
 def agreement(rows: Sequence[Row]) -> dict[str, int]:
@@ -103,6 +111,7 @@ def as_json(outcome: Outcome, claims: Sequence[Claim]) -> dict[str, Any]:
         "near_ties": sum(row.verdict == "near-tie" for row in rows),
         "hits": hits([row for row in rows if not row.after_restart]),
         "restart_hits": hits([row for row in rows if row.after_restart]),
+        "in_turn": None if outcome.in_turn is None else asdict(outcome.in_turn),
         "failed": [claim.text for claim in claims if not claim.held],
         "rows": [{key: getattr(row, key) for key in keys} for row in rows],
     }
@@ -118,11 +127,31 @@ def show(console: Console, outcome: Outcome, claims: Sequence[Claim]) -> None:
         "Tier: the slowest one that pages of the prompt came from. TTFT: from the prompt's ids to the first token, "
         "restore included.\n"
     )
+    if outcome.in_turn is not None:
+        console.print(Text(in_turn(outcome, outcome.in_turn) + "\n"))
     if outcome.lossy != "none":
         _compare(console, outcome)
     for claim in claims:
         mark = Text("holds  ", style="green") if claim.held else Text("FAILED ", style="bold red")
         console.print(mark + Text(claim.text, style=""))
+
+
+def in_turn(outcome: Outcome, found: InTurn) -> str:
+    """What the prefetcher did, and what that was worth."""
+    read, loaded = (f"{nbytes / (1 << 20):.1f} MiB" for nbytes in (found.read_bytes, found.loaded_bytes))
+    cold = [row.ttft_s for row in outcome.rows if row.after_restart and row.tier == "NVME"]
+    without = f"; from disk without hints {_span(cold)}" if cold else ""
+    return (
+        f"The documents in turn, each hinted while the one before it was answered: {found.waiting} of {found.pages} "
+        f"pages were in memory when they were asked for, first tokens after {_span(found.ttft_s)}{without}. The "
+        f"prefetcher started {read} from disk and {loaded} into HBM."
+    )
+
+
+def _span(seconds: Sequence[float]) -> str:
+    if not seconds:
+        return "no time at all"
+    return f"{min(seconds):.2f} to {max(seconds):.2f} s (median {median(seconds):.2f})"
 
 
 def _table(title: str, rows: Sequence[Row], width: int) -> Table:

@@ -1,4 +1,7 @@
-"""The play: plain answers first, then the store answers, then a new process answers from the disk alone."""
+"""The play: plain answers first, then the store answers, then a new process answers from the disk alone.
+
+In the end that process asks for the documents in turn, each hinted while the one before it is answered.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from tierstore.demo.plan import (
     tier_sizes,
 )
 from tierstore.demo.session import Session
+from tierstore.demo.turns import InTurn
 
 Say = Callable[[str], None]
 
@@ -42,6 +46,7 @@ class Outcome:
     codec: str = "none"
     host_codec: str = "none"
     device: str = "cpu"
+    in_turn: InTurn | None = None
 
     @property
     def lossy(self) -> str:
@@ -71,8 +76,9 @@ def run_demo(
             rows = ask_all(session, store, plan, say, after_restart=False)
             settle(session, store, plan)
         say("the store is closed; a new process opens it from disk")
-        rows += _second_act(plan, Path(scratch), say)
-    return Outcome(documents, sizes, page_nbytes, rows, settings.codec, settings.host_codec, settings.device)
+        after, in_turn = _second_act(plan, Path(scratch), say)
+    how = (settings.codec, settings.host_codec, settings.device)
+    return Outcome(documents, sizes, page_nbytes, rows + after, *how, in_turn)
 
 
 def _prepare(
@@ -109,11 +115,11 @@ def _prepare(
     return plan, sizes, page_nbytes
 
 
-def _second_act(plan: Plan, scratch: Path, say: Say) -> list[Row]:
-    """Ask everything again in a new process."""
-    plan_path, rows_path = scratch / "plan.json", scratch / "rows.json"
+def _second_act(plan: Plan, scratch: Path, say: Say) -> tuple[list[Row], InTurn]:
+    """Ask everything again in a new process, and then the documents in turn."""
+    plan_path, found_path = scratch / "plan.json", scratch / "found.json"
     plan.save(plan_path)
-    command = [sys.executable, "-m", "tierstore.demo.act", str(plan_path), str(rows_path)]
+    command = [sys.executable, "-m", "tierstore.demo.act", str(plan_path), str(found_path)]
     with (
         tempfile.TemporaryFile("w+") as complaints,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True) as child,
@@ -126,4 +132,5 @@ def _second_act(plan: Plan, scratch: Path, say: Say) -> list[Row]:
             raise RestartError(
                 f"the second process ended with {child.returncode}:\n{complaints.read()[-4000:]}"
             )
-    return [Row(**row) for row in json.loads(rows_path.read_text())]
+    found = json.loads(found_path.read_text())
+    return [Row(**row) for row in found["rows"]], InTurn(**found["in_turn"])
