@@ -147,9 +147,10 @@ class Directory:
         *,
         memory_only: bool = False,
         parent: PageKey | None = None,
+        doubted: bool = False,
     ) -> None:
         """Engine-owned HBM: copies pages below from slots accepted by ``outgoing``, as room comes."""
-        self.outgoing.add(keys, slots, memory_only=memory_only, parent=parent)
+        self.outgoing.add(keys, slots, memory_only=memory_only, parent=parent, doubted=doubted)
         self._finish(now)
 
     def take_reusable(self) -> list[int]:

@@ -6,7 +6,7 @@ Metadata only. Between ``put`` and the report a slot may neither be put again no
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.errors import LeaseError
 from tierstore.types import Tier
@@ -20,6 +20,18 @@ if TYPE_CHECKING:
     from tierstore.sinks import Sinks
     from tierstore.space import Space
     from tierstore.types import PageKey
+
+
+class _Page(NamedTuple):
+    """A page that is to be copied out. ``following``: how many came after it at once. ``doubted``: it was computed over
+    pages that are not exact."""
+
+    key: PageKey
+    slot: int
+    parent: PageKey | None
+    memory_only: bool
+    following: int
+    doubted: bool
 
 
 class Outgoing:
@@ -38,8 +50,7 @@ class Outgoing:
         """Pages that found no room below since this was last looked at."""
         self._slots: dict[int, PageKey | None] = {}
         """Slots of the store's to read, and what goes further down than memory from there."""
-        self._queue: deque[tuple[PageKey, int, PageKey | None, bool, int]] = deque()
-        """Key, slot, the page before, whether memory-only, and how many pages came after it at once."""
+        self._queue: deque[_Page] = deque()
         self._residency = residency
         self._space = space
         self._loads = loads
@@ -76,10 +87,11 @@ class Outgoing:
         *,
         memory_only: bool,
         parent: PageKey | None = None,
+        doubted: bool = False,
     ) -> None:
         """The accepted slots are written: their copies may start. ``parent``: the page before the first key."""
         for following, key, slot in zip(range(len(keys) - 1, -1, -1), keys, slots, strict=True):
-            self._queue.append((key, slot, parent, memory_only, following))
+            self._queue.append(_Page(key, slot, parent, memory_only, following, doubted))
             parent = key
 
     def withdraw(self, slots: Collection[int]) -> list[int]:
@@ -90,10 +102,10 @@ class Outgoing:
         self._unreport(slots)
         wanted = set(slots) & self._slots.keys()
         if wanted:
-            waiting = [item for item in self._queue if item[1] in wanted]
-            self._queue = deque(item for item in self._queue if item[1] not in wanted)
-            for item in waiting:
-                self._let_go(item[1])
+            waiting = [page for page in self._queue if page.slot in wanted]
+            self._queue = deque(page for page in self._queue if page.slot not in wanted)
+            for page in waiting:
+                self._let_go(page.slot)
             self.given_up += len(waiting)
         return [slot for slot in slots if slot in self._slots]
 
@@ -120,7 +132,7 @@ class Outgoing:
         """
         dst = self._space.below(Tier.HBM)
         while self._queue and dst is not None and not self._residency.memory_only.lifting:
-            key, slot, parent, memory_only, following = self._queue[0]
+            key, slot, parent, memory_only, following, doubted = self._queue[0]
             if self._residency.held(key):
                 if not memory_only:
                     self._residency.memory_only.permit_named(key)
@@ -131,6 +143,8 @@ class Outgoing:
             elif memory_only and dst > self._residency.memory_only.floor:
                 self.ended(slot)
             elif self._space.copy_from_engine(key, slot, dst, parent, memory_only=memory_only):
+                if doubted:
+                    self._residency.exactness.doubt(key)
                 if not memory_only:
                     self._admitting.put(key, parent, following, asked=self._sinks.to_disk(key))
             else:

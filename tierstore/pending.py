@@ -129,13 +129,17 @@ class PendingEvents:
         *,
         memory_only: bool,
         parents: tuple[PageKey | None, ...],
+        doubted: bool,
     ) -> None:
-        """``put`` of an engine's slots, with the page before each: the copy starts once they are written."""
+        """``put`` of an engine's slots, with the page before each: the copy starts once they are written.
+
+        ``doubted``: they were computed over pages that are not exact.
+        """
         self._directory.outgoing.accept(keys, slots, memory_only=memory_only)
         if after is None or after.query():
-            self._copied_out(keys, slots, memory_only, parents)
+            self._copied_out(keys, slots, memory_only, parents, doubted)
         else:
-            self._defer(after, partial(self._copied_out, keys, slots, memory_only, parents))
+            self._defer(after, partial(self._copied_out, keys, slots, memory_only, parents, doubted))
 
     def free(self, slots: tuple[int, ...], after: Event | None) -> None:
         """``free``: nobody owns the slots from now on; they are reused after the event."""
@@ -176,16 +180,21 @@ class PendingEvents:
         slots: tuple[int, ...],
         memory_only: bool,
         parents: tuple[PageKey | None, ...],
+        doubted: bool,
     ) -> bool:
         """The chains among them one after the other, and only then what there is room for: batches stay whole."""
         starts = [i for i, parent in enumerate(parents) if not i or parent != keys[i - 1]]
         for start, end in pairwise(starts):
             self._directory.outgoing.add(
-                keys[start:end], slots[start:end], memory_only=memory_only, parent=parents[start]
+                keys[start:end],
+                slots[start:end],
+                memory_only=memory_only,
+                parent=parents[start],
+                doubted=doubted,
             )
         last = starts[-1] if starts else 0
         before = parents[last] if parents else None
         self._directory.copy_out(
-            keys[last:], slots[last:], monotonic(), memory_only=memory_only, parent=before
+            keys[last:], slots[last:], monotonic(), memory_only=memory_only, parent=before, doubted=doubted
         )
         return False

@@ -12,6 +12,7 @@ from tierstore import report
 from tierstore.arguments import slot_numbers
 from tierstore.codec import KEY_NBYTES
 from tierstore.errors import CapacityError, ConfigError
+from tierstore.leasing import last_key
 from tierstore.traffic import BATCH_PAGES
 from tierstore.types import Tier
 
@@ -157,6 +158,9 @@ class EngineSlots:
         parents: Sequence[PageKey | None] | None = None,
     ) -> list[int]:
         """``TierStore.put``: the pages are copied out, the slots stay the engine's."""
+        with self._progress.lock:
+            parent = last_key(lease) if parent is None else parent
+            doubted = lease is not None and lease.inexact
         slots = slot_numbers(slots)
         before = _before(keys, parent) if parents is None else tuple(parents)
         _require_keys(keys, slots, before)
@@ -164,7 +168,9 @@ class EngineSlots:
         if len(before) != len(keys):
             raise ValueError(f"{len(keys)} keys with {len(before)} parents; allowed: one a key")
         with self._progress.lock:
-            self._pending.copy_out(tuple(keys), tuple(slots), after, memory_only=memory_only, parents=before)
+            self._pending.copy_out(
+                tuple(keys), tuple(slots), after, memory_only=memory_only, parents=before, doubted=doubted
+            )
             self._progress.submit()
         self._progress.notify()
         return slots

@@ -303,3 +303,25 @@ def test_what_an_engine_puts_together_is_exact_until_it_comes_back_from_a_lossy_
         assert store.drain(PATIENCE_S)
         assert store.match(chain(4)).num_pages == 4
         assert store.match(chain(4)[3:], exact=True).num_pages == 0, "it is computed over inexact pages"
+
+
+def test_what_an_engine_computed_over_an_inexact_lease_is_inexact_whatever_its_parent_is_by_then(
+    tmp_path: Path,
+) -> None:
+    engine, keys = page_major(), chain(3)
+    config = tiers(6, 8, tmp_path, hbm_more={"owner": "engine"}, nvme_more={"codec": "int8"})
+    with open_bench(config, support.SPEC).store as store:
+        store.register(engine.pages)
+        store.put(keys[:1], [0])
+        store.flush()
+        store.evict(keys[:1], Tier.HOST)
+        with store.acquire(keys[:1], into=[1]) as lease:
+            assert lease.wait(PATIENCE_S) is LeaseState.READY
+            store.evict(keys[:1])
+            store.put(keys[:1], [0])  # somebody else has computed it from its tokens
+            store.put(keys[1:], [2, 3], lease=lease)
+            assert store.drain(PATIENCE_S)
+        assert store.explain(keys[1:2])[0]["parent"] == keys[0].hex()
+        assert store.match(keys).num_pages == 3
+        assert store.match(keys, exact=True).num_pages == 1
+        store.check()
