@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import LlamaForCausalLM
 
@@ -236,6 +237,21 @@ def test_a_time_to_live_that_is_no_duration_is_refused_and_changes_nothing(
             cache.session("b", ttl_s=ttl_s)
         with pytest.raises(TypeError, match="session_id is 7; allowed: a string"):
             cache.session(7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [True, 1.0, "1", -1, 9])
+def test_a_fork_at_what_is_no_number_of_its_tokens_is_refused_and_leaves_no_session(
+    model: LlamaForCausalLM, count: Any
+) -> None:
+    with open_store(model) as store, PrefixCache(store, model) as cache:
+        session = cache.session("a")
+        session.append(random_prompt(8))
+        with pytest.raises((TypeError, ValueError), match="allowed: "):
+            session.fork("b", count)
+        three: Any = np.int64(3)
+        assert session.fork("b", three).tokens == session.tokens[:3]
+        with pytest.raises(TypeError, match="session_id is 7; allowed: a string"):
+            session.fork(7)  # type: ignore[arg-type]
 
 
 def test_a_session_may_last_for_ever(model: LlamaForCausalLM) -> None:

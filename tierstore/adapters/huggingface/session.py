@@ -19,7 +19,7 @@ import torch
 
 from tierstore.adapters.huggingface.cache import TierStoreCache, cache_argument
 from tierstore.adapters.huggingface.opening import Tail, give_back
-from tierstore.arguments import require_seconds
+from tierstore.arguments import require_seconds, whole
 from tierstore.errors import CapacityError, StoreClosed
 from tierstore.types import Hint
 
@@ -149,10 +149,13 @@ class Session:
         """A session that begins with the first ``num_tokens`` tokens of this one, and shares its pages.
 
         Inside a page the other copies it when it goes on: what is stored is never written. ValueError for a name that
-        is in use, or for more tokens than there are.
+        is in use, or for more tokens than there are; TypeError for a count that is no integer or a name that is no
+        string. Nothing changed then.
         """
-        count = len(self._tokens) if num_tokens is None else num_tokens
-        if not 0 <= count <= len(self._tokens):
+        count = len(self._tokens) if num_tokens is None else whole("num_tokens", num_tokens)
+        if not isinstance(session_id, str):
+            raise TypeError(f"session_id is {session_id!r}; allowed: a string")
+        if count > len(self._tokens):
             raise ValueError(f"fork at {count} tokens; allowed: 0 to {len(self._tokens)}")
         other = self._home.new_session(session_id, self.ttl_s)
         other._tokens, other._answered = self._tokens[:count], min(count, self._answered)
