@@ -10,7 +10,7 @@ from prefetch.figures import number, section
 from prefetch.intake import Intake
 from prefetch.planner import PIECE_PAGES, Machine, Promotion, Retained, Want, plan
 from prefetch.window import Window
-from tierstore.types import Tier
+from tierstore.types import Hint, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prefetch.planner import Compute, Plan
     from tierstore.config import PrefetchConfig
     from tierstore.store import TierStore
-    from tierstore.types import Hint, PageKey, Promoted
+    from tierstore.types import PageKey, Promoted
 
 _WAVE_S = 0.1
 """Seconds of copies under way at once, at most: a lease that comes meanwhile waits no longer for them."""
@@ -34,6 +34,7 @@ _PLAN_PAGES = 8192
 _PLAN_REQUESTS = 256
 _FIRST_PAGES = 256
 """What is planned at first where nothing is under way: the rest is planned while these cross the link."""
+_NOBODYS = Hint("", 0, ())
 _LOOK_AHEAD = 4
 """Promotions that are tried after one that cannot start yet."""
 
@@ -98,14 +99,13 @@ class Bringing:
         self._note_misses(expected, now)
         if not expected:
             self._ahead, self._staged, self._kept, self._there = {}, set(), {}, {}
+            self._see_what_flies(_NOBODYS)
             return _IDLE_S
         if fresh and self._idle:
             self._begin(expected, now)
         elif fresh or now >= self._plan_at:
             self._replan(expected, now)
-        if self.in_flight:
-            found = self._store.promote(expected[0].hint, (), self._top)
-            self.in_flight, self._arriving = found.in_flight, found.arriving
+        self._see_what_flies(expected[0].hint)
         started = 0
         for tier in sorted(self._ahead):
             self._keep_there(tier)
@@ -120,6 +120,12 @@ class Bringing:
                 return max(_BUSY_S, min(_BLOCKED_S, self._plan_at - now))
             return _BUSY_S
         return _BLOCKED_S if any(self._ahead.values()) else _PLAN_AGAIN_S
+
+    def _see_what_flies(self, hint: Hint) -> None:
+        """``hint``: any; nothing starts for it."""
+        if self.in_flight:
+            found = self._store.promote(hint, (), self._top)
+            self.in_flight, self._arriving = found.in_flight, found.arriving
 
     def _take(self, timeout_s: float) -> bool:
         hints = self._store.take_hints(timeout_s)

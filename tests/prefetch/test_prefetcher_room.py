@@ -24,6 +24,20 @@ def test_no_more_is_in_flight_than_is_allowed(bench: Bench, clock: Clock) -> Non
     assert sum("arriving" in where(store, key).values() for key in keys) == 3
 
 
+def test_what_was_in_flight_for_a_withdrawn_hint_is_seen_to_end(bench: Bench, clock: Clock) -> None:
+    store, prefetcher = bench.store, prefetcher_of(bench.store, clock)
+    need(store, "r", stored(store, "a", 4))
+    bench.records.hold(UP)
+    prefetcher.turn(0.0)
+    store.hint(Hint("r", 2, ()))
+    prefetcher.turn(0.0)
+    assert prefetcher.stats()["in_flight_pages"] == 4
+    bench.open_gates()
+    assert store.drain(60.0)
+    prefetcher.turn(0.0)
+    assert prefetcher.stats()["in_flight_pages"] == 0
+
+
 def test_no_more_of_host_memory_is_taken_than_its_share(store: TierStore, clock: Clock) -> None:
     prefetcher = prefetcher_of(store, clock, share_of_host=0.125)
     keys = [key for name in "ab" for key in stored(store, name, 8)]
