@@ -46,6 +46,8 @@ class Traffic:
         """Pages in flight on each edge."""
         self.rates: dict[Edge, float] = {}
         """Bytes a second of each edge, averaged over its transfers; absent until the first one ends."""
+        self.arrived: Counter[Edge] = Counter()
+        """Pages that have crossed each edge since open."""
         self.moved_at: dict[Edge, float] = {}
         """When the edge last made progress or began to carry something."""
         self._residency = residency
@@ -88,6 +90,7 @@ class Traffic:
         if ack.late:
             self.transfers[transfer.id] = _part(transfer, ack.late)
         self.moved_at[edge] = now
+        self.arrived[edge] += ack.num_ready
         if ack.num_ready and ack.seconds > 0:
             rate = ack.num_ready * self._page_nbytes / ack.seconds
             self.rates[edge] = self.rates.get(edge, rate) * (1 - _SMOOTHING) + rate * _SMOOTHING

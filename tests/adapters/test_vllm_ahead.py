@@ -204,3 +204,53 @@ def test_without_a_disk_nobody_looks_what_the_engine_holds() -> None:
     engine.run()
     assert pool.asked == 0
     engine.close()
+
+
+def test_what_nobody_waits_for_comes_after_all_that_is_waited_for_and_its_hint_ends(tmp_path: Path) -> None:
+    config = {
+        "host": {"capacity": 12 * 64, "pin": "never"},
+        "nvme": {"path": tmp_path, "capacity": 1 << 20, "flush": "10ms"},
+        "prefetch": {"max_in_flight": 4 * 64, "share_of_host": 1.0},
+    }
+    engine = Engine(config)
+    documents = [DOCUMENT, [2, *DOCUMENT[1:]]]
+    for document in documents:
+        engine.add(document, 2)
+    engine.run()
+    half = engine.half
+    store, tables = half._store, half._parts.directory.residency.tables
+    store.evict(list(tables[Tier.NVME].copies), Tier.HOST)
+    first, second = (
+        KeyChain(SimpleNamespace(block_hashes=hashes_of(document)), half._namespaces[0]).first(4)
+        for document in documents
+    )
+    ahead = half._ahead
+    ahead.want("computes", first, 0)
+    ahead.behind("computes")
+    ahead.behind("never heard of")
+    ahead.want("waits", second, 0)
+    assert ahead.waits
+    ahead.advance()
+    assert set(tables[Tier.HOST].copies) == set(second)
+    ahead.over("waits")
+    assert half.pending
+    engine.run()
+    assert set(tables[Tier.HOST].copies) >= {*first, *second}
+    assert not ahead.waits
+    assert not half.pending
+    engine.close()
+
+
+def test_only_a_few_requests_have_pages_come_up_behind_them(tmp_path: Path) -> None:
+    config = {**HOST, "nvme": {"path": tmp_path, "capacity": 1 << 20, "flush": "10ms"}}
+    engine = Engine(config)
+    engine.add(DOCUMENT, 2)
+    engine.run()
+    half = engine.half
+    half._store.evict(list(half._parts.directory.residency.tables[Tier.NVME].copies), Tier.HOST)
+    keys = KeyChain(SimpleNamespace(block_hashes=hashes_of(DOCUMENT)), half._namespaces[0]).first(4)
+    for number in range(9):
+        half._ahead.want(f"r{number}", keys, 0)
+        half._ahead.behind(f"r{number}")
+    assert list(half._ahead._queue) == ["r5", "r6", "r7", "r8"]
+    engine.close()

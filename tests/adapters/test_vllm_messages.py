@@ -28,8 +28,9 @@ def test_a_catalogue_is_unpacked_as_it_was() -> None:
 
 def test_reports_of_ranks_and_of_steps_come_together() -> None:
     one, two = Ack(1, True, 1, 1), Ack(2, True, 1, 1)
-    both = Report({0: (one,)}).merged(Report({1: (two,)})).merged(Report({0: (two,)}))
+    both = Report({0: (one,)}, 3).merged(Report({1: (two,)}, 3)).merged(Report({0: (two,)}, 4))
     assert both.acks == {0: (one, two), 1: (two,)}
+    assert both.number == 4
 
 
 def test_block_tables_grow_and_start_anew_after_a_preemption() -> None:

@@ -36,6 +36,8 @@ from tierstore.errors import ConfigError
         ({"config": HOST, "load_timeout_s": 0}, "load_timeout_s is 0"),
         ({"config": HOST, "put_off_s": -1}, "put_off_s is -1; allowed: seconds from 0"),
         ({"config": HOST, "layout": 3}, "layout is 3"),
+        ({"config": HOST, "load": "never"}, "load is 'never'; allowed: always, if_faster"),
+        ({"config": HOST, "load": []}, "load is "),
     ],
 )
 def test_settings_that_cannot_be_used_are_named(extra: dict[str, Any], said: str) -> None:

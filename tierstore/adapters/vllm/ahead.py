@@ -7,6 +7,7 @@ not pinned: a prediction that fails costs reads, nothing else.
 from __future__ import annotations
 
 from itertools import count
+from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,9 +25,14 @@ _A_CALL = 32
 _A_STEP = 128
 """Pages that are started in one step at most: the scheduler's time is the engine's."""
 
+_MOST_BEHIND = 4
+"""Requests for whose pages nobody waits, at once: the newest."""
+
 
 class _Wanted(NamedTuple):
-    """``due``: when the request is expected to start. ``done``: pages that are there or on their way."""
+    """``due``: when the request is expected to start, inf: it has, without them. ``done``: pages that are there or on
+    their way.
+    """
 
     hint: Hint
     due: float
@@ -77,6 +83,20 @@ class Ahead:
         if self._queue.pop(request_id, None) is not None:
             self._store.hint(Hint(request_id, next(self._revisions), ()))
 
+    def behind(self, request_id: str) -> None:
+        """The request computes its pages itself: they come up after all that are waited for, for whoever asks next."""
+        wanted = self._queue.get(request_id)
+        if wanted is not None:
+            self._queue[request_id] = wanted._replace(due=inf)
+            late = [name for name, each in self._queue.items() if each.due == inf]
+            for name in late[:-_MOST_BEHIND]:
+                self.over(name)
+
+    @property
+    def waits(self) -> bool:
+        """Whether pages are still to come up for which no request waits."""
+        return any(wanted.due == inf for wanted in self._queue.values())
+
     def coming(self, request_id: str) -> bool:
         """Whether pages of the request are still on their way up."""
         if request_id not in self._queue:
@@ -103,6 +123,8 @@ class Ahead:
                 elif short or promoted.in_flight >= self._most:
                     left = 0
             self._queue[request_id] = wanted._replace(done=done)
+            if wanted.due == inf and done >= len(hint.keys):
+                self.over(request_id)
             if left <= 0:
                 return
 

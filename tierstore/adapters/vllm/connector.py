@@ -6,6 +6,7 @@ Tested with vLLM 0.32; vLLM calls its connectors' interface experimental.
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -78,6 +79,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
                 self._groups.namespaces(self._identity),
                 load_timeout_s=self._settings.load_timeout_s,
                 put_off_s=self._settings.put_off_s,
+                load=self._settings.load,
                 events=wants_events(vllm_config),
             )
 
@@ -276,7 +278,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         report = self._worker.report()
         if report is None and self._orders.answer:
             report = self._worker.empty_report()
-        return None if report is None else WorkerMetadata(report)
+        return None if report is None else WorkerMetadata(replace(report, number=self._orders.number))
 
     # -- both ---------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ class Figure(NamedTuple):
 FIGURES: dict[str, Figure] = {
     "hits_pages": Figure(("tier",), "Pages found for loads, by the fastest tier that had them"),
     "misses_pages": Figure(("reason",), "Pages of loads that did not come, by reason"),
+    "left_pages": Figure(("tier",), "Pages of hits that were computed, since that is quicker, by their tier"),
     "transfer_bytes": Figure(("src", "dst"), "Payload bytes moved"),
     "transfer_seconds": Figure(("src", "dst"), "Time in transfers"),
     "failed_pages": Figure(("src", "dst", "reason"), "Pages not moved"),
@@ -82,6 +83,8 @@ def in_words(figures: Mapping[str, Mapping[str, float]]) -> dict[str, int | floa
     words: dict[str, int | float] = {}
     for tier, pages in figures.get("hits_pages", {}).items():
         words[f"Pages loaded from {tier}"] = int(pages)
+    for tier, pages in figures.get("left_pages", {}).items():
+        words[f"Pages left in {tier}"] = int(pages)
     seconds = figures.get("transfer_seconds", {})
     for edge, nbytes in figures.get("transfer_bytes", {}).items():
         name = edge.replace(",", "->")

@@ -62,6 +62,8 @@ class Hello:
     num_slots: int
     host_slots: int
     catalogue: Catalogue | None
+    read_rate: float | None = None
+    """Bytes a second that the disk was found to give; None: it was not asked."""
 
     @property
     def opened(self) -> Opened:
@@ -76,9 +78,9 @@ class Orders:
 
     ``fence``: blocks that this step overwrites; copies out of them end before it begins. ``before`` may start with the
     step, ``after`` only when its forward pass has been launched: it copies what that writes. ``failed``: requests whose
-    load has failed, and their blocks that hold nothing. ``answer``: the scheduler waits for word of this step.
-    ``idle``: a request waits for a load, and this step computes nothing: the worker may wait a moment for something to
-    end.
+    load has failed, and their blocks that hold nothing. ``number``: of this step; ``answer``: the scheduler waits for
+    word of it. ``idle``: a request waits for a load, and this step computes nothing: the worker may wait a moment for
+    something to end.
     """
 
     fence: tuple[int, ...] = ()
@@ -87,20 +89,22 @@ class Orders:
     failed: dict[str, tuple[int, ...]] = field(default_factory=dict)
     answer: bool = False
     idle: bool = False
+    number: int = 0
 
 
 @dataclass(frozen=True)
 class Report:
-    """What workers have done, by rank."""
+    """What workers have done, by rank. ``number``: of the step that has ended; 0: it is not known."""
 
     acks: dict[int, tuple[Ack, ...]]
+    number: int = 0
 
     def merged(self, other: Report) -> Report:
         """Of both."""
         acks = dict(self.acks)
         for rank, more in other.acks.items():
             acks[rank] = acks.get(rank, ()) + more
-        return Report(acks)
+        return Report(acks, max(self.number, other.number))
 
 
 def _cut(keys: bytes) -> list[PageKey]:

@@ -6,11 +6,13 @@ import math
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from tierstore.adapters.vllm.choosing import worth_loading
 from tierstore.adapters.vllm.plans import longest
 from tierstore.adapters.vllm.requests import Verdict
 
 if TYPE_CHECKING:
     from tierstore.adapters.vllm.ahead import Ahead
+    from tierstore.adapters.vllm.choosing import Costs
     from tierstore.adapters.vllm.groups import Groups
     from tierstore.adapters.vllm.plans import Plan
     from tierstore.adapters.vllm.requests import Known
@@ -22,17 +24,29 @@ _VERDICT_ASKS = 64
 
 
 class Offers:
-    """Lookups in a store. ``put_off_s``: so long a request waits for what ``ahead`` brings up from disk."""
+    """Lookups in a store. ``put_off_s``: so long a request waits for what ``ahead`` brings up from disk. ``costs``:
+    pages are left where they are if computing is quicker, and nobody else wants the engine; None: never.
+    """
 
-    def __init__(self, store: TierStore, groups: Groups, ahead: Ahead | None, put_off_s: float) -> None:
+    def __init__(
+        self,
+        store: TierStore,
+        groups: Groups,
+        ahead: Ahead | None,
+        put_off_s: float,
+        costs: Costs | None = None,
+    ) -> None:
+        self.left = 0
+        """Pages that were left where they were."""
         self._store = store
         self._groups = groups
         self._ahead = ahead
         self._put_off_s = put_off_s
+        self._costs = costs
 
-    def of(self, known: Known, computed: int) -> int | None:
-        """Tokens beyond ``computed``; None: ask again."""
-        return None if self._put_off(known) else self._verdict(known, computed).plan.tokens
+    def of(self, known: Known, computed: int, others: int = 0) -> int | None:
+        """Tokens beyond ``computed``; None: ask again. ``others``: requests that want the engine meanwhile."""
+        return None if self._put_off(known) else self._verdict(known, computed, others).plan.tokens
 
     def wanted(self, known: Known, local: int) -> tuple[list[PageKey], int]:
         """The pages of the longest hit, and how many of them lie within the first ``local`` tokens."""
@@ -42,14 +56,17 @@ class Offers:
         pages = self._plan(known, 0).keys
         return [key for _, key in pages], sum(1 for end, _ in pages if end <= local)
 
-    def _verdict(self, known: Known, computed: int) -> Verdict:
+    def _verdict(self, known: Known, computed: int, others: int) -> Verdict:
         verdict, tokens = known.verdict, known.request.num_tokens
         if (
             verdict is None
             or (verdict.tokens, verdict.computed) != (tokens, computed)
             or verdict.asked >= _VERDICT_ASKS
         ):
-            verdict = known.verdict = Verdict(tokens, computed, self._plan(known, computed))
+            plan = self._plan(known, computed)
+            if self._costs is not None and not others:
+                plan = self._worth(known, plan, self._costs)
+            verdict = known.verdict = Verdict(tokens, computed, plan)
         verdict.asked += 1
         return verdict
 
@@ -63,6 +80,17 @@ class Offers:
             return True
         known.put_off, known.verdict = math.inf, None
         return False
+
+    def _worth(self, known: Known, plan: Plan, costs: Costs) -> Plan:
+        """What of it is loaded; the rest is brought up behind."""
+        loaded = plan.up_to(worth_loading(plan, known.request.num_tokens, costs))
+        if loaded.tokens < plan.tokens:
+            if not known.left:
+                self.left += plan.pages - loaded.pages
+            known.left = True
+            if self._ahead is not None:
+                self._ahead.behind(known.request.request_id)
+        return loaded
 
     def _plan(self, known: Known, computed: int) -> Plan:
         """The longest hit; at least one token is left to compute."""

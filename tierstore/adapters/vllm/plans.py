@@ -46,6 +46,11 @@ class Plan:
         """Its length."""
         return self.end - self.start
 
+    @property
+    def pages(self) -> int:
+        """Pages that it takes."""
+        return sum(len(span.keys) for span in self.spans)
+
     def up_to(self, tokens: int) -> Plan:
         """Its beginning."""
         if tokens >= self.tokens:

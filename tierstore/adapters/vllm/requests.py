@@ -53,6 +53,8 @@ class Known:
     verdict: Verdict | None = None
     put_off: float | None = None
     """Since when it waits for what comes up from disk."""
+    left: bool = False
+    """Whether pages of it were left where they were."""
     taken: Plan | None = None
     """The offer that was taken last."""
     collected: list[int] = field(default_factory=list)

@@ -10,12 +10,14 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from tierstore.adapters.vllm.ahead import Ahead
+from tierstore.adapters.vllm.choosing import Measured
 from tierstore.adapters.vllm.events import Events
 from tierstore.adapters.vllm.figures import Figures
 from tierstore.adapters.vllm.filling import Filling
 from tierstore.adapters.vllm.loading import Loading
 from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.offers import Offers
+from tierstore.adapters.vllm.pace import Pace
 from tierstore.adapters.vllm.plans import into
 from tierstore.adapters.vllm.requests import Known, Request, Step
 from tierstore.adapters.vllm.storing import Storing
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
     from tierstore.adapters.vllm.groups import Groups
     from tierstore.adapters.vllm.messages import Hello, Report
+    from tierstore.adapters.vllm.settings import Load
     from tierstore.assembly import Parts
     from tierstore.config import StoreConfig
 
@@ -51,11 +54,16 @@ class SchedulerHalf:
         *,
         load_timeout_s: float,
         put_off_s: float = 0.0,
+        load: Load = "always",
         events: bool = False,
     ) -> None:
         """``config``: of one rank. ``namespaces``: of the keys of each group. ``events``: whether somebody takes
         them.
         """
+        self._load = load
+        self._pace = Pace()
+        self._costs: Measured | None = None
+        self._number = 0
         self.events = Events() if events else None
         self.groups = groups
         self._config = config
@@ -96,7 +104,8 @@ class SchedulerHalf:
             self._parts.directory.watch(self.events.came, self.events.left)
         if self._config.nvme is not None:
             self._ahead = Ahead(self._store, self._most_ahead(hellos[0]), hellos[0].host_slots)
-        self._offers = Offers(self._store, self.groups, self._ahead, self._put_off_s)
+        self._costs = self._measured(hellos, layout.page_nbytes)
+        self._offers = Offers(self._store, self.groups, self._ahead, self._put_off_s, self._costs)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -130,7 +139,7 @@ class SchedulerHalf:
         known = self._known.get(request.request_id)
         if known is None or self._offers is None or computed % self.groups.unit:
             return 0
-        return self._offers.of(known, computed)
+        return self._offers.of(known, computed, len(self._known) - 1)
 
     def sources(self, request: Request, tokens: int) -> dict[Tier, int]:
         """Where the tokens of the offer taken last come from."""
@@ -163,7 +172,7 @@ class SchedulerHalf:
         if known.limit is None and not waits:
             self._filling.collect(known, tables, computed, computed)
         del self._known[request_id]
-        if self._ahead is not None:
+        if self._ahead is not None and not known.left:
             self._ahead.over(request_id)
         if self._afterwards is not None and known.told.after is not None:
             self._afterwards.ended(request_id, known.told, known.keys)
@@ -190,18 +199,25 @@ class SchedulerHalf:
         storing.put(loading.into)
         failed = loading.take_failed()
         after, waits = tuple(self._ranks.take()), loading.waits
-        return Orders(fence, before, after, failed, answer=waits, idle=waits and not steps)
+        if self._costs is not None:
+            self._costs.look()
+        self._number += 1
+        answer = self._pace.ordered(self._number, steps, monotonic()) or waits
+        return Orders(fence, before, after, failed, answer, waits and not steps, self._number)
 
     def heard(self, report: Report | None) -> set[str]:
         """What the workers have done; the requests whose loads have ended well by now."""
         if self._store is None or self._loading is None or self._storing is None:
             return set()
         if report is not None:
+            self._pace.ended(report.number, monotonic())
             for rank, acks in report.acks.items():
                 self._ranks.deliver(rank, acks)
                 if any(ack.num_ready for ack in acks):
                     self._moved = monotonic()
         self._storing.returned(self._store.poll())
+        if self._costs is not None:
+            self._costs.look()
         self._settle()
         return self._loading.take_loaded()
 
@@ -212,7 +228,8 @@ class SchedulerHalf:
             return False
         directory = self._parts.directory
         moving = self._ranks.waiting or self._storing.waiting or directory.busy()
-        return moving or directory.placement.next_spill is not None
+        coming = self._ahead is not None and self._ahead.waits
+        return moving or coming or directory.placement.next_spill is not None
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -261,15 +278,28 @@ class SchedulerHalf:
         share = int(hello.host_slots * limits.share_of_host)
         return max(1, min(share, limits.max_in_flight // hello.spec.page_nbytes))
 
+    def _measured(self, hellos: Sequence[Hello], page_nbytes: int) -> Measured | None:
+        """None: what is stored is always loaded."""
+        if self._load == "always" or self._config.nvme is None:
+            return None
+        assert self._parts is not None
+        rates = [hello.read_rate for hello in hellos if hello.read_rate is not None]
+        return Measured(
+            self._parts.directory.traffic, self._pace, page_nbytes, min(rates, default=None), monotonic
+        )
+
     def _counted(self) -> dict[str, dict[str, float]]:
         assert self._store is not None
         self._store.stats()  # it brings the gauges up to date
-        return self._store.metrics.snapshot()
+        left = 0 if self._offers is None else self._offers.left
+        return {**self._store.metrics.snapshot(), "left_pages": {Tier.NVME.name: float(left)}}
 
     def _follow(self, step: Step) -> None:
         known = self._known.get(step.request_id)
         if known is not None and self._filling is not None:
             known.verdict = None
+            if step.first and self._ahead is not None and not known.left:
+                self._ahead.over(step.request_id)
             self._filling.follow(known, step)
 
     def _settle(self) -> None:

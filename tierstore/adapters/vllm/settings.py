@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tierstore.config import HbmConfig, load_config
 from tierstore.errors import ConfigError
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
     from tierstore.config import StoreConfig
 
-_KNOWN = ("config", "layout", "load_timeout_s", "model_id", "put_off_s")
+Load = Literal["always", "if_faster"]
+_KNOWN = ("config", "layout", "load", "load_timeout_s", "model_id", "put_off_s")
+_LOADS: tuple[Load, ...] = ("always", "if_faster")
 _LOSSLESS = {"host.codec": ("none",), "nvme.codec": ("none", "exp")}
 LOAD_TIMEOUT_S = 30.0
 
@@ -25,6 +27,7 @@ LOAD_TIMEOUT_S = 30.0
 class Settings:
     """``config``: the tiers. ``layout``: the KV layout asked of vLLM, None: the connector's choice.
 
+    ``load``: whether what is quicker to compute is loaded from disk all the same while nobody else wants the engine.
     ``load_timeout_s``: a request whose pages are not there by then computes the rest. ``model_id``: names the weights
     beyond what their files say; change it when they change in place. ``put_off_s``: so long a request waits in vLLM's
     queue, without blocks, for what comes up from disk; 0: its load begins at once.
@@ -35,6 +38,7 @@ class Settings:
     load_timeout_s: float = LOAD_TIMEOUT_S
     model_id: str = ""
     put_off_s: float = 0.0
+    load: Load = "if_faster"
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Settings:
@@ -59,9 +63,16 @@ class Settings:
         for key in ("layout", "model_id"):
             if not isinstance(extra.get(key, ""), str | None):
                 raise ConfigError(f"{key} is {extra[key]!r}; allowed: a string")
-        named = extra.get("model_id") or ""
+        load = extra.get("load", "if_faster")
+        if load not in _LOADS:
+            raise ConfigError(f"load is {load!r}; allowed: {', '.join(_LOADS)}")
         return cls(
-            _for_engine(load_config(source)), extra.get("layout"), float(timeout), named, float(put_off)
+            _for_engine(load_config(source)),
+            extra.get("layout"),
+            float(timeout),
+            extra.get("model_id") or "",
+            float(put_off),
+            load,
         )
 
     def of_rank(self, world_size: int, replica: int | None, device: str) -> StoreConfig:

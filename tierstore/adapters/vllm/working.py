@@ -15,11 +15,13 @@ from tierstore.adapters.vllm.messages import Catalogue, Hello, Orders, Report
 from tierstore.assembly import assemble
 from tierstore.gpu.device import Between
 from tierstore.layout import PageLayout
+from tierstore.nvme import probe
 from tierstore.types import Erase, PageKey, Tier, Transfer
 from tierstore.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from tierstore.adapters.vllm.geometry import Geometry
     from tierstore.apart import Record
@@ -74,7 +76,12 @@ class WorkerHalf:
     def open(cls, config: StoreConfig, geometry: Geometry, rank: int) -> WorkerHalf:
         """Opens the tiers; ConfigError as ``TierStore.open`` has it, with nothing changed."""
         wakeup = Wakeup()
-        return cls(assemble(config, PageLayout.of(geometry.spec), wakeup.bump), geometry, rank, wakeup)
+        half = cls(assemble(config, PageLayout.of(geometry.spec), wakeup.bump), geometry, rank, wakeup)
+        if config.nvme is not None:
+            half.hello = replace(
+                half.hello, read_rate=_read_rate(config.nvme.path, geometry.spec.page_nbytes)
+            )
+        return half
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -190,6 +197,15 @@ class WorkerHalf:
             return replace(command, keys=keys)
         parents = tuple(None if key is None else PageKey(key[:-2] + self._shard) for key in command.parents)
         return replace(command, keys=keys, parents=parents)
+
+
+def _read_rate(directory: Path, page_nbytes: int) -> float | None:
+    """What the disk gives, in bytes a second, found within some tenths of a second; None: it refuses to say."""
+    try:
+        rates = probe.ask(directory, page_nbytes)
+    except OSError:
+        return None
+    return rates.reads[rates.readers]
 
 
 def _records(residency: Residency) -> Iterator[Record]:

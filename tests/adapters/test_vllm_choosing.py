@@ -1,0 +1,250 @@
+"""What of a hit is loaded where computing may be quicker: against every number of pages there is, and in an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.adapters.vllm_engine import DOCUMENT, Engine
+from tests.support.pages import chain
+from tierstore.adapters.vllm import choosing
+from tierstore.adapters.vllm.choosing import Measured, worth_loading
+from tierstore.adapters.vllm.groups import Group
+from tierstore.adapters.vllm.pace import Pace
+from tierstore.adapters.vllm.plans import Plan, Span
+from tierstore.policy import make_policy
+from tierstore.residency import Residency
+from tierstore.tier_table import TierTable
+from tierstore.traffic import Move, Traffic
+from tierstore.types import Ack, Tier, Transfer
+
+HOST, NVME = Tier.HOST, Tier.NVME
+SIZE = 16
+
+
+class Known:
+    """Seconds to load a page, to read one, to compute a token, and more of that for each before it."""
+
+    def __init__(self, load: float, read: float, token: float | None, before: float = 0.0) -> None:
+        self.load, self.read, self.token, self.before = load, read, token, before
+
+    def load_s(self, pages: int, on_disk: int) -> float:
+        return (pages - on_disk) * self.load + on_disk * self.read
+
+    def compute_s(self, start: int, end: int) -> float | None:
+        if self.token is None:
+            return None
+        return self.token * (end - start) + self.before * (end * end - start * start) / 2
+
+
+def hit(tiers: list[Tier], first: int = 0) -> Plan:
+    span = Span(Group(0, SIZE), first, chain(len(tiers)), tiers)
+    return Plan(first * SIZE, (first + len(tiers)) * SIZE, (span,))
+
+
+@given(
+    tiers=st.lists(st.sampled_from([HOST, NVME]), max_size=12),
+    first=st.integers(0, 5),
+    more=st.integers(1, 100),
+    load=st.floats(0.0, 1.0),
+    read=st.floats(0.0, 3.0),
+    token=st.floats(0.0, 0.2),
+    before=st.floats(0.0, 0.01),
+)
+def test_no_other_number_of_pages_is_done_sooner_but_by_a_quarter(
+    tiers: list[Tier], first: int, more: int, load: float, read: float, token: float, before: float
+) -> None:
+    plan, costs = hit(tiers, first), Known(min(load, token * SIZE), read, token, before)
+    total = plan.end + more
+
+    def done(pages: int) -> float:
+        computing = costs.compute_s(plan.start + pages * SIZE, total)
+        assert computing is not None
+        return costs.load_s(pages, tiers[:pages].count(NVME)) + computing
+
+    least = min(done(pages) for pages in range(len(tiers) + 1))
+    tokens = worth_loading(plan, total, costs)
+    assert tokens % SIZE == 0
+    if tokens == plan.tokens:
+        assert done(len(tiers)) <= 1.25 * least * (1 + 1e-9)
+    else:
+        assert done(tokens // SIZE) == pytest.approx(least, rel=1e-9)
+        assert tiers[tokens // SIZE] == NVME
+
+
+@pytest.mark.parametrize(
+    ("tiers", "costs", "pages"),
+    [
+        ([NVME] * 4, Known(0.1, 3.0, 0.1), 0),
+        ([HOST, HOST, NVME, HOST], Known(0.1, 9.0, 0.1), 2),
+        ([NVME, HOST, HOST, HOST], Known(0.1, 3.0, 0.1), 4),
+        ([NVME] * 4, Known(0.1, 1.65, 0.1), 4),  # not clearly quicker
+        ([HOST] * 4, Known(9.0, 9.0, 0.1), 4),  # memory is not asked about
+        ([NVME] * 4, Known(0.1, 9.0, None), 4),
+        ([], Known(0.1, 9.0, 0.1), 0),
+    ],
+)
+def test_what_is_loaded_of_a_hit(tiers: list[Tier], costs: Known, pages: int) -> None:
+    plan = hit(tiers)
+    assert worth_loading(plan, plan.end + 1, costs) == pages * SIZE
+
+
+@pytest.mark.parametrize(
+    ("tokens", "disk_gbps", "loaded"),
+    [(16384, 1.8, False), (65536, 1.8, False), (131072, 1.8, True), (16384, 4.2, True), (16384, 6.0, True)],
+)
+def test_a_card_computes_short_prompts_sooner_than_a_slow_disk_gives_them(
+    tokens: int, disk_gbps: float, loaded: bool
+) -> None:
+    # an H200 and the 8B shape: 128 KiB a token, 2.28e-5 n + 4.33e-10 n^2 seconds
+    page = SIZE * (128 << 10)
+    costs = Known(page / 54e9, page / (disk_gbps * 1e9), 2.28e-5, 2 * 4.33e-10)
+    plan = hit([NVME] * (tokens // SIZE - 4))
+    assert worth_loading(plan, tokens, costs) == (plan.tokens if loaded else 0)
+
+
+def test_a_hit_with_windows_is_loaded_whole_or_not_at_all() -> None:
+    full = Span(Group(0, SIZE), 0, chain(3), [HOST, HOST, NVME])
+    window = Span(Group(1, SIZE, window=SIZE + 1), 2, chain(1), [NVME])
+    plan = Plan(0, 3 * SIZE, (full, window))
+    assert worth_loading(plan, plan.end + 1, Known(0.1, 9.0, 0.1)) == 0
+    assert worth_loading(plan, plan.end + 1, Known(0.1, 1.0, 0.1)) == plan.tokens
+
+
+class Disk:
+    """A disk of which 100 bytes are a page, as ``Measured`` sees it. ``clock``: now."""
+
+    def __init__(self, read_rate: float | None) -> None:
+        self.clock = 0.0
+        self.traffic = Traffic(Residency({HOST: TierTable(make_policy("lru"))}), 100)
+        self.costs = Measured(self.traffic, Pace(), 100, read_rate, lambda: self.clock)
+
+    def order(self, pages: int, edge: tuple[Tier, Tier] = (NVME, HOST)) -> list[Transfer]:
+        for key in chain(pages):
+            self.traffic.add(*edge, Move(key, 0, 0, 100, None))
+        self.traffic.emit(self.clock)
+        return [command for command in self.traffic.take() if isinstance(command, Transfer)]
+
+    def end(self, transfer: Transfer, now: float, seconds: float) -> None:
+        self.clock = now
+        pages = len(transfer.keys)
+        self.traffic.settle(Ack(transfer.id, True, pages, pages * 100, seconds), now)
+        self.costs.look()
+
+
+@pytest.mark.parametrize(("rate", "seconds"), [(50.0, 6.0), (None, 0.0)])
+def test_before_it_has_read_a_disk_gives_what_it_was_found_to_give_at_open(
+    rate: float | None, seconds: float
+) -> None:
+    disk = Disk(rate)
+    disk.costs.look()
+    assert (disk.costs.load_s(3, 3), disk.costs.load_s(3, 0)) == (seconds, 0.0)
+    assert disk.costs.compute_s(0, 9) is None
+
+
+def test_a_disk_gives_what_it_gave_while_it_had_something_to_read() -> None:
+    disk = Disk(50.0)
+    disk.costs.look()
+    one, two = disk.order(64)
+    disk.costs.look()
+    disk.end(one, 10.0, 9.0)  # both at once: their times overlap
+    disk.end(two, 16.0, 15.0)
+    page_s = (0.8 * 10 + 6) / (0.8 * 32 + 32)  # the newest counts most
+    assert disk.costs.load_s(3, 3) == pytest.approx(3 * page_s)
+    disk.clock = 50.0
+    disk.costs.look()  # nothing was read: no time
+    assert disk.costs.load_s(3, 3) == pytest.approx(3 * page_s)
+    (three,) = disk.order(4)
+    disk.costs.look()
+    assert disk.costs.load_s(3, 3) == pytest.approx((4 + 3) * page_s)  # those before it are read first
+    disk.end(three, 60.0, 10.0)
+    page_s = (0.8 * (0.8 * 10 + 6) + 10) / (0.8 * (0.8 * 32 + 32) + 4)
+    assert disk.costs.load_s(3, 3) == pytest.approx(3 * page_s)
+    (load,) = disk.order(1, (HOST, Tier.HBM))
+    disk.end(load, 60.5, 0.5)
+    assert disk.costs.load_s(3, 0) == 1.5
+    assert disk.costs.load_s(5, 3) == pytest.approx(2 * 0.5 + disk.costs.load_s(3, 3))
+    disk.clock = 121.0  # too old: it is tried again
+    assert disk.costs.load_s(3, 3) == 1.5
+
+
+def on_disk(tmp_path: Path, load: str = "if_faster") -> Engine:
+    """An engine of which only the disk holds ``DOCUMENT``, read in 9 s a page where a token is computed in one."""
+    config = {"host": {"capacity": 12 * 64, "pin": "never"}, "nvme": {"path": tmp_path, "capacity": 1 << 20}}
+    engine = Engine(config, load=load)
+    engine.add(DOCUMENT, 1)
+    engine.run()
+    tables = engine.half._parts.directory.residency.tables
+    assert len(tables[NVME].copies) == 4
+    engine.half._store.evict(list(tables[NVME].copies), HOST)
+    engine.forget()
+    return engine
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing.Measured, "load_s", lambda self, pages, on_disk: 9.0 * on_disk)
+    monkeypatch.setattr(choosing.Measured, "compute_s", lambda self, start, end: float(end - start))
+
+
+@pytest.mark.usefixtures("slow_disk")
+def test_what_is_quicker_to_compute_is_computed_and_comes_up_to_memory_behind_for_the_next(
+    tmp_path: Path,
+) -> None:
+    engine = on_disk(tmp_path)
+    name = engine.add(DOCUMENT, 1)
+    engine.run()
+    assert engine.taken == 0
+    assert engine.answers[name] == engine.answers["r1"]
+    assert engine.half._counted()["left_pages"] == {"NVME": 4.0}
+    assert len(engine.half._parts.directory.residency.tables[HOST].copies) == 4
+    engine.forget()
+    engine.add(DOCUMENT, 1)
+    engine.run()
+    assert engine.taken == 8
+    engine.check()
+    engine.close()
+
+
+@pytest.mark.usefixtures("slow_disk")
+def test_it_is_loaded_all_the_same_where_that_was_said(tmp_path: Path) -> None:
+    engine = on_disk(tmp_path, load="always")
+    engine.add(DOCUMENT, 1)
+    engine.run()
+    assert engine.taken == 8
+    assert engine.half._counted()["left_pages"] == {"NVME": 0.0}
+    engine.close()
+
+
+@pytest.mark.usefixtures("slow_disk")
+def test_it_is_loaded_while_others_want_the_engine(tmp_path: Path) -> None:
+    engine = on_disk(tmp_path)
+    other = engine.add([1, 2] * 4, 3)
+    name = engine.add(DOCUMENT, 1)
+    engine.run()
+    assert engine.taken == 8
+    assert {other, name} <= engine.answers.keys()
+    engine.close()
+
+
+def test_before_anything_was_measured_all_is_loaded(tmp_path: Path) -> None:
+    engine = on_disk(tmp_path)
+    engine.add(DOCUMENT, 1)
+    engine.run()
+    assert engine.taken == 8
+    engine.close()
+
+
+def test_pages_of_a_request_that_runs_come_up_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = on_disk(tmp_path)
+    monkeypatch.setattr(engine.half._offers, "of", lambda known, computed, others: 0)
+    engine.add(DOCUMENT, 1)
+    engine.step()
+    assert engine.half._ahead._queue == {}
+    engine.run()
+    engine.close()
