@@ -121,6 +121,7 @@ def the_first_bad_block_is_not_told(patch: pytest.MonkeyPatch) -> None:
 
 def a_gap_in_a_load_is_not_seen(patch: pytest.MonkeyPatch) -> None:
     """Not among ``PLANTED``: 2,000 walks of the machine did not meet it. ``test_vllm_requests`` does."""
+
     def blind(load: loading.Load) -> None:
         while load.leases and load.leases[0].wait(0) is not LeaseState.PENDING:
             lease = load.leases.popleft()
