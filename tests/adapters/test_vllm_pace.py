@@ -17,6 +17,9 @@ def step(computed: int, scheduled: int, name: str = "r") -> Step:
     return Step(name, computed, scheduled, [], [], first=False)
 
 
+PROMPT = [[step(start, 8192)] for start in range(0, 65536, 8192)]
+
+
 def takes(steps: list[Step]) -> float:
     return sum(EACH * s.scheduled + BEFORE * s.scheduled * (s.computed + s.scheduled / 2) for s in steps)
 
@@ -24,6 +27,8 @@ def takes(steps: list[Step]) -> float:
 def run(pace: Pace, work: list[list[Step]], ahead: int, now: float = 100.0) -> float:
     """One after the other; ``ahead`` are ordered before the first of them has ended."""
     ended, waiting = now, []
+    assert pace.ordered(0, PROMPT[0], 1.0)
+    pace.ended(0, 9.0)  # the first one compiles
     for number, steps in enumerate(work, 1):
         if pace.ordered(number, steps, now):
             waiting.append((number, steps))
@@ -35,9 +40,6 @@ def run(pace: Pace, work: list[list[Step]], ahead: int, now: float = 100.0) -> f
     return ended
 
 
-PROMPT = [[step(start, 8192)] for start in range(0, 65536, 8192)]
-
-
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_steps_of_a_long_prompt_tell_what_a_token_takes_and_what_those_before_it_add(ahead: int) -> None:
     pace = Pace()
@@ -46,8 +48,10 @@ def test_steps_of_a_long_prompt_tell_what_a_token_takes_and_what_those_before_it
         assert pace.seconds(start, end) == pytest.approx(takes([step(start, end - start)]))
 
 
-def test_one_step_tells_what_a_token_takes() -> None:
+def test_one_step_tells_what_a_token_takes_but_for_the_first() -> None:
     pace = Pace()
+    assert pace.ordered(1, PROMPT[0], 1.0)
+    pace.ended(1, 20.0)
     assert pace.seconds(0, 1000) is None
     run(pace, PROMPT[:1], 1)
     assert pace.seconds(0, 8192) == pytest.approx(takes(PROMPT[0]))
@@ -82,7 +86,7 @@ def test_what_is_newest_counts_most_and_nothing_is_computed_in_less_than_no_time
     assert before < 0.4
     assert pace.seconds(0, 8192) == pytest.approx(0.5, rel=0.01)
     hasty = Pace()  # the longer the context, the quicker: not to be gone on with
-    for number, context in enumerate((1000, 50000), 1):
+    for number, context in enumerate((0, 1000, 50000), 1):
         hasty.ordered(number, [step(context, 1000)], number)
         hasty.ended(number, number + 0.9 / number)
     seconds = [hasty.seconds(0, tokens) for tokens in (1, 10**4, 10**6)]

@@ -161,8 +161,9 @@ def live(life: str, options: argparse.Namespace) -> dict[str, Any]:
     """What one life measures. Every list holds its repetitions in order."""
     engine = Life(life, options)
     row: dict[str, Any] = {"life": life, "tokens": options.tokens, "init_s": round(engine.init_s, 1)}
-    # What is compiled or allocated at first use; a prompt that no life before it has left on disk.
-    engine.ask(engine.prompt(98 if life == "restarted" else 99, min(options.tokens, 9000)))
+    # What is compiled or allocated at first use; prompts that no life before it has left on disk.
+    for seed in (97, 98) if life == "restarted" else (99,):
+        engine.ask(engine.prompt(seed, min(options.tokens, 9000)))
     if life == "restarted":
         row["restarted"] = [engine.ask(engine.prompt(0, options.disk_tokens))]
         row["recompute_as_long"] = [engine.ask(engine.prompt(50, options.disk_tokens))]

@@ -32,11 +32,15 @@ class _Step(NamedTuple):
 
 
 class Pace:
-    """Seconds of computing. Steps end in the order in which they were ordered, whether or not they are told of."""
+    """Seconds of computing. Steps end in the order in which they were ordered, whether or not they are told of.
+
+    The first one does not count: it compiles and allocates.
+    """
 
     def __init__(self) -> None:
         self._under_way: dict[int, _Step] = {}
         self._ended = 0.0
+        self._warm = False
         self._weight = self._x = self._xx = self._y = self._xy = 0.0
 
     def ordered(self, number: int, steps: Sequence[Step], now: float) -> bool:
@@ -54,8 +58,11 @@ class Pace:
     def ended(self, number: int, now: float) -> None:
         """Step ``number`` has ended. It ran from its order on, or from the end of the one before."""
         step = self._under_way.pop(number, None)
-        if step is not None and now > (begin := max(step.ordered, self._ended)):
-            self._learn(step.tokens, step.context, (now - begin) / step.tokens)
+        if step is not None:
+            begin = max(step.ordered, self._ended)
+            if self._warm and now > begin:
+                self._learn(step.tokens, step.context, (now - begin) / step.tokens)
+            self._warm = True
         self._ended = now
 
     def seconds(self, start: int, end: int) -> float | None:
