@@ -61,6 +61,11 @@ class ExactnessMachine(RuleBasedStateMachine):
         key, parent = KEYS[number], KEYS[number - 1] if number and not alone else None
         if self.residency.tables[Tier.HBM].ready(key) or (parent and self.residency.where(parent) is None):
             return
+        try:
+            slot = self.residency.take(Tier.HBM)
+        except CapacityError:
+            return
+        # What was taken may have been the parent's, or a copy's of the page itself.
         exact = parent is None or self.residency.exactness.exact(parent)
         above = [tier for tier in TIERS if self.lossy is None or tier < self.lossy]
         # What is on its way into HBM makes way for what is put there.
@@ -70,10 +75,6 @@ class ExactnessMachine(RuleBasedStateMachine):
             else key in self.residency.tables[tier].copies
             for tier in above
         )
-        try:
-            slot = self.residency.take(Tier.HBM)
-        except CapacityError:
-            return
         self.residency.adopt(key, Tier.HBM, slot, parent)
         self.truth[Tier.HBM, slot] = exact
         if exact and not stale:
