@@ -68,7 +68,7 @@ def transfer_of(life: str, options: argparse.Namespace) -> dict[str, Any] | None
         config: dict[str, Any] = {"host": {"capacity": host_nbytes}}
         if life != "host":
             config["nvme"] = {"path": options.folder, "capacity": int(options.disk_gib * (1 << 30))}
-        extra: dict[str, Any] = {"config": config}
+        extra: dict[str, Any] = {"config": config, "load": options.load}
         name, module = "TierStoreConnector", {"kv_connector_module_path": "tierstore.adapters.vllm"}
     else:
         name, module, extra = life, {}, {"cpu_bytes_to_use": host_nbytes}
@@ -161,8 +161,8 @@ def live(life: str, options: argparse.Namespace) -> dict[str, Any]:
     """What one life measures. Every list holds its repetitions in order."""
     engine = Life(life, options)
     row: dict[str, Any] = {"life": life, "tokens": options.tokens, "init_s": round(engine.init_s, 1)}
-    # What is compiled or allocated at first use; prompts that no life before it has left on disk.
-    for seed in (97, 98) if life == "restarted" else (99,):
+    # What is compiled or allocated at first use; after a restart prompts that no life before it has left on disk.
+    for seed in (os.getpid() << 8, (os.getpid() << 8) + 1) if life == "restarted" else (99,):
         engine.ask(engine.prompt(seed, min(options.tokens, 9000)))
     if life == "restarted":
         row["restarted"] = [engine.ask(engine.prompt(0, options.disk_tokens))]
@@ -259,6 +259,7 @@ def main() -> None:
     parser.add_argument("--host-gib", type=float, default=40.0)
     parser.add_argument("--disk-gib", type=float, default=8.0)
     parser.add_argument("--folder", default="", help="of the store on disk; one that goes away if empty")
+    parser.add_argument("--load", choices=["always", "if_faster"], default="always", help="from disk")
     parser.add_argument("--logs", default="", help="a folder for what each life said")
     parser.add_argument("--only", default=",".join(LIVES), help="lives, with commas")
     parser.add_argument("--life", default="", help="this one, in this process")
