@@ -23,7 +23,7 @@ from tierstore.progress import Progress
 from tierstore.saving import save_unsaved, wait_settled
 from tierstore.slots import EngineSlots, OwnSlots, require_key_list
 from tierstore.traffic import BATCH_PAGES
-from tierstore.types import Match, Tier
+from tierstore.types import Hint, Match, Tier
 from tierstore.wakeup import Wakeup
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from tierstore.nvme.archive.reading import Imported
     from tierstore.nvme.archive.records import Progress as Shown
     from tierstore.nvme.archive.writing import Exported
-    from tierstore.types import Hint, HintResult, PageKey, PageSpec, Promoted
+    from tierstore.types import HintResult, PageKey, PageSpec, Promoted
 
 _log = logging.getLogger(__name__)
 
@@ -235,8 +235,9 @@ class TierStore:
 
     def hint(self, hint: Hint) -> HintResult:
         """What a scheduler expects. wont_need and retain change the victim order at once; will_need waits for an
-        attached prefetcher. Never pins."""
+        attached prefetcher. Never pins. TypeError for what is no Hint."""
         self._progress.advance()
+        _require_hints(hint)
         with self._lock:
             result = self._directory.hints.apply(hint, monotonic())
         while self._directory.hints.pending:
@@ -297,6 +298,7 @@ class TierStore:
         to ``tier``, or for more than 32.
         """
         self._progress.advance()
+        _require_hints(hint, *over)
         require_key_list(keys)
         if self._directory.promoting.source(tier) is None or len(keys) > BATCH_PAGES:
             raise ValueError(
@@ -463,6 +465,12 @@ class TierStore:
                 if self._progress.settled:
                     return True
         return False
+
+
+def _require_hints(*hints: object) -> None:
+    strange = next((hint for hint in hints if not isinstance(hint, Hint)), None)
+    if strange is not None:
+        raise TypeError(f"{strange!r:.60} is no hint; allowed: a Hint")
 
 
 def _chunks(keys: Sequence[PageKey]) -> list[Sequence[PageKey]]:

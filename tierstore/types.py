@@ -250,6 +250,8 @@ class Hint:
     def __post_init__(self) -> None:
         if self.need not in ("will_need", "wont_need", "retain"):
             raise ValueError(f"Hint.need is {self.need!r}; allowed: 'will_need', 'wont_need', 'retain'")
+        if isinstance(self.keys, bytes | str):
+            raise ValueError(f"Hint.keys is {self.keys!r:.60}; allowed: a sequence of page keys")
         for name in ("revision", "priority"):
             value = getattr(self, name)
             if not isinstance(value, Integral) or isinstance(value, bool):

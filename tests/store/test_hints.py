@@ -31,6 +31,15 @@ def test_will_need_without_a_prefetcher_is_rejected(store: TierStore) -> None:
     assert counter(store, "hints", "rejected") == 1
 
 
+def test_what_is_no_hint_is_refused_and_a_key_alone_is_no_list_of_keys(store: TierStore) -> None:
+    with pytest.raises(TypeError, match="allowed: a Hint"):
+        store.hint("r")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="allowed: a Hint"):
+        store.promote(Hint("r", 1, ()), [], Tier.HBM, over=("r",))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Hint\.keys"):
+        Hint("r", 1, chain(1)[0])  # type: ignore[arg-type]
+
+
 def test_will_need_waits_for_an_attached_prefetcher_the_newest_revision_of_each_request(
     store: TierStore,
 ) -> None:
