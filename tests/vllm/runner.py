@@ -70,14 +70,17 @@ def beside(case: Mapping[str, Any], folder: Path) -> Step:
     return "beside", {"case": dict(case), "folder": str(folder)}
 
 
-def connector(config: object, **more: object) -> dict[str, Any]:
-    """The transfer configuration that turns TierStore on; ``config``: a path or a mapping."""
+def connector(config: object, load: str = "always", **more: object) -> dict[str, Any]:
+    """The transfer configuration that turns TierStore on; ``config``: a path or a mapping.
+
+    ``load``: by itself what is found is loaded however slow this machine's disk is, since hits are what is counted.
+    """
     line: dict[str, Any] = {
         "kv_connector": "TierStoreConnector",
         "kv_connector_module_path": "tierstore.adapters.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"config": config},
+        "kv_connector_extra_config": {"config": config, "load": load},
     }
     return line | more
 

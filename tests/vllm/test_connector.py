@@ -118,7 +118,7 @@ def test_aborts_and_preemptions_leak_nothing(
             blocks(),
             check(),
         ],
-        transfer=connector(tiers(tmp_path / "a", 40, tiny_model.PAGE_NBYTES, "8MiB")),
+        transfer=connector(tiers(tmp_path / "a", 40, tiny_model.PAGE_NBYTES, "8MiB"), load="if_faster"),
         in_process=True,
         num_gpu_blocks_override=20,
         max_num_seqs=8,
