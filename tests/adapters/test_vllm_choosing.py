@@ -150,9 +150,9 @@ def test_a_disk_gives_what_it_gave_while_it_had_something_to_read() -> None:
     disk.costs.look()
     one, two = disk.order(64)
     disk.costs.look()
-    disk.end(one, 10.0, 9.0)  # both at once: their times overlap
-    disk.end(two, 16.0, 15.0)
-    page_s = (0.8 * 10 + 6) / (0.8 * 32 + 32)  # the newest counts most
+    disk.end(one, 0.10, 0.09)  # both at once: their times overlap
+    disk.end(two, 0.16, 0.15)
+    page_s = (0.8 * 0.10 + 0.06) / (0.8 * 32 + 32)  # the newest counts most
     assert disk.costs.load_s(3, 3) == pytest.approx(3 * page_s)
     disk.clock = 50.0
     disk.costs.look()  # nothing was read: no time
@@ -160,15 +160,44 @@ def test_a_disk_gives_what_it_gave_while_it_had_something_to_read() -> None:
     (three,) = disk.order(4)
     disk.costs.look()
     assert disk.costs.load_s(3, 3) == pytest.approx((4 + 3) * page_s)  # those before it are read first
-    disk.end(three, 60.0, 10.0)
-    page_s = (0.8 * (0.8 * 10 + 6) + 10) / (0.8 * (0.8 * 32 + 32) + 4)
+    disk.end(three, 50.1, 0.1)
+    page_s = (0.8 * (0.8 * 0.10 + 0.06) + 0.1) / (0.8 * (0.8 * 32 + 32) + 4)
     assert disk.costs.load_s(3, 3) == pytest.approx(3 * page_s)
     (load,) = disk.order(1, (HOST, Tier.HBM))
-    disk.end(load, 60.5, 0.5)
+    disk.end(load, 50.6, 0.5)
     assert disk.costs.load_s(3, 0) == 1.5
-    assert disk.costs.load_s(5, 3) == pytest.approx(2 * 0.5 + disk.costs.load_s(3, 3))
-    disk.clock = 121.0  # too old: it is tried again
-    assert disk.costs.load_s(3, 3) == 1.5
+    assert disk.costs.load_s(5, 3) == pytest.approx(2 * 0.5 + max(3 * 0.5, 3 * page_s))
+
+
+def test_what_a_disk_gave_more_than_a_minute_ago_says_nothing_any_more() -> None:
+    disk = Disk(None)
+    (slow,) = disk.order(1)
+    disk.costs.look()
+    disk.end(slow, 0.2, 0.2)
+    disk.clock = 60.0
+    assert disk.costs.load_s(3, 3) == pytest.approx(0.6)
+    disk.clock = 61.0  # too old: it is tried again
+    assert disk.costs.load_s(3, 3) == 0.0
+    (quick,) = disk.order(10)
+    disk.costs.look()
+    disk.end(quick, 61.1, 0.1)
+    assert disk.costs.load_s(3, 3) == pytest.approx(0.03)
+
+
+def test_what_a_disk_gives_is_not_taken_from_the_time_of_steps_that_compute() -> None:
+    disk = Disk(50.0)
+    (one,) = disk.order(2)
+    disk.costs.look(computes=True)
+    disk.end(one, 0.2, 0.01)  # it was there soon, and told of at the step's end
+    assert disk.costs.load_s(3, 3) == 6.0
+
+
+def test_what_a_disk_gives_is_not_taken_from_the_time_of_an_engine_that_nobody_asked() -> None:
+    disk = Disk(50.0)
+    (one,) = disk.order(2)
+    disk.costs.look()
+    disk.end(one, 3600.0, 0.01)
+    assert disk.costs.load_s(3, 3) == 6.0
 
 
 def on_disk(tmp_path: Path, load: str = "if_faster") -> Engine:
@@ -206,6 +235,25 @@ def test_what_is_quicker_to_compute_is_computed_and_comes_up_to_memory_behind_fo
     engine.run()
     assert engine.taken == 8
     engine.check()
+    engine.close()
+
+
+@pytest.mark.usefixtures("slow_disk")
+def test_what_is_left_behind_a_beginning_that_is_loaded_comes_up_too(tmp_path: Path) -> None:
+    engine = on_disk(tmp_path)
+    store, tables = engine.half._store, engine.half._parts.directory.residency.tables
+    engine.add(DOCUMENT[:5], 1)  # two pages, which come up
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choosing.Measured, "load_s", lambda self, pages, on_disk: 0.0)
+        engine.run()
+    assert (engine.taken, len(tables[HOST].copies)) == (4, 2)
+    engine.forget()
+    engine.add(DOCUMENT, 1)
+    engine.run()
+    assert engine.taken == 8
+    assert engine.half._counted()["left_pages"] == {"NVME": 2.0}
+    assert len(tables[HOST].copies) == 4
+    store.check()
     engine.close()
 
 

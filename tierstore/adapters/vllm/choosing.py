@@ -26,6 +26,8 @@ _READ, _LOAD = (Tier.NVME, Tier.HOST), (Tier.HOST, Tier.HBM)
 _OLD_S = 60.0
 _LEAST_S = 0.05
 """Less reading is a beginning and an end."""
+_MOST_S = 0.25
+"""Of a longer time between two looks nobody knows how much went by in reading."""
 _KEPT = 0.8
 """Weight of what was known of the disk before."""
 
@@ -47,6 +49,9 @@ class _Read(NamedTuple):
 
     pages: float
     seconds: float
+
+
+_NOTHING = _Read(0, 0.0)
 
 
 class _End(NamedTuple):
@@ -78,8 +83,9 @@ class Measured:
     """``Costs`` out of what the store and the engine have done lately. ``read_rate``: bytes a second that the disk was
     found to give at open, None: it was not asked.
 
-    What the disk gives is counted while it has something to read: the times of single transfers overlap. What it gave
-    a minute ago says nothing: loads are tried again, so that a bad moment is not for ever.
+    What the disk gives is counted while it has something to read: the times of single transfers overlap. Not beside
+    steps that compute: what is read meanwhile is told of, and more asked for, only when they have ended. What it gave a
+    minute ago says nothing: loads are tried again, so that a bad moment is not for ever.
     """
 
     def __init__(
@@ -97,20 +103,26 @@ class Measured:
         self._at = 0.0
         self._seen = 0
         self._reading = False
-        self._new = _Read(0, 0.0)
-        self._known = _Read(0, 0.0)
+        self._new = self._known = _NOTHING
         self._known_at: float | None = None
 
-    def look(self) -> None:
-        """What was read since the last look. Once a step at least."""
+    def look(self, *, computes: bool = False) -> None:
+        """What was read since the last look. Once a step at least. ``computes``: a step that computes begins now."""
         now, arrived = self._clock(), self._traffic.arrived[_READ]
         if self._reading:
             self._new = _Read(self._new.pages + arrived - self._seen, self._new.seconds + now - self._at)
-        self._at, self._seen, self._reading = now, arrived, self._traffic.pages[_READ] > 0
+            if now - self._at > _MOST_S:
+                self._new = _NOTHING
+        if computes:
+            self._new = _NOTHING
+        self._at, self._seen = now, arrived
+        self._reading = not computes and self._traffic.pages[_READ] > 0
         if self._new.pages and self._new.seconds >= _LEAST_S:
-            pages, seconds = self._known
-            self._known = _Read(pages * _KEPT + self._new.pages, seconds * _KEPT + self._new.seconds)
-            self._known_at, self._new = now, _Read(0, 0.0)
+            known = self._known if self._is_fresh(now) else _NOTHING
+            self._known = _Read(
+                known.pages * _KEPT + self._new.pages, known.seconds * _KEPT + self._new.seconds
+            )
+            self._known_at, self._new = now, _NOTHING
 
     def load_s(self, pages: int, on_disk: int) -> float:
         """See ``Costs``. Pages that are read cross the link meanwhile."""
@@ -126,9 +138,11 @@ class Measured:
     def _reading_s(self, pages: int) -> float:
         page_s = self._page_s
         if self._known_at is not None:
-            old = self._clock() - self._known_at > _OLD_S
-            page_s = 0.0 if old else self._known.seconds / self._known.pages
+            page_s = self._known.seconds / self._known.pages if self._is_fresh(self._clock()) else 0.0
         return (self._traffic.carrying(*_READ) + pages) * page_s
+
+    def _is_fresh(self, now: float) -> bool:
+        return self._known_at is not None and now - self._known_at <= _OLD_S
 
 
 def _ends(plan: Plan) -> Iterator[_End]:

@@ -157,7 +157,7 @@ class SchedulerHalf:
         starts, keys, blocks = zip(*pages, strict=True) if pages else ((), (), ())
         self._loading.want(request.request_id, keys, blocks, starts)
         known.taken, known.verdict = known.verdict.plan, None
-        if self._ahead is not None:
+        if self._ahead is not None and not known.left:
             self._ahead.over(request.request_id)
 
     def finished(self, request_id: str, tables: Sequence[Sequence[int]], computed: int) -> None:
@@ -200,7 +200,7 @@ class SchedulerHalf:
         failed = loading.take_failed()
         after, waits = tuple(self._ranks.take()), loading.waits
         if self._costs is not None:
-            self._costs.look()
+            self._costs.look(computes=bool(steps))
         self._number += 1
         answer = self._pace.ordered(self._number, steps, monotonic()) or waits
         return Orders(fence, before, after, failed, answer, waits and not steps, self._number)
