@@ -17,6 +17,7 @@ from hypothesis.stateful import rule
 from tests.adapters.store_machine import WAIT_S, Open, StoreMachine, prompts, same_logits
 from tests.adapters.tiny import PAGE, plain_batch, random_prompt, watch
 from tierstore.adapters.huggingface import TierStoreCache, cache_argument
+from tierstore.adapters.huggingface.opening import common_prefix
 from tierstore.errors import CapacityError
 
 MOST_OPEN = 3
@@ -123,9 +124,9 @@ class AdapterMachine(StoreMachine):
         name, model = cache_argument(self.model), self.model
         if self.draft is not None and len(rows) == 1:
             options["assistant_model"] = cache.cache.draft_model
-            # Guesses beyond the target are not generate's.
-            ahead = max(0, len(cache.drafted) - start)
-            cache.cache.draft_model.cache.crop(-ahead)
+            # Guesses beyond the target are not generate's, nor those before that have turned out to be wrong.
+            guesses = len(cache.drafted) - common_prefix(cache.drafted, cache.fed[0])
+            cache.cache.draft_model.cache.crop(-guesses)
         try:
             with watch(model) as fed:
                 out = model.generate(ids, **options, **{name: cache.cache})  # type: ignore[operator]
