@@ -113,7 +113,7 @@ class Bringing:
         if now >= self._plan_at:
             return 0.0
         if started:  # what is planned goes on as planned
-            self._plan_at = min(max(self._plan_at, now + _PLAN_AGAIN_S), self._planned_at + _IDLE_S)
+            self._plan_at = max(self._plan_at, min(now + _PLAN_AGAIN_S, self._planned_at + _IDLE_S))
         if started or self.in_flight:
             if not any(self._ahead.values()):
                 self._plan_at = min(self._plan_at, max(now + _PLAN_SOON_S, self._soonest))

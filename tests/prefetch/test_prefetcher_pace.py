@@ -96,3 +96,18 @@ def test_a_plan_takes_a_tenth_of_its_time_at_most_though_all_is_under_way(bench:
     plans = int(str(prefetcher.stats()["plans"]))
     assert prefetcher.stats()["in_flight_pages"] == 4
     assert 5 < plans < 1 + (clock.now - begin) / (10 * clock.tick)
+
+
+def test_plans_that_take_long_are_not_made_more_often_because_something_could_start(bench: Bench) -> None:
+    clock = Ticking()
+    clock.tick = 0.05
+    store, prefetcher = bench.store, prefetcher_of(bench.store, clock, max_in_flight=NBYTES)
+    keys = stored(store, "a", 8, Tier.HOST)
+    need(store, "r", keys)
+    prefetcher.turn(0.0)
+    begin, before = clock.now, int(str(prefetcher.stats()["plans"]))
+    while store.match(keys).tiers[-1] != Tier.HBM:
+        assert store.drain(60.0)
+        prefetcher.turn(0.0)
+    plans = int(str(prefetcher.stats()["plans"])) - before
+    assert plans <= (clock.now - begin) / (10 * clock.tick)
