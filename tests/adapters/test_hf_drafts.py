@@ -164,3 +164,17 @@ def test_what_a_lookup_accepted_last_is_stored_when_the_cache_closes(model: Llam
         written = prompt + answer[:-1]
         held: Any = store.stats()["tiers"]
         assert held["HBM"]["resident"] == store.match(store.keys(written)).num_pages == len(written) // PAGE
+
+
+def test_a_pad_token_within_the_text_is_text(model: LlamaForCausalLM, draft: LlamaForCausalLM) -> None:
+    """Models say it too. Of the mask that the model is given its draft model gets nothing."""
+    prompt = [*random_prompt(PAGE), 0, *random_prompt(3, seed=1)]
+    mask = torch.ones(1, len(prompt), dtype=torch.long)
+    with (
+        open_store(model, draft=draft) as store,
+        watch(draft) as drafted,
+        TierStoreCache(store, prompt, model=model, draft=draft) as cache,
+    ):
+        answer = generate(model, prompt, cache, assistant_model=cache.draft_model, attention_mask=mask)
+        assert drafted.widths
+    assert answer == plain(model, prompt, attention_mask=mask)
