@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +13,12 @@ import torch
 from tests.adapters import vllm_stub as stub
 from tests.adapters.vllm_engine import DOCUMENT, IN, OUT, Engine
 from tests.adapters.vllm_stub import HOST
+from tierstore.adapters.vllm import working
+from tierstore.adapters.vllm.geometry import geometry
 from tierstore.adapters.vllm.messages import Orders, Report
+from tierstore.adapters.vllm.settings import Settings
 from tierstore.adapters.vllm.working import WorkerHalf
+from tierstore.nvme.probe import Rates
 from tierstore.types import Tier
 
 
@@ -140,3 +147,41 @@ def test_engines_that_step_together_wait_for_no_copy_of_one_of_them(engines: int
     worker.register_kv_caches({"layer": torch.zeros(4, 1, 2, 8)})
     assert (worker._worker.idle_s > 0) is (engines == 1)
     worker.shutdown()
+
+
+def _hello_of(tiers: dict[str, object]) -> Any:
+    found = geometry([torch.zeros(2, 4, 1, 8)], num_blocks=2, block_size=4, identity="m", shard=0)
+    config = {"host": {"capacity": 1 << 20, "pin": "never"}, **tiers}
+    half = WorkerHalf.open(Settings.of({"config": config}).of_rank(1, None, "cpu"), found, 0)
+    half.close()
+    return half.hello
+
+
+def test_a_worker_says_what_its_disk_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def ask(directory: Path, page_nbytes: int) -> Rates:
+        asked.append(page_nbytes)
+        assert directory == tmp_path
+        if len(asked) > 1:
+            raise OSError("No space left on device")
+        return Rates(1.0, {1: 5e9, 2: 8e9, 4: 8.1e9})
+
+    monkeypatch.setattr(working, "probe", SimpleNamespace(ask=ask))
+    disk: dict[str, object] = {"nvme": {"path": str(tmp_path), "capacity": 4 << 20}}
+    assert _hello_of({}).read_rate is None
+    assert asked == []
+    assert _hello_of(disk).read_rate == 8e9
+    assert _hello_of(disk).read_rate is None
+    assert asked == [128, 128]
+
+
+def test_of_several_workers_the_slowest_disk_counts(tmp_path: Path) -> None:
+    disk = {"path": tmp_path, "capacity": 1 << 20}
+    for load, seconds in (("if_faster", 3.0), ("always", None)):
+        engine = Engine({**HOST, "nvme": disk}, load=load)
+        hello = _half(engine).hello
+        hellos = [replace(hello, rank=rank, read_rate=rate) for rank, rate in enumerate((400.0, 100.0, None))]
+        costs = engine.half._measured(hellos, 100)
+        assert (None if costs is None else costs.load_s(3, 3)) == seconds
+        engine.close()
