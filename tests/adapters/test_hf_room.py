@@ -53,6 +53,7 @@ def test_a_prompt_waits_for_the_room_that_pages_being_saved_are_about_to_leave(
     answer, cache = ask(bench.store, model, first)
     assert cache.reused_tokens >= PROMPT * PAGE
     assert answer == plain(model, first)
+    assert bench.store.stats()["leases"] == 0
     bench.close()
 
 
@@ -79,4 +80,5 @@ def test_a_prompt_whose_room_does_not_come_is_computed_after_one_look(
     assert cache.reused_tokens < PROMPT * PAGE
     assert len(looks) == 1
     assert answer == plain(model, first)
+    assert bench.store.stats()["leases"] == 0
     bench.close()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.adapters.vllm_engine import DOCUMENT, Engine
 from tests.support.pages import chain
 from tierstore.adapters.vllm import choosing
+from tierstore.adapters.vllm.ahead import Ahead
 from tierstore.adapters.vllm.choosing import Measured, worth_loading
 from tierstore.adapters.vllm.groups import Group
 from tierstore.adapters.vllm.pace import Pace
@@ -258,6 +259,51 @@ def test_what_is_left_behind_a_beginning_that_is_loaded_comes_up_too(tmp_path: P
 
 
 @pytest.mark.usefixtures("slow_disk")
+def test_what_is_left_comes_up_though_its_request_has_ended_and_the_engine_steps_on_for_it(
+    tmp_path: Path,
+) -> None:
+    engine = on_disk(tmp_path)
+    engine.add(DOCUMENT, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ahead, "advance", lambda self: None)
+        while engine.requests:
+            engine.step()
+    copies = engine.half._parts.directory.residency.tables[HOST].copies
+    assert (engine.taken, len(copies)) == (0, 0)
+    engine.run()
+    assert len(copies) == 4
+    assert not engine.half.pending
+    engine.close()
+
+
+@pytest.mark.usefixtures("slow_disk")
+def test_pages_that_are_left_are_counted_once_though_vllm_asks_again(tmp_path: Path) -> None:
+    engine = on_disk(tmp_path)
+    name = engine.add(DOCUMENT, 1)
+    for _ in range(2):
+        assert engine.half.offer(engine.requests[name], 0) == 0
+        engine.half._known[name].verdict = None
+    assert engine.half._counted()["left_pages"] == {"NVME": 4.0}
+    engine.run()
+    engine.close()
+
+
+def test_the_disk_is_looked_at_before_and_after_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[bool] = []
+    monkeypatch.setattr(Measured, "look", lambda self, *, computes=False: looks.append(computes))
+    engine = on_disk(tmp_path)
+    looks.clear()
+    engine.step()
+    engine.add([1, 2], 1)
+    engine.step()
+    assert looks == [False, False, True, False]
+    engine.run()
+    engine.close()
+
+
+@pytest.mark.usefixtures("slow_disk")
 def test_it_is_loaded_all_the_same_where_that_was_said(tmp_path: Path) -> None:
     engine = on_disk(tmp_path, load="always")
     engine.add(DOCUMENT, 1)
@@ -270,8 +316,10 @@ def test_it_is_loaded_all_the_same_where_that_was_said(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("slow_disk")
 def test_it_is_loaded_while_others_want_the_engine(tmp_path: Path) -> None:
     engine = on_disk(tmp_path)
-    other = engine.add([1, 2] * 4, 3)
+    other = engine.add([1, 2], 9)  # it leaves room in the step in which the next one is asked about
     name = engine.add(DOCUMENT, 1)
+    engine.step()
+    assert engine.requests[name].status == "loading"
     engine.run()
     assert engine.taken == 8
     assert {other, name} <= engine.answers.keys()

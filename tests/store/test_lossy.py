@@ -320,7 +320,11 @@ def test_what_an_engine_computed_over_an_inexact_lease_is_inexact_whatever_its_p
             store.evict(keys[:1])
             store.put(keys[:1], [0])  # somebody else has computed it from its tokens
             store.put(keys[1:], [2, 3], lease=lease)
+            windows = chain(2, "w")
+            store.put(windows, [4, 5], lease=lease, parents=[None, None])
             assert store.drain(PATIENCE_S)
+        assert store.match(windows).num_pages == 2
+        assert [store.match([key], exact=True).num_pages for key in windows] == [0, 0]
         assert store.explain(keys[1:2])[0]["parent"] == keys[0].hex()
         assert store.match(keys).num_pages == 3
         assert store.match(keys, exact=True).num_pages == 1
