@@ -191,6 +191,15 @@ def test_what_a_disk_gives_is_not_taken_from_the_time_of_steps_that_compute() ->
     disk.costs.look(computes=True)
     disk.end(one, 0.2, 0.01)  # it was there soon, and told of at the step's end
     assert disk.costs.load_s(3, 3) == 6.0
+    (two,) = disk.order(2)
+    disk.costs.look()
+    disk.clock = 0.24
+    disk.costs.look(computes=True)  # what it read so far is told of later
+    disk.end(two, 0.4, 0.05)
+    (three,) = disk.order(10)
+    disk.costs.look()
+    disk.end(three, 0.5, 0.1)
+    assert disk.costs.load_s(3, 3) == pytest.approx(0.03)
 
 
 def test_what_a_disk_gives_is_not_taken_from_the_time_of_an_engine_that_nobody_asked() -> None:

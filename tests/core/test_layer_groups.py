@@ -58,6 +58,7 @@ def test_unequal_groups_make_up_the_blob_too(layers: list[int], shares: list[int
     layout = layout_of(*layers)
     groups = LayerGroups.by_shares(layout, [Cut(tuple(shares), smallest)])
     assert len(groups) in (1, len(shares))
+    assert all(groups.parts)
     require_groups_make_up_the_blob(groups, layout)
     sizes = [sum(part.nbytes for part in parts) for parts in groups.parts]
     assert groups.divide(layout.blob_nbytes) == sizes
