@@ -11,7 +11,9 @@ from tests.adapters.vllm_engine import DOCUMENT, Engine
 from tests.adapters.vllm_pool import hashes_of
 from tests.adapters.vllm_stub import HOST
 from tierstore.adapters.vllm import offers
+from tierstore.adapters.vllm.groups import Group, Groups
 from tierstore.adapters.vllm.keys import KeyChain
+from tierstore.adapters.vllm.local import local_tokens
 from tierstore.types import Tier
 
 
@@ -20,8 +22,8 @@ def test_what_only_the_disk_holds_comes_up_while_its_request_waits_in_the_queue(
     engine = Engine(config)
     engine.add(DOCUMENT, 2)
     engine.run()
-    store = engine.half._store
-    keys = list(engine.half._parts.directory.residency.tables[Tier.NVME].copies)
+    store = engine.half._tiers.store
+    keys = list(engine.half._tiers.parts.directory.residency.tables[Tier.NVME].copies)
     assert len(keys) == 5
     store.evict(keys, Tier.HOST)
     engine.forget()
@@ -47,10 +49,10 @@ def test_nothing_comes_up_for_a_request_that_has_gone_or_that_the_engine_holds(t
     engine.add(DOCUMENT, 2)
     engine.run()
     half = engine.half
-    store, tables = half._store, half._parts.directory.residency.tables
+    store, tables = half._tiers.store, half._tiers.parts.directory.residency.tables
     store.evict(list(tables[Tier.NVME].copies), Tier.HOST)
     keys = KeyChain(SimpleNamespace(block_hashes=hashes_of(DOCUMENT)), half._namespaces[0]).first(4)
-    ahead = half._ahead
+    ahead = half._tiers.ahead
     ahead.want("held", keys, 4)
     ahead.want("gone", keys, 0)
     ahead.over("gone")
@@ -71,17 +73,17 @@ def test_a_request_whose_pages_have_gone_keeps_no_other_from_being_brought_up(tm
         engine.add(document, 2)
     engine.run()
     half = engine.half
-    store, tables = half._store, half._parts.directory.residency.tables
+    store, tables = half._tiers.store, half._tiers.parts.directory.residency.tables
     store.evict(list(tables[Tier.NVME].copies), Tier.HOST)
     chains = [
         KeyChain(SimpleNamespace(block_hashes=hashes_of(document)), half._namespaces[0])
         for document in documents
     ]
     first, second = (chain.first(4) for chain in chains)
-    half._ahead.want("first", first, 0)
-    half._ahead.want("second", second, 0)
+    half._tiers.ahead.want("first", first, 0)
+    half._tiers.ahead.want("second", second, 0)
     store.evict(first)
-    half._ahead.advance()
+    half._tiers.ahead.advance()
     assert set(tables[Tier.HOST].copies) <= set(second)
     assert tables[Tier.HOST].copies
     engine.run()
@@ -92,7 +94,9 @@ def only_on_disk(engine: Engine, document: list[int]) -> None:
     """The engine has answered about this document and nothing above the disk holds it any more."""
     engine.add(document, 2)
     engine.run()
-    engine.half._store.evict(list(engine.half._parts.directory.residency.tables[Tier.NVME].copies), Tier.HOST)
+    engine.half._tiers.store.evict(
+        list(engine.half._tiers.parts.directory.residency.tables[Tier.NVME].copies), Tier.HOST
+    )
     engine.forget()
 
 
@@ -185,14 +189,20 @@ class Looked:
 
 
 @pytest.mark.parametrize("local", [0, 1, 700, 4095, 4096])
-def test_what_the_engine_holds_of_a_long_prompt_is_found_in_a_few_looks(tmp_path: Path, local: int) -> None:
-    engine = Engine({**HOST, "nvme": {"path": tmp_path, "capacity": 1 << 20}})
+def test_what_the_engine_holds_of_a_long_prompt_is_found_in_a_few_looks(local: int) -> None:
     hashes = [bytes([i % 256, i // 256]) * 16 for i in range(4096)]
     pool = Looked(set(hashes[:local]))
-    engine.scheduler.bind_gpu_block_pool(pool)
-    request = SimpleNamespace(request_id="long", block_hashes=hashes, num_tokens=2 * 4096)
-    assert engine.scheduler._local(request) == 2 * local
+    assert local_tokens(pool, Groups((Group(0, 2),)), hashes) == 2 * local
     assert pool.asked <= 13
+
+
+def test_with_a_disk_what_the_engine_holds_is_looked_for_when_a_request_is_queued(tmp_path: Path) -> None:
+    engine = Engine({**HOST, "nvme": {"path": tmp_path, "capacity": 1 << 20}})
+    pool = Looked(set())
+    engine.scheduler.bind_gpu_block_pool(pool)
+    engine.add(DOCUMENT, 2)
+    assert pool.asked > 0
+    engine.run()
     engine.close()
 
 
@@ -218,13 +228,13 @@ def test_what_nobody_waits_for_comes_after_all_that_is_waited_for_and_its_hint_e
         engine.add(document, 2)
     engine.run()
     half = engine.half
-    store, tables = half._store, half._parts.directory.residency.tables
+    store, tables = half._tiers.store, half._tiers.parts.directory.residency.tables
     store.evict(list(tables[Tier.NVME].copies), Tier.HOST)
     first, second = (
         KeyChain(SimpleNamespace(block_hashes=hashes_of(document)), half._namespaces[0]).first(4)
         for document in documents
     )
-    ahead = half._ahead
+    ahead = half._tiers.ahead
     ahead.want("computes", first, 0)
     ahead.behind("computes")
     ahead.behind("never heard of")
@@ -247,10 +257,10 @@ def test_only_a_few_requests_have_pages_come_up_behind_them(tmp_path: Path) -> N
     engine.add(DOCUMENT, 2)
     engine.run()
     half = engine.half
-    half._store.evict(list(half._parts.directory.residency.tables[Tier.NVME].copies), Tier.HOST)
+    half._tiers.store.evict(list(half._tiers.parts.directory.residency.tables[Tier.NVME].copies), Tier.HOST)
     keys = KeyChain(SimpleNamespace(block_hashes=hashes_of(DOCUMENT)), half._namespaces[0]).first(4)
     for number in range(9):
-        half._ahead.want(f"r{number}", keys, 0)
-        half._ahead.behind(f"r{number}")
-    assert list(half._ahead._queue) == ["r5", "r6", "r7", "r8"]
+        half._tiers.ahead.want(f"r{number}", keys, 0)
+        half._tiers.ahead.behind(f"r{number}")
+    assert list(half._tiers.ahead._queue) == ["r5", "r6", "r7", "r8"]
     engine.close()

@@ -216,9 +216,9 @@ def on_disk(tmp_path: Path, load: str = "if_faster") -> Engine:
     engine = Engine(config, load=load)
     engine.add(DOCUMENT, 1)
     engine.run()
-    tables = engine.half._parts.directory.residency.tables
+    tables = engine.half._tiers.parts.directory.residency.tables
     assert len(tables[NVME].copies) == 4
-    engine.half._store.evict(list(tables[NVME].copies), HOST)
+    engine.half._tiers.store.evict(list(tables[NVME].copies), HOST)
     engine.forget()
     return engine
 
@@ -238,8 +238,8 @@ def test_what_is_quicker_to_compute_is_computed_and_comes_up_to_memory_behind_fo
     engine.run()
     assert engine.taken == 0
     assert engine.answers[name] == engine.answers["r1"]
-    assert engine.half._counted()["left_pages"] == {"NVME": 4.0}
-    assert len(engine.half._parts.directory.residency.tables[HOST].copies) == 4
+    assert engine.half._tiers.counted()["left_pages"] == {"NVME": 4.0}
+    assert len(engine.half._tiers.parts.directory.residency.tables[HOST].copies) == 4
     engine.forget()
     engine.add(DOCUMENT, 1)
     engine.run()
@@ -251,7 +251,7 @@ def test_what_is_quicker_to_compute_is_computed_and_comes_up_to_memory_behind_fo
 @pytest.mark.usefixtures("slow_disk")
 def test_what_is_left_behind_a_beginning_that_is_loaded_comes_up_too(tmp_path: Path) -> None:
     engine = on_disk(tmp_path)
-    store, tables = engine.half._store, engine.half._parts.directory.residency.tables
+    store, tables = engine.half._tiers.store, engine.half._tiers.parts.directory.residency.tables
     engine.add(DOCUMENT[:5], 1)  # two pages, which come up
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choosing.Measured, "load_s", lambda self, pages, on_disk: 0.0)
@@ -261,7 +261,7 @@ def test_what_is_left_behind_a_beginning_that_is_loaded_comes_up_too(tmp_path: P
     engine.add(DOCUMENT, 1)
     engine.run()
     assert engine.taken == 8
-    assert engine.half._counted()["left_pages"] == {"NVME": 2.0}
+    assert engine.half._tiers.counted()["left_pages"] == {"NVME": 2.0}
     assert len(tables[HOST].copies) == 4
     store.check()
     engine.close()
@@ -277,7 +277,7 @@ def test_what_is_left_comes_up_though_its_request_has_ended_and_the_engine_steps
         patch.setattr(Ahead, "advance", lambda self: None)
         while engine.requests:
             engine.step()
-    copies = engine.half._parts.directory.residency.tables[HOST].copies
+    copies = engine.half._tiers.parts.directory.residency.tables[HOST].copies
     assert (engine.taken, len(copies)) == (0, 0)
     engine.run()
     assert len(copies) == 4
@@ -292,7 +292,7 @@ def test_pages_that_are_left_are_counted_once_though_vllm_asks_again(tmp_path: P
     for _ in range(2):
         assert engine.half.offer(engine.requests[name], 0) == 0
         engine.half._known[name].verdict = None
-    assert engine.half._counted()["left_pages"] == {"NVME": 4.0}
+    assert engine.half._tiers.counted()["left_pages"] == {"NVME": 4.0}
     engine.run()
     engine.close()
 
@@ -318,7 +318,7 @@ def test_it_is_loaded_all_the_same_where_that_was_said(tmp_path: Path) -> None:
     engine.add(DOCUMENT, 1)
     engine.run()
     assert engine.taken == 8
-    assert engine.half._counted()["left_pages"] == {"NVME": 0.0}
+    assert engine.half._tiers.counted()["left_pages"] == {"NVME": 0.0}
     engine.close()
 
 
@@ -347,9 +347,9 @@ def test_pages_of_a_request_that_runs_come_up_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = on_disk(tmp_path)
-    monkeypatch.setattr(engine.half._offers, "of", lambda known, computed, others: 0)
+    monkeypatch.setattr(engine.half._tiers.offers, "of", lambda known, computed, others: 0)
     engine.add(DOCUMENT, 1)
     engine.step()
-    assert engine.half._ahead._queue == {}
+    assert engine.half._tiers.ahead._queue == {}
     engine.run()
     engine.close()

@@ -170,12 +170,12 @@ def test_a_page_that_one_group_lacks_shortens_the_hit_of_all() -> None:
     engine = Engine(ROOM, blocks=16, kinds=BESIDE)
     name = asked_twice(engine)
     whole, window = engine.half._known[name].chains
-    engine.half._store.evict([window.at(3)])
+    engine.half._tiers.store.evict([window.at(3)])
     engine.run()
     assert engine.taken == 6
     assert engine.answers[name] == engine.answers["r1"]
     engine.forget()
-    engine.half._store.evict([whole.at(2), *window.first(2)])
+    engine.half._tiers.store.evict([whole.at(2), *window.first(2)])
     engine.add(DOCUMENT, 2)
     engine.run()
     assert engine.taken == 6
@@ -187,7 +187,7 @@ def test_pages_of_a_window_that_nobody_sees_any_more_are_not_needed() -> None:
     # F065
     engine = Engine(ROOM, blocks=16, kinds=BESIDE)
     name = asked_twice(engine)
-    engine.half._store.evict(engine.half._known[name].chains[1].first(3))
+    engine.half._tiers.store.evict(engine.half._known[name].chains[1].first(3))
     engine.run()
     assert engine.taken == 8
     engine.close()
@@ -197,7 +197,7 @@ def test_a_page_of_a_window_stands_beside_the_page_of_full_attention_that_ends_w
     engine = Engine(ROOM, blocks=16, kinds=(Kind(size=4), Kind(window=5)))
     name = asked_twice(engine)
     whole, window = engine.half._known[name].chains
-    parent = engine.half._parts.directory.residency.lineage.parent
+    parent = engine.half._tiers.parts.directory.residency.lineage.parent
     assert [parent(key) for key in whole.first(2)] == [None, whole.at(0)]
     assert [parent(key) for key in window.first(4)] == [None, whole.at(0), whole.at(0), whole.at(1)]
     engine.run()
@@ -223,7 +223,7 @@ def test_of_a_queued_request_only_those_pages_come_up_that_a_hit_takes(tmp_path:
     engine = Engine(config, blocks=16, kinds=BESIDE, put_off_s=60)
     engine.add(DOCUMENT, 1)
     engine.run()
-    store, tables = engine.half._store, engine.half._parts.directory.residency.tables
+    store, tables = engine.half._tiers.store, engine.half._tiers.parts.directory.residency.tables
     stored = list(tables[Tier.NVME].copies)
     assert len(stored) == 8
     store.evict(stored, Tier.HOST)

@@ -100,7 +100,7 @@ def test_what_an_aborted_load_was_to_bring_is_not_stored_as_if_it_had_come() -> 
     engine.step()
     engine.step()
     assert engine.requests[name].status == "loading"
-    store, keys = engine.half._store, engine.half._known[name].chains[0].first(4)
+    store, keys = engine.half._tiers.store, engine.half._known[name].chains[0].first(4)
     store.evict(keys)
     engine.abort(name)
     engine.step()
@@ -181,7 +181,7 @@ def test_an_offer_that_was_not_taken_is_not_stored_as_if_it_had_come() -> None:
     name = engine.add(DOCUMENT, 2)
     request = engine.requests[name]
     assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (8, True)
-    store, keys = engine.half._store, engine.half._known[name].chains[0].first(4)
+    store, keys = engine.half._tiers.store, engine.half._known[name].chains[0].first(4)
     store.evict(keys)
     request.tables = [[]]
     engine.pool.grow(request.tables, 8)
@@ -218,7 +218,7 @@ def test_a_verdict_is_looked_up_once_however_often_it_is_asked_for(monkeypatch: 
     engine.add(DOCUMENT, 2)
     engine.run()
     asked: list[int] = []
-    store = engine.half._store
+    store = engine.half._tiers.store
     match = store.match
 
     def counted(keys: list[PageKey]) -> Match:

@@ -14,6 +14,7 @@ from tests.adapters import vllm_stub as stub
 from tests.adapters.vllm_engine import Engine
 from tests.adapters.vllm_stub import HOST
 from tierstore.adapters.vllm import served, versions
+from tierstore.adapters.vllm.deployment import Deployment
 from tierstore.adapters.vllm.settings import Settings
 from tierstore.errors import ConfigError
 
@@ -131,3 +132,11 @@ def test_hashes_that_the_next_process_would_not_have_are_told_of(
     assert versions.hashes_last() is last
     served.tell_of_hashes(versions.hashes_last())
     assert ("PYTHONHASHSEED" in caplog.text) is not last
+
+
+@pytest.mark.parametrize("name", ["enable_sleep_mode", "enable_cumem_allocator"])
+def test_an_engine_that_may_sleep_may_lose_the_memory_of_its_cache(name: str) -> None:
+    config, kv = stub.vllm_config({"config": HOST}), stub.kv_cache_config(8, stub.FullAttentionSpec(2))
+    assert not Deployment.of(config, config.kv_transfer_config, kv).memory_may_go
+    setattr(config.model_config, name, True)
+    assert Deployment.of(config, config.kv_transfer_config, kv).memory_may_go

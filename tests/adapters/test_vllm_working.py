@@ -16,7 +16,9 @@ from tests.adapters.vllm_stub import HOST
 from tierstore.adapters.vllm import working
 from tierstore.adapters.vllm.geometry import geometry
 from tierstore.adapters.vllm.messages import Orders, Report
+from tierstore.adapters.vllm.pace import Pace
 from tierstore.adapters.vllm.settings import Settings
+from tierstore.adapters.vllm.tiers import measured
 from tierstore.adapters.vllm.working import WorkerHalf
 from tierstore.nvme.probe import Rates
 from tierstore.types import Tier
@@ -117,7 +119,7 @@ def test_a_copy_that_does_not_end_keeps_the_engine_awake(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("may_sleep", [True, False])
 def test_workers_elsewhere_are_waited_for_where_their_memory_may_go_away(may_sleep: bool) -> None:
     engine = _storing()
-    engine.scheduler._vllm_config.model_config.enable_sleep_mode = may_sleep
+    engine.scheduler._deployment = replace(engine.scheduler._deployment, memory_may_go=may_sleep)
     assert engine.scheduler.reset_cache() is not may_sleep
     engine.copies[0].open()
     engine.pace = 1.0
@@ -181,7 +183,8 @@ def test_of_several_workers_the_slowest_disk_counts(tmp_path: Path) -> None:
     for load, seconds in (("if_faster", 3.0), ("always", None)):
         engine = Engine({**HOST, "nvme": disk}, load=load)
         hello = _half(engine).hello
-        hellos = [replace(hello, rank=rank, read_rate=rate) for rank, rate in enumerate((400.0, 100.0, None))]
-        costs = engine.half._measured(hellos, 100)
+        hellos = [replace(hello, rank=rank, read_rate=rate) for rank, rate in enumerate((256.0, 64.0, None))]
+        terms, traffic = engine.half._terms, engine.half._tiers.parts.directory.traffic
+        costs = measured(terms, hellos, traffic, Pace())
         assert (None if costs is None else costs.load_s(3, 3)) == seconds
         engine.close()

@@ -201,7 +201,7 @@ class Engine:
 
     @property
     def placement(self) -> Any:
-        return self.half._parts.directory.placement
+        return self.half._tiers.parts.directory.placement
 
     # -- what callers do ------------------------------------------------------------------------------------------
 

@@ -146,8 +146,9 @@ def aborted_loads_are_never_told(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: SchedulerHalf, request_id: str, blocks: Sequence[Sequence[int]], computed: int) -> None:
         finished(self, request_id, blocks, computed)
-        assert self._loading is not None
-        self._loading._loads = [x for x in self._loading._loads if x.request_id != request_id]
+        assert self._tiers is not None
+        loading = self._tiers.loading
+        loading._loads = [x for x in loading._loads if x.request_id != request_id]
 
     patch.setattr(SchedulerHalf, "finished", wrong)
 
@@ -175,7 +176,9 @@ def old_weights_are_offered(patch: pytest.MonkeyPatch) -> None:
 def a_preempted_request_goes_on_counting(patch: pytest.MonkeyPatch) -> None:
     follow = SchedulerHalf._follow
     patch.setattr(
-        SchedulerHalf, "_follow", lambda self, step: follow(self, replace(step, computed=step.computed + 2))
+        SchedulerHalf,
+        "_follow",
+        lambda self, tiers, step: follow(self, tiers, replace(step, computed=step.computed + 2)),
     )
 
 

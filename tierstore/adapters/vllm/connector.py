@@ -5,7 +5,6 @@ Tested with vLLM 0.32; vLLM calls its connectors' interface experimental.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,20 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tierstore.adapters.vllm import versions
-from tierstore.adapters.vllm.geometry import geometry
-from tierstore.adapters.vllm.groups import groups_of
-from tierstore.adapters.vllm.identity import identity
+from tierstore.adapters.vllm.deployment import Deployment
+from tierstore.adapters.vllm.local import local_tokens
 from tierstore.adapters.vllm.messages import Orders
-from tierstore.adapters.vllm.scheduling import SchedulerHalf
-from tierstore.adapters.vllm.served import (
-    device_of,
-    memory_may_go,
-    require_served,
-    tell_of_hashes,
-    tell_of_policy,
-    wants_events,
-)
-from tierstore.adapters.vllm.settings import Settings
 from tierstore.adapters.vllm.steps import Steps
 from tierstore.adapters.vllm.wire import HelloMetadata, Hybrid, Metadata, TransferResults, WorkerMetadata
 from tierstore.adapters.vllm.working import WorkerHalf
@@ -57,31 +45,16 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """ConfigError for a configuration or a vLLM that does not go together with this connector."""
         super().__init__(vllm_config, role, kv_cache_config)
-        versions.require_tested()
-        self._vllm_config = vllm_config
-        self._settings = Settings.of(self._kv_transfer_config.kv_connector_extra_config)
-        require_served(vllm_config)
-        self._groups = groups_of(kv_cache_config)
-        self._identity = identity(vllm_config, self._settings.model_id)
+        self._deployment = Deployment.of(vllm_config, self._kv_transfer_config, kv_cache_config)
         self._worker: WorkerHalf | None = None
         self._failed: dict[str, tuple[int, ...]] = {}
         self._bad: set[int] = set()
         self._orders = Orders()
         if role == KVConnectorRole.SCHEDULER:
-            tell_of_policy(self._kv_transfer_config)
-            if self._settings.config.nvme is not None:
-                tell_of_hashes(versions.hashes_last())
-            self._steps = Steps(self._groups)
+            self._deployment.tell(self._kv_transfer_config)
+            self._steps = Steps(self._deployment.groups)
             self._pool: Any = None
-            self._scheduler = SchedulerHalf(
-                self._settings.of_rank(self._world_size, self._replica, "cpu"),
-                self._groups,
-                self._groups.namespaces(self._identity),
-                load_timeout_s=self._settings.load_timeout_s,
-                put_off_s=self._settings.put_off_s,
-                load=self._settings.load,
-                events=wants_events(vllm_config),
-            )
+            self._scheduler = self._deployment.scheduler_half()
 
     # -- about this connector -----------------------------------------------------------------------------------
 
@@ -112,8 +85,9 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """All workers are open. ConfigError unless all of them said so."""
         hellos = [m.hello for m in metadata.values() if isinstance(m, HelloMetadata)]
-        if len(hellos) != self._world_size:
-            raise ConfigError(f"{len(hellos)} workers said hello; allowed: all {self._world_size}")
+        ranks = self._deployment.world_size
+        if len(hellos) != ranks:
+            raise ConfigError(f"{len(hellos)} workers said hello; allowed: all {ranks}")
         self._scheduler.meet(sorted(hellos, key=lambda hello: hello.rank))
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -122,8 +96,10 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         """A request was queued: what only the disk holds of it starts to come up."""
-        looks = self._scheduler.looks_ahead and self._pool is not None
-        self._scheduler.arrived(request, self._local(request) if looks else 0)
+        local = 0
+        if self._scheduler.looks_ahead and self._pool is not None:
+            local = local_tokens(self._pool, self._deployment.groups, request.block_hashes)
+        self._scheduler.arrived(request, local)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded, beside the running steps; None: ask again, pages come up from disk."""
@@ -209,7 +185,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         if here:
             return all(worker.rest() for worker in here)
         # A served engine has stepped until nothing was under way; one in its caller's process has not.
-        return self._scheduler.at_rest or not memory_may_go(self._vllm_config)
+        return self._scheduler.at_rest or not self._deployment.memory_may_go
 
     # -- worker -------------------------------------------------------------------------------------------------
 
@@ -264,12 +240,12 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         """The same from vLLM 0.32 on; with several groups such a request is computed from its beginning."""
         _, failed = self.get_finished(finished_req_ids)
         failed = failed or set()
-        return TransferResults(set(), failed, set() if self._groups.whole else failed)
+        return TransferResults(set(), failed, set() if self._deployment.groups.whole else failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Their blocks that hold nothing, where there is one group of full attention."""
         bad, self._bad = self._bad, set()
-        return bad if self._groups.whole else set()
+        return bad if self._deployment.groups.whole else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What has ended."""
@@ -298,32 +274,6 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _local(self, request: Any) -> int:
-        """Tokens of the request that the engine holds now, as the first group of full attention has it.
-
-        vLLM reuses a prompt's last blocks first, so its end is looked for by halves: where a block before it is gone
-        all the same, pages behind that one come up only when they are asked for. Windows alone count as nothing.
-        """
-        group = self._groups.spine
-        if group is None:
-            return 0
-        hashes = request.block_hashes[group.stride - 1 :: group.stride]
-
-        def gone(block_hash: bytes) -> bool:
-            return not self._pool.get_cached_block(block_hash, [group.number])
-
-        return bisect_left(hashes, True, key=gone) * group.block_size
-
-    @property
-    def _world_size(self) -> int:
-        size: int = self._vllm_config.parallel_config.world_size
-        return size
-
-    @property
-    def _replica(self) -> int | None:
-        parallel = self._vllm_config.parallel_config
-        return parallel.data_parallel_index if parallel.data_parallel_size > 1 else None
-
     _open_half = staticmethod(WorkerHalf.open)
 
     def _workers_here(self) -> list[WorkerHalf]:
@@ -339,14 +289,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
 
     def _open(self, tensors: list[torch.Tensor]) -> None:
         rank = self._rank()
-        found = geometry(
-            tensors,
-            num_blocks=self._kv_cache_config.num_blocks,
-            block_size=(self._groups.spine or self._groups.all[0]).block_size,
-            identity=self._groups.name + self._identity,
-            shard=rank,
-        )
-        config = self._settings.of_rank(self._world_size, self._replica, device_of(tensors[0]))
-        self._worker = self._open_half(config, found, rank)
-        if self._replica is not None:
+        config, geometry = self._deployment.of_rank(tensors, rank)
+        self._worker = self._open_half(config, geometry, rank)
+        if self._deployment.replica is not None:
             self._worker.idle_s = 0.0  # the other engines' steps wait for this one's

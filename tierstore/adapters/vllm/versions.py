@@ -89,7 +89,8 @@ def sliding_window(spec: Any) -> int:
 def hint_actions(request: Any) -> Iterable[Any]:
     """The actions of the envelope that came with a request. vLLM 0.26 has no such envelopes."""
     envelope = getattr(request, "kv_hints", None)
-    return () if envelope is None else envelope.actions  # type: ignore[no-any-return]
+    actions: Iterable[Any] = () if envelope is None else envelope.actions
+    return actions
 
 
 def connectors_here() -> list[Any]:
