@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from prefetch.figures import number, section
 from prefetch.intake import Intake
+from prefetch.keeping import Keeping
 from prefetch.planner import PIECE_PAGES, Machine, Promotion, Retained, Want, plan
 from prefetch.window import Window
 from tierstore.types import Hint, Tier
@@ -44,7 +45,6 @@ class _Ahead(NamedTuple):
 
     hint: Hint
     keys: tuple[PageKey, ...]
-    dst: Tier
     over: tuple[Hint, ...]
 
 
@@ -72,10 +72,7 @@ class Bringing:
         self._promoted_to = [tier for tier in tiers[:-1] if tier <= Tier.HOST]
         self._ahead: dict[Tier, list[_Ahead]] = {}
         self._staged: set[PageKey] = set()
-        self._kept: dict[tuple[str, int], set[tuple[PageKey, Tier]]] = {}
-        """By hint the pages that were where they are needed, and that the store was asked to keep there."""
-        self._there: dict[Tier, list[_Ahead]] = {}
-        """Pieces that the last plan found in memory, and that the store has not been asked to keep yet."""
+        self._keeping = Keeping(store, self._promoted_to)
         self._wave = PIECE_PAGES
         self._load_s = 0.0
         self._arriving = 0
@@ -98,7 +95,8 @@ class Bringing:
         expected = self.intake.in_order()
         self._note_misses(expected, now)
         if not expected:
-            self._ahead, self._staged, self._kept, self._there = {}, set(), {}, {}
+            self._ahead, self._staged = {}, set()
+            self._keeping.clear()
             self._see_what_flies(_NOBODYS)
             return _IDLE_S
         if fresh and self._idle:
@@ -108,7 +106,7 @@ class Bringing:
         self._see_what_flies(expected[0].hint)
         started = 0
         for tier in sorted(self._ahead):
-            self._keep_there(tier)
+            self._keeping.ask(tier)
             started += self._start(tier)
         if now >= self._plan_at:
             return 0.0
@@ -167,7 +165,7 @@ class Bringing:
         found = plan(wants, machine, now, retained, most_pages=_PLAN_PAGES)
         ranks = {each.hint.request_id: rank for rank, each in enumerate(soon)}
         hints = tuple(each.hint for each in soon)
-        self._note_there(soon, wants, [found.outcomes[want.request_id].load for want in wants])
+        self._keeping.plan(hints, wants, [found.outcomes[want.request_id].load for want in wants])
         self._take_over(found, hints, ranks, machine)
         self._planned_at = now
         rest = _PLAN_SHARE * (self._clock() - now)
@@ -185,32 +183,6 @@ class Bringing:
         quickest = min((s for s in (machine.read_s, machine.load_s) if s), default=inf)
         self._wave = max(PIECE_PAGES, int(_WAVE_S / quickest))
         self._load_s = machine.load_s
-
-    def _note_there(self, soon: list[Expected], wants: list[Want], loads: list[int]) -> None:
-        """What is in memory already, by tier; of HBM what the plan counts on."""
-        kept, self._kept, self._there = self._kept, {}, {tier: [] for tier in self._promoted_to}
-        for rank, (each, want, load) in enumerate(zip(soon, wants, loads, strict=True)):
-            hint, over = each.hint, tuple(other.hint for other in soon[rank + 1 :])
-            places = list(zip(want.keys, want.tiers, strict=False))
-            known = kept.get((hint.request_id, hint.revision), set()).intersection(places)
-            self._kept[hint.request_id, hint.revision] = known
-            for tier, there in self._there.items():
-                within = places[:load] if tier == Tier.HBM else places
-                fresh = [place[0] for place in within if place[1] == tier and place not in known]
-                for start in range(0, len(fresh), PIECE_PAGES):
-                    there.append(_Ahead(hint, tuple(fresh[start : start + PIECE_PAGES]), tier, over))
-
-    def _keep_there(self, tier: Tier) -> None:
-        """Before anything is brought to a tier: has the store keep what is there as it keeps what is brought. Each page
-        is named to it once."""
-        for hint, keys, _, over in self._there.pop(tier, ()):
-            found = self._store.promote(hint, keys, tier, over)
-            self._note_kept(hint, keys[: found.covered], tier)
-
-    def _note_kept(self, hint: Hint, keys: Sequence[PageKey], tier: Tier) -> None:
-        known = self._kept.get((hint.request_id, hint.revision))
-        if known is not None:
-            known.update((key, tier) for key in keys)
 
     def _want(self, each: Expected) -> Want:
         hint = each.hint
@@ -243,7 +215,7 @@ class Bringing:
         queue, started, at = self._ahead[dst], 0, 0
         while at < min(len(queue), _LOOK_AHEAD):
             room = self._room(dst)
-            hint, keys, _, over = queue[at]
+            hint, keys, over = queue[at]
             if room <= 0:
                 break
             found = self._store.promote(hint, keys[:room], dst, over)
@@ -255,7 +227,7 @@ class Bringing:
                 continue
             started += len(found.keys)
             self._note_started(found.keys, dst)
-            self._note_kept(hint, keys[: found.covered], dst)
+            self._keeping.note(hint, keys[: found.covered], dst)
             if found.covered == len(keys):
                 del queue[at]
                 continue
@@ -298,7 +270,7 @@ class Bringing:
 
 
 def _ahead(promotion: Promotion, hints: tuple[Hint, ...], rank: int) -> _Ahead:
-    return _Ahead(hints[rank], promotion.keys, promotion.dst, hints[rank + 1 :])
+    return _Ahead(hints[rank], promotion.keys, hints[rank + 1 :])
 
 
 def _soon(expected: list[Expected]) -> list[Expected]:

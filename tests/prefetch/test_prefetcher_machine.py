@@ -59,7 +59,7 @@ BRINGING = [
         "expected = self.intake.in_order()",
         "expected = self.intake.in_order()[::-1]",
     ),
-    Bug("what is there is not kept", "            self._keep_there(tier)\n", ""),
+    Bug("what is there is not kept", "            self._keeping.ask(tier)\n", ""),
     Bug("it plans once", "if fresh or now >= self._plan_at:", "if fresh:"),
     Bug("pages that stay take no room", "staying = tuple(self._store.staying())", "staying = ()"),
     Bug("it does not hear of what is new", "        self.intake.take(hints, self._clock())\n", ""),

@@ -1,0 +1,69 @@
+"""What expected requests have in memory already: the store is asked to keep it there as it keeps what is brought."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from prefetch.planner import PIECE_PAGES
+from tierstore.types import Hint, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from prefetch.planner import Want
+    from tierstore.store import TierStore
+    from tierstore.types import PageKey
+
+
+class _There(NamedTuple):
+    """A piece of what a hint names; ``over``: hints that are needed later, the last of them last."""
+
+    hint: Hint
+    keys: tuple[PageKey, ...]
+    over: tuple[Hint, ...]
+
+
+class Keeping:
+    """Each page is named to the store once for every revision of a hint. One thread at a time."""
+
+    def __init__(self, store: TierStore, tiers: Iterable[Tier]) -> None:
+        """``tiers``: those that pages are brought to."""
+        self._store = store
+        self._tiers = tuple(tiers)
+        self._named: dict[tuple[str, int], set[tuple[PageKey, Tier]]] = {}
+        """By hint the pages that were where they are needed, and that the store was asked to keep there."""
+        self._there: dict[Tier, list[_There]] = {}
+        """Pieces that the last plan found in memory, and that the store has not been asked to keep yet."""
+
+    def clear(self) -> None:
+        """Nobody is expected."""
+        self._named, self._there = {}, {}
+
+    def plan(self, hints: Sequence[Hint], wants: Sequence[Want], loads: Sequence[int]) -> None:
+        """What is in memory already, by tier; of HBM the first of each want that the plan counts on, ``loads``.
+
+        ``hints``: of the wants, the first that are needed first. Those not among them are forgotten.
+        """
+        before, self._named, self._there = self._named, {}, {tier: [] for tier in self._tiers}
+        for rank, (hint, want, load) in enumerate(zip(hints, wants, loads, strict=True)):
+            over = tuple(hints[rank + 1 :])
+            places = list(zip(want.keys, want.tiers, strict=False))
+            known = before.get((hint.request_id, hint.revision), set()).intersection(places)
+            self._named[hint.request_id, hint.revision] = known
+            for tier, there in self._there.items():
+                within = places[:load] if tier == Tier.HBM else places
+                fresh = [place[0] for place in within if place[1] == tier and place not in known]
+                for start in range(0, len(fresh), PIECE_PAGES):
+                    there.append(_There(hint, tuple(fresh[start : start + PIECE_PAGES]), over))
+
+    def ask(self, tier: Tier) -> None:
+        """Before anything is brought to a tier: has the store keep what is there."""
+        for hint, keys, over in self._there.pop(tier, ()):
+            found = self._store.promote(hint, keys, tier, over)
+            self.note(hint, keys[: found.covered], tier)
+
+    def note(self, hint: Hint, keys: Sequence[PageKey], tier: Tier) -> None:
+        """The store was asked for these pages there."""
+        known = self._named.get((hint.request_id, hint.revision))
+        if known is not None:
+            known.update((key, tier) for key in keys)
