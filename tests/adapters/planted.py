@@ -10,7 +10,8 @@ import pytest
 from tests.support.planting import Plants
 from tierstore.adapters.huggingface import opening, sequence, session
 from tierstore.adapters.huggingface.batch import PagedBatch
-from tierstore.adapters.huggingface.opening import Opening, SharedLease, Tail
+from tierstore.adapters.huggingface.holding import SharedLease
+from tierstore.adapters.huggingface.opening import Opening, Tail
 from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.adapters.huggingface.sequence import PagedSequence
 from tierstore.adapters.huggingface.session import Session
@@ -134,8 +135,8 @@ def old_lease_is_kept_too(patch: pytest.MonkeyPatch) -> None:
     own = PagedSequence._own_lease
 
     def wrong(self: PagedSequence, stop: int) -> bool:
-        if self._lease is not None:
-            self._lease.share()
+        if self._holding is not None:
+            self._holding._lease.share()
         return own(self, stop)
 
     patch.setattr(PagedSequence, "_own_lease", wrong)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from tierstore.adapters.huggingface.arrival import Arrival
+from tierstore.adapters.huggingface.holding import SharedLease
 from tierstore.adapters.huggingface.terms import Terms
 from tierstore.block_table import BlockTable
 from tierstore.errors import CapacityError, StoreClosed
@@ -20,25 +21,6 @@ ROLLBACK = 64
 
 _LOOK_S, _MOST_S = 0.1, 1.0
 """Seconds that a prompt waits for room in HBM: without getting any, and in all."""
-
-
-class SharedLease:
-    """A lease that several sequences of a family hold; the last one to let go releases it."""
-
-    def __init__(self, lease: Lease) -> None:
-        self.lease = lease
-        self.holders = 1
-
-    def share(self) -> SharedLease:
-        """One more holder."""
-        self.holders += 1
-        return self
-
-    def let_go(self) -> None:
-        """One holder less. StoreClosed if the store has been closed."""
-        self.holders -= 1
-        if not self.holders:
-            self.lease.release()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,36 +10,21 @@ writes nothing: so a fully stored prompt computes its last token and leaves its 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from tierstore.adapters.huggingface.arrival import Arrival
+from tierstore.adapters.huggingface.holding import Holding
 from tierstore.adapters.huggingface.opening import (
     ROLLBACK,
-    SharedLease,
     Tail,
     common_prefix,
     first_needed,
     open_prefix,
 )
 from tierstore.adapters.huggingface.terms import Terms
+from tierstore.adapters.huggingface.written import Written, agreed
 from tierstore.block_table import BlockTable, PrivateSlots
 from tierstore.errors import StoreClosed
 from tierstore.types import PageKey, Tier
-
-
-@dataclass(slots=True)
-class Written:
-    """What one model has written: K/V of the first ``held`` tokens, of which the first ``len(tokens)`` are known."""
-
-    held: int = 0
-    tokens: list[int] = field(default_factory=list)
-    fed: int = 0
-    """Where its last forward pass ended."""
-
-    def cut(self, num_tokens: int) -> None:
-        """Only the first ``num_tokens`` count."""
-        self.held, self.fed = min(self.held, num_tokens), min(self.fed, num_tokens)
-        del self.tokens[num_tokens:]
 
 
 class PagedSequence:
@@ -68,10 +53,8 @@ class PagedSequence:
         """Of the first pages, if the last sealed ones are not in the index of prefixes yet."""
         self.arrival: Arrival | None = None
         """What it began with and is still on its way: say ``settle`` before anything but a forward pass."""
-        self._lease: SharedLease | None = None
-        self._leased = range(0)
-        self._exact = True
-        """Whether every lease it had was exact."""
+        self._holding: Holding | None = None
+        """Its sealed pages; None: it is closed."""
         self._confirmed = 0
         """Tokens that are not taken back as rejected drafts."""
 
@@ -89,9 +72,8 @@ class PagedSequence:
             raise ValueError("the prompt is empty")
         sequence = cls(terms, BlockTable(terms.pages.page_size, private), prompt)
         opening = open_prefix(terms, sequence.table, prompt, tail)
-        sequence._lease, sequence._leased = opening.lease, opening.leased
-        sequence._opened = (prompt, opening.keys)
-        sequence._exact, sequence.arrival = opening.lease.lease.exact, opening.arrival
+        sequence._holding = Holding(terms, opening.lease, opening.leased)
+        sequence._opened, sequence.arrival = (prompt, opening.keys), opening.arrival
         sequence.origins, sequence.copied_tokens = opening.origins, opening.copied_tokens
         count = sequence.table.num_tokens
         sequence.written = [Written(count, list(prompt[:count])) for _ in range(terms.num_models)]
@@ -118,15 +100,15 @@ class PagedSequence:
     def settle(self) -> bool:
         """Waits for what is on its way; whether some of it did not come: it is held no longer, but still expected."""
         arrival, self.arrival = self.arrival, None
-        if arrival is None or self._lease is None:
+        if arrival is None or self._holding is None:
             return False
         pages, half = arrival.settle()
-        if pages == len(self._leased) and half:
+        if pages == len(self._holding.pages) and half:
             return False
         if not pages:
             # It may have begun to wait for the next page only.
-            self._hold_nothing()
-        self._leased = range(pages)
+            self._holding.nothing()
+        self._holding.pages = range(pages)
         for written in self.written:
             written.cut(pages * self.table.page_size)
         self._keys, self.copied_tokens = [], 0
@@ -185,7 +167,7 @@ class PagedSequence:
             raise ValueError(f"cannot go back to {num_tokens} tokens: the pages of their window were dropped")
         self._list_sealed()
         pages = -(-num_tokens // self.table.page_size)
-        if self._leased.stop > pages:
+        if self._holding is not None and self._holding.pages.stop > pages:
             self._own_lease(pages)
         for written in self.written:
             written.cut(num_tokens)
@@ -199,7 +181,8 @@ class PagedSequence:
             written.cut(0)
         self.expected, self._keys = [], []
         self._give_back(self.table.clear())
-        self._hold_nothing()
+        if self._holding is not None:
+            self._holding.nothing()
 
     def fork(self) -> PagedSequence:
         """A second sequence that begins like this one: all pages are shared until one of them writes."""
@@ -207,8 +190,8 @@ class PagedSequence:
         other = PagedSequence(self._terms, self.table.fork(), self.expected)
         other.written = [Written(each.held, list(each.tokens), each.fed) for each in self.written]
         other._keys, other._opened = list(self._keys), self._opened
-        other._lease = None if self._lease is None else self._lease.share()
-        other._leased, other._confirmed, other._exact = self._leased, self._confirmed, self._exact
+        other._holding = None if self._holding is None else self._holding.share()
+        other._confirmed = self._confirmed
         return other
 
     def equals(self, other: PagedSequence) -> bool:
@@ -218,12 +201,12 @@ class PagedSequence:
     def take_tail(self) -> Tail | None:
         """The half full last page, if it is ours alone and all models wrote the same: the caller's from now on."""
         stop = self._agreed()
-        if self._lease is not None:
+        if self._holding is not None:
             self._seal(stop)
         self._list_sealed()
         page, count = divmod(stop, self.table.page_size)
         start = stop - count
-        if not count or self._lease is None or not self.table.private.sole(slot := self.table.slots[page]):
+        if not count or self._holding is None or not self.table.private.sole(slot := self.table.slots[page]):
             return None
         tokens = tuple(self.known[:stop])
         # Also what was made room for and never written: only the one page leaves the family.
@@ -233,39 +216,29 @@ class PagedSequence:
         self.table.truncate(start)
         for written in self.written:
             written.cut(start)
-        return Tail(slot, page, tokens, self._exact)
+        return Tail(slot, page, tokens, self._holding.exact)
 
     def close(self) -> None:
         """Seal what is full, give back the rest and let go of the lease. The second call does nothing."""
         arrival, self.arrival = self.arrival, None
         if arrival is not None:
             arrival.drop()
-        if self._lease is None:
+        if self._holding is None:
             return
         try:
             self._seal(self._agreed())
             self._list_sealed()
-            lease, self._lease = self._lease, None
+            holding, self._holding = self._holding, None
             self._give_back(self.table.clear())
-            lease.let_go()
+            holding.let_go()
         except StoreClosed:
-            self._lease = None
+            self._holding = None
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _hold_nothing(self) -> None:
-        """Let go of every sealed page, for whoever needs room."""
-        if self._lease is not None:
-            self._lease.let_go()
-            self._lease = SharedLease(self._terms.store.acquire([], exact=self._terms.exact))
-            self._leased = range(0)
-
     def _agreed(self) -> int:
         """Tokens from the first that are known, and whose K/V every model has written."""
-        stop = min(self.held, *(len(each.tokens) for each in self.written))
-        if all(each.tokens[:stop] == self.known[:stop] for each in self.written[1:]):
-            return stop
-        return min(stop, *(common_prefix(each.tokens, self.known) for each in self.written[1:]))
+        return agreed(self.written)
 
     def _seal(self, num_tokens: int) -> None:
         """Give every full page of ours within ``num_tokens`` to the store, and take the slots it answers with."""
@@ -277,17 +250,10 @@ class PagedSequence:
             return
         keys = self._keys_to(pages.stop)
         mine = self.table.slots[pages.start : pages.stop]
-        assert self._lease is not None
-        kept = self._terms.store.put(
-            keys[pages.start :],
-            mine,
-            lease=self._lease.lease,
-            memory_only=self._terms.storing == "memory-only",
-        )
+        assert self._holding is not None
+        kept = self._holding.seal(pages.start, keys[pages.start :], mine)
         self.table.seal(pages.start, kept, self.table.generation)
         stop = pages.start + len(kept)
-        self._leased = range(self._leased.start, stop)
-        self._exact = self._exact and self._lease.lease.exact
         plain = self._terms.plain_tokens
         count = stop if plain is None else min(stop, plain // self.table.page_size)
         self._unlisted = keys[:count]
@@ -300,23 +266,12 @@ class PagedSequence:
             self._terms.prefixes.insert(self._terms.root, tokens, keys)
 
     def _own_lease(self, stop: int) -> bool:
-        """Hold the pages before ``stop``, and no others, under a lease of this sequence alone.
-
-        The store takes the last page of a lease for the parent of the next one sealed under it. False if one of the
-        pages was evicted meanwhile: then nothing more of this sequence can be found, and nothing is sealed. Nor is
-        what was computed over inexact pages once a window has left them behind: it would pass for exact.
-        """
+        """Hold the pages before ``stop``, and no others, alone. False: nothing more of this sequence is sealed."""
         wanted = range(self.table.first_page, stop)
-        if self._lease is not None and self._lease.holders == 1 and self._leased == wanted:
-            return True
-        lease = self._terms.store.acquire(self._keys_to(stop)[wanted.start :], exact=self._terms.exact)
-        if lease.slots != self.table.slots[wanted.start : stop] or (lease.exact and not self._exact):
-            lease.release()
-            return False
-        old, self._lease, self._leased = self._lease, SharedLease(lease), wanted
-        if old is not None:
-            old.let_go()
-        return True
+        if self._holding is None or self._holding.owns(wanted):
+            return self._holding is not None
+        keys, slots = self._keys_to(stop)[wanted.start :], self.table.slots[wanted.start : stop]
+        return self._holding.own(keys, slots, wanted)
 
     def _drop_behind_window(self) -> None:
         """Sliding windows: pages that no layer looks at any more are the store's to move, or free again."""
@@ -325,8 +280,8 @@ class PagedSequence:
         if first <= self.table.first_page:
             return
         self._give_back(self.table.drop_before(first * self.table.page_size))
-        if self._leased.stop > self.table.first_page:
-            self._own_lease(self._leased.stop)
+        if self._holding is not None and self._holding.pages.stop > self.table.first_page:
+            self._own_lease(self._holding.pages.stop)
 
     def _cut_table(self, num_tokens: int) -> None:
         if num_tokens < self.table.num_tokens:
