@@ -144,35 +144,8 @@ def _sizes(text: str, multiple: int = 1) -> list[int]:
 def _show_disk(
     found: list[DiskRow], stalls: dict[str, Stalls], load: list[float], name: str, as_json: bool
 ) -> None:
-    table = Table(
-        "payload",
-        "",
-        "page",
-        "GB/s",
-        "raw",
-        "ratio",
-        "spread",
-        "CPU s/GiB",
-        "disk",
-        box=None,
-        header_style="bold",
-        title=name,
-    )
-    for row in found:
-        figures = (row.gbps, row.ceiling_gbps, row.ratio)
-        spread = f"{row.spread[0]:.2f}-{row.spread[1]:.2f}"
-        cells = [f"{figure:.2f}" for figure in figures]
-        table.add_row(
-            row.payload,
-            row.op,
-            format_size(row.page_bytes),
-            *cells,
-            spread,
-            f"{row.cpu_s_per_gib:.2f}",
-            f"{row.disk_per_byte:.2f}",
-        )
     console = Console()
-    console.print(table)
+    console.print(_disk_table(found, name))
     for kind, found_stalls in stalls.items():
         console.print(
             f"stalls, {kind}: " + ", ".join(f"{k} {v:.2f} ms" for k, v in found_stalls._asdict().items())
@@ -189,6 +162,23 @@ def _show_disk(
                 "stalls_ms": {kind: each._asdict() for kind, each in stalls.items()},
             }
         )
+
+
+def _disk_table(found: list[DiskRow], name: str) -> Table:
+    columns = ("payload", "", "page", "GB/s", "raw", "ratio", "spread", "CPU s/GiB", "disk")
+    table = Table(*columns, box=None, header_style="bold", title=name)
+    for row in found:
+        figures = (row.gbps, row.ceiling_gbps, row.ratio)
+        table.add_row(
+            row.payload,
+            row.op,
+            format_size(row.page_bytes),
+            *[f"{figure:.2f}" for figure in figures],
+            f"{row.spread[0]:.2f}-{row.spread[1]:.2f}",
+            f"{row.cpu_s_per_gib:.2f}",
+            f"{row.disk_per_byte:.2f}",
+        )
+    return table
 
 
 def table_of(title: str, found: Sequence[Row]) -> Table:
