@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.adapters import vllm_planted
 from tests.adapters import vllm_stub as stub
 from tests.adapters.vllm_engine import DOCUMENT, Engine
 from tests.adapters.vllm_pool import BLOCK, Kind, Pool
@@ -183,14 +184,25 @@ def test_a_page_that_one_group_lacks_shortens_the_hit_of_all() -> None:
     engine.close()
 
 
-def test_pages_of_a_window_that_nobody_sees_any_more_are_not_needed() -> None:
-    # F065
+def require_window_alone_needed() -> None:
     engine = Engine(ROOM, blocks=16, kinds=BESIDE)
     name = asked_twice(engine)
     engine.half._tiers.store.evict(engine.half._known[name].chains[1].first(3))
     engine.run()
     assert engine.taken == 8
     engine.close()
+
+
+def test_pages_of_a_window_that_nobody_sees_any_more_are_not_needed() -> None:
+    # F065
+    require_window_alone_needed()
+
+
+def test_taking_what_a_window_gave_back_for_needed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug that the machine meets in some searches only."""
+    vllm_planted.what_a_window_gave_back_is_stored(monkeypatch)
+    with pytest.raises(AssertionError):
+        require_window_alone_needed()
 
 
 def test_a_page_of_a_window_stands_beside_the_page_of_full_attention_that_ends_with_it() -> None:
