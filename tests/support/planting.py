@@ -24,9 +24,9 @@ from tierstore.errors import TierStoreError
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 NOTICED = (AssertionError, TierStoreError, LookupError, Flaky)
-"""How a bug shows. An error of the store's that no machine expects may stand for an assertion that had failed before, when
-the machine is taken down. Flaky: it went wrong once, and not when the same was tried again: threads have a part in it.
-No TypeError and the like: a planted bug that does not fit the product any more would count as noticed."""
+"""How a bug shows. An error of the store's that no machine expects may stand for an assertion that failed before it,
+when the machine is taken down. Flaky: it went wrong once, and not when the same was tried again: threads have a part
+in it. No TypeError and the like: a planted bug that does not fit the product any more would count as noticed."""
 
 CHECKOUT = Path(__file__).parents[2]
 PATIENCE_S = 280.0
