@@ -45,6 +45,14 @@ def test_a_document_is_brought_to_a_tier_and_is_nowhere_above(pages: Pages, tier
         assert all(min(where(pages.store, key)) == tier for key in pages.documents[0])
 
 
+def test_without_a_disk_a_document_that_only_hbm_has_is_copied_to_host_memory_first() -> None:
+    with open_store(page_spec(1), PAGES, 1, "cpu") as store:
+        pages = Pages(store, 1, PAGES, 64)
+        place(store, pages.documents[0], Tier.HOST)
+        assert store.match(pages.documents[0]).tiers == (Tier.HOST,) * PAGES
+        assert pages.ask(0)[1] is True
+
+
 def test_what_cannot_be_brought_there_is_an_error(pages: Pages) -> None:
     pages.store.evict(pages.documents[0])
     with pytest.raises(RuntimeError, match="6 pages cannot all be brought to NVME: none is there"):

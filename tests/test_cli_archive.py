@@ -204,6 +204,7 @@ def test_interrupted_it_leaves_no_file(tmp_path: Path) -> None:
     config = filled(tmp_path)
     program = (
         "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "from tierstore.nvme.archive.closed import ClosedSource\n"
         "record = ClosedSource.record\n"
         "def interrupted(self, key):\n"

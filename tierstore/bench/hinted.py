@@ -137,9 +137,10 @@ def place(store: TierStore, keys: Sequence[PageKey], tier: Tier) -> None:
     if tier == Tier.HBM:
         _lease(store, keys)
     else:
-        store.evict(keys, Tier.HBM)
+        store.demote(keys, Tier.HOST)  # not evicted: without a disk a page may be in HBM alone yet
+        store.drain(PATIENCE_S)
     if tier > Tier.HBM and store.match(keys).tiers != wanted:
-        store.demote(keys, Tier.NVME)
+        store.demote(keys, _lowest(store))
         store.drain(PATIENCE_S)
         if tier == Tier.HOST:  # where pages stay on their way up
             _lease(store, keys)
@@ -150,6 +151,12 @@ def place(store: TierStore, keys: Sequence[PageKey], tier: Tier) -> None:
         raise RuntimeError(
             f"{len(keys)} pages cannot all be brought to {tier.name}: {places or 'none is there'}"
         )
+
+
+def _lowest(store: TierStore) -> Tier:
+    tiers = store.stats()["tiers"]
+    assert isinstance(tiers, dict)
+    return max(Tier[name] for name in tiers)
 
 
 def _lease(store: TierStore, keys: Sequence[PageKey]) -> None:
