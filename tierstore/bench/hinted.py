@@ -8,18 +8,17 @@ not look at what was there before the first answer.
 
 from __future__ import annotations
 
-import gc
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import median
 from time import monotonic_ns, perf_counter, sleep
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from prefetch import Prefetcher
+from tierstore.bench import collector
 from tierstore.types import Hint, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from tierstore.store import TierStore
     from tierstore.types import PageKey
@@ -104,7 +103,7 @@ def hint_rows(
     ``note`` is told each round of a document once it is over.
     """
     numbers = range(len(library.documents))
-    with Prefetcher.attach(library.store) as prefetcher, _collector_at_rest():
+    with Prefetcher.attach(library.store) as prefetcher, collector.at_rest():
         load_s = median([took for number in numbers for took in _loads(library, number, source)])
         for number in numbers:
             for _ in range(_WARM):
@@ -118,17 +117,6 @@ def hint_rows(
         if prefetcher.stats()["faults"]:
             raise RuntimeError("the prefetcher met an error; its log says which")
     return [_row(case, found, source, nbytes, load_s) for case in CASES]
-
-
-@contextmanager
-def _collector_at_rest() -> Iterator[None]:
-    """As engines have it once they have started: a full collection stops everything for 50 to 150 ms."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def place(store: TierStore, keys: Sequence[PageKey], tier: Tier) -> None:

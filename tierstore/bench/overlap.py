@@ -7,7 +7,6 @@ much slower is it? Ratios are of runs next to each other; the bytes are checked.
 
 from __future__ import annotations
 
-import gc
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from tierstore.bench import collector
 from tierstore.bench.link import Ceiling, device_of, settle
 from tierstore.config import load_config
 from tierstore.errors import ConfigError
@@ -222,19 +222,8 @@ def overlap_rows(
         restore = Restore(store, keys, matrix)
         block = Ceiling(device, min(_BLOCK_NBYTES, capacity))
         groups = _groups(store)
-        with _frozen():
+        with collector.at_rest():
             return [_row(restore, block, share, groups, pages, rounds) for share in wanted]
-
-
-@contextmanager
-def _frozen() -> Iterator[None]:
-    """As engines do after their start: a full pass of Python's collector over what torch made takes 40 to 150 ms."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _row(restore: Restore, block: Ceiling, wanted: float, groups: int, pages: int, rounds: int) -> OverlapRow:
