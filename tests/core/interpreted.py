@@ -12,6 +12,7 @@ import triton
 from triton.language import standard
 
 NUMBERS, KERNELS = "tierstore.gpu.coding_numbers", "tierstore.gpu.coding_kernels"
+FETCHING = "tierstore.gpu.mapped_kernel"
 
 
 def interpreted(instead: Mapping[str, Path] | None = None) -> ModuleType:
@@ -19,11 +20,20 @@ def interpreted(instead: Mapping[str, Path] | None = None) -> ModuleType:
 
     ``instead``: files to take for one of the two modules, which must stay there as long as the kernels are used.
     """
-    before = {name: sys.modules.pop(name, None) for name in (NUMBERS, KERNELS)}
+    return _interpreted(KERNELS, instead or {})
+
+
+def interpreted_fetching(instead: Mapping[str, Path] | None = None) -> ModuleType:
+    """The same of ``mapped_kernel``."""
+    return _interpreted(FETCHING, instead or {})
+
+
+def _interpreted(wanted: str, instead: Mapping[str, Path]) -> ModuleType:
+    before = {name: sys.modules.pop(name, None) for name in (NUMBERS, wanted)}
     try:
         with triton.knobs.runtime.scope():
             triton.knobs.runtime.interpret = True
-            numbers, kernels = (_load(name, (instead or {}).get(name)) for name in (NUMBERS, KERNELS))
+            numbers, kernels = (_load(name, instead.get(name)) for name in (NUMBERS, wanted))
     finally:
         for name, module in before.items():
             sys.modules.pop(name, None)

@@ -182,7 +182,7 @@ def require_two_in_turn(module: ModuleType) -> None:
         encodes = machine.streams[3]
         while encodes.work and encodes.work[0]():
             encodes.work.popleft()
-        rows = machine.route._down.memory.numpy().reshape(-1, STRIDE)
+        rows = machine.route._saves._slabs.memory.numpy().reshape(-1, STRIDE)
         np.testing.assert_array_equal(rows, ~machine.slots[:6])
         assert encodes.work
         machine.run()
@@ -200,8 +200,8 @@ BUGS = [
     Bug("rows are always the first slab's", "return at * self.pages, ", "return 0, "),
     Bug(
         "saves and loads share their slabs",
-        "self._down, self._carry_down = down",
-        "self._down, self._carry_down = up",
+        "self._saves = Saves(coder, down, side[1], card)",
+        "self._saves = Saves(coder, up, side[1], card)",
     ),
 ]
 

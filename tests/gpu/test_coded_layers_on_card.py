@@ -19,39 +19,55 @@ from tierstore.types import LeaseState, PageSpec, Tier
 
 pytestmark = pytest.mark.gpu
 
-SPEC = PageSpec(num_layers=8, page_size=64, num_kv_heads=8, head_dim=256, dtype="bfloat16", model="layers")
-"""Pages of 4 MiB: two groups, of five layers and of three."""
-
 PAGES, ROUNDS = 24, 60
 
 
-def lossy(page: torch.Tensor, name: str) -> torch.Tensor:
+def spec_of(head_dim: int) -> PageSpec:
+    """Eight layers; pages of 4 MiB with heads of 256."""
+    return PageSpec(
+        num_layers=8, page_size=64, num_kv_heads=8, head_dim=head_dim, dtype="bfloat16", model="layers"
+    )
+
+
+def lossy(page: torch.Tensor, name: str, spec: PageSpec) -> torch.Tensor:
     """What the CPU makes of a page, as int16 ``[layers, numbers of a layer]``."""
-    layout = PageLayout.of(SPEC)
+    layout = PageLayout.of(spec)
     held = Held.of(name, layout)
     slot = np.zeros(held.slot_nbytes, dtype=np.uint8)
     assert Packer(held).pack(page.cpu().view(torch.uint8).flatten().numpy(), slot)
     found = decoded(LOSSY[name], layout, slot[: held.payload_nbytes])
-    return torch.from_numpy(np.array(found)).view(torch.int16).view(SPEC.num_layers, -1)
+    return torch.from_numpy(np.array(found)).view(torch.int16).view(spec.num_layers, -1)
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8", "k8v4"])
-def test_layers_are_right_when_their_events_say_so(name: str) -> None:
-    config = tiers(PAGES + 2, 2 * PAGES, page_nbytes=SPEC.page_nbytes, host_more={"codec": name})
-    bench = open_bench(config, SPEC, pump=True)
+@pytest.mark.parametrize(
+    ("name", "head_dim", "copies", "groups"),
+    [
+        ("int8", 256, "from host memory", 4),
+        ("fp8", 256, "from host memory", 4),
+        ("k8v4", 256, "from host memory", 4),
+        ("int8", 272, "on the card, batch", 2),  # the last 16 numbers of a head have a scale: through slabs
+    ],
+)
+def test_layers_are_right_when_their_events_say_so(
+    name: str, head_dim: int, copies: str, groups: int
+) -> None:
+    spec = spec_of(head_dim)
+    config = tiers(PAGES + 2, 2 * PAGES, page_nbytes=spec.page_nbytes, host_more={"codec": name})
+    bench = open_bench(config, spec, pump=True)
     store, keys = bench.store, chain(PAGES)
     hbm = store.stats()["hbm"]
     assert isinstance(hbm, dict)
-    assert hbm["layer_groups"] == 2
+    assert copies in str(hbm["copies"])
+    assert hbm["layer_groups"] == groups
     slots = store.allocate(PAGES, timeout_s=PATIENCE_S)
     pages = page_tensor(store)
-    pages[slots] = torch.randn(PAGES, *SPEC.shape, device="cuda:0").to(torch.bfloat16)
+    pages[slots] = torch.randn(PAGES, *spec.shape, device="cuda:0").to(torch.bfloat16)
     torch.cuda.synchronize()
-    want = torch.stack([lossy(pages[slot], name) for slot in slots]).cuda()
+    want = torch.stack([lossy(pages[slot], name, spec) for slot in slots]).cuda()
     store.put(keys, slots)
     store.demote(keys, Tier.HOST)
     assert store.drain(PATIENCE_S)
-    words = pages.view(torch.int16).view(len(pages), SPEC.num_layers, -1)
+    words = pages.view(torch.int16).view(len(pages), spec.num_layers, -1)
     chance, wrong = random.Random(3), torch.zeros((), dtype=torch.int64, device="cuda:0")
     for _ in range(ROUNDS):
         store.evict(keys, Tier.HBM)
@@ -63,7 +79,7 @@ def test_layers_are_right_when_their_events_say_so(name: str) -> None:
             there = torch.tensor(lease.slots, device="cuda:0")
             if chance.random() < 0.3:
                 delay(0.3)
-            for layer in range(SPEC.num_layers):
+            for layer in range(spec.num_layers):
                 event = lease.ready(layer, PATIENCE_S)
                 if isinstance(event, torch.cuda.Event):
                     torch.cuda.current_stream().wait_event(event)

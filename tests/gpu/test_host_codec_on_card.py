@@ -99,12 +99,15 @@ def lossy(codec: str, page: torch.Tensor) -> tuple[bytes, torch.Tensor]:
     return out[:length].tobytes(), torch.from_numpy(back).view(torch.bfloat16).view(SPEC.shape)
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=[*NAMES, *(f"{name} through slabs" for name in NAMES)])
 def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[benches.Bench]:
     """Slabs of three pages: transfers take turns."""
+    codec, _, slabs = request.param.partition(" ")
     for way in ("UP_NBYTES", "DOWN_NBYTES"):
         monkeypatch.setattr(coded_path, way, 3 * SPEC.page_nbytes)
-    config = tiers(16, 40, page_nbytes=SPEC.page_nbytes, host_more={"codec": request.param})
+    if not slabs:
+        monkeypatch.setattr(coded_path, "MAPPED_NBYTES", 0)
+    config = tiers(16, 40, page_nbytes=SPEC.page_nbytes, host_more={"codec": codec})
     opened = benches.open_bench(config, SPEC, pump=True)
     yield opened
     torch.cuda.synchronize()
@@ -141,6 +144,7 @@ def test_a_stores_pages_go_down_and_up_as_the_cpu_codes_them_by_kernels(store: b
     hbm = store.store.stats()["hbm"]
     assert isinstance(hbm, dict)
     assert hbm["copies"].startswith(f"{codec} on the card")
+    assert ("from host memory" in hbm["copies"]) is (coded_path.MAPPED_NBYTES == 0)
     assert isinstance(store.copies.inner, CudaCopyEngine)
 
 

@@ -8,8 +8,9 @@ what the raw disk reads in the same pieces), or computing the question (the same
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, dataclass
-from statistics import median
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from statistics import mean, median
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -175,9 +176,10 @@ class Bench:
             return self._row("HOST", codec, self.ask.prefix, found, moved, self._link(moved), error)
 
     def disk_row(self, codec: str, prefix: int, place: Path, readers: int) -> TtftRow:
-        """From NVMe in ``place``, which is made, and removed again; a raw file beside it is read between the rounds.
+        """From NVMe in ``place``, which is made, and removed again. With a lossy codec host memory holds pages encoded.
 
-        With a lossy codec host memory holds pages encoded too.
+        A raw file beside it is read before each round and after the last. A round's floor is the mean of its two
+        neighbours, as a disk's speed wanders; ``ratio`` is the median of the rounds'.
         """
         place.mkdir()
         lossy = codec not in ("none", "exp")
@@ -201,14 +203,18 @@ class Bench:
             with self._rig(prefix, tiers) as store:
                 moved = _on_disk(store)
                 raw = RawDisk(place / "raw", moved, moved // len(store.prefix), readers)
-                rates: list[float] = []
+                raws: list[float] = []
                 try:
-                    found = self._answers(store, Tier.NVME, lambda: rates.append(raw.gbps()))
+                    found = self._answers(store, Tier.NVME, lambda: raws.append(moved / raw.gbps() / 1e9))
+                    raws.append(moved / raw.gbps() / 1e9)
                 finally:
                     raw.close()
                 error = store.checked(lossy=lossy)
-            gbps = median(rates)
-            return self._row("NVME", codec, prefix, found, moved, ("disk", moved / gbps / 1e9, gbps), error)
+            floors = [mean(pair) for pair in pairwise(raws)]
+            floor = median(floors)
+            row = self._row("NVME", codec, prefix, found, moved, ("disk", floor, moved / floor / 1e9), error)
+            ratios = (each.seconds / beside for each, beside in zip(found, floors, strict=True))
+            return replace(row, ratio=median(ratios))
         finally:
             shutil.rmtree(place)
 
@@ -222,11 +228,12 @@ class Bench:
         return {"capacity": int(self.ask.pages_nbytes(prefix) * share), "pin": pin}
 
     def _answers(self, store: Rig, tier: Tier, between: Callable[[], None] = lambda: None) -> list[Answered]:
-        """One that does not count, and the rounds."""
-        found = []
+        """One that does not count, and the rounds, ``between`` before each."""
+        found: list[Answered] = []
         for _ in range(self.ask.rounds + 1):
             store.send_down(tier)
-            between()
+            if found:
+                between()
             found.append(store.answer())
             if found[-1].tiers != {tier}:
                 raise RuntimeError(f"pages came from {found[-1].tiers}, not from {tier.name}")

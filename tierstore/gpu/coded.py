@@ -127,6 +127,37 @@ class LayerCoder:
     pieces: int
 
 
+class Saves:
+    """Pages into payloads, and these to host memory. ``side``: the stream of the kernels."""
+
+    def __init__(
+        self, coder: Coder, down: tuple[PayloadSlabs, Route], side: torch.cuda.Stream, card: Card
+    ) -> None:
+        """``down``: see ``Coded``."""
+        self._coder = coder
+        self._slabs, self._carry = down
+        self.side = side
+        self._card = card
+
+    def save(
+        self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
+    ) -> NDArray[np.int32]:
+        """See ``Coded``."""
+        slabs, side = self._slabs, self.side
+        with self._card.using(side):
+            index, flags = self._card.uploaded(slots), self._card.flags(len(slots))
+            for first in range(0, len(slots), slabs.pages):
+                row, payloads, free = slabs.turn()
+                at = host[first : first + slabs.pages]
+                side.wait_event(free)
+                self._coder.encode(Call(index, payloads, flags, first, len(at)))
+                slabs.ready.record(side)
+                stream.wait_event(slabs.ready)
+                self._carry.save(row + np.arange(len(at), dtype=np.int64), at, stream)
+                free.record(stream)
+        return flags.numpy()
+
+
 class Coded:
     """Pages to and from slots that hold payloads.
 
@@ -155,10 +186,10 @@ class Coded:
         self._groups = groups
         self._coder = coder
         self._up, self._carry_up = up
-        self._down, self._carry_down = down
+        self._saves = Saves(coder, down, side[1], card)
         self.streams: Sequence[torch.cuda.Stream] = side
         self.loads_end_on: torch.cuda.Stream | None = side[0]
-        self._decodes_on, self._encodes_on = side
+        self._decodes_on = side[0]
 
     def load(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
@@ -209,16 +240,4 @@ class Coded:
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32]:
         """Device to host. A page's entry becomes 1 if the codec cannot state it."""
-        slabs, side = self._down, self._encodes_on
-        with self._card.using(side):
-            index, flags = self._card.uploaded(slots), self._card.flags(len(slots))
-            for first in range(0, len(slots), slabs.pages):
-                row, payloads, free = slabs.turn()
-                at = host[first : first + slabs.pages]
-                side.wait_event(free)
-                self._coder.encode(Call(index, payloads, flags, first, len(at)))
-                slabs.ready.record(side)
-                stream.wait_event(slabs.ready)
-                self._carry_down.save(row + np.arange(len(at), dtype=np.int64), at, stream)
-                free.record(stream)
-        return flags.numpy()
+        return self._saves.save(slots, host, stream)

@@ -14,12 +14,13 @@ from tierstore.codecs import LOSSY
 from tierstore.gpu import lots
 from tierstore.gpu.calibration import rates_of
 from tierstore.gpu.choosing import Choice, Option
-from tierstore.gpu.coded import DOWN_NBYTES, UP_NBYTES, Coded, LayerCoder, PayloadSlabs, TorchCard
+from tierstore.gpu.coded import DOWN_NBYTES, UP_NBYTES, Coded, LayerCoder, PayloadSlabs, Saves, TorchCard
 from tierstore.gpu.coded_layers import parts_of
 from tierstore.gpu.coding import Call, Coder
 from tierstore.gpu.cuda_pool import CudaPool
 from tierstore.gpu.kernels import Kernel
 from tierstore.gpu.layer_groups import Cut, LayerGroups
+from tierstore.gpu.mapped import UP, Fetcher, Mapped, table_of
 from tierstore.gpu.pool import EnginePool
 from tierstore.gpu.rates import SIZES
 from tierstore.gpu.routes import Straight
@@ -39,8 +40,16 @@ CUTS = (Cut((5, 3), 1 << 20), Cut((1, 1), 1 << 20))
 not have launched those before them by then. Each group has scales of its own: two small pieces a page, and more where
 smallest numbers are stored, that take the link a microsecond each. Bytes are those of pages as they are."""
 
+MAPPED_CUTS = (Cut((1, 1, 1, 1), 512 << 10), Cut((1, 1), 512 << 10))
+"""Where kernels read payloads in host memory (see ``mapped``): a group is one more launch for hundreds of pages, and
+nothing else."""
 
-def coded(pool: OwnPool | EnginePool, held: Held, driver: Driver, device: torch.device) -> Coded | str:
+MAPPED_NBYTES = 64 << 10
+"""Of codes that a layer has of K, or of V, in a page. With fewer such kernels are slow: of 16 KiB, pages of 2 MiB as
+``int8``, they carry .67 of what the link can."""
+
+
+def coded(pool: OwnPool | EnginePool, held: Held, driver: Driver, device: torch.device) -> Route | str:
     """Between these slots and host slots of ``held``. Compiles, seconds the first time on a machine.
 
     Else why not, after a warning: pages are then coded by the CPU, far below the speed of the link.
@@ -51,18 +60,58 @@ def coded(pool: OwnPool | EnginePool, held: Held, driver: Driver, device: torch.
         return coder
     side = (driver.stream(device.index), driver.stream(device.index))
     card = TorchCard(device)
-    up, down = (
-        PayloadSlabs(held.layout.blob_nbytes, held.slot_nbytes, nbytes, card)
-        for nbytes in (UP_NBYTES, DOWN_NBYTES)
+    fetcher = _fetcher(pool, held, card, device)
+    if fetcher is not None:
+        down, carry_down = _slabs(DOWN_NBYTES, held, card, side, driver, device)
+        torch.cuda.current_stream(device).synchronize()  # as below
+        return _mapped(held, fetcher, Saves(coder, (down, carry_down), side[1], card), card)
+    (up, carry_up), (down, carry_down) = (
+        _slabs(nbytes, held, card, side, driver, device) for nbytes in (UP_NBYTES, DOWN_NBYTES)
     )
-    for slabs in (up, down):
-        for stream in side:
-            slabs.memory.record_stream(stream)  # should the store be dropped with copies on their way
-    carry_up, carry_down = (_carrier(slabs, held.slot_nbytes, driver, device) for slabs in (up, down))
     layers, groups = _by_layers(pool, held, up, driver, device)
     torch.cuda.current_stream(device).synchronize()  # zeros are there before another stream looks
     name = f"{held.codec} on the card"
     return Coded(name, coder, (up, carry_up), (down, carry_down), side, card, layers, groups)
+
+
+def _mapped(held: Held, fetcher: Fetcher, saves: Saves, card: TorchCard) -> Mapped:
+    layers = LayerGroups.by_shares(held.layout, MAPPED_CUTS if len(held.layout.specs) == 1 else ())
+    name = f"{held.codec} on the card from host memory"
+    return Mapped(name, fetcher, saves, card, layers if len(layers) > 1 else None)
+
+
+def _slabs(
+    nbytes: int,
+    held: Held,
+    card: TorchCard,
+    side: tuple[torch.cuda.Stream, torch.cuda.Stream],
+    driver: Driver,
+    device: torch.device,
+) -> tuple[PayloadSlabs, Route]:
+    slabs = PayloadSlabs(held.layout.blob_nbytes, held.slot_nbytes, nbytes, card)
+    for stream in side:
+        slabs.memory.record_stream(stream)  # should the store be dropped with copies on their way
+    return slabs, _carrier(slabs, held.slot_nbytes, driver, device)
+
+
+def _fetcher(pool: OwnPool | EnginePool, held: Held, card: TorchCard, device: torch.device) -> Fetcher | None:
+    """None where such kernels cannot decode these pages, or slowly, or triton cannot compile them."""
+    from tierstore.gpu import coding_kernels
+    from tierstore.gpu.mapped_kernel import fetch
+
+    codec, found = LOSSY[held.codec], _lots(pool, held)
+    if found is None or not Fetcher.suits(codec, held.layout):
+        return None
+    if Fetcher.smallest_tile(codec, held.layout, UP) < MAPPED_NBYTES:
+        return None
+    fetcher = Fetcher(codec, held.layout, found, fetch, UP)
+    try:
+        with torch.cuda.device(device):
+            fetcher.compile(*table_of(card, 1))
+    except coding_kernels.REFUSALS as error:
+        _log.warning("host.codec %s: pages come through slabs: triton cannot compile: %s", held.codec, error)
+        return None
+    return fetcher
 
 
 def _coder(pool: OwnPool | EnginePool, held: Held, device: torch.device) -> Coder | str:

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 BLOCK = 4096
 """Numbers, or bytes, that a program of a kernel has."""
 
-_WORDS = {"bfloat16": torch.int16, "float16": torch.float16, "float32": torch.float32}
+WORDS = {"bfloat16": torch.int16, "float16": torch.float16, "float32": torch.float32}
 _KINDS = {"bfloat16": 0, "float16": 1, "float32": 2}
-_SIGNED, _FLOORED, _FP8 = range(3)
+SIGNED, FLOORED, FP8 = range(3)
 
 Constants = dict[str, int | float]
 
@@ -52,7 +52,7 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Launch:
+class Launch:
     """A kernel over ``(pages, *grid)``, with its tensors besides a call's, and its constants."""
 
     kernel: Any
@@ -64,7 +64,7 @@ class _Launch:
     @classmethod
     def of(
         cls, kernel: Any, grid: tuple[int, int], words: torch.Tensor, lot: Lot, known: Constants
-    ) -> _Launch:
+    ) -> Launch:
         """Of what is known of the pages the kernel is told what it has a name for."""
         deltas = torch.tensor(lot.deltas, dtype=torch.int64, device=words.device)
         return cls(
@@ -104,18 +104,18 @@ class Coder:
         places = Places.of(layout, codec)
         assert not codec.zstd
         assert 0 < places.fixed_nbytes <= stride
-        self._encoding: list[_Launch] = []
-        self._decoding: list[_Launch] = []
-        for run in _runs(places):
+        self._encoding: list[Launch] = []
+        self._decoding: list[Launch] = []
+        for run in runs_of(places):
             lot = lots[layout.offsets.index(run.plane.offset)]
-            words = lot.words(_WORDS[run.plane.dtype], run.plane.index)
-            known = _strides(lot) | run.constants(stride)
+            words = lot.words(WORDS[run.plane.dtype], run.plane.index)
+            known = strides_of(lot) | run.constants(stride)
             rows = run.plane.layers * run.count
-            sides, bytes_ = _blocks(known["SIDES"], known["SIDE_BLOCK"]), _blocks(known["LAYER_CODES"], BLOCK)
-            self._encoding.append(_Launch.of(kernels.measure, (rows, sides), words, lot, known))
+            sides, bytes_ = blocks(known["SIDES"], known["SIDE_BLOCK"]), blocks(known["LAYER_CODES"], BLOCK)
+            self._encoding.append(Launch.of(kernels.measure, (rows, sides), words, lot, known))
             if known["BITS"] == 4:
-                self._encoding.append(_Launch.of(kernels.pack, (rows, bytes_), words, lot, known))
-            self._decoding.append(_Launch.of(kernels.expand, (rows, bytes_), words, lot, known))
+                self._encoding.append(Launch.of(kernels.pack, (rows, bytes_), words, lot, known))
+            self._decoding.append(Launch.of(kernels.expand, (rows, bytes_), words, lot, known))
         kept = list(_kept(places, layout, lots, pool))
         self._keeping = [
             [_keep(kernels.keep, lot, at, stride, back=back) for lot, at in kept] for back in (False, True)
@@ -126,27 +126,25 @@ class Coder:
 
         Bytes past a payload are not touched.
         """
-        self._each(_Launch.queue, self._encoding, self._keeping[0], call)
+        self._each(Launch.queue, self._encoding, self._keeping[0], call)
 
     def decode(self, call: Call) -> None:
         """The way back. Flags become 1 where no ``encode`` can have made the payload, and the page is anything."""
-        self._each(_Launch.queue, self._decoding, self._keeping[1], call)
+        self._each(Launch.queue, self._decoding, self._keeping[1], call)
 
     def compile_decoding(self, call: Call) -> None:
         """``compile`` for who only decodes."""
-        self._each(_Launch.compile, self._decoding, self._keeping[1], call)
+        self._each(Launch.compile, self._decoding, self._keeping[1], call)
 
     def compile(self, call: Call) -> None:
         """Makes the kernels' machine code, seconds the first time on a machine. Nothing is run; ``call`` as later ones.
 
         Triton's errors where its compiler, or the compiler of C that it needs, is missing or fails.
         """
-        self._each(
-            _Launch.compile, self._encoding + self._decoding, self._keeping[0] + self._keeping[1], call
-        )
+        self._each(Launch.compile, self._encoding + self._decoding, self._keeping[0] + self._keeping[1], call)
 
     def _each(
-        self, act: Callable[..., None], coding: list[_Launch], keeping: list[_Launch], call: Call
+        self, act: Callable[..., None], coding: list[Launch], keeping: list[Launch], call: Call
     ) -> None:
         slots, payloads, flags, first, pages = call
         halves = payloads.view(torch.int16)
@@ -157,7 +155,7 @@ class Coder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class Run:
     """Planes of a KV group with one scheme: the first, how many, and where its parts are in a payload."""
 
     plane: Plane
@@ -185,16 +183,16 @@ class _Run:
         return found | _groups(plane, sides) | _arithmetic(plane)
 
 
-def _runs(places: Places) -> Iterator[_Run]:
+def runs_of(places: Places) -> Iterator[Run]:
     scales, codes = 0, places.kept_nbytes
     for _, alike in groupby(places.planes, lambda plane: (plane.offset, plane.scheme)):
         planes = list(alike)
-        yield _Run(planes[0], len(planes), scales, codes)
+        yield Run(planes[0], len(planes), scales, codes)
         scales += sum(plane.scale_nbytes + plane.floor_nbytes for plane in planes)
         codes += sum(plane.code_nbytes for plane in planes)
 
 
-def _strides(lot: Lot) -> Constants:
+def strides_of(lot: Lot) -> Constants:
     plane, token, head, number = lot.strides
     return {
         "SLOT": lot.slot,
@@ -216,21 +214,21 @@ def _groups(plane: Plane, sides: int) -> Constants:
     if isinstance(scheme, Steps):
         length = shape.dim if scheme.along == "token" else shape.tokens
         channels = 0 if scheme.along == "token" else shape.heads * shape.dim
-    block = min(_power(members), BLOCK)
+    block = min(power(members), BLOCK)
     return {
         "LENGTH": length,
         "MEMBERS": members,
         "CHANNELS": channels,
         "MEMBER_BLOCK": block,
-        "SIDE_BLOCK": min(_power(sides), BLOCK // block),
+        "SIDE_BLOCK": min(power(sides), BLOCK // block),
     }
 
 
 def _arithmetic(plane: Plane) -> Constants:
     scheme = plane.scheme
-    rule, bits, up = _FP8, 8, False
+    rule, bits, up = FP8, 8, False
     if isinstance(scheme, Steps):
-        rule, bits, up = (_FLOORED if scheme.floored else _SIGNED), scheme.bits, not scheme.nearest
+        rule, bits, up = (FLOORED if scheme.floored else SIGNED), scheme.bits, not scheme.nearest
     return {
         "DTYPE": _KINDS[plane.dtype],
         "LARGEST": LARGEST[plane.dtype],
@@ -257,9 +255,9 @@ def _kept(
         at += end - start
 
 
-def _keep(kernel: Any, lot: Lot, at: int, stride: int, *, back: bool) -> _Launch:
+def _keep(kernel: Any, lot: Lot, at: int, stride: int, *, back: bool) -> Launch:
     nbytes = lot.numbers * lot.itemsize
-    known = _strides(lot) | {
+    known = strides_of(lot) | {
         "PLANES": lot.shape[0],
         "ITEM": lot.itemsize,
         "PAYLOAD": stride,
@@ -269,13 +267,13 @@ def _keep(kernel: Any, lot: Lot, at: int, stride: int, *, back: bool) -> _Launch
         "BLOCK": BLOCK,
     }
     rows = len(lot.deltas) * lot.shape[0]
-    return _Launch.of(kernel, (rows, _blocks(nbytes, BLOCK)), lot.words(torch.uint8), lot, known)
+    return Launch.of(kernel, (rows, blocks(nbytes, BLOCK)), lot.words(torch.uint8), lot, known)
 
 
-def _blocks(number: float, size: float) -> int:
+def blocks(number: float, size: float) -> int:
     return -(-int(number) // int(size))
 
 
-def _power(number: int) -> int:
+def power(number: int) -> int:
     """The next power of two that is not smaller."""
     return 1 << (number - 1).bit_length()

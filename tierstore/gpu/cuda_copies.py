@@ -70,6 +70,10 @@ AS_THEY_ARE = Pace()
 ENCODED = Pace(pieces=512)
 """Of a group these pages have four pieces where others have one: with as few, a call would launch a quarter."""
 
+MAPPED = Pace(together=512 << 20, ahead=2 << 30, enough=128 << 20, behind=1 << 30, at_once=8)
+"""Of encoded pages that need no pieces: a launch is the same work for any number of them. So there are few, and 40 ms
+of the link ahead, as whoever launches may have to wait so long for its turn. What comes later waits for them."""
+
 
 class PinnedHost(Protocol):
     """Page slots in host memory, page-locked from the first on."""
@@ -118,7 +122,8 @@ class CudaCopyEngine:
         self._page_nbytes = page_nbytes
         self._crossing_nbytes = host.held.payload_nbytes
         self._unpinned = unpinned
-        self._pace = pace or (ENCODED if host.held.encoded else AS_THEY_ARE)
+        each = route.pieces if route.layers is None else route.group_pieces
+        self._pace = pace or _pace_of(host.held, each)
         self._wake = wake
         self._ended: list[Job] = []
         self._closing = False
@@ -128,7 +133,6 @@ class CudaCopyEngine:
         self._threads: dict[Tier, Thread] = {}
         up, down = streams
         event = new_event or _cuda_event
-        each = route.pieces if route.layers is None else route.group_pieces
         self._lanes = {
             Tier.HBM: Lane(
                 self._load, (up, route.loads_end_on or up), self._crossing_nbytes, route.layers, each, event
@@ -313,6 +317,12 @@ class CudaCopyEngine:
         stream: torch.cuda.Stream,
     ) -> NDArray[np.int32] | None:
         return self._route.save(slots, self._host.addresses(host), stream)
+
+
+def _pace_of(held: Held, pieces: int) -> Pace:
+    if not held.encoded:
+        return AS_THEY_ARE
+    return ENCODED if pieces else MAPPED
 
 
 def _depth(lane: Lane, nbytes: int) -> int:

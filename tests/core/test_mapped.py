@@ -1,0 +1,309 @@
+"""Payloads decoded where they lie, interpreted: to the byte the pages that the codecs of the CPU make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+pytest.importorskip("triton")
+
+from tests.codecs.holding import FEATURES, Bytes, decoded, encoded, page_like_kv, spec_of
+from tests.core import virtual_link
+from tests.core.interpreted import FETCHING, interpreted_fetching, source_of
+from tests.support.planting import Bug, write
+from tierstore.codecs import LOSSY
+from tierstore.codecs.held import Held
+from tierstore.errors import IntegrityError
+from tierstore.gpu import coded_path, cuda_copies, lots
+from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu.mapped import Fetcher, Grid, Mapped
+from tierstore.gpu.pool import EnginePages, EnginePool
+from tierstore.layout import PageLayout
+
+FETCHING_HERE = interpreted_fetching()
+NAMES = [name for name, codec in LOSSY.items() if not codec.zstd]
+SMALL = Grid(3, 4, 1024, 2048, 1)
+"""Several tiles a plane, several turns a tile, several tiles a program."""
+
+SLOTS, FILL = 5, 0xA5
+
+
+class Card:
+    """Ordinary memory."""
+
+    def flags(self, pages: int) -> torch.Tensor:
+        return torch.zeros(pages, dtype=torch.int32)
+
+    def using(self, stream: object) -> nullcontext[None]:
+        return nullcontext()
+
+
+class NoSaves:
+    side = None
+
+
+class Bench:
+    """Payloads in rows of ordinary memory, and slots to decode them into: our own, or an engine's."""
+
+    def __init__(
+        self,
+        name: str,
+        layout: PageLayout,
+        pages: Sequence[Bytes],
+        engine: Sequence[EnginePages] = (),
+        groups: int = 1,
+        grid: Grid = SMALL,
+        kernels: ModuleType = FETCHING_HERE,
+    ) -> None:
+        self.codec, self.layout = LOSSY[name], layout
+        found = [encoded(self.codec, layout, page) for page in pages]
+        self.payloads = [payload for payload in found if payload is not None]
+        assert len(self.payloads) == len(pages)
+        length = len(self.payloads[0])
+        self._memory = np.full((len(pages), -(-length // 64) * 64 + 64), FILL, dtype=np.uint8)
+        self._start = -self._memory.ctypes.data % 16
+        self._length = length
+        self._rows = torch.full((SLOTS * layout.slot_nbytes,), FILL, dtype=torch.uint8)
+        self._pool = EnginePool(layout, engine) if engine else None
+        layers = LayerGroups.of(layout, groups, 1) if groups > 1 else None
+        where = lots.of_tensors(self._pool.layers) if self._pool else lots.of_pool(self._rows, layout)
+        assert where is not None
+        fetcher = Fetcher(self.codec, layout, where, kernels.fetch, grid)
+        card: Any = Card()
+        saves: Any = NoSaves()
+        self.route = Mapped("here", fetcher, saves, card, layers)
+
+    def load(self, slots: Sequence[int], group: int | None = None) -> list[int]:
+        """From the first payloads; the flags."""
+        for row, payload in zip(self._memory, self.payloads, strict=True):
+            row[self._start : self._start + self._length] = payload
+        there = np.array(slots, dtype=np.int64)
+        stride = self._memory.strides[0]
+        here: NDArray[np.int64] = (
+            self._memory.ctypes.data + self._start + np.arange(len(slots), dtype=np.int64) * stride
+        )
+        stream: Any = None
+        with np.errstate(over="ignore", invalid="ignore"):
+            if group is None:
+                flags = self.route.load(there, here, stream)
+            else:
+                flags = self.route.load_group(group, there, here, stream)
+        found: list[int] = flags.tolist()
+        return found
+
+    def page(self, slot: int) -> Bytes:
+        if self._pool is not None:
+            found = np.zeros(self.layout.blob_nbytes, dtype=np.uint8)
+            self._pool.read(slot, found)
+            return found
+        return np.array(self._rows.view(SLOTS, -1)[slot, : self.layout.blob_nbytes].numpy())
+
+    def wanted(self, number: int) -> Bytes:
+        return decoded(self.codec, self.layout, self.payloads[number])
+
+    def accepted(self, number: int) -> bool:
+        """By ``tierstore.codecs``."""
+        try:
+            self.wanted(number)
+        except IntegrityError:
+            return False
+        return True
+
+
+def some_pages(layout: PageLayout, number: int = 3) -> list[Bytes]:
+    features = [frozenset[str](), frozenset(FEATURES), frozenset({"outliers", "subnormals", "tiny"})]
+    return [page_like_kv(layout, seed, features[seed % 3]) for seed in range(number)]
+
+
+def require_same(bench: Bench, slots: Sequence[int] = (3, 0, 4)) -> None:
+    assert bench.load(slots) == [0] * len(slots)
+    for number, slot in enumerate(slots):
+        np.testing.assert_array_equal(bench.page(slot), bench.wanted(number))
+
+
+SHAPES = [
+    ("bfloat16", 32, 2, 64),
+    ("bfloat16", 64, 1, 128),
+    ("bfloat16", 33, 3, 32),
+    ("bfloat16", 70, 1, 24),
+    ("bfloat16", 3, 1, 16),
+    ("float16", 34, 1, 64),
+    ("float32", 64, 1, 64),
+]
+"""Dtype, tokens, heads, dim: whole groups; two a page; tokens left over; odd rows; few numbers; other words."""
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_pages_are_those_of_the_cpu(name: str, shape: tuple[str, int, int, int]) -> None:
+    layout = PageLayout.of(spec_of(shape[0], 1, *shape[1:]))
+    if not Fetcher.suits(LOSSY[name], layout):
+        # The two numbers of a byte: while one's tokens share a scale, the other's must too.
+        size = {"int4": 32, "int4-64": 64}[name]
+        assert shape[1] > size
+        assert (shape[1] + 1) // 2 % size
+        return
+    require_same(Bench(name, layout, some_pages(layout)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pages_of_several_kv_groups_come_too(name: str) -> None:
+    layout = PageLayout.of([spec_of("bfloat16", 2, 32, 2, 64), spec_of("bfloat16", 1, 32, 1, 64, 1, "mla")])
+    bench = Bench(name, layout, some_pages(layout))
+    require_same(bench)
+
+
+def test_what_a_tile_cannot_hold_goes_another_way() -> None:
+    left = PageLayout.of(spec_of("bfloat16", 2, 32, 2, 80))  # a head of 64 and of 16
+    kept = PageLayout.of([spec_of("bfloat16", 2, 32, 2, 64), spec_of("uint8", 2, 32, 1, 7, 1)])
+    for layout in (left, kept):
+        assert not Fetcher.suits(LOSSY["int8"], layout)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_groups_of_layers_are_filled_and_nothing_else(name: str) -> None:
+    layout = PageLayout.of(spec_of("bfloat16", 5, 32, 1, 64))
+    bench = Bench(name, layout, some_pages(layout), groups=3)
+    layers = bench.route.layers
+    assert layers is not None
+    assert len(layers) == 3
+    slots = [3, 0, 4]
+    for group in (2, 0, 1):
+        before = [bench.page(slot) for slot in range(SLOTS)]
+        assert bench.load(slots, group) == [0, 0, 0]
+        [part] = layers.parts[group]
+        its = slice(part.offset, part.offset + part.nbytes)
+        for slot in range(SLOTS):
+            want = before[slot].copy()
+            if slot in slots:
+                want[its] = bench.wanted(slots.index(slot))[its]
+            np.testing.assert_array_equal(bench.page(slot), want)
+
+
+@pytest.mark.parametrize("letters", ["BKNHD", "BHNKD", "DNHKB"])
+@pytest.mark.parametrize("name", ["int8", "k8v4"])
+def test_an_engines_layers_are_filled_in_place(name: str, letters: str) -> None:
+    layout = PageLayout.of(spec_of("bfloat16", 3, 16, 2, 64))
+    sizes = dict(zip("BKNHD", (SLOTS, 2, 16, 2, 64), strict=True))
+    tensors = [torch.zeros([sizes[x] for x in letters], dtype=torch.bfloat16) for _ in range(3)]
+    require_same(Bench(name, layout, some_pages(layout), [EnginePages(tensors, letters)]))
+
+
+@pytest.mark.parametrize("grid", [Grid(1, 4, 64, 64, 1), Grid(500, 4, 4096, 1 << 20, 1)], ids=["one", "many"])
+@pytest.mark.parametrize("name", ["int8", "k8v4", "fp8"])
+def test_any_number_of_programs_and_any_tiles_give_the_same(name: str, grid: Grid) -> None:
+    layout = PageLayout.of(spec_of("bfloat16", 1, 16, 2, 64))
+    require_same(Bench(name, layout, some_pages(layout), grid=grid))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_no_encoder_makes_is_told_of_its_page_alone(name: str) -> None:
+    """Bytes of a payload, one at a time, become ones that may be no scale, no smallest number and no code."""
+    layout = PageLayout.of(spec_of("float16", 1, 16, 1, 64))
+    bench = Bench(name, layout, some_pages(layout), grid=Grid(2, 4, 2048, 4096, 1))
+    good = bench.payloads[1].copy()
+    told, refused = [], []
+    for at in [1, 3, *range(5, 150, 36), *range(len(good) - 1, len(good) // 2, -197)]:
+        for byte in (0x80, 0xFF):
+            bench.payloads[1] = good.copy()
+            bench.payloads[1][at] = byte
+            refused.append(int(not bench.accepted(1)))
+            flags = bench.load([3, 0, 4])
+            told.append(flags[1])
+            assert flags[::2] == [0, 0]
+    assert told == refused
+    assert any(told)
+    assert name == "fp8" or not all(told)
+
+
+def test_a_bad_code_is_told_with_the_group_it_is_in() -> None:
+    layout = PageLayout.of(spec_of("bfloat16", 5, 32, 1, 64))
+    bench = Bench("int8", layout, some_pages(layout), groups=3)
+    bench.payloads[1][-1] = 0x80  # the last code: values of the last layer
+    assert [bench.load([3, 0, 4], group) for group in range(3)] == [[0, 0, 0], [0, 0, 0], [0, 1, 0]]
+
+
+class NoPieces(virtual_link.Link):
+    """What a launch costs its caller does not grow with its pages."""
+
+    def __init__(self, clock: virtual_link.Clock, held: Held, processor: virtual_link.Processor) -> None:
+        super().__init__(clock, held, processor)
+        self.layers = LayerGroups.by_shares(held.layout, coded_path.MAPPED_CUTS)
+        self.group_pieces = 0
+        self._sizes = self.layers.divide(held.payload_nbytes)
+
+
+@pytest.mark.parametrize("processor", [virtual_link.FAST, virtual_link.SLOW], ids=["fast", "slow"])
+def test_pages_without_pieces_are_launched_by_hundreds_and_far_ahead(
+    processor: virtual_link.Processor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """131,072 tokens of an 8B model, while the caller computes for 30 ms at a time: a launch takes far more than 50
+    pages, and the link waits for few milliseconds of those 60 where slabs leave it idle for most."""
+    monkeypatch.setattr(virtual_link, "Link", NoPieces)
+    found = virtual_link.restore(cuda_copies, 16 << 30, processor, codec="int8", away=0.03)
+    assert found.launches < 30
+    assert found.idle < 0.02
+    assert found.whole < found.link + found.idle + 0.001
+
+
+def require_all_right(kernels: ModuleType) -> None:
+    """Pages of more tiles than programs, of odd tokens, by groups; and one that no encoder makes."""
+    for name, tokens in (("int8", 16), ("k8v4", 15), ("int4-64", 15)):
+        layout = PageLayout.of(spec_of("bfloat16", 3, tokens, 1, 64))
+        bench = Bench(
+            name, layout, some_pages(layout), groups=2, grid=Grid(2, 4, 256, 512, 1), kernels=kernels
+        )
+        for group in range(2):
+            assert bench.load([3, 0, 4], group) == [0, 0, 0]
+        for number, slot in enumerate([3, 0, 4]):
+            np.testing.assert_array_equal(bench.page(slot), bench.wanted(number))
+        for payload in bench.payloads[:2]:
+            payload[:2] = 0xFF  # a scale
+        bench.payloads[1][:2] = 0xFF, 0x7F
+        assert bench.load([3, 0, 4]) == [1, 1, 0]
+
+
+BUGS = [
+    Bug(
+        "the next tile's page is this one's",
+        "page = (tile + tl.num_programs(0)) // each",
+        "page = tile // each",
+    ),
+    Bug(
+        "programs leave tiles out", "pages * each, tl.num_programs(0)", "pages * each - 1, tl.num_programs(0)"
+    ),
+    Bug("groups begin at the first layer", "layer = first + rest", "layer = rest"),
+    Bug(
+        "values get the scales of keys", "plane * SIDES_NEXT) // 2\n        floors", "0) // 2\n        floors"
+    ),
+    Bug(
+        "a tile's later turns have its first scales",
+        "layer * SIDES, row + ROWS, here",
+        "layer * SIDES, row, here",
+    ),
+    Bug("both numbers of a byte are the low one", "(found >> (4 * part))", "(found >> 0)"),
+    Bug("tokens that are not there are written", "mask = inside & (i < NUMBERS)", "mask = inside"),
+    Bug("another page is blamed", "tl.store(flags + page +", "tl.store(flags + pages - 1 - page +"),
+    Bug(
+        "scales are taken as they are", "bad = mask & (stored > MOST_SCALE)", "bad = mask & (stored > 0xFFFF)"
+    ),
+]
+
+
+def test_the_kernel_as_it_is_is_right() -> None:
+    require_all_right(FETCHING_HERE)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
+def test_a_planted_bug_is_noticed(bug: Bug, tmp_path: Path) -> None:
+    kernels = interpreted_fetching({FETCHING: write(source_of(FETCHING), bug, tmp_path)})
+    with pytest.raises(AssertionError):
+        require_all_right(kernels)
