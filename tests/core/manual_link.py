@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from tierstore.gpu.copy_engine import CpuCopyEngine
-from tierstore.gpu.cuda_copies import CudaCopyEngine, Pace
+from tierstore.gpu.cuda_copies import CudaCopyEngine
 from tierstore.gpu.jobs import TimedEvent
 from tierstore.gpu.layer_groups import Cut, LayerGroups
+from tierstore.gpu.pace import Pace
 from tierstore.gpu.pool import CpuPool
 from tierstore.gpu.routes import WholePages
 from tierstore.host.arena import HostArena

@@ -14,8 +14,8 @@ from tests.core.manual_link import (
     Rig,
 )
 from tierstore.gpu import cuda_copies, lanes
-from tierstore.gpu.cuda_copies import Pace
 from tierstore.gpu.layer_groups import Cut
+from tierstore.gpu.pace import Pace
 from tierstore.types import Ack, Failure, Tier
 
 PAGE = SPEC.page_nbytes

@@ -13,7 +13,7 @@ from tests.core.manual_link import PATIENCE_S, SLOTS, SPEC, ManualStream, Rig
 from tests.support.planting import SEARCH, Bug, load
 from tierstore.gpu import cuda_copies, lanes
 from tierstore.gpu.arriving import Event
-from tierstore.gpu.cuda_copies import Pace
+from tierstore.gpu.pace import Pace
 from tierstore.types import Tier
 
 PAGE = SPEC.page_nbytes

@@ -10,7 +10,7 @@ import pytest
 from tests.core.virtual_link import FAST, SLOW, restore
 from tests.support import planting
 from tests.support.planting import Bug
-from tierstore.gpu import cuda_copies
+from tierstore.gpu import cuda_copies, pace
 
 GIB = 1 << 30
 
@@ -63,25 +63,39 @@ BUGS = [
     Bug("who polls launches one", "self._advance(dst, self._pace.at_once)", "self._advance(dst, 1)"),
     Bug("no launch waits for more of its group", "if self._better_later(lane):", "if False:"),
     Bug("the thread never helps", "return not lane.growing and lane.nbytes < behind // 4", "return False"),
-    Bug("small launches", "pieces: int = 256", "pieces: int = 64"),
     Bug(
         "later layers as much as others",
         "return -(-nbytes // 4) if lane.may_be_overtaken",
         "return nbytes if 1",
     ),
     Bug("encoded pages count as they are", "= host.held.payload_nbytes", "= page_nbytes"),
+]
+
+
+PACES = [
+    Bug("small launches", "pieces: int = 256", "pieces: int = 64"),
     Bug("few pieces at once of encoded pages", "ENCODED = Pace(pieces=512)", "ENCODED = Pace()"),
     Bug("small transfers whole", "whole: int = 16 << 20", "whole: int = 256 << 20"),
 ]
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
-def test_a_planted_bug_is_noticed(bug: Bug) -> None:
-    planted = planting.load(cuda_copies, bug)
+def require_noticed(module: ModuleType) -> None:
+    """A promise at least is broken."""
     broken = 0
     for promise in PROMISES:
         try:
-            promise(planted)
+            promise(module)
         except AssertionError:
             broken += 1
     assert broken
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
+def test_a_planted_bug_is_noticed(bug: Bug) -> None:
+    require_noticed(planting.load(cuda_copies, bug))
+
+
+@pytest.mark.parametrize("bug", PACES, ids=[bug.name for bug in PACES])
+def test_a_pace_planted_too_slow_or_too_coarse_is_noticed(monkeypatch: pytest.MonkeyPatch, bug: Bug) -> None:
+    monkeypatch.setattr(cuda_copies, "pace_of", planting.load(pace, bug).pace_of)
+    require_noticed(cuda_copies)

@@ -11,7 +11,8 @@ from tests.gpu.card import delay
 from tests.support.pages import PATIENCE_S
 from tierstore.adapters.huggingface import TierStoreCache
 from tierstore.adapters.huggingface.pages import PageGroups
-from tierstore.gpu.cuda_copies import CudaCopyEngine, Pace
+from tierstore.gpu.cuda_copies import CudaCopyEngine
+from tierstore.gpu.pace import Pace
 from tierstore.types import Tier
 
 pytestmark = pytest.mark.gpu

@@ -12,11 +12,12 @@ import torch
 
 from tests.tier_contract import Page, TierContract, TierUnderTest
 from tierstore.gpu.copy_engine import CopyEngine, CpuCopyEngine
-from tierstore.gpu.cuda_copies import CudaCopyEngine, Pace
+from tierstore.gpu.cuda_copies import CudaCopyEngine
 from tierstore.gpu.cuda_pool import CudaPool
 from tierstore.gpu.driver import CudaPinner, Driver
 from tierstore.gpu.kernels import Kernel
 from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu.pace import Pace
 from tierstore.gpu.paths import through_slabs
 from tierstore.gpu.pool import EnginePages, EnginePool, GroupedPages
 from tierstore.gpu.routes import Route, Straight

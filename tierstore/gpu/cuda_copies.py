@@ -13,7 +13,6 @@ what must not wait when nobody calls. It would be slower: Python gives it a turn
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from threading import Condition, Thread
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Protocol, cast
@@ -23,6 +22,7 @@ import torch
 from tierstore.gpu.arriving import HERE, NOT_YET, Arriving
 from tierstore.gpu.jobs import Job, TimedEvent, ack_of
 from tierstore.gpu.lanes import Lane
+from tierstore.gpu.pace import pace_of
 from tierstore.types import Ack, Tier, Transfer
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tierstore.codecs.held import Held
     from tierstore.gpu.copy_engine import CopyEngine
     from tierstore.gpu.jobs import Flight
+    from tierstore.gpu.pace import Pace
     from tierstore.gpu.routes import Route
 
 _log = logging.getLogger(__name__)
@@ -41,38 +42,6 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.0005
 _GROWING_S = 0.005
 _ALONE_S = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How much is launched at once. In bytes over the link but for ``pieces`` and ``at_once``."""
-
-    whole: int = 16 << 20
-    """Transfers up to this are not cut into layer groups on an idle link."""
-    together: int = 128 << 20
-    """What several transfers have of a layer group is launched together up to this."""
-    pieces: int = 256
-    """And up to so many pieces, in one call too; more of one transfer are launched by the thread: they take the driver
-    too long."""
-    ahead: int = 512 << 20
-    """Nothing more is launched while the link has so much to do: some milliseconds. A quarter of it where pages are
-    coming that would go first: they wait for what is launched."""
-    enough: int = 64 << 20
-    """With so much to do the link can wait until there is more of a group to be launched together."""
-    behind: int = 256 << 20
-    """With less the thread launches what nobody launches: no call came for 10 ms. With less than a quarter of it in any
-    case, but where pages are coming: calls do not keep the link busy."""
-    at_once: int = 4
-    """Launches in one call, at most. Whoever submits makes one: it is to bring what comes next."""
-
-
-AS_THEY_ARE = Pace()
-ENCODED = Pace(pieces=512)
-"""Of a group these pages have four pieces where others have one: with as few, a call would launch a quarter."""
-
-MAPPED = Pace(together=512 << 20, ahead=2 << 30, enough=128 << 20, behind=1 << 30, at_once=8)
-"""Of encoded pages that need no pieces: a launch is the same work for any number of them. So there are few, and 40 ms
-of the link ahead, as whoever launches may have to wait so long for its turn. What comes later waits for them."""
 
 
 class PinnedHost(Protocol):
@@ -123,7 +92,7 @@ class CudaCopyEngine:
         self._crossing_nbytes = host.held.payload_nbytes
         self._unpinned = unpinned
         each = route.pieces if route.layers is None else route.group_pieces
-        self._pace = pace or _pace_of(host.held, each)
+        self._pace = pace or pace_of(host.held, each)
         self._wake = wake
         self._ended: list[Job] = []
         self._closing = False
@@ -317,12 +286,6 @@ class CudaCopyEngine:
         stream: torch.cuda.Stream,
     ) -> NDArray[np.int32] | None:
         return self._route.save(slots, self._host.addresses(host), stream)
-
-
-def _pace_of(held: Held, pieces: int) -> Pace:
-    if not held.encoded:
-        return AS_THEY_ARE
-    return ENCODED if pieces else MAPPED
 
 
 def _depth(lane: Lane, nbytes: int) -> int:
