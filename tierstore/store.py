@@ -12,7 +12,7 @@ from tierstore.arguments import require_flag, require_time, seconds_to_wait, who
 from tierstore.assembly import Parts, assemble, loss_class
 from tierstore.config import StoreConfig
 from tierstore.errors import ConfigError
-from tierstore.gpu.device import Between
+from tierstore.gpu.between import Between
 from tierstore.holding import Holding
 from tierstore.keys import namespace, page_keys
 from tierstore.layout import PageLayout

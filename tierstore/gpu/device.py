@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -17,16 +16,11 @@ from tierstore.gpu.copy_engine import CpuCopyEngine
 from tierstore.gpu.cuda_copies import CudaCopyEngine
 from tierstore.gpu.cuda_pool import CudaPool
 from tierstore.gpu.driver import CudaPinner, Driver, DriverError
-from tierstore.gpu.layer_groups import MOST_GROUPS, LayerGroups
+from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.gpu.pool import CpuPool, EnginePool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from tierstore.codecs.held import Held
+    from tierstore.gpu.between import Between
     from tierstore.gpu.copy_engine import CopyEngine
     from tierstore.gpu.pool import EnginePages, OwnPool
     from tierstore.gpu.routes import Route
@@ -49,49 +43,6 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Blocks until it has happened."""
         ...
-
-
-class Host(Protocol):
-    """The host tier as a copy engine sees it. ``held``: the form of its pages."""
-
-    held: Held
-
-    @property
-    def pinned_slots(self) -> int:
-        """Slots ``[0, pinned_slots)`` are page-locked now."""
-        ...
-
-    @property
-    def pinning(self) -> bool:
-        """Whether more are about to be."""
-        ...
-
-    def view(self, slot: int) -> NDArray[np.uint8]:
-        """The slot's page in place."""
-        ...
-
-    def addresses(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where the pages of these slots start."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Between:
-    """Slots of HBM and the host's, between which pages are copied. ``wake``: called when a thread's copy has ended.
-
-    ``most_groups``: layer groups that loads go in at most; 1 where nobody waits for a layer: fewer pieces for the
-    driver, and pages that end one by one.
-    """
-
-    pool: OwnPool | EnginePool
-    host: Host
-    wake: Callable[[], None]
-    most_groups: int = MOST_GROUPS
-
-    @property
-    def layout(self) -> PageLayout:
-        """Of the pages."""
-        return self.host.held.layout
 
 
 class HbmDevice(Protocol):
