@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from tierstore.adapters.vllm.messages import Orders
 from tierstore.bench import engine_copies
-from tierstore.bench.engine_copies import LAYOUTS, EngineRig, Layout, Shape, tensors_of
+from tierstore.bench.engine_copies import EngineRig
+from tierstore.bench.engine_tensors import LAYOUTS, Layout, Shape, tensors_of
 from tierstore.bench.link import Ceiling
 from tierstore.cli.app import app
 

@@ -20,23 +20,19 @@ from tierstore.adapters.vllm.geometry import Geometry, geometry
 from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.settings import Settings
 from tierstore.adapters.vllm.working import WorkerHalf
+from tierstore.bench.engine_tensors import LAYOUTS, tensors_of
 from tierstore.bench.link import device_of, settle
 from tierstore.errors import ConfigError
 from tierstore.traffic import BATCH_PAGES
-from tierstore.types import DTYPE_NBYTES, PageKey, Tier, Transfer
+from tierstore.types import PageKey, Tier, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
+    from tierstore.bench.engine_tensors import Layout, Shape
     from tierstore.bench.link import Ceiling
-
-Layout = Literal["LBNHC", "LBHNC", "LKBHND", "BLHNC"]
-"""Physical order of vLLM's tensors, outermost first: L layer, B block, N token, H head, K key or value, D head
-dimension, C the last two of a token beside each other. LKBHND: keys and values in planes apart."""
-
-LAYOUTS: tuple[Layout, ...] = ("LBNHC", "LBHNC", "LKBHND", "BLHNC")
 
 _STEP_BLOCKS = 1024
 _COMPARED_NBYTES = 256 << 20
@@ -44,23 +40,6 @@ _COMPARED_NBYTES = 256 << 20
 _PATIENCE_S = 600.0
 _STEP_S = 0.001
 """vLLM's own pause after a step that had nothing to compute."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Of a model's KV cache on one rank."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int = 16
-    dtype: str = "bfloat16"
-
-    @property
-    def block_nbytes(self) -> int:
-        """K and V of all layers."""
-        numbers = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.block_size
-        return numbers * DTYPE_NBYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,24 +63,6 @@ class EngineRow:
     def plain(self) -> dict[str, object]:
         """For JSON."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
-
-
-def tensors_of(layout: Layout, shape: Shape, blocks: int, device: torch.device) -> list[torch.Tensor]:
-    """A tensor a layer, in one piece of memory: vLLM's view ``[B, H, N, C]`` of the physical order, or
-    ``[K, B, H, N, D]`` where the planes are apart."""
-    dtype = getattr(torch, shape.dtype)
-    sizes = {
-        "L": shape.num_layers,
-        "B": blocks,
-        "K": 2,
-        "H": shape.num_kv_heads,
-        "N": shape.block_size,
-        "D": shape.head_dim,
-        "C": 2 * shape.head_dim,
-    }
-    whole = torch.empty([sizes[letter] for letter in layout], dtype=dtype, device=device)
-    view = "LKBHND" if "K" in layout else "LBHNC"
-    return list(whole.permute([layout.index(letter) for letter in view]))
 
 
 def host_nbytes(device: str, shape: Shape, blocks: int) -> int:

@@ -14,16 +14,17 @@ loads start, and whether computing may take the place of some:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
-from prefetch.pauses import OVERDUE_S, Pauses
-from prefetch.planner import Machine, Want, plan
+from prefetch.pauses import OVERDUE_S
+from prefetch.planner import Want
+from tierstore.bench.prefetch_ahead import Ahead
 from tierstore.bench.prefetch_machine import Memory, Sizes
+from tierstore.bench.prefetch_sessions import Sessions
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ POLICIES: tuple[Policy, ...] = ("none", "on-lookup", "ours", "oracle")
 
 AHEAD = 32
 """Requests that are planned for at once."""
-_PLAN_PAGES = 1024
 
 
 @dataclass(slots=True)
@@ -57,35 +57,6 @@ class Outcome:
     too_long: int = 0
 
 
-class Sessions:
-    """Which requests continue which, told by the pages alone, and when the next turn is to be expected."""
-
-    def __init__(self) -> None:
-        self._last: dict[PageKey, int] = {}
-        self._ends: dict[int, float] = {}
-        self._pauses: dict[int, Pauses] = {}
-
-    def arrived(self, request: Request, at: float) -> int:
-        """The session that the request goes on with, or a new one."""
-        # The first page is what many sessions begin with, whoever ended with it.
-        session = next((self._last.pop(k) for k in reversed(request.keys[1:]) if k in self._last), None)
-        if session is None:
-            session = len(self._ends)
-            self._ends[session] = at
-        else:
-            self._pauses.setdefault(session, Pauses()).note(at - self._ends[session])
-        return session
-
-    def answered(self, session: int, request: Request, at: float) -> float | None:
-        """When the next turn is expected; None while nothing is known of this session."""
-        if request.keys:
-            self._last[request.keys[-1]] = session
-        self._ends[session] = at
-        pauses = self._pauses.get(session)
-        pause = None if pauses is None else pauses.expected_s
-        return None if pause is None else at + pause
-
-
 class Server:
     """One run of one policy over one trace whose times are stretched."""
 
@@ -94,6 +65,7 @@ class Server:
         self._policy = policy
         self._sizes = sizes
         self._memory = Memory(sizes)
+        self._ahead = Ahead(self._memory)
         fits = [r for r in requests if len(r.keys) < sizes.hbm]
         self.outcome.too_long = len(requests) - len(fits)
         self._requests = fits
@@ -106,9 +78,6 @@ class Server:
         self._sessions = Sessions()
         self._session_of: dict[int, int] = {}
         self._expected: dict[int, tuple[float, int]] = {}
-        self._reads: deque[PageKey] = deque()
-        self._loads: deque[PageKey] = deque()
-        self._brought: dict[PageKey, None] = {}
         self._stale = True
 
     def run(self, step: Callable[[int], None]) -> Outcome:
@@ -123,6 +92,8 @@ class Server:
             step(1)
         last = max((end for end, _ in self._decoding), default=self._now)
         self.outcome.makespan = last - (self._at[0] if self._at else 0.0)
+        ahead = self._ahead
+        self.outcome.brought, self.outcome.useful, self.outcome.late = ahead.brought, ahead.useful, ahead.late
         return self.outcome
 
     # -- time ---------------------------------------------------------------------------------------------------
@@ -178,7 +149,7 @@ class Server:
         else:
             load = min(range(len(tiers), -1, -1), key=lambda n: self._done(request, n, start, there, read))
         end = self._done(request, load, start, there, read)
-        self._note_use(pages[:load], start)
+        self._ahead.used(pages[:load], start)
         memory.pin(pages)
         self._take_edges(pages[:load], tiers, start)
         memory.make_room(sum(key not in memory.hbm for key in pages))
@@ -231,70 +202,15 @@ class Server:
         if reads:
             self._memory.disk_free = max(reads)
 
-    def _note_use(self, keys: Sequence[PageKey], start: float) -> None:
-        for key in keys:
-            if key in self._brought:
-                del self._brought[key]
-                self.outcome.useful += 1
-                self.outcome.late += self._memory.hbm.get(key, inf) > start
-
     # -- ahead of need ------------------------------------------------------------------------------------------
 
     def _copy_until(self, until: float) -> None:
         if self._policy in ("none", "on-lookup"):
             return
         if self._stale:
-            self._plan()
-        self._read_until(until)
-        self._load_until(until)
-
-    def _read_until(self, until: float) -> None:
-        memory = self._memory
-        while self._reads and max(memory.disk_free, self._now) < until:
-            key = self._reads.popleft()
-            if memory.tier(key) == Tier.NVME:
-                memory.disk_free = max(memory.disk_free, self._now) + self._sizes.read_s
-                memory.host.put(key, memory.disk_free)
-                self._bring(key)
-
-    def _load_until(self, until: float) -> None:
-        memory = self._memory
-        while self._loads:
-            key = self._loads[0]
-            there = memory.host.there.get(key)
-            if there is None and self._memory.tier(key) == Tier.NVME and self._reads:
-                return
-            start = max(memory.link_free, self._now, there or 0.0)
-            if there is not None and start >= until:
-                return
-            if not memory.room_ahead():
-                return
-            self._loads.popleft()
-            if memory.tier(key) == Tier.HOST:
-                memory.link_free = start + self._sizes.load_s
-                memory.hbm[key] = memory.link_free
-                self._bring(key)
-
-    def _bring(self, key: PageKey) -> None:
-        if key not in self._brought:
-            self._brought[key] = None
-            self.outcome.brought += 1
-
-    def _plan(self) -> None:
-        self._stale = False
-        wants = _few(self._wants(), self._sizes.hbm)
-        sizes, memory = self._sizes, self._memory
-        machine = Machine(
-            read_s=sizes.read_s,
-            load_s=sizes.load_s,
-            hbm_pages=sizes.hbm - len(memory.pinned),
-            host_pages=sizes.host // 4,
-            compute=None,
-        )
-        found = plan(wants, machine, self._now, most_pages=_PLAN_PAGES)
-        memory.keep({key for want in wants for key in want.keys[: found.outcomes[want.request_id].load]})
-        self._reads = deque(key for p in found.promotions if p.src == Tier.NVME for key in p.keys)
-        self._loads = deque(key for p in found.promotions if p.src == Tier.HOST for key in p.keys)
+            self._stale = False
+            self._ahead.plan(_few(self._wants(), self._sizes.hbm), self._now)
+        self._ahead.copy(self._now, until)
 
     def _wants(self) -> Iterator[Want]:
         """Those that wait, as they will start; then those to come: known to the oracle, guessed by us."""

@@ -14,7 +14,8 @@ from tierstore.errors import ConfigError
 from tierstore.units import format_size
 
 if TYPE_CHECKING:
-    from tierstore.bench.engine_copies import EngineRow, Layout
+    from tierstore.bench.engine_copies import EngineRow
+    from tierstore.bench.engine_tensors import Layout
 
 
 def engine(
@@ -31,7 +32,8 @@ def engine(
     as_json: Json = False,
 ) -> None:
     """An engine's blocks out and back by the connector's worker, as a share of one contiguous copy of as many bytes."""
-    from tierstore.bench.engine_copies import LAYOUTS, Shape, engine_rows, host_nbytes
+    from tierstore.bench.engine_copies import engine_rows, host_nbytes
+    from tierstore.bench.engine_tensors import LAYOUTS, Shape
     from tierstore.bench.link import Ceiling, device_of
 
     found: list[EngineRow] = []
@@ -59,7 +61,7 @@ def engine(
 
 def _layouts_of(text: str) -> list[Layout]:
     """ConfigError for a name that is none."""
-    from tierstore.bench.engine_copies import LAYOUTS
+    from tierstore.bench.engine_tensors import LAYOUTS
 
     names = text.split(",")
     for name in names:
