@@ -240,6 +240,12 @@ class Directory:
         self.drops.note("evicted")
         return dropped
 
+    def drop_unwritten(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
+        """Sealed slots whose writing failed hold no page: the HBM copies they are go, without being saved."""
+        copies = self.residency.tables[Tier.HBM].copies
+        spoilt = [k for k, slot in zip(keys, slots, strict=True) if k in copies and copies[k].slot == slot]
+        self.evict(spoilt, [Tier.HBM])
+
     # -- progress -----------------------------------------------------------------------------------------------
 
     def advance(self, acks: Sequence[Ack], now: float) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from tierstore.arguments import seconds_to_wait, whole
 from tierstore.errors import LeaseError, StoreClosed
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
+@runtime_checkable
 class Event(Protocol):
     """Something that will have happened: a CUDA event, or any object with its two methods."""
 
@@ -171,6 +172,7 @@ class Lease:
         Engine-owned HBM: slots whose pages had not arrived come back through ``poll``, once nothing writes them.
         """
         self._require_open("release")
+        require_event(after)
         self._let_go(after)
 
     def __enter__(self) -> Lease:
@@ -191,6 +193,12 @@ class Lease:
     def _require_open(self, verb: str) -> None:
         if self._record.released:
             raise LeaseError(f"{verb} of a released lease")
+
+
+def require_event(after: object) -> None:
+    """TypeError for what cannot be asked whether it has happened: slots that wait for it would be lost."""
+    if after is not None and not isinstance(after, Event):
+        raise TypeError(f"after is {after!r:.60}; allowed: an event with query() and synchronize(), None")
 
 
 def record_of(lease: Lease, host: LeaseHost) -> LeaseRecord:

@@ -109,6 +109,12 @@ class Outgoing:
             self.given_up += len(waiting)
         return [slot for slot in slots if slot in self._slots]
 
+    def give_up(self, slots: Sequence[int]) -> None:
+        """Accepted slots that are not to be copied: whatever was to write them has failed."""
+        self.given_up += len(slots)
+        for slot in slots:
+            self.ended(slot)
+
     def ended(self, slot: int) -> None:
         """Nothing reads the slot any more."""
         self._let_go(slot)

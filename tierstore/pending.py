@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from tierstore.traffic import BATCH_PAGES
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from tierstore.directory import Directory
     from tierstore.lease import Event, LeaseRecord
     from tierstore.types import PageKey
+
+_log = logging.getLogger(__name__)
 
 Pages = tuple[tuple["PageKey", ...], tuple[int, ...]]
 
@@ -61,8 +64,21 @@ def both(one: Event, other: Event | None) -> Event:
     return AllOf((*(one.events if isinstance(one, AllOf) else (one,)), other))
 
 
+class _Deferred(NamedTuple):
+    """``act``: what to do when the event has happened; whether to call it again. ``give_up``: what to do instead when
+    it never will, as its device has failed."""
+
+    event: Event
+    act: Callable[[], bool]
+    give_up: Callable[[], bool]
+
+
 class PendingEvents:
-    """Directory calls deferred until an event has happened. Used under the store's lock."""
+    """Directory calls deferred until an event has happened. Used under the store's lock.
+
+    An event that raises RuntimeError belongs to a device that has failed: nothing runs there any more. What it was to
+    write is not there, and is dropped; what it was to read is free.
+    """
 
     def __init__(self, directory: Directory) -> None:
         self.writing: list[Pages] = []
@@ -70,7 +86,7 @@ class PendingEvents:
         self.retired: list[int] = []
         """Slots given up whose last use has not ended."""
         self._directory = directory
-        self._waiting: list[tuple[Event, Callable[[], bool]]] = []
+        self._waiting: list[_Deferred] = []
         self._writers: dict[int, Event] = {}
 
     @property
@@ -81,7 +97,7 @@ class PendingEvents:
     def poll(self) -> None:
         """Does what events that have happened allow, a bounded amount."""
         if self._waiting:
-            self._waiting = [(e, act) for e, act in self._waiting if not e.query() or act()]
+            self._waiting = [deferred for deferred in self._waiting if _still_waits(deferred)]
 
     def seal(
         self,
@@ -97,7 +113,7 @@ class PendingEvents:
 
         The slot of each key now; fewer where the directory's put ended early.
         """
-        written = after is None or after.query()
+        written = after is None or _happened(after)
         kept, duplicates = self._directory.sealing.put(
             keys, slots, parent, lease, written=written, memory_only=memory_only
         )
@@ -111,14 +127,14 @@ class PendingEvents:
             pages: Pages = (tuple(k for k, _ in fresh), tuple(s for _, s in fresh))
             self.writing.append(pages)
             self._writers.update(dict.fromkeys(pages[1], after))
-            self._defer(after, partial(self._written, pages))
+            self._defer(after, partial(self._written, pages), partial(self._unwritten, pages))
         return kept
 
     def writers(self, slots: Iterable[int]) -> Event | None:
         """What ends the writing of these slots; None: their bytes are there."""
         if not self._writers:
             return None
-        events = {id(e): e for e in map(self._writers.get, slots) if e is not None and not e.query()}
+        events = {id(e): e for e in map(self._writers.get, slots) if e is not None and not _happened(e)}
         return AllOf(tuple(events.values())) if events else None
 
     def copy_out(
@@ -136,15 +152,19 @@ class PendingEvents:
         ``doubted``: they were computed over pages that are not exact.
         """
         self._directory.outgoing.accept(keys, slots, memory_only=memory_only)
-        if after is None or after.query():
+        if after is None or _happened(after):
             self._copied_out(keys, slots, memory_only, parents, doubted)
         else:
-            self._defer(after, partial(self._copied_out, keys, slots, memory_only, parents, doubted))
+            self._defer(
+                after,
+                partial(self._copied_out, keys, slots, memory_only, parents, doubted),
+                partial(self._never_written, slots),
+            )
 
     def free(self, slots: tuple[int, ...], after: Event | None) -> None:
         """``free``: nobody owns the slots from now on; they are reused after the event."""
         self._directory.retire(slots)
-        if after is None or after.query():
+        if after is None or _happened(after):
             self._directory.free(slots)
         else:
             self.retired.extend(slots)
@@ -152,20 +172,32 @@ class PendingEvents:
 
     def release(self, lease: LeaseRecord, after: Event | None) -> bool:
         """``release``: ends some pins, or defers that; whether to call again."""
-        if after is None or after.query():
+        if after is None or _happened(after):
             return self._directory.leasing.release_some(lease, BATCH_PAGES)
         self._directory.leasing.stop_waiting(lease)
         self._defer(after, partial(self._directory.leasing.release_some, lease, BATCH_PAGES))
         return False
 
-    def _defer(self, after: Event, act: Callable[[], bool]) -> None:
-        self._waiting.append((after, act))
+    def _defer(
+        self, after: Event, act: Callable[[], bool], give_up: Callable[[], bool] | None = None
+    ) -> None:
+        self._waiting.append(_Deferred(after, act, give_up or act))
 
     def _written(self, pages: Pages) -> bool:
         self.writing.remove(pages)
         for slot in pages[1]:
             del self._writers[slot]
         self._directory.sealing.written(*pages)
+        return False
+
+    def _unwritten(self, pages: Pages) -> bool:
+        """Nobody knows what these slots hold: where the pages have no other copy they are missing."""
+        self._directory.drop_unwritten(*pages)
+        return self._written(pages)
+
+    def _never_written(self, slots: Sequence[int]) -> bool:
+        """An engine's slots whose pages were never there go back to it."""
+        self._directory.outgoing.give_up(slots)
         return False
 
     def _freed(self, slots: Sequence[int]) -> bool:
@@ -198,3 +230,21 @@ class PendingEvents:
             keys[last:], slots[last:], monotonic(), memory_only=memory_only, parent=before, doubted=doubted
         )
         return False
+
+
+def _happened(event: Event) -> bool:
+    """Whether it has; one of a device that has failed has not, and ``poll`` sees to it."""
+    try:
+        return event.query()
+    except RuntimeError:
+        return False
+
+
+def _still_waits(deferred: _Deferred) -> bool:
+    """Does what the event allows, if anything; whether to look again."""
+    try:
+        happened = deferred.event.query()
+    except RuntimeError:
+        _log.exception("an event that ends the use of slots failed, and so did what it was recorded after")
+        return deferred.give_up()
+    return not happened or deferred.act()

@@ -214,14 +214,21 @@ def _not_ours(verb: str) -> ConfigError:
 
 
 def require_key_list(keys: Sequence[PageKey]) -> None:
-    """TypeError for a single key, or for what holds no keys: it would only look like a miss."""
+    """TypeError for a single key, or for what holds anything else: it would look like a miss, or end a call halfway."""
+    _require_list(keys)
+    if any(not issubclass(kind, bytes) for kind in set(map(type, keys))):
+        strange = next(key for key in keys if not isinstance(key, bytes))
+        raise TypeError(f"keys has {strange!r:.60}; allowed: a sequence of page keys, as keys() gives")
+
+
+def _require_list(keys: Sequence[PageKey]) -> None:
     if isinstance(keys, bytes | str) or any(not isinstance(key, bytes) for key in keys[:1]):
         raise TypeError(f"keys is {keys!r:.60}; allowed: a sequence of page keys, as keys() gives")
 
 
 def _require_keys(keys: Sequence[PageKey], slots: Sequence[int], parents: Sequence[PageKey | None]) -> None:
     """``parents``: written beside the pages, so that one that is none would keep its whole batch from the disk."""
-    require_key_list(keys)
+    _require_list(keys)
     if len(keys) != len(slots):
         raise ValueError(f"{len(keys)} keys with {len(slots)} slots; allowed: one slot a key")
     strange = next((k for k in keys if not _is_key(k)), None)

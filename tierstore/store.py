@@ -16,7 +16,7 @@ from tierstore.gpu.between import Between
 from tierstore.holding import Holding
 from tierstore.keys import namespace, page_keys
 from tierstore.layout import PageLayout
-from tierstore.lease import Lease, record_of
+from tierstore.lease import Lease, record_of, require_event
 from tierstore.pending import PendingEvents
 from tierstore.portable import Portable
 from tierstore.progress import Progress
@@ -168,6 +168,7 @@ class TierStore:
         """
         self._progress.advance()
         require_flag("memory_only", memory_only)
+        require_event(after)
         record = None if lease is None else record_of(lease, self._holding)
         after = self._parts.device.last_use(after)
         return self._slots.put(
@@ -188,6 +189,7 @@ class TierStore:
         LeaseError if one is not owned.
         """
         self._progress.advance()
+        require_event(after)
         self._slots.free(slots, self._parts.device.last_use(after))
 
     # -- finding and holding ------------------------------------------------------------------------------------

@@ -252,6 +252,13 @@ class Hint:
             raise ValueError(f"Hint.need is {self.need!r}; allowed: 'will_need', 'wont_need', 'retain'")
         if isinstance(self.keys, bytes | str):
             raise ValueError(f"Hint.keys is {self.keys!r:.60}; allowed: a sequence of page keys")
+        # A caller may go on to change its list, and the table counts what each request named.
+        object.__setattr__(self, "keys", tuple(self.keys))
+        strange = [key for key in self.keys if not isinstance(key, bytes)]
+        if strange:
+            raise ValueError(f"Hint.keys has {strange[0]!r:.60}; allowed: page keys, as keys() gives")
+        if not isinstance(self.request_id, str):
+            raise ValueError(f"Hint.request_id is {self.request_id!r:.60}; allowed: a string")
         for name in ("revision", "priority"):
             value = getattr(self, name)
             if not isinstance(value, Integral) or isinstance(value, bool):
