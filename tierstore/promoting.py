@@ -236,7 +236,6 @@ class Promoting:
     def _keep(self, hint: Hint, keys: Sequence[PageKey], tier: Tier) -> None:
         """Host memory that a page came through is free for the next once the page is on its way to HBM."""
         kept = self._kept.setdefault(hint.request_id, OrderedDict())
-        table = self._tables[tier]
         for key in keys:
             place, below = (key, tier), (key, Tier.HOST)
             if tier == Tier.HBM and below in kept:
@@ -245,8 +244,7 @@ class Promoting:
             if place not in kept:
                 kept[place] = None
                 self._keepers[place] += 1
-            if table.copies[key].rank < BAND:
-                self._residency.rerank(key, tier, table.policy.retained(hint.priority))
+            self._residency.keep(key, tier, hint.priority)
 
     def _take_ended(self) -> None:
         """A newer hint of the same request begins with nothing kept."""
@@ -261,10 +259,7 @@ class Promoting:
         if self._keepers[place]:
             return
         del self._keepers[place]
-        key, tier = place
-        copy = self._tables[tier].copies.get(key)
-        if copy is not None and not self._hints.retained(key):
-            self._residency.rerank(key, tier, self._tables[tier].policy.ordinary(key, copy.rank))
+        self._residency.end_keeping(*place)
 
     def _settle(self) -> None:
         """Forgets what has arrived or will not come: looks at a bounded number, each in its turn."""

@@ -17,6 +17,7 @@ from tierstore.errors import CapacityError, LeaseError
 from tierstore.exactness import Exactness
 from tierstore.lineage import Lineage
 from tierstore.memory_only import MemoryOnly
+from tierstore.policy.orders import BAND
 from tierstore.runs import Runs
 from tierstore.settling import Settling
 from tierstore.tier_table import Dead
@@ -265,7 +266,7 @@ class Residency:
             for tier, table in self._order:
                 copy = table.copies.get(key)
                 if copy is not None:
-                    rank = self._settling.rank_after_use(key, table, copy)
+                    rank = self._settling.rank_after_use(key, tier, table, copy)
                     self._settling.rerank(key, tier, table, copy, rank)
         for tier, table in self._order:
             self._settling.give_up_places(tier, table)
@@ -286,19 +287,29 @@ class Residency:
                 if copy is not None:
                     self._settling.rerank(key, tier, table, copy, table.policy.retained(priority))
 
-    def rerank(self, key: PageKey, tier: Tier, rank: int) -> None:
-        """Gives one copy another place in its tier's victim order."""
+    def keep(self, key: PageKey, tier: Tier, priority: int) -> None:
+        """An expected request is to find the page in the tier: it waits after all normal ones there.
+
+        Also a copy that it gets there later, until ``end_keeping``. While it is kept, the first priority counts.
+        """
+        priority = self._settling.kept.setdefault((key, tier), priority)
         table = self.tables[tier]
-        self._settling.rerank(key, tier, table, table.copies[key], rank)
+        copy = table.copies.get(key)
+        if copy is not None and copy.rank < BAND:
+            self._settling.rerank(key, tier, table, copy, table.policy.retained(priority))
+
+    def end_keeping(self, key: PageKey, tier: Tier) -> None:
+        """Nobody is to find the page in the tier any more: it becomes a normal one there, unless it is retained."""
+        self._settling.kept.pop((key, tier), None)
+        if key not in self._settling.retained:
+            self._settling.make_ordinary(key, tier, self.tables[tier])
 
     def end_retention(self, keys: Iterable[PageKey]) -> None:
-        """Retained pages become normal ones."""
+        """Retained pages become normal ones, but where they are kept."""
         for key in keys:
             self._settling.retained.pop(key, None)
             for tier, table in self._order:
-                copy = table.copies.get(key)
-                if copy is not None:
-                    self._settling.rerank(key, tier, table, copy, table.policy.ordinary(key, copy.rank))
+                self._settling.make_ordinary(key, tier, table)
 
     # -- evict --------------------------------------------------------------------------------------------------
 

@@ -123,7 +123,7 @@ class Runs:
                 copy = copies.get(key)
                 if copy is None:
                     continue
-                rank = touch(key, copy.rank) if copy.rank >= 0 else after_use(key, each, copy)
+                rank = touch(key, copy.rank) if copy.rank >= 0 else after_use(key, other, each, copy)
                 if rank != copy.rank:
                     each.withdraw(copy)
                     copy.rank = rank

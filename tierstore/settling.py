@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tierstore.policy.orders import BAND
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -28,6 +30,8 @@ class Settling:
         self._order = list(tables.items())
         self.retained: dict[PageKey, int] = {}
         """Pages that requests retain, wherever they are or will be, with their priority."""
+        self.kept: dict[tuple[PageKey, Tier], int] = {}
+        """Pages that expected requests are to find in a tier, there or not, with their priority: as retained there."""
         self._above = {tier: [t.copies for o, t in self._order if o < tier] for tier in tables}
         self._below = {tier: [t.copies for o, t in self._order if o > tier] for tier in tables}
 
@@ -40,13 +44,27 @@ class Settling:
         return any(key in t.copies and t.copies[key].rank < 0 for _, t in self._order)
 
     def entered(self, keys: Sequence[PageKey], tier: Tier, table: TierTable) -> None:
-        """The pages have got a copy: those that are retained wait after the ordinary ones there, too."""
-        if not self.retained:
+        """The pages have got a copy: those that are retained or kept wait after the ordinary ones there, too."""
+        if not self.retained and not self.kept:
             return
         for key in keys:
-            priority = self.retained.get(key)
+            priority = self.priority(key, tier)
             if priority is not None:
                 self.rerank(key, tier, table, table.copies[key], table.policy.retained(priority))
+
+    def priority(self, key: PageKey, tier: Tier) -> int | None:
+        """Of a page that is retained, or kept in the tier; None: it is an ordinary one there."""
+        priority = self.retained.get(key)
+        return self.kept.get((key, tier)) if priority is None else priority
+
+    def make_ordinary(self, key: PageKey, tier: Tier, table: TierTable) -> None:
+        """What moved the copy after the ordinary ones has ended; it stays there while something else does so."""
+        copy = table.copies.get(key)
+        if copy is None or copy.rank < BAND:
+            return
+        priority = self.priority(key, tier)
+        rank = table.policy.ordinary(key, copy.rank) if priority is None else table.policy.retained(priority)
+        self.rerank(key, tier, table, copy, rank)
 
     def put_first(self, key: PageKey) -> None:
         """The page waits before all normal ones, in every tier."""
@@ -55,9 +73,9 @@ class Settling:
             if copy is not None:
                 self.rerank(key, tier, table, copy, table.policy.unwanted())
 
-    def rank_after_use(self, key: PageKey, table: TierTable, copy: Copy) -> int:
-        """A retained page that could not be reached for a while waits after the ordinary ones again."""
-        priority = self.retained.get(key) if copy.rank < 0 else None
+    def rank_after_use(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy) -> int:
+        """A retained or kept page that could not be reached for a while waits after the ordinary ones again."""
+        priority = self.priority(key, tier) if copy.rank < 0 else None
         return table.policy.touch(key, copy.rank) if priority is None else table.policy.retained(priority)
 
     def resettle(self, key: PageKey) -> None:

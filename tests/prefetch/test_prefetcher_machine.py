@@ -61,7 +61,6 @@ BRINGING = [
     ),
     Bug("what is there is not kept", "            self._keeping.ask(tier)\n", ""),
     Bug("it plans once", "if fresh or now >= self._plan_at:", "if fresh:"),
-    Bug("pages that stay take no room", "staying = tuple(self._store.staying())", "staying = ()"),
     Bug("it does not hear of what is new", "        self.intake.take(hints, self._clock())\n", ""),
     Bug("loads are never started", "for tier in sorted(self._ahead):", "for tier in {*self._ahead} - {0}:"),
 ]

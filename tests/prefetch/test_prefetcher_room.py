@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from prefetch import bringing
+from prefetch import prefetcher as prefetcher_module
 from tests.prefetch.rig import NBYTES, UP, Clock, need, prefetcher_of, run, stored
 from tests.support.bench import Bench, open_bench
 from tests.support.pages import SPEC, chain, read, tiers, where, write
+from tests.support.planting import Bug, load
 from tierstore.store import TierStore
 from tierstore.types import Hint, LeaseState, Tier
 
@@ -146,6 +151,20 @@ def test_pages_that_a_lease_holds_already_take_no_room_from_the_request_that_sha
 
 
 def test_no_room_is_counted_on_that_retained_pages_take(store: TierStore, clock: Clock) -> None:
+    require_no_wait_for_what_stays(store, clock)
+
+
+def test_counting_on_the_room_of_pages_that_stay_is_noticed(
+    store: TierStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store displaces nothing that stays, so a state machine that looks at pages alone does not see this bug."""
+    bug = Bug("pages that stay take no room", "staying = tuple(self._store.staying())", "staying = ()")
+    monkeypatch.setattr(prefetcher_module, "Bringing", vars(load(bringing, bug))["Bringing"])
+    with pytest.raises(AssertionError, match="room that nobody will give"):
+        require_no_wait_for_what_stays(store, clock)
+
+
+def require_no_wait_for_what_stays(store: TierStore, clock: Clock) -> None:
     prefetcher, kept = prefetcher_of(store, clock), chain(5, "kept")
     expected = stored(store, "expected", 6)
     write(store, kept)

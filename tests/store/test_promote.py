@@ -53,6 +53,13 @@ def stored(store: TierStore, name: str, length: int, tier: Tier = Tier.NVME) -> 
     return keys
 
 
+def others_pass_through(store: TierStore) -> None:
+    """More pages than HBM holds are put and saved, one after the other."""
+    for name in "abcde":
+        write(store, chain(1, name))
+        store.flush()
+
+
 def need(
     store: TierStore, name: str, keys: list[PageKey], revision: int = 1, deadline_s: float | None = None
 ) -> Hint:
@@ -176,6 +183,41 @@ def test_a_page_that_is_not_right_below_ends_it(store: TierStore) -> None:
     found = store.promote(need(store, "r", keys), keys, Tier.HBM)
     assert (found.keys, found.covered) == ((keys[0],), 1)
     assert store.drain(60.0)
+
+
+def test_a_page_that_left_while_it_was_kept_is_kept_again_once_a_lease_brings_it_back(
+    store: TierStore,
+) -> None:
+    keys = stored(store, "kept", 2, Tier.HOST)
+    assert store.promote(need(store, "r", keys), keys, Tier.HBM).covered == 2
+    assert store.drain(60.0)
+    store.evict(keys, Tier.HBM)
+    assert read(store, keys) == 2
+    others_pass_through(store)
+    assert store.match(keys).tiers == (Tier.HBM, Tier.HBM)
+    store.hint(Hint("r", 2, ()))
+    others_pass_through(store)
+    assert Tier.HBM not in store.match(keys).tiers
+
+
+def test_a_page_that_is_kept_stays_so_when_a_retention_of_it_ends(store: TierStore) -> None:
+    keys = stored(store, "kept", 2, Tier.HOST)
+    store.hint(Hint("session", 1, tuple(keys), "retain"))
+    assert store.promote(need(store, "r", keys), keys, Tier.HBM).covered == 2
+    assert store.drain(60.0)
+    store.hint(Hint("session", 2, ()))
+    others_pass_through(store)
+    assert store.match(keys).tiers == (Tier.HBM, Tier.HBM)
+
+
+def test_a_page_that_is_retained_stays_so_when_nobody_expects_it_any_more(store: TierStore) -> None:
+    keys = stored(store, "kept", 2, Tier.HOST)
+    assert store.promote(need(store, "r", keys), keys, Tier.HBM).covered == 2
+    assert store.drain(60.0)
+    store.hint(Hint("session", 1, tuple(keys), "retain"))
+    store.hint(Hint("r", 2, ()))
+    others_pass_through(store)
+    assert store.match(keys).tiers == (Tier.HBM, Tier.HBM)
 
 
 @pytest.mark.parametrize("ending", ["cancel", "time"])
