@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from tierstore.cli.archive import export, import_
 from tierstore.cli.bench import bench
@@ -23,6 +19,7 @@ from tierstore.cli.bench_hints import hints
 from tierstore.cli.bench_overlap import overlap
 from tierstore.cli.bench_prefetch import prefetch
 from tierstore.cli.bench_ttft import ttft
+from tierstore.cli.checks import tell
 from tierstore.cli.compare import compare
 from tierstore.cli.data import inspect, purge, verify
 from tierstore.cli.output import Json, print_json
@@ -86,12 +83,4 @@ def doctor(
     """Say what this machine gives, what would not work, and why. Exit code 1 if nothing would work."""
     from tierstore.cli.probes import every_check  # torch loads here, not for each command
 
-    checks = list(every_check(path.expanduser().absolute()))
-    failed = [check.name for check in checks if check.state == "fail"]
-    table = Table("", "found", "", "why", box=None, header_style="bold")
-    for check in checks:
-        table.add_row(check.name, Text(check.value), check.state, Text(check.why))
-    Console().print(table)
-    if as_json:
-        print_json({"ok": not failed, "failed": failed, "checks": [asdict(check) for check in checks]})
-    raise typer.Exit(1 if failed else 0)
+    tell(list(every_check(path.expanduser().absolute())), as_json)

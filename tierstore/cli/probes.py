@@ -8,10 +8,9 @@ import platform
 import resource
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from tierstore.cli.checks import Check
 from tierstore.units import format_size
 
 PACKAGES = (
@@ -37,16 +36,6 @@ PACKAGES_OF_EXTRAS = {
 
 _LOCKED_NBYTES = 1 << 20
 _PAGE_NBYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """``state``: "ok"; "note", something would not work or work slower, and ``why``; "fail", nothing would work."""
-
-    name: str
-    value: str
-    state: Literal["ok", "note", "fail"] = "ok"
-    why: str = ""
 
 
 def every_check(path: Path) -> Iterator[Check]:

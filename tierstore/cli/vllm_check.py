@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from tierstore.cli.output import Json, print_json, refusals
+from tierstore.cli.checks import tell
+from tierstore.cli.output import Json, refusals
 from tierstore.errors import ConfigError
 
 
@@ -29,15 +26,7 @@ def vllm_check(
     with refusals(as_json):
         package = _package(source)
         checks = list(every_check(package))
-    failed = [check.name for check in checks if check.state == "fail"]
-    table = Table("", "found", "", "why", box=None, header_style="bold")
-    for check in checks:
-        table.add_row(check.name, Text(check.value), check.state, Text(check.why))
-    Console().print(table)
-    if as_json:
-        rows = [asdict(check) for check in checks]
-        print_json({"ok": not failed, "failed": failed, "package": str(package), "checks": rows})
-    raise typer.Exit(1 if failed else 0)
+    tell(checks, as_json, package=str(package))
 
 
 def _package(source: Path | None) -> Path:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tierstore.adapters.vllm.versions import NEWEST, OLDEST
-from tierstore.cli.probes import Check
+from tierstore.cli.checks import Check
 
 Method = ast.FunctionDef | ast.AsyncFunctionDef
 
