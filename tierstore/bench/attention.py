@@ -7,7 +7,7 @@ pages together for it is not counted, for us everything is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from statistics import median
 from time import perf_counter
@@ -67,7 +67,7 @@ class AttentionRow:
 
     def plain(self) -> dict[str, object]:
         """For JSON."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return asdict(self)
 
 
 class Pool:

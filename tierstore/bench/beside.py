@@ -7,7 +7,7 @@ more where writes come among reads only: one that only reads, and one that write
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain, pairwise, zip_longest
 from statistics import median
 from time import perf_counter, sleep
@@ -46,7 +46,7 @@ class BesideRow:
 
     def plain(self) -> dict[str, object]:
         """For JSON."""
-        return {"what": "beside", **{name: getattr(self, name) for name in self.__dataclass_fields__}}
+        return {"what": "beside", **asdict(self)}
 
 
 class Load(Protocol):

@@ -8,7 +8,7 @@ CPU makes of them; the errors of all of them are held to the codec's bound.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -63,7 +63,7 @@ class CodedRow:
 
     def plain(self) -> dict[str, object]:
         """For JSON."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return asdict(self)
 
 
 class _Side(Ends):

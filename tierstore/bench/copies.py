@@ -6,7 +6,7 @@ it, by the clock on the wall, from the first call to the last byte; the bytes ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ class CopyRow:
 
     def plain(self) -> dict[str, object]:
         """For JSON."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

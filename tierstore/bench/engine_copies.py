@@ -7,7 +7,7 @@ after it, by the clock on the wall, from the first order to the last report; the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import median
 from time import perf_counter, sleep, thread_time
@@ -62,7 +62,7 @@ class EngineRow:
 
     def plain(self) -> dict[str, object]:
         """For JSON."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return asdict(self)
 
 
 def host_nbytes(device: str, shape: Shape, blocks: int) -> int:

@@ -8,7 +8,7 @@ much slower is it? Ratios are of runs next to each other; the bytes are checked.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
@@ -78,7 +78,7 @@ class OverlapRow:
 
     def plain(self) -> dict[str, object]:
         """For JSON."""
-        return {"what": "overlap", **{name: getattr(self, name) for name in self.__dataclass_fields__}}
+        return {"what": "overlap", **asdict(self)}
 
 
 class _Compute:
