@@ -114,6 +114,7 @@ def test_a_request_is_put_off_while_its_pages_come_up_and_others_run_meanwhile(t
     assert engine.requests[name].status == "waiting"
     assert not engine.requests[name].tables
     assert other in engine.answers
+    assert engine.half.orders([]).idle
     for records in engine.records:
         records.open()
     engine.run()

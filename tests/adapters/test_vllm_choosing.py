@@ -286,6 +286,24 @@ def test_what_is_left_comes_up_though_its_request_has_ended_and_the_engine_steps
 
 
 @pytest.mark.usefixtures("slow_disk")
+def test_steps_that_are_there_for_what_was_left_alone_may_be_waited_in(tmp_path: Path) -> None:
+    engine = on_disk(tmp_path)
+    (records,) = engine.records
+    records.hold((NVME, HOST))
+    engine.pace = 0.0
+    engine.add(DOCUMENT, 1)
+    while engine.requests:
+        engine.step()
+    assert engine.half.pending
+    assert engine.half.orders([]).idle
+    records.open()
+    engine.run()
+    assert not engine.half.pending
+    assert not engine.half.orders([]).idle
+    engine.close()
+
+
+@pytest.mark.usefixtures("slow_disk")
 def test_pages_that_are_left_are_counted_once_though_vllm_asks_again(tmp_path: Path) -> None:
     engine = on_disk(tmp_path)
     name = engine.add(DOCUMENT, 1)

@@ -17,6 +17,7 @@ from tierstore.adapters.vllm import working
 from tierstore.adapters.vllm.geometry import geometry
 from tierstore.adapters.vllm.messages import Orders, Report
 from tierstore.adapters.vllm.pace import Pace
+from tierstore.adapters.vllm.requests import Step
 from tierstore.adapters.vllm.settings import Settings
 from tierstore.adapters.vllm.tiers import measured
 from tierstore.adapters.vllm.working import WorkerHalf
@@ -75,10 +76,14 @@ def test_a_report_with_nothing_on_its_way_waits_for_nothing(monkeypatch: pytest.
     engine.close()
 
 
-def test_a_worker_is_told_whether_its_step_computes_nothing_while_a_request_waits() -> None:
-    engine = _loading()
+@pytest.mark.parametrize("lane", [OUT, IN])
+def test_a_worker_is_told_whether_its_step_computes_nothing_and_is_there_for_what_is_on_its_way(
+    lane: tuple[Tier, Tier],
+) -> None:
+    engine = _loading() if lane == IN else _storing()
     half = engine.half
     assert half.orders([]).idle
+    assert not half.orders([Step("other", 0, 16, [], [], first=False)]).idle
     engine.copies[0].open()
     engine.pace = 1.0
     engine.run()

@@ -79,8 +79,8 @@ class Orders:
     ``fence``: blocks that this step overwrites; copies out of them end before it begins. ``before`` may start with the
     step, ``after`` only when its forward pass has been launched: it copies what that writes. ``failed``: requests whose
     load has failed, and their blocks that hold nothing. ``number``: of this step; ``answer``: the scheduler waits for
-    word of it. ``idle``: a request waits for a load, and this step computes nothing: the worker may wait a moment for
-    something to end.
+    word of it. ``idle``: this step computes nothing, and is there for what is on its way, whether a request waits for
+    it or not: the worker may wait a moment for something to end.
     """
 
     fence: tuple[int, ...] = ()

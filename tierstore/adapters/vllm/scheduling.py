@@ -158,11 +158,12 @@ class SchedulerHalf:
         storing.put(loading.into)
         failed = loading.take_failed()
         after, waits = tuple(tiers.ranks.take()), loading.waits
+        idle = not steps and (waits or tiers.moving)
         if tiers.costs is not None:
             tiers.costs.look(computes=bool(steps))
         self._number += 1
         answer = self._pace.ordered(self._number, steps, monotonic()) or waits
-        return Orders(fence, before, after, failed, answer, waits and not steps, self._number)
+        return Orders(fence, before, after, failed, answer, idle, self._number)
 
     def heard(self, report: Report | None) -> set[str]:
         """What the workers have done; the requests whose loads have ended well by now."""

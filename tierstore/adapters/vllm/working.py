@@ -116,7 +116,7 @@ class WorkerHalf:
     def report(self) -> Report | None:
         """What has ended since the last report; None: nothing.
 
-        In a step that computes nothing while a request waits for a load it waits a moment until something has.
+        In a step that is there for what is on its way alone it waits a moment until something has.
         """
         deadline = monotonic() + (self.idle_s if self._idle else 0.0)
         while True:
