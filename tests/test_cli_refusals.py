@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -35,7 +36,8 @@ def require_refused(result: Result, *parts: str) -> None:
 
 def test_a_file_that_is_missing_is_named_with_what_is_allowed(tmp_path: Path) -> None:
     nowhere, config = tmp_path / "nowhere", filled(tmp_path)
-    out = tmp_path / "x.tier"
+    out, pipe = tmp_path / "x.tier", tmp_path / "pipe"
+    os.mkfifo(pipe)
     before = sorted(tmp_path.rglob("*"))
     plotted = f"no such folder as {nowhere}" if find_spec("matplotlib") else "--plot needs matplotlib"
     refused: list[tuple[list[str | Path], tuple[str, ...]]] = [
@@ -47,6 +49,10 @@ def test_a_file_that_is_missing_is_named_with_what_is_allowed(tmp_path: Path) ->
         (
             ["export", "--config", config, "--all", tmp_path],
             (f"{tmp_path} is a directory", "allowed: the name"),
+        ),
+        (
+            ["export", "--config", config, "--all", pipe],
+            (f"OUT {pipe} is a device, pipe or socket", "allowed: the name of a file"),
         ),
         (
             ["export", "--config", config, "--keys", nowhere, out],

@@ -211,6 +211,18 @@ def test_a_directory_is_no_place_for_a_file(tmp_path: Path) -> None:
         archive(tmp_path / "missing" / "x.tier")
 
 
+def test_no_pipe_or_link_loses_its_name_to_a_file(tmp_path: Path) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(tmp_path / "elsewhere")
+    for place, found in ((pipe, "pipe"), (link, "link")):
+        before = place.lstat()
+        with pytest.raises(ArchiveError, match=rf"{found}.*; allowed: the name of a file"):
+            run(write_archive(place, [], Shelf()))
+        assert place.lstat() == before
+    assert sorted(tmp_path.iterdir()) == [link, pipe]
+
+
 def test_pages_that_are_not_there_are_named_and_the_others_written_once(tmp_path: Path) -> None:
     here, elsewhere = chain(3), chain(2, "elsewhere")
     done = exported(tmp_path / "x.tier", Shelf.of(here), [here[2], *elsewhere, *here, here[0]])

@@ -74,8 +74,9 @@ def require_folder(option: str, folder: Path) -> None:
 
 def require_place(what: str, file: Path) -> None:
     """ConfigError unless a file can have this name: its folder is there, and it is none itself."""
-    if file.is_dir():
-        raise ConfigError(f"{what} {file} is a directory; allowed: the name of a file")
+    if file.exists() and not file.is_file():
+        found = "directory" if file.is_dir() else "device, pipe or socket"
+        raise ConfigError(f"{what} {file} is a {found}; allowed: the name of a file")
     if not file.parent.is_dir():
         raise ConfigError(
             f"{what} {file}: no such folder as {file.parent}; allowed: a file in a folder that is there"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -23,15 +24,15 @@ class Draft:
     """``with Draft(path) as draft``: what was written to ``draft.file`` is at ``path`` after ``commit``, else nowhere.
 
     What was at ``path`` before stays there until then. Opening and ending do no I/O but on names, and never await, so
-    that no cancellation comes between. ArchiveError if another writes there; OSError as it comes.
+    that no cancellation comes between. ArchiveError if another writes there, or if anything but a file is there: its
+    name would be taken from a device or a pipe; OSError as it comes.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._part = path.with_name(path.name + SUFFIX)
         self._committed = False
-        if path.is_dir():
-            raise ArchiveError(f"{path} is a directory; allowed: the name of a file")
+        _require_free(path)
         self.file = Output(_locked(self._part))
 
     def commit(self) -> None:
@@ -54,6 +55,18 @@ class Draft:
             self._part.unlink(missing_ok=True)
         with suppress(OSError):  # what a network says only at the end; the file is synced, or nobody wants it
             self.file.close()  # waits for a write that a thread is still at
+
+
+def _require_free(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode):
+        found = (
+            "directory" if stat.S_ISDIR(mode) else "link" if stat.S_ISLNK(mode) else "device, pipe or socket"
+        )
+        raise ArchiveError(f"{path} is a {found}; allowed: the name of a file")
 
 
 def _locked(part: Path) -> int:
