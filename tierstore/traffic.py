@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from tierstore.residency import Residency
 
@@ -99,6 +99,15 @@ class Traffic:
     def carrying(self, src: Tier, dst: Tier) -> int:
         """Pages reserved on the edge and not settled, those of the batch being collected included."""
         return self.pages[src, dst] + len(self._moves.get((src, dst), ()))
+
+    def carried(self, edge: Edge, keys: Iterable[PageKey]) -> int:
+        """How many of these pages are among those that ``carrying`` counts."""
+        if not self.carrying(*edge):
+            return 0
+        wanted = set(keys)
+        moves = [move.key for move in self._moves.get(edge, ())]
+        under_way = [key for t in self.transfers.values() if (t.src, t.dst) == edge for key in t.keys]
+        return sum(key in wanted for key in [*moves, *under_way])
 
     def seconds_for(self, edge: Edge, pages: int) -> float:
         """Expected time until ``pages`` more have crossed the edge; 0 while no rate is known."""

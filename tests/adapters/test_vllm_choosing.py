@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from tierstore.policy import make_policy
 from tierstore.residency import Residency
 from tierstore.tier_table import TierTable
 from tierstore.traffic import Move, Traffic
-from tierstore.types import Ack, Tier, Transfer
+from tierstore.types import Ack, PageKey, Tier, Transfer
 
 HOST, NVME = Tier.HOST, Tier.NVME
 SIZE = 16
@@ -32,8 +33,11 @@ class Known:
     def __init__(self, load: float, read: float, token: float | None, before: float = 0.0) -> None:
         self.load, self.read, self.token, self.before = load, read, token, before
 
-    def load_s(self, pages: int, on_disk: int) -> float:
+    def load_s(self, pages: int, on_disk: int, coming: int = 0) -> float:
         return (pages - on_disk) * self.load + on_disk * self.read
+
+    def coming(self, keys: Sequence[PageKey]) -> int:
+        return 0
 
     def compute_s(self, start: int, end: int) -> float | None:
         if self.token is None:
@@ -170,6 +174,29 @@ def test_a_disk_gives_what_it_gave_while_it_had_something_to_read() -> None:
     assert disk.costs.load_s(5, 3) == pytest.approx(2 * 0.5 + max(3 * 0.5, 3 * page_s))
 
 
+def test_what_is_on_its_way_from_disk_is_known_from_its_order_on() -> None:
+    disk = Disk(100.0)
+    pages, later = chain(40), chain(1, "later")
+    disk.order(40)
+    disk.traffic.add(NVME, HOST, Move(later[0], 0, 0, 100, None))
+    assert disk.costs.coming(pages[30:] + later) == 11
+    assert disk.costs.coming(chain(9, "elsewhere")) == 0
+
+
+@pytest.mark.parametrize(("others", "loaded"), [(0, 64), (5, 0)])
+def test_reads_of_the_hit_itself_that_are_under_way_are_waited_for_once(
+    others: int, loaded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes 4 s to read, as fast as if nothing was ordered, and 5.12 s to compute."""
+    disk = Disk(100.0)
+    monkeypatch.setattr(disk.costs, "compute_s", lambda start, end: 0.08 * (end - start))
+    for key in chain(others, "others"):
+        disk.traffic.add(NVME, HOST, Move(key, 0, 0, 100, None))
+    plan = hit([NVME] * 4)
+    disk.order(4)
+    assert worth_loading(plan, plan.end, disk.costs) == loaded
+
+
 def test_what_a_disk_gave_more_than_a_minute_ago_says_nothing_any_more() -> None:
     disk = Disk(None)
     (slow,) = disk.order(1)
@@ -225,7 +252,7 @@ def on_disk(tmp_path: Path, load: str = "if_faster") -> Engine:
 
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing.Measured, "load_s", lambda self, pages, on_disk: 9.0 * on_disk)
+    monkeypatch.setattr(choosing.Measured, "load_s", lambda self, pages, on_disk, coming: 9.0 * on_disk)
     monkeypatch.setattr(choosing.Measured, "compute_s", lambda self, start, end: float(end - start))
 
 
@@ -254,7 +281,7 @@ def test_what_is_left_behind_a_beginning_that_is_loaded_comes_up_too(tmp_path: P
     store, tables = engine.half._tiers.store, engine.half._tiers.parts.directory.residency.tables
     engine.add(DOCUMENT[:5], 1)  # two pages, which come up
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choosing.Measured, "load_s", lambda self, pages, on_disk: 0.0)
+        patch.setattr(choosing.Measured, "load_s", lambda self, pages, on_disk, coming: 0.0)
         engine.run()
     assert (engine.taken, len(tables[HOST].copies)) == (4, 2)
     engine.forget()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tierstore.adapters.vllm.pace import Pace
     from tierstore.adapters.vllm.plans import Plan
     from tierstore.traffic import Traffic
+    from tierstore.types import PageKey
 
 _CLEARLY = 1.25
 """A whole hit is loaded unless less of it is done sooner by so much: figures are rough."""
@@ -35,8 +36,15 @@ _KEPT = 0.8
 class Costs(Protocol):
     """What this machine takes, in seconds."""
 
-    def load_s(self, pages: int, on_disk: int) -> float:
-        """To load so many pages, of which some are read from disk; 0: not known."""
+    def load_s(self, pages: int, on_disk: int, coming: int = 0) -> float:
+        """To load so many pages, of which some are read from disk; 0: not known.
+
+        ``coming``: of the reads that are under way already, those of the same hit: nobody waits for these twice.
+        """
+        ...
+
+    def coming(self, keys: Sequence[PageKey]) -> int:
+        """How many of these pages are being read from disk already."""
         ...
 
     def compute_s(self, start: int, end: int) -> float | None:
@@ -68,9 +76,11 @@ def worth_loading(plan: Plan, total: int, costs: Costs) -> int:
     if not whole.on_disk:
         return whole.tokens
 
+    coming = costs.coming([key for span in plan.spans for key in span.keys])
+
     def done_s(end: _End) -> float | None:
         computing = costs.compute_s(plan.start + end.tokens, total)
-        return None if computing is None else costs.load_s(end.pages, end.on_disk) + computing
+        return None if computing is None else costs.load_s(end.pages, end.on_disk, coming) + computing
 
     all_s = done_s(whole)
     if all_s is None:
@@ -124,22 +134,29 @@ class Measured:
             )
             self._known_at, self._new = now, _NOTHING
 
-    def load_s(self, pages: int, on_disk: int) -> float:
+    def load_s(self, pages: int, on_disk: int, coming: int = 0) -> float:
         """See ``Costs``. Pages that are read cross the link meanwhile."""
         if not on_disk:
             return self._traffic.seconds_for(_LOAD, pages)
         crossing_s = on_disk * self._traffic.page_seconds(_LOAD)
-        return self._traffic.seconds_for(_LOAD, pages - on_disk) + max(crossing_s, self._reading_s(on_disk))
+        return self._traffic.seconds_for(_LOAD, pages - on_disk) + max(
+            crossing_s, self._reading_s(on_disk, coming)
+        )
+
+    def coming(self, keys: Sequence[PageKey]) -> int:
+        """See ``Costs``."""
+        return self._traffic.carried(_READ, keys)
 
     def compute_s(self, start: int, end: int) -> float | None:
         """See ``Costs``."""
         return self._pace.seconds(start, end)
 
-    def _reading_s(self, pages: int) -> float:
+    def _reading_s(self, pages: int, coming: int) -> float:
+        """Until these pages are there, after those of others that are read already."""
         page_s = self._page_s
         if self._known_at is not None:
             page_s = self._known.seconds / self._known.pages if self._is_fresh(self._clock()) else 0.0
-        return (self._traffic.carrying(*_READ) + pages) * page_s
+        return (self._traffic.carrying(*_READ) - coming + pages) * page_s
 
     def _is_fresh(self, now: float) -> bool:
         return self._known_at is not None and now - self._known_at <= _OLD_S
