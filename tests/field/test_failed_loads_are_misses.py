@@ -26,17 +26,17 @@ from tests.support.pages import (
     tiers,
     where,
     write,
+    write_down,
 )
-from tests.support.stalls import IN
+from tests.support.stalls import IN, UP
 from tierstore.gpu.layer_groups import Part
 from tierstore.gpu.pool import CpuPool
 from tierstore.nvme import entry
 from tierstore.nvme.coding import Decoders
-from tierstore.nvme.reading import Fetched, RecordReader
+from tierstore.nvme.fetching import Fetched
+from tierstore.nvme.reading import RecordReader
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
-
-UP = (Tier.NVME, Tier.HOST)
 
 
 @pytest.fixture
@@ -45,14 +45,6 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     yield bench
     bench.store.check()
     bench.close()
-
-
-def write_down(store: TierStore, keys: list[PageKey], tier: Tier) -> None:
-    """The pages are in one tier alone."""
-    write(store, keys)
-    store.demote(keys, tier)
-    assert store.drain(PATIENCE_S)
-    assert {tuple(where(store, key)) for key in keys} == {(tier,)}
 
 
 def reading_fails(monkeypatch: pytest.MonkeyPatch, bad: PageKey, error: Exception) -> None:

@@ -21,11 +21,9 @@ from tests.support.pages import (
     tiers,
     write,
 )
-from tests.support.stalls import IN
+from tests.support.stalls import IN, UP
 from tierstore.errors import CapacityError
 from tierstore.types import LeaseState, PageKey, Tier
-
-UP = (Tier.NVME, Tier.HOST)
 
 
 @pytest.fixture

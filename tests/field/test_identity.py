@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 
 from tests.support.bench import Bench, open_bench
 from tests.support.pages import PATIENCE_S, SPEC, chain, counter, read, tiers, where, write
-from tests.support.stalls import IN
+from tests.support.stalls import IN, UP
 from tierstore import codec
 from tierstore.keys import Extra, page_keys
 from tierstore.nvme import home
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
 
-UP = (Tier.NVME, Tier.HOST)
 TOKENS = list(range(12))
 EVERYWHERE = (Tier.HBM, Tier.HOST, Tier.NVME)
 

@@ -30,14 +30,11 @@ from tests.support.pages import (
     where,
     write,
 )
-from tests.support.stalls import IN, OUT, Gate
+from tests.support.stalls import DOWN, IN, OUT, UP, Gate, Lane
 from tierstore.errors import CapacityError
 from tierstore.lease import Lease
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
-
-DOWN, UP = (Tier.HOST, Tier.NVME), (Tier.NVME, Tier.HOST)
-Lane = tuple[Tier, Tier]
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from tests.nvme.test_encoded import NBYTES, ExpRig
 from tierstore.nvme import readers
 from tierstore.nvme.checking import Checkers
 from tierstore.nvme.coding import Coding, Decoders
-from tierstore.nvme.reading import Fetched, RecordReader
+from tierstore.nvme.fetching import Fetched
+from tierstore.nvme.reading import RecordReader
 from tierstore.types import Failure, PageKey
 
 pytestmark = pytest.mark.usefixtures("payload")

@@ -26,7 +26,7 @@ from tests.nvme.rig import (
 )
 from tests.nvme.watch import Watch, watching
 from tierstore.errors import ConfigError, IntegrityError
-from tierstore.nvme import entry, reading
+from tierstore.nvme import entry, fetching
 from tierstore.nvme.home import disk_nbytes
 from tierstore.nvme.slots import Place, Slots
 from tierstore.types import Failure, PageKey
@@ -92,17 +92,17 @@ def test_a_page_erased_while_it_is_looked_up_is_a_miss_not_damage(
 ) -> None:
     """The snapshot that found the entry may be older than the erase, however soon the reader is told of it."""
     assert rig.write([5]).ok
-    lookup = reading._lookup
+    lookup = fetching._lookup
 
     def late(env: Any, catalogue: Any, wanted: PageKey) -> bytes:
-        monkeypatch.setattr(reading, "_lookup", lookup)
+        monkeypatch.setattr(fetching, "_lookup", lookup)
         found = lookup(env, catalogue, wanted)
         rig.erase([5])
         rig.submit_write(range(100, 140))
         assert rig.tier.sync(PATIENCE_S)
         return found
 
-    monkeypatch.setattr(reading, "_lookup", late)
+    monkeypatch.setattr(fetching, "_lookup", late)
     ack, _ = rig.read([5])
     assert ack.failures == ((0, Failure.NOT_FOUND),)
 

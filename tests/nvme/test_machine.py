@@ -111,7 +111,7 @@ HELD_BUGS = {
         "pages",
     ),
     "the whole view is taken for the payload": (
-        "nvme/reading.py",
+        "nvme/fetching.py",
         "return out[: padded(stored)], out[:stored]",
         "return out[: padded(stored)], out[: padded(stored)]",
     ),

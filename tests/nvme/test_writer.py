@@ -17,7 +17,7 @@ from tests.nvme.rig import CAPACITY, PAGE, PATIENCE_S, blank, key, page
 from tierstore.nvme.acks import Outbox
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.coding import Coding
-from tierstore.nvme.reading import SCRATCH_NBYTES
+from tierstore.nvme.direct import BLOCK
 from tierstore.nvme.sizing import Sizing, size
 from tierstore.nvme.work import EraseWork, SyncWork, WorkQueue
 from tierstore.nvme.writer import Writer
@@ -72,7 +72,7 @@ class WriterRig:
         return self.acks.pop(transfer_id)
 
     def is_there(self, number: int) -> bool:
-        out, scratch = blank(), blank(SCRATCH_NBYTES)
+        out, scratch = blank(), blank(BLOCK)
         try:
             reader = self.catalogue.reader
             reader.check(

@@ -8,22 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.bench import Bench, open_bench
-from tests.support.engine import ENGINES, SLOTS, Engine, page_major
+from tests.support.engine import ENGINES, OWNED_BY_ENGINE, SLOTS, Engine, open_engine_bench, page_major, save
 from tests.support.events import ManualEvent
 from tests.support.pages import PATIENCE_S, SPEC, chain, tiers, where
-from tests.support.stalls import IN, OUT
+from tests.support.stalls import IN, OUT, UP
 from tierstore.errors import ConfigError
 from tierstore.saving import save_unsaved, wait_settled
-from tierstore.types import LeaseState, PageKey, Tier
-
-UP = (Tier.NVME, Tier.HOST)
-OWNED_BY_ENGINE: dict[str, object] = {"owner": "engine"}
-
-
-def open_engine_bench(engine: Engine, host: int = 8, nvme: Path | None = None) -> Bench:
-    bench = open_bench(tiers(SLOTS, host, nvme, hbm_more=OWNED_BY_ENGINE), SPEC)
-    bench.store.register(engine.pages)
-    return bench
+from tierstore.types import LeaseState, Tier
 
 
 @pytest.fixture
@@ -37,15 +28,6 @@ def bench(engine: Engine, tmp_path: Path) -> Iterator[Bench]:
     yield bench
     bench.store.check()
     bench.close()
-
-
-def save(bench: Bench, engine: Engine, keys: list[PageKey], slots: list[int]) -> None:
-    """Fills slots, puts them, waits until they may be reused."""
-    for key, slot in zip(keys, slots, strict=True):
-        engine.fill(slot, key)
-    assert bench.store.put(keys, slots) == slots
-    assert bench.store.drain(PATIENCE_S)
-    assert sorted(bench.store.poll()) == sorted(slots)
 
 
 @pytest.mark.parametrize("build", ENGINES)

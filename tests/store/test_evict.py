@@ -2,48 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from tests.support.bench import Bench, open_bench
+from tests.support.bench import Bench
 from tests.support.pages import (
     PATIENCE_S,
-    SPEC,
     chain,
     fill,
     read,
+    records,
     require_right,
-    tiers,
     write,
 )
-from tests.support.stalls import IN
+from tests.support.stalls import DOWN, IN
 from tierstore.errors import CapacityError
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, Tier
-
-DOWN = (Tier.HOST, Tier.NVME)
-UP = (Tier.NVME, Tier.HOST)
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = open_bench(tiers(hbm=4, host=8, nvme=tmp_path / "disk"), SPEC)
-    yield bench
-    bench.store.check()
-    bench.close()
-
-
-@pytest.fixture
-def store(bench: Bench) -> TierStore:
-    return bench.store
-
-
-def records(store: TierStore) -> object:
-    nvme = store.stats()["nvme"]
-    assert isinstance(nvme, dict)
-    return nvme["records"]
 
 
 def test_evict_unmatches_at_once_in_one_tier_or_in_all(store: TierStore) -> None:

@@ -2,51 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from tests.support.bench import Bench, open_bench
+from tests.support.bench import Bench
 from tests.support.events import ManualEvent
 from tests.support.pages import (
     PATIENCE_S,
-    SPEC,
     chain,
     read,
     require_right,
     tier_stats,
-    tiers,
-    where,
     write,
+    write_down,
 )
-from tests.support.stalls import IN
+from tests.support.stalls import IN, UP
 from tierstore.errors import CapacityError, LeaseError
 from tierstore.store import TierStore
-from tierstore.types import LeaseState, PageKey, Tier
-
-UP = (Tier.NVME, Tier.HOST)
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = open_bench(tiers(hbm=4, host=8, nvme=tmp_path / "disk"), SPEC)
-    yield bench
-    bench.store.check()
-    bench.close()
-
-
-@pytest.fixture
-def store(bench: Bench) -> TierStore:
-    return bench.store
-
-
-def write_down(store: TierStore, keys: list[PageKey], tier: Tier) -> None:
-    """The pages are in one tier alone."""
-    write(store, keys)
-    store.demote(keys, tier)
-    assert store.drain(PATIENCE_S)
-    assert {tuple(where(store, key)) for key in keys} == {(tier,)}
+from tierstore.types import LeaseState, Tier
 
 
 def test_figures_are_final_after_wait_and_stay_so_after_release(store: TierStore) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,25 +19,9 @@ from tests.support.pages import (
     where,
     write,
 )
-from tests.support.stalls import IN, OUT
+from tests.support.stalls import DOWN, IN, OUT, UP
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, Tier
-
-DOWN = (Tier.HOST, Tier.NVME)
-UP = (Tier.NVME, Tier.HOST)
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = open_bench(tiers(hbm=4, host=8, nvme=tmp_path / "disk"), SPEC)
-    yield bench
-    bench.store.check()
-    bench.close()
-
-
-@pytest.fixture
-def store(bench: Bench) -> TierStore:
-    return bench.store
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from tests.support import pages as support
-from tests.support.pages import SPEC, content
+from tests.support.bench import Bench, open_bench
+from tests.support.pages import PATIENCE_S, SPEC, content, tiers
 from tierstore.gpu.pool import EnginePages
 from tierstore.types import PageKey
 
 SLOTS = 6
+OWNED_BY_ENGINE: dict[str, object] = {"owner": "engine"}
 LAYERS, PLANES, TOKENS, HEADS, DIM = SPEC.shape
 
 
@@ -93,3 +96,19 @@ ENGINES = (
     permuted_with_an_offset,
     every_other_block,
 )
+
+
+def open_engine_bench(engine: Engine, host: int = 8, nvme: Path | None = None) -> Bench:
+    """A store whose HBM is the engine's."""
+    bench = open_bench(tiers(SLOTS, host, nvme, hbm_more=OWNED_BY_ENGINE), SPEC)
+    bench.store.register(engine.pages)
+    return bench
+
+
+def save(bench: Bench, engine: Engine, keys: list[PageKey], slots: list[int]) -> None:
+    """Fills slots, puts them, waits until they may be reused."""
+    for key, slot in zip(keys, slots, strict=True):
+        engine.fill(slot, key)
+    assert bench.store.put(keys, slots) == slots
+    assert bench.store.drain(PATIENCE_S)
+    assert sorted(bench.store.poll()) == sorted(slots)

@@ -173,6 +173,14 @@ def where(store: TierStore, key: PageKey) -> dict[Tier, str]:
     return {Tier[name]: copy["state"] for name, copy in copies.items()}
 
 
+def write_down(store: TierStore, keys: list[PageKey], tier: Tier) -> None:
+    """The pages are in one tier alone."""
+    write(store, keys)
+    store.demote(keys, tier)
+    assert store.drain(PATIENCE_S)
+    assert {tuple(where(store, key)) for key in keys} == {(tier,)}
+
+
 def tier_stats(store: TierStore, tier: Tier) -> dict[str, int]:
     """The figures ``stats()`` gives of one tier."""
     found = store.stats()["tiers"]
@@ -180,6 +188,13 @@ def tier_stats(store: TierStore, tier: Tier) -> dict[str, int]:
     figures = found[tier.name]
     assert isinstance(figures, dict)
     return figures
+
+
+def records(store: TierStore) -> object:
+    """How many pages the NVMe tier has."""
+    nvme = store.stats()["nvme"]
+    assert isinstance(nvme, dict)
+    return nvme["records"]
 
 
 def counter(store: TierStore, name: str, labels: str) -> float:

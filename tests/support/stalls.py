@@ -21,6 +21,8 @@ Lane = tuple[Tier, Tier]
 
 OUT: Lane = (Tier.HBM, Tier.HOST)
 IN: Lane = (Tier.HOST, Tier.HBM)
+DOWN: Lane = (Tier.HOST, Tier.NVME)
+UP: Lane = (Tier.NVME, Tier.HOST)
 
 
 class Begin(Protocol):

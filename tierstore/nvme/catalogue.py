@@ -40,8 +40,9 @@ from tierstore.nvme.entry import (
 from tierstore.nvme.extent_records import ExtentRecords, slots_of
 from tierstore.nvme.extent_space import ExtentSpace
 from tierstore.nvme.extents import ExtentFiles
+from tierstore.nvme.fetching import ExtentBytes, InlineBytes, RecordBytes
 from tierstore.nvme.headers import PageHeaders
-from tierstore.nvme.reading import ExtentBytes, InlineBytes, RecordBytes, RecordReader
+from tierstore.nvme.reading import RecordReader
 from tierstore.nvme.records import InlineRecords, Page, Records, numbers_hold
 from tierstore.nvme.sealing import Sealer
 from tierstore.nvme.sizing import Sizing
@@ -141,7 +142,7 @@ class Catalogue:
         )
         records.numbered = numbered
         self._records = records
-        payload = InlineBytes(self._env, self._pages, direct=direct)
+        payload = InlineBytes(self._env, self._catalogue, self._pages, direct=direct)
         self.reader = self._reader(payload)
 
     def _set_up_extents(self, directory: Path, direct: bool) -> None:
@@ -158,7 +159,7 @@ class Catalogue:
             erase_keys=self._sizing.erase_keys,
         )
         self.num_dropped = self._space.shrink(self._sizing.extents_nbytes)
-        self.reader = self._reader(ExtentBytes(files, slots))
+        self.reader = self._reader(ExtentBytes(self._env, self._catalogue, files, slots))
 
     def _reader(self, payload: RecordBytes) -> RecordReader:
         form = self._coding.form

@@ -14,8 +14,9 @@ from tierstore.nvme import home
 from tierstore.nvme.check import examine
 from tierstore.nvme.entry import CATALOGUE_DB, MAX_DBS, PAGES_DB
 from tierstore.nvme.extents import ExtentFiles
+from tierstore.nvme.fetching import ExtentBytes, InlineBytes, RecordBytes
 from tierstore.nvme.lock import FileLock, watched
-from tierstore.nvme.reading import ExtentBytes, InlineBytes, RecordBytes, RecordReader
+from tierstore.nvme.reading import RecordReader
 from tierstore.nvme.slots import Slots
 from tierstore.types import PageKey
 
@@ -176,10 +177,12 @@ def open_reader(directory: Path, fingerprint: str) -> Iterator[RecordReader]:
         str(directory), readonly=True, lock=False, create=False, readahead=False, max_dbs=MAX_DBS
     ) as env:
         catalogue, pages = env.open_db(CATALOGUE_DB, create=False), env.open_db(PAGES_DB, create=False)
-        payload: RecordBytes = InlineBytes(env, pages, direct=False)
+        payload: RecordBytes = InlineBytes(env, catalogue, pages, direct=False)
         if _in_extents(directory):
             payload.close()
-            payload = ExtentBytes(ExtentFiles(directory, direct=False, writable=False), Slots(1))
+            payload = ExtentBytes(
+                env, catalogue, ExtentFiles(directory, direct=False, writable=False), Slots(1)
+            )
         reader = RecordReader(env, catalogue, payload, fingerprint=fingerprint_digest(fingerprint))
         try:
             yield reader

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -247,36 +247,8 @@ def _open_catalogue(
     """The environment. One that breaks on first use, though a child could walk it, makes room for an empty one, and so
     does one that fills its map.
     """
-    try:
-        catalogue = _catalogue(directory, marker, sizing, readers, works, coding)
-    except _BROKEN as error:
-        _set_aside(directory, str(error))
-        directory.mkdir(mode=0o700)
-        home.write_marker(directory, marker)
-        catalogue = _catalogue(directory, marker, sizing, readers, works, coding)
-    except lmdb.MapFullError:  # not even a transaction that erases has room
-        _log.warning("the NVMe tier at %s starts empty: its capacity is too low for the old one", directory)
-        _empty(directory)
-        home.write_marker(directory, marker)
-        catalogue = _catalogue(directory, marker, sizing, readers, works, coding)
-    if catalogue.num_dropped:
-        _log.warning(
-            "the NVMe tier at %s dropped %d records: its capacity is lower now",
-            directory,
-            catalogue.num_dropped,
-        )
-    return catalogue
-
-
-def _catalogue(
-    directory: Path,
-    marker: home.ShardMarker,
-    sizing: Sizing,
-    readers: int,
-    works: bool,
-    coding: Coding,
-) -> Catalogue:
-    return Catalogue(
+    opened = partial(
+        Catalogue,
         directory,
         sizing,
         fingerprint=marker.fingerprint,
@@ -285,6 +257,25 @@ def _catalogue(
         direct=works,
         coding=coding,
     )
+    try:
+        catalogue = opened()
+    except _BROKEN as error:
+        _set_aside(directory, str(error))
+        directory.mkdir(mode=0o700)
+        home.write_marker(directory, marker)
+        catalogue = opened()
+    except lmdb.MapFullError:  # not even a transaction that erases has room
+        _log.warning("the NVMe tier at %s starts empty: its capacity is too low for the old one", directory)
+        _empty(directory)
+        home.write_marker(directory, marker)
+        catalogue = opened()
+    if catalogue.num_dropped:
+        _log.warning(
+            "the NVMe tier at %s dropped %d records: its capacity is lower now",
+            directory,
+            catalogue.num_dropped,
+        )
+    return catalogue
 
 
 def _set_aside(directory: Path, fault: str) -> None:

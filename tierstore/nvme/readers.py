@@ -10,21 +10,21 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.errors import IntegrityError
 from tierstore.nvme.acks import Job, Outbox, Outcome, failed
 from tierstore.nvme.breaker import Breaker, Circuit
 from tierstore.nvme.checking import Checkers
-from tierstore.nvme.coding import Coding, Decoders, UnfitError
-from tierstore.nvme.reading import Fetched, RecordReader, scratch_for
-from tierstore.types import Failure, PageKey, Transfer
+from tierstore.nvme.coding import Coding, Decoders
+from tierstore.nvme.fetching import Fetched
+from tierstore.nvme.mishaps import Mishaps
+from tierstore.nvme.reading import RecordReader, scratch_for
+from tierstore.types import Failure, Transfer
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class Readers:
     ) -> None:
         self._reader = reader
         self._outbox = outbox
+        self._mishaps = Mishaps(outbox)
         self._count = count
         self._page_nbytes = page_nbytes
         self._timeout_s = timeout_s
@@ -69,7 +70,6 @@ class Readers:
         self._num_late = 0
         self._closing = False
         self._posted = False  # acks whose queueing nobody was told of
-        self._told = False
         self._told_absent = False
         apart = max(1, count // 2) if page_nbytes >= _WORTH_CHECKING_APART else 0
         self._checkers = Checkers(apart, page_nbytes, coding)
@@ -188,43 +188,15 @@ class Readers:
     def _fetch(self, read: _Read, scratch: NDArray[np.uint8]) -> Fetched | Failure:
         key, out = read.job.transfer.keys[read.index], read.job.pages[read.index]
         fetched: list[Fetched] = []
-        failure = self._guarded(key, lambda: fetched.append(self._reader.fetch(key, out, scratch)))
+        failure = self._mishaps.guarded(key, lambda: fetched.append(self._reader.fetch(key, out, scratch)))
         return fetched[0] if failure is None else failure
 
     def _check(
         self, read: _Read, fetched: Fetched, scratch: NDArray[np.uint8], decoders: Decoders
     ) -> Outcome:
         key, out = read.job.transfer.keys[read.index], read.job.pages[read.index]
-        failure = self._guarded(key, lambda: self._reader.check(key, fetched, out, scratch, decoders))
+        failure = self._mishaps.guarded(key, lambda: self._reader.check(key, fetched, out, scratch, decoders))
         return out.nbytes if failure is None else failure
-
-    def _guarded(self, key: PageKey, act: Callable[[], None]) -> Failure | None:
-        """Do it; what went wrong, counted and told, or None."""
-        try:
-            act()
-        except KeyError:
-            failure = Failure.NOT_FOUND
-        except UnfitError as error:
-            failure = Failure.UNFIT
-            self._tell("page %s on disk is none for memory: %s", key, error)
-        except IntegrityError as error:
-            failure = Failure.INTEGRITY
-            self._tell("page %s on disk is not what was written: %s", key, error)
-        except lmdb.ReadersFullError as error:
-            failure = Failure.UNAVAILABLE
-            self._tell(
-                "page %s was not read: other programs read the catalogue in all its places: %s", key, error
-            )
-        except (OSError, lmdb.Error) as error:
-            failure = Failure.IO_ERROR
-            self._tell("page %s could not be read: %s", key, error)
-        except Exception:  # noqa: BLE001  the thread's top: one page fails, the thread goes on
-            failure = Failure.IO_ERROR
-            _log.exception("reading page %s failed", key.hex())
-        else:
-            return None
-        self._outbox.count(f"read_{failure.value}")
-        return failure
 
     # -- with the lock held -------------------------------------------------------------------------------------
 
@@ -287,12 +259,6 @@ class Readers:
         return posted
 
     # -- what people are told -----------------------------------------------------------------------------------
-
-    def _tell(self, message: str, key: PageKey, error: Exception) -> None:
-        """Warn of the first bad page; a failing disk has thousands, and they are counted."""
-        level = logging.DEBUG if self._told else logging.WARNING
-        self._told = True
-        _log.log(level, message, key.hex(), error)
 
     def _tell_state(self) -> None:
         """Warn once when reads are not tried any more, and say once that they are again."""

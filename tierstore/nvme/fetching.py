@@ -1,0 +1,199 @@
+"""The bytes of a record, unchecked, from where they lie: within LMDB, or in extent files.
+
+The catalogue's entry says where a record is, and ``preadv`` fetches it from there straight into the caller's page,
+past the page cache where it may: a cut or unreadable file is an error there, where a mapped read would be a signal.
+Records that LMDB keeps are read within the read transaction that found them, so that they cannot go; extents know no
+such thing, and a slot is pinned before its entry is looked at again. Entries of LMDB's without a page number are read
+through LMDB. No memoryview of LMDB's leaves a method.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import lmdb
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore import codec
+from tierstore.errors import IntegrityError
+from tierstore.nvme.direct import BLOCK, is_aligned, padded, set_direct
+from tierstore.nvme.entry import Entry, slot_blocks, unpack
+from tierstore.nvme.extents import ExtentFiles
+from tierstore.nvme.home import DATA_FILE
+from tierstore.nvme.slots import Place, Slots
+from tierstore.types import PageKey
+
+HEAD = slice(BLOCK - codec.HEAD_NBYTES, BLOCK)
+"""Where a record's head is in the scratch that it was fetched with."""
+
+_TRIES = 4
+
+
+class Fetched(NamedTuple):
+    """A record's bytes as they were found: its payload, and the generation that its entry names."""
+
+    payload: NDArray[np.uint8]
+    generation: int
+
+
+class RecordBytes(Protocol):
+    """Fetches the bytes of a record, unchecked."""
+
+    def fetch(
+        self,
+        key: PageKey,
+        out: NDArray[np.uint8],
+        scratch: NDArray[np.uint8],
+        held: int | None,
+    ) -> Fetched:
+        """Fill ``out`` with a payload as long as it, or its beginning with one of ``held`` bytes, ``scratch`` behind
+        BLOCK with any other, and ``scratch`` up to BLOCK with the head.
+
+        KeyError, IntegrityError, OSError, lmdb.Error as ``RecordReader.fetch`` raises them.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close what it opened."""
+        ...
+
+
+class InlineBytes:
+    """Of records that LMDB keeps. Keeps data.mdb open twice where ``direct``, for buffers that are not aligned."""
+
+    def __init__(
+        self, env: lmdb.Environment, catalogue: lmdb._Database, pages: lmdb._Database, *, direct: bool
+    ) -> None:
+        self._env = env
+        self._catalogue = catalogue
+        self._pages = pages
+        self._block = env.stat()["psize"]
+        # data.mdb only: closing any descriptor of lock.mdb would drop LMDB's own locks.
+        self._fd = os.open(Path(env.path()) / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        self._direct_fd = -1
+        if direct and self._block % BLOCK == 0:
+            self._direct_fd = os.open(Path(env.path()) / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
+            set_direct(self._direct_fd)
+
+    def fetch(
+        self,
+        key: PageKey,
+        out: NDArray[np.uint8],
+        scratch: NDArray[np.uint8],
+        held: int | None,
+    ) -> Fetched:
+        with self._env.begin(buffers=True) as txn:
+            raw = txn.get(key, db=self._catalogue)
+            if raw is None:
+                raise KeyError(key)
+            entry = unpack(key, bytes(raw))
+            body, payload = _memory(entry, out, scratch, held)
+            if entry.page_number:
+                self._read_at(entry.page_number, body, scratch[:BLOCK], BLOCK + payload.nbytes)
+            else:
+                self._copy_value(txn, key, payload, scratch)
+        return Fetched(payload, entry.generation)
+
+    def close(self) -> None:
+        os.close(self._fd)
+        if self._direct_fd >= 0:
+            os.close(self._direct_fd)
+
+    def _read_at(
+        self, page_number: int, out: NDArray[np.uint8], head: NDArray[np.uint8], wanted: int
+    ) -> None:
+        direct = self._direct_fd >= 0 and is_aligned(out) and is_aligned(head)
+        try:
+            got = os.preadv(
+                self._direct_fd if direct else self._fd, [head.data, out.data], page_number * self._block
+            )
+        except OverflowError as error:
+            raise IntegrityError("page number beyond any file") from error
+        if got < wanted:
+            raise IntegrityError(f"{got} bytes where the record has {wanted}")
+
+    def _copy_value(
+        self,
+        txn: lmdb.Transaction[memoryview],
+        key: PageKey,
+        out: NDArray[np.uint8],
+        scratch: NDArray[np.uint8],
+    ) -> None:
+        value = txn.get(key, db=self._pages)
+        if value is None:
+            raise KeyError(key)
+        record = np.frombuffer(value, dtype=np.uint8)
+        if record.nbytes != codec.HEAD_NBYTES + out.nbytes:
+            raise IntegrityError(f"value of {record.nbytes} bytes for a payload of {out.nbytes}")
+        np.copyto(scratch[HEAD], record[: codec.HEAD_NBYTES])
+        np.copyto(out, record[codec.HEAD_NBYTES :])
+
+
+class ExtentBytes:
+    """Of records in extent files, whose slots are pinned while they are read. ``close`` closes the files."""
+
+    def __init__(
+        self, env: lmdb.Environment, catalogue: lmdb._Database, files: ExtentFiles, slots: Slots
+    ) -> None:
+        self._env = env
+        self._catalogue = catalogue
+        self._files = files
+        self._slots = slots
+
+    def fetch(
+        self,
+        key: PageKey,
+        out: NDArray[np.uint8],
+        scratch: NDArray[np.uint8],
+        held: int | None,
+    ) -> Fetched:
+        frees = self._slots.num_frees
+        raw = _lookup(self._env, self._catalogue, key)
+        for _ in range(_TRIES):
+            entry = unpack(key, raw)
+            body, payload = _memory(entry, out, scratch, held)
+            place = Place(entry.extent, entry.block, slot_blocks(entry.nbytes))
+            with self._slots.pinned(place):
+                # An entry that is still there now had its slot pinned before it could go. So had one that was there
+                # since the last slot was freed: then it need not be looked at.
+                again = raw if self._slots.num_frees == frees else _lookup(self._env, self._catalogue, key)
+                if again == raw:
+                    self._files.read(place, body, scratch)
+                    return Fetched(payload, entry.generation)
+            raw, frees = again, -1
+        raise KeyError(key)  # replaced faster than it can be looked up
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def _lookup(env: lmdb.Environment, catalogue: lmdb._Database, key: PageKey) -> bytes:
+    with env.begin() as txn:
+        raw = txn.get(key, db=catalogue)
+    if raw is None:
+        raise KeyError(key)
+    return raw
+
+
+def _memory(
+    entry: Entry, out: NDArray[np.uint8], scratch: NDArray[np.uint8], held: int | None
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Where a record's payload is to be read to, and the part of it that is payload.
+
+    IntegrityError for one longer than a page. One that is neither as long as memory holds it is another codec's, or of
+    a page of another length: its head tells.
+    """
+    stored = entry.stored_nbytes
+    if stored == out.nbytes:
+        return out, out
+    if stored == held and stored < out.nbytes:
+        return out[: padded(stored)], out[:stored]
+    if stored > out.nbytes and (held is None or stored > scratch.nbytes - BLOCK):
+        raise IntegrityError(f"record of {stored} bytes for a page of {out.nbytes}")
+    body = scratch[BLOCK : BLOCK + padded(stored)]
+    if body.nbytes < stored:
+        raise ValueError(f"scratch of {scratch.nbytes} bytes is too small for a page of {out.nbytes}")
+    return body, body[:stored]
