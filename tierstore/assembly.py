@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _PIN_PATIENCE_S = 600.0
+_CLOSE_S = 5.0
 
 
 class HostSlots(Protocol):
@@ -94,6 +95,11 @@ class Parts:
     mover: Mover
     metrics: Metrics
 
+    def close(self) -> None:
+        """Ends every tier, for a store that could not be made of them."""
+        if self.mover.close(_CLOSE_S) and self.arena is not None:
+            self.arena.close()
+
 
 def assemble(config: StoreConfig, layout: PageLayout, wake: Callable[[], None]) -> Parts:
     """Opens every tier the configuration names. ConfigError changes nothing."""
@@ -105,17 +111,22 @@ def assemble(config: StoreConfig, layout: PageLayout, wake: Callable[[], None]) 
     check_memory(layout, hbm_slots if device.available_nbytes() is None else None, held, host_slots)
     check_device_memory(layout, hbm_slots, device)
     pool = None if hbm_slots is None else device.open_pool(layout, hbm_slots)
-    arena = (
-        None if host_slots is None or config.host is None else _arena(config, config.host, layout, host_slots)
-    )
-    nvme = None if config.nvme is None else _open_nvme(config.nvme, held, wake)
-    metrics = Metrics()
-    if arena is not None:
-        metrics.watch_pinned(arena.pinned_nbytes)
-    if nvme is not None:
-        metrics.watch_disk(lambda: nvme.state)
-    directory = make_directory(config, layout, pool, arena, nvme, metrics)
-    mover = _mover(device, pool, arena, nvme, wake)
+    with ExitStack() as undone:
+        arena = None
+        if host_slots is not None and config.host is not None:
+            arena = _arena(config, config.host, layout, host_slots)
+            undone.callback(arena.close)
+        nvme = None if config.nvme is None else _open_nvme(config.nvme, held, wake)
+        if nvme is not None:
+            undone.callback(nvme.close, _CLOSE_S)
+        metrics = Metrics()
+        if arena is not None:
+            metrics.watch_pinned(arena.pinned_nbytes)
+        if nvme is not None:
+            metrics.watch_disk(lambda: nvme.state)
+        directory = make_directory(config, layout, pool, arena, nvme, metrics)
+        mover = _mover(device, pool, arena, nvme, wake)
+        undone.pop_all()
     return Parts(layout, device, pool, arena, nvme, directory, mover, metrics)
 
 

@@ -102,7 +102,17 @@ class TierStore:
             layout = PageLayout.of(spec)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        return cls(config, assemble(config, layout, wakeup.bump), wakeup, pump=pump)
+        try:
+            parts = assemble(config, layout, wakeup.bump)
+            try:
+                return cls(config, parts, wakeup, pump=pump)
+            except BaseException:
+                parts.close()
+                raise
+        except RuntimeError as error:  # no thread, or no memory, is to be had
+            raise ConfigError(
+                f"the store cannot be opened: {error}; allowed: what this machine has"
+            ) from error
 
     # -- pages and keys -----------------------------------------------------------------------------------------
 

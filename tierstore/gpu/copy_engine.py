@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_GRACE_S = 5.0
+
 
 class HostBytes(Protocol):
     """Page slots in host memory."""
@@ -100,8 +102,15 @@ class CpuCopyEngine:
             Thread(target=self._run, args=(queue,), name=f"tierstore-copy-to-{dst.name}", daemon=True)
             for dst, queue in self._queues.items()
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError:  # there are to be no more: those that began end
+            for queue in self._queues.values():
+                queue.put(None)
+            if self._by_layers is not None:
+                self._by_layers.close(_GRACE_S)
+            raise
 
     @property
     def polled(self) -> bool:

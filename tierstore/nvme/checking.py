@@ -32,8 +32,12 @@ class Checkers:
             threading.Thread(target=self._run, name=f"tierstore-nvme-check-{number}", daemon=True)
             for number in range(count)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError:  # there are to be no more: those that began end
+            self.close()
+            raise
 
     def offer(self, task: Task, scratch: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
         """Another scratch, and ``task`` will be run by one of the threads, which uses ``scratch`` until then.

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -64,17 +65,25 @@ class NvmeTier:
         self._num_readers = shard.readers
         self._payload, self._direct, self._codec = shard.payload, shard.direct, coding.on_disk
         self._outbox = outbox
-        self._readers = Readers(
-            shard.catalogue.reader,
-            outbox,
-            count=shard.readers,
-            page_nbytes=page_nbytes,
-            timeout_s=timeout_s,
-            coding=coding,
-        )
-        self._writer = Writer(shard.catalogue, outbox, sizing, timeout_s)
-        self.lender = Lender(shard.catalogue.reader, page_nbytes)
-        self._patience = Patience([self._readers.look, self._writer.look], timeout_s)
+        # A thread may not be had: then the directory is free again, and those that began end.
+        with ExitStack() as undone:
+            undone.callback(shard.lock.release)
+            undone.callback(shard.catalogue.close)
+            self._readers = Readers(
+                shard.catalogue.reader,
+                outbox,
+                count=shard.readers,
+                page_nbytes=page_nbytes,
+                timeout_s=timeout_s,
+                coding=coding,
+            )
+            undone.callback(self._readers.close)
+            self._writer = Writer(shard.catalogue, outbox, sizing, timeout_s)
+            undone.callback(self._writer.join, timeout_s)
+            undone.callback(self._writer.close)
+            self.lender = Lender(shard.catalogue.reader, page_nbytes)
+            self._patience = Patience([self._readers.look, self._writer.look], timeout_s)
+            undone.pop_all()
         self._disk_nbytes = 0
         self._pid = os.getpid()
         self._closed = False
@@ -232,7 +241,8 @@ class NvmeTier:
         counts = self._outbox.counts()
         hangs = self._readers.num_late > 0 or self._writer.hanging
         if not hangs:
-            self._disk_nbytes = home.disk_nbytes(self._directory)
+            with suppress(OSError):  # no descriptor is left to look with: what it was
+                self._disk_nbytes = home.disk_nbytes(self._directory)
         return {
             "path": str(self._directory),
             "state": self.state,
