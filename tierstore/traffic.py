@@ -45,7 +45,8 @@ class Traffic:
         self.pages: Counter[Edge] = Counter()
         """Pages in flight on each edge."""
         self.rates: dict[Edge, float] = {}
-        """Bytes a second of each edge, averaged over its transfers; absent until the first one ends."""
+        """Bytes a second of each edge, averaged over its transfers, of each in its share of the time in which any was
+        worked on (``Ack.seconds``); absent until the first one ends."""
         self.arrived: Counter[Edge] = Counter()
         """Pages that have crossed each edge since open."""
         self.moved_at: dict[Edge, float] = {}

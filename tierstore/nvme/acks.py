@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -22,7 +21,7 @@ class Job:
     Pages that take too long may be left to an ack of their own, so that nobody waits for them.
     """
 
-    __slots__ = ("_acked", "_began", "_late", "_left", "_outcomes", "_spent", "next", "pages", "transfer")
+    __slots__ = ("_acked", "_late", "_left", "_outcomes", "_spent", "next", "pages", "transfer")
 
     def __init__(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
         self.transfer = transfer
@@ -32,16 +31,13 @@ class Job:
         self._late: list[int] = []
         self._acked = False
         self._outcomes: list[Outcome] = [0] * self._left
-        self._began: float | None = None
         self._spent = 0.0
 
-    def begin(self, now: float) -> None:
-        """Its first page is worked on: until then it waited behind others, which says nothing of the disk's rate."""
-        if self._began is None:
-            self._began = now
-
     def spent(self, seconds: float) -> None:
-        """Its share of what was done for several at once, in place of the time since ``begin``."""
+        """Its share of the time in which pages were worked on, its own and others' at once.
+
+        Not the time that it waited behind others, which says nothing of the disk's rate.
+        """
         self._spent += seconds
 
     def done(self, index: int, outcome: Outcome) -> bool:
@@ -69,7 +65,7 @@ class Job:
         ):  # the late pages, which are the transfer now; how long they took tells nothing of the disk's rate
             pages, places, late = late, range(len(late)), []
         else:
-            seconds = self._spent or (0.0 if self._began is None else time.monotonic() - self._began)
+            seconds = self._spent
             pages = places = [index for index in range(len(self._outcomes)) if index not in late]
         self._acked, self._left = True, len(late)
         outcomes = [self._outcomes[index] for index in pages]
@@ -86,6 +82,37 @@ class Job:
             sizes=sizes if len(set(sizes)) > 1 else (),
             late=tuple(late),
         )
+
+
+class Shares:
+    """The time in which anything is worked on, each moment of it shared among all that is worked on then.
+
+    So what is done side by side takes no longer together than the clock says. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._at = 0.0
+        self._each = 0.0
+        """What one that was worked on ever since would have by now."""
+
+    def begin(self, now: float) -> float:
+        """One more is worked on; for its ``end``."""
+        self._advance(now)
+        self._number += 1
+        return self._each
+
+    def end(self, begun: float, now: float) -> float:
+        """It is worked on no more; its share, in seconds."""
+        self._advance(now)
+        self._number -= 1
+        return self._each - begun
+
+    def _advance(self, now: float) -> None:
+        """A thread may come with a time from before another's."""
+        if self._number and now > self._at:
+            self._each += (now - self._at) / self._number
+        self._at = max(self._at, now)
 
 
 class Outbox:

@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.nvme.acks import Job, Outbox, Outcome, failed
+from tierstore.nvme.acks import Job, Outbox, Outcome, Shares, failed
 from tierstore.nvme.breaker import Breaker, Circuit
 from tierstore.nvme.checking import Checkers
 from tierstore.nvme.coding import Coding, Decoders
@@ -33,12 +33,13 @@ _WORTH_CHECKING_APART = 512 << 10  # bytes of a page: handing over a smaller one
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """One page that a thread is reading. ``ticket``: the breaker's."""
+    """One page that a thread is reading. ``ticket``: the breaker's; ``begun``: the shares'."""
 
     job: Job
     index: int
     ticket: int
     since: float
+    begun: float
     late: bool = False
 
 
@@ -67,6 +68,7 @@ class Readers:
         self._changed = threading.Condition()
         self._jobs: deque[Job] = deque()
         self._reading: set[_Read] = set()
+        self._shares = Shares()
         self._num_late = 0
         self._closing = False
         self._posted = False  # acks whose queueing nobody was told of
@@ -77,8 +79,12 @@ class Readers:
             threading.Thread(target=self._run, name=f"tierstore-nvme-read-{number}", daemon=True)
             for number in range(count)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError:  # there are to be no more: those that began end
+            self.close()
+            raise
 
     @property
     def absent(self) -> bool:
@@ -209,8 +215,7 @@ class Readers:
             self._refuse(Failure.UNAVAILABLE)
             return None
         job = self._jobs[0]
-        job.begin(now)
-        read = _Read(job, job.next, ticket, now)
+        read = _Read(job, job.next, ticket, now, self._shares.begin(now))
         job.next += 1
         if job.next == len(job.pages):
             self._jobs.popleft()
@@ -226,6 +231,8 @@ class Readers:
         elif not read.late:
             self._breaker.failed(read.ticket, now)
         self._num_late -= read.late
+        if not read.late:
+            read.job.spent(self._shares.end(read.begun, now))
         if read.job.done(read.index, outcome):
             self._post(read.job)
 
@@ -234,6 +241,7 @@ class Readers:
         self._num_late += 1
         self._outbox.count("read_late")
         self._breaker.hung(read.ticket, now)
+        read.job.spent(self._shares.end(read.begun, now))
         if read.job.late(read.index):
             self._post(read.job)
 

@@ -93,9 +93,9 @@ class Measured:
     """``Costs`` out of what the store and the engine have done lately. ``read_rate``: bytes a second that the disk was
     found to give at open, None: it was not asked.
 
-    What the disk gives is counted while it has something to read: the times of single transfers overlap. Not beside
-    steps that compute: what is read meanwhile is told of, and more asked for, only when they have ended. What it gave a
-    minute ago says nothing: loads are tried again, so that a bad moment is not for ever.
+    What the disk gives is counted while it has something to read. Not beside steps that compute: what is read meanwhile
+    is told of, and more asked for, only when they have ended. What it gave a minute ago says nothing: loads are tried
+    again, so that a bad moment is not for ever.
     """
 
     def __init__(
