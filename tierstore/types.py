@@ -187,8 +187,8 @@ class Erase:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """What became of a transfer: nothing writes its slots now. ``nbytes``: bytes of the pages that arrived. ``seconds``:
-    its share of the time in which its room worked on transfers, so that those of several at once add up to no more.
+    """What became of a transfer: nothing writes its slots now. ``nbytes``: bytes of the pages that arrived.
+    ``seconds``: its share of the time in which its room worked on transfers: of several at once they add up to no more.
 
     ``sizes``: of each page that arrived, in the transfer's order; empty where all have the same. ``late``: positions of
     pages whose slots may still be written, and for which nobody is to wait: they are the transfer from here on, in this
