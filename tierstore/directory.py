@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from tierstore.admitting import Admitting
 from tierstore.arrivals import Arrivals
 from tierstore.drops import Drops
-from tierstore.errors import CapacityError, LeaseError
 from tierstore.hints import HintTable
 from tierstore.leasing import Leasing
 from tierstore.loads import Loads
 from tierstore.outgoing import Outgoing
+from tierstore.owned_slots import OwnedSlots
 from tierstore.placement import Placement
 from tierstore.promoting import Promoting
 from tierstore.residency import Residency
@@ -56,6 +56,7 @@ class Directory:
         self.placement = Placement(self.residency, self.traffic, record_nbytes, flush_s)
         self.space = self.placement.space
         self.admitting = Admitting(self.residency, history, admission, budget, record_nbytes)
+        self.owned = OwnedSlots(self.residency, self.space, self.drops)
         self.hints = HintTable(self.residency)
         self.drops.left = self._left
         self._watcher: Callable[[PageKey, Tier], None] | None = None
@@ -88,22 +89,6 @@ class Directory:
 
     # -- HBM slots ----------------------------------------------------------------------------------------------
 
-    def allocate(self, n: int, *, reserve: int) -> list[int] | None:
-        """``n`` owned HBM slots, or None, changing nothing, if ``reserve`` are not free or droppable now."""
-        if self.space.room(Tier.HBM) < reserve and not self._could_drop(reserve):
-            return None
-        slots: list[int] = []
-        try:
-            for _ in range(n):
-                slots.append(self.residency.take(Tier.HBM))
-        except CapacityError:
-            self.retire(slots)
-            self.free(slots)
-            return None
-        finally:
-            self.drops.note()
-        return slots
-
     def want_slots(self, n: int, now: float) -> bool:
         """Somebody waits for ``n`` HBM slots: saves victims below, drops some where saving is stuck.
 
@@ -116,26 +101,6 @@ class Directory:
         self.loads.give_back(n - self.space.room(Tier.HBM))
         self._finish(now)
         return self.space.room(Tier.HBM) > before
-
-    def retire(self, slots: Sequence[int]) -> None:
-        """Owned slots may not be used any more by their owner, and not yet by others; ``free`` ends that."""
-        self.require_owned(slots)
-        for slot in slots:
-            self.residency.retire(Tier.HBM, slot)
-
-    def free(self, slots: Sequence[int]) -> None:
-        """Retired slots become free."""
-        for slot in slots:
-            self.residency.release_retired(Tier.HBM, slot)
-
-    def require_owned(self, slots: Sequence[int]) -> None:
-        """LeaseError unless all slots are owned by callers, each named once."""
-        owned = self.residency.tables[Tier.HBM].owned
-        strange = [slot for slot in slots if slot not in owned]
-        if strange:
-            raise LeaseError(f"slot {strange[0]} is not owned by a caller")
-        if len(set(slots)) != len(slots):
-            raise LeaseError("a slot is named twice")
 
     # -- out of an engine, and into a lease --------------------------------------------------------------------
 
@@ -284,11 +249,6 @@ class Directory:
         self.arrivals.came, self._watcher = came, left
 
     # -- inside -------------------------------------------------------------------------------------------------
-
-    def _could_drop(self, n: int) -> bool:
-        """With no tier below to go to, a page is droppable when its last child goes: room() does not count it yet."""
-        hbm = self.residency.tables[Tier.HBM]
-        return len(hbm.free) + self.residency.unpinned(Tier.HBM) - len(hbm.dirty) >= n
 
     def _lift(self, limit: int) -> None:
         for key in self.residency.lift(limit):

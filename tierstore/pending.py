@@ -118,7 +118,7 @@ class PendingEvents:
             keys, slots, parent, lease, written=written, memory_only=memory_only
         )
         if after is None or written:
-            self._directory.free(duplicates)
+            self._directory.owned.free(duplicates)
             return kept
         self.retired.extend(duplicates)
         self._defer(after, partial(self._freed, duplicates))
@@ -163,9 +163,9 @@ class PendingEvents:
 
     def free(self, slots: tuple[int, ...], after: Event | None) -> None:
         """``free``: nobody owns the slots from now on; they are reused after the event."""
-        self._directory.retire(slots)
+        self._directory.owned.retire(slots)
         if after is None or _happened(after):
-            self._directory.free(slots)
+            self._directory.owned.free(slots)
         else:
             self.retired.extend(slots)
             self._defer(after, partial(self._freed, slots))
@@ -203,7 +203,7 @@ class PendingEvents:
     def _freed(self, slots: Sequence[int]) -> bool:
         for slot in slots:
             self.retired.remove(slot)
-        self._directory.free(slots)
+        self._directory.owned.free(slots)
         return False
 
     def _copied_out(

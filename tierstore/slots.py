@@ -66,7 +66,7 @@ class OwnSlots:
         if parents is not None:
             raise ConfigError("put(parents=...): HBM belongs to the store; allowed with hbm.owner: engine")
         with self._progress.lock:
-            self._directory.require_owned(slots)
+            self._directory.owned.require(slots)
         kept: list[int] = []
         for i in range(0, len(keys), BATCH_PAGES):
             parent = keys[i - 1] if i else parent
@@ -114,10 +114,12 @@ class OwnSlots:
         made_room = False
         while len(slots) < n:
             with self._progress.lock:
-                taken = self._directory.allocate(min(n - len(slots), BATCH_PAGES), reserve=n - len(slots))
+                taken = self._directory.owned.allocate(
+                    min(n - len(slots), BATCH_PAGES), reserve=n - len(slots)
+                )
                 if taken is None:
-                    self._directory.retire(slots)
-                    self._directory.free(slots)
+                    self._directory.owned.retire(slots)
+                    self._directory.owned.free(slots)
                     made_room = self._directory.want_slots(n, monotonic())
                 self._progress.submit()
             if taken is None:

@@ -110,14 +110,14 @@ class Simulation:
         missing = len(keys) - start
         if not missing:
             return
-        slots = self.directory.allocate(missing, reserve=missing)
+        slots = self.directory.owned.allocate(missing, reserve=missing)
         while slots is None and self._make_room(missing, now):
-            slots = self.directory.allocate(missing, reserve=missing)
+            slots = self.directory.owned.allocate(missing, reserve=missing)
         if slots is None:
             return
         parent = keys[start - 1] if start else None
         _, duplicates = self.directory.sealing.put(keys[start:], slots, parent, None, written=True)
-        self.directory.free(duplicates)
+        self.directory.owned.free(duplicates)
 
     def _make_room(self, pages: int, now: float) -> bool:
         """Saves or drops what stands in the way; whether that made a difference."""
