@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from enum import Enum
 from math import inf
 from numbers import Real
 from operator import index
@@ -61,6 +62,16 @@ def whole(name: str, value: SupportsIndex, least: int = 0) -> int:
     if found < least:
         raise ValueError(f"{name} is {found}; allowed: an integer of at least {least}")
     return found
+
+
+def require_member(call: str, value: object, allowed: Sequence[Enum], *others: str) -> None:
+    """ValueError for what is none of these: True, 1 and 1.0 equal a member that counts as 1, and have no name.
+
+    ``call``: what was asked for, in the message. ``others``: what else is allowed, in words.
+    """
+    if not any(value is member for member in allowed):
+        names = ", ".join([*(member.name for member in allowed), *others]) or "none"
+        raise ValueError(f"{call} {value!r:.60}; allowed: {names}")
 
 
 def slot_numbers(slots: Iterable[SupportsIndex]) -> list[int]:

@@ -8,7 +8,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from tierstore import invariants, report
-from tierstore.arguments import require_flag, require_time, seconds_to_wait, whole
+from tierstore.arguments import require_flag, require_member, require_time, seconds_to_wait, whole
 from tierstore.assembly import Parts, assemble, loss_class
 from tierstore.config import StoreConfig
 from tierstore.errors import ConfigError
@@ -312,10 +312,11 @@ class TierStore:
         self._progress.advance()
         _require_hints(hint, *over)
         require_key_list(keys)
-        if self._directory.promoting.source(tier) is None or len(keys) > BATCH_PAGES:
-            raise ValueError(
-                f"promote of {len(keys)} pages to {tier!r}; allowed: 32, a tier with one below it"
-            )
+        tables = self._directory.residency.tables
+        above = [t for t in tables if self._directory.promoting.source(t) is not None]
+        require_member("promote to", tier, above)
+        if len(keys) > BATCH_PAGES:
+            raise ValueError(f"promote of {len(keys)} pages; allowed: {BATCH_PAGES} at most")
         with self._lock:
             found = self._directory.promote(hint, keys, tier, over, monotonic())
             self._progress.submit()
@@ -330,10 +331,7 @@ class TierStore:
         self._progress.advance()
         require_key_list(keys)
         below = [t for t in self._directory.residency.tables if t > Tier.HBM]
-        if tier not in below:
-            raise ValueError(
-                f"demote to {tier!r}; allowed: {', '.join(t.name for t in below) or 'no tier is below HBM'}"
-            )
+        require_member("demote to", tier, below)
         accepted = 0
         for chunk in _chunks(keys):
             with self._lock:
@@ -349,9 +347,8 @@ class TierStore:
         """
         self._progress.advance()
         require_key_list(keys)
-        if tier is not None and tier not in list(Tier):
-            allowed = ", ".join(each.name for each in Tier)
-            raise ValueError(f"evict from {tier!r}; allowed: {allowed}, or None for all")
+        if tier is not None:
+            require_member("evict from", tier, list(Tier), "or None for all")
         tiers = [t for t in self._directory.residency.tables if tier is None or t == tier]
         dropped = 0
         for chunk in reversed(_chunks(keys)):

@@ -252,6 +252,22 @@ def test_counts_and_layers_below_the_first_are_refused(store: TierStore, lease: 
     lease.release()
 
 
+@pytest.mark.parametrize("strange", [True, False, 0, 1, 1.0, np.int64(1), "HOST", [Tier.HOST]], ids=repr)
+def test_what_only_equals_a_tier_is_none(store: TierStore, strange: Any) -> None:
+    """True and 1 equal HOST: pages would be on their way to a tier that has no name."""
+    hint = Hint("r", 1, tuple(chain(2)))
+    store.hint(hint)
+    write(store, chain(2))
+    with pytest.raises(ValueError, match=r"demote to .*; allowed: HOST"):
+        store.demote(chain(2), strange)
+    with pytest.raises(ValueError, match=r"evict from .*; allowed: HBM, HOST"):
+        store.evict(chain(2), strange)
+    with pytest.raises(ValueError, match=r"promote to .*; allowed: HBM"):
+        store.promote(hint, chain(2), strange)
+    assert store.drain(PATIENCE_S)
+    assert store.match(chain(2)).tiers == (Tier.HBM, Tier.HBM)
+
+
 @pytest.mark.parametrize("revision", [1.5, math.nan, True, "1"])
 def test_a_revision_that_is_no_integer_is_refused(revision: Any) -> None:
     """Neither above nor below another: no later hint would end it."""
