@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from tierstore.store import TierStore
     from tierstore.types import PageSpec, Tier
 
+    Opened = Callable[[PageSpec, int, Tier], TierStore]
+    """A store for a document of so many pages that lies in the tier."""
+
+    Shelf = Callable[[int, Tier], Library]
+    """Documents of so many tokens that lie in the tier."""
+
 PAGE_SIZE = 64
 
 
@@ -93,31 +99,47 @@ def hints(
 
 def _shelf(
     model: str, device: str, documents: int, layers: int, docs: list[Path] | None, scratch: Path
-) -> Callable[[int, Tier], Library]:
+) -> Shelf:
     """What opens documents of so many tokens, in a store of their own that ends at the tier in which they lie."""
-    from tierstore.bench.hinted_pages import Pages, open_store, page_spec
+    from tierstore.bench.hinted_pages import open_store
 
     def opened(spec: PageSpec, pages: int, source: Tier) -> TierStore:
         place = scratch / source.name if source.name == "NVME" else None
         return open_store(spec, pages, documents, device, place)
 
+    if model == "none":
+        return _of_pages(opened, documents, layers)
+    if model == "random":
+        return _of_random_model(opened, device, documents, layers)
+    return _of_texts(opened, model, device, documents, docs)
+
+
+def _of_pages(opened: Opened, documents: int, layers: int) -> Shelf:
+    from tierstore.bench.hinted_pages import Pages, page_spec
+
     def alone(tokens: int, source: Tier) -> Library:
         pages = tokens // PAGE_SIZE
         return Pages(opened(page_spec(layers), pages, source), documents, pages, PAGE_SIZE)
 
-    if model == "none":
-        return alone
+    return alone
+
+
+def _of_random_model(opened: Opened, device: str, documents: int, layers: int) -> Shelf:
     from tierstore.bench import hinted_model as models
 
-    if model == "random":
-        drawn = models.random_model(models.llama_8b(layers), device)
+    drawn = models.random_model(models.llama_8b(layers), device)
 
-        def answered(tokens: int, source: Tier) -> Library:
-            store = opened(models.spec_of_random(drawn, PAGE_SIZE), tokens // PAGE_SIZE + 1, source)
-            ids = [[number + 1] * (tokens + models.QUESTION) for number in range(documents)]
-            return models.Answers(store, drawn, ids, computed=False)
+    def answered(tokens: int, source: Tier) -> Library:
+        store = opened(models.spec_of_random(drawn, PAGE_SIZE), tokens // PAGE_SIZE + 1, source)
+        ids = [[number + 1] * (tokens + models.QUESTION) for number in range(documents)]
+        return models.Answers(store, drawn, ids, computed=False)
 
-        return answered
+    return answered
+
+
+def _of_texts(opened: Opened, model: str, device: str, documents: int, docs: list[Path] | None) -> Shelf:
+    """ConfigError where there is no such model."""
+    from tierstore.bench import hinted_model as models
     from tierstore.demo.documents import COMMON_LICENCES
     from tierstore.demo.model import ModelError, model_folder
 

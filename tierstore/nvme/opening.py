@@ -79,7 +79,17 @@ def open_shard(
         marker, sizing = _prepare(directory, marker, payload, ask=readers is None)
         readers = readers or marker.readers or DEFAULT_READERS
         works = direct.works(directory)
-        catalogue = _open_catalogue(directory, marker, sizing, readers, works, coding)
+        opened = partial(
+            Catalogue,
+            directory,
+            sizing,
+            fingerprint=marker.fingerprint,
+            page_nbytes=marker.page_nbytes,
+            readers=readers,
+            direct=works,
+            coding=coding,
+        )
+        catalogue = _usable(opened, directory, marker)
         return OpenShard(directory, lock, catalogue, sizing, marker.payload, works, readers)
     except (OSError, lmdb.Error) as error:
         lock.release()
@@ -236,27 +246,10 @@ def _foreign(directory: Path, marker: home.ShardMarker) -> str | None:
     return None
 
 
-def _open_catalogue(
-    directory: Path,
-    marker: home.ShardMarker,
-    sizing: Sizing,
-    readers: int,
-    works: bool,
-    coding: Coding,
-) -> Catalogue:
+def _usable(opened: Callable[[], Catalogue], directory: Path, marker: home.ShardMarker) -> Catalogue:
     """The environment. One that breaks on first use, though a child could walk it, makes room for an empty one, and so
     does one that fills its map.
     """
-    opened = partial(
-        Catalogue,
-        directory,
-        sizing,
-        fingerprint=marker.fingerprint,
-        page_nbytes=marker.page_nbytes,
-        readers=readers,
-        direct=works,
-        coding=coding,
-    )
     try:
         catalogue = opened()
     except _BROKEN as error:
