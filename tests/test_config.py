@@ -125,6 +125,8 @@ def test_an_engine_brings_its_own_memory(tmp_path: Path) -> None:
         ("24 gib", 24 << 30),
         ("0.5MiB", 1 << 19),
         ("1TiB", 1 << 40),
+        ("7EiB", 7 << 60),
+        ("8EB", 8 * 10**18),
         ("7B", 7),
     ],
 )
@@ -149,6 +151,7 @@ def test_sizes_are_bytes_in_units_of_1000_or_1024(tmp_path: Path, text: str, nby
         "1Gb it",
         "1e400",
         "9EiB",
+        "8EiB",
         "8388608TiB",
         "nan",
         ".inf",
@@ -196,6 +199,9 @@ def test_an_impossible_time_is_refused(tmp_path: Path, text: str) -> None:
         ("host: {capacity: 1GiB, polcy: lru}", ["host.polcy", "'lru'", "did you mean host.policy?"]),
         ("nvme: {path: d, capacity: 1GiB, zzz: 7}", ["nvme.zzz", "'7'", "path, capacity, codec, payload"]),
         ("7: 8", ["7", "'8'", "page_size"]),
+        ("HOST: {capacity: 1GiB}", ["HOST", "did you mean host?"]),
+        ("host: {Capacity: 1GiB}", ["host.Capacity", "did you mean host.capacity?"]),
+        ('"a\\nb\\e[31m": 1', [r"'a\nb\x1b[31m' (= '1') is not a key"]),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_name(tmp_path: Path, text: str, parts: list[str]) -> None:
@@ -295,6 +301,38 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"host: \xff")
     with pytest.raises(ConfigError, match=r"latin\.yaml: is not UTF-8"):
         load_config(tmp_path / "latin.yaml")
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_what_is_no_name_of_a_file_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"configuration is .*; allowed: the path of a YAML file"):
+        load_config(name)
+    with pytest.raises(ConfigError, match=r"nvme\.path is .*; allowed: the path of a directory"):
+        load_config({"nvme": {"path": name, "capacity": "1GiB"}})
+
+
+def test_a_value_too_long_to_be_written_is_refused_like_any_other() -> None:
+    many = 10**5000
+    tree = {
+        "page_size": many,
+        "host": {"capacity": many},
+        "nvme": {"path": "d", "capacity": 1, "readers": many},
+    }
+    with pytest.raises(ConfigError) as caught:
+        load_config(tree)
+    for key in ("page_size", "host.capacity", "nvme.readers"):
+        assert f"{key} is an integer of thousands of digits; allowed: " in str(caught.value)
+    with pytest.raises(ConfigError, match="is not a key"):
+        load_config({many: 1})  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match=r"'\\ud800' is not a key of host; allowed: text"):
+        load_config({"host": {"\ud800": 1}})
+
+
+def test_a_file_whose_aliases_multiply_is_refused_shortly(tmp_path: Path) -> None:
+    shared = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 100)}]\n" for n in range(1, 12))
+    message = refusal(tmp_path, f"a0: &a0 [{', '.join('x' * 100)}]\n{shared}host: *a11")
+    assert "host is [[[" in message
+    assert len(message) < 4000
 
 
 def test_a_mapping_is_checked_like_a_file() -> None:

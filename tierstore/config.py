@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -25,13 +26,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, Wi
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from tierstore.errors import ConfigError
-from tierstore.units import MOST_READERS, parse_readers, parse_seconds, parse_share, parse_size
+from tierstore.units import MOST_READERS, parse_readers, parse_seconds, parse_share, parse_size, written
 
 
 def _tokens(value: object) -> int:
-    if isinstance(value, bool) or re.fullmatch("[1-9][0-9]{0,5}", str(value)) is None:
+    if re.fullmatch("[1-9][0-9]{0,5}", written(value)) is None:
         raise ValueError("a whole number of tokens, 1 to 999999")
-    return int(str(value))
+    return int(written(value))
 
 
 def _device(value: object) -> str:
@@ -43,12 +44,20 @@ def _device(value: object) -> str:
 def _directory(value: object) -> Path:
     """Absolute, so that a later chdir does not move the store."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
-    if not isinstance(text, str) or not text.strip() or "\0" in text:
+    if not isinstance(text, str) or not text.strip() or not _is_path(text):
         raise ValueError("the path of a directory")
     try:
         return Path(os.path.abspath(Path(text).expanduser()))
     except RuntimeError:
         raise ValueError("the path of a directory whose ~user exists") from None
+
+
+def _is_path(text: str) -> bool:
+    """Whether the system takes it as the name of something."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 _TEXT = {"type": "string"}
@@ -182,6 +191,8 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, object]) -> StoreC
             f"configuration is {_shown(source)}; allowed: the path of a YAML file, or a mapping"
         )
     name = os.fspath(source)
+    if not _is_path(name):
+        raise ConfigError(f"configuration is {_shown(name)}; allowed: the path of a YAML file, or a mapping")
     return _checked(name, _read(name))
 
 
@@ -245,14 +256,16 @@ def _checked(name: str, tree: dict[Any, Any]) -> StoreConfig:
 
 def _explained(detail: ErrorDetails) -> str:
     """One fault in our words: dotted key, value, what is allowed."""
-    path = [str(part) for part in detail["loc"]]
+    path = [part if part.isprintable() else _shown(part) for part in map(str, detail["loc"])]
     key, value = ".".join(path), _shown(detail["input"])
     section = _SECTIONS.get(path[0] if path else "", StoreConfig) if len(path) > 1 else StoreConfig
     match detail["type"]:
         case "extra_forbidden" | "invalid_key":
-            near = difflib.get_close_matches(path[-1], section.model_fields, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(path[-1].lower(), section.model_fields, n=1, cutoff=0.5)
             guess = f"did you mean {'.'.join([*path[:-1], near[0]])}? " if near else ""
             return f"{key} (= {value}) is not a key; {guess}allowed here: {_names(section)}"
+        case "string_unicode":
+            return f"{value} is not a key{f' of {key}' if key else ''}; allowed: text that a file can hold"
         case "missing":
             return f"{key} is missing; allowed: {_NEEDED[path[-1]]}"
         case "capacity_missing":
@@ -282,5 +295,14 @@ def _names(section: type[_Section]) -> str:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    """At most 80 characters, however large or deeply shared the value is."""
+    try:
+        text = _SHORT.repr(value)
+    except ValueError:
+        text = "an integer of thousands of digits"
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = _SHORT.maxlist = _SHORT.maxdict = 4
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200

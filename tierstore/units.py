@@ -12,12 +12,12 @@ from typing import Literal
 
 _QUANTITY = re.compile(r"((?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z]*)")
 _SIZES = {"": Decimal(1), "b": Decimal(1)}
-_SIZES |= {f"{prefix}b": Decimal(1000**power) for power, prefix in enumerate("kmgtp", 1)}
-_SIZES |= {f"{prefix}ib": Decimal(1024**power) for power, prefix in enumerate("kmgtp", 1)}
+_SIZES |= {f"{prefix}b": Decimal(1000**power) for power, prefix in enumerate("kmgtpe", 1)}
+_SIZES |= {f"{prefix}ib": Decimal(1024**power) for power, prefix in enumerate("kmgtpe", 1)}
 _TIMES = {"": Decimal(1), "us": Decimal("1e-6"), "ms": Decimal("1e-3"), "s": Decimal(1), "min": Decimal(60)}
 MOST_READERS = 64
 
-_SIZE_ALLOWED = 'a size of 1 byte to 8 EiB, such as 1048576, "1e9", "10GB" or "24GiB"'
+_SIZE_ALLOWED = 'a size of at least 1 byte and less than 8 EiB, such as 1048576, "1e9", "10GB" or "24GiB"'
 _TIME_ALLOWED = 'a time above 0 and up to an hour, such as 2, "1.5s" or "200ms"'
 _SHARE_ALLOWED = "a number above 0 and up to 1"
 
@@ -48,12 +48,20 @@ def parse_share(value: object) -> float:
 
 def parse_readers(value: object) -> int | Literal["auto"]:
     """A number of threads, or "auto"."""
-    text = str(value)
+    text = written(value)
     if text == "auto":
         return "auto"
-    if isinstance(value, bool) or re.fullmatch("[1-9][0-9]?", text) is None or int(text) > MOST_READERS:
+    if re.fullmatch("[1-9][0-9]?", text) is None or int(text) > MOST_READERS:
         raise ValueError(f"'auto', or 1 to {MOST_READERS}")
     return int(text)
+
+
+def written(value: object) -> str:
+    """What stands in a file for this value; "" for True, False and an integer that Python would not write."""
+    try:
+        return "" if isinstance(value, bool) else str(value)
+    except ValueError:  # thousands of digits
+        return ""
 
 
 def format_size(nbytes: int) -> str:
@@ -65,7 +73,7 @@ def format_size(nbytes: int) -> str:
 
 
 def _quantity(value: object, units: Mapping[str, Decimal], allowed: str) -> Decimal:
-    text = str(value).strip() if isinstance(value, int | float | str) and not isinstance(value, bool) else ""
+    text = written(value).strip() if isinstance(value, int | float | str) else ""
     found = _QUANTITY.fullmatch(text)
     if found is None or found[2].lower() not in units:
         raise ValueError(allowed)
