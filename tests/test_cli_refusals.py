@@ -6,6 +6,7 @@ import os
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -13,6 +14,7 @@ from typer.testing import CliRunner, Result
 from tests.test_cli import last_line, tierstore
 from tests.test_cli_archive import filled
 from tierstore.cli import app
+from tierstore.cli.output import finite
 from tierstore.demo import command as demo_room
 from tierstore.demo import model as model_room
 from tierstore.demo.known import GEMMA3, KNOWN, SMOLLM2, KnownModel, short_name
@@ -195,3 +197,35 @@ def test_flags_of_export_that_do_not_fit_are_named(tmp_path: Path) -> None:
 def test_what_is_no_size_is_named_with_its_option(words: list[str]) -> None:
     option = next(word for word, value in pairwise(words) if "foo" in value)
     require_refused(here("bench", *words, "--device", "cpu"), f"{option} foo; allowed: a size of 1 byte")
+
+
+FLOATS = [
+    ["bench", "nvme", "--idle"],
+    ["bench", "codec", "--synthetic", "--seconds"],
+    ["bench", "prefetch", "trace.jsonl", "--utilisation", "0.5", "--utilisation"],
+    ["plan", "config.yaml", "--model", "llama-3.1-8b", "--prefill-tokens-per-s"],
+]
+
+
+@pytest.mark.parametrize("words", FLOATS, ids=lambda words: words[1])
+@pytest.mark.parametrize("number", ["nan", "-nan", "inf", "1e999"])
+def test_an_option_that_takes_a_number_takes_a_finite_one(words: list[str], number: str) -> None:
+    result = here(*words, number)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert words[-1] in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_every_option_that_takes_a_float_refuses_what_is_not_finite() -> None:
+    found = [
+        (command.__name__, name, option.callback)
+        for group in (app, *(each.typer_instance for each in app.registered_groups))
+        if group is not None
+        for info in group.registered_commands
+        if (command := info.callback) is not None
+        for name, hint in get_type_hints(command, include_extras=True).items()
+        if "float" in str(get_args(hint)[:1])
+        for option in get_args(hint)[1:]
+    ]
+    assert len(found) == len(FLOATS)
+    assert [each for each in found if each[2] is not finite] == []

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from tierstore.cli.output import Json, print_json, progress, refusals, require_folder
+from tierstore.cli.output import Json, finite, print_json, progress, refusals, require_folder
 from tierstore.units import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -85,7 +85,10 @@ def nvme(
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each kind, each with a raw one beside it.")] = 7,
     readers: Annotated[int, typer.Option(min=1, help="Threads that read, of everyone.")] = 2,
     stall_size: Annotated[str, typer.Option(help="Bytes moved while a thread watches for stalls.")] = "2GiB",
-    idle: Annotated[float, typer.Option(min=0.01, help="Seconds of watching with nothing moved.")] = 5.0,
+    idle: Annotated[
+        float,
+        typer.Option(min=0.01, max=3600.0, callback=finite, help="Seconds of watching with nothing moved."),
+    ] = 5.0,
     place: Annotated[
         Path, typer.Option("--dir", help="A folder on the disk to measure; one in it comes and goes.")
     ] = Path(),

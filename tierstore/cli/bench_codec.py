@@ -12,7 +12,7 @@ from rich.table import Table
 
 from tierstore.cli.bench import table_of
 from tierstore.cli.compare import WIDE
-from tierstore.cli.output import Json, print_json, progress, refusals, require_place
+from tierstore.cli.output import Json, finite, print_json, progress, refusals, require_place
 from tierstore.demo.known import ALLOWED, SMOLLM2
 from tierstore.errors import ConfigError
 
@@ -47,7 +47,10 @@ def codec(
         int, typer.Option(min=1, help="Tokens of the first text for the figures of exp.")
     ] = 3072,
     seconds: Annotated[
-        float, typer.Option(min=0.0, help="Of one run with one thread, or two; there are 252.")
+        float,
+        typer.Option(
+            min=0.0, max=3600.0, callback=finite, help="Of one run with one thread, or two; there are 252."
+        ),
     ] = 0.1,
     plot: Annotated[
         Path | None, typer.Option(help="Draw ratio against divergence into this file: .png, .svg, .pdf.")

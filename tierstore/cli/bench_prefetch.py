@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID, TextColumn
 from rich.table import Table
 
-from tierstore.cli.output import Json, print_json, progress, refusals
+from tierstore.cli.output import Json, finite, print_json, progress, refusals
 from tierstore.cli.replay import _files
 from tierstore.units import parse_size
 
@@ -34,7 +34,8 @@ def prefetch(
     link: Annotated[str, typer.Option(help="Bytes a second into HBM.")] = "54GB",
     token: Annotated[str, typer.Option(help="Bytes of KV a token.")] = "128KiB",
     utilisation: Annotated[
-        list[float] | None, typer.Option(min=0.01, max=1.0, help="May be repeated. .7 and .9 if not given.")
+        list[float] | None,
+        typer.Option(min=0.01, max=1.0, callback=finite, help="May be repeated. .7 and .9 if not given."),
     ] = None,
     requests: Annotated[int | None, typer.Option(min=1, help="Only the first so many of each trace.")] = None,
     as_json: Json = False,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -17,6 +18,8 @@ from tierstore.units import format_size, parse_size
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+
+_Number = TypeVar("_Number", float, float | None, list[float] | None)
 
 REFUSED = 2
 """Exit code: it could not be done as asked."""
@@ -31,6 +34,16 @@ def print_json(result: Mapping[str, object]) -> None:
 
 def _plain(value: object) -> str:
     return value.hex() if isinstance(value, bytes) else str(value)
+
+
+def finite(value: _Number) -> _Number:
+    """The callback of every option that takes a float, or several: "nan" and "inf" pass any ``min``, and the first any
+    ``max``. A usage error for them."""
+    found = value if isinstance(value, list) else [value]
+    strange = [number for number in found if number is not None and not isfinite(number)]
+    if strange:
+        raise typer.BadParameter(f"{strange[0]}; allowed: a finite number")
+    return value
 
 
 @contextmanager

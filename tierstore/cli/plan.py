@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tierstore.cli.output import Json, print_json, progress, refusals
+from tierstore.cli.output import Json, finite, print_json, progress, refusals
 from tierstore.config import load_config
 from tierstore.units import format_size
 
@@ -34,7 +34,10 @@ def plan(
         typer.Option(min=1, help="Length of a document; may be repeated. 8192 if not given."),
     ] = None,
     prefill_tokens_per_s: Annotated[
-        float | None, typer.Option(min=1e-9, help="Speed of your engine's prefill, instead of a prediction.")
+        float | None,
+        typer.Option(
+            min=1e-9, callback=finite, help="Speed of your engine's prefill, instead of a prediction."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
