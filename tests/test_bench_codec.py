@@ -158,9 +158,8 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 
 def test_pages_of_a_model_are_its_own_keys_and_values(tmp_path: Path) -> None:
-    folder, text = tiny_model(tmp_path / "model"), tmp_path / "text.txt"
-    text.write_text("a licence " * 20)
-    sample = kv.of_model(folder, text, 100, 32)
+    folder = tiny_model(tmp_path / "model")
+    sample = kv.sample(Reader(folder), "text", "a licence " * 20, 100, 32)
     assert sample.spec.shape == (3, 2, 32, 2, 8)
     assert len(sample.pages) == 3
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()

@@ -19,12 +19,7 @@ Slots = Counter[tuple[Tier, int]]
 
 def check(directory: Directory, pending: PendingEvents) -> None:
     """AssertionError unless every invariant of residency, transfers and leases holds. O(pages), changes nothing."""
-    residency = directory.residency
-    for tier, table in residency.tables.items():
-        _check_slots(tier, table)
-        _check_queues(residency, tier, table)
-    _check_lineage(residency)
-    _check_memory_only(residency)
+    check_residency(directory.residency)
     _check_transfers(directory)
     _check_pins(directory, pending)
     _check_leases(directory)

@@ -10,8 +10,6 @@ import numpy as np
 from tierstore.types import PageSpec
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
     from numpy.typing import NDArray
 
@@ -39,17 +37,6 @@ def synthetic(tokens: int, page_size: int) -> Sample:
         drawn = chance.standard_normal(spec.shape, dtype=np.float32) * scales
         pages.append((drawn.view(np.uint32) >> 16).astype("<u2").reshape(-1).view(np.uint8))
     return Sample(spec, pages, "synthetic bfloat16: normal numbers, a scale a channel")
-
-
-def of_model(folder: Path, text: Path, tokens: int, page_size: int) -> Sample:
-    """K and V that the model in ``folder`` computes in bfloat16 for the first ``tokens`` tokens of ``text``.
-
-    OSError if a file cannot be read or has no full page; nothing is downloaded.
-    """
-    from tierstore.bench.reading import Reader  # imports torch: a second or more, and not for synthetic pages
-
-    words = text.read_text(encoding="utf-8", errors="replace")
-    return sample(Reader(folder), text.name, words, tokens, page_size)
 
 
 def sample(reader: Reader, name: str, text: str, tokens: int, page_size: int) -> Sample:
