@@ -193,6 +193,54 @@ def test_an_offer_that_was_not_taken_is_not_stored_as_if_it_had_come() -> None:
     engine.close()
 
 
+def with_an_offer_that_the_weights_changed_after() -> tuple[Engine, str]:
+    """vLLM 0.33 has put the load off: the request has blocks for the pages, and counts them."""
+    engine = Engine(HOST)
+    engine.add(DOCUMENT, 2)
+    engine.run()
+    engine.forget()
+    name = engine.add(DOCUMENT, 2)
+    request = engine.requests[name]
+    assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (8, True)
+    request.tables = [[]]
+    engine.pool.grow(request.tables, 8)
+    request.num_computed_tokens, request.status = 8, "loading"
+    engine.epoch += 1
+    assert engine.scheduler.reset_cache()
+    return engine, name
+
+
+def test_an_offer_that_is_taken_after_the_weights_changed_is_told_to_have_failed() -> None:
+    engine, name = with_an_offer_that_the_weights_changed_after()
+    engine._tell(engine.requests[name], 8)
+    engine.run()
+    assert engine.recomputed == 1
+    assert engine.answers[name] == engine.answers["r1"]
+    assert len(engine.free) == 8
+    engine.check()
+    engine.close()
+
+
+def test_an_offer_that_was_not_taken_when_the_weights_changed_is_not_stored_as_if_it_had_come() -> None:
+    engine, name = with_an_offer_that_the_weights_changed_after()
+    keys = engine.half._known[name].chains[0].first(4)
+    engine.requests[name].told = True
+    engine.abort(name)
+    engine.run()
+    assert engine.half._tiers.store.match(keys).num_pages == 0
+    assert len(engine.free) == 8
+    engine.close()
+
+
+def test_an_offer_made_before_the_weights_changed_is_not_repeated() -> None:
+    engine, name = with_an_offer_that_the_weights_changed_after()
+    assert engine.scheduler.get_num_new_matched_tokens(engine.requests[name], 0) == (0, False)
+    engine.requests[name].told = True
+    engine.abort(name)
+    engine.run()
+    engine.close()
+
+
 def test_pages_on_their_way_out_when_the_weights_change_are_never_offered() -> None:
     # F015
     engine = Engine(HOST)

@@ -62,6 +62,7 @@ class Offers:
             verdict is None
             or (verdict.tokens, verdict.computed) != (tokens, computed)
             or verdict.asked >= _VERDICT_ASKS
+            or verdict.stale
         ):
             plan = self._plan(known, computed)
             if self._costs is not None and not others:

@@ -69,9 +69,11 @@ class Known:
 
 @dataclass(slots=True)
 class Verdict:
-    """What a lookup found for a request of so many tokens with so many computed."""
+    """What a lookup found for a request of so many tokens with so many computed. ``stale``: who asks again is to have
+    a new one; this one may have been taken."""
 
     tokens: int
     computed: int
     plan: Plan
     asked: int = field(default=0)
+    stale: bool = False

@@ -192,12 +192,16 @@ class SchedulerHalf:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Nothing stored so far is offered again: the weights have changed, or somebody wants it gone."""
+        """Nothing stored so far is offered again: the weights have changed, or somebody wants it gone.
+
+        An offer that vLLM may still take is not forgotten: it waits for the load then, and is told that it failed.
+        """
         if self._tiers is None:
             return
         self._tiers.forget()
         for known in self._known.values():
-            known.verdict = None
+            if known.verdict is not None:
+                known.verdict.stale = True
 
     @property
     def at_rest(self) -> bool:
