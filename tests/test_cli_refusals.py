@@ -203,7 +203,7 @@ FLOATS = [
     ["bench", "nvme", "--idle"],
     ["bench", "codec", "--synthetic", "--seconds"],
     ["bench", "prefetch", "trace.jsonl", "--utilisation", "0.5", "--utilisation"],
-    ["plan", "config.yaml", "--model", "llama-3.1-8b", "--prefill-tokens-per-s"],
+    ["plan", "--config", "config.yaml", "--model", "llama-3.1-8b", "--prefill-tokens-per-s"],
 ]
 
 
