@@ -7,7 +7,6 @@ what the driver's own calls and Triton's launches take; they are counted.
 
 from __future__ import annotations
 
-import gc
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from statistics import median
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 
 from tierstore.assembly import Parts, make_directory
+from tierstore.bench import collector
 from tierstore.bench.paper_card import (
     NoThreads,
     PaperCard,
@@ -271,14 +271,11 @@ def _open(pages: int, layout: PageLayout, held: Held, engine: CudaCopyEngine) ->
 def rows(pages: int, page_size: int, codec: Codec, runs: int = 5) -> list[Row]:
     """Medians of ``runs`` restores; of the parts the least, which others on the machine disturbed least."""
     rig = Rig(pages, Shape(page_size), codec)
-    # As engines do once they have started.
-    gc.collect()
-    gc.freeze()
     try:
-        rig.restore()
-        found = [rig.restore() for _ in range(runs)]
+        with collector.at_rest():
+            rig.restore()
+            found = [rig.restore() for _ in range(runs)]
     finally:
-        gc.unfreeze()
         rig.store.close()
     name = f"restore of {pages} pages" + ("" if codec == "none" else f", {codec}")
     told = [

@@ -4,7 +4,6 @@
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from tierstore.adapters.huggingface import ATTENTION, TierStoreCache, cache_argument, page_spec
+from tierstore.bench import collector
 from tierstore.bench.link import device_of, settle
 from tierstore.config import load_config
 from tierstore.gpu.pool import GroupedPages
@@ -239,10 +239,5 @@ def rig(
     with ClockedStore.open(load_config(config), spec) as store:
         assert isinstance(store, ClockedStore)
         filled = Rig(store, model, prompt, prefix // page_size)
-        # As engines do once they have started: a full collection stops everything for 50 to 150 ms.
-        gc.collect()
-        gc.freeze()
-        try:
+        with collector.at_rest():
             yield filled
-        finally:
-            gc.unfreeze()
