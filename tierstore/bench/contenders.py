@@ -18,6 +18,7 @@ import lmdb
 import numpy as np
 
 from tierstore.bench.tables import synthetic_key
+from tierstore.buffers import buffer
 from tierstore.nvme.sizing import size, size_extents
 from tierstore.nvme.tier import NvmeTier
 from tierstore.types import ALIGNMENT, Tier, Transfer
@@ -48,7 +49,7 @@ class Load(NamedTuple):
 
 def aligned(rows: int, nbytes: int) -> Bytes:
     """Memory on a 4 KiB boundary, every page of it touched; ``nbytes`` is a multiple of 4 KiB."""
-    memory = np.frombuffer(mmap.mmap(-1, rows * nbytes), dtype=np.uint8)
+    memory = buffer(rows * nbytes)
     memory[:: mmap.PAGESIZE] = 1
     return memory.reshape(rows, nbytes)
 

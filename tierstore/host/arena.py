@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from tierstore.buffers import buffer
 from tierstore.codecs.held import Held
 from tierstore.host.pinning import Pinning
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
     from tierstore.host.pinning import Pinner
@@ -34,7 +32,7 @@ class HostArena:
         self.nbytes = num_slots * held.slot_nbytes
         self._stride = held.slot_nbytes
         self._length = held.view_nbytes
-        self._bytes = np.frombuffer(_mapping(self.nbytes, huge=pinner is not None), dtype=np.uint8)
+        self._bytes = buffer(self.nbytes)
         self._address = self._bytes.ctypes.data
         self._pinning = None if pinner is None else Pinning(self._bytes, held.slot_nbytes, num_slots, pinner)
 
@@ -93,13 +91,3 @@ class HostArena:
             "codec": self.held.codec,
             "slot_nbytes": self.held.slot_nbytes,
         }
-
-
-def _mapping(nbytes: int, *, huge: bool) -> mmap.mmap:
-    if not huge:
-        return mmap.mmap(-1, nbytes)
-    # Private, so that the kernel may back it with huge pages: these are far fewer to touch and to lock.
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return mapping

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import mmap
 import os
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore.buffers import buffer
 from tierstore.nvme.home import PROBE_FILE
 
 BLOCK = 4096
@@ -23,8 +23,8 @@ def padded(nbytes: int) -> int:
 
 
 def aligned(nbytes: int) -> NDArray[np.uint8]:
-    """A zeroed flat buffer on a block boundary, of whole blocks. Untouched memory costs nothing."""
-    return np.frombuffer(mmap.mmap(-1, max(BLOCK, padded(nbytes))), dtype=np.uint8)
+    """A zeroed flat buffer on a block boundary, of whole blocks. Untouched memory costs nothing; see ``buffers``."""
+    return buffer(max(BLOCK, padded(nbytes)))
 
 
 def is_aligned(buffer: NDArray[np.uint8]) -> bool:

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from xxhash import xxh3_128_digest
 
+from tierstore.buffers import buffer
 from tierstore.types import ALIGNMENT
 from tierstore.units import format_size
 
@@ -134,7 +135,7 @@ def _best(act: Callable[[], object], device: str) -> float:
 
 def _memory(nbytes: int) -> NDArray[np.uint8]:
     """Page-aligned memory, every page of it touched."""
-    block = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
+    block = buffer(nbytes)
     block[:: mmap.PAGESIZE] = 1
     return block
 
