@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tierstore.admitting import Admitting
 from tierstore.arrivals import Arrivals
+from tierstore.covering import Covering
 from tierstore.drops import Drops
 from tierstore.hints import HintTable
 from tierstore.leasing import Leasing
@@ -60,15 +61,8 @@ class Directory:
         self.hints = HintTable(self.residency)
         self.drops.left = self._left
         self._watcher: Callable[[PageKey, Tier], None] | None = None
-        self.leasing = Leasing(
-            self.residency,
-            self.traffic,
-            self.loads,
-            self.placement.sinks,
-            metrics,
-            self.drops.fate,
-            self._hit,
-        )
+        self.leasing = Leasing(self.residency, self.loads, self.placement.sinks, metrics)
+        self.covering = Covering(self.residency, self.traffic, self.loads, self.drops.fate, self._hit)
         self.promoting = Promoting(
             self.residency, self.traffic, self.loads, self.leasing.open, self.hints, metrics, page_nbytes
         )
@@ -130,7 +124,7 @@ class Directory:
         Where HBM is full of unsaved pages the lease ends; they are saved, or dropped where that is not possible, for
         whoever asks next.
         """
-        self.leasing.extend(lease, limit, now)
+        self.covering.extend(lease, limit, now)
         if lease.complete and lease.miss_reason == "no_room":
             # Whoever asks next is likely to want the same: saving others must not push these out.
             self.residency.touch(lease.keys[len(lease.slots) : len(lease.slots) + limit])
