@@ -59,6 +59,11 @@ class Coding:
         return self.held if self.name == "none" else self.name
 
     @property
+    def changes(self) -> bool:
+        """Whether a record's payload is another than what memory holds."""
+        return self.name not in ("none", self.held)
+
+    @property
     def plain(self) -> Codec:
         """What a record says whose payload is the page as memory holds it."""
         return CODECS[self.held]
@@ -69,7 +74,7 @@ class Coding:
 
     def encoder(self) -> PageEncoder | None:
         """For one thread, of pages as memory holds them; None: they are stored so."""
-        if self.layout is None or self.name in ("none", self.held):
+        if self.layout is None or not self.changes:
             return None
         if self.held == "none":
             return codecs.encoder(self.name, self.layout)

@@ -47,9 +47,7 @@ class Sealer:
         self._sizing = sizing
         self._fingerprint = fingerprint
         self._coding = coding
-        self._threads = (
-            1 if coding.name in ("none", coding.held) else min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-        )
+        self._threads = min(_MOST_THREADS, len(os.sched_getaffinity(0))) if coding.changes else 1
         self._idle: list[PageEncoder] = []  # an encoder serves one share at a time, whichever thread has it
         self._step = max(self._threads, _CHUNK_NBYTES // sizing.slot_nbytes)
         rows = 2 * self._step  # one chunk is written, one is made
