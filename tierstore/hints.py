@@ -134,14 +134,14 @@ class HintTable:
             self._end_at(now + lifetime(hint), hint)
             return HintResult.DEFERRED
         if hint.need == "retain":
-            retain = partial(self._residency.set_wanted, wanted=True, priority=hint.priority)
+            retain = partial(self._residency.retaining.set_wanted, wanted=True, priority=hint.priority)
             self._changes.append((retain, list(hint.keys)))
             self._retain(hint, now)
         else:
             others = [
                 key for key in hint.keys if not self.retained(key)
             ]  # one request does not speak for another
-            self._changes.append((partial(self._residency.set_wanted, wanted=False), others))
+            self._changes.append((partial(self._residency.retaining.set_wanted, wanted=False), others))
         return HintResult.APPLIED
 
     def _can_queue(self, request_id: str) -> bool:
@@ -173,7 +173,7 @@ class HintTable:
             free = [key for key in dict.fromkeys(retained[1]) if self._holders[key] == 0]
             for key in free:
                 del self._holders[key]
-            self._changes.append((self._residency.end_retention, free))
+            self._changes.append((self._residency.retaining.end_retention, free))
 
 
 def lifetime(hint: Hint) -> float:

@@ -244,7 +244,7 @@ class Promoting:
             if place not in kept:
                 kept[place] = None
                 self._keepers[place] += 1
-            self._residency.keep(key, tier, hint.priority)
+            self._residency.retaining.keep(key, tier, hint.priority)
 
     def _take_ended(self) -> None:
         """A newer hint of the same request begins with nothing kept."""
@@ -259,7 +259,7 @@ class Promoting:
         if self._keepers[place]:
             return
         del self._keepers[place]
-        self._residency.end_keeping(*place)
+        self._residency.retaining.end_keeping(*place)
 
     def _settle(self) -> None:
         """Forgets what has arrived or will not come: looks at a bounded number, each in its turn."""

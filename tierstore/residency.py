@@ -17,7 +17,7 @@ from tierstore.errors import CapacityError, LeaseError
 from tierstore.exactness import Exactness
 from tierstore.lineage import Lineage
 from tierstore.memory_only import MemoryOnly
-from tierstore.policy.orders import BAND
+from tierstore.retaining import Retaining
 from tierstore.runs import Runs
 from tierstore.settling import Settling
 from tierstore.tier_table import Dead
@@ -59,6 +59,7 @@ class Residency:
         """Pages that lost their parent and are not yet at the front of the victim order."""
         self._order = list(self.tables.items())
         self._settling = Settling(self.tables, self.lineage, self.memory_only)
+        self.retaining = Retaining(self.tables, self._settling)
         self.runs = Runs(self.tables, self._settling, self)
         """The same for many pages at once."""
 
@@ -270,46 +271,6 @@ class Residency:
                     self._settling.rerank(key, tier, table, copy, rank)
         for tier, table in self._order:
             self._settling.give_up_places(tier, table)
-
-    def set_wanted(self, keys: Iterable[PageKey], *, wanted: bool, priority: int = 0) -> None:
-        """Moves pages after (wanted) or before (not wanted) all normal ones in every tier's victim order.
-
-        ``priority``: of those that are wanted. Copies that they get later are wanted as well, until ``end_retention``.
-        """
-        for key in keys:
-            if not wanted:
-                self._settling.retained.pop(key, None)
-                self._settling.put_first(key)
-                continue
-            self._settling.retained[key] = priority
-            for tier, table in self._order:
-                copy = table.copies.get(key)
-                if copy is not None:
-                    self._settling.rerank(key, tier, table, copy, table.policy.retained(priority))
-
-    def keep(self, key: PageKey, tier: Tier, priority: int) -> None:
-        """An expected request is to find the page in the tier: it waits after all normal ones there.
-
-        Also a copy that it gets there later, until ``end_keeping``. While it is kept, the first priority counts.
-        """
-        priority = self._settling.kept.setdefault((key, tier), priority)
-        table = self.tables[tier]
-        copy = table.copies.get(key)
-        if copy is not None and copy.rank < BAND:
-            self._settling.rerank(key, tier, table, copy, table.policy.retained(priority))
-
-    def end_keeping(self, key: PageKey, tier: Tier) -> None:
-        """Nobody is to find the page in the tier any more: it becomes a normal one there, unless it is retained."""
-        self._settling.kept.pop((key, tier), None)
-        if key not in self._settling.retained:
-            self._settling.make_ordinary(key, tier, self.tables[tier])
-
-    def end_retention(self, keys: Iterable[PageKey]) -> None:
-        """Retained pages become normal ones, but where they are kept."""
-        for key in keys:
-            self._settling.retained.pop(key, None)
-            for tier, table in self._order:
-                self._settling.make_ordinary(key, tier, table)
 
     # -- evict --------------------------------------------------------------------------------------------------
 

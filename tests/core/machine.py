@@ -191,11 +191,11 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
 
     @rule(keys=key_lists, wanted=st.booleans())
     def set_wanted(self, keys: list[PageKey], wanted: bool) -> None:
-        self.residency.set_wanted(keys, wanted=wanted)
+        self.residency.retaining.set_wanted(keys, wanted=wanted)
 
     @rule(keys=key_lists)
     def end_retention(self, keys: list[PageKey]) -> None:
-        self.residency.end_retention(keys)
+        self.residency.retaining.end_retention(keys)
 
     @precondition(lambda self: any(self.ready.values()))
     @rule(data=st.data())
