@@ -88,6 +88,7 @@ HostCodec = Literal["none", "fp8", "int8", "k8v4", "int4", "int4-64"]
 Policy = Literal[
     "lru", "fifo", "lfu", "slru", "s3-fifo", "w-tinylfu", "gdsf", "priority", "session", "adaptive"
 ]
+Admission = Literal["all", "second_hit", "cost"]
 
 
 class _Section(BaseModel):
@@ -143,7 +144,7 @@ class NvmeConfig(_Section):
     capacity: Size
     codec: DiskCodec = "none"
     payload: Literal["auto", "lmdb", "extents"] = "auto"
-    admission: Literal["all", "second_hit", "cost"] = "all"
+    admission: Admission = "all"
     daily_writes: Size | None = None
     flush: Seconds = 0.2
     timeout: Seconds = 10.0

@@ -85,10 +85,13 @@ def test_bounds_are_kept_at_home_or_where_the_option_says(tmp_path: Path, home: 
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        (["--capacity", "1KiB"], "less than one block"),
-        (["--policy", "random"], "hbm.policy is 'random'"),
+        (["--capacity", "1KiB"], "hbm.capacity is 1024 bytes, less than one block"),
+        (["--policy", "random"], "--policy random; allowed: lru, fifo"),
+        (["--nvme", "1GiB", "--admission", "some"], "--admission some; allowed: all, second_hit, cost"),
+        (["--host", "0"], "--host 0; allowed: a size"),
+        (["--bounds", __file__], "test_command.py: no such folder"),
         (["--model", "no-such-model"], "no-such-model"),
-        (["--capacity", "lots"], "hbm.capacity is 'lots'"),
+        (["--capacity", "lots"], "--capacity lots; allowed: a size"),
         (["--admission", "cost"], "--admission without --nvme: there is no tier to admit to; allowed: both"),
         (["--plot", "no/such/folder.svg"], "no such folder"),
         (["--config", "c.yaml", "--host", "1GiB"], "--host with --config: the file says it"),
@@ -104,6 +107,19 @@ def test_what_cannot_be_replayed_is_said_in_one_line(tmp_path: Path, args: list[
     assert complaint in result.output
     assert "rrno" not in result.output
     assert len(result.output.splitlines()) == 1
+
+
+@pytest.mark.parametrize("terminal", [{}, {"TERM": "dumb", "FORCE_COLOR": "1"}])
+def test_a_table_of_numbers_is_whole_however_narrow_the_terminal(
+    tmp_path: Path, terminal: dict[str, str]
+) -> None:
+    file = mooncake(tmp_path / ("c" * 90 + ".jsonl"), chats(3, 5))
+    result = runner.invoke(
+        app, ["replay", str(file), "--policy", "w-tinylfu"], env={"COLUMNS": "40", **terminal}
+    )
+    header, row = result.stdout.splitlines()
+    assert header.split()[-8:] == ["the", "future", "share", "of", "it", "to", "NVMe", "pages/s"]
+    assert row.split()[:3] == ["c" * 90, "w-tinylfu", "all"]
 
 
 def test_a_folder_without_traces_is_said_to_be_one(tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -22,7 +25,7 @@ from tierstore.cli.bench_ttft import ttft
 from tierstore.cli.checks import tell
 from tierstore.cli.compare import compare
 from tierstore.cli.data import inspect, purge, verify
-from tierstore.cli.output import Json, print_json
+from tierstore.cli.output import REFUSED, Json, print_json, said
 from tierstore.cli.plan import plan
 from tierstore.cli.replay import replay
 from tierstore.cli.vllm_check import vllm_check
@@ -61,8 +64,23 @@ def options(
 
 
 def main() -> None:
-    """The ``tierstore`` script."""
-    app()
+    """The ``tierstore`` script.
+
+    Told to end, or hung up on, a command cleans up like one that is interrupted. Where what it says cannot be
+    written, that is one line, too, and exit code 2.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _leave)
+    try:
+        app()
+    except OSError as error:
+        typer.echo(f"tierstore: {said(error)}", err=True)
+        sys.exit(REFUSED)
+
+
+def _leave(number: int, _: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
 
 
 @app.command("config-schema")

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from tierstore.cli.output import Json, finite, print_json, progress, refusals, require_folder
+from tierstore.cli.output import Json, finite, print_json, progress, refusals, require_folder, wide_console
 from tierstore.units import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _sizes(text: str, multiple: int = 1) -> list[int]:
 def _show_disk(
     found: list[DiskRow], stalls: dict[str, Stalls], load: list[float], name: str, as_json: bool
 ) -> None:
-    console = Console()
+    console = wide_console()
     console.print(_disk_table(found, name))
     for kind, found_stalls in stalls.items():
         console.print(

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from tierstore.cli.bench_card import Device, name_of
-from tierstore.cli.output import Json, print_json, progress, refusals
+from tierstore.cli.output import Json, print_json, progress, refusals, wide_console
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,4 +82,4 @@ def _show(name: str, rows: list[AttentionRow]) -> None:
         times = (f"{row.ms:.3f}", f"{row.ceiling_ms:.3f} {row.ceiling}", f"{row.ratio:.3f}")
         rates = (f"{row.tbps:.3f}", f"{row.tflops:.0f}", f"{row.rel_error:.1e}", row.backend)
         table.add_row(row.what, *sizes, *times, *rates, f"{row.memory_layers:.2f}")
-    Console(width=130).print(table)
+    wide_console().print(table)

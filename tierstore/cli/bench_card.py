@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tierstore.cli.output import Json, print_json, progress, refusals, require_memory, size_of
+from tierstore.cli.output import Json, print_json, progress, refusals, require_memory, size_of, wide_console
 from tierstore.errors import ConfigError
 from tierstore.units import format_size
 
@@ -67,7 +67,7 @@ def copy(
         rates = (f"{row.gbps:.2f}", f"{row.ceiling_gbps:.2f}", f"{row.ratio:.3f}")
         size, number = format_size(row.piece_bytes), str(row.num_pieces)
         table.add_row(row.direction, size, number, *rates, row.path, f"{row.submit_ms:.1f}")
-    Console(width=110).print(table)
+    wide_console().print(table)
     if as_json:
         print_json({"device": name, "rows": [row.plain() for row in found]})
 
@@ -99,7 +99,7 @@ def _coded_copies(
         sizes_of = (format_size(row.piece_bytes), str(row.num_pieces), format_size(row.payload_bytes))
         rates = (f"{row.gbps:.2f}", f"{row.plain_gbps:.2f}", f"{row.ratio:.3f}", f"{row.ceiling_gbps:.2f}")
         table.add_row(row.direction, *sizes_of, *rates, f"{row.rel_error:.4f}", row.path)
-    Console(width=110).print(table)
+    wide_console().print(table)
     if as_json:
         print_json({"device": name, "rows": [row.plain() for row in found]})
 

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from tierstore.cli.bench import table_of
-from tierstore.cli.compare import WIDE
-from tierstore.cli.output import Json, finite, print_json, progress, refusals, require_place
+from tierstore.cli.output import Json, finite, print_json, progress, refusals, require_place, wide_console
 from tierstore.demo.known import ALLOWED, SMOLLM2
 from tierstore.errors import ConfigError
 
@@ -187,9 +185,7 @@ def _show(
         goals = (f"{goal.ratio:g}" if goal.ratio else "", "" if most is None else f"{most:.2e}")
         errors = (f"{row.rel_error_k:.4f}", f"{row.rel_error_v:.4f}")
         table.add_row(row.codec, *rates, *errors, *moved, *goals, "" if row.meets(kl) else "missed")
-    console = Console()
-    if not console.is_terminal:
-        console.width = WIDE
+    console = wide_console()
     console.print(table)
     if floor is not None:
         console.print(f"floor, the same tokens read in pieces: KL {floor.kl:.2e}, top-1 {floor.top1:.3f}")

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from tierstore.cli.bench_card import Device, name_of
-from tierstore.cli.output import Json, print_json, progress, refusals, require_memory
+from tierstore.cli.output import Json, print_json, progress, refusals, require_memory, wide_console
 from tierstore.errors import ConfigError
 from tierstore.units import format_size
 
@@ -54,7 +53,7 @@ def engine(
         worker = (f"{row.worker_ms:.1f}", f"{row.worker_share:.3f}")
         sizes = (format_size(row.piece_bytes), str(row.num_pieces))
         table.add_row(row.layout, row.direction, *sizes, *rates, *worker, row.path)
-    Console(width=120).print(table)
+    wide_console().print(table)
     if as_json:
         print_json({"device": name, "rows": [row.plain() for row in found]})
 

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from tierstore.cli.bench_card import name_of
-from tierstore.cli.output import Json, print_json, progress, refusals, require_folder
+from tierstore.cli.output import Json, print_json, progress, refusals, require_folder, wide_console
 from tierstore.errors import ConfigError
 from tierstore.units import format_size
 
@@ -192,4 +191,4 @@ def _show(rows: list[HintRow], title: str) -> None:
         spread = f"{row.spread[0]:.2f} to {row.spread[1]:.2f}"
         equal = "equal" if row.equal else "DIFFER"
         table.add_row(row.source, row.case, format_size(row.nbytes), *times, spread, str(row.pairs), equal)
-    Console(width=110).print(table)
+    wide_console().print(table)

@@ -7,11 +7,10 @@ from math import inf
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from tierstore.cli.bench_card import Device, name_of
-from tierstore.cli.output import Json, print_json, progress, refusals, require_memory, size_of
+from tierstore.cli.output import Json, print_json, progress, refusals, require_memory, size_of, wide_console
 from tierstore.errors import ConfigError
 from tierstore.units import format_size, parse_size
 
@@ -95,7 +94,7 @@ def _beside(device: str, read: int, times: int, batch: int, pairs: int) -> list[
 
 
 def _show(name: str, hidden: list[OverlapRow], beside: list[BesideRow]) -> None:
-    console = Console(width=110)
+    console = wide_console()
     columns = ("compute ms", "beside a block", "copy ms", "both ms", "first layer", "GB/s")
     found = Table("compute / copy", *columns, "overlap", "reachable", "ideal", box=None, title=name)
     for row in hidden:

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import Progress, TaskID, TextColumn
 from rich.table import Table
 
-from tierstore.cli.output import Json, finite, print_json, progress, refusals
+from tierstore.cli.output import Json, finite, print_json, progress, refusals, wide_console
 from tierstore.cli.replay import _files
 from tierstore.units import parse_size
 
@@ -101,7 +100,7 @@ def _show(rows: Sequence[PrefetchRow]) -> None:
             f"{row.ttft_p99_s:.2f}",
             f"{row.wasted:.1%}",
         )
-    Console(width=130).print(table)
+    wide_console().print(table)
 
 
 def _ratio(found: float, base: float) -> str:

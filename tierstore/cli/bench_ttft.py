@@ -7,11 +7,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from tierstore.cli.bench_card import Device, name_of
-from tierstore.cli.output import Json, print_json, progress, refusals, require_folder
+from tierstore.cli.output import Json, print_json, progress, refusals, require_folder, wide_console
 from tierstore.errors import ConfigError
 from tierstore.units import format_size
 
@@ -109,7 +108,7 @@ def _show(name: str, found: list[TtftRow]) -> None:
         floor = (f"{row.floor_ms:.1f}", row.floor, f"{row.ceiling_gbps:.2f}", f"{row.ratio:.3f}")
         rest = (str(row.same_token), f"{row.rel_error:.4f}")
         table.add_row(row.tier, row.codec, str(row.prefix), *times, format_size(row.nbytes), *floor, *rest)
-    console = Console(width=150)
+    console = wide_console()
     console.print(table)
     by_way = {(row.tier, row.codec): row.ttft_ms for row in found}
     whole, every = by_way.get(("HOST", "none")), [row for row in found if row.tier == "none"]

@@ -27,6 +27,11 @@ REFUSED = 2
 progress = Console(stderr=True)
 
 
+def wide_console() -> Console:
+    """For tables of numbers: lines are as long as they need, since a number that is cut says nothing."""
+    return Console(width=1000, height=25)  # both, or a dumb terminal counts as one of 80 columns
+
+
 def print_json(result: Mapping[str, object]) -> None:
     """One line, always the last on standard output."""
     typer.echo(json.dumps(result, default=_plain))
@@ -37,8 +42,8 @@ def _plain(value: object) -> str:
 
 
 def finite(value: _Number) -> _Number:
-    """The callback of every option that takes a float, or several: "nan" and "inf" pass any ``min``, and the first any
-    ``max``. A usage error for them."""
+    """The callback of every option that takes a float, or several: "inf" passes a ``min`` alone, and "nan" whatever
+    compares. A usage error for them."""
     found = value if isinstance(value, list) else [value]
     strange = [number for number in found if number is not None and not isfinite(number)]
     if strange:
@@ -52,7 +57,7 @@ def refusals(as_json: bool) -> Iterator[None]:
     try:
         yield
     except (TierStoreError, OSError) as error:
-        line = _said(error)
+        line = said(error)
         typer.echo(f"tierstore: {line}", err=True)
         if as_json:
             print_json({"error": line})
@@ -103,7 +108,7 @@ def require_file(what: str, file: Path, allowed: str) -> None:
         raise ConfigError(f"{what} {file}: {found}; allowed: {allowed}")
 
 
-def _said(error: TierStoreError | OSError) -> str:
+def said(error: TierStoreError | OSError) -> str:
     """An error of the system without its number, and with the file it is about."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tierstore.cli.output import Json, finite, print_json, progress, refusals
+from tierstore.cli.output import Json, finite, print_json, progress, refusals, wide_console
 from tierstore.config import load_config
 from tierstore.units import format_size
 
@@ -59,7 +59,7 @@ def plan(
         loaded, layout = page_layout(loaded, geometry, page_size, dtype)
         rates = measure(loaded, geometry, layout, prefill_tokens_per_s, progress.print)
         found = forecast(loaded, geometry, layout, rates, tokens or [8192])
-    _show(Console(), found)
+    _show(wide_console(), found)
     if as_json:
         print_json(found.plain())
     raise typer.Exit(1 if found.sizes.refused else 0)

@@ -5,15 +5,23 @@ from __future__ import annotations
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
-from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tierstore.cli.output import Json, print_json, progress, refusals, require_place
-from tierstore.config import StoreConfig, load_config
+from tierstore.cli.output import (
+    Json,
+    print_json,
+    progress,
+    refusals,
+    require_folder,
+    require_place,
+    size_of,
+    wide_console,
+)
+from tierstore.config import Admission, Policy, StoreConfig, load_config
 from tierstore.errors import ConfigError
 from tierstore.types import Tier
 from tierstore.units import format_size
@@ -67,6 +75,8 @@ def replay(
     """
     with refusals(as_json):
         _check(plot, config, {"capacity": capacity, "policy": policy, "host": host, "nvme": nvme}, admission)
+        if bounds is not None and bounds.exists():
+            require_folder("--bounds", bounds)
         from tierstore.replay.traces import read_traces
 
         found = read_traces(list(_files(traces)))
@@ -122,7 +132,12 @@ def _configs(
     nvme: str | None,
     admissions: Sequence[str],
 ) -> Iterator[StoreConfig]:
-    """A configuration each, checked as one of a store is."""
+    """A configuration each, checked as one of a store is. ConfigError by the option that was given."""
+    for option, text in (*(("--capacity", each) for each in capacities), ("--host", host), ("--nvme", nvme)):
+        if text is not None:
+            size_of(option, text)
+    _require_known("--policy", policies, get_args(Policy))
+    _require_known("--admission", admissions, get_args(Admission))
     for capacity in capacities:
         for policy in policies:
             for admission in admissions:
@@ -132,6 +147,12 @@ def _configs(
                 if nvme is not None:
                     tree["nvme"] = {"path": ".", "capacity": nvme, "policy": policy, "admission": admission}
                 yield load_config(tree)
+
+
+def _require_known(option: str, given: Sequence[str], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{option} {name}; allowed: {', '.join(known)}")
 
 
 def _setting(trace: Trace, config: StoreConfig, model: str) -> Setting:
@@ -151,7 +172,8 @@ def _setting(trace: Trace, config: StoreConfig, model: str) -> Setting:
     for tier, number in pages.items():
         if number == 0:
             raise ConfigError(
-                f"{tier.name.lower()}.capacity is less than one block of {trace.name}; allowed: at least {page_nbytes}"
+                f"{tier.name.lower()}.capacity is {there[tier].capacity} bytes, less than one block of {trace.name}; "
+                f"allowed: at least {page_nbytes}"
             )
     disk = config.nvme
     return Setting(
@@ -185,10 +207,10 @@ def _replay(
 
 def _show(rows: Sequence[Row]) -> None:
     table = Table("trace", box=None, header_style="bold")
-    for name, cells in (("policy", [r.policy for r in rows]), ("admission", [r.admission for r in rows])):
-        table.add_column(name, no_wrap=True, min_width=max(map(len, [name, *cells])))
+    for name in ("policy", "admission"):
+        table.add_column(name)
     for name in ("capacity", "hit rate", "knows the future", "share of it", "to NVMe", "pages/s"):
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(name, justify="right")
     for row in rows:
         share = row.hit_rate / row.optimal_hit_rate if row.optimal_hit_rate else 0.0
         table.add_row(
@@ -202,7 +224,7 @@ def _show(rows: Sequence[Row]) -> None:
             format_size(row.nvme_bytes_written),
             f"{row.pages_per_second:,.0f}",
         )
-    console = Console()
+    console = wide_console()
     console.print(table)
     for row in rows:
         if row.too_long:

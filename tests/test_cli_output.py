@@ -1,0 +1,35 @@
+"""What a command leaves behind when it is told to end, and what it says when nobody can hear it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-c", "from tierstore.cli import main; main()"]
+
+
+@pytest.mark.parametrize("words", [["config-schema"], ["--help"]])
+def test_output_that_cannot_be_written_is_one_line(words: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(
+            [*COMMAND, *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+        )
+    assert (ended.returncode, ended.stderr) == (2, "tierstore: No space left on device\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_command_that_is_told_to_end_removes_its_folder(tmp_path: Path, number: signal.Signals) -> None:
+    words = ["bench", "nvme", "--dir", str(tmp_path), "--size", "16MiB", "--page-sizes", "256KiB"]
+    with subprocess.Popen(
+        [*COMMAND, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stderr is not None
+        assert child.stderr.readline() == "pages of 256 KiB\n"
+        child.send_signal(number)
+        child.communicate(timeout=120)
+    assert child.returncode == 128 + number
+    assert list(tmp_path.iterdir()) == []
