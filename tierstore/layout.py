@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING
 
 from tierstore.types import ALIGNMENT, PageSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +17,14 @@ class PageLayout:
 
     @classmethod
     def of(cls, spec: PageSpec | Sequence[PageSpec]) -> PageLayout:
-        """ValueError unless there is at least one spec and all have one page_size and one shard."""
-        specs = (spec,) if isinstance(spec, PageSpec) else tuple(spec)
+        """ValueError unless there is at least one spec, each is one, and all have one page_size and one shard."""
+        given = spec if isinstance(spec, Sequence) and not isinstance(spec, str | bytes) else (spec,)
+        specs = tuple(given)
+        for each in specs:
+            if not isinstance(each, PageSpec):
+                raise ValueError(
+                    f"spec is a {type(each).__name__}; allowed: a PageSpec, or a sequence of them"
+                )
         if not specs:
             raise ValueError("spec is empty; allowed: a PageSpec, or a sequence of at least one")
         for name in ("page_size", "shard"):

@@ -16,6 +16,7 @@ from prefetch import Compute, Prefetcher, Sessions, Waiting, ahead
 from tests.support.bench import Bench, open_bench
 from tests.support.engine import SLOTS, Engine, page_major
 from tests.support.pages import PATIENCE_S, SPEC, chain, fill, read, tier_stats, tiers, write
+from tierstore.errors import ConfigError
 from tierstore.lease import Lease
 from tierstore.store import TierStore
 from tierstore.types import Hint, LeaseState, Tier
@@ -273,3 +274,12 @@ def test_a_revision_that_is_no_integer_is_refused(revision: Any) -> None:
     """Neither above nor below another: no later hint would end it."""
     with pytest.raises(ValueError, match=r"Hint\.revision is .*; allowed: an integer"):
         Hint("r", revision, tuple(chain(1)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "found"),
+    [(None, "NoneType"), ("x", "str"), (7, "int"), ([SPEC, None], "NoneType"), ({}, "dict")],
+)
+def test_what_is_no_page_spec_is_refused_at_open(spec: Any, found: str) -> None:
+    with pytest.raises(ConfigError, match=f"spec is a {found}; allowed: a PageSpec, or a sequence of them"):
+        TierStore.open(tiers(hbm=4, host=8), spec)
