@@ -67,6 +67,7 @@ class Progress:
             raise StoreClosed(f"this store belongs to process {self._pid}; open another after a fork")
         if self.closed:
             raise StoreClosed("the store is closed")
+        self.lock.require_whole()
 
     @property
     def inherited(self) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from threading import Lock
+from contextlib import suppress
+from threading import RLock
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from tierstore import invariants, report
 from tierstore.arguments import require_flag, require_member, require_time, seconds_to_wait, whole
 from tierstore.assembly import Parts, assemble, loss_class
 from tierstore.config import StoreConfig
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, StoreClosed
 from tierstore.gpu.between import Between
 from tierstore.holding import Holding
 from tierstore.keys import namespace, page_keys
@@ -81,7 +82,7 @@ class TierStore:
         )
         self._portable = Portable(config, parts, self._progress, self._pending, self._slots, self.acquire)
         self._lock = self._progress.lock
-        self._closing = Lock()
+        self._closing = RLock()  # a signal's handler may close in the middle of a close
         if pump:
             self._progress.start_pump()
 
@@ -446,11 +447,14 @@ class TierStore:
 
     def _close(self, timeout_s: float) -> None:
         deadline = monotonic() + timeout_s
-        with self._lock:
-            self._directory.hints.close()
-        ticket = save_unsaved(self._directory, self._progress)
-        wait_settled(ticket, self._progress, deadline=deadline, stall_s=timeout_s)
-        self._wait_idle(deadline)
+        with suppress(
+            StoreClosed
+        ):  # of a store that was interrupted nothing is saved: what memory holds is doubtful
+            with self._lock:
+                self._directory.hints.close()
+            ticket = save_unsaved(self._directory, self._progress)
+            wait_settled(ticket, self._progress, deadline=deadline, stall_s=timeout_s)
+            self._wait_idle(deadline)
         self._progress.stop(max(0.0, deadline - monotonic()))
         if not self._mover.close(max(0.0, deadline - monotonic())):
             _log.warning("a copy or I/O thread did not end within %s s and was left behind", timeout_s)

@@ -8,7 +8,8 @@ from time import monotonic, sleep
 
 import pytest
 
-from tierstore.wakeup import TimedLock, Wakeup
+from tierstore.errors import StoreClosed
+from tierstore.wakeup import _LOOK_S, TimedLock, Wakeup
 
 PATIENCE_S = 60.0
 
@@ -106,3 +107,45 @@ def test_who_takes_the_lock_again_and_again_lets_in_who_waits() -> None:
     done.set()
     thread.join(PATIENCE_S)
     assert missed < 20 * turns
+
+
+def leave_locked(lock: TimedLock) -> None:
+    """What an exception does that a signal's handler raises just before the lock is let go."""
+    lock.__enter__()
+
+
+def test_a_lock_that_was_left_locked_is_waited_for_by_nobody() -> None:
+    lock = TimedLock()
+    leave_locked(lock)
+    with pytest.raises(StoreClosed, match="interrupted"), lock:
+        pass
+
+
+def test_others_see_that_a_lock_was_left_locked_though_who_left_it_does_not_come_back() -> None:
+    lock, told = TimedLock(), Event()
+
+    def second() -> None:
+        with pytest.raises(StoreClosed, match="interrupted"), lock:
+            pass
+        told.set()
+
+    leave_locked(lock)
+    thread = Thread(target=second)
+    thread.start()
+    assert told.wait(PATIENCE_S)
+    thread.join(PATIENCE_S)
+
+
+def test_a_lock_that_is_held_for_long_is_waited_for() -> None:
+    lock, done = TimedLock(), Event()
+
+    def second() -> None:
+        with lock:
+            done.set()
+
+    with lock:
+        thread = Thread(target=second)
+        thread.start()
+        assert not done.wait(1.5 * _LOOK_S)
+    assert done.wait(PATIENCE_S)
+    thread.join(PATIENCE_S)
