@@ -34,7 +34,7 @@ def test_bench_nvme_tells_every_row_and_leaves_nothing_behind(tmp_path: Path) ->
     result = CliRunner().invoke(app, ["bench", "nvme", *TINY, "--dir", str(tmp_path), "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout.splitlines()[-1])
-    ways = [*PAYLOADS, "plain LMDB", "file per page"]
+    ways = [*PAYLOADS, "raw, 4 KiB pages", "plain LMDB", "file per page"]
     assert [(row["payload"], row["op"], row["page_bytes"]) for row in report["rows"]] == [
         (way, op, nbytes) for nbytes in (8192, 65536) for way in ways for op in ("write", "read")
     ]

@@ -220,3 +220,10 @@ def test_the_pieces_of_all_groups_are_the_payload() -> None:
     assert pieces[0][0] == 0
     assert all(at + nbytes == after for (at, nbytes), (after, _) in pairwise(pieces))
     assert sum(pieces[-1]) == held.payload_nbytes
+
+
+@pytest.mark.parametrize(("tokens", "groups"), [(16, 1), (32, 1), (64, 2), (128, 2)])
+def test_pages_whose_parts_would_be_small_pieces_go_whole(tokens: int, groups: int) -> None:
+    """Of an 8B model, 2 to 16 MiB."""
+    layout = PageLayout.of(spec_of("bfloat16", 32, tokens, 8, 128))
+    assert len(LayerGroups.by_shares(layout, coded_path.CUTS)) == groups

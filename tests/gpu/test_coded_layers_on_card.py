@@ -45,7 +45,7 @@ def lossy(page: torch.Tensor, name: str, spec: PageSpec) -> torch.Tensor:
         ("int8", 256, "from host memory", 4),
         ("fp8", 256, "from host memory", 4),
         ("k8v4", 256, "from host memory", 4),
-        ("int8", 272, "on the card, batch", 2),  # the last 16 numbers of a head have a scale: through slabs
+        ("int8", 528, "on the card, batch", 2),  # the last 16 numbers of a head have a scale: through slabs
     ],
 )
 def test_layers_are_right_when_their_events_say_so(

@@ -7,7 +7,6 @@ threads read, whoever does it.
 
 from __future__ import annotations
 
-import mmap
 import os
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import lmdb
 import numpy as np
 
+from tierstore.bench.raw_io import forget, open_direct, small_pages, whole
 from tierstore.bench.tables import synthetic_key
-from tierstore.buffers import buffer
 from tierstore.nvme.sizing import size, size_extents
 from tierstore.nvme.tier import NvmeTier
-from tierstore.types import ALIGNMENT, Tier, Transfer
+from tierstore.types import Tier, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,13 +44,6 @@ class Load(NamedTuple):
     order: list[int]
     batch_pages: int
     readers: int
-
-
-def aligned(rows: int, nbytes: int) -> Bytes:
-    """Memory on a 4 KiB boundary, every page of it touched; ``nbytes`` is a multiple of 4 KiB."""
-    memory = buffer(rows * nbytes)
-    memory[:: mmap.PAGESIZE] = 1
-    return memory.reshape(rows, nbytes)
 
 
 def capacity_for(nbytes: int) -> int:
@@ -122,6 +114,24 @@ class RawFile(Contender):
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+class SmallPages(RawFile):
+    """The ceiling's file, written from and read into memory of pages of 4 KiB, as most programs have it."""
+
+    def __init__(self, folder: Path, load: Load) -> None:
+        self._memory = tuple(small_pages(*load.pages.shape) for _ in range(2))
+        np.copyto(self._memory[0], load.pages)
+        super().__init__(folder, load._replace(pages=self._memory[0]))
+        self._out = self._memory[1]
+
+    def read(self, out: Bytes) -> None:
+        super().read(self._memory[1])
+        self._out = out
+
+    def close(self) -> None:
+        super().close()
+        np.copyto(self._out, self._memory[1])  # not within the time that is measured
 
 
 class FilePerPage(Contender):
@@ -268,34 +278,3 @@ def batch_pages_of(nbytes: int, page_nbytes: int, payload: str = "lmdb") -> int:
     """Pages that the tier writes between two syncs, for so many bytes of pages."""
     by_kind = size_extents if payload == "extents" else size
     return by_kind(capacity_for(nbytes), page_nbytes).batch_pages
-
-
-def forget(path: Path) -> None:
-    """Write a file's pages out and drop them from the page cache."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
-
-
-def open_direct(path: Path) -> tuple[int, bool]:
-    """A new file, past the page cache if it can be so, and whether it is."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        fd = os.open(path, flags | os.O_DIRECT, 0o600)
-    except OSError:
-        return os.open(path, flags & ~os.O_EXCL, 0o600), False
-    with mmap.mmap(-1, ALIGNMENT) as block:
-        try:
-            os.pwrite(fd, block, 0)
-        except OSError:
-            os.close(fd)
-            return os.open(path, flags & ~os.O_EXCL, 0o600), False
-    return fd, True
-
-
-def whole(done: int, wanted: int) -> None:
-    if done != wanted:
-        raise OSError(f"{done} bytes moved where {wanted} were asked for")

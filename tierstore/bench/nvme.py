@@ -18,10 +18,11 @@ from tierstore.bench.contenders import (
     Load,
     PlainLmdb,
     RawFile,
+    SmallPages,
     TierRecords,
-    aligned,
     batch_pages_of,
 )
+from tierstore.bench.raw_io import aligned
 from tierstore.bench.ticks import Stalls, stalls_during
 
 if TYPE_CHECKING:
@@ -70,9 +71,10 @@ class DiskRow:
 
 
 def ways(payloads: list[str]) -> dict[str, Make]:
-    """What is compared, by name: the tier with each payload, and what one would do without it."""
+    """What is compared, by name: the tier with each payload, the raw file out of and into ordinary memory, and what one
+    would do without a tier."""
     tiers: dict[str, Make] = {payload: partial(TierRecords, payload=payload) for payload in payloads}
-    return {**tiers, "plain LMDB": PlainLmdb, "file per page": FilePerPage}
+    return {**tiers, "raw, 4 KiB pages": SmallPages, "plain LMDB": PlainLmdb, "file per page": FilePerPage}
 
 
 def disk_rows(

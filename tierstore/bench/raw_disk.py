@@ -8,7 +8,7 @@ from random import Random
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from tierstore.bench.contenders import aligned, open_direct, whole
+from tierstore.bench.raw_io import aligned, open_direct, whole
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -35,10 +35,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-CUTS = (Cut((5, 3), 1 << 20), Cut((1, 1), 1 << 20))
-"""Nothing hides what is computed after the last group has come, so it has fewer layers; with much fewer the host would
-not have launched those before them by then. Each group has scales of its own: two small pieces a page, and more where
-smallest numbers are stored, that take the link a microsecond each. Bytes are those of pages as they are."""
+CUTS = (Cut((5, 3), 3 << 20), Cut((1, 1), 3 << 20))
+"""Of loads through slabs. Nothing hides what is computed after the last group has come, so it has fewer layers; with
+much fewer the host would not have launched those before them by then. Each group has scales of its own: two small
+pieces a page, and more where smallest numbers are stored, that take the link a microsecond each and the host three:
+pages of 2 MiB in two groups came at half the speed of whole ones. Bytes are those of pages as they are."""
 
 MAPPED_CUTS = (Cut((1, 1, 1, 1), 512 << 10), Cut((1, 1), 512 << 10))
 """Where kernels read payloads in host memory (see ``mapped``): a group is one more launch for hundreds of pages, and

@@ -5,13 +5,13 @@ With ``device: cpu`` the pool is ordinary memory and everything else is the real
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
+from tierstore.buffers import buffer
 from tierstore.errors import ConfigError
 from tierstore.types import DTYPE_NBYTES, PageSpec
 
@@ -78,7 +78,7 @@ class CpuPool:
         self.nbytes = num_slots * layout.slot_nbytes
         self._stride = layout.slot_nbytes
         self._length = layout.blob_nbytes
-        self._bytes = np.frombuffer(mmap.mmap(-1, self.nbytes), dtype=np.uint8)
+        self._bytes = buffer(self.nbytes)
         # Ordinary tensors, whatever mode the store is opened in: others cannot be written outside inference mode.
         with torch.inference_mode(False):
             flat = torch.from_numpy(self._bytes)
