@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from prefetch.documents import ahead as ahead
-    from prefetch.planner import Compute as Compute
     from prefetch.prefetcher import Prefetcher as Prefetcher
     from prefetch.sessions import Sessions as Sessions
+    from prefetch.terms import Compute as Compute
     from prefetch.waiting import Waiting as Waiting
 
 __all__ = ["Compute", "Prefetcher", "Sessions", "Waiting", "ahead"]
 
 _ROOMS = {
-    "Compute": "planner",
+    "Compute": "terms",
     "Prefetcher": "prefetcher",
     "Sessions": "sessions",
     "Waiting": "waiting",

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from prefetch.figures import number, section
 from prefetch.intake import Intake
 from prefetch.keeping import Keeping
-from prefetch.planner import PIECE_PAGES, Machine, Promotion, Retained, Want, plan
+from prefetch.planner import PIECE_PAGES, plan
+from prefetch.terms import Machine, Promotion, Retained, Want
 from prefetch.window import Window
 from tierstore.types import Hint, Tier
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from prefetch.intake import Expected
-    from prefetch.planner import Compute, Plan
+    from prefetch.terms import Compute, Plan
     from tierstore.config import PrefetchConfig
     from tierstore.store import TierStore
     from tierstore.types import PageKey, Promoted

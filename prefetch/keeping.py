@@ -10,7 +10,7 @@ from tierstore.types import Hint, Tier
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from prefetch.planner import Want
+    from prefetch.terms import Want
     from tierstore.store import TierStore
     from tierstore.types import PageKey
 

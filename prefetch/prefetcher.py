@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from prefetch.planner import Compute
+    from prefetch.terms import Compute
     from tierstore.store import TierStore
     from tierstore.types import PageKey
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from prefetch import planner
-from prefetch.planner import Compute, Machine, Plan, Retained, Want
+from prefetch.terms import Compute, Machine, Plan, Retained, Want
 from tests.prefetch.world import SEQUENCES, covered, done_with, order, require_possible, require_room
 from tierstore.types import PageKey, Tier
 
@@ -91,7 +91,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     def wants(self) -> list[Want]:
         return [
-            self.subject.Want(
+            Want(
                 request_id=name,
                 keys=tuple(SEQUENCES[which]),
                 tiers=self.tiers(which),
@@ -103,7 +103,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     def retained(self) -> list[Retained]:
         return [
-            self.subject.Retained(keys=tuple(SEQUENCES[which]), tiers=self.tiers(which), until=until)
+            Retained(keys=tuple(SEQUENCES[which]), tiers=self.tiers(which), until=until)
             for which, until in self.kept.items()
         ]
 

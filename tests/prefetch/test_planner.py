@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefetch.planner import PIECE_PAGES, Compute, Machine, Retained, Want, plan
+from prefetch.planner import PIECE_PAGES, plan
+from prefetch.terms import Compute, Machine, Retained, Want
 from tests.support.pages import chain
 from tierstore.types import Tier
 

@@ -6,13 +6,14 @@ from collections import deque
 from math import inf
 from typing import TYPE_CHECKING
 
-from prefetch.planner import Machine, plan
+from prefetch.planner import plan
+from prefetch.terms import Machine
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from prefetch.planner import Want
+    from prefetch.terms import Want
     from tierstore.bench.prefetch_machine import Memory
     from tierstore.types import PageKey
 

@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
 from prefetch.pauses import OVERDUE_S
-from prefetch.planner import Want
+from prefetch.terms import Want
 from tierstore.bench.prefetch_ahead import Ahead
 from tierstore.bench.prefetch_machine import Memory, Sizes
 from tierstore.bench.prefetch_sessions import Sessions
