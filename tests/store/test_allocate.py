@@ -35,11 +35,6 @@ def bench() -> Iterator[Bench]:
     bench.close()
 
 
-@pytest.fixture
-def store(bench: Bench) -> TierStore:
-    return bench.store
-
-
 def test_allocated_slots_are_distinct_and_the_callers_alone(store: TierStore) -> None:
     slots = store.allocate(3) + store.allocate(1)
     assert sorted(slots) == [0, 1, 2, 3]

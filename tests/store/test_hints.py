@@ -21,11 +21,6 @@ def bench() -> Iterator[Bench]:
     bench.close()
 
 
-@pytest.fixture
-def store(bench: Bench) -> TierStore:
-    return bench.store
-
-
 def test_will_need_without_a_prefetcher_is_rejected(store: TierStore) -> None:
     assert store.hint(Hint("r", 1, tuple(chain(2)))) is HintResult.REJECTED
     assert counter(store, "hints", "rejected") == 1

@@ -45,11 +45,6 @@ def bench(disk: Path) -> Iterator[Bench]:
     bench.close()
 
 
-@pytest.fixture
-def store(bench: Bench) -> TierStore:
-    return bench.store
-
-
 def write_secret(store: TierStore, keys: list[PageKey], timeout_s: float = PATIENCE_S) -> None:
     slots = store.allocate(len(keys), timeout_s)
     fill(store, keys, slots)

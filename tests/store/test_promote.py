@@ -37,11 +37,6 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.close()
 
 
-@pytest.fixture
-def store(bench: Bench) -> TierStore:
-    return bench.store
-
-
 def stored(store: TierStore, name: str, length: int, tier: Tier = Tier.NVME) -> list[PageKey]:
     """A sequence of which only the copies in ``tier`` and below are left."""
     keys = chain(length, name)

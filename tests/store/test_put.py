@@ -37,11 +37,6 @@ def bench() -> Iterator[Bench]:
     bench.close()
 
 
-@pytest.fixture
-def store(bench: Bench) -> TierStore:
-    return bench.store
-
-
 def push_down(bench: Bench, keys: list[PageKey]) -> None:
     """The pages are in HOST alone."""
     write(bench.store, keys)
