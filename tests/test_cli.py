@@ -66,7 +66,7 @@ def test_doctor_names_what_the_machine_gives(tmp_path: Path) -> None:
     assert report["ok"] is True
     assert checks["torch"]["value"].startswith("2.")
     assert checks["disk"]["value"].startswith(str(tmp_path))
-    assert {"Python", "host memory", "memlock limit", "LMDB", "O_DIRECT"} <= set(checks)
+    assert {"Python", "host memory", "huge pages", "memlock limit", "LMDB", "O_DIRECT"} <= set(checks)
     assert all(check["why"] for check in report["checks"] if check["state"] != "ok")
     assert list(tmp_path.iterdir()) == []
 
@@ -95,6 +95,31 @@ def test_doctor_fails_where_no_file_can_be_made(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert last_line(result)["failed"] == ["disk", "O_DIRECT"]
     assert file.read_text(encoding="utf-8") == "not a directory"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "value", "state"),
+    [
+        ("always [madvise] never\n", "madvise", "ok"),
+        ("[always] madvise never\n", "always", "ok"),
+        ("always madvise [never]\n", "never", "note"),
+        ("\n", "unknown", "note"),
+    ],
+)
+def test_doctor_says_whether_memory_gets_huge_pages(
+    allowed: str, value: str, state: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "enabled"
+    file.write_text(allowed, encoding="ascii")
+    check = probes.huge_pages(file)
+    assert (check.value, check.state) == (value, state)
+    assert state == "ok" or str(file) in check.why
+
+
+def test_doctor_says_that_a_kernel_has_no_huge_pages(tmp_path: Path) -> None:
+    check = probes.huge_pages(tmp_path / "enabled")
+    assert (check.value, check.state) == ("none", "note")
+    assert "small pages" in check.why
 
 
 def test_a_machine_without_a_gpu_is_told_to_use_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
