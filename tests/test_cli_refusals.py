@@ -156,6 +156,21 @@ def test_an_unknown_model_is_refused_before_anything_is_fetched(
     )
 
 
+@pytest.mark.parametrize("command", [["demo"], ["compare"], ["bench", "codec"], ["bench", "hints"]])
+def test_texts_that_are_not_there_are_named_before_a_model_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: list[str]
+) -> None:
+    def fetched(*_: object, **__: object) -> Path:
+        raise AssertionError("something was prepared")
+
+    monkeypatch.setattr(model_room, "prepare_model", fetched)
+    os.mkfifo(tmp_path / "pipe")
+    for name, found in (("nowhere", "does not exist"), ("pipe", "is no file")):
+        result = here(*command, "--model", "smollm2", "--docs", tmp_path / name)
+        assert result.exit_code == 2
+        assert f"--docs {tmp_path / name} {found}; allowed: text files" in result.stderr
+
+
 def test_plan_and_replay_list_what_they_know() -> None:
     with pytest.raises(
         ConfigError, match=r"'nomodel' is neither .*allowed: such a folder, or .*gemma-3-270m"
@@ -196,7 +211,9 @@ def test_flags_of_export_that_do_not_fit_are_named(tmp_path: Path) -> None:
 )
 def test_what_is_no_size_is_named_with_its_option(words: list[str]) -> None:
     option = next(word for word, value in pairwise(words) if "foo" in value)
-    require_refused(here("bench", *words, "--device", "cpu"), f"{option} foo; allowed: a size of at least 1 byte")
+    require_refused(
+        here("bench", *words, "--device", "cpu"), f"{option} foo; allowed: a size of at least 1 byte"
+    )
 
 
 FLOATS = [

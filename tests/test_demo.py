@@ -244,6 +244,9 @@ def test_documents_lie_in_the_range_and_long_files_give_several(model: Path, tmp
     assert len({document.text for document in found}) == 4
     with pytest.raises(DocumentError, match="4 documents of at least"):
         find_documents(tokenizer, 50, 200, 300, [tmp_path])
+    (tmp_path / "picture.txt").write_bytes(b"\x89PNG\xff" * 100)
+    with pytest.raises(DocumentError, match=r"Not UTF-8 text: .*picture\.txt\. Pass"):
+        find_documents(tokenizer, 50, 200, 300, [tmp_path])
 
 
 def test_this_machine_has_texts_that_differ(model: Path) -> None:
@@ -320,7 +323,11 @@ def test_command_says_in_one_line_what_it_cannot_do(model: Path, tmp_path: Path)
     arguments = ["--json", "--model", str(model), "--docs", str(tmp_path / "nowhere"), "--dir", str(tmp_path)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
-    assert "nowhere does not exist" in result.stderr
+    assert "nowhere does not exist; allowed: text files" in result.stderr
+    assert json.loads(result.stdout.splitlines()[-1])["error"].startswith("--docs ")
+    (tmp_path / "taken").touch()
+    result = CliRunner().invoke(app, ["--model", str(model), "--dir", str(tmp_path / "taken")])
+    assert (result.exit_code, "taken cannot be used: it is no folder" in result.stderr) == (2, True)
     result = CliRunner().invoke(app, ["--codec", "nonsense", "--model", str(model), "--dir", str(tmp_path)])
     assert result.exit_code == 2
     assert "--codec is 'nonsense'; allowed: none, exp, fp8" in result.stderr

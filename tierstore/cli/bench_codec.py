@@ -11,6 +11,7 @@ from rich.table import Table
 
 from tierstore.cli.bench import table_of
 from tierstore.cli.output import Json, finite, print_json, progress, refusals, require_place, wide_console
+from tierstore.demo.given import require_texts
 from tierstore.demo.known import ALLOWED, SMOLLM2
 from tierstore.errors import ConfigError
 
@@ -66,6 +67,7 @@ def codec(
     before = rows.load_average()
     with refusals(as_json):
         _plottable(plot)
+        require_texts(docs or [])
         folder = None if synthetic else _folder(model)
         if folder is None:
             sample, names, floor, found = _made_up(tokens, page_size)

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from tierstore.cli.bench_card import name_of
 from tierstore.cli.output import Json, print_json, progress, refusals, require_folder, wide_console
+from tierstore.demo.given import require_texts
 from tierstore.errors import ConfigError
 from tierstore.units import format_size
 
@@ -77,6 +78,7 @@ def hints(
             raise ConfigError(
                 f"--docs {docs[0]} with --model {model}; allowed with smollm2 or the folder of a model"
             )
+        require_texts(docs or [])
         if place is not None:
             require_folder("--dir", place)
         with tempfile.TemporaryDirectory(prefix="tierstore-hints-", dir=place) as scratch:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.status import Status
 
 from tierstore.cli.output import Json, print_json, refusals
+from tierstore.demo.given import made_folder, require_texts
 from tierstore.demo.known import ALLOWED, KNOWN, short_name
 from tierstore.errors import ConfigError
 
@@ -57,6 +58,10 @@ def compare(
             from tierstore.gpu.device import require_device
 
             require_device(device)
+        require_texts(docs or [])
+        from tierstore.demo.model import default_cache_dir
+
+        home = made_folder(place or default_cache_dir())
         with Status("starting", console=console) as status:
 
             def say(line: str) -> None:
@@ -64,7 +69,7 @@ def compare(
                 console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
             for name in model or KNOWN:
-                found += _compare(name, docs or [], place, device, say)
+                found += _compare(name, docs or [], home, device, say)
     from tierstore.compare import report
 
     report.show(console, found)
@@ -74,13 +79,13 @@ def compare(
 
 
 def _compare(
-    name: str, docs: list[Path], place: Path | None, device: str, say: Callable[[str], None]
+    name: str, docs: list[Path], home: Path, device: str, say: Callable[[str], None]
 ) -> Iterator[Row]:
     """The rows of one model; what cannot be prepared is a ConfigError."""
     from tierstore.compare import cases, prompts
     from tierstore.compare.subject import Subject, load_tokenizer
     from tierstore.demo.documents import DocumentError
-    from tierstore.demo.model import ModelError, default_cache_dir, model_folder
+    from tierstore.demo.model import ModelError, model_folder
 
     sizes = prompts.Sizes()
     try:
@@ -90,7 +95,5 @@ def _compare(
         subject = Subject.load(short_name(name) or folder.name, folder, device)
     except (ModelError, DocumentError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    home = place or default_cache_dir()
-    home.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="tierstore-compare-", dir=home) as scratch:
         yield from cases.compare(subject, texts, sizes, Path(scratch), say)

@@ -15,7 +15,8 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from tierstore.errors import TierStoreError
+from tierstore.demo.given import made_folder, require_texts
+from tierstore.errors import ConfigError, TierStoreError
 
 if TYPE_CHECKING:
     from tierstore.demo.plan import Settings
@@ -67,15 +68,10 @@ def demo(
     Every answer is held against plain transformers, token by token. Prepares SmolLM2-135M-Instruct on first use.
     Exit code 1 if an answer differs or another claim of the summary fails; 2 if it could not be run.
     """
-    from tierstore.codecs import LOSS_CLASSES
-    from tierstore.config import HostCodec
-
-    if codec not in LOSS_CLASSES:
-        _refuse(f"--codec is {codec!r}; allowed: {', '.join(LOSS_CLASSES)}")
-    if host_codec not in get_args(HostCodec):
-        _refuse(f"--host-codec is {host_codec!r}; allowed: {', '.join(get_args(HostCodec))}")
-    if find_spec("transformers") is None:
-        _refuse("the demo needs transformers: in the checkout pip install -e '.[hf]'")
+    try:
+        _check(codec, host_codec, docs or [])
+    except ConfigError as error:
+        _refuse(str(error), as_json)
     from tierstore.demo.plan import Settings
 
     console = Console(stderr=as_json)
@@ -96,7 +92,10 @@ def demo(
             device=device,
             hbm_documents=hbm_documents,
         )
-        outcome, claims = _play(docs or [], model, wheel, place, chosen, say)
+        try:
+            outcome, claims = _play(docs or [], model, wheel, place, chosen, say)
+        except ConfigError as error:
+            _refuse(str(error), as_json)
     from tierstore.demo import report
 
     report.show(console, outcome, claims)
@@ -104,6 +103,20 @@ def demo(
         typer.echo(json.dumps(report.as_json(outcome, claims)))
     if not all(claim.held for claim in claims):
         raise typer.Exit(1)
+
+
+def _check(codec: str, host_codec: str, docs: list[Path]) -> None:
+    """ConfigError for what cannot be done, before a model is prepared for it."""
+    from tierstore.codecs import LOSS_CLASSES
+    from tierstore.config import HostCodec
+
+    if codec not in LOSS_CLASSES:
+        raise ConfigError(f"--codec is {codec!r}; allowed: {', '.join(LOSS_CLASSES)}")
+    if host_codec not in get_args(HostCodec):
+        raise ConfigError(f"--host-codec is {host_codec!r}; allowed: {', '.join(get_args(HostCodec))}")
+    if find_spec("transformers") is None:
+        raise ConfigError("the demo needs transformers: in the checkout pip install -e '.[hf]'")
+    require_texts(docs)
 
 
 def _play(
@@ -114,7 +127,7 @@ def _play(
     settings: Settings,
     say: Callable[[str], None],
 ) -> tuple[Outcome, list[Claim]]:
-    """Prepare the model, play, judge; what cannot be done becomes one line and exit code 2."""
+    """Prepare the model, play, judge; what cannot be done becomes a ConfigError."""
     from tierstore.demo.documents import DocumentError
     from tierstore.demo.model import ModelError, default_cache_dir, model_folder, prepare_model
     from tierstore.demo.plan import PlanError
@@ -124,15 +137,19 @@ def _play(
 
     try:
         require_device(settings.device)
+        home = made_folder(place or default_cache_dir())
         folder = model_folder(model, say) if wheel is None else prepare_model(say, wheel=wheel)
-        place = place or default_cache_dir()
-        place.mkdir(parents=True, exist_ok=True)
-        outcome = run_demo(folder, settings, say, docs, place)
-    except (ModelError, DocumentError, PlanError, RestartError, TierStoreError, OSError) as error:
-        _refuse(str(error))
+        outcome = run_demo(folder, settings, say, docs, home)
+    except (ModelError, DocumentError, PlanError, RestartError, TierStoreError) as error:
+        raise ConfigError(str(error)) from error
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise ConfigError(f"{where}{error.strerror or error}") from error
     return outcome, judge(outcome)
 
 
-def _refuse(reason: str) -> NoReturn:
+def _refuse(reason: str, as_json: bool) -> NoReturn:
     typer.echo(f"tierstore demo: {reason}", err=True)
+    if as_json:
+        typer.echo(json.dumps({"error": reason}))
     raise typer.Exit(REFUSED)

@@ -52,9 +52,12 @@ def find_documents(
             if len(found) == count:
                 return found
     where = ", ".join(map(str, paths)) or "the licences and package files of this machine"
+    strange = [str(path) for path in _own_files(paths) if path.stat().st_size and not _read(path)]
+    more = f", {len(strange) - 3} more" if len(strange) > 3 else ""
     raise DocumentError(
         f"{where}: {len(found)} documents of at least {min_tokens} tokens, {count} are needed. "
-        "Pass longer or more text files with --docs."
+        + (f"Not UTF-8 text: {', '.join(strange[:3])}{more}. " if strange else "")
+        + "Pass longer or more text files with --docs."
     )
 
 
@@ -77,12 +80,15 @@ def _phrases(text: str) -> set[str]:
 
 
 def _own_parts(paths: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    return ((file.name, _read(file)) for file in _own_files(paths))
+
+
+def _own_files(paths: Sequence[Path]) -> Iterator[Path]:
     for path in paths:
         if path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES)
-            yield from ((file.name, _read(file)) for file in inside)
+            yield from sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
         elif path.is_file():
-            yield path.name, _read(path)
+            yield path
         else:
             raise DocumentError(f"{path} does not exist")
 

@@ -142,7 +142,8 @@ def tier_sizes(
     host = min(3 * hbm, (total - hbm) * 2 // 3)
     if host < request or hbm + host >= total:
         raise PlanError(
-            f"{total} pages of documents do not exceed an HBM of {hbm} pages and as much host memory"
+            f"{total} pages of documents do not exceed an HBM of {hbm} pages and as much host memory; "
+            "allowed: longer documents (--tokens), fewer of them in HBM (--hbm-documents)"
         )
     return Sizes(total, hbm, host)
 
