@@ -13,6 +13,9 @@ _LOOKS = 4
 """Looks in the time after which a read or a write is late."""
 
 
+_CLOSE_S = 5.0
+
+
 class Patience:
     """A daemon thread that calls each of ``looks`` with time.monotonic(), often enough for ``timeout_s``."""
 
@@ -24,9 +27,9 @@ class Patience:
         self._thread.start()
 
     def close(self) -> None:
-        """No look begins from now on. Waits for one that is under way, which never does I/O."""
+        """No look begins from now on. Waits a moment for one that is under way, which never does I/O."""
         self._over.set()
-        self._thread.join()
+        self._thread.join(_CLOSE_S)  # not for ever: a signal's handler may have left locked what it looks at
 
     def _run(self) -> None:
         while not self._over.wait(self._every_s):
