@@ -246,3 +246,37 @@ def test_every_option_that_takes_a_float_refuses_what_is_not_finite() -> None:
     ]
     assert len(found) == len(FLOATS)
     assert [each for each in found if each[2] is not finite] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["nvme", "--page-sizes", "3B"], ["--page-sizes 3B; allowed: multiples of 4096 bytes"]),
+        (["nvme", "--page-sizes", ""], ["--page-sizes ; allowed: a size"]),
+        (["nvme", "--size", "1GB,2GB"], ["--size 1GB,2GB; allowed: a size"]),
+        (["nvme", "--stall-size", "0"], ["--stall-size 0; allowed: a size"]),
+        (["prefetch", "t.jsonl", "--disk", "0"], ["--disk 0; allowed: a size"]),
+        (["core", "--records", f"{10**12}"], ["--records 272.8 TiB: needs", "allowed: smaller ones"]),
+        (["core", "--pages", f"{10**12}"], ["--pages 272.8 TiB: needs", "allowed: smaller ones"]),
+        (["arena", "--device", "cpu", "--size", "1PB"], ["--size 909.5 TiB: needs", "allowed: smaller ones"]),
+        (
+            ["codec", "--synthetic", "--page-size", f"{10**12}"],
+            ["out of memory: Unable to allocate", "allowed: smaller sizes"],
+        ),
+    ],
+)
+def test_sizes_of_a_measurement_that_cannot_be_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], parts: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = here("bench", *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    line = result.stderr.splitlines()[-1]
+    assert all(part in line for part in parts), line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_is_read_by_as_many_threads_as_a_store_may_have() -> None:
+    result = here("bench", "nvme", "--readers", "65")
+    assert result.exit_code == 2
+    assert "'--readers'" in result.stderr

@@ -12,8 +12,19 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from tierstore.cli.output import Json, finite, print_json, progress, refusals, require_folder, wide_console
-from tierstore.units import format_size, parse_size
+from tierstore.cli.output import (
+    Json,
+    finite,
+    print_json,
+    progress,
+    refusals,
+    require_folder,
+    require_memory,
+    size_of,
+    wide_console,
+)
+from tierstore.errors import ConfigError
+from tierstore.units import MOST_READERS, format_size
 
 if TYPE_CHECKING:
     from tierstore.bench.nvme import DiskRow
@@ -22,6 +33,12 @@ if TYPE_CHECKING:
 
 PAYLOADS = ["lmdb", "extents"]
 """Where the tier may keep page bytes."""
+
+BLOCK_NBYTES = 4096
+"""Of a disk: what is read past the page cache is of whole ones."""
+
+PAGE_NBYTES = 300
+"""Python memory of a page in the tables, at least."""
 
 bench = typer.Typer(help="Measure this machine and this store.", no_args_is_help=True)
 
@@ -58,6 +75,11 @@ def core(
     found: list[Row] = []
     with refusals(as_json):
         require_folder("--dir", place)
+        counts = {
+            "--pages": pages, "--put-pages": put_pages, "--records": records, "--restore-pages": restored
+        }  # fmt: skip
+        option, most = max(counts.items(), key=lambda each: each[1])
+        require_memory({option: most * PAGE_NBYTES}, most * PAGE_NBYTES)
     with refusals(as_json), TemporaryDirectory(prefix="tierstore-bench-", dir=place) as folder:
         progress.print("time of the tables and calls")
         found += tables.reserve_and_commit(pages)
@@ -83,7 +105,9 @@ def nvme(
     ] = "256MiB",
     page_sizes: Annotated[str, typer.Option(help="Page sizes, commas between.")] = "256KiB,1MiB,2MiB,8MiB",
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each kind, each with a raw one beside it.")] = 7,
-    readers: Annotated[int, typer.Option(min=1, help="Threads that read, of everyone.")] = 2,
+    readers: Annotated[
+        int, typer.Option(min=1, max=MOST_READERS, help="Threads that read, of everyone.")
+    ] = 2,
     stall_size: Annotated[str, typer.Option(help="Bytes moved while a thread watches for stalls.")] = "2GiB",
     idle: Annotated[
         float,
@@ -103,8 +127,9 @@ def nvme(
 
     before = load_average()
     found: list[DiskRow] = []
-    pages, [nbytes], [stall_nbytes] = _sizes(page_sizes, 4096), _sizes(size), _sizes(stall_size)
     with refusals(as_json):
+        pages = _page_sizes("--page-sizes", page_sizes)
+        nbytes, stall_nbytes = size_of("--size", size), size_of("--stall-size", stall_size)
         require_folder("--dir", place)
     with refusals(as_json), TemporaryDirectory(prefix="tierstore-bench-", dir=place) as folder:
         for page_nbytes in pages:
@@ -133,14 +158,11 @@ def nvme(
     _show_disk(found, stalls, [before, load_average()], device(), as_json)
 
 
-def _sizes(text: str, multiple: int = 1) -> list[int]:
-    """The sizes in ``text``, commas between."""
-    try:
-        sizes = [parse_size(part) for part in text.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(f"{text}: {error}") from error
-    if any(size % multiple for size in sizes):
-        raise typer.BadParameter(f"{text}: allowed: multiples of {multiple} bytes")
+def _page_sizes(option: str, text: str) -> list[int]:
+    """The sizes in ``text``, commas between. ConfigError for what is none, and for parts of a block of a disk."""
+    sizes = [size_of(option, part) for part in text.split(",")]
+    if any(size % BLOCK_NBYTES for size in sizes):
+        raise ConfigError(f"{option} {text}; allowed: multiples of {BLOCK_NBYTES} bytes, with commas")
     return sizes
 
 

@@ -115,7 +115,9 @@ def arena(
     from tierstore.bench.arena import arena_rows, default_nbytes
 
     with refusals(as_json):
-        found = arena_rows(device, size_of("--size", size) if size else default_nbytes())
+        nbytes = size_of("--size", size) if size else default_nbytes()
+        require_memory({"--size": nbytes}, nbytes)
+        found = arena_rows(device, nbytes)
     name = name_of(device)
     table = Table("what", "found", "", "goal", "", box=None, header_style="bold", title=name)
     for row in found:

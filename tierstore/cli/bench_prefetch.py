@@ -11,9 +11,8 @@ import typer
 from rich.progress import Progress, TaskID, TextColumn
 from rich.table import Table
 
-from tierstore.cli.output import Json, finite, print_json, progress, refusals, wide_console
+from tierstore.cli.output import Json, finite, print_json, progress, refusals, size_of, wide_console
 from tierstore.cli.replay import _files
-from tierstore.units import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,12 +48,12 @@ def prefetch(
     rows: list[PrefetchRow] = []
     with refusals(as_json):
         capacities = Capacities(
-            hbm=_size("hbm", hbm),
-            host=_size("host", host),
-            nvme=_size("nvme", nvme),
-            nvme_bytes_per_s=_size("disk", disk),
-            link_bytes_per_s=_size("link", link),
-            token_nbytes=_size("token", token),
+            hbm=size_of("--hbm", hbm),
+            host=size_of("--host", host),
+            nvme=size_of("--nvme", nvme),
+            nvme_bytes_per_s=size_of("--disk", disk),
+            link_bytes_per_s=size_of("--link", link),
+            token_nbytes=size_of("--token", token),
         )
         levels = utilisation or [0.7, 0.9]
         for trace in read_traces(list(_files(traces))):
@@ -72,13 +71,6 @@ def prefetch(
 
 def _step(bar: Progress, task: TaskID, doing: str, served: int) -> None:
     bar.update(task, advance=served, doing=doing)
-
-
-def _size(name: str, text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"--{name} {text}: {error}") from error
 
 
 def _show(rows: Sequence[PrefetchRow]) -> None:

@@ -53,10 +53,10 @@ def finite(value: _Number) -> _Number:
 
 @contextmanager
 def refusals(as_json: bool) -> Iterator[None]:
-    """Turn an error of the library or of the system into one clear line and exit code 2."""
+    """Turn an error of the library or of the system into one clear line and exit code 2; want of memory, too."""
     try:
         yield
-    except (TierStoreError, OSError) as error:
+    except (TierStoreError, OSError, MemoryError) as error:
         line = said(error)
         typer.echo(f"tierstore: {line}", err=True)
         if as_json:
@@ -108,8 +108,10 @@ def require_file(what: str, file: Path, allowed: str) -> None:
         raise ConfigError(f"{what} {file}: {found}; allowed: {allowed}")
 
 
-def said(error: TierStoreError | OSError) -> str:
+def said(error: TierStoreError | OSError | MemoryError) -> str:
     """An error of the system without its number, and with the file it is about."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, MemoryError):
+        return f"out of memory: {error}; allowed: smaller sizes" if str(error) else "out of memory"
     return str(error)
