@@ -7,6 +7,7 @@ import random
 import struct
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -135,11 +136,14 @@ def test_damage_of_the_small_tree_sets_the_directory_aside(home: Path) -> None:
 def test_what_breaks_in_lmdb_though_the_walk_passed_it_sets_the_directory_aside(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*args: object, **kwargs: object) -> Catalogue:
-        monkeypatch.setattr(opening, "Catalogue", Catalogue)
-        raise lmdb.BadTxnError("as a damaged tree has it")
+    errors = [lmdb.BadTxnError("as a damaged tree has it")]
 
-    monkeypatch.setattr(opening, "Catalogue", broken)
+    def once_broken(*args: Any, **kwargs: Any) -> Catalogue:
+        if errors:
+            raise errors.pop()
+        return Catalogue(*args, **kwargs)
+
+    monkeypatch.setattr(opening, "Catalogue", once_broken)
     Rig(home).close()
     assert len(list(home.glob("*.damaged-*"))) == 1
 
