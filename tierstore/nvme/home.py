@@ -246,6 +246,5 @@ def _foreign(home: Path) -> ConfigError:
 
 
 def _unusable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"nvme.path is {path}, which cannot be used ({error.strerror or error}); allowed: a writable directory"
-    )
+    why = "Not a directory" if isinstance(error, FileExistsError) else error.strerror or error
+    return ConfigError(f"nvme.path is {path}, which cannot be used ({why}); allowed: a writable directory")

@@ -94,11 +94,16 @@ def open_shard(
     except (OSError, lmdb.Error) as error:
         lock.release()
         raise ConfigError(
-            f"nvme.path is {path}, where the tier cannot be opened ({error}); allowed: a writable directory"
+            f"nvme.path is {path}, where the tier cannot be opened ({_reason(error)}); allowed: a writable directory"
         ) from error
     except BaseException:
         lock.release()
         raise
+
+
+def _reason(error: OSError | lmdb.Error) -> str:
+    """Without the system's number and without the file, which the message names."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def _lock(directory: Path) -> FileLock:
@@ -106,7 +111,7 @@ def _lock(directory: Path) -> FileLock:
         lock = FileLock.acquire(home.lock_path(directory))
     except OSError as error:
         raise ConfigError(
-            f"nvme.path is {directory.parent}, which cannot be locked ({error}); allowed: a writable directory"
+            f"nvme.path is {directory.parent}, which cannot be locked ({_reason(error)}); allowed: a writable directory"
         ) from error
     if isinstance(lock, FileLock):
         return lock
