@@ -81,7 +81,9 @@ class TimedLock:
                         self.require_whole()
                     # One step for the interpreter: no signal comes between the lock and the note that it was taken.
                     taken.extend(filter(None, map(self._lock.acquire, (True,), (_LOOK_S,))))
-                    if not taken and _has_left(self._holder, self._block):
+                    holder, block = self._holder, self._block
+                    # Looked at again at last: who let go while its frames were walked has no block any more.
+                    if not taken and _has_left(holder, block) and self._block is block:
                         self.broken = True
             if self.broken:
                 self.require_whole()
