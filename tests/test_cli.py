@@ -269,7 +269,7 @@ def test_inspect_names_the_process_that_uses_a_directory(home: Path) -> None:
 
 def test_verify_reads_every_record(home: Path) -> None:
     result = tierstore("verify", home, "--json")
-    assert result.returncode == 0, result.stderr
+    assert (result.returncode, result.stderr) == (0, "")
     report = last_line(result)
     assert (report["ok"], report["checked"], report["bad"]) == (True, 5, 0)
 

@@ -229,6 +229,6 @@ def _say_keys(what: str, keys: Sequence[tuple[PageKey, str]]) -> None:
 def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar, and what moves it."""
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=progress, transient=True) as bars:
+    with Progress(*columns, console=progress, transient=True, disable=not progress.is_interactive) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)

@@ -59,7 +59,9 @@ def prefetch(
         for trace in read_traces(list(_files(traces))):
             part = replace(trace, requests=tuple(first(trace, requests)))
             columns = (*Progress.get_default_columns()[:3], TextColumn("{task.fields[doing]}"))
-            with Progress(*columns, console=progress, transient=True) as bar:
+            with Progress(
+                *columns, console=progress, transient=True, disable=not progress.is_interactive
+            ) as bar:
                 total = len(part.requests) * (1 + 4 * len(levels))
                 task = bar.add_task(trace.name, total=total, doing="")
                 step = partial(_step, bar, task)

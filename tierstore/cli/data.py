@@ -181,4 +181,5 @@ def _bars() -> Progress:
         TimeRemainingColumn(),
         console=progress,
         transient=True,
+        disable=not progress.is_interactive,
     )

@@ -196,7 +196,7 @@ def _replay(
     jobs = [(trace, _setting(trace, config, model)) for trace in traces for config in configs]
     bounds, rows = Bounds(folder or user_folder()), []
     columns = (*Progress.get_default_columns()[:3], TimeRemainingColumn(), TextColumn("{task.fields[doing]}"))
-    with Progress(*columns, console=progress, transient=True) as bar:
+    with Progress(*columns, console=progress, transient=True, disable=not progress.is_interactive) as bar:
         blocks = sum(len(request.keys) for trace, _ in jobs for request in trace.requests)
         task = bar.add_task("replay", total=blocks, doing="")
         for trace, setting in jobs:
