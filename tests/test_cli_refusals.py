@@ -171,6 +171,11 @@ def test_texts_that_are_not_there_are_named_before_a_model_is_fetched(
         assert f"--docs {tmp_path / name} {found}; allowed: text files" in result.stderr
 
 
+def test_texts_for_hints_are_files(tmp_path: Path) -> None:
+    result = here("bench", "hints", "--model", "smollm2", "--docs", tmp_path)
+    require_refused(result, f"--docs {tmp_path} is a folder; allowed: text files")
+
+
 def test_plan_and_replay_list_what_they_know() -> None:
     with pytest.raises(
         ConfigError, match=r"'nomodel' is neither .*allowed: such a folder, or .*gemma-3-270m"

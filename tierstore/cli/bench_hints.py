@@ -78,7 +78,7 @@ def hints(
             raise ConfigError(
                 f"--docs {docs[0]} with --model {model}; allowed with smollm2 or the folder of a model"
             )
-        require_texts(docs or [])
+        require_texts(docs or [], folders=False)
         if place is not None:
             require_folder("--dir", place)
         with tempfile.TemporaryDirectory(prefix="tierstore-hints-", dir=place) as scratch:

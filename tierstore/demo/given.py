@@ -8,12 +8,14 @@ from pathlib import Path
 from tierstore.errors import ConfigError
 
 
-def require_texts(docs: Sequence[Path]) -> None:
-    """ConfigError unless each of ``--docs`` is a file or a folder. Reads nothing."""
+def require_texts(docs: Sequence[Path], *, folders: bool = True) -> None:
+    """ConfigError unless each of ``--docs`` is a file, or a folder where those are taken. Reads nothing."""
     for path in docs:
-        if not path.is_dir() and not path.is_file():
-            found = "is no file" if path.exists() else "does not exist"
-            raise ConfigError(f"--docs {path} {found}; allowed: text files, and folders of them")
+        if path.is_file() or (folders and path.is_dir()):
+            continue
+        found = "is a folder" if path.is_dir() else "is no file" if path.exists() else "does not exist"
+        more = ", and folders of them" if folders else ""
+        raise ConfigError(f"--docs {path} {found}; allowed: text files{more}")
 
 
 def made_folder(place: Path) -> Path:
