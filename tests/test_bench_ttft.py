@@ -10,7 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 from tierstore.bench.raw_disk import RawDisk
-from tierstore.bench.ttft import Ask, Bench
+from tierstore.bench.ttft import Bench
+from tierstore.bench.ttft_ask import Ask
 from tierstore.bench.ttft_rig import SHAPES
 from tierstore.cli.app import app
 from tierstore.types import Tier

@@ -48,7 +48,8 @@ def ttft(
     as_json: Json = False,
 ) -> None:
     """How soon an answer over a long stored prefix begins, beside what moving its bytes takes, and computing it."""
-    from tierstore.bench.ttft import Ask, Bench
+    from tierstore.bench.ttft import Bench
+    from tierstore.bench.ttft_ask import Ask
     from tierstore.bench.ttft_rig import SHAPES
 
     found: list[TtftRow] = []
