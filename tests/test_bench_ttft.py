@@ -83,7 +83,7 @@ def test_bench_ttft_refuses_more_tokens_than_can_be_made(option: str) -> None:
 def test_a_model_that_memory_has_no_room_for_is_refused_before_it_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tierstore.bench.ttft.available_nbytes", lambda: 20 << 30)
+    monkeypatch.setattr("tierstore.bench.ttft_ask.available_nbytes", lambda: 20 << 30)
     result = CliRunner().invoke(app, ["bench", "ttft", "--device", "cpu", "--json"])
     assert result.exit_code == 2
     said = json.loads(result.stdout.splitlines()[-1])["error"]
@@ -104,7 +104,7 @@ def test_a_prompt_is_computed_in_chunks_that_the_card_has_room_for(
         def available_nbytes(self) -> int | None:
             return gib << 30 or None
 
-    monkeypatch.setattr("tierstore.bench.ttft.open_device", lambda name: Card())
+    monkeypatch.setattr("tierstore.bench.ttft_ask.open_device", lambda name: Card())
     ask = Ask(device="cuda:0", shape="llama-3.1-8b", prefix=131072, question=64, page_size=64, rounds=1)
     assert ask.chunk(16384) == chunk
 
