@@ -332,7 +332,7 @@ class TierStore:
         self._progress.advance()
         require_key_list(keys)
         below = [t for t in self._directory.residency.tables if t > Tier.HBM]
-        require_member("demote to", tier, below)
+        require_member("demote to", tier, below, *([] if below else ["no tier is below HBM"]))
         accepted = 0
         for chunk in _chunks(keys):
             with self._lock:
