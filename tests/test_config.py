@@ -226,6 +226,8 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(tmp_path: Path, text: s
         ("nvme: {capacity: 1GiB}", "nvme.path is missing", "a directory"),
         ("nvme: {path: , capacity: 1GiB}", "nvme.path is ''", "a directory"),
         ("nvme: {path: [a], capacity: 1GiB}", "nvme.path is ['a']", "a directory"),
+        ("nvme: {path: null, capacity: 1GiB}", "nvme.path is 'null'", "a directory"),
+        ("nvme: {path: ~, capacity: 1GiB}", "nvme.path is '~'", "a directory"),
         ("nvme: {path: ~no-such-user/x, capacity: 1GiB}", "nvme.path is", "~user exists"),
         ("page_size: 0", "page_size is '0'", "whole number"),
         ("page_size: 1.5", "page_size is '1.5'", "whole number"),

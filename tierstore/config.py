@@ -44,12 +44,16 @@ def _device(value: object) -> str:
 def _directory(value: object) -> Path:
     """Absolute, so that a later chdir does not move the store."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
-    if not isinstance(text, str) or not text.strip() or not _is_path(text):
+    if not isinstance(text, str) or not text.strip() or not _is_path(text) or text in _YAML_NULLS:
         raise ValueError("the path of a directory")
     try:
         return Path(os.path.abspath(Path(text).expanduser()))
     except RuntimeError:
         raise ValueError("the path of a directory whose ~user exists") from None
+
+
+_YAML_NULLS = ("~", "null", "Null", "NULL")
+"""What says "none" in YAML: whoever writes it means no directory of that name, and ``~`` not all of their home."""
 
 
 def _is_path(text: str) -> bool:
