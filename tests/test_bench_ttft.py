@@ -52,6 +52,9 @@ def test_bench_ttft_tells_a_row_for_each_place_that_pages_come_from(tmp_path: Pa
     assert by_way["NVME", "none"]["rel_error"] == by_way["NVME", "exp"]["rel_error"] == 0
     assert 0 < by_way["NVME", "int8"]["rel_error"] < 0.02
     assert all(row["ratio"] > 0 and row["floor_ms"] > 0 for row in rows if row["tier"] in ("HOST", "NVME"))
+    assert all(len(row["each_ms"]) == row["rounds"] for row in rows)
+    assert all(row["least_ms"] <= each <= row["most_ms"] for row in rows for each in row["each_ms"])
+    assert all(len(row["each_floor_ms"]) == (row["tier"] == "NVME") for row in rows)
     assert by_way["none", "none"]["tflops"] > 0
     assert not list(tmp_path.iterdir()), "something was left on the disk"
 

@@ -45,12 +45,16 @@ class TtftRow:
     question: int
     rounds: int
     ttft_ms: float
+    each_ms: tuple[float, ...]
+    """TTFT of each round, in order."""
     least_ms: float
     most_ms: float
     request_ms: float
     nbytes: int
     floor: Floor
     floor_ms: float
+    each_floor_ms: tuple[float, ...] = ()
+    """Where a round has a floor of its own: by the raw disk before and after it."""
     ratio: float
     ceiling_gbps: float
     same_token: bool
@@ -150,7 +154,7 @@ class Bench:
             floor = median(floors)
             row = self._row("NVME", codec, prefix, found, moved, ("disk", floor, moved / floor / 1e9), error)
             ratios = (each.seconds / beside for each, beside in zip(found, floors, strict=True))
-            return replace(row, ratio=median(ratios))
+            return replace(row, ratio=median(ratios), each_floor_ms=tuple(each * 1e3 for each in floors))
         finally:
             shutil.rmtree(place)
 
@@ -202,6 +206,7 @@ class Bench:
             question=self.ask.question,
             rounds=len(found),
             ttft_ms=median(times) * 1e3,
+            each_ms=tuple(each * 1e3 for each in times),
             least_ms=min(times) * 1e3,
             most_ms=max(times) * 1e3,
             request_ms=median(each.request_seconds for each in found) * 1e3,
@@ -226,6 +231,7 @@ class Bench:
             question=end,
             rounds=1,
             ttft_ms=seconds * 1e3,
+            each_ms=(seconds * 1e3,),
             least_ms=seconds * 1e3,
             most_ms=seconds * 1e3,
             request_ms=seconds * 1e3,

@@ -96,7 +96,8 @@ def _names(words: str) -> list[str]:
 
 def _tell(row: TtftRow, found: list[TtftRow]) -> None:
     found.append(row)
-    progress.print(f"{row.tier} {row.codec}: {row.ttft_ms:.1f} ms")
+    beside = f", {row.ratio:.3f} of the {row.floor}'s {row.floor_ms:.1f} ms" if row.ratio else ""
+    progress.print(f"{row.tier} {row.codec}: {row.ttft_ms:.1f} ms{beside}")
 
 
 def _show(name: str, found: list[TtftRow]) -> None:
