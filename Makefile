@@ -39,7 +39,7 @@ test-vllm: $(READY) $(VLLM_VENV)/TIERSTORE
 
 ## card: what needs a CUDA card: its tests, the store's own tests on it, the link's speed, compute beside it, attention (ARGS=--json)
 card: $(READY)
-	@$(PIP) install --config-settings editable_mode=compat --editable ".[gpu,hf,dev]"
+	@$(PIP) install --config-settings editable_mode=compat --editable ".[gpu,hf,serve,dev]"
 	$(BIN)/python -m pytest -q tests/gpu
 	$(BIN)/python -m pytest -q --hbm-device cuda:0 tests/store tests/field/test_copies_are_ordered.py \
 		tests/field/test_pages_in_flight_are_kept.py --deselect tests/store/test_store_machine.py
@@ -74,7 +74,7 @@ $(READY): pyproject.toml
 	@$(PYTHON) -m venv .venv
 	@$(PIP) install $(TORCH)
 	@# compat: a plain path entry, which a folder named tierstore beside the user's script does not hide
-	@$(PIP) install --config-settings editable_mode=compat --editable ".[hf,dev]"
+	@$(PIP) install --config-settings editable_mode=compat --editable ".[hf,serve,dev]"
 	@touch $(READY)
 
 # Torch's companions come as CUDA builds that a CPU torch cannot load; vLLM does without them.
