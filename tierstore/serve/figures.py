@@ -1,0 +1,66 @@
+"""What an engine counts, for Prometheus and for the page. No figure is one tenant's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from tierstore.serve.asking import Usage
+
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+OUTCOMES = ("done", "failed", "cancelled", "refused", "busy")
+
+
+class Figures:
+    """A registry of its own. Any thread."""
+
+    def __init__(self, active: Callable[[], int], waiting: Callable[[], int]) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "tierstore_serve_requests", "Requests by how they ended.", ["outcome"], registry=self._registry
+        )
+        for outcome in OUTCOMES:
+            self._requests.labels(outcome)
+        self._prompt = Counter(
+            "tierstore_serve_prompt_tokens",
+            "Tokens of prompts that were answered, by the tier they were found in, or computed.",
+            ["source"],
+            registry=self._registry,
+        )
+        self._answered = Counter(
+            "tierstore_serve_completion_tokens", "Tokens of answers.", registry=self._registry
+        )
+        self._waited = self._histogram("waited", "From the asking to the start")
+        self._first = self._histogram("first_token", "From the asking to the first token")
+        for name, what, read in (
+            ("active", "Requests that are computed now.", active),
+            ("waiting", "Requests that wait.", waiting),
+        ):
+            Gauge(f"tierstore_serve_{name}", what, registry=self._registry).set_function(read)
+
+    def ended(self, outcome: str) -> None:
+        """One of ``OUTCOMES``."""
+        self._requests.labels(outcome).inc()
+
+    def answered(self, usage: Usage) -> None:
+        """A request is done."""
+        self.ended("done")
+        for tier, count in usage.reused.items():
+            self._prompt.labels(tier).inc(count)
+        self._prompt.labels("computed").inc(usage.prompt_tokens - usage.reused_tokens)
+        self._answered.inc(usage.completion_tokens)
+        self._waited.observe(usage.waited_s)
+        self._first.observe(usage.ttft_s)
+
+    def text(self) -> str:
+        """In Prometheus' text format."""
+        return generate_latest(self._registry).decode()
+
+    def _histogram(self, name: str, what: str) -> Histogram:
+        return Histogram(
+            f"tierstore_serve_{name}_seconds",
+            f"{what}, in seconds.",
+            buckets=_SECONDS,
+            registry=self._registry,
+        )

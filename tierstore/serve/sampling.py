@@ -1,0 +1,46 @@
+"""The next token of one answer."""
+
+# transformers leaves some of its functions untyped:
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from tierstore.serve.asking import Sampling
+
+
+class Sampler:
+    """Chooses by ``Sampling``, with chance of its own: other requests do not change what a seed gives."""
+
+    def __init__(self, sampling: Sampling, device: torch.device) -> None:
+        """Without a seed, chance is the system's."""
+        self._greedy = sampling.temperature == 0
+        self._chance = torch.Generator(device)
+        if sampling.seed is None:
+            self._chance.seed()
+        else:
+            self._chance.manual_seed(sampling.seed)
+        # What these warpers are given of the text before, which none of them reads.
+        self._before: Any = torch.empty(1, 0, dtype=torch.long, device=device)
+        self._warpers: Any = LogitsProcessorList()
+        if not self._greedy:
+            self._warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
+            if sampling.top_k:
+                self._warpers.append(TopKLogitsWarper(sampling.top_k))
+            if sampling.top_p < 1:
+                self._warpers.append(TopPLogitsWarper(float(sampling.top_p)))
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """Of one row of logits, ``[1, vocabulary]``."""
+        if self._greedy:
+            return int(logits.argmax())
+        warped: torch.Tensor = self._warpers(self._before, logits.float())
+        return int(torch.multinomial(warped.softmax(-1), 1, generator=self._chance))
