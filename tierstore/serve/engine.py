@@ -21,6 +21,7 @@ _LOOK_S = 0.02
 """How often those that wait for the disk are looked at while nothing else happens."""
 _SPARE = 1
 """A page more than the tokens fill: the copy of one that a prompt leaves half way."""
+_CPU_CHUNK, _CARD_CHUNK = 256, 4096
 CLOSING = "the server is closing"
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,10 @@ class Ticket:
         """From the next step on nothing is computed for it, and nothing told. Idempotent; too late it does nothing."""
         self._asked.cancelled.set()
         self._wake()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until the engine is through with it and puts no page of it any more; False if the time ran out."""
+        return self._asked.ended.wait(timeout_s)
 
 
 class Engine:
@@ -53,10 +58,14 @@ class Engine:
         *,
         max_active: int = 4,
         max_waiting: int = 64,
-        chunk: int = 256,
+        chunk: int | None = None,
     ) -> None:
-        """Starts its thread. ``chunk``: tokens of a prompt computed at a time."""
-        self._reader, self._store, self._chunk = reader, store, chunk
+        """Starts its thread. ``chunk``: tokens of a prompt computed at a time, for which the other answers wait.
+
+        By itself as many as keep the device busy: 4,096 on a card, 256 on the CPU.
+        """
+        self._reader, self._store = reader, store
+        self._chunk = chunk or (_CPU_CHUNK if reader.model.device.type == "cpu" else _CARD_CHUNK)
         self._max_active, self._max_waiting = max_active, max_waiting
         pages = PageGroups(store)
         self._page_size, self._slots = pages.page_size, int(pages.groups[0].shape[0])
@@ -216,6 +225,7 @@ class Engine:
                 each[1].close()
             except TierStoreError as error:
                 log.warning("a request's pages could not be given back: %s", error)
+        asked.ended.set()
 
     def _teller(self, asked: Asked) -> Callable[[Event], None]:
         def tell(event: Event) -> None:

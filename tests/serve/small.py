@@ -1,0 +1,107 @@
+"""A small model whose answers are text: bytes are its tokens, and its chat template is one line."""
+
+# transformers leaves some of its functions untyped:
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from queue import Empty, Queue
+
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from tests.adapters.tiny import tiny_llama
+from tests.support.pages import PATIENCE_S
+from tierstore.serve.asking import Ask, Done, Event, Failed, Piece, Read, Sampling, Usage
+from tierstore.serve.engine import Engine, Ticket
+from tierstore.serve.reader import Reader
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
+VOCABULARY = 256 + len(SPECIAL)
+GREEDY = Sampling(temperature=0)
+
+
+@cache
+def tokenizer(*, chats: bool = True) -> PreTrainedTokenizerFast:
+    """A token for each byte, and one for each special word."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytewise = Tokenizer(BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bytewise.decoder = decoders.ByteLevel()
+    found = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<|end|>")
+    found.add_special_tokens({"additional_special_tokens": list(SPECIAL[1:])})
+    if chats:
+        found.chat_template = TEMPLATE
+    return found
+
+
+def ids_of(text: str) -> list[int]:
+    """Its tokens, without any of its own."""
+    return [int(token) for token in tokenizer()(text, add_special_tokens=False)["input_ids"]]
+
+
+@cache
+def reader(*, chats: bool = True, ends: bool = False) -> Reader:
+    """``ends``: whether the model may end an answer by itself. Else it has as many tokens as are asked for."""
+    found = Reader("tiny", tiny_llama(vocabulary=VOCABULARY), tokenizer(chats=chats))
+    if not ends:
+        found.tokenizer.eos_token = None
+    return found
+
+
+@dataclass
+class Told:
+    """What an engine told of one request."""
+
+    events: Queue[Event] = field(default_factory=Queue)
+    reads: list[int] = field(default_factory=list)
+    text: str = ""
+    end: Done | Failed | None = None
+
+    def wait(self, timeout_s: float = PATIENCE_S) -> Done | Failed:
+        """How it ended."""
+        while self.end is None:
+            self._take(self.events.get(timeout=timeout_s))
+        return self.end
+
+    def first(self, timeout_s: float = PATIENCE_S) -> None:
+        """Until some of the answer is there."""
+        while not self.text and self.end is None:
+            self._take(self.events.get(timeout=timeout_s))
+
+    def more(self) -> bool:
+        """Whether anything was told since."""
+        try:
+            self._take(self.events.get_nowait())
+        except Empty:
+            return False
+        return True
+
+    def done(self) -> Usage:
+        """Of a request that was answered."""
+        end = self.wait()
+        assert isinstance(end, Done), end
+        return end.usage
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case Read(tokens):
+                self.reads.append(tokens)
+            case Piece(text):
+                self.text += text
+            case _:
+                self.end = event
+
+
+def ask(engine: Engine, prompt: list[int] | str, max_tokens: int = 8, **more: object) -> tuple[Ticket, Told]:
+    """Greedy, unless ``more`` says otherwise."""
+    ids = ids_of(prompt) if isinstance(prompt, str) else prompt
+    told = Told()
+    given: dict[str, object] = {"sampling": GREEDY, **more}
+    return engine.submit(Ask(prompt=tuple(ids), max_tokens=max_tokens, **given), told.events.put), told  # type: ignore[arg-type]

@@ -1,0 +1,341 @@
+"""The engine: answers are those of transformers, requests in turn, and none hinders another for long."""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event as Flag
+from threading import Thread
+
+import pytest
+
+from prefetch import Prefetcher
+from tests.adapters.tiny import PAGE, open_store, plain
+from tests.serve.small import GREEDY, Told, ask, ids_of, reader
+from tests.support.pages import PATIENCE_S
+from tierstore.adapters.huggingface import page_specs
+from tierstore.config import load_config
+from tierstore.errors import StoreClosed
+from tierstore.serve import queue
+from tierstore.serve.asking import Ask, BusyError, Done, Event, Failed, RefusedError, Sampling
+from tierstore.serve.engine import CLOSING, Engine
+from tierstore.store import TierStore
+from tierstore.types import Tier
+
+LONG = "A page that leaves is found again below, and comes back before anybody waits for it."
+OTHER = "Something else altogether, that has nothing in common with the first."
+
+
+@contextmanager
+def engine(
+    hbm: int = 64, host: int = 0, disk: Path | None = None, **options: int
+) -> Iterator[tuple[Engine, TierStore]]:
+    with open_store(reader().model, hbm=hbm, host=host, disk=disk) as store:
+        found = Engine(reader(), store, **{"chunk": 16, **options})
+        try:
+            yield found, store
+        finally:
+            found.close()
+
+
+def text_of(prompt: list[int], count: int, **options: object) -> str:
+    answer = plain(reader().model, prompt, max_new_tokens=count, **options)
+    return str(reader().tokenizer.decode(answer, skip_special_tokens=True))
+
+
+def counted(found: Engine, name: str) -> float:
+    line = next(line for line in found.figures.text().splitlines() if line.startswith(f"{name} "))
+    return float(line.split()[-1])
+
+
+def test_an_answer_is_that_of_transformers() -> None:
+    with engine() as (found, _):
+        _, told = ask(found, LONG, 12)
+        usage = told.done()
+    want = text_of(ids_of(LONG), 12)
+    # Bytes that never become a character are a question mark there.
+    assert told.text == want.removesuffix("\ufffd") or told.text == want
+    assert isinstance(told.end, Done)
+    assert told.end.reason == "length"
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.reused) == (len(ids_of(LONG)), 12, {})
+    assert 0 <= usage.waited_s <= usage.ttft_s <= usage.total_s
+
+
+def test_a_prompt_that_begins_alike_reuses_what_is_stored() -> None:
+    with engine() as (found, _):
+        ask(found, LONG)[1].done()
+        _, told = ask(found, LONG + " More.")
+        usage = told.done()
+    assert usage.reused_tokens >= len(LONG) // PAGE * PAGE
+    assert usage.reused == {"HBM": usage.reused_tokens}
+    assert told.text.rstrip("\ufffd") == text_of(ids_of(LONG + " More."), 8).rstrip("\ufffd")
+    assert told.reads[0] == usage.reused_tokens
+    assert told.reads[-1] == usage.prompt_tokens
+
+
+def test_the_end_token_ends_an_answer_and_is_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    (first, second) = plain(reader().model, ids_of(LONG), max_new_tokens=2)
+    assert first != second
+    monkeypatch.setattr(reader().model.generation_config, "eos_token_id", [second])
+    with engine() as (found, _):
+        _, told = ask(found, LONG, 30)
+        usage = told.done()
+    assert isinstance(told.end, Done)
+    assert (told.end.reason, usage.completion_tokens) == ("stop", 2)
+
+
+def test_a_stop_string_ends_an_answer() -> None:
+    with engine() as (found, _):
+        _, whole = ask(found, LONG, 30)
+        whole.done()
+        stop = whole.text[3:5]
+        _, told = ask(found, LONG, 30, stop=(stop,))
+        told.done()
+    assert isinstance(told.end, Done)
+    assert (told.text, told.end.reason) == (whole.text[: whole.text.find(stop)], "stop")
+
+
+def test_no_tokens_asked_for_reads_the_prompt_into_the_store() -> None:
+    with engine() as (found, store):
+        _, told = ask(found, LONG, 0)
+        usage = told.done()
+        keys = store.keys(ids_of(LONG))
+        assert store.match(keys).num_pages == len(keys) > 0
+    assert (told.text, usage.completion_tokens) == ("", 0)
+    assert told.reads == [*range(0, usage.prompt_tokens, 16), usage.prompt_tokens]
+
+
+def test_a_seed_gives_the_same_tokens_whatever_else_runs() -> None:
+    chance = Sampling(temperature=1.3, top_p=0.9, top_k=50, seed=5)
+    with engine() as (found, _):
+        texts = []
+        for others in (0, 3):
+            beside = [ask(found, OTHER * (n + 1), 20, sampling=Sampling(seed=n))[1] for n in range(others)]
+            _, told = ask(found, LONG, 20, sampling=chance)
+            for each in (told, *beside):
+                each.done()
+            texts.append(told.text)
+        _, other = ask(found, LONG, 20, sampling=Sampling(temperature=1.3, top_p=0.9, top_k=50, seed=6))
+        other.done()
+    assert texts[0] == texts[1] != other.text
+
+
+def test_a_salt_keeps_tenants_apart() -> None:
+    with engine() as (found, _):
+        ask(found, LONG, salt=b"a")[1].done()
+        assert ask(found, LONG, salt=b"b")[1].done().reused == {}
+        assert ask(found, LONG, salt=b"a")[1].done().reused_tokens > 0
+
+
+def test_answers_go_on_while_a_long_prompt_is_read() -> None:
+    with engine(hbm=128, chunk=8) as (found, _):
+        _, short = ask(found, LONG, 60)
+        short.first()
+        _, long = ask(found, OTHER * 5, 1)
+        long.done()
+        while short.more():
+            pass
+        # 45 chunks of 8 tokens were read meanwhile, and a token came after each.
+        assert len(short.text) > 20
+        short.done()
+
+
+def test_as_many_as_have_room_run_at_once_and_the_others_wait_their_turn() -> None:
+    asked: list[Told] = []
+    with engine(hbm=40, max_active=2) as (found, _):
+        for n in range(6):
+            asked.append(ask(found, f"{n} " + LONG, 16)[1])
+        order = [told.done().waited_s for told in asked]
+    assert order == sorted(order)
+    assert order[2] > order[1], "a third ran beside two"
+
+
+def test_one_that_needs_all_of_hbm_gets_it_though_smaller_ones_come() -> None:
+    with engine(hbm=32, max_active=8) as (found, _):
+        first = [ask(found, f"{n} {LONG}", 40)[1] for n in range(2)]
+        _, large = ask(found, OTHER * 3, 31 * PAGE - len(OTHER) * 3)
+        later = [ask(found, f"{n} {LONG}", 4)[1] for n in range(2, 6)]
+        took = [told.done() for told in (*first, large, *later)]
+    assert took[2].waited_s <= min(usage.waited_s for usage in took[3:]) + took[2].total_s
+    assert all(usage.total_s >= took[2].total_s for usage in took[3:])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count", "why"),
+    [
+        ([], 4, "no tokens"),
+        ([1, 2, 999], 4, "token 999; allowed: 0 to 259"),
+        ([-1], 4, "token -1"),
+        ([1] * 500, 13, "allowed: 248 together .*the model reads 512, HBM holds 32 pages of 8"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_with_the_sizes(prompt: list[int], count: int, why: str) -> None:
+    with engine(hbm=32) as (found, _):
+        with pytest.raises(RefusedError, match=why):
+            ask(found, prompt, count)
+        assert counted(found, 'tierstore_serve_requests_total{outcome="refused"}') == 1
+
+
+def test_a_prompt_and_answer_that_fill_hbm_are_served() -> None:
+    with engine(hbm=16) as (found, _):
+        assert found.max_tokens == 15 * PAGE
+        usage = ask(found, [5] * 50, 15 * PAGE - 50)[1].done()
+    assert usage.completion_tokens == 15 * PAGE - 50
+
+
+def held(found: Engine) -> tuple[Flag, Told]:
+    """A request that holds up the engine's thread until the flag is set."""
+    go, told = Flag(), Told()
+
+    def tell(event: Event) -> None:
+        told.events.put(event)
+        go.wait(PATIENCE_S)
+
+    found.submit(Ask(prompt=tuple(ids_of("hold")), max_tokens=1, sampling=GREEDY), tell)
+    return go, told
+
+
+def test_too_many_that_wait_are_refused_for_now() -> None:
+    with engine(max_waiting=2) as (found, _):
+        go, told = held(found)
+        told.events.get(timeout=PATIENCE_S)
+        waiting = [ask(found, LONG)[1] for _ in range(2)]
+        with pytest.raises(BusyError, match="2 requests wait already; allowed: 2"):
+            ask(found, LONG)
+        go.set()
+        for each in waiting:
+            each.done()
+        ask(found, LONG)[1].done()
+
+
+def test_one_that_is_cancelled_while_it_waits_is_never_computed() -> None:
+    with engine() as (found, store):
+        go, told = held(found)
+        told.events.get(timeout=PATIENCE_S)
+        ticket, waiting = ask(found, LONG)
+        ticket.cancel()
+        go.set()
+        ask(found, OTHER)[1].done()
+        assert not waiting.more()
+        assert store.match(store.keys(ids_of(LONG))).num_pages == 0
+        assert counted(found, 'tierstore_serve_requests_total{outcome="cancelled"}') == 1
+
+
+def test_one_that_is_cancelled_under_way_gives_its_room_back() -> None:
+    with engine(hbm=32) as (found, _):
+        ticket, told = ask(found, LONG, 160)
+        told.first()
+        ticket.cancel()
+        ticket.cancel()
+        # It held all of HBM.
+        ask(found, OTHER * 2, 100)[1].done()
+        assert told.end is None
+        while told.more():
+            pass
+        assert told.end is None, "it was told of its end after it was cancelled"
+
+
+def test_what_goes_wrong_with_one_request_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine() as (found, _):
+
+        def fail(module: object, args: object, kwargs: dict[str, object]) -> None:
+            raise ArithmeticError("no such number")
+
+        hook = reader().model.register_forward_pre_hook(fail, with_kwargs=True)
+        end = ask(found, LONG)[1].wait()
+        hook.remove()
+        assert end == Failed("ArithmeticError: no such number")
+        assert ask(found, LONG)[1].done().completion_tokens == 8
+        assert counted(found, 'tierstore_serve_requests_total{outcome="failed"}') == 1
+
+
+def test_closing_tells_what_is_under_way_and_what_waits() -> None:
+    with engine(hbm=32, max_active=1) as (found, _):
+        _, active = ask(found, LONG, 160)
+        active.first()
+        _, waiting = ask(found, OTHER)
+        found.close()
+        assert (active.wait(), waiting.wait()) == (Failed(CLOSING), Failed(CLOSING))
+        with pytest.raises(StoreClosed, match="closing"):
+            ask(found, LONG)
+        found.close()
+
+
+def test_a_store_that_is_closed_first_ends_the_engine_and_nothing_hangs() -> None:
+    model = reader().model
+    specs = page_specs(model, PAGE)
+    config = load_config({"hbm": {"capacity": 32 * specs[0].page_nbytes, "device": str(model.device)}})
+    store = TierStore.open(config, specs)
+    found = Engine(reader(), store)
+    _, told = ask(found, LONG, 100)
+    told.first()
+    closer = Thread(target=store.close)
+    closer.start()
+    closer.join(PATIENCE_S)
+    assert not closer.is_alive()
+    assert isinstance(told.wait(), Failed)
+    with pytest.raises(StoreClosed):
+        ask(found, LONG)
+    found.close()
+
+
+def test_a_request_whose_pages_are_on_disk_is_passed_by_one_that_waits_for_nothing(tmp_path: Path) -> None:
+    with engine(hbm=64, host=64, disk=tmp_path, max_active=1) as (found, store):
+        ask(found, LONG, 0)[1].done()
+        assert store.demote(store.keys(ids_of(LONG)), Tier.NVME)
+        assert store.drain(PATIENCE_S)
+        ended: list[str] = []
+
+        def telling(name: str, prompt: str) -> Told:
+            told = Told()
+
+            def tell(event: Event) -> None:
+                if isinstance(event, Done):
+                    ended.append(name)
+                told.events.put(event)
+
+            found.submit(Ask(prompt=tuple(ids_of(prompt)), max_tokens=4, sampling=GREEDY), tell)
+            return told
+
+        go, first = held(found)
+        first.events.get(timeout=PATIENCE_S)
+        asked = [telling("on disk", LONG + "!"), telling("near", OTHER)]
+        go.set()
+        usages = [told.done() for told in asked]
+    assert ended == ["near", "on disk"]
+    assert usages[0].reused["NVME"] == usages[0].reused_tokens > 0
+
+
+def test_pages_of_a_request_that_waits_come_up_by_hints(tmp_path: Path) -> None:
+    with engine(hbm=64, host=64, disk=tmp_path, max_active=1) as (found, store), Prefetcher.attach(store):
+        ask(found, LONG, 0)[1].done()
+        keys = store.keys(ids_of(LONG))
+        assert store.demote(keys, Tier.NVME)
+        assert store.drain(PATIENCE_S)
+        go, first = held(found)
+        first.events.get(timeout=PATIENCE_S)
+        _, told = ask(found, LONG + "!", 4)
+        _, behind = ask(found, OTHER, 100)
+        go.set()
+        behind.done()
+        usage = told.done()
+    assert "NVME" not in usage.reused
+    assert usage.reused_tokens >= len(keys) * PAGE
+
+
+def test_a_request_for_the_disk_is_preferred_again_once_it_waited_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "PATIENCE_S", 0.0)
+    with engine(hbm=64, host=64, disk=tmp_path, max_active=1) as (found, store):
+        ask(found, LONG, 0)[1].done()
+        assert store.demote(store.keys(ids_of(LONG)), Tier.NVME)
+        assert store.drain(PATIENCE_S)
+        go, first = held(found)
+        first.events.get(timeout=PATIENCE_S)
+        _, told = ask(found, LONG + "!", 4)
+        _, behind = ask(found, OTHER, 4)
+        go.set()
+        assert told.done().waited_s < behind.done().waited_s

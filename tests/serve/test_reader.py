@@ -1,0 +1,85 @@
+"""How prompts are made: chats, and documents whose questions share all that goes before them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.serve.small import ids_of, reader
+from tierstore.errors import ConfigError
+from tierstore.serve.asking import RefusedError
+from tierstore.serve.reader import Reader
+
+DOCUMENT = "Pages that nobody asked for leave first."
+
+
+def text_of(tokens: list[int]) -> str:
+    return str(reader().tokenizer.decode(tokens))
+
+
+def test_a_chat_is_rendered_by_the_models_template_and_its_special_words_are_tokens() -> None:
+    tokens = reader().chat([{"role": "user", "content": "hi"}])
+    assert text_of(tokens) == "<|user|>hi<|end|><|assistant|>"
+    assert len(tokens) == 5
+
+
+def test_a_prompt_about_a_document_is_the_document_then_the_question() -> None:
+    tokens = reader().about(DOCUMENT) + reader().question("Who leaves?")
+    assert text_of(tokens) == f"<|user|>{DOCUMENT}\n\nWho leaves?<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize("chats", [True, False])
+@given(document=st.text(max_size=30), question=st.text(max_size=20))
+def test_nothing_of_a_document_or_a_question_is_lost(chats: bool, document: str, question: str) -> None:
+    found = reader(chats=chats)
+    tokens = found.about(document) + found.question(question)
+    text = text_of(tokens)
+    assert document in text
+    assert question in text[len(document) :]
+
+
+@pytest.mark.parametrize("strange", ["\ue000", "a\ue000b\ue000"])
+def test_a_text_that_has_the_place_holder_itself_is_whole(strange: str) -> None:
+    tokens = reader().about(strange) + reader().question(strange)
+    assert text_of(tokens) == f"<|user|>{strange}\n\n{strange}<|end|><|assistant|>"
+
+
+def test_a_model_without_a_template_is_asked_in_plain_text_and_takes_no_chat() -> None:
+    found = reader(chats=False)
+    tokens = found.about(DOCUMENT) + found.question("Who leaves?")
+    assert text_of(tokens) == f"{DOCUMENT}\n\nQuestion: Who leaves?\nAnswer:"
+    with pytest.raises(RefusedError, match="no chat template"):
+        found.chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_template_that_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = (
+        "{% if messages[0].role != 'system' %}{{ raise_exception('a system message first') }}{% endif %}"
+    )
+    monkeypatch.setattr(reader().tokenizer, "chat_template", template)
+    with pytest.raises(RefusedError, match="a system message first"):
+        reader().chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_template_that_does_not_show_what_was_said_takes_no_document(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reader().tokenizer, "chat_template", "always the same")
+    with pytest.raises(RefusedError, match="does not repeat"):
+        reader().about(DOCUMENT)
+
+
+def test_a_saved_model_is_read_back_and_answers_alike(tmp_path: Path) -> None:
+    reader().model.save_pretrained(tmp_path)
+    reader().tokenizer.save_pretrained(tmp_path)
+    found = Reader.load(tmp_path, "cpu", "float32", name="again")
+    assert (found.name, found.max_tokens, found.vocabulary) == ("again", 512, 260)
+    assert found.tokens("hi") == ids_of("hi")
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        Reader.load(tmp_path, "cpu")
