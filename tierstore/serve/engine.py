@@ -81,6 +81,11 @@ class Engine:
         self._thread.start()
 
     @property
+    def ready(self) -> bool:
+        """Whether it takes requests: not once it is closed, or its thread has ended."""
+        return not self._closing
+
+    @property
     def max_tokens(self) -> int:
         """The most that a prompt and its answer may have together: the model's limit, or what HBM holds."""
         return min(self._reader.max_tokens, (self._slots - _SPARE) * self._page_size)

@@ -25,7 +25,10 @@ _numbers = count()
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A request that waits or is under way. ``pages``: HBM slots that it may need at once, at most."""
+    """A request that waits or is under way. ``pages``: HBM slots that it may need at once, at most.
+
+    ``ended``: set once the engine holds nothing of it any more.
+    """
 
     ask: Ask
     tell: Callable[[Event], None]
@@ -33,6 +36,7 @@ class Asked:
     pages: int
     asked_at: float = field(default_factory=monotonic)
     cancelled: Flag = field(default_factory=Flag)
+    ended: Flag = field(default_factory=Flag)
     name: str = field(default_factory=lambda: f"{next(_numbers)}")
 
 
@@ -73,6 +77,7 @@ class Line:
         for asked in found:
             self._line.remove(asked)
             self._hints.withdraw(asked.name)
+            asked.ended.set()
         return found
 
     def drop_all(self) -> list[Asked]:
