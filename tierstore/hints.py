@@ -40,8 +40,10 @@ class HintTable:
         self._expiries: list[tuple[float, str, int]] = []
         self._holders: Counter[PageKey] = Counter()
         """How many requests retain each page."""
-        self._needed: dict[str, int] = {}
-        """Revisions of the ``will_need`` hints in force."""
+        self._needed: dict[str, tuple[int, tuple[PageKey, ...]]] = {}
+        """Revisions and pages of the ``will_need`` hints in force."""
+        self._expecting: Counter[PageKey] = Counter()
+        """How many requests will need each page."""
         self.ended: deque[str] = deque()
         """Requests whose ``will_need`` is in force no more; whoever acts on them takes them from here."""
         self._changes: deque[tuple[_Change, list[PageKey]]] = deque()
@@ -81,6 +83,7 @@ class HintTable:
         self._queue.clear()
         self.ended.extend(self._needed)
         self._needed.clear()
+        self._expecting.clear()
 
     def close(self) -> None:
         """As ``detach``, for good: the store is about to end."""
@@ -89,7 +92,7 @@ class HintTable:
 
     def in_force(self, hint: Hint) -> bool:
         """Whether a ``will_need`` was neither replaced nor withdrawn, and its time has not run out."""
-        return self._needed.get(hint.request_id) == hint.revision
+        return self._needed.get(hint.request_id, (None,))[0] == hint.revision
 
     def retained(self, key: PageKey) -> bool:
         """Whether a request retains the page."""
@@ -130,7 +133,8 @@ class HintTable:
             return HintResult.APPLIED
         if hint.need == "will_need":
             self._queue[hint.request_id] = hint
-            self._needed[hint.request_id] = hint.revision
+            self._needed[hint.request_id] = (hint.revision, hint.keys)
+            self._expecting.update(hint.keys)
             self._end_at(now + lifetime(hint), hint)
             return HintResult.DEFERRED
         if hint.need == "retain":
@@ -138,10 +142,9 @@ class HintTable:
             self._changes.append((retain, list(hint.keys)))
             self._retain(hint, now)
         else:
-            others = [
-                key for key in hint.keys if not self.retained(key)
-            ]  # one request does not speak for another
-            self._changes.append((partial(self._residency.retaining.set_wanted, wanted=False), others))
+            # One request does not speak for another.
+            left = [key for key in hint.keys if key not in self._holders and key not in self._expecting]
+            self._changes.append((partial(self._residency.retaining.set_wanted, wanted=False), left))
         return HintResult.APPLIED
 
     def _can_queue(self, request_id: str) -> bool:
@@ -160,20 +163,32 @@ class HintTable:
             heapify(self._expiries)
 
     def _lives(self, request_id: str, revision: int) -> bool:
-        retained = self._retained.get(request_id, (None,))[0]
-        return revision in (retained, self._needed.get(request_id))
+        named = (hints.get(request_id, (None,))[0] for hints in (self._retained, self._needed))
+        return revision in named
 
     def _forget(self, request_id: str) -> None:
         self._queue.pop(request_id, None)
-        if self._needed.pop(request_id, None) is not None:
+        needed = self._needed.pop(request_id, None)
+        if needed is not None:
+            _uncount(self._expecting, needed[1])
             self.ended.append(request_id)
         retained = self._retained.pop(request_id, None)
         if retained is not None:
-            self._holders.subtract(retained[1])
-            free = [key for key in dict.fromkeys(retained[1]) if self._holders[key] == 0]
-            for key in free:
-                del self._holders[key]
+            free = _uncount(self._holders, retained[1])
             self._changes.append((self._residency.retaining.end_retention, free))
+
+
+def _uncount(counter: Counter[PageKey], keys: Iterable[PageKey]) -> list[PageKey]:
+    """Takes these away; those of which none is left, in their order."""
+    gone: list[PageKey] = []
+    for key in keys:
+        left = counter[key] - 1
+        if left:
+            counter[key] = left
+        else:
+            del counter[key]
+            gone.append(key)
+    return gone
 
 
 def lifetime(hint: Hint) -> float:

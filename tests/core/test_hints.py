@@ -61,6 +61,36 @@ def test_the_tail_of_what_nobody_wants_leaves_before_its_head(residency: Residen
     assert order(residency) == [C, B, A]
 
 
+def test_who_does_not_need_a_page_does_not_speak_for_who_will_need_it(
+    residency: Residency, table: HintTable
+) -> None:
+    table.take()
+    table.apply(hint("will_need", B, C, who="a", ttl_s=5.0), 0.0)
+    table.apply(hint("will_need", C, who="b", ttl_s=9.0), 0.0)
+    residency.retaining.keep(C, Tier.HBM, 0)  # what a prefetcher has the store do
+    table.apply(hint("wont_need", B, C), 0.0)
+    assert order(residency) == [A, B, C]
+    table.expire(5.0)
+    table.apply(hint("wont_need", B, C, revision=2), 5.0)
+    assert order(residency) == [B, A, C]
+    table.apply(hint("wont_need", C, revision=2, who="b"), 6.0)
+    assert order(residency) == [B, C, A]
+
+
+def test_nothing_is_counted_of_hints_that_have_ended(table: HintTable) -> None:
+    table.take()
+    table.apply(hint("will_need", A, B, A, who="a"), 0.0)
+    table.apply(hint("will_need", B, who="b"), 0.0)
+    table.apply(hint("will_need", B, C, revision=2, who="b"), 0.0)
+    table.apply(hint("retain", A, B, A), 0.0)
+    assert (table._expecting, table._holders) == ({A: 2, B: 2, C: 1}, {A: 2, B: 1})
+    table.apply(hint("retain", revision=2, who="a"), 0.0)
+    table.apply(hint("retain", revision=2), 0.0)
+    assert (table._expecting, table._holders) == ({B: 1, C: 1}, {})
+    table.detach()
+    assert not table._expecting
+
+
 def test_what_is_retained_with_a_lower_priority_leaves_first(residency: Residency, table: HintTable) -> None:
     table.apply(hint("retain", A, who="a", priority=2), 0.0)
     table.apply(hint("retain", B, who="b", priority=1), 0.0)

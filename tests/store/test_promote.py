@@ -405,6 +405,23 @@ def test_a_page_that_breaks_on_its_way_is_not_counted_on_and_not_kept(bench: Ben
     assert store.match(keys).num_pages == 0
 
 
+def test_what_is_kept_for_a_request_is_no_victim_because_another_has_no_use_for_it(store: TierStore) -> None:
+    shared = stored(store, "shared", 2, Tier.HOST)
+    hint = need(store, "expected", shared)
+    assert store.promote(hint, shared, Tier.HBM).covered == 2
+    assert store.drain(60.0)
+    write(store, chain(2, "other"))
+    store.flush()
+    store.hint(Hint("gone", 1, tuple(shared), "wont_need"))
+    store.free(store.allocate(2))
+    assert store.match(shared).tiers == (Tier.HBM,) * 2
+    store.hint(Hint("expected", 2, tuple(shared), "wont_need"))
+    write(store, chain(2, "more"))
+    store.flush()
+    store.free(store.allocate(2))
+    assert Tier.HBM not in store.match(shared).tiers
+
+
 def test_hbm_full_of_leased_pages_takes_nothing_and_keeps_what_it_keeps(store: TierStore) -> None:
     expected = stored(store, "e", 2, Tier.HOST)
     hint = need(store, "r", expected)
