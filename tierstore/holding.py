@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,10 @@ from tierstore.traffic import BATCH_PAGES
 from tierstore.types import LeaseState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from tierstore.directory import Directory
+    from tierstore.gpu.device import HbmDevice
     from tierstore.metrics import Metrics
     from tierstore.mover import Mover
     from tierstore.pending import PendingEvents
@@ -33,10 +35,11 @@ class Holding:
         metrics: Metrics,
         mover: Mover,
         num_layers: int,
-        last_use: Callable[[Event | None], Event | None],
+        device: HbmDevice,
     ) -> None:
-        """``last_use``: the event that ends a caller's use of pages, given the one it named."""
-        self._last_use = last_use
+        self._device = device
+        self._abandoned: deque[LeaseRecord] = deque()
+        """Of leases that were dropped without release: finalisers append to it, without the lock."""
         self.num_layers = num_layers
         self._directory = directory
         self._mover = mover
@@ -53,10 +56,14 @@ class Holding:
             if into is not None:
                 self._directory.outgoing.require_usable(into)
             record = self._directory.leasing.begin(keys, deadline, into, exact=exact)
-        while not record.complete:
-            with self._progress.lock:
-                self._directory.extend_lease(record, BATCH_PAGES, monotonic())
-                self._progress.submit()
+        try:
+            while not record.complete:
+                with self._progress.lock:
+                    self._directory.extend_lease(record, BATCH_PAGES, monotonic())
+                    self._progress.submit()
+        except BaseException:  # an engine's slot that cannot be used, a signal: nobody gets this lease
+            self._abandoned.append(record)
+            raise
         return Lease(self, record)
 
     def wait_until_settled(self, record: LeaseRecord, deadline: float | None) -> LeaseState:
@@ -91,7 +98,38 @@ class Holding:
     def release_lease(self, record: LeaseRecord, after: Event | None) -> None:
         """Ends the lease's pins, once ``after`` has happened."""
         self._progress.advance()
-        after = self._last_use(after)
+        self._end(record, self._device.last_use(after))
+
+    def abandon(self, record: LeaseRecord) -> bool:
+        """Leaves a lease whose handle is gone to ``take_back``; False if the store has ended, or is another process's.
+
+        Takes no lock: a finaliser runs in any thread, also in the middle of a hold.
+        """
+        if not self._progress.usable:
+            return False
+        self._abandoned.append(record)
+        return True
+
+    def take_back(self) -> None:
+        """Releases abandoned leases once all that was launched by now has ended: nobody says what reads their pages.
+
+        Where a card cannot tell that now, another time.
+        """
+        while self._abandoned:
+            try:
+                record = self._abandoned.popleft()
+            except IndexError:  # another thread was first
+                return
+            try:
+                after = self._device.all_work()
+            except RuntimeError:
+                self._abandoned.append(record)
+                return
+            if not record.released:
+                self._metrics.abandoned()
+                self._end(record, after)
+
+    def _end(self, record: LeaseRecord, after: Event | None) -> None:
         record.released = True
         more = True
         while more:

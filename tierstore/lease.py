@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
@@ -87,12 +88,19 @@ class LeaseHost(Protocol):
         """Ends the lease's pins, once ``after`` has happened."""
         ...
 
+    def abandon(self, record: LeaseRecord) -> bool:
+        """The lease's handle is gone and was not released; False if nothing is held any more. Takes no lock."""
+        ...
+
 
 class Lease:
     """A hold on the longest prefix that could be had: its pages stay in their HBM slots until ``release``.
 
     May be used from one thread at a time. ``num_pages``, ``slots`` and ``missing`` are final once ``wait`` returned
     READY or FAILED; before that a page that fails to arrive may still shorten them.
+
+    One that is dropped without ``release`` is a mistake: a ResourceWarning tells of it, and the next ``acquire``,
+    ``allocate`` or ``drain`` of the store takes it back, once all that was launched on the device by then has ended.
     """
 
     def __init__(self, host: LeaseHost, record: LeaseRecord) -> None:
@@ -185,6 +193,16 @@ class Lease:
             # A store closed in the meantime has ended all leases; leaving the block is no mistake of the caller.
             with suppress(StoreClosed):
                 self._let_go(None)
+
+    def __del__(self) -> None:
+        # Any thread, at any moment, also one that has the store's lock: what is held is left for a call to take back.
+        if not self._record.released and self._host.abandon(self._record):
+            warnings.warn(
+                f"a lease of {len(self._record.slots)} pages was dropped without release",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
 
     def _let_go(self, after: Event | None) -> None:
         self._covered = list(self._record.slots)

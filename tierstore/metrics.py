@@ -45,6 +45,9 @@ class Metrics:
         self._avoided = Counter(
             "tierstore_prefetch_avoided_seconds", "Load time that leases found behind them", registry=r
         )
+        self._abandoned = Counter(
+            "tierstore_abandoned_leases", "Leases dropped without release, and taken back", registry=r
+        )
         self._faults = Counter("tierstore_faults", "Unexpected errors in the store's threads", registry=r)
         self._holds = Gauge(
             "tierstore_lock_longest_hold_seconds", "Longest hold of the store's lock", ["clock"], registry=r
@@ -101,6 +104,10 @@ class Metrics:
     def avoided(self, seconds: float) -> None:
         """A lease took in a page of which so much load time had already happened."""
         self._avoided.inc(seconds)
+
+    def abandoned(self) -> None:
+        """A lease that was dropped without release was taken back."""
+        self._abandoned.inc()
 
     def fault(self) -> None:
         """An error reached a thread's top; it was logged there."""

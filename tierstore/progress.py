@@ -70,6 +70,11 @@ class Progress:
         self.lock.require_whole()
 
     @property
+    def usable(self) -> bool:
+        """Whether calls are served: neither closed, nor interrupted, nor another process's. Takes no lock."""
+        return not (self.closed or self.lock.broken or self.inherited)
+
+    @property
     def inherited(self) -> bool:
         """Whether this is a forked child's copy of another process's store."""
         return os.getpid() != self._pid

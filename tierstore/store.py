@@ -74,7 +74,7 @@ class TierStore:
             parts.metrics,
             parts.mover,
             layers,
-            parts.device.last_use,
+            parts.device,
         )
         shared = (self._directory, self._pending, self._progress)
         self._slots = (
@@ -150,6 +150,7 @@ class TierStore:
         no number, ValueError for a negative one or a NaN.
         """
         self._progress.require_open()
+        self._holding.take_back()
         return self._slots.allocate(whole("n", n), seconds_to_wait("timeout_s", timeout_s))
 
     def put(
@@ -242,6 +243,7 @@ class TierStore:
         if deadline_s is not None:
             require_time("deadline_s", deadline_s)
         require_key_list(keys)
+        self._holding.take_back()
         return self._holding.acquire(keys, deadline_s, self._slots.checked_into(keys, into), exact=exact)
 
     # -- asking for moves ---------------------------------------------------------------------------------------
@@ -376,6 +378,7 @@ class TierStore:
     def drain(self, timeout_s: float) -> bool:
         """Waits until nothing is in flight, queued or waiting for an event; False if the time ran out."""
         self._progress.require_open()
+        self._holding.take_back()
         return self._wait_idle(monotonic() + seconds_to_wait("timeout_s", timeout_s))
 
     # -- progress and reports -----------------------------------------------------------------------------------

@@ -215,6 +215,30 @@ def test_an_engines_tensors_live_until_they_are_copied_out() -> None:
     bench.close()
 
 
+def test_slots_of_a_dropped_lease_are_written_only_when_all_streams_have_read_them(bench: Bench) -> None:
+    store, keys = bench.store, chain(8, "dropped")
+    others = [(torch.cuda.Stream(), Reader()) for _ in range(2)]  # type: ignore[no-untyped-call]
+    for _ in range(20):
+        slots = store.allocate(8, timeout_s=PATIENCE_S)
+        for key, slot in zip(keys, slots, strict=True):
+            write_late(store, key, slot, 0.0)
+        store.put(keys, slots)
+        torch.cuda.synchronize()
+        lease = covering(store, keys)
+        for (stream, reader), part in zip(others, (slice(0, 4), slice(4, 8)), strict=True):
+            with torch.cuda.stream(stream):
+                for key, slot in zip(keys[part], lease.slots[part], strict=True):
+                    reader.check(store, key, slot, 2.0)
+        with pytest.warns(ResourceWarning, match="8 pages"):
+            del lease
+        store.evict(keys)
+        taken = store.allocate(8, timeout_s=PATIENCE_S)
+        page_tensor(store)[taken] = 0.0
+        store.free(taken)
+    for _, reader in others:
+        reader.require_right()
+
+
 def test_what_is_put_is_still_being_written_until_its_event_says_so(bench: Bench) -> None:
     store = bench.store
     (key,) = chain(1)

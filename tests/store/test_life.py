@@ -97,9 +97,11 @@ def test_close_with_leases_owned_slots_and_pages_on_their_way_ends(tmp_path: Pat
     write(store, chain(2))
     store.demote(chain(2), Tier.NVME)
     store.allocate(1)
-    store.acquire(chain(2))
+    lease = store.acquire(chain(2))
     write(store, chain(2, "more"))
     store.close()
+    with pytest.raises(StoreClosed):
+        lease.release()
 
 
 @pytest.mark.parametrize("lane", [OUT, DOWN])

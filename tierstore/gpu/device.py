@@ -69,6 +69,11 @@ class HbmDevice(Protocol):
         on the caller's current stream."""
         ...
 
+    def all_work(self) -> Event | None:
+        """The event that ends all that was launched on the device so far, by whoever, on whatever stream; None: it has
+        ended. RuntimeError where that cannot be had: a CUDA graph is being captured, which fails then."""
+        ...
+
     def stats(self) -> dict[str, object]:
         """For ``TierStore.stats``."""
         ...
@@ -102,6 +107,10 @@ class CpuDevice:
     def last_use(self, after: Event | None) -> Event | None:
         """What the caller says: work on the CPU has ended when the call is made."""
         return after
+
+    def all_work(self) -> Event | None:
+        """None: work on the CPU has ended when the call is made."""
+        return None
 
     def stats(self) -> dict[str, object]:
         """Device and path of copies."""
@@ -174,6 +183,13 @@ class CudaDevice:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
+
+    def all_work(self) -> Event | None:
+        """Without the driver's calls it waits for the card itself."""
+        if self._driver is not None:
+            return self._driver.all_work()
+        torch.cuda.synchronize(self._device)
+        return None
 
     def stats(self) -> dict[str, object]:
         """Device, its name, path of copies."""

@@ -41,6 +41,7 @@ class Driver:
         from cuda.bindings import driver
 
         self._api: Any = driver
+        self._index = index
         torch.zeros(1, device=f"cuda:{index}")  # torch makes the device's context
         (device,) = self._done(driver.cuDeviceGet(index))
         (self._context,) = self._done(driver.cuDevicePrimaryCtxRetain(device))
@@ -57,6 +58,17 @@ class Driver:
             (handle,) = self._done(self._api.cuStreamCreateWithPriority(_NON_BLOCKING, lowest))
         device = f"cuda:{index}"
         return torch.cuda.ExternalStream(int(handle), device=device)  # type: ignore[no-untyped-call]
+
+    def all_work(self) -> torch.cuda.Event:
+        """An event that happens once all that was launched on the device so far has ended, on whatever stream.
+
+        RuntimeError from a driver before 12.5, and while a CUDA graph is captured, which fails then.
+        """
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with self._current():
+            event.record(torch.cuda.current_stream(self._index))  # only then it is there
+            self._done(self._api.cuCtxRecordEvent(self._context, event.cuda_event))
+        return event
 
     def copy(
         self,
