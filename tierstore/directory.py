@@ -215,7 +215,7 @@ class Directory:
         self.leasing.expire(now)
         self.hints.expire(now)
         more = self.promoting.end(BATCH_PAGES)
-        self.residency.demote_orphans(BATCH_PAGES)
+        self.residency.orphans.demote(BATCH_PAGES)
         self._lift(BATCH_PAGES)
         more |= self.hints.pending
         more |= self.placement.advance(now)

@@ -17,15 +17,18 @@ from tierstore.errors import CapacityError, LeaseError
 from tierstore.exactness import Exactness
 from tierstore.lineage import Lineage
 from tierstore.memory_only import MemoryOnly
+from tierstore.orphans import Orphans
+from tierstore.quarantine import Quarantine
 from tierstore.retaining import Retaining
 from tierstore.runs import Runs
 from tierstore.settling import Settling
 from tierstore.tier_table import Dead
 from tierstore.types import Copy, PageKey, Tier
 from tierstore.victims import choose_victims
+from tierstore.whereabouts import Whereabouts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from tierstore.tier_table import TierTable
 
@@ -43,53 +46,25 @@ class Drop(NamedTuple):
     refused: bool
 
 
-class Residency:
+class Residency(Whereabouts):
     """The tables of all tiers and the lineage of their pages. The only code that changes residency."""
 
     def __init__(self, tables: Mapping[Tier, TierTable]) -> None:
-        self.tables = {tier: tables[tier] for tier in sorted(tables)}
+        super().__init__(tables)
         self.lineage = Lineage()
         self.memory_only = MemoryOnly(self.tables, self.lineage)
         self.exactness = Exactness(self.tables)
-        self.erased: deque[tuple[Tier, PageKey]] = deque()
-        """Records of key-addressed tiers whose bytes nobody needs any more."""
+        self._quarantine = Quarantine()
+        self.erased = self._quarantine.erased
         self.dropped: deque[Drop] = deque()
         """Copies that ``reserve`` and ``take`` evicted to make room."""
-        self.orphans: deque[PageKey] = deque()
-        """Pages that lost their parent and are not yet at the front of the victim order."""
-        self._order = list(self.tables.items())
         self._settling = Settling(self.tables, self.lineage, self.memory_only)
+        self.orphans = Orphans(self, self.lineage, self._settling)
         self.retaining = Retaining(self.tables, self._settling)
         self.runs = Runs(self.tables, self._settling, self)
         """The same for many pages at once."""
 
     # -- questions ----------------------------------------------------------------------------------------------
-
-    def where(self, key: PageKey) -> Tier | None:
-        """Fastest tier with a readable copy, or None."""
-        for tier, table in self._order:
-            copy = table.copies.get(key)
-            if copy is not None and copy.ready:
-                return tier
-        return None
-
-    def match(self, keys: Sequence[PageKey]) -> list[Tier]:
-        """Tier of each page of the longest readable prefix. Changes nothing, is no use for the policy."""
-        tables = [(tier, table.copies) for tier, table in self._order]
-        found: list[Tier] = []
-        for key in keys:
-            for tier, copies in tables:
-                copy = copies.get(key)
-                if copy is not None and copy.ready:
-                    found.append(tier)
-                    break
-            else:
-                break
-        return found
-
-    def unpinned(self, tier: Tier) -> int:
-        """Readable copies of a tier that nothing holds."""
-        return self.tables[tier].idle
 
     def saved_below(self, key: PageKey, tier: Tier) -> bool:
         """Whether a slower tier holds a readable copy."""
@@ -98,10 +73,6 @@ class Residency:
     def unsaved(self, key: PageKey, tier: Tier) -> bool:
         """Whether a tier slower than this one may hold the page and none does."""
         return tier < self.memory_only.lowest_for(key) and not self.saved_below(key, tier)
-
-    def held(self, key: PageKey) -> bool:
-        """Whether any tier has a copy, readable or on its way."""
-        return any(key in table.copies for _, table in self._order)
 
     # -- slots owned by callers ---------------------------------------------------------------------------------
 
@@ -123,7 +94,7 @@ class Residency:
 
     def release_retired(self, tier: Tier, slot: int) -> None:
         """A retired slot becomes free."""
-        self._let_go(tier, self.tables[tier], slot)
+        self._quarantine.let_go(tier, self.tables[tier], slot)
 
     def adopt(
         self, key: PageKey, tier: Tier, slot: int, parent: PageKey | None, *, memory_only: bool = False
@@ -146,7 +117,7 @@ class Residency:
             table.count(table.copies[key], -1)
             table.copies[key].pins = 0
             table.count(table.copies[key], 1)
-            self._kill(key, tier)
+            self._quarantine.kill(key, table)
         table.owned.discard(slot)
         table.copies[key] = Copy(slot, 0, table.policy.enter(key), pins=pins)
         table.count(table.copies[key], 1)
@@ -204,7 +175,7 @@ class Residency:
         table = self.tables[dst]
         copy = table.copies.get(key)
         if copy is None or copy.slot != slot:
-            self._let_go(dst, table, slot)
+            self._quarantine.let_go(dst, table, slot)
             return False
         table.used_nbytes += nbytes - copy.nbytes
         copy.nbytes = nbytes
@@ -217,13 +188,13 @@ class Residency:
         copy = table.copies.get(key)
         if copy is not None and copy.slot == slot and not copy.ready:
             self.abort(key, dst)
-        self._let_go(dst, table, slot)
+        self._quarantine.let_go(dst, table, slot)
 
     def abort(self, key: PageKey, dst: Tier) -> None:
         """The copy on its way is dead. Its slot is quarantined until ``commit`` or ``fail`` says the writer is done."""
         if self.tables[dst].copies[key].ready:
             raise LeaseError(f"the copy in {dst.name} is readable; evict it")
-        self._kill(key, dst)
+        self._quarantine.kill(key, self.tables[dst])
         self._forget_if_gone(key)
 
     # -- pins ---------------------------------------------------------------------------------------------------
@@ -259,7 +230,7 @@ class Residency:
                 self._settling.settle(key, tier, table, copy)
                 self._settling.settle_mirror(key, tier)
         else:
-            self._let_go(tier, table, slot)
+            self._quarantine.let_go(tier, table, slot)
 
     def touch(self, keys: Sequence[PageKey]) -> None:
         """The pages were used: renews their ranks in every tier, the last page oldest, so that tails go first."""
@@ -288,7 +259,7 @@ class Residency:
             table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins)
         else:
             table.put_back(copy.slot, copy.nbytes)
-            self._note_erased(tier, table, key)
+            self._quarantine.note_erased(tier, table, key)
         last, memory_only, refused = (
             self.where(key) is None,
             key in self.memory_only,
@@ -301,23 +272,6 @@ class Residency:
             self._settling.resettle(key)
         return Drop(tier, key, last, memory_only, refused)
 
-    def load(self, tier: Tier, records: Iterable[tuple[PageKey, PageKey | None, int]]) -> None:
-        """Takes over what a tier found at open, oldest first: (key, parent, nbytes). Before anything else."""
-        table, lineage = self.tables[tier], self.lineage
-        enter, copies, used = table.policy.enter, table.copies, 0
-        for key, parent, nbytes in records:
-            copies[key] = Copy(next(table.new_slots), nbytes, enter(key), True)
-            used += nbytes
-            if parent is not None:
-                lineage.link(key, parent)
-        table.used_nbytes += used
-        table.idle += len(copies)
-        self.orphans.extend(lineage.without_parent_in(copies))
-        has_children, wait, droppable = lineage.has_children, table.wait, table.droppable
-        for key, copy in copies.items():
-            if not has_children(key):
-                wait(copy, key, droppable)
-
     def lift(self, limit: int) -> list[PageKey]:
         """Up to ``limit`` permitted pages, and pages before them, that may be saved below memory from now on."""
         lifted = self.memory_only.lift(limit)
@@ -327,20 +281,6 @@ class Residency:
                     table.withdraw(table.copies[key])
             self._settling.resettle(key)
         return lifted
-
-    def demote_orphans(self, limit: int) -> int:
-        """Puts up to ``limit`` unreachable pages before all others in the victim order; how many are left.
-
-        Retained ones too, which are retained again once they are used.
-        """
-        for _ in range(min(limit, len(self.orphans))):
-            key = self.orphans.popleft()
-            parent = self.lineage.parent(key)
-            if parent is None or (self.where(parent) is not None and not self._settling.unwanted(parent)):
-                continue
-            self._settling.put_first(key)
-            self.orphans.extend(self.lineage.children(key))
-        return len(self.orphans)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -372,34 +312,12 @@ class Residency:
         self._settling.resettle(key)
 
     def _lost(self, key: PageKey) -> None:
-        self.orphans.extend(self.lineage.children(key))
+        self.orphans.found.extend(self.lineage.children(key))
         bare = self.lineage.unlink(key)
         if bare is not None:
             self._settling.resettle(bare)
-
-    def _kill(self, key: PageKey, dst: Tier) -> None:
-        table = self.tables[dst]
-        copy = table.copies.pop(key)
-        table.count(copy, -1)
-        table.policy.left(key, copy.rank)
-        table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins + 1)
 
     def _forget_if_gone(self, key: PageKey) -> None:
         if not self.held(key):
             self.memory_only.forget(key)
             self.exactness.forget(key)
-
-    def _let_go(self, tier: Tier, table: TierTable, slot: int) -> None:
-        dead = table.quarantine.get(slot)
-        if dead is None:
-            raise LeaseError(f"slot {slot} of {tier.name} has no such holder")
-        dead.holders -= 1
-        if dead.holders == 0:
-            del table.quarantine[slot]
-            table.put_back(slot, dead.nbytes)
-            self._note_erased(tier, table, dead.key)
-
-    def _note_erased(self, tier: Tier, table: TierTable, key: PageKey | None) -> None:
-        # A newer copy under the same key owns the record now: erasing it would lose that one.
-        if table.num_slots is None and key is not None and key not in table.copies:
-            self.erased.append((tier, key))

@@ -12,18 +12,22 @@ from tierstore.errors import LeaseError
 from tierstore.types import Copy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tierstore.exactness import Exactness
+    from tierstore.lineage import Lineage
+    from tierstore.orphans import Orphans
     from tierstore.settling import Settling
     from tierstore.tier_table import TierTable
     from tierstore.types import PageKey, Tier
 
 
 class Pages(Protocol):
-    """The calls for single pages, and which of them are what was put."""
+    """The calls for single pages, which of them are what was put, and which follows which."""
 
     exactness: Exactness
+    lineage: Lineage
+    orphans: Orphans
 
     def commit(self, key: PageKey, dst: Tier, slot: int) -> bool:
         """See ``Residency.commit``."""
@@ -141,3 +145,20 @@ class Runs:
                 self._pages.unpin(key, tier, slot)
         for other, each in self._tables.items():
             self._settling.give_up_places(other, each)
+
+    def load(self, tier: Tier, records: Iterable[tuple[PageKey, PageKey | None, int]]) -> None:
+        """Takes over what a tier found at open, oldest first: (key, parent, nbytes). Before anything else."""
+        table, lineage = self._tables[tier], self._pages.lineage
+        enter, copies, used = table.policy.enter, table.copies, 0
+        for key, parent, nbytes in records:
+            copies[key] = Copy(next(table.new_slots), nbytes, enter(key), True)
+            used += nbytes
+            if parent is not None:
+                lineage.link(key, parent)
+        table.used_nbytes += used
+        table.idle += len(copies)
+        self._pages.orphans.found.extend(lineage.without_parent_in(copies))
+        has_children, wait, droppable = lineage.has_children, table.wait, table.droppable
+        for key, copy in copies.items():
+            if not has_children(key):
+                wait(copy, key, droppable)

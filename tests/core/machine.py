@@ -273,7 +273,7 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
     @precondition(lambda self: self.orphans)
     @rule()
     def demote_orphans(self) -> None:
-        while self.residency.demote_orphans(1):
+        while self.residency.orphans.demote(1):
             pass
         for key in self.orphans:
             if key in self.parents and not self._readable(self.parents[key]):

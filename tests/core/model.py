@@ -326,5 +326,5 @@ class ResidencyModel:
             sorted(r.lineage.links()),
             list(r.dropped),
             list(r.erased),
-            list(r.orphans),
+            list(r.orphans.found),
         )

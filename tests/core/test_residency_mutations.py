@@ -12,7 +12,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.core.machine import ResidencyMachine
 from tests.core.model import Code
 from tests.support import planting
-from tierstore import lineage, memory_only, residency, runs, settling, tier_table, victims
+from tierstore import lineage, memory_only, quarantine, residency, runs, settling, tier_table, victims
 from tierstore.errors import TierStoreError
 from tierstore.policy import queue
 
@@ -31,22 +31,22 @@ class Bug(NamedTuple):
 BUGS = [
     Bug(
         "abort frees at once",
-        residency,
+        quarantine,
         "table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins + 1)",
         "table.put_back(copy.slot, copy.nbytes)",
     ),
     Bug(
         "abort frees at once and the writer's end is not missed",
-        residency,
+        quarantine,
         """        table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins + 1)
 """,
         """        table.put_back(copy.slot, copy.nbytes)
-        self._let_go = lambda *_: None
+        self.let_go = lambda *_: None
 """,
     ),
     Bug(
         "a dead copy forgets its writer",
-        residency,
+        quarantine,
         "Dead(key, copy.nbytes, copy.pins + 1)",
         "Dead(key, copy.nbytes, max(1, copy.pins))",
     ),
@@ -197,19 +197,19 @@ BUGS = [
     Bug("a freed slot keeps its bytes", tier_table, "        self.used_nbytes -= nbytes\n", ""),
     Bug(
         "the record of a newer copy is erased",
-        residency,
+        quarantine,
         "key is not None and key not in table.copies:",
         "key is not None:",
     ),
     Bug(
         "the record of a dead copy is never erased",
-        residency,
-        "            table.put_back(slot, dead.nbytes)\n            self._note_erased(tier, table, dead.key)",
+        quarantine,
+        "            table.put_back(slot, dead.nbytes)\n            self.note_erased(tier, table, dead.key)",
         "            table.put_back(slot, dead.nbytes)",
     ),
     Bug(
         "a dead slot is freed with one holder left",
-        residency,
+        quarantine,
         "        if dead.holders == 0:",
         "        if dead.holders <= 1:",
     ),
@@ -241,13 +241,13 @@ BUGS = [
     Bug(
         "the end of a dead transfer makes the newer copy readable",
         residency,
-        "        if copy is None or copy.slot != slot:\n            self._let_go(dst",
-        "        if copy is None:\n            self._let_go(dst",
+        "        if copy is None or copy.slot != slot:\n            self._quarantine.let_go(dst",
+        "        if copy is None:\n            self._quarantine.let_go(dst",
     ),
     Bug(
         "orphans are not noted",
         residency,
-        "        self.orphans.extend(self.lineage.children(key))\n        bare",
+        "        self.orphans.found.extend(self.lineage.children(key))\n        bare",
         "        bare",
     ),
     Bug(
@@ -380,7 +380,17 @@ def with_bug(bug: Bug) -> Code:
     planted = planting.Bug(bug.name, bug.old, bug.new)
     rooms = {
         module: planting.load(module, planted if module is bug.module else None)
-        for module in (queue, lineage, memory_only, settling, runs, tier_table, victims, residency)
+        for module in (
+            queue,
+            lineage,
+            memory_only,
+            settling,
+            runs,
+            tier_table,
+            victims,
+            quarantine,
+            residency,
+        )
     }
     vars(rooms[tier_table])["VictimQueue"] = vars(rooms[queue])["VictimQueue"]
     vars(rooms[residency])["Lineage"] = vars(rooms[lineage])["Lineage"]
@@ -388,7 +398,9 @@ def with_bug(bug: Bug) -> Code:
     vars(rooms[residency])["Runs"] = vars(rooms[runs])["Runs"]
     vars(rooms[residency])["MemoryOnly"] = vars(rooms[memory_only])["MemoryOnly"]
     vars(rooms[residency])["choose_victims"] = vars(rooms[victims])["choose_victims"]
-    vars(rooms[residency])["Dead"] = vars(rooms[tier_table])["Dead"]
+    vars(rooms[residency])["Quarantine"] = vars(rooms[quarantine])["Quarantine"]
+    for room in (residency, quarantine):
+        vars(rooms[room])["Dead"] = vars(rooms[tier_table])["Dead"]
     return Code(vars(rooms[residency])["Residency"], vars(rooms[tier_table])["TierTable"])
 
 
@@ -405,5 +417,6 @@ def test_the_machine_notices(bug: Bug) -> None:
 
 def test_the_loaded_copy_without_a_bug_passes() -> None:
     """So it is the bugs that are noticed, and not the way the code is loaded."""
-    same = Bug("none", residency, "class Residency:", "class Residency:")
+    line = "class Residency(Whereabouts):"
+    same = Bug("none", residency, line, line)
     run_state_machine_as_test(machine(with_bug(same)), settings=settings(SEARCH, max_examples=30))

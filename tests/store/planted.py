@@ -24,7 +24,9 @@ from tierstore.loads import Load
 from tierstore.memory_only import MemoryOnly
 from tierstore.mover import Mover
 from tierstore.pending import PendingEvents
+from tierstore.quarantine import Quarantine
 from tierstore.residency import Residency
+from tierstore.runs import Runs
 from tierstore.sealing import Sealing
 from tierstore.tier_table import TierTable
 from tierstore.traffic import Traffic
@@ -40,19 +42,19 @@ BUGS_OF_ENCODED_MEMORY = Plants()
 
 @BUGS_IN_MEMORY.bug
 def abort_frees_at_once(patch: pytest.MonkeyPatch) -> None:
-    let_go = Residency._let_go
+    let_go = Quarantine.let_go
 
     def abort(self: Residency, key: PageKey, dst: Tier) -> None:
         table = self.tables[dst]
         copy = table.copies.pop(key)
         table.put_back(copy.slot, copy.nbytes)
 
-    def tolerant(self: Residency, tier: Tier, table: TierTable, slot: int) -> None:
+    def tolerant(self: Quarantine, tier: Tier, table: TierTable, slot: int) -> None:
         if slot in table.quarantine:
             let_go(self, tier, table, slot)
 
     patch.setattr(Residency, "abort", abort)
-    patch.setattr(Residency, "_let_go", tolerant)
+    patch.setattr(Quarantine, "let_go", tolerant)
 
 
 @BUGS_IN_MEMORY.bug
@@ -143,12 +145,12 @@ def a_duplicate_is_not_freed(patch: pytest.MonkeyPatch) -> None:
 
 @BUGS_ON_DISK.bug
 def parents_are_lost_at_reopen(patch: pytest.MonkeyPatch) -> None:
-    load = Residency.load
+    load = Runs.load
 
-    def orphaned(self: Residency, tier: Tier, records: Iterable[tuple[PageKey, PageKey | None, int]]) -> None:
+    def orphaned(self: Runs, tier: Tier, records: Iterable[tuple[PageKey, PageKey | None, int]]) -> None:
         load(self, tier, ((key, None, nbytes) for key, _, nbytes in records))
 
-    patch.setattr(Residency, "load", orphaned)
+    patch.setattr(Runs, "load", orphaned)
 
 
 @BUGS_ON_DISK.bug
@@ -267,7 +269,7 @@ def an_admitted_page_leaves_those_before_it_refused(patch: pytest.MonkeyPatch) -
 
 @BUGS_OF_SICK_DISKS.bug
 def a_late_slot_is_free_at_once(patch: pytest.MonkeyPatch) -> None:
-    let_go = Residency._let_go
+    let_go = Quarantine.let_go
 
     def late(self: Arrivals, key: PageKey, dst: Tier, slot: int) -> None:
         copy = self._residency.tables[dst].copies.get(key)
@@ -275,12 +277,12 @@ def a_late_slot_is_free_at_once(patch: pytest.MonkeyPatch) -> None:
             self._residency.fail(key, dst, slot)
             self._settled(key, dst, readable=False)
 
-    def tolerant(self: Residency, tier: Tier, table: TierTable, slot: int) -> None:
+    def tolerant(self: Quarantine, tier: Tier, table: TierTable, slot: int) -> None:
         if slot in table.quarantine:
             let_go(self, tier, table, slot)
 
     patch.setattr(Arrivals, "_late", late)
-    patch.setattr(Residency, "_let_go", tolerant)
+    patch.setattr(Quarantine, "let_go", tolerant)
 
 
 @BUGS_OF_SICK_DISKS.bug
