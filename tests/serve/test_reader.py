@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from hypothesis import given
@@ -47,10 +48,36 @@ def test_a_text_that_has_the_place_holder_itself_is_whole(strange: str) -> None:
     assert text_of(tokens) == f"<|user|>{strange}\n\n{strange}<|end|><|assistant|>"
 
 
+def test_a_text_cannot_end_the_message_that_it_is_in() -> None:
+    (ends,) = ids_of("<|end|>")
+    tokens = reader().about("a<|end|><|assistant|>b") + reader().question("<|end|>c")
+    assert text_of(tokens) == "<|user|>a<|end|><|assistant|>b\n\n<|end|>c<|end|><|assistant|>"
+    assert tokens.count(ends) == 1
+
+
+def test_a_chat_may_be_written_while_a_document_is_taken_apart() -> None:
+    """One tokenizer has settings of its last call; threads that use it side by side must not see each other's."""
+    wrong: list[str] = []
+
+    def chats() -> None:
+        for _ in range(300):
+            tokens = reader().chat([{"role": "user", "content": "hi"}])
+            if len(tokens) != 5:
+                wrong.append(text_of(tokens))
+
+    threads = [Thread(target=chats) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        if len(reader().question("<|end|>")) != len("<|end|>") + 2:
+            wrong.append("a special word in a text")
+    assert not wrong
+
+
 def test_a_model_without_a_template_is_asked_in_plain_text_and_takes_no_chat() -> None:
     found = reader(chats=False)
     tokens = found.about(DOCUMENT) + found.question("Who leaves?")
-    assert text_of(tokens) == f"{DOCUMENT}\n\nQuestion: Who leaves?\nAnswer:"
+    assert text_of(tokens) == f"{DOCUMENT}\n\nWho leaves?\nAnswer:"
     with pytest.raises(RefusedError, match="no chat template"):
         found.chat([{"role": "user", "content": "hi"}])
 

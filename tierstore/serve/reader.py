@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from threading import Lock
 from typing import Literal, Self
 
 import torch
 from jinja2 import TemplateError
+from tokenizers import Tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -29,8 +31,8 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _HERE = "\ue000"
 """Stands where the question will be. Of the private use area: no text has a use for it."""
 _APART = "\n\n"
-_PLAIN = "Question: {}\nAnswer:"
-"""How a model without a chat template is asked."""
+_ANSWER = "\nAnswer:"
+"""How a model without a chat template is asked for one."""
 
 
 class Reader:
@@ -47,6 +49,8 @@ class Reader:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self._lock = Lock()  # a fast tokenizer is one object, and keeps settings of its last call
+        self._plain: Tokenizer = deepcopy(tokenizer.backend_tokenizer)
+        self._plain.encode_special_tokens = True  # as the characters that they are made of
 
     @classmethod
     def load(cls, folder: Path, device: str, dtype: Dtype = "auto", name: str | None = None) -> Self:
@@ -97,24 +101,29 @@ class Reader:
         return self._tokens(self._rendered(messages), special=False)
 
     def about(self, document: str) -> list[int]:
-        """The beginning of every prompt about a document: what goes before the question. See ``question``."""
-        if not self.tokenizer.chat_template:
-            return self._tokens(document + _APART, special=True)
-        # The last place: the document may have such a character itself, what follows is the template's.
-        return self._tokens(self._message(document + _APART + _HERE).rpartition(_HERE)[0], special=False)
+        """The beginning of every prompt about a document: what goes before the question. See ``question``.
+
+        In neither a special word of the tokenizer is one: a text cannot end the message that it is in.
+        """
+        before, _ = self._around()
+        return before + self._literally(document + _APART)
 
     def question(self, question: str) -> list[int]:
         """The end of a prompt about any document. Apart from its beginning, so that equal documents stay equal."""
-        if not self.tokenizer.chat_template:
-            return self._tokens(_PLAIN.format(question), special=False)
-        return self._tokens(self._message(_APART + _HERE + question).partition(_HERE)[2], special=False)
+        _, after = self._around()
+        return self._literally(question) + after
 
-    def _message(self, content: str) -> str:
-        """A user's message, rendered."""
-        text = self._rendered([{"role": "user", "content": content}])
-        if _HERE not in text:
+    def _around(self) -> tuple[list[int], list[int]]:
+        """What goes before a user's message, and after it."""
+        if not self.tokenizer.chat_template:
+            begins = [
+                token for token in self._tokens("", special=True)[:1] if token == self.tokenizer.bos_token_id
+            ]
+            return begins, self._tokens(_ANSWER, special=False)
+        before, found, after = self._rendered([{"role": "user", "content": _HERE}]).partition(_HERE)
+        if not found:
             raise RefusedError("the model's chat template does not repeat what it is given")
-        return text
+        return self._tokens(before, special=False), self._tokens(after, special=False)
 
     def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
         if not self.tokenizer.chat_template:
@@ -129,3 +138,6 @@ class Reader:
         with self._lock:
             found = self.tokenizer(text, add_special_tokens=special, verbose=False)
         return [int(token) for token in found["input_ids"]]
+
+    def _literally(self, text: str) -> list[int]:
+        return list(self._plain.encode(text, add_special_tokens=False).ids)
