@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from tierstore.cli import app, probes
+from tierstore.cli import probes
+from tierstore.cli.app import app
 from tierstore.config import config_schema, load_config
 from tierstore.keys import page_keys
 from tierstore.nvme import direct

@@ -21,6 +21,26 @@ def test_output_that_cannot_be_written_is_one_line(words: list[str]) -> None:
     assert (ended.returncode, ended.stderr) == (2, "tierstore: No space left on device\n")
 
 
+@pytest.mark.parametrize("room", ["tierstore.cli.app", "tierstore.cli.plan", "typer", "rich.table", "pydantic"])
+def test_a_command_that_is_interrupted_while_it_loads_ends_without_a_word(room: str) -> None:
+    program = (
+        "import os, signal, sys\n"
+        "from importlib.abc import MetaPathFinder\n"
+        "class Interrupting(MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == sys.argv[1]:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "from tierstore.cli import main\n"
+        "main()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, room], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_command_that_is_told_to_end_removes_its_folder(tmp_path: Path, number: signal.Signals) -> None:
     words = ["bench", "nvme", "--dir", str(tmp_path), "--size", "16MiB", "--page-sizes", "256KiB"]

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from tests.test_cli import last_line, tierstore
 from tests.test_cli_archive import filled
-from tierstore.cli import app
+from tierstore.cli.app import app
 from tierstore.cli.output import finite
 from tierstore.demo import command as demo_room
 from tierstore.demo import model as model_room

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tests.support.models import GQA, MLA, WINDOWS, read, work
 from tests.support.pages import PATIENCE_S, chain, tier_stats, tiers
-from tierstore.cli import app
+from tierstore.cli.app import app
 from tierstore.config import StoreConfig, load_config
 from tierstore.errors import ConfigError
 from tierstore.plan.forecast import Plan, Rates, forecast, page_layout, restore_seconds
