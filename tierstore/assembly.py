@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from tierstore.config import HostConfig, NvmeConfig, StoreConfig
     from tierstore.gpu.device import HbmDevice
-    from tierstore.gpu.pool import OwnPool
+    from tierstore.gpu.pool import EnginePages, OwnPool
     from tierstore.mover import SlotBytes
     from tierstore.types import PageKey
 
@@ -128,6 +128,24 @@ def assemble(config: StoreConfig, layout: PageLayout, wake: Callable[[], None]) 
         mover = _mover(device, pool, arena, nvme, wake)
         undone.pop_all()
     return Parts(layout, device, pool, arena, nvme, directory, mover, metrics)
+
+
+def register_pages(
+    config: StoreConfig, parts: Parts, pages: tuple[EnginePages, ...], wake: Callable[[], None]
+) -> None:
+    """The part that an engine brings: its tensors. ConfigError unless it owns HBM, they fit, and none are there yet."""
+    outgoing = parts.directory.outgoing
+    if parts.directory.owns_hbm or parts.arena is None:
+        raise ConfigError("register: HBM belongs to the store; allowed with hbm.owner: engine")
+    if outgoing.num_slots:
+        raise ConfigError("register: the engine's pages are registered already; allowed: once a store")
+    pool = parts.device.register(parts.layout, pages)
+    capacity = None if config.hbm is None else config.hbm.capacity
+    nbytes = pool.num_slots * parts.layout.page_nbytes
+    if capacity is not None and nbytes > capacity:
+        raise ConfigError(f"the engine's pages hold {nbytes} bytes; allowed by hbm.capacity: {capacity}")
+    parts.mover.attach(parts.device.open_copies(Between(pool, parts.arena, wake)))
+    outgoing.num_slots = pool.num_slots
 
 
 def make_directory(

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import logging
-from contextlib import suppress
 from threading import RLock
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from tierstore import invariants, report
-from tierstore.arguments import require_flag, require_member, require_time, seconds_to_wait, whole
-from tierstore.assembly import Parts, assemble, loss_class
+from tierstore.arguments import require_flag, require_time, seconds_to_wait, whole
+from tierstore.assembly import Parts, assemble, loss_class, register_pages
 from tierstore.config import StoreConfig
-from tierstore.errors import ConfigError, StoreClosed
-from tierstore.gpu.between import Between
+from tierstore.errors import ConfigError
 from tierstore.holding import Holding
 from tierstore.keys import namespace, page_keys
 from tierstore.layout import PageLayout
 from tierstore.lease import Lease, record_of, require_event
+from tierstore.moving import Moving
 from tierstore.pending import PendingEvents
 from tierstore.portable import Portable
 from tierstore.progress import Progress
-from tierstore.saving import save_unsaved, wait_settled
+from tierstore.saving import Saving
 from tierstore.slots import EngineSlots, OwnSlots, require_key_list
-from tierstore.traffic import BATCH_PAGES
-from tierstore.types import Hint, Match, Tier
+from tierstore.types import Match
 from tierstore.wakeup import Wakeup
 
 if TYPE_CHECKING:
@@ -40,13 +37,7 @@ if TYPE_CHECKING:
     from tierstore.nvme.archive.reading import Imported
     from tierstore.nvme.archive.records import Progress as Shown
     from tierstore.nvme.archive.writing import Exported
-    from tierstore.types import HintResult, PageKey, PageSpec, Promoted
-
-_log = logging.getLogger(__name__)
-
-_FLUSH_STALL_S = 10.0
-_LOOKED_UP = 1024
-"""Keys that are looked up in one hold of the lock."""
+    from tierstore.types import Hint, HintResult, PageKey, PageSpec, Promoted, Tier
 
 
 class TierStore:
@@ -80,6 +71,8 @@ class TierStore:
         self._slots = (
             EngineSlots(*shared) if parts.pool is None else OwnSlots(*shared, parts.layout.page_nbytes)
         )
+        self._moving = Moving(self._directory, self._progress, parts.metrics)
+        self._saving = Saving(parts, self._progress)
         self._portable = Portable(config, parts, self._progress, self._pending, self._slots, self.acquire)
         self._lock = self._progress.lock
         self._closing = RLock()  # a signal's handler may close in the middle of a close
@@ -251,56 +244,28 @@ class TierStore:
     def hint(self, hint: Hint) -> HintResult:
         """What a scheduler expects. wont_need and retain change the victim order at once; will_need waits for an
         attached prefetcher. Never pins. TypeError for what is no Hint."""
-        self._progress.advance()
-        _require_hints(hint)
-        with self._lock:
-            result = self._directory.hints.apply(hint, monotonic())
-        while self._directory.hints.pending:
-            with self._lock:
-                self._directory.hints.advance(BATCH_PAGES)
-        self._progress.notify()
-        self._progress.hinted.bump()
-        self.metrics.hinted(result.value)
-        return result
+        return self._moving.hint(hint)
 
     def take_hints(self, timeout_s: float = 0.0) -> list[Hint]:
         """The waiting hints, for a prefetcher, of each request the newest; the first call attaches it.
 
         Waits up to ``timeout_s`` for one; a store that is opened with ``pump=False`` is advanced meanwhile.
         """
-        self._progress.require_open()
-        deadline = monotonic() + seconds_to_wait("timeout_s", timeout_s)
-        found: list[Hint] = []
-        for _ in self._progress.until(deadline, self._progress.hinted):
-            with self._lock:
-                found = self._directory.hints.take()
-            if found:
-                break
-        return found
+        return self._moving.take_hints(timeout_s)
 
     def reject_hints(self) -> None:
         """The prefetcher that took hints takes none any more: a will_need in force ends, and a new one is rejected.
 
         Copies under way go on by themselves. The next ``take_hints`` attaches one again.
         """
-        self._progress.advance()
-        with self._lock:
-            self._directory.hints.detach()
-        self._progress.notify()
+        self._moving.reject_hints()
 
     def staying(self) -> list[PageKey]:
         """Pages in HBM that no promotion may displace: those under a lease, and those that a retain hint keeps.
 
         A snapshot, each page once, in no order; what is still on its way counts. Changes nothing.
         """
-        self._progress.advance()
-        with self._lock:
-            named = report.held_or_retained(self._directory)
-        found: list[PageKey] = []
-        for start in range(0, len(named), _LOOKED_UP):
-            with self._lock:
-                found += report.of_hbm(self._directory, named[start : start + _LOOKED_UP])
-        return found
+        return self._moving.staying()
 
     def promote(self, hint: Hint, keys: Sequence[PageKey], tier: Tier, over: Sequence[Hint] = ()) -> Promoted:
         """Starts to bring up to 32 pages to ``tier`` from the tier below it, ahead of need, for a will_need ``hint``.
@@ -312,18 +277,7 @@ class TierStore:
         call that withdrew or replaced it has returned, no copy starts for it. ValueError if pages cannot be promoted
         to ``tier``, or for more than 32.
         """
-        self._progress.advance()
-        _require_hints(hint, *over)
-        require_key_list(keys)
-        tables = self._directory.residency.tables
-        above = [t for t in tables if self._directory.promoting.source(t) is not None]
-        require_member("promote to", tier, above)
-        if len(keys) > BATCH_PAGES:
-            raise ValueError(f"promote of {len(keys)} pages; allowed: {BATCH_PAGES} at most")
-        with self._lock:
-            found = self._directory.promote(hint, keys, tier, over, monotonic())
-            self._progress.submit()
-        return found
+        return self._moving.promote(hint, keys, tier, over)
 
     def demote(self, keys: Sequence[PageKey], tier: Tier) -> int:
         """Sends pages down to ``tier`` in the background and lets upper copies go once unpinned; pages accepted.
@@ -331,16 +285,7 @@ class TierStore:
         Missing keys are skipped. A memory-only page is accepted and goes to HOST at most; without HOST it stays where
         it is. ValueError if the tier is not below HBM or not configured.
         """
-        self._progress.advance()
-        require_key_list(keys)
-        below = [t for t in self._directory.residency.tables if t > Tier.HBM]
-        require_member("demote to", tier, below, *([] if below else ["no tier is below HBM"]))
-        accepted = 0
-        for chunk in _chunks(keys):
-            with self._lock:
-                accepted += self._directory.demote(chunk, tier)
-                self._progress.step()
-        return accepted
+        return self._moving.demote(keys, tier)
 
     def evict(self, keys: Sequence[PageKey], tier: Tier | None = None) -> int:
         """Drops copies without saving them, in one tier or in all; pages that had one.
@@ -348,18 +293,7 @@ class TierStore:
         They are unmatchable at once; leased ones go when released; records are gone from disk after ``flush``.
         ValueError for what is no tier; one that is not configured holds nothing.
         """
-        self._progress.advance()
-        require_key_list(keys)
-        if tier is not None:
-            require_member("evict from", tier, list(Tier), "or None for all")
-        tiers = [t for t in self._directory.residency.tables if tier is None or t == tier]
-        dropped = 0
-        for chunk in reversed(_chunks(keys)):
-            with self._lock:
-                dropped += self._directory.evict(chunk, tiers)
-                self._progress.step()
-        self._progress.notify()
-        return dropped
+        return self._moving.evict(keys, tier)
 
     def flush(self) -> None:
         """Returns when every page put before the call that some tier has then, and every erase before it, is durable or
@@ -368,18 +302,13 @@ class TierStore:
         Gives up when the disk makes no progress for 10 s.
         """
         self._progress.require_open()
-        ticket = save_unsaved(self._directory, self._progress)
-        wait_settled(ticket, self._progress, deadline=None, stall_s=_FLUSH_STALL_S)
-        self._mover.sync(_FLUSH_STALL_S)
-        # Pages evicted while they were being written are erased only now that their writes have ended.
-        self._progress.advance()
-        self._mover.sync(_FLUSH_STALL_S)
+        self._saving.flush()
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until nothing is in flight, queued or waiting for an event; False if the time ran out."""
         self._progress.require_open()
         self._holding.take_back()
-        return self._wait_idle(monotonic() + seconds_to_wait("timeout_s", timeout_s))
+        return self._saving.wait_idle(monotonic() + seconds_to_wait("timeout_s", timeout_s))
 
     # -- progress and reports -----------------------------------------------------------------------------------
 
@@ -403,18 +332,7 @@ class TierStore:
     def register(self, *pages: EnginePages) -> None:
         """The engine's tensors, one EnginePages a KV group. ConfigError unless an engine owns HBM and they fit."""
         self._progress.advance()
-        parts = self._parts
-        if self._directory.owns_hbm or parts.arena is None:
-            raise ConfigError("register: HBM belongs to the store; allowed with hbm.owner: engine")
-        if self._directory.outgoing.num_slots:
-            raise ConfigError("register: the engine's pages are registered already; allowed: once a store")
-        pool = parts.device.register(parts.layout, pages)
-        capacity = None if self._config.hbm is None else self._config.hbm.capacity
-        nbytes = pool.num_slots * parts.layout.page_nbytes
-        if capacity is not None and nbytes > capacity:
-            raise ConfigError(f"the engine's pages hold {nbytes} bytes; allowed by hbm.capacity: {capacity}")
-        self._mover.attach(parts.device.open_copies(Between(pool, parts.arena, self._wake)))
-        self._directory.outgoing.num_slots = pool.num_slots
+        register_pages(self._config, self._parts, pages, self._wake)
 
     def check(self) -> None:
         """AssertionError naming the first invariant that does not hold. O(pages); any time, in production too."""
@@ -446,23 +364,7 @@ class TierStore:
             return
         with self._closing:
             if not self._progress.closed:
-                self._close(timeout_s)
-
-    def _close(self, timeout_s: float) -> None:
-        deadline = monotonic() + timeout_s
-        with suppress(
-            StoreClosed
-        ):  # of a store that was interrupted nothing is saved: what memory holds is doubtful
-            with self._lock:
-                self._directory.hints.close()
-            ticket = save_unsaved(self._directory, self._progress)
-            wait_settled(ticket, self._progress, deadline=deadline, stall_s=timeout_s)
-            self._wait_idle(deadline)
-        self._progress.stop(max(0.0, deadline - monotonic()))
-        if not self._mover.close(max(0.0, deadline - monotonic())):
-            _log.warning("a copy or I/O thread did not end within %s s and was left behind", timeout_s)
-        elif self._parts.arena is not None:
-            self._parts.arena.close()
+                self._saving.close(timeout_s)
 
     def __enter__(self) -> TierStore:
         self._progress.require_open()
@@ -472,23 +374,3 @@ class TierStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    # -- inside -------------------------------------------------------------------------------------------------
-
-    def _wait_idle(self, deadline: float) -> bool:
-        for _ in self._progress.until(deadline):
-            with self._lock:
-                if self._progress.settled:
-                    return True
-        return False
-
-
-def _require_hints(*hints: object) -> None:
-    strange = next((hint for hint in hints if not isinstance(hint, Hint)), None)
-    if strange is not None:
-        raise TypeError(f"{strange!r:.60} is no hint; allowed: a Hint")
-
-
-def _chunks(keys: Sequence[PageKey]) -> list[Sequence[PageKey]]:
-    """Pieces short enough for one hold of the lock."""
-    return [keys[i : i + BATCH_PAGES] for i in range(0, len(keys), BATCH_PAGES)]

@@ -11,7 +11,7 @@ from tests.support import pages
 from tests.support.planting import Plants
 from tierstore import arrivals as arrivals_module
 from tierstore import invariants
-from tierstore import store as store_module
+from tierstore import saving as saving_module
 from tierstore.admitting import Admitting
 from tierstore.arrivals import Arrivals
 from tierstore.codecs.frames import Spreader
@@ -155,7 +155,7 @@ def parents_are_lost_at_reopen(patch: pytest.MonkeyPatch) -> None:
 
 @BUGS_ON_DISK.bug
 def flush_does_not_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(store_module, "wait_settled", lambda *_, **__: None)
+    patch.setattr(saving_module, "wait_settled", lambda *_, **__: None)
 
 
 @BUGS_IN_MEMORY.bug
