@@ -21,7 +21,8 @@ from tierstore.cli.output import (
     size_of,
     wide_console,
 )
-from tierstore.config import Admission, Policy, StoreConfig, load_config
+from tierstore.config import StoreConfig, load_config
+from tierstore.config_values import Admission, Policy
 from tierstore.errors import ConfigError
 from tierstore.types import Tier
 from tierstore.units import format_size
