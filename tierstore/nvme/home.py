@@ -125,6 +125,18 @@ def shard_directories(home: Path) -> Iterator[tuple[Path, str, bool]]:
             yield path, match["fingerprint"], match["damaged"] is not None
 
 
+def others(directory: Path) -> list[dict[str, object]]:
+    """Name, bytes on disk and whether it is damaged, of every sub-directory beside this one; none if it cannot look."""
+    try:
+        return [
+            {"name": path.name, "nbytes": disk_nbytes(path), "damaged": damaged}
+            for path, _, damaged in shard_directories(directory.parent)
+            if path != directory
+        ]
+    except OSError:
+        return []
+
+
 def lock_path(directory: Path) -> Path:
     """The lock file of a sub-directory."""
     return directory.with_name(directory.name + ".lock")

@@ -258,23 +258,13 @@ class NvmeTier:
             "live_nbytes": self._catalogue.live_nbytes,
             "o_direct": self._direct,
             "readers": self._num_readers,
-            "others": [] if hangs else self._others(),
+            "others": [] if hangs else home.others(self._directory),
             **{name: counts.get(name, 0) for name in _COUNTERS},
         }
 
     def _guard(self) -> None:
         if os.getpid() != self._pid:
             raise StoreClosed(f"this NVMe tier belongs to process {self._pid}; open another after a fork")
-
-    def _others(self) -> list[dict[str, object]]:
-        try:
-            return [
-                {"name": path.name, "nbytes": home.disk_nbytes(path), "damaged": damaged}
-                for path, _, damaged in home.shard_directories(self._directory.parent)
-                if path != self._directory
-            ]
-        except OSError:
-            return []
 
     def _check(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
         if len(pages) != len(transfer.keys) or len(transfer.parents) != len(transfer.keys):
