@@ -28,6 +28,7 @@ from tierstore.cli.data import inspect, purge, verify
 from tierstore.cli.output import REFUSED, Json, print_json, said
 from tierstore.cli.plan import plan
 from tierstore.cli.replay import replay
+from tierstore.cli.serve import serve
 from tierstore.cli.vllm_check import vllm_check
 from tierstore.config import config_schema
 from tierstore.demo.command import demo
@@ -45,7 +46,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, compare, plan, replay, inspect, verify, purge, export):
+for command in (demo, serve, compare, plan, replay, inspect, verify, purge, export):
     app.command()(command)
 app.command("import")(import_)
 app.command("vllm-check")(vllm_check)

@@ -1,0 +1,79 @@
+"""A server of the small model in this process, over real HTTP."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import httpx2 as httpx
+
+from tests.adapters.tiny import open_store
+from tests.serve.small import reader
+from tests.support.pages import PATIENCE_S
+from tierstore.serve.app import Server, make_app
+from tierstore.serve.engine import Engine
+from tierstore.serve.library import Library
+from tierstore.serve.tenants import Tenants
+from tierstore.store import TierStore
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Who was it?"}], "max_tokens": 6, "seed": 1}
+COMPLETION = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 6, "temperature": 0}
+
+
+@dataclass
+class Serving:
+    """What runs: ``http`` asks it, the rest is what it is made of."""
+
+    http: httpx.Client
+    engine: Engine
+    store: TierStore
+    library: Library
+    server: Server
+
+
+@contextmanager
+def serving(
+    tenants: Tenants | None = None,
+    documents: Path | None = None,
+    *,
+    hosts: tuple[str, ...] = ("*",),
+    hbm: int = 96,
+    chats: bool = True,
+    **limits: int,
+) -> Iterator[Serving]:
+    """A server on a free port, until the end of the block; nothing may leak."""
+    model = reader(chats=chats)
+    with open_store(model.model, hbm=hbm) as store, socket.socket() as bound:
+        engine = Engine(model, store, **limits)
+        library, ready = Library(documents), Event()
+        bound.bind(("127.0.0.1", 0))
+        app = make_app(model, engine, store, library, tenants or Tenants(), hosts=hosts)
+        server = Server(app, engine, ready.set)
+        thread = Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+        try:
+            assert ready.wait(PATIENCE_S)
+            url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+            with httpx.Client(base_url=url, timeout=PATIENCE_S, trust_env=False) as http:
+                yield Serving(http, engine, store, library, server)
+        finally:
+            server.should_exit = True
+            thread.join(PATIENCE_S)
+            engine.close()
+        assert not thread.is_alive()
+
+
+def events(response: httpx.Response) -> list[tuple[str, Any]]:
+    """Of a stream of server-sent events: names ("" without one) and data, JSON where it is."""
+    found = []
+    for frame in response.text.split("\n\n")[:-1]:
+        lines = dict(line.split(": ", 1) for line in frame.split("\n"))
+        data = lines["data"]
+        found.append((lines.get("event", ""), data if data == "[DONE]" else json.loads(data)))
+    return found

@@ -1,0 +1,206 @@
+"""Documents over HTTP: read once, asked often, deleted; and what is left of them after a restart."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from tests.serve.serving import Serving, events, serving
+from tests.serve.small import reader
+from tests.support.pages import PATIENCE_S
+from tierstore.serve.library import Document, Library
+
+TEXT = "The ship sailed at dawn, and nobody saw it leave the harbour. " * 3
+OTHER = "Nobody had ever seen the lighthouse by day, or so it was said. " * 3
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    with serving() as found:
+        yield found
+
+
+def add(server: Serving, text: str = TEXT, name: str = "ship") -> dict[str, Any]:
+    """Wait until it is read."""
+    response = server.http.post("/v1/documents", json={"name": name, "text": text})
+    assert response.status_code == 202, response.text
+    return wait(server, response.json()["id"])
+
+
+def wait(server: Serving, id: str) -> dict[str, Any]:  # noqa: A002 - what it is called
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        found: dict[str, Any] = server.http.get(f"/v1/documents/{id}").json()
+        if found["state"] in ("ready", "failed"):
+            return found
+        time.sleep(0.01)
+    raise AssertionError(found)
+
+
+def ask(server: Serving, id: str, **more: Any) -> httpx.Response:  # noqa: A002
+    return server.http.post(
+        f"/v1/documents/{id}/ask", json={"question": "When?", "max_tokens": 6, "seed": 1} | more
+    )
+
+
+def test_a_document_is_read_into_the_store_and_then_answers_from_it(server: Serving) -> None:
+    document = add(server)
+    assert document["state"] == "ready"
+    assert document["tokens"] == document["tokens_read"] > len(TEXT)
+    assert document["pages_stored"] == document["pages"] == document["tokens"] // 8
+    found = ask(server, document["id"])
+    assert found.status_code == 200
+    assert found.json()["finish_reason"] == "length"
+    usage = found.json()["usage"]
+    assert usage["completion_tokens"] == 6
+    assert sum(usage["reused"].values()) >= document["pages"] * 8
+    assert 0 <= usage["waited_s"] <= usage["ttft_s"] <= usage["total_s"]
+
+
+def test_a_streamed_answer_is_the_whole_one_in_pieces(server: Serving) -> None:
+    id = add(server)["id"]  # noqa: A001
+    whole = ask(server, id).json()
+    *pieces, (last, end) = events(ask(server, id, stream=True))
+    assert {name for name, _ in pieces} == {"piece"}
+    assert last == "done"
+    assert "".join(piece["text"] for _, piece in pieces) == whole["answer"]
+    assert end["finish_reason"] == whole["finish_reason"]
+    assert end["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+
+
+def test_asked_at_once_a_document_is_read_first_and_computed_once(server: Serving) -> None:
+    text = f"At once: {TEXT}"
+    id = server.http.post("/v1/documents", json={"name": "now", "text": text}).json()["id"]  # noqa: A001
+    usage = ask(server, id).json()["usage"]
+    assert sum(usage["reused"].values()) >= len(text) // 8 * 8
+
+
+def test_the_same_text_twice_is_the_same_document(server: Serving) -> None:
+    first, second = add(server), add(server, name="another name")
+    assert second["id"] == first["id"]
+    assert second["name"] == first["name"]
+    listed = [each["id"] for each in server.http.get("/v1/documents").json()["data"]]
+    assert listed.count(first["id"]) == 1
+
+
+def test_a_deleted_document_is_gone_but_for_what_another_one_begins_with(server: Serving) -> None:
+    one, other = add(server, TEXT + OTHER, "both"), add(server, TEXT, "one")
+    keys = server.store.keys(reader().about(TEXT + OTHER))
+    kept = set(server.store.keys(reader().about(TEXT))).intersection(keys)
+    assert server.store.match(keys).num_pages == len(keys)
+    assert server.http.delete(f"/v1/documents/{one['id']}").json()["deleted"] is True
+    assert server.store.match(keys).num_pages == len(kept) > 0
+    assert server.http.get(f"/v1/documents/{one['id']}").status_code == 404
+    assert ask(server, one["id"]).status_code == 404
+    assert server.http.delete(f"/v1/documents/{one['id']}").status_code == 404
+    left = [each["id"] for each in server.http.get("/v1/documents").json()["data"]]
+    assert one["id"] not in left
+    assert other["id"] in left
+
+
+def test_a_document_deleted_while_it_is_read_leaves_no_page() -> None:
+    with serving(chunk=8) as server:
+        id = server.http.post("/v1/documents", json={"name": "x", "text": TEXT}).json()["id"]  # noqa: A001
+        deadline = time.monotonic() + PATIENCE_S
+        while not server.http.get(f"/v1/documents/{id}").json()["tokens_read"]:
+            assert time.monotonic() < deadline
+        server.http.delete(f"/v1/documents/{id}")
+        assert server.store.match(server.store.keys(reader().about(TEXT))).num_pages == 0
+        server.engine.close()
+        assert server.store.match(server.store.keys(reader().about(TEXT))).num_pages == 0
+
+
+def test_what_can_never_be_read_is_refused_and_not_kept(server: Serving) -> None:
+    before = server.http.get("/v1/documents").json()
+    response = server.http.post("/v1/documents", json={"name": "long", "text": "x" * 5000})
+    assert response.status_code == 400
+    assert str(server.engine.max_tokens) in response.json()["error"]["message"]
+    assert server.http.get("/v1/documents").json() == before
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("name", ""), ("name", "x" * 201), ("text", ""), ("text", 1), ("tags", [])]
+)
+def test_what_is_no_document_is_refused_by_name(server: Serving, field: str, value: object) -> None:
+    response = server.http.post("/v1/documents", json={"name": "a", "text": "b"} | {field: value})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == field
+
+
+def test_what_is_no_question_is_refused_by_name(server: Serving) -> None:
+    id = add(server)["id"]  # noqa: A001
+    for more in ({"question": ""}, {"max_tokens": 0}, {"model": "tiny"}, {"temperature": 3}):
+        response = ask(server, id, **more)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] in more
+
+
+def test_texts_survive_a_restart_and_names_too(tmp_path: Path) -> None:
+    with serving(documents=tmp_path / "texts") as server:
+        before = add(server)
+    (file,) = (tmp_path / "texts").iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+    with serving(documents=tmp_path / "texts") as server:
+        found = server.http.get(f"/v1/documents/{before['id']}").json()
+        assert found["name"] == "ship"
+        assert found["tokens"] == before["tokens"]
+        assert found["state"] == "waiting"  # memory does not survive: nobody has read it in this process
+        assert ask(server, before["id"]).status_code == 200
+        assert (
+            server.http.get("/v1/documents").json()["data"][0]["state"] == "ready"
+        )  # the question had it read
+
+
+def test_after_a_restart_the_same_text_again_has_it_read(tmp_path: Path) -> None:
+    for _ in range(2):
+        with serving(documents=tmp_path) as server:
+            found = add(server)
+            assert found["state"] == "ready"
+            assert found["pages_stored"] == found["pages"]
+
+
+@pytest.mark.parametrize("damage", ["text", "name", "half", "foreign", "renamed"])
+def test_a_damaged_text_is_left_out_and_named(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = Library(tmp_path)
+    document = library.add(Document("", "ship", TEXT))
+    library.add(Document("", "light", OTHER))
+    file = tmp_path / f"{document.id}.json"
+    whole = file.read_text()
+    match damage:
+        case "text":
+            file.write_text(whole.replace("dawn", "dusk", 1))
+        case "name":
+            file.write_text(whole.replace('"ship"', '"shop"'))
+        case "half":
+            file.write_text(whole[: len(whole) // 2])
+        case "foreign":
+            file.write_text("[1, 2]")
+        case _:
+            file.rename(tmp_path / "0.json")
+    assert [each.name for each in Library(tmp_path).all("")] == ["light"]
+    (line,) = caplog.messages
+    assert "left out" in line
+    assert "dawn" not in line
+
+
+def test_what_a_write_left_unfinished_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "ab.part").write_text("{")
+    assert Library(tmp_path).all() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_document_that_cannot_be_kept_is_not_read(tmp_path: Path) -> None:
+    with serving(documents=tmp_path / "texts") as server:
+        (tmp_path / "texts").rmdir()
+        response = server.http.post("/v1/documents", json={"name": "a", "text": TEXT})
+        assert response.status_code == 500
+        assert response.json()["error"]["type"] == "server_error"
+        assert server.http.get("/v1/documents").json()["data"] == []

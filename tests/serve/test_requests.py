@@ -1,0 +1,289 @@
+"""What every request passes: keys, limits, a line in the log; and what becomes of it when either side goes away."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from hashlib import sha256
+from http.client import HTTPConnection
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from tests.serve.serving import CHAT, COMPLETION, Serving, events, serving
+from tests.support.pages import PATIENCE_S
+from tierstore.errors import ConfigError
+from tierstore.serve.asking import Ask
+from tierstore.serve.engine import Engine
+from tierstore.serve.gate import MAX_BODY
+from tierstore.serve.tenants import Tenants
+
+ANNE, BOB = "anne's key", "bob's key"
+TENANTS = {"anne": [sha256(ANNE.encode()).hexdigest()], "bob": [sha256(BOB.encode()).hexdigest().upper()]}
+LONG = COMPLETION | {"max_tokens": 400, "stream": True}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def figure(server: Serving, name: str) -> float:
+    lines = server.http.get("/metrics").text.splitlines()
+    return float(next(line.split()[-1] for line in lines if line.startswith(f"tierstore_serve_{name} ")))
+
+
+def outcome(server: Serving, name: str) -> float:
+    return figure(server, f'requests_total{{outcome="{name}"}}')
+
+
+def test_without_a_key_there_is_no_answer_but_health_and_figures() -> None:
+    with serving(Tenants(TENANTS)) as server:
+        for headers in (
+            {},
+            bearer("wrong"),
+            {"Authorization": "Bearer"},
+            {"Authorization": f"Basic {ANNE}"},
+            bearer("ä"),
+        ):
+            raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+            for path in ("/v1/models", "/v1/documents", "/v1/nothing"):
+                response = server.http.get(path, headers=raw)
+                assert response.status_code == 401
+                assert response.headers["www-authenticate"] == "Bearer"
+                assert response.json()["error"]["code"] == "invalid_api_key"
+        assert server.http.post("/v1/completions", json=COMPLETION).status_code == 401
+        for path in ("/health", "/metrics", "/"):
+            assert server.http.get(path).status_code == 200
+        for key in (ANNE, BOB):
+            assert server.http.get("/v1/models", headers=bearer(key)).status_code == 200
+
+
+def test_tenants_share_no_page_and_no_document() -> None:
+    with serving(Tenants(TENANTS)) as server:
+        asked = COMPLETION | {"prompt": "A secret that both happen to know. " * 3}
+
+        def cached(key: str) -> int:
+            found = server.http.post("/v1/completions", json=asked, headers=bearer(key)).json()
+            return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert cached(ANNE) == 0
+        assert cached(BOB) == 0
+        assert cached(ANNE) > 0
+        text = {"name": "diary", "text": "Dear diary, nobody reads you. " * 3}
+        id = server.http.post("/v1/documents", json=text, headers=bearer(ANNE)).json()["id"]  # noqa: A001
+        bobs = server.http.post("/v1/documents", json=text, headers=bearer(BOB)).json()["id"]
+        assert bobs != id
+        assert server.http.get(f"/v1/documents/{id}", headers=bearer(BOB)).status_code == 404
+        assert server.http.delete(f"/v1/documents/{id}", headers=bearer(BOB)).status_code == 404
+        question = {"question": "What?", "max_tokens": 2}
+        path = f"/v1/documents/{id}/ask"
+        assert server.http.post(path, json=question, headers=bearer(BOB)).status_code == 404
+        assert server.http.post(path, json=question, headers=bearer(ANNE)).status_code == 200
+        listed = server.http.get("/v1/documents", headers=bearer(BOB)).json()["data"]
+        assert [each["id"] for each in listed] == [bobs]
+        told = server.http.get("/metrics").text
+        assert "anne" not in told
+        assert "bob" not in told
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tenants: {a: [" + "0" * 64 + "]}", None),
+        ("tenants: {a: [" + "f" * 63 + "]}", "SHA-256"),
+        ("tenants: {a: []}", "no list"),
+        ("tenants: {}", "no tenants"),
+        ("- a", "no tenants"),
+        ("tenants: {a b: [" + "0" * 64 + "]}", "name"),
+        ("tenants: {a: [" + "0" * 64 + "], b: [" + "0" * 64 + "]}", "each once"),
+        ("tenants: {a: [" + "0" * 64 + "], a: [" + "1" * 64 + "]}", "each key once"),
+        ("tenants: {a: [", "not YAML"),
+        ("tenants: {a: [" + "0" * 64 + "]}\nmore: 1", "no tenants"),
+    ],
+)
+def test_a_file_of_tenants_is_checked(tmp_path: Path, text: str, said: str | None) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(text)
+    if said is None:
+        assert not Tenants.load(file).open
+        return
+    with pytest.raises(ConfigError, match=said) as error:
+        Tenants.load(file)
+    assert str(file) in str(error.value)
+    assert "allowed" in str(error.value)
+    assert "0" * 64 not in str(error.value)
+
+
+def test_a_body_may_only_be_so_large_whether_it_says_so_or_not() -> None:
+    with serving() as server:
+        kind = {"Content-Type": "application/json"}
+
+        def parts() -> Iterator[bytes]:
+            for _ in range(MAX_BODY >> 20):
+                yield b" " * (1 << 20)
+            yield b" "
+
+        response = server.http.post("/v1/completions", content=parts(), headers=kind)
+        assert response.status_code == 413
+        assert str(MAX_BODY) in response.json()["error"]["message"]
+        bare = HTTPConnection(server.http.base_url.host, server.http.base_url.port, timeout=PATIENCE_S)
+        with closing(bare):
+            bare.putrequest("POST", "/v1/completions")
+            bare.putheader("Content-Length", str(MAX_BODY + 1))
+            bare.endheaders()  # and not a byte of it: the answer is there already
+            assert bare.getresponse().status == 413
+        assert server.http.post("/v1/completions", json=COMPLETION).status_code == 200
+
+
+def test_another_name_than_this_machines_is_refused() -> None:
+    with serving(hosts=("localhost", "127.0.0.1")) as server:
+        assert server.http.get("/v1/models").status_code == 200
+        assert server.http.get("/v1/models", headers={"Host": "localhost:1"}).status_code == 200
+        assert server.http.get("/v1/models", headers={"Host": "evil.example"}).status_code == 400
+
+
+def test_a_request_is_one_line_of_the_log_without_what_was_asked(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tierstore.serve")
+    with serving() as server:
+        server.http.post("/v1/completions", json=COMPLETION | {"prompt": "unspeakable"})
+        server.http.get("/v1/a%0Ab")
+    asked, strange = [m for m in caplog.messages if "/v1/" in m]
+    assert asked.startswith("POST /v1/completions 200 ")
+    assert strange.startswith("GET /v1/a%0Ab 404 ")
+    assert "unspeakable" not in caplog.text
+
+
+def test_a_stream_whose_client_goes_away_is_cancelled() -> None:
+    with serving() as server:
+        with server.http.stream("POST", "/v1/completions", json=LONG) as response:
+            next(response.iter_lines())
+        until(lambda: outcome(server, "cancelled") == 1)
+        assert figure(server, "active") == 0
+
+
+def test_an_answer_whose_client_goes_away_is_cancelled() -> None:
+    with serving() as server:
+        hasty = httpx.Client(base_url=server.http.base_url, trust_env=False, timeout=0.05)
+        with hasty, pytest.raises(httpx.ReadTimeout):
+            hasty.post("/v1/completions", json=LONG | {"stream": False})
+        until(lambda: outcome(server, "cancelled") == 1)
+
+
+@contextmanager
+def held(engine: Engine) -> Iterator[Callable[[], None]]:
+    """An engine that stands still in the middle of a step, until it is let go."""
+    stands, go = Event(), Event()
+
+    def stand_still(_: object) -> None:
+        stands.set()
+        go.wait(PATIENCE_S)
+
+    engine.submit(Ask(prompt=(1, 2, 3), max_tokens=1), stand_still)
+    assert stands.wait(PATIENCE_S)
+    try:
+        yield go.set
+    finally:
+        go.set()
+
+
+@contextmanager
+def posted(server: Serving, body: dict[str, Any]) -> Iterator[list[httpx.Response]]:
+    """A completion that is asked for meanwhile; its response, at the end."""
+    got: list[httpx.Response] = []
+
+    def post() -> None:
+        with httpx.Client(base_url=server.http.base_url, trust_env=False, timeout=PATIENCE_S) as client:
+            got.append(client.post("/v1/completions", json=body))
+
+    thread = Thread(target=post)
+    thread.start()
+    try:
+        yield got
+    finally:
+        thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+def test_one_too_many_is_told_to_come_later() -> None:
+    with serving(max_active=1, max_waiting=1) as server:
+        with held(server.engine) as let_go, posted(server, COMPLETION) as waiting:
+            until(lambda: figure(server, "waiting") == 1)
+            response = server.http.post("/v1/chat/completions", json=CHAT)
+            assert response.status_code == 429
+            assert int(response.headers["retry-after"]) >= 1
+            assert response.json()["error"]["type"] == "rate_limit_error"
+            let_go()
+        assert waiting[0].status_code == 200
+
+
+def test_at_the_servers_end_a_stream_ends_with_an_error_and_who_waits_gets_503() -> None:
+    with serving(max_active=2) as server, ExitStack() as stack:
+        stream = stack.enter_context(server.http.stream("POST", "/v1/completions", json=LONG))
+        lines = stream.iter_lines()
+        next(lines)
+        let_go = stack.enter_context(held(server.engine))
+        with posted(server, COMPLETION) as waiting:
+            until(lambda: figure(server, "waiting") == 1)
+            server.server.should_exit = True
+            until(lambda: not server.engine.ready)
+            let_go()
+            rest = [line for line in lines if line]
+    assert '"error"' in rest[-1]
+    assert "closing" in rest[-1]
+    assert not any("[DONE]" in line for line in rest)
+    assert waiting[0].status_code == 503
+    assert waiting[0].json()["error"]["type"] == "server_error"
+
+
+def test_a_server_whose_engine_is_closed_is_not_ready() -> None:
+    with serving() as server:
+        assert server.http.get("/health").json() == {"ready": True}
+        server.engine.close()
+        response = server.http.get("/health")
+        assert response.status_code == 503
+        assert response.json() == {"ready": False}
+        assert server.http.post("/v1/completions", json=COMPLETION).status_code == 503
+
+
+def test_figures_are_the_stores_and_the_engines() -> None:
+    with serving() as server:
+        server.http.post("/v1/completions", json=COMPLETION)
+        response = server.http.get("/metrics")
+        assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+        assert outcome(server, "done") == 1
+        assert 'tierstore_pages{state="resident",tier="HBM"}' in response.text
+
+
+def test_the_page_runs_nothing_but_its_own_and_asks_nobody_else() -> None:
+    with serving() as server:
+        response = server.http.get("/")
+    policy = response.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "'sha256-" in policy
+    assert "unsafe" not in policy
+    page = response.text
+    for word in ("innerHTML", "http://", "https://", " style=", "onclick=", "eval("):
+        assert word not in page
+    assert page.count("<script>") == page.count("<style>") == 1
+
+
+def test_without_a_chat_template_a_chat_is_refused() -> None:
+    with serving(chats=False) as server:
+        response = server.http.post("/v1/chat/completions", json=CHAT)
+        assert response.status_code == 400
+        assert "template" in response.json()["error"]["message"]
+        assert (
+            events(server.http.post("/v1/completions", json=COMPLETION | {"stream": True}))[-1][1] == "[DONE]"
+        )

@@ -1,0 +1,195 @@
+"""``serve``: a model over one store, for many who ask over HTTP."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.util import find_spec
+from ipaddress import ip_address
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tierstore.cli.output import Json, print_json, progress, refusals
+from tierstore.config import StoreConfig, load_config
+from tierstore.demo.known import ALLOWED, short_name
+from tierstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tierstore.serve.reader import Reader
+    from tierstore.serve.tenants import Tenants
+
+PAGE_SIZE = 64
+"""Tokens of a page where the configuration names no number."""
+
+
+class Dtype(StrEnum):
+    """What the weights are loaded as."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of the engine."""
+
+    max_active: int
+    max_waiting: int
+
+
+def serve(
+    config: Annotated[Path, typer.Option(help="The store: a YAML file. Its hbm.device is the model's, too.")],
+    model: Annotated[str, typer.Option(help=ALLOWED)],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free.")] = 8000,
+    documents: Annotated[
+        Path | None, typer.Option(help="Folder of documents' texts; without it they end with the server.")
+    ] = None,
+    keys: Annotated[
+        Path | None, typer.Option(help="YAML file of tenants and the SHA-256 of their keys.")
+    ] = None,
+    for_all: Annotated[
+        bool, typer.Option("--open", help="Without --keys, let whoever reaches the address ask.")
+    ] = False,
+    max_active: Annotated[int, typer.Option(min=1, help="Requests that are computed at a time.")] = 4,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are refused.")] = 64,
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights; auto: as they are stored.")] = Dtype.auto,
+    as_json: Json = False,
+) -> None:
+    """Answer over HTTP: OpenAI-compatible completions and chats, questions about documents, and a page for both.
+
+    Ends on Ctrl-C or SIGTERM within seconds; what was accepted for the disk is on it then. See docs/server.md.
+    """
+    with refusals(as_json), ExitStack() as stack:
+        _require_extras()
+        from tierstore.serve.tenants import Tenants
+
+        tenants = Tenants() if keys is None else Tenants.load(keys)
+        settings = _settings(config)
+        if tenants.open and not for_all and not _is_loopback(host):
+            raise ConfigError(
+                f"--host {host} can be reached from elsewhere; allowed: a loopback address, or --keys, or --open "
+                "where everybody may ask"
+            )
+        bound = stack.enter_context(_bound(host, port))
+        limits = Limits(max_active, max_waiting)
+        hosts = _hosts(host, tenants, for_all=for_all)
+        _run(settings, _reader(model, settings, dtype), documents, tenants, limits, bound, hosts, as_json)
+
+
+def _require_extras() -> None:
+    missing = [name for name in ("transformers", "fastapi", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"serve needs {', '.join(missing)}: in the checkout pip install -e '.[hf,serve]'")
+
+
+def _settings(file: Path) -> StoreConfig:
+    settings = load_config(file)
+    if settings.hbm is None:
+        raise ConfigError(f"{file}: has no section hbm; allowed: one, where the model's K and V are computed")
+    if settings.hbm.owner != "store":
+        raise ConfigError(f"{file}: hbm.owner is {settings.hbm.owner!r}; allowed: 'store'")
+    if settings.hbm.device != "cpu":
+        from tierstore.gpu.device import require_device
+
+        require_device(settings.hbm.device)
+    return settings
+
+
+def _reader(model: str, settings: StoreConfig, dtype: Dtype) -> Reader:
+    from tierstore.demo.model import ModelError, model_folder
+    from tierstore.serve.reader import Reader
+
+    assert settings.hbm is not None
+    try:
+        folder = model_folder(model, progress.print)
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
+    return Reader.load(folder, settings.hbm.device, dtype.value, short_name(model) or folder.resolve().name)
+
+
+def _run(
+    settings: StoreConfig,
+    reader: Reader,
+    documents: Path | None,
+    tenants: Tenants,
+    limits: Limits,
+    bound: socket.socket,
+    hosts: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Until it is told to end."""
+    from prefetch import Prefetcher
+    from tierstore.adapters.huggingface import page_specs
+    from tierstore.serve.app import Server, make_app
+    from tierstore.serve.engine import Engine
+    from tierstore.serve.library import Library
+    from tierstore.store import TierStore
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("tierstore.serve").setLevel(logging.INFO)
+    library = Library(documents)
+    try:
+        specs = page_specs(reader.model, settings.page_size or PAGE_SIZE)
+    except ValueError as error:
+        raise ConfigError(f"--model {reader.name}: {error}") from error
+
+    def listening() -> None:
+        address, port = bound.getsockname()[:2]
+        url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+        if as_json:
+            print_json({"url": url, "model": reader.name, "max_tokens": engine.max_tokens})
+        else:
+            typer.echo(f"{reader.name} answers at {url}")
+
+    with TierStore.open(settings, specs) as store, Prefetcher.attach(store):
+        engine = Engine(reader, store, max_active=limits.max_active, max_waiting=limits.max_waiting)
+        try:
+            app = make_app(reader, engine, store, library, tenants, hosts=hosts)
+            Server(app, engine, listening).run(sockets=[bound])
+        finally:
+            engine.close()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _hosts(host: str, tenants: Tenants, *, for_all: bool) -> tuple[str, ...]:
+    """The names that requests may be for. Where nobody shows a key, a page from elsewhere must not reach the server
+    by having its own name mean this machine."""
+    if for_all or not tenants.open:
+        return ("*",)
+    from tierstore.serve.app import LOOPBACK
+
+    return (*LOOPBACK, f"[{host}]" if ":" in host else host)
+
+
+@contextmanager
+def _bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket of this address, before a model is loaded for it. ConfigError if it cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error.strerror}; allowed: an address of this machine") from error
+    with found:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind(address)
+        except OSError as error:
+            raise ConfigError(
+                f"--host {host} --port {port}: {error.strerror}; allowed: an address of this machine and a free port"
+            ) from error
+        yield found

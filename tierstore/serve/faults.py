@@ -1,0 +1,143 @@
+"""What goes wrong with a request, in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from tierstore.errors import StoreClosed
+from tierstore.serve.asking import BusyError, RefusedError
+
+AGAIN = {"Retry-After": "1"}
+"""Seconds after which somebody may be done: requests are short, or there are many of them."""
+CLIENT_GONE = 499
+"""What the log says of a request whose client went away; nobody reads it."""
+
+
+class FaultError(Exception):
+    """A request that is answered with an error. ``param``: the field, ``code``: what programs go by."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+
+class FailedError(Exception):
+    """The engine failed a request before its first piece."""
+
+
+class ClosingError(FailedError):
+    """Since it was told to end."""
+
+
+class GoneError(Exception):
+    """The client went away: there is nobody to answer."""
+
+
+def error_body(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, dict[str, str | None]]:
+    """The error as JSON; its type follows from the status."""
+    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
+    kind = "server_error" if status >= 500 else kind
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def fault(
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
+    """The whole response."""
+    return JSONResponse(error_body(status, message, param, code), status, headers=dict(headers or {}))
+
+
+def answer_faults(app: FastAPI) -> None:
+    """Each kind of error gets its status."""
+    app.add_exception_handler(FaultError, _fault)
+    app.add_exception_handler(RequestValidationError, _not_valid)
+    app.add_exception_handler(HTTPException, _of_http)
+    app.add_exception_handler(RefusedError, _refused)
+    app.add_exception_handler(BusyError, _busy)
+    app.add_exception_handler(FailedError, _failed)
+    app.add_exception_handler(StoreClosed, _failed)
+    app.add_exception_handler(OSError, _of_the_system)
+    app.add_exception_handler(GoneError, _gone)
+    app.add_exception_handler(Exception, _unexpected)
+
+
+async def _fault(_: Request, error: Exception) -> Response:
+    assert isinstance(error, FaultError)
+    return fault(error.status, str(error), param=error.param, code=error.code)
+
+
+async def _not_valid(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    param, message = _explained(first)
+    return fault(400, message, param=param, code="unknown_parameter" if _is_unknown(first) else None)
+
+
+def _explained(detail: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The field, dotted, and what is wrong with it, without its value: that may be a prompt."""
+    context = detail.get("ctx", {})
+    path = [str(part) for part in detail["loc"][1:]]
+    match detail["type"]:
+        case "json_invalid":
+            return None, f"the body is not JSON: {context.get('error', '')}"
+        case "missing" if not path:
+            return None, "there is no body; allowed: a JSON object, with Content-Type: application/json"
+        case "model_attributes_type" | "dict_type" if not path:
+            return None, "the body is not a JSON object, with Content-Type: application/json"
+        case "refused":
+            path.append(context["field"])
+    field = ".".join(path)
+    if _is_unknown(detail):
+        return field, f"{field}: is not a field"
+    return field, f"{field}: {detail['msg']}"
+
+
+def _is_unknown(detail: Mapping[str, Any]) -> bool:
+    return bool(detail["type"] == "extra_forbidden")
+
+
+async def _of_http(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return fault(error.status_code, str(error.detail), headers=error.headers)
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    return fault(400, str(error))
+
+
+async def _busy(_: Request, error: Exception) -> Response:
+    return fault(429, str(error), code="rate_limit_exceeded", headers=AGAIN)
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    if isinstance(error, ClosingError | StoreClosed):
+        return fault(503, str(error), headers=AGAIN)
+    return fault(500, str(error))
+
+
+async def _of_the_system(_: Request, error: Exception) -> Response:
+    assert isinstance(error, OSError)
+    return fault(500, f"the document cannot be kept or removed: {error.strerror}")
+
+
+async def _gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)
+
+
+async def _unexpected(_: Request, __: Exception) -> Response:
+    return fault(500, "the server failed; its log says more")

@@ -1,0 +1,89 @@
+"""Documents over HTTP: they are read once, and then asked."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from starlette.concurrency import run_in_threadpool
+
+from tierstore.serve.answers import respond
+from tierstore.serve.asking import Ask
+from tierstore.serve.engine import Engine
+from tierstore.serve.faults import FaultError
+from tierstore.serve.library import Document, Library
+from tierstore.serve.reader import Reader
+from tierstore.serve.reading import Reading, Readings
+from tierstore.serve.schemas import DocumentRequest, QuestionRequest
+from tierstore.serve.shapes import About
+
+
+def document_routes(reader: Reader, engine: Engine, library: Library, readings: Readings) -> APIRouter:
+    """Under ``/v1/documents``. Requests carry their tenant in ``request.state.tenant``.
+
+    Plain functions run in threads: they wait for the tokenizer and the disk.
+    """
+    routes = APIRouter(prefix="/v1/documents")
+
+    def found(request: Request, id: str) -> Document:  # noqa: A002 - what it is called
+        document = library.get(request.state.tenant, id)
+        if document is None:
+            raise FaultError(404, "there is no such document", param="id", code="document_not_found")
+        return document
+
+    @routes.post("", status_code=202)
+    def add(asked: DocumentRequest, request: Request) -> dict[str, Any]:
+        return _shown(*readings.add(request.state.tenant, asked.name, asked.text))
+
+    @routes.get("")
+    def listed(request: Request) -> dict[str, Any]:
+        found = [(each, readings.known(each)) for each in library.all(request.state.tenant)]
+        for _, reading in found:
+            if reading is not None and reading.state != "ready":
+                readings.look(reading)
+        return {"object": "list", "data": [_shown(*each) for each in found]}
+
+    @routes.get("/{id}")
+    def one(id: str, request: Request) -> dict[str, Any]:  # noqa: A002
+        document = found(request, id)
+        reading = readings.of(document)
+        stored = readings.look(reading)
+        return _shown(document, reading) | {"pages": len(reading.keys), "pages_stored": stored}
+
+    @routes.delete("/{id}")
+    def remove(id: str, request: Request) -> dict[str, Any]:  # noqa: A002
+        readings.remove(found(request, id))
+        return {"id": id, "object": "document", "deleted": True}
+
+    @routes.post("/{id}/ask")
+    async def ask(id: str, asked: QuestionRequest, request: Request) -> Response:  # noqa: A002
+        began = monotonic()
+        reading = await run_in_threadpool(readings.of, found(request, id))
+        question = await run_in_threadpool(reader.question, asked.question)
+        await reading.ended()  # else the document would be computed twice
+        prompt = Ask(
+            prompt=(*reading.tokens, *question),
+            max_tokens=asked.max_tokens,
+            sampling=asked.sampling(temperature=0.0),
+            stop=asked.stops,
+            salt=request.state.tenant.encode(),
+        )
+        shape = About(monotonic() - began)
+        return await respond(engine, prompt, shape, request.receive, stream=bool(asked.stream))
+
+    return routes
+
+
+def _shown(document: Document, reading: Reading | None) -> dict[str, Any]:
+    """``tokens`` is null while nobody has taken the text apart, as it may be soon after a restart."""
+    shown: dict[str, Any] = {"id": document.id, "object": "document", "name": document.name}
+    if reading is None:
+        return shown | {"state": "waiting", "tokens": None, "tokens_read": 0, "error": None}
+    return shown | {
+        "state": reading.state,
+        "tokens": len(reading.tokens),
+        "tokens_read": reading.read,
+        "error": reading.why,
+    }

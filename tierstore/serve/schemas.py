@@ -1,0 +1,217 @@
+"""What may be asked over HTTP: OpenAI's completions and chat completions, documents, questions.
+
+A field that is accepted has an effect. What OpenAI has and this server does not is refused by name, but for the value
+that asks for nothing (``n: 1``, ``tools: []``, null); a field that nobody knows is refused too. ``user`` and
+``safety_identifier`` are labels there as here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
+
+from tierstore.serve.asking import Sampling
+
+
+def _unicode(text: str) -> str:
+    """JSON may escape half of a surrogate pair, which no tokenizer and no file takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("it holds half of a surrogate pair; allowed: Unicode") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Word = Annotated[Text, StringConstraints(min_length=1, max_length=1000)]
+Stop = Word | Annotated[list[Word], Field(max_length=4)] | None
+
+_PENALTIES: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0, 0.0),
+    "presence_penalty": (0, 0.0),
+    "logit_bias": ({},),
+    "n": (1,),
+}
+
+
+def _refused(field: str, why: str) -> PydanticCustomError:
+    return PydanticCustomError("refused", "{why}", {"field": field, "why": why})
+
+
+class Strict(BaseModel):
+    """Unknown fields are errors, and "1" is no number."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Fields without an effect here, and their values that ask for none; null always is one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_has_no_effect(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        for name in given.keys() & cls.NEUTRAL.keys():
+            value, neutral = given[name], cls.NEUTRAL[name]
+            # True is no 1, although they are equal.
+            if value is not None and (type(value), value) not in [(type(n), n) for n in neutral]:
+                allowed = ", ".join([*map(json.dumps, neutral), "null"])
+                raise _refused(name, f"is not implemented here; allowed: {allowed}")
+        return {name: value for name, value in given.items() if name not in cls.NEUTRAL}
+
+
+class StreamOptions(Strict):
+    NEUTRAL = {"include_obfuscation": (False,)}
+
+    include_usage: bool | None = None
+
+
+class Choosing(Strict):
+    """How an answer's tokens are chosen."""
+
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stop = None
+
+    def sampling(self, temperature: float = 1.0) -> Sampling:
+        """``temperature``: what it is if it was not given."""
+        return Sampling(
+            temperature=temperature if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k or 0,
+            seed=self.seed,
+        )
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The strings that end the answer."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class Completing(Choosing):
+    """What both of OpenAI's ways to ask share."""
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise _refused("stream_options", "is for streams; allowed: with stream: true")
+        return self
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class CompletionRequest(Completing):
+    """``POST /v1/completions``: one prompt, as text or as tokens."""
+
+    NEUTRAL = _PENALTIES | {"best_of": (1,), "echo": (False,), "logprobs": (), "suffix": ("",)}
+
+    prompt: Text | Annotated[list[Token] | list[Text] | list[list[Token]], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        if isinstance(self.prompt, list) and not isinstance(self.prompt[0], int) and len(self.prompt) > 1:
+            raise _refused("prompt", "holds several prompts; allowed: one")
+        return self
+
+    @property
+    def one(self) -> str | list[int]:
+        """The prompt."""
+        match self.prompt:
+            case [str() | list() as only]:
+                return only
+        return self.prompt  # type: ignore[return-value]  # a list of several lists was refused
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Strict):
+    """A message of a conversation; parts of text are joined by line breaks."""
+
+    NEUTRAL = {
+        "annotations": ([],),
+        "audio": (),
+        "function_call": (),
+        "name": (),
+        "refusal": (),
+        "tool_calls": ([],),
+    }
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | list[TextPart]
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates know it, which have "system" for OpenAI's younger "developer"."""
+        content = self.content if isinstance(self.content, str) else "\n".join(p.text for p in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class ChatRequest(Completing):
+    """``POST /v1/chat/completions``."""
+
+    NEUTRAL = _PENALTIES | {
+        "audio": (),
+        "function_call": ("none", "auto"),
+        "functions": ([],),
+        "logprobs": (False,),
+        "metadata": ({},),
+        "modalities": (["text"],),
+        "moderation": (),
+        "parallel_tool_calls": (True, False),
+        "prediction": (),
+        "prompt_cache_key": (),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": (),
+        "reasoning_effort": ("none",),
+        "response_format": ({"type": "text"},),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "top_logprobs": (0,),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            raise _refused("max_tokens", "and max_completion_tokens are the same; allowed: one of them")
+        return self
+
+
+class DocumentRequest(Strict):
+    """``POST /v1/documents``."""
+
+    name: Annotated[Text, StringConstraints(min_length=1, max_length=200, strip_whitespace=True)]
+    text: Annotated[Text, StringConstraints(min_length=1)]
+
+
+class QuestionRequest(Choosing):
+    """``POST /v1/documents/{id}/ask``."""
+
+    question: Annotated[Text, StringConstraints(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] = 256
+    stream: bool | None = None
