@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -295,11 +297,76 @@ def test_verify_does_not_vouch_for_a_directory_in_use(home: Path) -> None:
     assert str(os.getpid()) in last_line(result)["shards"][0]["skipped"]
 
 
-@pytest.mark.parametrize("answer", ["n\n", ""])
+@contextmanager
+def only_to_be_read(home: Path) -> Iterator[None]:
+    """As on a medium that nothing can be written to, for who has no privilege."""
+    paths = [home, *home.rglob("*")]
+    before = [path.stat().st_mode for path in paths]
+    for path, mode in zip(paths, before, strict=True):
+        path.chmod(mode & ~0o222)
+    try:
+        yield
+    finally:
+        for path, mode in zip(paths, before, strict=True):
+            path.chmod(mode)
+
+
+def unprivileged(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command, run by who may write only where permissions say so, as root may not either then."""
+    drop = "import ctypes, os, sys; ctypes.CDLL(None).prctl(24, 1, 0, 0, 0); "  # PR_CAPBSET_DROP, CAP_DAC_OVERRIDE
+    command = "from tierstore.cli import main; main()"
+    again = f"os.execv(sys.executable, [sys.executable, '-c', {command!r}, *sys.argv[1:]])"
+    return subprocess.run(
+        [sys.executable, "-c", drop + again, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("locked_before", [True, False])
+def test_what_may_only_be_read_is_shown_and_verified(home: Path, locked_before: bool) -> None:
+    if not locked_before:  # copied, or put on the medium, without it
+        (home / f"{SHARD}.lock").unlink()
+    before = sorted(home.rglob("*"))
+    with only_to_be_read(home):
+        shown, verified = (unprivileged(command, home, "--json") for command in ("inspect", "verify"))
+        assert (shown.returncode, last_line(shown)["shards"][0]["records"]) == (0, 5), shown.stderr
+        assert (verified.returncode, last_line(verified)["checked"]) == (0, 5), verified.stderr
+        purged = unprivileged("purge", home, "--yes", "--json")
+    assert purged.returncode == 2
+    assert purged.stderr == f"tierstore: {home / SHARD}.lock: Permission denied\n"
+    assert sorted(home.rglob("*")) == before
+
+
+def test_verify_of_what_may_only_be_read_does_not_vouch_for_what_is_in_use(home: Path) -> None:
+    tier = open_tier(home)
+    try:
+        with only_to_be_read(home):
+            result = unprivileged("verify", home, "--json")
+    finally:
+        assert tier.close(30.0)
+    assert result.returncode == 1
+    assert str(os.getpid()) in last_line(result)["shards"][0]["skipped"]
+
+
+@pytest.mark.parametrize("answer", ["n\n", "\n", "what?\n"])
 def test_purge_removes_nothing_unless_told_yes(home: Path, answer: str) -> None:
-    result = tierstore("purge", home, answer=answer)
+    result = tierstore("purge", home, "--json", answer=answer)
     assert result.returncode == 1
     assert "Remove 'all'" in result.stderr
+    assert last_line(result) == {"removed": [], "freed_nbytes": 0, "kept": []}
+    assert (home / SHARD / "data.mdb").exists()
+
+
+def test_purge_that_can_ask_nobody_names_the_option_that_it_needs(home: Path) -> None:
+    result = tierstore("purge", home, "--json", answer="")
+    assert result.returncode == 2
+    question, why = result.stderr.splitlines()
+    assert question.startswith("Remove 'all'")
+    assert why == "tierstore: nobody is there to answer; allowed: --yes, which removes without asking"
+    assert last_line(result) == {"error": why.removeprefix("tierstore: ")}
     assert (home / SHARD / "data.mdb").exists()
 
 

@@ -19,7 +19,7 @@ from tests.adapters.tiny import tiny_llama
 from tests.archive.rig import Shelf, imported, run
 from tests.support.folders import save_with_byte_tokenizer
 from tests.support.pages import SPEC, chain, nvme_capacity, read, tiers, write
-from tests.test_cli import last_line, tierstore
+from tests.test_cli import last_line, only_to_be_read, tierstore, unprivileged
 from tests.test_readme import block
 from tierstore.adapters.huggingface import ATTENTION, TierStoreCache, cache_argument, page_specs
 from tierstore.cli.app import app
@@ -70,6 +70,14 @@ def test_all_pages_go_out_and_come_into_an_empty_store(tmp_path: Path) -> None:
         assert (report["ok"], report["pages"], report["present"]) == (True, 6 - present, present)
     with TierStore.open(tiers(16, None, tmp_path / "elsewhere", nvme_pages=100), SPEC) as store:
         assert read(store, KEYS) == 6
+
+
+def test_pages_go_out_of_a_store_that_may_only_be_read(tmp_path: Path) -> None:
+    config, out = filled(tmp_path), tmp_path / "x.tier"
+    with only_to_be_read(tmp_path / "store"):
+        result = unprivileged("export", "--config", config, "--all", out, "--json")
+    assert result.returncode == 0, result.stderr
+    assert last_line(result)["pages"] == 6
 
 
 def test_the_keys_of_a_file_go_out_and_the_missing_ones_are_named(tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tierstore.cli.output import Json, Yes, print_json, progress, refusals
+from tierstore.errors import ConfigError
 from tierstore.units import format_size
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ def purge(
 ) -> None:
     """Remove what a store's directory holds, after asking. Never touches what is in use or not TierStore's.
 
-    Exit code 1 if something was kept, or no fingerprint begins with what was given.
+    Exit code 1 if something was kept, the answer was no, or no fingerprint begins with what was given.
     """
     from tierstore.nvme import inspection
 
@@ -86,8 +88,8 @@ def purge(
         if which not in ("all", "damaged"):
             _require_one(report, which, as_json)
         question = f"Remove {which!r} of {report.path} ({format_size(report.disk_nbytes)} on disk in all)?"
-        if not yes:
-            typer.confirm(question, abort=True, err=True)
+        if not yes and not _agreed(question):
+            _end_with_nothing_removed("nothing was removed", as_json)
         result = inspection.purge(directory, which)
     typer.echo(f"removed {len(result.removed)} shard(s), {format_size(result.freed_nbytes)} freed")
     for name, reason in result.kept:
@@ -101,10 +103,24 @@ def _require_one(report: HomeReport, which: str, as_json: bool) -> None:
     """Exit code 1 unless a fingerprint begins so."""
     if any(shard.fingerprint.startswith(which) for shard in report.shards):
         return
-    typer.echo(
+    _end_with_nothing_removed(
         f"nothing matched: no fingerprint in {report.path} begins with {which!r}; `tierstore inspect` lists them",
-        err=True,
+        as_json,
     )
+
+
+def _agreed(question: str) -> bool:
+    """The answer on standard input; ConfigError where it is at its end."""
+    typer.echo(f"{question} [y/N]: ", err=True, nl=False)
+    answer = "" if sys.stdin is None else sys.stdin.readline()
+    if not answer:
+        typer.echo(err=True)
+        raise ConfigError("nobody is there to answer; allowed: --yes, which removes without asking")
+    return answer.strip().lower() in ("y", "yes")
+
+
+def _end_with_nothing_removed(why: str, as_json: bool) -> NoReturn:
+    typer.echo(why, err=True)
     if as_json:
         print_json({"removed": [], "freed_nbytes": 0, "kept": []})
     raise typer.Exit(1)

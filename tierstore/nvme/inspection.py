@@ -15,7 +15,7 @@ from tierstore.nvme.check import examine
 from tierstore.nvme.entry import CATALOGUE_DB, MAX_DBS, PAGES_DB
 from tierstore.nvme.extents import ExtentFiles
 from tierstore.nvme.fetching import ExtentBytes, InlineBytes, RecordBytes
-from tierstore.nvme.lock import FileLock, watched
+from tierstore.nvme.lock import FileLock, reading, watched
 from tierstore.nvme.reading import RecordReader
 from tierstore.nvme.slots import Slots
 from tierstore.types import PageKey
@@ -84,21 +84,18 @@ def inspect(path: Path) -> HomeReport:
 def verify(path: Path, progress: Progress | None = None) -> tuple[ShardVerdict, ...]:
     """Read and check every record of every sub-directory that is not in use; changes no record.
 
-    A sub-directory is locked while it is read. ConfigError if ``path`` is not a home.
+    A sub-directory is locked while it is read, as far as that may be written. ConfigError if ``path`` is not a home.
     """
     verdicts = []
     for directory, fingerprint, damaged in home.shard_directories(_home(path)):
         if damaged:
             verdicts.append(ShardVerdict(name=directory.name, skipped="set aside as damaged"))
             continue
-        lock = FileLock.acquire(home.lock_path(directory))
-        if not isinstance(lock, FileLock):
-            verdicts.append(ShardVerdict(name=directory.name, skipped=_in_use(lock)))
-            continue
-        try:
-            verdicts.append(_verify(directory, fingerprint, progress or _silent))
-        finally:
-            lock.release()
+        with reading(home.lock_path(directory)) as holder:
+            if holder is None:
+                verdicts.append(_verify(directory, fingerprint, progress or _silent))
+            else:
+                verdicts.append(ShardVerdict(name=directory.name, skipped=_in_use(holder)))
     return tuple(verdicts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -84,6 +85,29 @@ def watched(path: Path) -> Iterator[int | None]:
             yield None
     finally:
         os.close(fd)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[int | None]:
+    """Hold a lock in order to read what it guards: None, or the PID of who has it, 0 if it does not say.
+
+    Where the file cannot be written, on a medium or by a user that may only read, it is ``watched``.
+    """
+    try:
+        lock = FileLock.acquire(path)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        with watched(path) as holder:
+            yield holder
+        return
+    if not isinstance(lock, FileLock):
+        yield lock or 0
+        return
+    try:
+        yield None
+    finally:
+        lock.release()
 
 
 def _read_pid(fd: int) -> int | None:

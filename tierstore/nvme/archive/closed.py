@@ -24,7 +24,7 @@ from tierstore.nvme.check import examine
 from tierstore.nvme.coding import Coding
 from tierstore.nvme.inspection import open_reader
 from tierstore.nvme.lending import Memory, read_record
-from tierstore.nvme.lock import FileLock
+from tierstore.nvme.lock import reading
 from tierstore.nvme.opening import OpenShard, open_shard
 from tierstore.nvme.reading import RecordReader
 from tierstore.nvme.records import Page
@@ -110,13 +110,12 @@ class ClosedSource:
 @contextmanager
 def open_source(shard: Shard) -> Iterator[ClosedSource]:
     """Hold a sub-directory and read its records; changes nothing. ConfigError if it is in use or damaged."""
-    lock = FileLock.acquire(home.lock_path(shard.directory))
-    if not isinstance(lock, FileLock):
-        raise ConfigError(
-            f"{shard.directory} is in use by process {lock or 'unknown'}; allowed: a store that is closed, or "
-            "its own export_pages"
-        )
-    try:
+    with reading(home.lock_path(shard.directory)) as holder:
+        if holder is not None:
+            raise ConfigError(
+                f"{shard.directory} is in use by process {holder or 'unknown'}; allowed: a store that is closed, "
+                "or its own export_pages"
+            )
         found = examine(shard.directory)
         if found.fault is not None:
             raise ConfigError(f"{shard.directory} is damaged: {found.fault}")
@@ -124,8 +123,6 @@ def open_source(shard: Shard) -> Iterator[ClosedSource]:
             raise ArchiveError(f"{shard.directory} holds no pages; allowed: a store with at least one")
         with open_reader(shard.directory, shard.description.layout.fingerprint) as reader:
             yield ClosedSource(reader, shard.description)
-    finally:
-        lock.release()
 
 
 class ClosedSink:
