@@ -5,9 +5,11 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event, Thread
 from time import monotonic, sleep
+from types import FrameType
 
 import pytest
 
+from tierstore import wakeup
 from tierstore.errors import StoreClosed
 from tierstore.wakeup import _LOOK_S, TimedLock, Wakeup
 
@@ -149,3 +151,31 @@ def test_a_lock_that_is_held_for_long_is_waited_for() -> None:
         assert not done.wait(1.5 * _LOOK_S)
     assert done.wait(PATIENCE_S)
     thread.join(PATIENCE_S)
+
+
+def test_a_lock_that_is_let_go_while_its_holders_frames_are_walked_was_not_left_locked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lock, inside, leave = TimedLock(), Event(), Event()
+
+    def first() -> None:
+        with lock:
+            inside.set()
+            assert leave.wait(PATIENCE_S)
+
+    def walk(holder: int | None, block: FrameType | None) -> bool:
+        leave.set()
+        thread.join(PATIENCE_S)
+        left = has_left(holder, block)
+        assert left  # as far as its frames tell
+        return left
+
+    has_left = wakeup._has_left
+    monkeypatch.setattr(wakeup, "_has_left", walk)
+    thread = Thread(target=first)
+    thread.start()
+    assert inside.wait(PATIENCE_S)
+    with lock:
+        pass
+    assert leave.is_set()
+    assert not lock.broken
