@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from hashlib import sha256
 from http.client import HTTPConnection
+from itertools import count
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -16,6 +17,7 @@ import httpx2 as httpx
 import pytest
 
 from tests.serve.serving import CHAT, COMPLETION, Serving, events, serving
+from tests.serve.small import reader
 from tests.support.pages import PATIENCE_S
 from tierstore.errors import ConfigError
 from tierstore.serve.asking import Ask
@@ -255,6 +257,46 @@ def test_a_server_whose_engine_is_closed_is_not_ready() -> None:
         assert response.status_code == 503
         assert response.json() == {"ready": False}
         assert server.http.post("/v1/completions", json=COMPLETION).status_code == 503
+
+
+@contextmanager
+def failing_at(forward: int) -> Iterator[None]:
+    """A model that fails in this forward pass of it, counted from 0."""
+    passes = count()
+
+    def fail(*_: object) -> None:
+        if next(passes) == forward:
+            raise RuntimeError("the card fell off the bus")
+
+    hook = reader(chats=True).model.register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def test_what_fails_before_the_first_piece_is_500_and_after_it_an_error_in_the_stream() -> None:
+    with serving() as server:
+        with failing_at(0):
+            response = server.http.post("/v1/completions", json=LONG | {"prompt": "first"})
+        assert response.status_code == 500
+        assert response.json()["error"]["type"] == "server_error"
+        with failing_at(200):
+            response = server.http.post("/v1/completions", json=LONG | {"prompt": "second"})
+        assert response.status_code == 200
+        found = [data for _, data in events(response)]
+        assert "choices" in found[0]
+        assert "fell off" in found[-1]["error"]["message"]
+        with failing_at(200):
+            response = server.http.post("/v1/completions", json=LONG | {"prompt": "third", "stream": False})
+        assert response.status_code == 500
+        document = {"name": "a", "text": "Nothing of this will be read."}
+        with failing_at(0):
+            id = server.http.post("/v1/documents", json=document).json()["id"]  # noqa: A001
+            until(lambda: server.http.get(f"/v1/documents/{id}").json()["state"] == "failed")
+        assert "fell off" in server.http.get(f"/v1/documents/{id}").json()["error"]
+        assert server.http.post("/v1/documents", json=document).status_code == 202
+        until(lambda: server.http.get(f"/v1/documents/{id}").json()["state"] == "ready")
 
 
 def test_figures_are_the_stores_and_the_engines() -> None:

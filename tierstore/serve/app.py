@@ -56,8 +56,8 @@ def make_app(
         await run_in_threadpool(thread.join)
 
     app = FastAPI(title="TierStore", lifespan=life, docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, tenants=tenants)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
+    app.add_middleware(Gate, tenants=tenants)  # the last one is the first that a request passes
     answer_faults(app)
     app.include_router(completion_routes(reader, engine))
     app.include_router(document_routes(reader, engine, library, readings))

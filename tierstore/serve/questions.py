@@ -63,6 +63,7 @@ def document_routes(reader: Reader, engine: Engine, library: Library, readings: 
         reading = await run_in_threadpool(readings.of, found(request, id))
         question = await run_in_threadpool(reader.question, asked.question)
         await reading.ended()  # else the document would be computed twice
+        found(request, id)  # it may have been deleted meanwhile
         prompt = Ask(
             prompt=(*reading.tokens, *question),
             max_tokens=asked.max_tokens,

@@ -105,6 +105,8 @@ class Readings:
         document = Document(tenant, name, text)
         reading = self.of(document)
         with self._changing:
+            # Somebody may have added it meanwhile.
+            reading = self._known.get((tenant, document.id), reading)
             if self.look(reading) < len(reading.keys) and not reading.under_way:
                 reading.begin(self._engine, tenant.encode())
             try:
