@@ -6,6 +6,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -129,23 +130,23 @@ def test_events_that_happen_in_another_order_hold_back_their_own_pages_alone(ben
     assert read(store, keys) == 4
 
 
-def _freed(store: TierStore, event: ManualEvent) -> list[int]:
+def _freed(store: TierStore, event: ManualEvent, _: ExitStack) -> list[int]:
     slots = store.allocate(4, timeout_s=PATIENCE_S)
     store.free(slots, after=event)
     return slots
 
 
-def _duplicate(store: TierStore, event: ManualEvent) -> list[int]:
+def _duplicate(store: TierStore, event: ManualEvent, held: ExitStack) -> list[int]:
     keys = chain(2, "twice")
     write(store, keys)
-    store.acquire(keys)  # holds the two other slots
+    held.enter_context(store.acquire(keys))  # the two other slots
     slots = store.allocate(2, timeout_s=PATIENCE_S)
     fill(store, keys, slots)
     store.put(keys, slots, after=event)
     return slots
 
 
-def _released(store: TierStore, event: ManualEvent) -> list[int]:
+def _released(store: TierStore, event: ManualEvent, _: ExitStack) -> list[int]:
     keys = chain(4, "released")
     slots = write(store, keys)
     assert store.drain(PATIENCE_S)
@@ -153,7 +154,7 @@ def _released(store: TierStore, event: ManualEvent) -> list[int]:
     return slots
 
 
-def _sealed_under_a_lease(store: TierStore, event: ManualEvent) -> list[int]:
+def _sealed_under_a_lease(store: TierStore, event: ManualEvent, _: ExitStack) -> list[int]:
     keys = chain(4, "sealed")
     lease = store.acquire([])
     slots = write(store, keys, lease)
@@ -162,7 +163,7 @@ def _sealed_under_a_lease(store: TierStore, event: ManualEvent) -> list[int]:
     return slots
 
 
-def _evicted_unwritten(store: TierStore, event: ManualEvent) -> list[int]:
+def _evicted_unwritten(store: TierStore, event: ManualEvent, _: ExitStack) -> list[int]:
     keys = chain(4, "unwritten")
     slots = store.allocate(4, timeout_s=PATIENCE_S)
     store.put(keys, slots, after=event)
@@ -175,7 +176,7 @@ def _evicted_unwritten(store: TierStore, event: ManualEvent) -> list[int]:
     "give_up", [_freed, _duplicate, _released, _sealed_under_a_lease, _evicted_unwritten]
 )
 def test_no_page_is_loaded_into_a_slot_before_its_last_round_has_ended(
-    bench: Bench, give_up: Callable[[TierStore, ManualEvent], list[int]], tier: Tier
+    bench: Bench, give_up: Callable[[TierStore, ManualEvent, ExitStack], list[int]], tier: Tier
 ) -> None:
     # F004: the round of a request that is over still writes its pages when another's are loaded
     store, keys = bench.store, chain(2, "wanted")
@@ -183,18 +184,19 @@ def test_no_page_is_loaded_into_a_slot_before_its_last_round_has_ended(
     store.demote(keys, tier)
     assert store.drain(PATIENCE_S)
     event = ManualEvent()
-    slots = give_up(store, event)
-    with store.acquire(keys) as lease:
-        assert (lease.num_pages, lease.missing_because) == (0, "no_room")
-    store.check()
-    scribble(store, slots)
-    event.happen()
-    store.poll()
-    with store.acquire(keys) as lease:
-        assert lease.wait(PATIENCE_S) is LeaseState.READY
-        assert lease.num_pages == 2
-        assert set(lease.slots) <= set(slots)
-        require_right(store, lease)
+    with ExitStack() as held:
+        slots = give_up(store, event, held)
+        with store.acquire(keys) as lease:
+            assert (lease.num_pages, lease.missing_because) == (0, "no_room")
+        store.check()
+        scribble(store, slots)
+        event.happen()
+        store.poll()
+        with store.acquire(keys) as lease:
+            assert lease.wait(PATIENCE_S) is LeaseState.READY
+            assert lease.num_pages == 2
+            assert set(lease.slots) <= set(slots)
+            require_right(store, lease)
 
 
 @pytest.mark.parametrize("seed", range(24))
