@@ -17,8 +17,6 @@ from tierstore.serve.running import Running
 from tierstore.store import TierStore
 from tierstore.types import PageKey
 
-_LOOK_S = 0.02
-"""How often those that wait for the disk are looked at while nothing else happens."""
 _SPARE = 1
 """A page more than the tokens fill: the copy of one that a prompt leaves half way."""
 _CPU_CHUNK, _CARD_CHUNK = 256, 4096
@@ -165,11 +163,8 @@ class Engine:
     def _await_work(self) -> bool:
         """Takes in what came. False: it is over."""
         with self._changed:
-            while not (self._closing or self._arrived or self._active):
-                # Nobody active: whoever waits is taken at once, or waits for pages of one that was cancelled.
-                self._changed.wait(_LOOK_S if len(self._line) else None)
-                if len(self._line):
-                    break
+            while not (self._closing or self._arrived or self._active or len(self._line)):
+                self._changed.wait()
             for asked in self._arrived:
                 self._line.add(asked)
             self._arrived.clear()

@@ -17,12 +17,16 @@ from transformers import (
 from tierstore.serve.asking import Sampling
 
 
+_COLDEST = 1e-5
+"""A temperature below it is 0: logits divided by it would be no numbers any more."""
+
+
 class Sampler:
     """Chooses by ``Sampling``, with chance of its own: other requests do not change what a seed gives."""
 
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
         """Without a seed, chance is the system's."""
-        self._greedy = sampling.temperature == 0
+        self._greedy = sampling.temperature < _COLDEST
         self._chance = torch.Generator(device)
         if sampling.seed is None:
             self._chance.seed()
