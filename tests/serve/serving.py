@@ -44,12 +44,13 @@ def serving(
     *,
     hosts: tuple[str, ...] = ("*",),
     hbm: int = 96,
+    disk: Path | None = None,
     chats: bool = True,
     **limits: int,
 ) -> Iterator[Serving]:
     """A server on a free port, until the end of the block; nothing may leak."""
     model = reader(chats=chats)
-    with open_store(model.model, hbm=hbm) as store, socket.socket() as bound:
+    with open_store(model.model, hbm=hbm, disk=disk) as store, socket.socket() as bound:
         engine = Engine(model, store, **limits)
         library, ready = Library(documents), Event()
         bound.bind(("127.0.0.1", 0))

@@ -115,6 +115,16 @@ def test_a_document_deleted_while_it_is_read_leaves_no_page() -> None:
         assert server.store.match(server.store.keys(reader().about(TEXT))).num_pages == 0
 
 
+def test_a_deleted_documents_pages_are_not_on_the_disk_either(tmp_path: Path) -> None:
+    with serving(disk=tmp_path) as server:
+        gone, kept = add(server), add(server, OTHER, "light")
+        server.store.flush()
+        server.http.delete(f"/v1/documents/{gone['id']}")
+    with serving(disk=tmp_path) as server:
+        assert server.store.match(server.store.keys(reader().about(TEXT))).num_pages == 0
+        assert server.store.match(server.store.keys(reader().about(OTHER))).num_pages == kept["pages"]
+
+
 def test_what_can_never_be_read_is_refused_and_not_kept(server: Serving) -> None:
     before = server.http.get("/v1/documents").json()
     response = server.http.post("/v1/documents", json={"name": "long", "text": "x" * 5000})
