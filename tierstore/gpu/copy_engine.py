@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from time import perf_counter
@@ -16,6 +17,7 @@ from tierstore.codecs.held import Packer, Unpacker
 from tierstore.errors import IntegrityError
 from tierstore.gpu.arriving import NOT_YET, Arriving
 from tierstore.gpu.layer_loads import LayerLoads
+from tierstore.threads import start_all
 from tierstore.types import Ack, Failure, Tier, Transfer
 
 if TYPE_CHECKING:
@@ -102,15 +104,7 @@ class CpuCopyEngine:
             Thread(target=self._run, args=(queue,), name=f"tierstore-copy-to-{dst.name}", daemon=True)
             for dst, queue in self._queues.items()
         ]
-        try:
-            for thread in self._threads:
-                thread.start()
-        except RuntimeError:  # there are to be no more: those that began end
-            for queue in self._queues.values():
-                queue.put(None)
-            if self._by_layers is not None:
-                self._by_layers.close(_GRACE_S)
-            raise
+        start_all(self._threads, partial(self._end, _GRACE_S))
 
     @property
     def polled(self) -> bool:
@@ -138,13 +132,17 @@ class CpuCopyEngine:
     def close(self, timeout_s: float) -> bool:
         """Fails what has not started, waits for what has; whether both threads ended in time."""
         self._closing = True
-        for queue in self._queues.values():
-            queue.put(None)
         deadline = perf_counter() + timeout_s
-        ended = self._by_layers is None or self._by_layers.close(timeout_s)
+        ended = self._end(timeout_s)
         for thread in self._threads:
             thread.join(max(0.0, deadline - perf_counter()))
         return ended and not any(thread.is_alive() for thread in self._threads)
+
+    def _end(self, timeout_s: float) -> bool:
+        """Has all threads end; whether the one that goes by layers has."""
+        for queue in self._queues.values():
+            queue.put(None)
+        return self._by_layers is None or self._by_layers.close(timeout_s)
 
     def _run(self, queue: SimpleQueue[Transfer | None]) -> None:
         while (transfer := queue.get()) is not None:

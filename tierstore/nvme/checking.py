@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tierstore.nvme.coding import Coding, Decoders
 from tierstore.nvme.reading import scratch_for
+from tierstore.threads import start_all
 
 Task = Callable[[Decoders], None]
 
@@ -32,12 +33,7 @@ class Checkers:
             threading.Thread(target=self._run, name=f"tierstore-nvme-check-{number}", daemon=True)
             for number in range(count)
         ]
-        try:
-            for thread in self._threads:
-                thread.start()
-        except RuntimeError:  # there are to be no more: those that began end
-            self.close()
-            raise
+        start_all(self._threads, self.close)
 
     def offer(self, task: Task, scratch: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
         """Another scratch, and ``task`` will be run by one of the threads, which uses ``scratch`` until then.

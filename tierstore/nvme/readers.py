@@ -24,6 +24,7 @@ from tierstore.nvme.coding import Coding, Decoders
 from tierstore.nvme.fetching import Fetched
 from tierstore.nvme.mishaps import Mishaps
 from tierstore.nvme.reading import RecordReader, scratch_for
+from tierstore.threads import start_all
 from tierstore.types import Failure, Transfer
 
 _log = logging.getLogger(__name__)
@@ -80,12 +81,7 @@ class Readers:
             threading.Thread(target=self._run, name=f"tierstore-nvme-read-{number}", daemon=True)
             for number in range(count)
         ]
-        try:
-            for thread in self._threads:
-                thread.start()
-        except RuntimeError:  # there are to be no more: those that began end
-            self.close()
-            raise
+        start_all(self._threads, self.close)
 
     @property
     def absent(self) -> bool:
