@@ -20,6 +20,7 @@ from tierstore.adapters.huggingface.opening import (
     first_needed,
     open_prefix,
 )
+from tierstore.adapters.huggingface.page_keys import PageKeys
 from tierstore.adapters.huggingface.terms import Terms
 from tierstore.adapters.huggingface.written import Written, agreed
 from tierstore.block_table import BlockTable, PrivateSlots
@@ -46,9 +47,7 @@ class PagedSequence:
         self._terms = terms
         self.expected = list(prompt)
         """The prompt it was opened for, as far as it was not taken back."""
-        self._keys: list[PageKey] = []
-        self._opened: tuple[Sequence[int], Sequence[PageKey]] = ((), ())
-        """The prompt it was opened for, and the keys of its full pages."""
+        self._keys = PageKeys(terms)
         self._unlisted: Sequence[PageKey] = ()
         """Of the first pages, if the last sealed ones are not in the index of prefixes yet."""
         self.arrival: Arrival | None = None
@@ -73,7 +72,7 @@ class PagedSequence:
         sequence = cls(terms, BlockTable(terms.pages.page_size, private), prompt)
         opening = open_prefix(terms, sequence.table, prompt, tail)
         sequence._holding = Holding(terms, opening.lease, opening.leased)
-        sequence._opened, sequence.arrival = (prompt, opening.keys), opening.arrival
+        sequence._keys, sequence.arrival = PageKeys(terms, prompt, opening.keys), opening.arrival
         sequence.origins, sequence.copied_tokens = opening.origins, opening.copied_tokens
         count = sequence.table.num_tokens
         sequence.written = [Written(count, list(prompt[:count])) for _ in range(terms.num_models)]
@@ -111,7 +110,8 @@ class PagedSequence:
         self._holding.pages = range(pages)
         for written in self.written:
             written.cut(pages * self.table.page_size)
-        self._keys, self.copied_tokens = [], 0
+        self._keys.cut(0)
+        self.copied_tokens = 0
         self._cut_table(pages * self.table.page_size)
         return True
 
@@ -128,7 +128,7 @@ class PagedSequence:
         if first < stop:
             written.cut(first)
             self._cut_table(max(each.held for each in self.written))
-            del self._keys[len(self.known) // self.table.page_size :]
+            self._keys.cut(len(self.known) // self.table.page_size)
         return first
 
     def missing_slots(self, first: int, stop: int) -> int:
@@ -171,7 +171,8 @@ class PagedSequence:
             self._own_lease(pages)
         for written in self.written:
             written.cut(num_tokens)
-        del self.expected[num_tokens:], self._keys[num_tokens // self.table.page_size :]
+        del self.expected[num_tokens:]
+        self._keys.cut(num_tokens // self.table.page_size)
         self._cut_table(num_tokens)
 
     def reset(self) -> None:
@@ -179,7 +180,8 @@ class PagedSequence:
         self._list_sealed()
         for written in self.written:
             written.cut(0)
-        self.expected, self._keys = [], []
+        self.expected = []
+        self._keys.cut(0)
         self._give_back(self.table.clear())
         if self._holding is not None:
             self._holding.nothing()
@@ -189,7 +191,7 @@ class PagedSequence:
         self._list_sealed()
         other = PagedSequence(self._terms, self.table.fork(), self.expected)
         other.written = [Written(each.held, list(each.tokens), each.fed) for each in self.written]
-        other._keys, other._opened = list(self._keys), self._opened
+        other._keys = self._keys.copy()
         other._holding = None if self._holding is None else self._holding.share()
         other._confirmed = self._confirmed
         return other
@@ -293,10 +295,4 @@ class PagedSequence:
 
     def _keys_to(self, stop: int) -> list[PageKey]:
         """The keys of the first ``stop`` pages."""
-        if len(self._keys) < stop:
-            tokens = self.known[: stop * self.table.page_size]
-            prompt, keys = self._opened
-            if len(keys) >= stop and tokens == prompt[: len(tokens)]:
-                return list(keys[:stop])
-            self._keys = self._terms.store.keys(tokens, salt=self._terms.salt, extra=self._terms.extra)
-        return self._keys[:stop]
+        return self._keys.to(stop, self.known)
