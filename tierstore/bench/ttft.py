@@ -123,24 +123,18 @@ class Bench:
         """
         place.mkdir()
         lossy = codec not in ("none", "exp")
-        # As one would set it: pages stay encoded up to the device, which decodes them.
-        host = (
-            {**self._host(prefix, _HELD), "codec": codec.removesuffix("+zstd")}
-            if lossy
-            else self._host(prefix)
-        )
-        tiers: dict[str, dict[str, object]] = {
-            "host": host,
-            "nvme": {
-                "path": str(place / "store"),
-                "capacity": int(self.ask.pages_nbytes(prefix) * 1.5) + (256 << 20),
-                "codec": codec,
-                "readers": readers,
-                "timeout": 60,
-            },
+        host = self._host(prefix)
+        if lossy:  # as one would set it: pages stay encoded up to the device, which decodes them
+            host = {**self._host(prefix, _HELD), "codec": codec.removesuffix("+zstd")}
+        nvme: dict[str, object] = {
+            "path": str(place / "store"),
+            "capacity": int(self.ask.pages_nbytes(prefix) * 1.5) + (256 << 20),
+            "codec": codec,
+            "readers": readers,
+            "timeout": 60,
         }
         try:
-            with self._rig(prefix, tiers) as store:
+            with self._rig(prefix, {"host": host, "nvme": nvme}) as store:
                 moved = _on_disk(store)
                 raw = RawDisk(place / "raw", moved, moved // len(store.prefix), readers)
                 raws: list[float] = []

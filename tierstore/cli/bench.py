@@ -142,13 +142,8 @@ def nvme(
                 payloads=PAYLOADS,
                 place=Path(folder),
             )
-            for rows in track(
-                kinds,
-                "",
-                total=len(measured.ways(PAYLOADS)),
-                console=progress,
-                disable=not progress.is_terminal,
-            ):
+            number = len(measured.ways(PAYLOADS))
+            for rows in track(kinds, "", number, console=progress, disable=not progress.is_terminal):
                 found += rows
         progress.print(f"stalls while {stall_size} are written and read back")
         stalls = {"idle": measured.idle_stalls(idle)} | {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -11,6 +11,9 @@ from rich.table import Table
 from tierstore.cli.output import Json, print_json, progress, refusals, require_memory, size_of, wide_console
 from tierstore.errors import ConfigError
 from tierstore.units import format_size
+
+if TYPE_CHECKING:
+    from tierstore.bench.copies import CopyRow
 
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N, as in hbm.device.")]
 
@@ -39,7 +42,7 @@ def copy(
     if codec:
         _coded_copies(device, codec, pieces, batch, contiguous, pairs, as_json)
         return
-    from tierstore.bench.copies import CopyRow, copy_rows, host_nbytes
+    from tierstore.bench.copies import copy_rows, host_nbytes
     from tierstore.bench.link import Ceiling, device_of, require_piece
 
     found: list[CopyRow] = []
@@ -60,16 +63,19 @@ def copy(
                     found += copy_rows(device, piece, nbytes, pairs, "kernel", ceiling)
                 found += copy_rows(device, piece, nbytes, pairs, "slab", ceiling)
     name = name_of(device)
-    table = Table(
-        "way", "page", "pages", "GB/s", "ceiling", "ratio", "path", "submit ms", box=None, title=name
-    )
+    _show_copies(found, name)
+    if as_json:
+        print_json({"device": name, "rows": [row.plain() for row in found]})
+
+
+def _show_copies(found: list[CopyRow], title: str) -> None:
+    header = ("way", "page", "pages", "GB/s", "ceiling", "ratio", "path", "submit ms")
+    table = Table(*header, box=None, title=title)
     for row in found:
         rates = (f"{row.gbps:.2f}", f"{row.ceiling_gbps:.2f}", f"{row.ratio:.3f}")
         size, number = format_size(row.piece_bytes), str(row.num_pieces)
         table.add_row(row.direction, size, number, *rates, row.path, f"{row.submit_ms:.1f}")
     wide_console().print(table)
-    if as_json:
-        print_json({"device": name, "rows": [row.plain() for row in found]})
 
 
 def _coded_copies(

@@ -67,35 +67,45 @@ def hints(
 
     Beside it the same document in HBM. Real copies; ``ratio`` is to the best there can be, see ``HintRow``.
     """
-    from tierstore.bench.hinted import hint_rows
-    from tierstore.bench.link import device_of
-
     found: list[HintRow] = []
     with refusals(as_json):
-        device_of(device)
         chosen = [_tier(name.strip()) for name in sources.split(",")]
-        if docs and model in ("none", "random"):
-            raise ConfigError(
-                f"--docs {docs[0]} with --model {model}; allowed with smollm2 or the folder of a model"
-            )
-        require_texts(docs or [], folders=False)
-        if place is not None:
-            require_folder("--dir", place)
+        _require_given(model, device, docs or [], place)
         with tempfile.TemporaryDirectory(prefix="tierstore-hints-", dir=place) as scratch:
             shelf = _shelf(model, device, documents, layers, docs, Path(scratch))
             for source in chosen:
                 length = disk_tokens if disk_tokens and source.name == "NVME" else tokens
                 progress.print(f"{source.name}: documents of {length} tokens, {documents}")
-                library = shelf(length, source)
-                nbytes = len(library.documents[0]) * _page_nbytes(library.store)
-                with library.store:
-                    rows = hint_rows(library, source, rounds, nbytes, partial(_say, source.name))
+                rows = _rows(shelf(length, source), source, rounds)
                 _show(rows, f"{model} on {name_of(device)}")
                 found += rows
     if as_json:
         print_json(
             {"device": name_of(device), "model": model, "tokens": tokens, "rows": [x.plain() for x in found]}
         )
+
+
+def _require_given(model: str, device: str, docs: list[Path], place: Path | None) -> None:
+    """ConfigError for what cannot be done, before a model is loaded for it."""
+    from tierstore.bench.link import device_of
+
+    device_of(device)
+    if docs and model in ("none", "random"):
+        raise ConfigError(
+            f"--docs {docs[0]} with --model {model}; allowed with smollm2 or the folder of a model"
+        )
+    require_texts(docs, folders=False)
+    if place is not None:
+        require_folder("--dir", place)
+
+
+def _rows(library: Library, source: Tier, rounds: int) -> list[HintRow]:
+    """Of the documents of one tier. Closes their store."""
+    from tierstore.bench.hinted import hint_rows
+
+    nbytes = len(library.documents[0]) * _page_nbytes(library.store)
+    with library.store:
+        return hint_rows(library, source, rounds, nbytes, partial(_say, source.name))
 
 
 def _shelf(
