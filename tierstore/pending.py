@@ -9,6 +9,7 @@ from itertools import pairwise
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
+from tierstore.gpu.captures import has_happened
 from tierstore.traffic import BATCH_PAGES
 
 if TYPE_CHECKING:
@@ -235,7 +236,7 @@ class PendingEvents:
 def _happened(event: Event) -> bool:
     """Whether it has; one of a device that has failed has not, and ``poll`` sees to it."""
     try:
-        return event.query()
+        return has_happened(event)
     except RuntimeError:
         return False
 
@@ -243,7 +244,7 @@ def _happened(event: Event) -> bool:
 def _still_waits(deferred: _Deferred) -> bool:
     """Does what the event allows, if anything; whether to look again."""
     try:
-        happened = deferred.event.query()
+        happened = has_happened(deferred.event)
     except RuntimeError:
         _log.exception("an event that ends the use of slots failed, and so did what it was recorded after")
         return deferred.give_up()

@@ -11,6 +11,7 @@ from tests.core.manual_link import (
     ManualEvent,
     Rig,
 )
+from tests.support.events import capturing
 from tierstore.gpu.jobs import Job
 from tierstore.types import Ack, Failure, PageKey, Tier, Transfer
 
@@ -135,6 +136,21 @@ def test_when_the_device_fails_every_copy_fails(rig: Rig, monkeypatch: pytest.Mo
     acks = rig.engine.poll()
     assert {ack.transfer_id: ack.failures for ack in acks} == dict.fromkeys((1, 2), ((0, Failure.IO_ERROR),))
     assert rig.engine.close(PATIENCE_S)
+
+
+def test_a_copy_that_cannot_be_asked_for_as_a_graph_is_captured_is_still_on_its_way(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def query(event: ManualEvent) -> bool:
+        raise capturing()
+
+    rig.move(1, Tier.HBM, (0, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(ManualEvent, "query", query)
+        assert rig.engine.poll() == []
+    rig.up.run()
+    (ack,) = rig.engine.poll()
+    assert (ack.transfer_id, ack.ok) == (1, True)
 
 
 def test_close_fails_what_is_not_launched_and_waits_for_what_is(rig: Rig) -> None:

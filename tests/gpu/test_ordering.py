@@ -6,6 +6,7 @@ import gc
 import random
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -237,6 +238,33 @@ def test_slots_of_a_dropped_lease_are_written_only_when_all_streams_have_read_th
         store.free(taken)
     for _, reader in others:
         reader.require_right()
+
+
+def test_a_copy_beside_a_graph_that_is_captured_ends_when_it_has_ended(bench: Bench) -> None:
+    store, reader, keys = bench.store, Reader(), chain(8, "loaded")
+    slots = store.allocate(8, timeout_s=PATIENCE_S)
+    for key, slot in zip(keys, slots, strict=True):
+        write_late(store, key, slot, 0.0)
+    store.put(keys, slots)
+    store.demote(keys, Tier.HOST)
+    assert store.drain(PATIENCE_S)
+    number = torch.zeros(1, device="cuda:0")
+    stall_copies(bench, Tier.HBM, 50.0)
+    lease = store.acquire(keys)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        number += 1
+        for _ in range(100):
+            store.poll()
+        with suppress(RuntimeError):  # it does not survive that an event is asked for
+            graph.capture_end()
+    assert lease.wait(PATIENCE_S) is LeaseState.READY
+    assert lease.num_pages == 8
+    for key, slot in zip(keys, lease.slots, strict=True):
+        reader.check(store, key, slot)
+    lease.release()
+    reader.require_right()
 
 
 def test_what_is_put_is_still_being_written_until_its_event_says_so(bench: Bench) -> None:

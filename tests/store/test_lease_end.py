@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.bench import Bench
-from tests.support.events import ManualEvent
+from tests.support.events import ManualEvent, capturing
 from tests.support.pages import (
     PATIENCE_S,
     chain,
@@ -54,6 +54,27 @@ def test_released_slots_are_reused_only_after_the_event(bench: Bench) -> None:
     with pytest.raises(CapacityError):
         store.allocate(1, timeout_s=0.02)
     assert store.drain(0.02) is False
+    event.happen()
+    assert len(store.allocate(4, timeout_s=PATIENCE_S)) == 4
+
+
+def test_an_event_that_cannot_be_asked_for_as_a_graph_is_captured_has_not_happened(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def query(event: ManualEvent) -> bool:
+        raise capturing()
+
+    store, event = bench.store, ManualEvent()
+    write(store, chain(4))
+    assert store.drain(PATIENCE_S)
+    lease = store.acquire(chain(4))
+    with monkeypatch.context() as patch:
+        patch.setattr(ManualEvent, "query", query)
+        lease.release(after=event)
+        with pytest.raises(CapacityError):
+            store.allocate(1, timeout_s=0.02)
+    with pytest.raises(CapacityError):
+        store.allocate(1, timeout_s=0.0)
     event.happen()
     assert len(store.allocate(4, timeout_s=PATIENCE_S)) == 4
 

@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 from threading import Event
+from typing import Any
+
+import torch
+
+
+def capturing() -> RuntimeError:
+    """What CUDA answers whoever asks for an event while a graph is being captured."""
+    error: Any = torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
+    error.error_code = 900
+    assert isinstance(error, RuntimeError)
+    return error
 
 
 class ManualEvent:

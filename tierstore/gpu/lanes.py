@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore.gpu.arriving import HERE, NOT_YET, Arriving
+from tierstore.gpu.captures import has_happened
 from tierstore.gpu.jobs import Flight, Job, share_refused
 from tierstore.gpu.waves import Waves
 from tierstore.types import Failure, Tier
@@ -228,7 +229,7 @@ class Lane:
 
     def _has_ended(self, flight: Flight) -> bool:
         try:
-            return flight.ended.query()
+            return has_happened(flight.ended)
         except RuntimeError:
             flight.broken = True
             transfer = flight.jobs[0].transfer
@@ -256,6 +257,6 @@ def _seconds(flight: Flight) -> float:
 
 def _happened(event: TimedEvent) -> bool:
     try:
-        return event.query()
+        return has_happened(event)
     except RuntimeError:  # the device is gone: nothing runs there any more
         return True
