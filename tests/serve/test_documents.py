@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import httpx2 as httpx
@@ -73,10 +75,11 @@ def test_a_streamed_answer_is_the_whole_one_in_pieces(server: Serving) -> None:
     assert end["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
 
 
-def test_asked_at_once_a_document_is_read_first_and_computed_once(server: Serving) -> None:
+def test_asked_at_once_a_document_is_read_first_and_computed_once() -> None:
     text = f"At once: {TEXT}"
-    id = server.http.post("/v1/documents", json={"name": "now", "text": text}).json()["id"]  # noqa: A001
-    usage = ask(server, id).json()["usage"]
+    with serving(chunk=4) as server:
+        id = server.http.post("/v1/documents", json={"name": "now", "text": text}).json()["id"]  # noqa: A001
+        usage = ask(server, id).json()["usage"]
     assert sum(usage["reused"].values()) >= len(text) // 8 * 8
 
 
@@ -104,13 +107,30 @@ def test_a_deleted_document_is_gone_but_for_what_another_one_begins_with(server:
 
 
 def test_a_document_deleted_while_it_is_read_leaves_no_page() -> None:
-    with serving(chunk=8) as server:
-        id = server.http.post("/v1/documents", json={"name": "x", "text": TEXT}).json()["id"]  # noqa: A001
-        deadline = time.monotonic() + PATIENCE_S
-        while not server.http.get(f"/v1/documents/{id}").json()["tokens_read"]:
-            assert time.monotonic() < deadline
-        server.http.delete(f"/v1/documents/{id}")
-        assert server.store.match(server.store.keys(reader().about(TEXT))).num_pages == 0
+    computing, go_on, passes = Event(), Event(), count()
+
+    def stand_still(*_: object) -> None:
+        if next(passes) == 3:
+            computing.set()
+            go_on.wait(PATIENCE_S)
+
+    with serving(chunk=16) as server:
+        hook = reader(chats=True).model.register_forward_pre_hook(stand_still)
+        try:
+            id = server.http.post("/v1/documents", json={"name": "x", "text": TEXT}).json()["id"]  # noqa: A001
+            assert computing.wait(PATIENCE_S)
+            thread = Thread(target=server.http.delete, args=(f"/v1/documents/{id}",))
+            thread.start()
+            deadline = time.monotonic() + PATIENCE_S
+            while server.library.get("", id) is not None:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            assert server.store.match(server.store.keys(reader().about(TEXT))).num_pages > 0
+            go_on.set()  # the pages of this pass are put after the text has gone
+            thread.join(PATIENCE_S)
+        finally:
+            hook.remove()
+        assert next(passes) < len(TEXT) // 16  # it was read no further
         server.engine.close()
         assert server.store.match(server.store.keys(reader().about(TEXT))).num_pages == 0
 
@@ -162,9 +182,10 @@ def test_texts_survive_a_restart_and_names_too(tmp_path: Path) -> None:
         assert found["tokens"] == before["tokens"]
         assert found["state"] == "waiting"  # memory does not survive: nobody has read it in this process
         assert ask(server, before["id"]).status_code == 200
-        assert (
-            server.http.get("/v1/documents").json()["data"][0]["state"] == "ready"
-        )  # the question had it read
+        (listed,) = server.http.get("/v1/documents").json()["data"]
+        assert listed["state"] == "ready"  # the question had it read
+        server.http.delete(f"/v1/documents/{before['id']}")
+    assert list((tmp_path / "texts").iterdir()) == []
 
 
 def test_after_a_restart_the_same_text_again_has_it_read(tmp_path: Path) -> None:
@@ -214,3 +235,4 @@ def test_a_document_that_cannot_be_kept_is_not_read(tmp_path: Path) -> None:
         assert response.status_code == 500
         assert response.json()["error"]["type"] == "server_error"
         assert server.http.get("/v1/documents").json()["data"] == []
+        assert server.store.match(server.store.keys(reader().about(TEXT))).num_pages == 0

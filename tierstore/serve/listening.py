@@ -24,9 +24,9 @@ def failure(event: Failed) -> FailedError:
 
 
 class Listener:
-    """The events of one request, once each, until the client goes away: then the request is cancelled.
+    """The events of one request, once each, until the client goes away. For one task of one event loop.
 
-    For one task of one event loop; ``end`` must be called.
+    ``end`` must be called: it cancels what has not ended.
     """
 
     def __init__(self, events: asyncio.Queue[Event | None], ticket: Ticket, receive: Receive) -> None:
@@ -74,5 +74,4 @@ class Listener:
     async def _wait_for_the_end(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._ticket.cancel()
         self._events.put_nowait(None)

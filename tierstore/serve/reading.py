@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Literal
 
 from tierstore.errors import StoreClosed
-from tierstore.serve.asking import Ask, Done, Event, Failed, Read
+from tierstore.serve.asking import Ask, BusyError, Done, Event, Failed, Read, RefusedError
 from tierstore.serve.engine import Engine, Ticket
 from tierstore.serve.library import Document, Library
 from tierstore.serve.reader import Reader
@@ -107,12 +107,14 @@ class Readings:
         with self._changing:
             # Somebody may have added it meanwhile.
             reading = self._known.get((tenant, document.id), reading)
-            if self.look(reading) < len(reading.keys) and not reading.under_way:
-                reading.begin(self._engine, tenant.encode())
+            new = self._library.get(tenant, document.id) is None
+            document = self._library.add(document)
             try:
-                document = self._library.add(document)
-            except OSError:
-                reading.cancel()
+                if self.look(reading) < len(reading.keys) and not reading.under_way:
+                    reading.begin(self._engine, tenant.encode())
+            except (RefusedError, BusyError, StoreClosed):
+                if new:
+                    self._library.remove(document)
                 raise
             self._known[tenant, document.id] = reading
         return document, reading
