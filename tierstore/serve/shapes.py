@@ -146,7 +146,8 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _data(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+    """In ASCII: some clients take U+2028 for the end of a line."""
+    return f"data: {json.dumps(value)}\n\n"
 
 
 def _event(name: str, value: dict[str, Any]) -> str:
