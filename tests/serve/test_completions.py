@@ -271,6 +271,13 @@ def test_a_body_that_cannot_be_read_is_refused(server: Serving, body: bytes, kin
     error_of(server.http.post("/v1/completions", content=body, headers={"Content-Type": kind}))
 
 
+def test_what_any_web_page_may_send_is_refused(server: Serving) -> None:
+    """JSON that does not say what it is: a browser sends it to any host without asking it first."""
+    request = server.http.build_request("POST", "/v1/completions", content=json.dumps(COMPLETION))
+    request.headers.pop("Content-Type", None)
+    error_of(server.http.send(request))
+
+
 def test_what_is_not_there_and_what_is_not_allowed_have_openais_shape(server: Serving) -> None:
     error_of(server.http.get("/v1/nothing"), 404)
     error_of(server.http.get("/v1/completions"), 405)
