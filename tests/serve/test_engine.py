@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event as Flag
-from threading import Thread
+from threading import Semaphore, Thread
 
 import pytest
 
@@ -15,14 +15,15 @@ from prefetch import Prefetcher
 from tests.adapters.tiny import PAGE, open_store, plain
 from tests.serve.small import GREEDY, Told, ask, ids_of, reader
 from tests.support.pages import PATIENCE_S
+from tests.support.sick_disk import Failing, Hanging, disk_of, hold_clock, replace_preadv
+from tests.support.waiting import wait_for
 from tierstore.adapters.huggingface import page_specs
 from tierstore.config import load_config
 from tierstore.errors import StoreClosed
-from tierstore.serve import queue
-from tierstore.serve.asking import Ask, BusyError, Done, Event, Failed, RefusedError, Sampling
+from tierstore.serve.asking import Ask, BusyError, Done, Event, Failed, Piece, RefusedError, Sampling
 from tierstore.serve.engine import CLOSING, Engine
 from tierstore.store import TierStore
-from tierstore.types import Tier
+from tierstore.types import PageKey, Tier
 
 LONG = "A page that leaves is found again below, and comes back before anybody waits for it."
 OTHER = "Something else altogether, that has nothing in common with the first."
@@ -322,51 +323,86 @@ def test_a_store_that_is_closed_first_ends_the_engine_and_nothing_hangs() -> Non
     found.close()
 
 
-def test_a_request_whose_pages_are_on_disk_is_passed_by_one_that_waits_for_nothing(tmp_path: Path) -> None:
-    with engine(hbm=64, host=64, disk=tmp_path, max_active=1) as (found, store):
-        ask(found, LONG, 0)[1].done()
-        assert store.demote(store.keys(ids_of(LONG)), Tier.NVME)
-        assert store.drain(PATIENCE_S)
+def on_disk(found: Engine, store: TierStore, prompt: str) -> list[PageKey]:
+    """The prompt's pages, on disk and nowhere above."""
+    ask(found, prompt, 0)[1].done()
+    keys = store.keys(ids_of(prompt))
+    assert store.demote(keys, Tier.NVME)
+    assert store.drain(PATIENCE_S)
+    assert set(store.match(keys).tiers) == {Tier.NVME}
+    return keys
+
+
+def test_a_prompt_on_disk_is_reused_and_says_where_it_was(tmp_path: Path) -> None:
+    with engine(host=64, disk=tmp_path) as (found, store):
+        keys = on_disk(found, store, LONG)
+        _, told = ask(found, LONG + "!")
+        usage = told.done()
+    assert usage.reused["NVME"] == len(keys) * PAGE
+    assert told.text.rstrip("\ufffd") == text_of(ids_of(LONG + "!"), 8).rstrip("\ufffd")
+
+
+def test_one_that_waits_for_the_disk_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(host=64, disk=tmp_path) as (found, store):
+        on_disk(found, store, LONG)
+        hold_clock(disk_of(store))
+        hanging = Hanging(1)
+        replace_preadv(monkeypatch, hanging)
         order = Order(found)
-        go, first = held(found)
-        first.events.get(timeout=PATIENCE_S)
-        asked = [order.ask("on disk", LONG + "!", 4), order.ask("near", OTHER, 4)]
-        go.set()
-        usages = [told.done() for told in asked]
-    assert order.ended == ["near", "on disk"]
-    assert usages[0].reused["NVME"] == usages[0].reused_tokens > 0
+        waits = order.ask("on disk", LONG + "!", 4)
+        hanging.wait(1)
+        order.ask("near", OTHER, 20).done()
+        assert order.began == ["near"]
+        hanging.go_on.set()
+        assert waits.done().reused["NVME"] > 0
+
+
+def test_one_that_is_cancelled_while_its_pages_come_gives_them_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(host=64, disk=tmp_path, max_active=1) as (found, store):
+        on_disk(found, store, LONG)
+        hold_clock(disk_of(store))
+        hanging = Hanging(1)
+        replace_preadv(monkeypatch, hanging)
+        ticket, told = ask(found, LONG + "!")
+        hanging.wait(1)
+        ticket.cancel()
+        assert ticket.wait(PATIENCE_S), "it holds on to a disk that hangs"
+        ask(found, OTHER)[1].done()
+        hanging.go_on.set()
+        assert not told.more()
+
+
+def test_pages_that_cannot_be_read_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(host=64, disk=tmp_path) as (found, store):
+        on_disk(found, store, LONG)
+        replace_preadv(monkeypatch, Failing())
+        _, told = ask(found, LONG + "!")
+        usage = told.done()
+        replace_preadv(monkeypatch, None)
+    assert usage.reused == {}
+    assert told.text.rstrip("\ufffd") == text_of(ids_of(LONG + "!"), 8).rstrip("\ufffd")
 
 
 def test_pages_of_a_request_that_waits_come_up_by_hints(tmp_path: Path) -> None:
-    with engine(hbm=64, host=64, disk=tmp_path, max_active=1) as (found, store), Prefetcher.attach(store):
-        ask(found, LONG, 0)[1].done()
-        keys = store.keys(ids_of(LONG))
-        assert store.demote(keys, Tier.NVME)
-        assert store.drain(PATIENCE_S)
-        go, first = held(found)
-        first.events.get(timeout=PATIENCE_S)
+    with engine(host=64, disk=tmp_path, max_active=1) as (found, store), Prefetcher.attach(store):
+        keys = on_disk(found, store, LONG)
+        words, begun, first = Semaphore(0), Flag(), Told()
+
+        def tell(event: Event) -> None:
+            first.events.put(event)
+            if isinstance(event, Piece):
+                begun.set()
+                assert words.acquire(timeout=PATIENCE_S)
+
+        found.submit(Ask(prompt=tuple(ids_of(OTHER)), max_tokens=30, sampling=GREEDY), tell)
+        assert begun.wait(PATIENCE_S)
         _, told = ask(found, LONG + "!", 4)
-        _, behind = ask(found, OTHER, 100)
-        go.set()
-        behind.done()
+        words.release()  # with the next one the engine has seen who waits
+        wait_for(lambda: Tier.NVME not in store.match(keys).tiers)
+        words.release(30)
+        first.done()
         usage = told.done()
     assert "NVME" not in usage.reused
     assert usage.reused_tokens >= len(keys) * PAGE
-
-
-def test_a_request_for_the_disk_is_preferred_again_once_it_waited_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(queue, "PATIENCE_S", 0.0)
-    with engine(hbm=64, host=64, disk=tmp_path, max_active=1) as (found, store):
-        ask(found, LONG, 0)[1].done()
-        assert store.demote(store.keys(ids_of(LONG)), Tier.NVME)
-        assert store.drain(PATIENCE_S)
-        go, first = held(found)
-        first.events.get(timeout=PATIENCE_S)
-        order = Order(found)
-        asked = [order.ask("on disk", LONG + "!", 4), order.ask("near", OTHER, 4)]
-        go.set()
-        for told in asked:
-            told.done()
-    assert order.ended == ["on disk", "near"]

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from threading import Condition, Thread
+from time import monotonic
 
 from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.errors import StoreClosed, TierStoreError
@@ -17,6 +18,8 @@ from tierstore.serve.running import Running
 from tierstore.store import TierStore
 from tierstore.types import PageKey
 
+_LOOK_S = 0.002
+"""How often pages from disk are looked for while nothing is computed."""
 _SPARE = 1
 """A page more than the tokens fill: the copy of one that a prompt leaves half way."""
 _CPU_CHUNK, _CARD_CHUNK = 256, 4096
@@ -94,8 +97,9 @@ class Engine:
         Any thread. Takes some milliseconds for a long prompt, whose keys are made here. RefusedError if it can never be
         served, BusyError if too many wait, StoreClosed once the engine or the store is closed.
         """
+        asked_at = monotonic()
         try:
-            asked = Asked(ask, tell, self._keys(ask), self._pages(ask))
+            asked = Asked(ask, tell, self._keys(ask), self._pages(ask), asked_at)
         except RefusedError:
             self.figures.ended("refused")
             raise
@@ -120,9 +124,9 @@ class Engine:
     # -- asked by other threads -----------------------------------------------------------------------------------
 
     def _keys(self, ask: Ask) -> list[PageKey]:
-        strange = next((token for token in ask.prompt if not 0 <= token < self._reader.vocabulary), None)
-        if strange is not None:
-            raise RefusedError(f"token {strange}; allowed: 0 to {self._reader.vocabulary - 1}")
+        for token in (min(ask.prompt, default=0), max(ask.prompt, default=0)):
+            if not 0 <= token < self._reader.vocabulary:
+                raise RefusedError(f"token {token}; allowed: 0 to {self._reader.vocabulary - 1}")
         return self._store.keys(ask.prompt, salt=ask.salt)
 
     def _pages(self, ask: Ask) -> int:
@@ -165,6 +169,8 @@ class Engine:
         with self._changed:
             while not (self._closing or self._arrived or self._active or len(self._line)):
                 self._changed.wait()
+            if self._active and all(running.waits for _, running in self._active):
+                self._changed.wait(_LOOK_S)
             for asked in self._arrived:
                 self._line.add(asked)
             self._arrived.clear()
@@ -173,7 +179,7 @@ class Engine:
     def _start_next(self) -> None:
         while len(self._active) < self._max_active:
             room = self._slots - sum(asked.pages for asked, _ in self._active)
-            asked = self._line.take(room, alone=not self._active)
+            asked = self._line.take(room)
             if asked is None:
                 return
             self._guarded(asked, partial(self._start, asked))
@@ -183,6 +189,7 @@ class Engine:
             self._reader,
             self._store,
             asked.ask,
+            asked.keys,
             self._teller(asked),
             asked_at=asked.asked_at,
             chunk=self._chunk,

@@ -4,18 +4,21 @@
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
 import torch
 
 from tierstore.adapters.huggingface import TierStoreCache, cache_argument
+from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.serve.asking import Ask, Done, Event, FinishReason, Piece, Read, Usage
+from tierstore.serve.coming import Coming
 from tierstore.serve.reader import Reader
 from tierstore.serve.sampling import Sampler
 from tierstore.serve.text import Spelling
 from tierstore.store import TierStore
+from tierstore.types import PageKey, Tier
 
 
 class Running:
@@ -26,13 +29,14 @@ class Running:
         reader: Reader,
         store: TierStore,
         ask: Ask,
+        keys: Sequence[PageKey],
         tell: Callable[[Event], None],
         *,
         asked_at: float,
         chunk: int,
     ) -> None:
-        """Brings its stored prefix up, and waits for what of it is on disk. ``asked_at`` by ``monotonic``."""
-        self._reader, self._ask, self._tell, self._chunk = reader, ask, tell, chunk
+        """Begins to bring its stored prefix up. ``asked_at`` by ``monotonic``."""
+        self._reader, self._store, self._ask, self._tell, self._chunk = reader, store, ask, tell, chunk
         self._asked_at, self._began_at = asked_at, monotonic()
         self._first_at: float | None = None
         self._ends = reader.ends
@@ -40,36 +44,57 @@ class Running:
         self._device = reader.model.device
         self._sampler = Sampler(ask.sampling, self._device)
         self._spelling = Spelling(reader.tokenizer, ask.prompt, ask.stop)
-        self._cache = TierStoreCache(
-            store, torch.tensor([ask.prompt], device=self._device), model=reader.model, salt=ask.salt
-        )
-        self._given = {cache_argument(reader.model): self._cache}
-        self._tell(Read(self._there))
+        self._reused: dict[str, int] = {}
+        self._given: dict[str, TierStoreCache] = {}
+        self._coming = Coming(store, keys)
+        self._cache: TierStoreCache | None = None
 
     @property
-    def _there(self) -> int:
-        """Tokens of prompt and answer that have K and V."""
-        return self._cache.get_seq_length()
+    def waits(self) -> bool:
+        """Whether a step would do nothing yet: its pages are still on their way from disk."""
+        return self._cache is None and not self._coming.here
 
     def step(self) -> Usage | None:
         """Compute one chunk of the prompt, or one token of the answer. What it took, once all is told."""
+        if self.waits:
+            return None
+        cache = self._cache or self._open()
+        there = cache.get_seq_length()
         with torch.inference_mode():
-            if self._there < len(self._ask.prompt):
-                return self._read()
-            return self._go_on(self._tokens[-1:])
+            return (
+                self._read(cache, there) if there < len(self._ask.prompt) else self._go_on(self._tokens[-1:])
+            )
 
     def close(self) -> None:
         """Full pages stay in the store. Idempotent."""
-        self._cache.close()
+        self._coming.close()
+        if self._cache is not None:
+            self._cache.close()
 
-    def _read(self) -> Usage | None:
-        first = self._there
+    def _open(self) -> TierStoreCache:
+        """The pages that came, and what host memory and HBM have of the rest."""
+        model = self._reader.model
+        self._cache = cache = TierStoreCache(
+            self._store, torch.tensor(self._ask.prompt), model=model, salt=self._ask.salt
+        )
+        self._given[cache_argument(model)] = cache
+        reused, came = cache.reused_by_tier, self._coming.origins(PageGroups(self._store).page_size)
+        for tier in (Tier.HOST, Tier.NVME):
+            moved = min(came[tier], reused[Tier.HBM])
+            reused[Tier.HBM] -= moved
+            reused[tier] += moved
+        self._reused = {tier.name: count for tier, count in reused.items() if count}
+        self._coming.close()
+        self._tell(Read(cache.get_seq_length()))
+        return cache
+
+    def _read(self, cache: TierStoreCache, first: int) -> Usage | None:
         part = self._ask.prompt[first : first + self._chunk]
         if first + len(part) == len(self._ask.prompt) and self._ask.max_tokens:
             return self._go_on(list(part))
         self._forward(list(part))
-        self._tell(Read(self._there))
-        if self._there < len(self._ask.prompt):
+        self._tell(Read(first + len(part)))
+        if first + len(part) < len(self._ask.prompt):
             return None
         self._first_at = monotonic()
         return self._done("length")
@@ -104,7 +129,7 @@ class Running:
         usage = Usage(
             prompt_tokens=len(self._ask.prompt),
             completion_tokens=len(self._tokens),
-            reused={tier.name: count for tier, count in self._cache.reused_by_tier.items() if count},
+            reused=self._reused,
             waited_s=self._began_at - self._asked_at,
             ttft_s=self._first_at - self._asked_at,
             total_s=monotonic() - self._asked_at,

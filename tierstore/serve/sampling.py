@@ -16,7 +16,6 @@ from transformers import (
 
 from tierstore.serve.asking import Sampling
 
-
 _COLDEST = 1e-5
 """A temperature below it is 0: logits divided by it would be no numbers any more."""
 
