@@ -163,7 +163,7 @@ BUGS = [
     Bug("another layer", "else self._layers.holding(layer)", "else 0"),
     Bug("not launched is no reason", "len(job.flights) <= group:", "False:"),
     Bug("the others are forgotten", "            left -= job.into\n", "            left.clear()\n"),
-    Bug("the beginning is taken for the end", "return flight.ended.query()", "return flight.begun.query()"),
+    Bug("the beginning is taken for the end", "return has_happened(flight.ended)", "return has_happened(flight.begun)"),
 ]  # fmt: skip
 
 
