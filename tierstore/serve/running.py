@@ -33,10 +33,9 @@ class Running:
         tell: Callable[[Event], None],
         *,
         asked_at: float,
-        chunk: int,
     ) -> None:
         """Begins to bring its stored prefix up. ``asked_at`` by ``monotonic``."""
-        self._reader, self._store, self._ask, self._tell, self._chunk = reader, store, ask, tell, chunk
+        self._reader, self._store, self._ask, self._tell = reader, store, ask, tell
         self._asked_at, self._began_at = asked_at, monotonic()
         self._first_at: float | None = None
         self._ends = reader.ends
@@ -54,16 +53,15 @@ class Running:
         """Whether a step would do nothing yet: its pages are still on their way from disk."""
         return self._cache is None and not self._coming.here
 
-    def step(self) -> Usage | None:
-        """Compute one chunk of the prompt, or one token of the answer. What it took, once all is told."""
+    def step(self, chunk: int) -> Usage | None:
+        """Compute up to ``chunk`` tokens of the prompt, or one of the answer. What it took, once all is told."""
         if self.waits:
             return None
-        cache = self._cache or self._open()
-        there = cache.get_seq_length()
+        there = (self._cache or self._open()).get_seq_length()
         with torch.inference_mode():
-            return (
-                self._read(cache, there) if there < len(self._ask.prompt) else self._go_on(self._tokens[-1:])
-            )
+            if there < len(self._ask.prompt):
+                return self._read(there, chunk)
+            return self._go_on(self._tokens[-1:])
 
     def close(self) -> None:
         """Full pages stay in the store. Idempotent."""
@@ -88,8 +86,8 @@ class Running:
         self._tell(Read(cache.get_seq_length()))
         return cache
 
-    def _read(self, cache: TierStoreCache, first: int) -> Usage | None:
-        part = self._ask.prompt[first : first + self._chunk]
+    def _read(self, first: int, chunk: int) -> Usage | None:
+        part = self._ask.prompt[first : first + chunk]
         if first + len(part) == len(self._ask.prompt) and self._ask.max_tokens:
             return self._go_on(list(part))
         self._forward(list(part))
