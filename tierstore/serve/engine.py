@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from threading import Condition, Thread
 from time import monotonic
-from typing import NamedTuple
 
 from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.errors import StoreClosed, TierStoreError
@@ -23,16 +22,7 @@ _LOOK_S = 0.002
 """How often pages from disk are looked for while nothing is computed."""
 _SPARE = 1
 """A page more than the tokens fill: the copy of one that a prompt leaves half way."""
-
-
-class Chunks(NamedTuple):
-    """Tokens of a prompt computed at a time: beside other requests, and without any."""
-
-    beside: int
-    alone: int
-
-
-_CPU_CHUNKS, _CARD_CHUNKS = Chunks(256, 256), Chunks(4096, 16384)
+_CPU_CHUNK, _CARD_CHUNK = 256, 4096
 CLOSING = "the server is closing"
 
 log = logging.getLogger(__name__)
@@ -73,11 +63,10 @@ class Engine:
     ) -> None:
         """Starts its thread. ``chunk``: tokens of a prompt computed at a time, for which the other answers wait.
 
-        By itself 256 on the CPU; on a card 4,096, and 16,384 while there is no other request.
+        By itself as many as keep the device busy: 4,096 on a card, 256 on the CPU.
         """
         self._reader, self._store = reader, store
-        chunks = _CPU_CHUNKS if reader.model.device.type == "cpu" else _CARD_CHUNKS
-        self._chunks = chunks if chunk is None else Chunks(chunk, chunk)
+        self._chunk = chunk or (_CPU_CHUNK if reader.model.device.type == "cpu" else _CARD_CHUNK)
         self._max_active, self._max_waiting = max_active, max_waiting
         pages = PageGroups(store)
         self._page_size, self._slots = pages.page_size, int(pages.groups[0].shape[0])
@@ -203,6 +192,7 @@ class Engine:
             asked.keys,
             self._teller(asked),
             asked_at=asked.asked_at,
+            chunk=self._chunk,
         )
         self._active.append((asked, running))
 
@@ -213,8 +203,7 @@ class Engine:
             return
 
         def step() -> None:
-            alone = len(self._active) == 1 and not len(self._line)
-            usage = running.step(self._chunks.alone if alone else self._chunks.beside)
+            usage = running.step()
             if usage is not None:
                 self.figures.answered(usage)
                 self._finish(asked)

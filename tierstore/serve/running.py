@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
+import numpy as np
 import torch
 
 from tierstore.adapters.huggingface import TierStoreCache, cache_argument
@@ -33,9 +34,10 @@ class Running:
         tell: Callable[[Event], None],
         *,
         asked_at: float,
+        chunk: int,
     ) -> None:
         """Begins to bring its stored prefix up. ``asked_at`` by ``monotonic``."""
-        self._reader, self._store, self._ask, self._tell = reader, store, ask, tell
+        self._reader, self._store, self._ask, self._tell, self._chunk = reader, store, ask, tell, chunk
         self._asked_at, self._began_at = asked_at, monotonic()
         self._first_at: float | None = None
         self._ends = reader.ends
@@ -53,15 +55,16 @@ class Running:
         """Whether a step would do nothing yet: its pages are still on their way from disk."""
         return self._cache is None and not self._coming.here
 
-    def step(self, chunk: int) -> Usage | None:
-        """Compute up to ``chunk`` tokens of the prompt, or one of the answer. What it took, once all is told."""
+    def step(self) -> Usage | None:
+        """Compute one chunk of the prompt, or one token of the answer. What it took, once all is told."""
         if self.waits:
             return None
-        there = (self._cache or self._open()).get_seq_length()
+        cache = self._cache or self._open()
+        there = cache.get_seq_length()
         with torch.inference_mode():
-            if there < len(self._ask.prompt):
-                return self._read(there, chunk)
-            return self._go_on(self._tokens[-1:])
+            return (
+                self._read(cache, there) if there < len(self._ask.prompt) else self._go_on(self._tokens[-1:])
+            )
 
     def close(self) -> None:
         """Full pages stay in the store. Idempotent."""
@@ -72,9 +75,9 @@ class Running:
     def _open(self) -> TierStoreCache:
         """The pages that came, and what host memory and HBM have of the rest."""
         model = self._reader.model
-        self._cache = cache = TierStoreCache(
-            self._store, torch.tensor(self._ask.prompt), model=model, salt=self._ask.salt
-        )
+        # By way of numpy: torch itself takes 40 ms for a tuple of 131,072 numbers.
+        prompt = torch.from_numpy(np.array(self._ask.prompt, dtype=np.int64))
+        self._cache = cache = TierStoreCache(self._store, prompt, model=model, salt=self._ask.salt)
         self._given[cache_argument(model)] = cache
         reused, came = cache.reused_by_tier, self._coming.origins(PageGroups(self._store).page_size)
         for tier in (Tier.HOST, Tier.NVME):
@@ -86,8 +89,8 @@ class Running:
         self._tell(Read(cache.get_seq_length()))
         return cache
 
-    def _read(self, first: int, chunk: int) -> Usage | None:
-        part = self._ask.prompt[first : first + chunk]
+    def _read(self, cache: TierStoreCache, first: int) -> Usage | None:
+        part = self._ask.prompt[first : first + self._chunk]
         if first + len(part) == len(self._ask.prompt) and self._ask.max_tokens:
             return self._go_on(list(part))
         self._forward(list(part))
