@@ -21,7 +21,9 @@ def test_output_that_cannot_be_written_is_one_line(words: list[str]) -> None:
     assert (ended.returncode, ended.stderr) == (2, "tierstore: No space left on device\n")
 
 
-@pytest.mark.parametrize("room", ["tierstore.cli.app", "tierstore.cli.plan", "typer", "rich.table", "pydantic"])
+@pytest.mark.parametrize(
+    "room", ["tierstore.cli.app", "tierstore.cli.plan", "typer", "rich.table", "pydantic"]
+)
 def test_a_command_that_is_interrupted_while_it_loads_ends_without_a_word(room: str) -> None:
     program = (
         "import os, signal, sys\n"
