@@ -286,3 +286,14 @@ def test_what_is_not_there_and_what_is_not_allowed_have_openais_shape(server: Se
 def test_an_error_never_repeats_the_prompt(server: Serving) -> None:
     for response in (complete(server, prompt={"secret": 1}), complete(server, prompt=["secret", "secret"])):
         assert "secret" not in response.text
+
+
+@pytest.mark.parametrize("name", ["\ud800", "x" * 100_000, "a\nb"])
+def test_a_name_of_any_kind_is_refused_and_shown_in_part(server: Serving, name: str) -> None:
+    given = json.dumps(COMPLETION | {"model": name}), json.dumps(COMPLETION | {name: 1})
+    for body, status in zip(given, (404, 400), strict=True):
+        response = server.http.post(
+            "/v1/completions", content=body, headers={"Content-Type": "application/json"}
+        )
+        assert error_of(response, status)["type"] == "invalid_request_error"
+        assert len(response.content) < 5000

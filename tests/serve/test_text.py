@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from tests.serve.small import ids_of, tokenizer
 from tierstore.serve.text import Spelling
@@ -57,6 +60,51 @@ def test_what_waits_at_the_end_comes_then() -> None:
 @pytest.mark.parametrize("stop", [[], [""]])
 def test_without_a_stop_string_nothing_waits(stop: list[str]) -> None:
     assert pieces("abc", stop)[0] == ["a", "b", "c", ""]
+
+
+@pytest.mark.parametrize("prompt", ["x", "hello", "hello\ufffd", "hello €", "\ufffd\ufffd"])
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_nothing_of_the_prompt_is_told_again_however_it_ends(prompt: str, cut: int) -> None:
+    ids = ids_of(prompt)
+    spelling = Spelling(tokenizer(), ids[: len(ids) - cut])
+    assert "".join(spelling.add(token) for token in ids_of("world")).lstrip("\ufffd") == "world"
+
+
+def test_a_character_that_the_prompt_began_is_the_answers() -> None:
+    first, *rest = ids_of("€")
+    spelling = Spelling(tokenizer(), [*ids_of("x"), first])
+    assert "".join(spelling.add(token) for token in [*rest, *ids_of("!")]) == "€!"
+
+
+def fallback() -> PreTrainedTokenizerFast:
+    """Spelt as Gemma's and Llama 2's are: a run of bytes is characters if all of it is."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581": 256, "\u2581a": 257, "b": 258}
+    made = Tokenizer(BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def test_bytes_that_make_a_character_before_them_none_end_no_answer() -> None:
+    letter = ord("c")
+    spelling = Spelling(fallback(), [257])
+    found = [spelling.add(token) for token in (258, letter, 0xFF, 257, 258)]
+    assert found[:3] == ["b", "c", ""]
+    assert "".join(found).endswith(" ab")
+
+
+@given(st.lists(st.integers(0, 258), min_size=1, max_size=8), st.lists(st.integers(0, 258), max_size=24))
+def test_whatever_tokens_come_they_are_spelt(prompt: list[int], answer: list[int]) -> None:
+    for spoken in (tokenizer(), fallback()):
+        spelling = Spelling(spoken, prompt)
+        text = "".join(spelling.add(token) for token in answer) + spelling.end()
+        assert len(text) <= sum(len(spoken.decode([token])) for token in answer) + len(prompt)
 
 
 @given(text=st.text(alphabet="ab €", max_size=24), stop=st.lists(WORDS, max_size=3))

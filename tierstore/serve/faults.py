@@ -12,11 +12,15 @@ from starlette.exceptions import HTTPException
 
 from tierstore.errors import StoreClosed
 from tierstore.serve.asking import BusyError, RefusedError
+from tierstore.serve.schemas import FORMS
 
 AGAIN = {"Retry-After": "1"}
 """Seconds after which somebody may be done: requests are short, or there are many of them."""
 CLIENT_GONE = 499
 """What the log says of a request whose client went away; nobody reads it."""
+
+_MOST_SHOWN = 1000
+"""Characters of a message."""
 
 
 class FaultError(Exception):
@@ -44,10 +48,17 @@ class GoneError(Exception):
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, dict[str, str | None]]:
-    """The error as JSON; its type follows from the status."""
+    """The error as JSON; its type follows from the status. Names in it that a request made up may be of any size and
+    kind: they are cut, and what is no Unicode is a question mark."""
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
     kind = "server_error" if status >= 500 else kind
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    shown = None if param is None else _shown(param)
+    return {"error": {"message": _shown(message), "type": kind, "param": shown, "code": code}}
+
+
+def _shown(text: str) -> str:
+    cut = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    return cut.encode(errors="replace").decode()
 
 
 def fault(
@@ -91,7 +102,7 @@ async def _not_valid(_: Request, error: Exception) -> Response:
 def _explained(detail: Mapping[str, Any]) -> tuple[str | None, str]:
     """The field, dotted, and what is wrong with it, without its value: that may be a prompt."""
     context = detail.get("ctx", {})
-    path = [str(part) for part in detail["loc"][1:]]
+    path = [str(part) for part in detail["loc"][1:] if part not in FORMS]
     match detail["type"]:
         case "json_invalid":
             return None, f"the body is not JSON: {context.get('error', '')}"
@@ -111,9 +122,11 @@ def _is_unknown(detail: Mapping[str, Any]) -> bool:
     return bool(detail["type"] == "extra_forbidden")
 
 
-async def _of_http(_: Request, error: Exception) -> Response:
+async def _of_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return fault(error.status_code, str(error.detail), headers=error.headers)
+    path, allowed = request.scope["path"], (error.headers or {}).get("Allow", "")
+    said = {404: f"there is no path {path}", 405: f"{path} takes no {request.method}; allowed: {allowed}"}
+    return fault(error.status_code, said.get(error.status_code, str(error.detail)), headers=error.headers)
 
 
 async def _refused(_: Request, error: Exception) -> Response:
