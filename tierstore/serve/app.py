@@ -15,12 +15,11 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.concurrency import run_in_threadpool
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from tierstore.serve.completions import completion_routes
 from tierstore.serve.engine import Engine
 from tierstore.serve.faults import answer_faults
-from tierstore.serve.gate import Gate
+from tierstore.serve.gate import Gate, Hosts
 from tierstore.serve.library import Library
 from tierstore.serve.questions import document_routes
 from tierstore.serve.reader import Reader
@@ -56,7 +55,7 @@ def make_app(
         await run_in_threadpool(thread.join)
 
     app = FastAPI(title="TierStore", lifespan=life, docs_url=None, redoc_url=None)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
+    app.add_middleware(Hosts, hosts=hosts)
     app.add_middleware(Gate, tenants=tenants)  # the last one is the first that a request passes
     answer_faults(app)
     app.include_router(completion_routes(reader, engine))

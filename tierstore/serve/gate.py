@@ -7,6 +7,7 @@ from time import perf_counter
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tierstore.serve.faults import fault
@@ -84,3 +85,34 @@ class Gate:
             return message
 
         return counted
+
+
+class Hosts:
+    """In front of an application: only requests for these names pass; ``*`` is every name.
+
+    starlette judges the name. What it answers to others is no JSON and does not say what is allowed: this does.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: tuple[str, ...]) -> None:
+        self._app, self._hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if await self._passes(scope, receive):
+            await self._app(scope, receive, send)
+            return
+        host = Headers(scope=scope).get("host", "")
+        why = f"Host: {host!r:.80} is not this server's; allowed: {', '.join(self._hosts)}"
+        await fault(400, why, code="unknown_host")(scope, receive, send)
+
+    async def _passes(self, scope: Scope, receive: Receive) -> bool:
+        passed = False
+
+        async def passes(*_: object) -> None:
+            nonlocal passed
+            passed = True
+
+        async def nowhere(_: Message) -> None: ...
+
+        await TrustedHostMiddleware(passes, list(self._hosts), www_redirect=False)(scope, receive, nowhere)
+        return passed

@@ -30,7 +30,7 @@ def document_routes(reader: Reader, engine: Engine, library: Library, readings: 
     def found(request: Request, id: str) -> Document:  # noqa: A002 - what it is called
         document = library.get(request.state.tenant, id)
         if document is None:
-            raise FaultError(404, "there is no such document", param="id", code="document_not_found")
+            raise FaultError(404, f"there is no document {id}", param="id", code="document_not_found")
         return document
 
     @routes.post("", status_code=202)

@@ -11,7 +11,16 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from tierstore.serve.asking import Sampling
@@ -26,10 +35,47 @@ def _unicode(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(_unicode)]
+FORMS = frozenset({"<string>", "<strings>", "<list>", "<lists>"})
+"""What pydantic calls the forms of a field that may have several; who asked does not know them."""
+
+
+def _form(given: object) -> str | None:
+    """Which form of a field a value is meant to have: by that one's rules it is judged, and only by them."""
+    match given:
+        case str():
+            return "<string>"
+        case [str(), *_]:
+            return "<strings>"
+        case [list(), *_]:
+            return "<lists>"
+        case list():
+            return "<list>"
+    return None
+
+
+def _forms(allowed: str) -> Discriminator:
+    return Discriminator(
+        _form, custom_error_type="form", custom_error_message=f"is of another kind; allowed: {allowed}"
+    )
+
+
+_UNICODE = AfterValidator(_unicode)
+Text = Annotated[str, _UNICODE]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
-Word = Annotated[Text, StringConstraints(min_length=1, max_length=1000)]
-Stop = Word | Annotated[list[Word], Field(max_length=4)] | None
+Some = Annotated[str, StringConstraints(min_length=1), _UNICODE]
+Word = Annotated[str, StringConstraints(min_length=1, max_length=1000), _UNICODE]
+Words = Annotated[list[Word], Field(max_length=4)]
+Stop = Annotated[
+    Annotated[Word, Tag("<string>")] | Annotated[Words, Tag("<strings>")] | Annotated[Words, Tag("<list>")],
+    _forms("a string, or a list of up to 4"),
+]
+Prompt = Annotated[
+    Annotated[Text, Tag("<string>")]
+    | Annotated[list[Text], Tag("<strings>")]
+    | Annotated[list[list[Token]], Tag("<lists>")]
+    | Annotated[list[Token], Field(min_length=1), Tag("<list>")],
+    _forms("a string, or a list of tokens"),
+]
 
 _PENALTIES: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, 0.0),
@@ -78,7 +124,7 @@ class Choosing(Strict):
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stop = None
+    stop: Stop | None = None
 
     def sampling(self, temperature: float = 1.0) -> Sampling:
         """``temperature``: what it is if it was not given."""
@@ -122,7 +168,7 @@ class CompletionRequest(Completing):
 
     NEUTRAL = _PENALTIES | {"best_of": (1,), "echo": (False,), "logprobs": (), "suffix": ("",)}
 
-    prompt: Text | Annotated[list[Token] | list[Text] | list[list[Token]], Field(min_length=1)]
+    prompt: Prompt
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
@@ -144,6 +190,15 @@ class TextPart(Strict):
     text: Text
 
 
+Content = Annotated[
+    Annotated[Text, Tag("<string>")]
+    | Annotated[list[TextPart], Tag("<list>")]
+    | Annotated[list[TextPart], Tag("<strings>")]
+    | Annotated[list[TextPart], Tag("<lists>")],
+    _forms('a string, or a list of {"type": "text", "text": ...}'),
+]
+
+
 class Message(Strict):
     """A message of a conversation; parts of text are joined by line breaks."""
 
@@ -157,7 +212,7 @@ class Message(Strict):
     }
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Content
 
     def plain(self) -> dict[str, str]:
         """As chat templates know it, which have "system" for OpenAI's younger "developer"."""
@@ -205,13 +260,13 @@ class ChatRequest(Completing):
 class DocumentRequest(Strict):
     """``POST /v1/documents``."""
 
-    name: Annotated[Text, StringConstraints(min_length=1, max_length=200, strip_whitespace=True)]
-    text: Annotated[Text, StringConstraints(min_length=1)]
+    name: Annotated[str, StringConstraints(min_length=1, max_length=200, strip_whitespace=True), _UNICODE]
+    text: Some
 
 
 class QuestionRequest(Choosing):
     """``POST /v1/documents/{id}/ask``."""
 
-    question: Annotated[Text, StringConstraints(min_length=1)]
+    question: Some
     max_tokens: Annotated[int, Field(ge=1)] = 256
     stream: bool | None = None

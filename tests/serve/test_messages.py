@@ -1,0 +1,86 @@
+"""What is said of a request that is refused: the field as its sender knows it, and what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.serve.serving import CHAT, COMPLETION, Serving, serving
+
+USER = {"role": "user"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    with serving() as found:
+        yield found
+
+
+def error_of(server: Serving, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    response = server.http.post(path, json=body)
+    assert response.status_code == 400, response.text
+    error: dict[str, Any] = response.json()["error"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param", "said"),
+    [
+        ("prompt", 5, "prompt", "a string, or a list of tokens"),
+        ("prompt", [1, "a"], "prompt.1", "integer"),
+        ("prompt", [], "prompt", "at least 1"),
+        ("stop", 5, "stop", "a string, or a list of up to 4"),
+        ("stop", ["a", "b", "c", "d", "e"], "stop", "at most 4"),
+        ("stop", ["a", ""], "stop.1", "at least 1 character"),
+        ("stop", "", "stop", "at least 1 character"),
+    ],
+)
+def test_a_field_of_several_forms_is_judged_by_the_one_that_was_meant(
+    server: Serving, field: str, value: object, param: str, said: str
+) -> None:
+    error = error_of(server, "/v1/completions", COMPLETION | {field: value})
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "param", "said"),
+    [
+        (5, "messages.0.content", 'a string, or a list of {"type": "text", "text": ...}'),
+        ([{"type": "image_url"}], "messages.0.content.0.type", "'text'"),
+        ([{"type": "text", "text": 5}], "messages.0.content.0.text", "string"),
+    ],
+)
+def test_a_message_is_judged_by_the_form_that_was_meant(
+    server: Serving, content: object, param: str, said: str
+) -> None:
+    error = error_of(server, "/v1/chat/completions", CHAT | {"messages": [USER | {"content": content}]})
+    assert error["param"] == param
+    assert said in error["message"]
+
+
+def test_a_text_that_is_empty_has_too_few_characters(server: Serving) -> None:
+    error = error_of(server, "/v1/documents", {"name": "a", "text": ""})
+    assert error["message"] == "text: String should have at least 1 character"
+
+
+def test_what_is_not_there_is_named(server: Serving) -> None:
+    def said(method: str, path: str) -> str:
+        return str(server.http.request(method, path).json()["error"]["message"])
+
+    assert said("GET", "/v1/nothing") == "there is no path /v1/nothing"
+    assert said("GET", "/v1/completions") == "/v1/completions takes no GET; allowed: POST"
+    assert said("DELETE", "/v1/documents/abc") == "there is no document abc"
+
+
+def test_another_hosts_name_is_an_error_like_others() -> None:
+    with serving(hosts=("localhost", "127.0.0.1")) as server:
+        for host in ("evil.example", "", "[x"):
+            response = server.http.get("/v1/models", headers={"Host": host})
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert error["code"] == "unknown_host"
+            assert error["message"] == f"Host: {host!r} is not this server's; allowed: localhost, 127.0.0.1"
