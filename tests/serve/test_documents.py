@@ -236,3 +236,26 @@ def test_a_document_that_cannot_be_kept_is_not_read(tmp_path: Path) -> None:
         assert response.json()["error"]["type"] == "server_error"
         assert server.http.get("/v1/documents").json()["data"] == []
         assert server.store.match(server.store.keys(reader().about(TEXT))).num_pages == 0
+
+
+def test_an_answer_whose_length_nobody_gave_is_as_long_as_there_is_room_for() -> None:
+    with serving(hbm=32) as server:
+        most = server.engine.max_tokens
+        document = add(server, "A day at sea. " * 14)
+        asked = server.http.post(f"/v1/documents/{document['id']}/ask", json={"question": "When?"})
+        assert asked.status_code == 200, asked.text
+        usage = asked.json()["usage"]
+        assert usage["prompt_tokens"] + usage["completion_tokens"] == most
+        prompt = {"model": "tiny", "prompt": "x" * (most - 3), "temperature": 0}
+        completed = server.http.post("/v1/completions", json=prompt)
+        assert completed.status_code == 200, completed.text
+        assert completed.json()["usage"]["total_tokens"] == most
+
+
+def test_a_document_that_is_too_long_is_refused_with_sizes_and_without_an_answer(server: Serving) -> None:
+    response = server.http.post("/v1/documents", json={"name": "long", "text": "x" * 5000})
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert message.startswith("a prompt of 50")
+    assert "answer" not in message
+    assert f"allowed: {server.engine.max_tokens}" in message

@@ -33,6 +33,14 @@ class Shape(Protocol):
         """The last frame of a stream that fails."""
 
 
+def room(engine: Engine, prompt: int, most: int) -> int:
+    """Tokens of an answer whose length nobody gave: ``most``, or what there is room for after ``prompt`` tokens.
+
+    Without room for even one it is one: the engine says what is too long.
+    """
+    return max(1, min(most, engine.max_tokens - prompt))
+
+
 async def respond(engine: Engine, ask: Ask, shape: Shape, receive: Receive, *, stream: bool) -> Response:
     """Ask, and answer; whose client goes away is cancelled.
 

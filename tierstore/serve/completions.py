@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from starlette.concurrency import run_in_threadpool
 
-from tierstore.serve.answers import respond
+from tierstore.serve.answers import respond, room
 from tierstore.serve.asking import Ask
 from tierstore.serve.engine import Engine
 from tierstore.serve.faults import FaultError
@@ -17,9 +17,9 @@ from tierstore.serve.schemas import ChatRequest, Completing, CompletionRequest
 from tierstore.serve.shapes import Chat, Completion
 
 COMPLETION_TOKENS = 16
-"""Of a completion that asks for no number, as OpenAI has it."""
+"""Of a completion that asks for no number, as OpenAI has it; fewer where the model or HBM has no room for them."""
 CHAT_TOKENS = 1024
-"""Of a chat's answer that asks for no number; fewer where the model or HBM has no room for them."""
+"""Of a chat's answer, likewise."""
 
 
 def completion_routes(reader: Reader, engine: Engine) -> APIRouter:
@@ -41,7 +41,8 @@ def completion_routes(reader: Reader, engine: Engine) -> APIRouter:
         prompt = asked.one
         tokens = await run_in_threadpool(reader.tokens, prompt) if isinstance(prompt, str) else prompt
         shape = Completion(reader.name, asked.with_usage)
-        ask = _ask(asked, tokens, asked.max_tokens or COMPLETION_TOKENS, request)
+        wanted = asked.max_tokens or room(engine, len(tokens), COMPLETION_TOKENS)
+        ask = _ask(asked, tokens, wanted, request)
         return await respond(engine, ask, shape, request.receive, stream=bool(asked.stream))
 
     @routes.post("/chat/completions")
@@ -49,9 +50,7 @@ def completion_routes(reader: Reader, engine: Engine) -> APIRouter:
         _require_model(reader, asked.model)
         tokens = await run_in_threadpool(reader.chat, [message.plain() for message in asked.messages])
         wanted = asked.max_completion_tokens or asked.max_tokens
-        # Without room for even one, the engine says so.
-        room = max(1, min(CHAT_TOKENS, engine.max_tokens - len(tokens)))
-        ask = _ask(asked, tokens, wanted or room, request)
+        ask = _ask(asked, tokens, wanted or room(engine, len(tokens), CHAT_TOKENS), request)
         shape = Chat(reader.name, asked.with_usage)
         return await respond(engine, ask, shape, request.receive, stream=bool(asked.stream))
 

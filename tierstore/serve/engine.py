@@ -134,8 +134,9 @@ class Engine:
         if not ask.prompt:
             raise RefusedError("the prompt has no tokens; allowed: one or more")
         if tokens > self.max_tokens:
+            answer = f" and an answer of up to {ask.max_tokens}" if ask.max_tokens else ""
             raise RefusedError(
-                f"a prompt of {len(ask.prompt)} tokens and an answer of up to {ask.max_tokens}; allowed: "
+                f"a prompt of {len(ask.prompt)} tokens{answer}; allowed: "
                 f"{self.max_tokens} together (the model reads {self._reader.max_tokens}, "
                 f"HBM holds {self._slots} pages of {self._page_size})"
             )

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from starlette.concurrency import run_in_threadpool
 
-from tierstore.serve.answers import respond
+from tierstore.serve.answers import respond, room
 from tierstore.serve.asking import Ask
 from tierstore.serve.engine import Engine
 from tierstore.serve.faults import FaultError
@@ -18,6 +18,9 @@ from tierstore.serve.reader import Reader
 from tierstore.serve.reading import Reading, Readings
 from tierstore.serve.schemas import DocumentRequest, QuestionRequest
 from tierstore.serve.shapes import About
+
+ANSWER_TOKENS = 256
+"""Of an answer that asks for no number; fewer where the model or HBM has no room for them."""
 
 
 def document_routes(reader: Reader, engine: Engine, library: Library, readings: Readings) -> APIRouter:
@@ -64,9 +67,10 @@ def document_routes(reader: Reader, engine: Engine, library: Library, readings: 
         question = await run_in_threadpool(reader.question, asked.question)
         await reading.ended()  # else the document would be computed twice
         found(request, id)  # it may have been deleted meanwhile
+        tokens = (*reading.tokens, *question)
         prompt = Ask(
-            prompt=(*reading.tokens, *question),
-            max_tokens=asked.max_tokens,
+            prompt=tokens,
+            max_tokens=asked.max_tokens or room(engine, len(tokens), ANSWER_TOKENS),
             sampling=asked.sampling(temperature=0.0),
             stop=asked.stops,
             salt=request.state.tenant.encode(),

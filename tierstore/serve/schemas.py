@@ -268,5 +268,5 @@ class QuestionRequest(Choosing):
     """``POST /v1/documents/{id}/ask``."""
 
     question: Some
-    max_tokens: Annotated[int, Field(ge=1)] = 256
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
