@@ -1,5 +1,6 @@
 """An answer's text as it comes: whole characters, and nothing beyond a stop string."""
 
+# mypy: allow-untyped-calls
 from __future__ import annotations
 
 from collections.abc import Sequence

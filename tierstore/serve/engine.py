@@ -29,19 +29,19 @@ log = logging.getLogger(__name__)
 
 
 class Ticket:
-    """A request that was taken. Any thread."""
+    """A request that was taken. Any thread. Keeps nothing of it: who keeps a ticket keeps no prompt."""
 
     def __init__(self, asked: Asked, wake: Callable[[], None]) -> None:
-        self._asked, self._wake = asked, wake
+        self._cancelled, self._ended, self._wake = asked.cancelled, asked.ended, wake
 
     def cancel(self) -> None:
         """From the next step on nothing is computed for it, and nothing told. Idempotent; too late it does nothing."""
-        self._asked.cancelled.set()
+        self._cancelled.set()
         self._wake()
 
     def wait(self, timeout_s: float) -> bool:
         """Until the engine is through with it and puts no page of it any more; False if the time ran out."""
-        return self._asked.ended.wait(timeout_s)
+        return self._ended.wait(timeout_s)
 
 
 class Engine:

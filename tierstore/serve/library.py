@@ -130,7 +130,7 @@ def _read(file: Path) -> Document | None:
         why = "is not the text that was written"
     except OSError as error:
         why = f"cannot be read: {error.strerror}"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         why = "is no document"
     _log.warning("%s %s; it is left out", file, why)
     return None

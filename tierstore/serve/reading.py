@@ -45,11 +45,11 @@ class Reading:
 
     def begin(self, engine: Engine, salt: bytes) -> None:
         """Have the engine read it. Raises what ``submit`` raises, and nothing is changed."""
-        before, self._ended = self._ended, Future()
+        self._ended = Future()
         try:
             self._ticket = engine.submit(Ask(prompt=tuple(self.tokens), max_tokens=0, salt=salt), self.tell)
         except BaseException:
-            self._ended = before
+            self._end()  # somebody may wait for it already
             raise
 
     def tell(self, event: Event) -> None:

@@ -1,0 +1,86 @@
+"""The reading of one document, beside everything else that goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from pathlib import Path
+from threading import Event as Flag
+from threading import Thread
+
+import pytest
+
+from tests.adapters.tiny import open_store
+from tests.serve.small import GREEDY, ask, ids_of, reader
+from tests.support.pages import PATIENCE_S
+from tierstore.serve.asking import Ask, BusyError, Event
+from tierstore.serve.engine import Engine
+from tierstore.serve.library import Library
+from tierstore.serve.reading import Reading
+from tierstore.types import PageKey
+
+
+def test_who_waits_for_a_reading_that_the_engine_has_no_room_for_waits_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with open_store(reader().model, hbm=32) as store:
+        engine, go, asked, waits = Engine(reader(), store, max_waiting=1), Flag(), Flag(), Flag()
+        held = Flag()
+
+        def hold(_: Event) -> None:
+            held.set()
+            go.wait(PATIENCE_S)
+
+        engine.submit(Ask(prompt=tuple(ids_of("hold")), max_tokens=1, sampling=GREEDY), hold)
+        assert held.wait(PATIENCE_S)
+        ask(engine, "waits", 1)
+        reading, keys_of = Reading(ids_of("a document"), []), store.keys
+
+        def keys(*args: object, **more: object) -> list[PageKey]:
+            asked.set()
+            waits.wait(PATIENCE_S)
+            return keys_of(*args, **more)  # type: ignore[arg-type]
+
+        def begin() -> None:
+            with pytest.raises(BusyError):
+                reading.begin(engine, b"")
+
+        async def wait() -> None:
+            waiting = asyncio.create_task(reading.ended())
+            await asyncio.sleep(0)  # it waits now
+            waits.set()
+            await asyncio.wait_for(waiting, PATIENCE_S / 6)
+
+        monkeypatch.setattr(store, "keys", keys)
+        thread = Thread(target=begin)
+        thread.start()
+        assert asked.wait(PATIENCE_S)
+        try:
+            asyncio.run(wait())
+        finally:
+            waits.set()
+            thread.join(PATIENCE_S)
+            go.set()
+            engine.close()
+        assert not reading.under_way
+
+
+def test_who_keeps_a_ticket_keeps_no_prompt() -> None:
+    with open_store(reader().model, hbm=32) as store:
+        engine = Engine(reader(), store)
+        ticket, told = ask(engine, "Nobody keeps this.", 1)
+        told.done()
+        ask(engine, "another", 1)[1].done()
+        engine.close()
+        gc.collect()
+        asked = [each for each in gc.get_objects() if type(each) is Ask]  # others may warn
+        assert tuple(ids_of("Nobody keeps this.")) not in [each.prompt for each in asked]
+        assert ticket.wait(0)
+
+
+def test_a_file_of_any_depth_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "plain.json").write_text(json.dumps({"a": 1}))
+    assert Library(tmp_path).all() == []
+    assert ["left out" in line for line in caplog.messages] == [True, True]
