@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
 from contextlib import ExitStack, contextmanager
@@ -154,6 +155,7 @@ def _run(
         engine = Engine(reader, store, max_active=limits.max_active, max_waiting=limits.max_waiting)
         try:
             app = make_app(reader, engine, store, library, tenants, hosts=hosts)
+            gc.freeze()  # a full pass of the collector stops every thread, and what is there now stays
             Server(app, engine, listening).run(sockets=[bound])
         finally:
             engine.close()
