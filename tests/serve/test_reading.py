@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+from itertools import count
 from pathlib import Path
 from threading import Event as Flag
 from threading import Thread
 
+import httpx2 as httpx
 import pytest
 
 from tests.adapters.tiny import open_store
+from tests.serve.serving import COMPLETION, Serving, serving
 from tests.serve.small import GREEDY, ask, ids_of, reader
 from tests.support.pages import PATIENCE_S
+from tests.support.waiting import wait_for
 from tierstore.serve.asking import Ask, BusyError, Event
 from tierstore.serve.engine import Engine
 from tierstore.serve.library import Library
@@ -84,3 +88,59 @@ def test_a_file_of_any_depth_is_left_out(tmp_path: Path, caplog: pytest.LogCaptu
     (tmp_path / "plain.json").write_text(json.dumps({"a": 1}))
     assert Library(tmp_path).all() == []
     assert ["left out" in line for line in caplog.messages] == [True, True]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_asks_about_a_document_that_is_deleted_gets_an_error_and_no_page_of_it_comes_back(
+    stream: bool,
+) -> None:
+    text = "The bell rang twice, and then it was still, for it had snowed. " * 3
+    computing, go_on, passes = Flag(), Flag(), count()
+
+    def stand_still(*_: object) -> None:
+        if next(passes) == 4:
+            computing.set()
+            go_on.wait(PATIENCE_S)
+
+    with serving(max_active=1) as server:
+        id = server.http.post("/v1/documents", json={"name": "x", "text": text}).json()["id"]  # noqa: A001
+        keys = server.store.keys(reader().about(text))
+        wait_for(lambda: server.http.get(f"/v1/documents/{id}").json()["state"] == "ready")
+        question = {"question": "When?", "max_tokens": 60, "stream": stream}
+        responses: list[httpx.Response] = []
+
+        def post() -> None:
+            with httpx.Client(base_url=server.http.base_url, trust_env=False, timeout=PATIENCE_S) as client:
+                responses.append(client.post(f"/v1/documents/{id}/ask", json=question))
+
+        hook = reader(chats=True).model.register_forward_pre_hook(stand_still)
+        try:
+            first = Thread(target=post)
+            first.start()
+            assert computing.wait(PATIENCE_S)  # its answer has begun; the other ones wait
+            threads = [
+                first,
+                *(Thread(target=post) for _ in range(2)),
+                Thread(target=delete, args=(server, id)),
+            ]
+            for thread in threads[1:-1]:
+                thread.start()
+            wait_for(lambda: "tierstore_serve_waiting 2.0" in server.engine.figures.text())
+            threads[-1].start()
+            wait_for(lambda: server.library.get("", id) is None)
+            go_on.set()
+            for thread in threads:
+                thread.join(PATIENCE_S)
+        finally:
+            go_on.set()
+            hook.remove()
+        assert len(responses) == 3
+        assert all("deleted" in response.text for response in responses)
+        assert sorted(response.status_code for response in responses)[-2:] == [404, 404]
+        server.http.post("/v1/completions", json=COMPLETION)  # after all that was under way
+        assert server.store.match(keys).num_pages == 0
+
+
+def delete(server: Serving, id: str) -> None:  # noqa: A002 - what it is called
+    with httpx.Client(base_url=server.http.base_url, trust_env=False, timeout=PATIENCE_S) as client:
+        assert client.delete(f"/v1/documents/{id}").status_code == 200

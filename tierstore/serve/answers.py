@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Protocol
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from tierstore.serve.asking import Ask, Done, Failed, Piece
@@ -41,13 +42,24 @@ def room(engine: Engine, prompt: int, most: int) -> int:
     return max(1, min(most, engine.max_tokens - prompt))
 
 
-async def respond(engine: Engine, ask: Ask, shape: Shape, receive: Receive, *, stream: bool) -> Response:
+async def respond(
+    engine: Engine,
+    ask: Ask,
+    shape: Shape,
+    receive: Receive,
+    *,
+    stream: bool,
+    taken: Callable[[Listener], None] | None = None,
+) -> Response:
     """Ask, and answer; whose client goes away is cancelled.
 
-    The status is settled with the first piece: what ends a request before it is raised here.
+    The status is settled with the first piece: what ends a request before it is raised here. ``taken`` is told, in a
+    thread, whose events these are.
     """
     listener = await Listener.begin(engine, ask, receive)
     try:
+        if taken is not None:
+            await run_in_threadpool(taken, listener)
         await listener.first()
         if not stream:
             return JSONResponse(await _whole(listener, shape))

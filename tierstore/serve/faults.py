@@ -41,6 +41,10 @@ class ClosingError(FailedError):
     """Since it was told to end."""
 
 
+class DeletedError(FailedError):
+    """Since the document that it is about was deleted."""
+
+
 class GoneError(Exception):
     """The client went away: there is nobody to answer."""
 
@@ -140,6 +144,8 @@ async def _busy(_: Request, error: Exception) -> Response:
 async def _failed(_: Request, error: Exception) -> Response:
     if isinstance(error, ClosingError | StoreClosed):
         return fault(503, str(error), headers=AGAIN)
+    if isinstance(error, DeletedError):
+        return fault(404, str(error), param="id", code="document_not_found")
     return fault(500, str(error))
 
 

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 
 from tierstore.serve.asking import Ask, Done, Event, Failed, Piece, Read
 from tierstore.serve.engine import CLOSING
-from tierstore.serve.faults import ClosingError, FailedError, GoneError
+from tierstore.serve.faults import ClosingError, DeletedError, FailedError, GoneError
 
 if TYPE_CHECKING:
     from starlette.types import Receive
 
     from tierstore.serve.engine import Engine, Ticket
 
+DELETED = "the document was deleted"
+_LAST_STEP_S = 30.0
+"""How long a step of the engine may take before nobody waits for it."""
+
 
 def failure(event: Failed) -> FailedError:
     """The error that a request ends with which has not been answered yet."""
+    if event.why == DELETED:
+        return DeletedError(event.why)
     return ClosingError(event.why) if event.why == CLOSING else FailedError(event.why)
 
 
@@ -30,7 +37,7 @@ class Listener:
     """
 
     def __init__(self, events: asyncio.Queue[Event | None], ticket: Ticket, receive: Receive) -> None:
-        self._events, self._ticket = events, ticket
+        self._events, self._ticket, self._loop = events, ticket, asyncio.get_running_loop()
         self._first: Piece | Done | None = None
         self._watch = asyncio.create_task(self._wait_for_the_end(receive))
 
@@ -48,6 +55,16 @@ class Listener:
         """Nothing is computed any more for this request. Idempotent."""
         self._watch.cancel()
         self._ticket.cancel()
+
+    def withdraw(self) -> None:
+        """Its document is deleted: it ends with an error, soon. Any thread."""
+        self._ticket.cancel()
+        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(self._events.put_nowait, Failed(DELETED))
+
+    def wait(self) -> None:
+        """Until no page of it is on its way into the store. Any thread but the loop's."""
+        self._ticket.wait(_LAST_STEP_S)
 
     async def first(self) -> None:
         """Waits for the first piece, or the end without one. FailedError, or GoneError without a client."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -63,7 +64,8 @@ def document_routes(reader: Reader, engine: Engine, library: Library, readings: 
     @routes.post("/{id}/ask")
     async def ask(id: str, asked: QuestionRequest, request: Request) -> Response:  # noqa: A002
         began = monotonic()
-        reading = await run_in_threadpool(readings.of, found(request, id))
+        document = found(request, id)
+        reading = await run_in_threadpool(readings.of, document)
         question = await run_in_threadpool(reader.question, asked.question)
         await reading.ended()  # else the document would be computed twice
         found(request, id)  # it may have been deleted meanwhile
@@ -76,7 +78,8 @@ def document_routes(reader: Reader, engine: Engine, library: Library, readings: 
             salt=request.state.tenant.encode(),
         )
         shape = About(monotonic() - began)
-        return await respond(engine, prompt, shape, request.receive, stream=bool(asked.stream))
+        taken = partial(readings.asked, document, reading)
+        return await respond(engine, prompt, shape, request.receive, stream=bool(asked.stream), taken=taken)
 
     return routes
 

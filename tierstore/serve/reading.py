@@ -9,7 +9,8 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from threading import Event as Flag
 from threading import Lock
-from typing import Literal
+from typing import Literal, Protocol
+from weakref import WeakSet
 
 from tierstore.errors import StoreClosed
 from tierstore.serve.asking import Ask, BusyError, Done, Event, Failed, Read, RefusedError
@@ -86,6 +87,16 @@ class Reading:
                 self._ended.set_result(None)
 
 
+class Question(Protocol):
+    """One about a document, on its way through the engine."""
+
+    def withdraw(self) -> None:
+        """It ends with an error, soon."""
+
+    def wait(self) -> None:
+        """Until no page of it is on its way into the store."""
+
+
 class Readings:
     """The documents of a library with what is known of their reading. Any thread; all but ``ask`` may take seconds."""
 
@@ -95,6 +106,8 @@ class Readings:
             Lock()
         )  # one document comes or goes at a time; what is known is a dict, taken as it is
         self._known: dict[tuple[str, str], Reading] = {}
+        self._questions: dict[tuple[str, str], WeakSet[Question]] = {}
+        self._asking = Lock()  # over the questions
         self._closing = Flag()
 
     def add(self, tenant: str, name: str, text: str) -> tuple[Document, Reading]:
@@ -153,8 +166,27 @@ class Readings:
             self._library.remove(document)
             self._known.pop((document.tenant, document.id), None)
             reading.cancel()
-            shared = {key for other in self._library.all(document.tenant) for key in self.of(other).keys}
-            self._store.evict([key for key in reading.keys if key not in shared])
+            self._evict(document, reading)
+
+    def asked(self, document: Document, reading: Reading, question: Question) -> None:
+        """Once the engine has taken a question: it ends with its document, however the two meet."""
+        with self._asking:
+            self._questions.setdefault((document.tenant, document.id), WeakSet()).add(question)
+        if self._library.get(document.tenant, document.id) is None:
+            with self._changing:
+                if self._library.get(document.tenant, document.id) is None:  # else it is back
+                    self._evict(document, reading)
+
+    def _evict(self, document: Document, reading: Reading) -> None:
+        """The pages of a document that is gone, once nobody computes them any more."""
+        with self._asking:
+            questions = list(self._questions.pop((document.tenant, document.id), ()))
+        for question in questions:
+            question.withdraw()
+        for question in questions:
+            question.wait()
+        shared = {key for other in self._library.all(document.tenant) for key in self.of(other).keys}
+        self._store.evict([key for key in reading.keys if key not in shared])
 
     def recall(self) -> None:
         """After a restart: find what of every document is in the store. Takes a thread; ends at ``close``."""
