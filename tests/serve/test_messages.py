@@ -67,6 +67,12 @@ def test_a_text_that_is_empty_has_too_few_characters(server: Serving) -> None:
     assert error["message"] == "text: String should have at least 1 character"
 
 
+def test_a_body_that_is_no_text_is_told_what_may_be_one(server: Serving) -> None:
+    kind = {"Content-Type": "application/json"}
+    response = server.http.post("/v1/documents", content=b'{"name": "a", "text": "\xff"}', headers=kind)
+    assert response.json()["error"]["message"] == "the body cannot be read; allowed: JSON in UTF-8"
+
+
 def test_what_is_not_there_is_named(server: Serving) -> None:
     def said(method: str, path: str) -> str:
         return str(server.http.request(method, path).json()["error"]["message"])
@@ -77,7 +83,7 @@ def test_what_is_not_there_is_named(server: Serving) -> None:
 
 
 def test_another_hosts_name_is_an_error_like_others() -> None:
-    with serving(hosts=("localhost", "127.0.0.1")) as server:
+    with serving(hosts=("localhost", "127.0.0.1", "localhost")) as server:
         for host in ("evil.example", "", "[x"):
             response = server.http.get("/v1/models", headers={"Host": host})
             assert response.status_code == 400

@@ -71,10 +71,12 @@ def running(*arguments: str | Path) -> Iterator[tuple[httpx.Client, subprocess.P
             process.kill()
 
 
-def end(process: subprocess.Popen[str], number: int) -> str:
+def end(process: subprocess.Popen[str], number: int, times: int = 1) -> str:
     """Exit cleanly within seconds; what it said on standard error."""
     began = time.monotonic()
-    process.send_signal(number)
+    for _ in range(times):
+        process.send_signal(number)
+        time.sleep(0.02)  # signals that meet are one
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + number, errors
     assert time.monotonic() - began < PATIENCE_S / 2
@@ -118,6 +120,14 @@ def test_an_interrupt_ends_it_while_it_answers(model: Path, config: Path) -> Non
         with http.stream("POST", "/v1/completions", json=asked) as response:
             next(response.iter_lines())
             end(process, signal.SIGINT)
+
+
+def test_two_interrupts_end_it_as_cleanly(model: Path, config: Path) -> None:
+    with running("--config", config, "--model", model) as (http, process, _):
+        asked = COMPLETION | {"max_tokens": 400, "stream": True}
+        with http.stream("POST", "/v1/completions", json=asked) as response:
+            next(response.iter_lines())
+            end(process, signal.SIGINT, times=2)
 
 
 def test_with_keys_it_may_be_reached_from_elsewhere(model: Path, config: Path, tmp_path: Path) -> None:

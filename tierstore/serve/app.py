@@ -120,6 +120,8 @@ class Server(uvicorn.Server):
             self._listening()
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        """The engine's end, then uvicorn's."""
+        """The engine's end, then uvicorn's. Told a second time it waits for no client, but ends as cleanly."""
         await run_in_threadpool(self._engine.close)
         await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn would leave the application to be torn down, with a traceback
+            await self.lifespan.shutdown()

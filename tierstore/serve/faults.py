@@ -129,7 +129,11 @@ def _is_unknown(detail: Mapping[str, Any]) -> bool:
 async def _of_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, allowed = request.scope["path"], (error.headers or {}).get("Allow", "")
-    said = {404: f"there is no path {path}", 405: f"{path} takes no {request.method}; allowed: {allowed}"}
+    said = {
+        400: "the body cannot be read; allowed: JSON in UTF-8",
+        404: f"there is no path {path}",
+        405: f"{path} takes no {request.method}; allowed: {allowed}",
+    }
     return fault(error.status_code, said.get(error.status_code, str(error.detail)), headers=error.headers)
 
 

@@ -94,7 +94,7 @@ class Hosts:
     """
 
     def __init__(self, app: ASGIApp, hosts: tuple[str, ...]) -> None:
-        self._app, self._hosts = app, hosts
+        self._app, self._hosts = app, tuple(dict.fromkeys(hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
