@@ -253,6 +253,7 @@ def test_at_the_servers_end_a_stream_ends_with_an_error_and_who_waits_gets_503()
 def test_a_server_whose_engine_is_closed_is_not_ready() -> None:
     with serving() as server:
         assert server.http.get("/health").json() == {"ready": True}
+        assert server.http.head("/health").status_code == 200
         server.engine.close()
         response = server.http.get("/health")
         assert response.status_code == 503

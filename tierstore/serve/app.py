@@ -72,7 +72,7 @@ def _add_own_routes(app: FastAPI, engine: Engine, store: TierStore) -> None:
     async def index() -> HTMLResponse:
         return HTMLResponse(page, headers=policy | {"Referrer-Policy": "no-referrer"})
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> JSONResponse:
         return JSONResponse({"ready": engine.ready}, 200 if engine.ready else 503)
 
