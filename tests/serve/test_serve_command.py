@@ -81,6 +81,7 @@ def end(process: subprocess.Popen[str], number: int, times: int = 1) -> str:
     assert process.returncode == 128 + number, errors
     assert time.monotonic() - began < PATIENCE_S / 2
     assert "Traceback" not in errors
+    assert "leaked" not in errors
     return errors
 
 

@@ -158,6 +158,7 @@ def _run(
             gc.freeze()  # a full pass of the collector stops every thread, and what is there now stays
             Server(app, engine, listening).run(sockets=[bound])
         finally:
+            gc.unfreeze()  # else libraries tell of leaks at the end
             engine.close()
 
 
