@@ -44,9 +44,8 @@ class Library:
         unfinished is removed.
         """
         self._folder = folder
-        self._writing = (
-            Lock()
-        )  # held over the disk's time, so that readers do without: they take a dict as it is
+        # Held over the disk's time, so that readers do without: they take a dict as it is.
+        self._writing = Lock()
         self._documents: dict[tuple[str, str], Document] = {}
         if folder is None:
             return

@@ -102,9 +102,8 @@ class Readings:
 
     def __init__(self, library: Library, reader: Reader, engine: Engine, store: TierStore) -> None:
         self._library, self._reader, self._engine, self._store = library, reader, engine, store
-        self._changing = (
-            Lock()
-        )  # one document comes or goes at a time; what is known is a dict, taken as it is
+        # One document comes or goes at a time; what is known is a dict, taken as it is.
+        self._changing = Lock()
         self._known: dict[tuple[str, str], Reading] = {}
         self._questions: dict[tuple[str, str], WeakSet[Question]] = {}
         self._asking = Lock()  # over the questions

@@ -59,12 +59,11 @@ class Running:
         """Compute one chunk of the prompt, or one token of the answer. What it took, once all is told."""
         if self.waits:
             return None
-        cache = self._cache or self._open()
-        there = cache.get_seq_length()
+        there = (self._cache or self._open()).get_seq_length()
         with torch.inference_mode():
-            return (
-                self._read(cache, there) if there < len(self._ask.prompt) else self._go_on(self._tokens[-1:])
-            )
+            if there < len(self._ask.prompt):
+                return self._read(there)
+            return self._go_on(self._tokens[-1:])
 
     def close(self) -> None:
         """Full pages stay in the store. Idempotent."""
@@ -89,7 +88,7 @@ class Running:
         self._tell(Read(cache.get_seq_length()))
         return cache
 
-    def _read(self, cache: TierStoreCache, first: int) -> Usage | None:
+    def _read(self, first: int) -> Usage | None:
         part = self._ask.prompt[first : first + self._chunk]
         if first + len(part) == len(self._ask.prompt) and self._ask.max_tokens:
             return self._go_on(list(part))
