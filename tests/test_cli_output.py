@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-COMMAND = [sys.executable, "-c", "from tierstore.cli import main; main()"]
+from tests.support.command import COMMAND
 
 
 @pytest.mark.parametrize("words", [["config-schema"], ["--help"]])

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import pytest
 from tests.adapters.tiny import tiny_llama
 from tests.serve.serving import COMPLETION
 from tests.serve.small import VOCABULARY, tokenizer
+from tests.support.command import COMMAND
 from tests.support.pages import PATIENCE_S
 
 TEXT = "The lamp went out, and with it the last of the light in the house. " * 3
@@ -43,8 +43,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def command(*arguments: str | Path) -> list[str]:
-    program = [sys.executable, "-c", "from tierstore.cli import main; main()", "serve"]
-    return [*program, *map(str, arguments)]
+    return [*COMMAND, "serve", *map(str, arguments)]
 
 
 ENVIRONMENT = os.environ | {"COLUMNS": "200", "NO_COLOR": "1"}
