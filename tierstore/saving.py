@@ -50,9 +50,8 @@ class Saving:
     def close(self, timeout_s: float) -> None:
         """``TierStore.close``, of a store that is open; one call at a time."""
         deadline = monotonic() + timeout_s
-        with suppress(
-            StoreClosed
-        ):  # of a store that was interrupted nothing is saved: what memory holds is doubtful
+        # Of a store that was interrupted nothing is saved: what memory holds is doubtful.
+        with suppress(StoreClosed):
             with self._progress.lock:
                 self._directory.hints.close()
             ticket = save_unsaved(self._directory, self._progress)

@@ -223,9 +223,18 @@ def test_a_damaged_text_is_left_out_and_named(
 
 
 def test_what_a_write_left_unfinished_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "ab.part").write_text("{")
+    (tmp_path / f"{Document('', 'a', 'b').id}.part").write_text("{")
     assert Library(tmp_path).all() == []
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["film.part", "ab.part", "notes.json", "a.txt"])
+def test_what_is_no_document_of_ours_is_left_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{")
+    library = Library(tmp_path)
+    library.add(Document("", "a", "b"))
+    assert Library(tmp_path).all() == [Document("", "a", "b")]
+    assert (tmp_path / name).read_text() == "{"
 
 
 def test_a_document_that_cannot_be_kept_is_not_read(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from tierstore.types import PageKey
 
 _LOOK_S = 0.002
 """How often pages from disk are looked for while nothing is computed."""
+_LAST_STEP_S = 30.0
+"""How long a step may take before nobody waits for its end."""
 _SPARE = 1
 """A page more than the tokens fill: the copy of one that a prompt leaves half way."""
 _CPU_CHUNK, _CARD_CHUNK = 256, 4096
@@ -39,7 +41,7 @@ class Ticket:
         self._cancelled.set()
         self._wake()
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait(self, timeout_s: float = _LAST_STEP_S) -> bool:
         """Until the engine is through with it and puts no page of it any more; False if the time ran out."""
         return self._ended.wait(timeout_s)
 
@@ -114,7 +116,7 @@ class Engine:
             self._changed.notify_all()
         return Ticket(asked, self._wake)
 
-    def close(self, timeout_s: float = 30.0) -> None:
+    def close(self, timeout_s: float = _LAST_STEP_S) -> None:
         """What is under way or waits is told ``Failed``. Before the store is closed. Idempotent, any thread."""
         with self._changed:
             self._closing = True

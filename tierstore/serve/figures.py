@@ -1,4 +1,4 @@
-"""What an engine counts, for Prometheus and for the page. No figure is one tenant's."""
+"""What an engine counts, for Prometheus. No figure is one tenant's."""
 
 from __future__ import annotations
 

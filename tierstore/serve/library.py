@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -14,6 +15,7 @@ from tierstore.errors import ConfigError
 
 _log = logging.getLogger("tierstore.serve")
 _SUFFIX, _PART = ".json", ".part"
+_ID = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,8 @@ class Library:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for unfinished in folder.glob(f"*{_PART}"):
-                unfinished.unlink()
+                if _ID.fullmatch(unfinished.stem):  # a browser's downloads are called so too
+                    unfinished.unlink()
             files = sorted(folder.glob(f"*{_SUFFIX}"))
         except OSError as error:
             raise ConfigError(

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from tierstore.serve.engine import Engine, Ticket
 
 DELETED = "the document was deleted"
-_LAST_STEP_S = 30.0
-"""How long a step of the engine may take before nobody waits for it."""
 
 
 def failure(event: Failed) -> FailedError:
@@ -64,7 +62,7 @@ class Listener:
 
     def wait(self) -> None:
         """Until no page of it is on its way into the store. Any thread but the loop's."""
-        self._ticket.wait(_LAST_STEP_S)
+        self._ticket.wait()
 
     async def first(self) -> None:
         """Waits for the first piece, or the end without one. FailedError, or GoneError without a client."""

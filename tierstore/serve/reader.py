@@ -26,7 +26,7 @@ from tierstore.adapters.huggingface import ATTENTION
 from tierstore.errors import ConfigError
 from tierstore.serve.asking import RefusedError
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "bfloat16"]
 
 _HERE = "\ue000"
 """Stands where the question will be. Of the private use area: no text has a use for it."""

@@ -23,9 +23,6 @@ from tierstore.types import PageKey
 State = Literal["waiting", "reading", "ready", "failed"]
 """``waiting``: for its turn, or for somebody who asks; ``ready``: all of it was in the store."""
 
-_LAST_STEP_S = 30.0
-"""How long a step of the engine may take before nobody waits for it."""
-
 
 class Reading:
     """How far one document is. ``tell`` is the engine's; the rest may be asked from any thread."""
@@ -73,7 +70,7 @@ class Reading:
         """It is read no further, and once this returns no page of it is on its way into the store. Idempotent."""
         if self._ticket is not None:
             self._ticket.cancel()
-            self._ticket.wait(_LAST_STEP_S)
+            self._ticket.wait()
         self._end()
 
     async def ended(self) -> None:
@@ -98,7 +95,7 @@ class Question(Protocol):
 
 
 class Readings:
-    """The documents of a library with what is known of their reading. Any thread; all but ``ask`` may take seconds."""
+    """The documents of a library with what is known of their reading. Any thread; most calls may take seconds."""
 
     def __init__(self, library: Library, reader: Reader, engine: Engine, store: TierStore) -> None:
         self._library, self._reader, self._engine, self._store = library, reader, engine, store
