@@ -81,7 +81,8 @@ _ENCODED = frozenset(CODECS.values()) - {Codec.NONE}
 class Head:
     """What a record says of itself. ``fingerprint``: 32 bytes from ``fingerprint_digest``; lengths in bytes.
 
-    ``generation``: tells one writing of a key from another where places are written again; 0 where LMDB does that.
+    ``generation``: differs for each write of a key, so that a reader can tell whether the record it has read is the one
+    that the catalogue named. 0 in LMDB records of TierStore versions that wrote none there.
     """
 
     fingerprint: bytes
@@ -136,6 +137,7 @@ def encode(
     encoder: PageEncoder | None = None,
     plain: Codec = Codec.NONE,
     raw_nbytes: int | None = None,
+    generation: int = 0,
 ) -> int:
     """Write the record of ``page`` into ``record`` and return its length.
 
@@ -156,19 +158,20 @@ def encode(
         codec=plain if encoder is None or length is None else CODECS[encoder.name],
         raw_nbytes=page.nbytes if raw_nbytes is None else raw_nbytes,
         stored_nbytes=payload.nbytes,
+        generation=generation,
     )
     record[:HEAD_NBYTES] = np.frombuffer(seal(head, payload), dtype=np.uint8)
     return HEAD_NBYTES + payload.nbytes
 
 
-def copy(head: Head, payload: NDArray[np.uint8], record: NDArray[np.uint8]) -> int:
-    """Write a record whose payload is there already into ``record`` and return its length. Generation 0.
+def copy(head: Head, payload: NDArray[np.uint8], record: NDArray[np.uint8], *, generation: int = 0) -> int:
+    """Write a record whose payload is there already into ``record`` under ``generation`` and return its length.
 
     As for ``encode``, what is summed is what will be stored.
     """
     stored = record[HEAD_NBYTES : HEAD_NBYTES + head.stored_nbytes]
     np.copyto(stored, payload)
-    record[:HEAD_NBYTES] = np.frombuffer(seal(replace(head, generation=0), stored), dtype=np.uint8)
+    record[:HEAD_NBYTES] = np.frombuffer(seal(replace(head, generation=generation), stored), dtype=np.uint8)
     return HEAD_NBYTES + stored.nbytes
 
 

@@ -26,10 +26,10 @@ from tests.nvme.rig import (
 )
 from tests.nvme.watch import Watch, watching
 from tierstore.errors import ConfigError, IntegrityError
-from tierstore.nvme import entry, fetching
+from tierstore.nvme import entry
 from tierstore.nvme.home import disk_nbytes
 from tierstore.nvme.slots import Place, Slots
-from tierstore.types import Failure, PageKey
+from tierstore.types import Failure
 
 SLOT = 4096 + PAGE
 
@@ -87,27 +87,7 @@ def test_a_page_erased_between_look_up_and_pin_is_a_miss_not_damage(
     assert ack.failures == ((0, Failure.NOT_FOUND),)
 
 
-def test_a_page_erased_while_it_is_looked_up_is_a_miss_not_damage(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The snapshot that found the entry may be older than the erase, however soon the reader is told of it."""
-    assert rig.write([5]).ok
-    lookup = fetching._lookup
-
-    def late(env: Any, catalogue: Any, wanted: PageKey) -> bytes:
-        monkeypatch.setattr(fetching, "_lookup", lookup)
-        found = lookup(env, catalogue, wanted)
-        rig.erase([5])
-        rig.submit_write(range(100, 140))
-        assert rig.tier.sync(PATIENCE_S)
-        return found
-
-    monkeypatch.setattr(fetching, "_lookup", late)
-    ack, _ = rig.read([5])
-    assert ack.failures == ((0, Failure.NOT_FOUND),)
-
-
-def test_a_page_rewritten_between_look_up_and_pin_is_read_where_it_is_now(
+def test_a_page_rewritten_between_look_up_and_pin_is_read_as_it_was_or_is(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert rig.write([5]).ok
@@ -120,7 +100,10 @@ def test_a_page_rewritten_between_look_up_and_pin_is_read_where_it_is_now(
         return pinned(self, place)
 
     monkeypatch.setattr(Slots, "pinned", late)
-    assert rig.present([5], version=1) == {5}
+    ack, (found,) = rig.read([5])
+    assert ack.ok
+    assert any((found == page(5, version)).all() for version in (0, 1))
+    assert rig.tier.stats()["read_integrity"] == 0
 
 
 def test_a_pinned_slot_comes_back_with_its_last_pin() -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.nvme.rig import PATIENCE_S, Rig, page
+from tests.nvme.rig import PATIENCE_S, Rig, key, page
 from tests.support.sick_disk import Failing, Hanging, ask_again, hold_clock, time_is_up
 from tests.support.waiting import wait_for
+from tierstore.nvme.archive.records import Record
 from tierstore.nvme.breaker import LIMIT
 from tierstore.nvme.catalogue import Catalogue, Page
 from tierstore.types import Failure
@@ -211,3 +212,103 @@ def test_erases_pile_up_behind_a_hung_write_by_their_keys_alone(
     assert rig.ack(stuck).ok
     assert rig.tier.sync(PATIENCE_S)
     assert rig.present([1, 7]) == {1}
+
+
+def test_a_read_that_hangs_keeps_no_room_from_the_writer(rig: Rig, calls: Replace) -> None:
+    # An open read transaction keeps LMDB from using freed pages again: the map would be full after one round.
+    numbers = range(rig.tier.budget_nbytes // rig.tier.record_nbytes - 4)
+    assert rig.write(numbers).ok
+    disk = Hanging(1)
+    calls(preadv=disk)
+    transfer, _ = rig.submit_read([0])
+    disk.wait(1)
+    for version in range(1, 6):
+        rig.erase(numbers[1:])
+        assert rig.write(numbers[1:], version).ok
+    assert rig.tier.stats()["write_no_space"] == 0
+    disk.go_on.set()
+    assert rig.ack(transfer).ok
+    assert rig.present(numbers[1:], version=5) == set(numbers[1:])
+
+
+def as_read(rig: Rig) -> int:
+    """Version of a record read while it is rewritten up to 7: a slot in an extent file is kept for the read."""
+    return 7 if rig.tier.stats()["payload"] == "lmdb" else 0
+
+
+def test_a_record_that_is_rewritten_under_a_read_is_read_again_and_counts_as_no_damage(
+    rig: Rig, calls: Replace
+) -> None:
+    assert rig.write(range(20)).ok
+    disk = Hanging(1)
+    calls(preadv=disk)
+    transfer, out = rig.submit_read([3])
+    disk.wait(1)
+    for version in range(1, 8):  # its old place is written again, in LMDB by other pages too
+        rig.erase(range(20))
+        assert rig.write(range(20), version).ok
+    disk.go_on.set()
+    assert rig.ack(transfer).ok
+    assert (out[0] == page(3, as_read(rig))).all()
+    assert rig.tier.stats()["read_integrity"] == 0
+    assert rig.present([3], version=7) == {3}
+
+
+def test_a_record_that_is_rewritten_during_every_try_is_unavailable_and_stays(
+    tmp_path: Path, calls: Replace
+) -> None:
+    rig = Rig(tmp_path / "home", payload="lmdb")
+    assert rig.write([3]).ok
+    number = 0
+
+    def rewritten(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        nonlocal number
+        number += 1
+        rig.tier._catalogue.store([Page(key(3), None, page(3, number))])
+        raise OSError(errno.EIO, "Input/output error")
+
+    calls(preadv=rewritten)
+    ack, _ = rig.read([3])
+    assert [failure for _, failure in ack.failures] == [Failure.UNAVAILABLE]
+    calls()
+    assert rig.present([3], version=number) == {3}
+    rig.close()
+
+
+def test_a_record_that_is_erased_under_a_read_is_missing_and_counts_as_no_damage(
+    rig: Rig, calls: Replace
+) -> None:
+    assert rig.write(range(20)).ok
+    disk = Hanging(1)
+    calls(preadv=disk)
+    transfer, out = rig.submit_read([3])
+    disk.wait(1)
+    for version in range(1, 8):
+        rig.erase([3])
+        assert rig.write([*range(3), *range(4, 20)], version).ok
+    disk.go_on.set()
+    ack = rig.ack(transfer)
+    if ack.ok:  # a slot in an extent file stays as it is while it is read
+        assert (out[0] == page(3)).all()
+    else:
+        assert [failure for _, failure in ack.failures] == [Failure.NOT_FOUND]
+    assert rig.tier.stats()["read_integrity"] == 0
+    assert rig.present(range(20), version=7) == {*range(3), *range(4, 20)}
+
+
+def test_a_lent_record_that_is_rewritten_meanwhile_is_lent_as_it_is_now(rig: Rig, calls: Replace) -> None:
+    assert rig.write(range(20)).ok
+    disk = Hanging(1)
+    calls(preadv=disk)
+    lent: list[Record | str] = []
+    thread = threading.Thread(target=lambda: lent.append(rig.tier.lender.record(key(3))))
+    thread.start()
+    disk.wait(1)
+    for version in range(1, 8):
+        rig.erase(range(20))
+        assert rig.write(range(20), version).ok
+    disk.go_on.set()
+    thread.join(PATIENCE_S)
+    (found,) = lent
+    assert not isinstance(found, str), found
+    assert (found.payload == page(3, as_read(rig))).all()

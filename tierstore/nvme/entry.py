@@ -54,8 +54,8 @@ class Entry(NamedTuple):
     """Where and how one page is stored.
 
     ``nbytes`` is what the record costs on disk, ``stored_nbytes`` its payload, ``page_number`` where LMDB keeps the
-    record in data.mdb (0: not known, ask LMDB). In an extent file: its number (from 1), the slot's first 4 KiB block
-    there, and the ``generation`` that the record's head repeats; else 0. ``loss``: of the keys' namespace, see LOSSES.
+    record in data.mdb (0: not known, ask LMDB). In an extent file: its number (from 1) and the slot's first 4 KiB block
+    there, else 0. ``generation``: what the record's head repeats. ``loss``: of the keys' namespace, see LOSSES.
     """
 
     parent: PageKey | None

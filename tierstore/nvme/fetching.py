@@ -2,9 +2,11 @@
 
 The catalogue's entry says where a record is, and ``preadv`` fetches it from there straight into the caller's page,
 past the page cache where it may: a cut or unreadable file is an error there, where a mapped read would be a signal.
-Records that LMDB keeps are read within the read transaction that found them, so that they cannot go; extents know no
-such thing, and a slot is pinned before its entry is looked at again. Entries of LMDB's without a page number are read
-through LMDB. No memoryview of LMDB's leaves a method.
+The read transaction of the lookup ends before the read begins: an open transaction keeps LMDB from using freed pages
+again, and a read that hangs would fill the map. So a record in LMDB may be overwritten while it is read. Its checksum,
+key and generation show that, and the reader looks the key up again. A slot in an extent file is pinned while it is
+read: no new record is written there, though one may have been between the lookup and the pin. Records whose entry has
+no page number are copied out of LMDB's map, inside the transaction. No memoryview of LMDB's leaves a method.
 """
 
 from __future__ import annotations
@@ -29,13 +31,19 @@ from tierstore.types import PageKey
 HEAD = slice(BLOCK - codec.HEAD_NBYTES, BLOCK)
 """Where a record's head is in the scratch that it was fetched with."""
 
-_TRIES = 4
+TRIES = 4
+"""Lookups of a key whose record is replaced or moved again and again."""
+
+
+class MovedError(Exception):
+    """The record was replaced or moved during every try to read it: that says nothing of the record."""
 
 
 class Fetched(NamedTuple):
-    """A record's bytes as they were found: its payload, and the generation that its entry names."""
+    """A record's bytes as they were found, unchecked: its payload, and the catalogue entry that led to it."""
 
     payload: NDArray[np.uint8]
+    raw: bytes
     generation: int
 
 
@@ -52,7 +60,7 @@ class RecordBytes(Protocol):
         """Fill ``out`` with a payload as long as it, or its beginning with one of ``held`` bytes, ``scratch`` behind
         BLOCK with any other, and ``scratch`` up to BLOCK with the head.
 
-        KeyError, IntegrityError, OSError, lmdb.Error as ``RecordReader.fetch`` raises them.
+        KeyError, IntegrityError, OSError, MovedError, lmdb.Error as ``RecordReader.fetch`` raises them.
         """
         ...
 
@@ -85,17 +93,19 @@ class InlineBytes:
         scratch: NDArray[np.uint8],
         held: int | None,
     ) -> Fetched:
-        with self._env.begin(buffers=True) as txn:
-            raw = txn.get(key, db=self._catalogue)
-            if raw is None:
-                raise KeyError(key)
-            entry = unpack(key, bytes(raw))
+        raw = lookup(self._env, self._catalogue, key)
+        for _ in range(TRIES):
+            entry = unpack(key, raw)
+            if not entry.page_number:
+                return self._copied(key, out, scratch, held)
             body, payload = _memory(entry, out, scratch, held)
-            if entry.page_number:
+            try:
                 self._read_at(entry.page_number, body, scratch[:BLOCK], BLOCK + payload.nbytes)
+            except (IntegrityError, OSError) as error:
+                raw = _look_again(self._env, self._catalogue, key, raw, error)
             else:
-                self._copy_value(txn, key, payload, scratch)
-        return Fetched(payload, entry.generation)
+                return Fetched(payload, raw, entry.generation)
+        raise MovedError(f"replaced {TRIES} times while it was read")
 
     def close(self) -> None:
         os.close(self._fd)
@@ -114,6 +124,20 @@ class InlineBytes:
             raise IntegrityError("page number beyond any file") from error
         if got < wanted:
             raise IntegrityError(f"{got} bytes where the record has {wanted}")
+
+    def _copied(
+        self, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8], held: int | None
+    ) -> Fetched:
+        """A record whose place in the file is not known, out of LMDB's map."""
+        with self._env.begin(buffers=True) as txn:
+            found = txn.get(key, db=self._catalogue)
+            if found is None:
+                raise KeyError(key)
+            raw = bytes(found)
+            entry = unpack(key, raw)
+            _, payload = _memory(entry, out, scratch, held)
+            self._copy_value(txn, key, payload, scratch)
+        return Fetched(payload, raw, entry.generation)
 
     def _copy_value(
         self,
@@ -150,32 +174,41 @@ class ExtentBytes:
         scratch: NDArray[np.uint8],
         held: int | None,
     ) -> Fetched:
-        frees = self._slots.num_frees
-        raw = _lookup(self._env, self._catalogue, key)
-        for _ in range(_TRIES):
+        raw = lookup(self._env, self._catalogue, key)
+        for _ in range(TRIES):
             entry = unpack(key, raw)
             body, payload = _memory(entry, out, scratch, held)
             place = Place(entry.extent, entry.block, slot_blocks(entry.nbytes))
-            with self._slots.pinned(place):
-                # An entry that is still there now had its slot pinned before it could go. So had one that was there
-                # since the last slot was freed: then it need not be looked at.
-                again = raw if self._slots.num_frees == frees else _lookup(self._env, self._catalogue, key)
-                if again == raw:
+            try:
+                with self._slots.pinned(place):  # nothing new is put there while the disk works
                     self._files.read(place, body, scratch)
-                    return Fetched(payload, entry.generation)
-            raw, frees = again, -1
-        raise KeyError(key)  # replaced faster than it can be looked up
+            except (IntegrityError, OSError) as error:
+                raw = _look_again(self._env, self._catalogue, key, raw, error)
+            else:
+                return Fetched(payload, raw, entry.generation)
+        raise MovedError(f"replaced {TRIES} times while it was read")
 
     def close(self) -> None:
         self._files.close()
 
 
-def _lookup(env: lmdb.Environment, catalogue: lmdb._Database, key: PageKey) -> bytes:
+def lookup(env: lmdb.Environment, catalogue: lmdb._Database, key: PageKey) -> bytes:
+    """The catalogue's entry of ``key`` now, as it is stored. KeyError if there is none."""
     with env.begin() as txn:
         raw = txn.get(key, db=catalogue)
     if raw is None:
         raise KeyError(key)
     return raw
+
+
+def _look_again(
+    env: lmdb.Environment, catalogue: lmdb._Database, key: PageKey, raw: bytes, error: Exception
+) -> bytes:
+    """The entry of a key whose read failed with ``error``, which is raised if the entry is still ``raw``."""
+    again = lookup(env, catalogue, key)
+    if again == raw:
+        raise error
+    return again
 
 
 def _memory(

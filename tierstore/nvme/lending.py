@@ -10,6 +10,7 @@ from tierstore import codec
 from tierstore.errors import IntegrityError
 from tierstore.nvme.archive.records import Lent, Record
 from tierstore.nvme.direct import aligned
+from tierstore.nvme.fetching import MovedError
 from tierstore.nvme.reading import RecordReader, scratch_for
 from tierstore.types import PageKey
 
@@ -46,7 +47,7 @@ def read_record(reader: RecordReader, key: PageKey, memory: Memory) -> Record | 
         raw, payload = reader.record(key, *lent)
     except KeyError:
         return NOT_FOUND
-    except (IntegrityError, lmdb.Error, OSError) as error:
+    except (IntegrityError, MovedError, lmdb.Error, OSError) as error:
         return str(error)
     return Record(codec.parse(raw), raw, payload, lent)
 

@@ -10,6 +10,7 @@ import lmdb
 from tierstore.errors import IntegrityError
 from tierstore.nvme.acks import Outbox
 from tierstore.nvme.coding import UnfitError
+from tierstore.nvme.fetching import MovedError
 from tierstore.types import Failure, PageKey
 
 _log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ class Mishaps:
         except IntegrityError as error:
             failure = Failure.INTEGRITY
             self._tell("page %s on disk is not what was written: %s", key, error)
+        except MovedError:
+            failure = Failure.UNAVAILABLE
         except lmdb.ReadersFullError as error:
             failure = Failure.UNAVAILABLE
             self._tell(

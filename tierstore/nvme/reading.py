@@ -13,7 +13,7 @@ from tierstore.errors import IntegrityError
 from tierstore.nvme.coding import Decoders
 from tierstore.nvme.direct import BLOCK, aligned, padded
 from tierstore.nvme.entry import loss_class, summary, unpack
-from tierstore.nvme.fetching import HEAD, Fetched, RecordBytes
+from tierstore.nvme.fetching import HEAD, TRIES, Fetched, MovedError, RecordBytes, lookup
 from tierstore.types import PageKey
 
 
@@ -45,7 +45,9 @@ class RecordReader:
         """Read the record of ``key`` to ``out``, or to ``scratch`` what memory holds otherwise; nothing is checked.
 
         ``scratch``: aligned, BLOCK long at least. Both are the caller's own until ``check`` is through. KeyError: no
-        such record. IntegrityError: it cannot be what was written. OSError, lmdb.Error: it could not be read.
+        such record. IntegrityError: it cannot be what was written. OSError, lmdb.Error: it could not be read. The last
+        three speak of the record that the catalogue names now: one that is replaced or moved under the read is looked
+        up again, and MovedError says that this happened during every try.
         """
         try:
             return self._payload.fetch(key, out, scratch, self._held)
@@ -64,10 +66,12 @@ class RecordReader:
         """Fill ``out`` with the page as memory holds it, every byte checked; it holds anything at all if this raises.
 
         ``fetched``, ``out`` and ``scratch``: what ``fetch`` gave and was given. ``decoders``: the calling thread's,
-        which need not be that one. IntegrityError: not what was written, or encoded and there is no decoder;
-        UnfitError: memory cannot hold it.
+        which need not be that one. A record that was replaced or moved under the read is read again here.
+        IntegrityError: not what was written, or encoded and there is no decoder. UnfitError: memory cannot hold it.
+        Others as ``fetch``.
         """
-        decoders.fill(self._verified(key, fetched, scratch), fetched.payload, out)
+        head, fetched = self._settled(key, fetched, out, scratch)
+        decoders.fill(head, fetched.payload, out)
 
     def record(
         self, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]
@@ -75,9 +79,25 @@ class RecordReader:
         """The record of ``key`` as it is kept, every byte checked: its head, and its payload, a part of ``out`` or
         ``scratch``, which are as for ``fetch`` and may hold anything else after it. Raises as that and ``check`` do.
         """
-        fetched = self.fetch(key, out, scratch)
-        self._verified(key, fetched, scratch)
+        _, fetched = self._settled(key, self.fetch(key, out, scratch), out, scratch)
         return scratch[HEAD].tobytes(), fetched.payload
+
+    def _settled(
+        self, key: PageKey, fetched: Fetched, out: NDArray[np.uint8], scratch: NDArray[np.uint8]
+    ) -> tuple[codec.Head, Fetched]:
+        """The checked head and the bytes it belongs to, read again if the catalogue names another record by now.
+
+        A record that fails its checks is damaged only if the catalogue still names it: no transaction keeps its place
+        from being written again under the read.
+        """
+        for _ in range(TRIES):
+            try:
+                return self._verified(key, fetched, scratch), fetched
+            except IntegrityError:
+                if lookup(self._env, self._catalogue, key) == fetched.raw:
+                    raise
+            fetched = self.fetch(key, out, scratch)
+        raise MovedError(f"replaced {TRIES} times while it was read")
 
     def _verified(self, key: PageKey, fetched: Fetched, scratch: NDArray[np.uint8]) -> codec.Head:
         """The head of a record, every byte of it and of the payload checked."""
@@ -115,10 +135,10 @@ class RecordReader:
                 length = unpack(key, raw).stored_nbytes
                 if length != out.nbytes:
                     out, scratch = aligned(length)[:length], scratch_for(length)
-                self._verified(PageKey(key), self.fetch(PageKey(key), out, scratch), scratch)
+                self._settled(PageKey(key), self.fetch(PageKey(key), out, scratch), out, scratch)
             except KeyError:
                 yield PageKey(key), "no record"
-            except (IntegrityError, OSError, lmdb.Error) as error:
+            except (IntegrityError, MovedError, OSError, lmdb.Error) as error:
                 yield PageKey(key), str(error)
             else:
                 yield PageKey(key), None

@@ -7,7 +7,9 @@ Both answer the same calls of a ``Catalogue``: ``write`` before its transaction,
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -110,13 +112,15 @@ class InlineRecords:
         self._encoder = coding.encoder()
         self._fingerprint = fingerprint
         self._record = np.empty(codec.record_nbytes(page_nbytes), dtype=np.uint8)
+        self._generations = itertools.count(1 + secrets.randbits(62))  # no two openings share any; never 0
 
     def write(self, pages: Sequence[Page]) -> Sequence[Written | None]:
         return [Written()] * len(pages)
 
     def entry(self, txn: lmdb.Transaction[memoryview], page: Page, written: Written) -> Entry:
+        generation = next(self._generations)
         if page.head is not None:
-            length = codec.copy(page.head, page.payload, self._record)
+            length = codec.copy(page.head, page.payload, self._record, generation=generation)
         else:
             length = codec.encode(
                 page.payload,
@@ -127,6 +131,7 @@ class InlineRecords:
                 encoder=self._encoder,
                 plain=self._coding.plain,
                 raw_nbytes=self._coding.raw_nbytes(page.payload),
+                generation=generation,
             )
         stored = length - codec.HEAD_NBYTES
         if page.key in self._fresh:  # else LMDB may keep it in pages that are too many for it
@@ -138,10 +143,11 @@ class InlineRecords:
             nbytes=self._sizing.cost(stored),
             stored_nbytes=stored,
             page_number=page_number(txn, page.key, self._pages) if self.numbered else 0,
+            generation=generation,
         )
 
     def replaced(self, key: PageKey, old: bytes | None) -> None:
-        """LMDB keeps what is still read; here its header is put right before LMDB frees it."""
+        """Put the header of the old record right before LMDB frees its pages. Readers need none of them: they check."""
         if old is None or key in self._fresh:
             return
         try:

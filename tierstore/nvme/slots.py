@@ -47,8 +47,6 @@ class Slots:
         self._runs = FreeRuns(longest)
         self._pins: Counter[Place] = Counter()
         self._waiting: set[Place] = set()
-        self.num_frees = 0
-        """Calls of ``free``. A slot that an entry named after this was looked at is not free while it is the same."""
 
     @property
     def total(self) -> int:
@@ -105,7 +103,6 @@ class Slots:
     def free(self, places: Iterable[Place]) -> None:
         """No committed entry names these any more: they may be taken again, pinned ones after their last pin."""
         with self._lock:
-            self.num_frees += 1
             for place in places:
                 if self._pins[place] > 0:
                     self._waiting.add(place)
@@ -119,7 +116,7 @@ class Slots:
             return [Place.at(*run) for run in self._runs.take_between(window.first, window.blocks)]
 
     def pinned(self, place: Place) -> Pin:
-        """While this lasts the slot is not taken again. To be held before the entry is looked at for the last time."""
+        """While this lasts the slot is not taken again."""
         return Pin(self, place)
 
     def pin(self, place: Place) -> None:
