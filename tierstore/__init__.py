@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from tierstore.gpu.pool import EnginePages
     from tierstore.lease import Lease
     from tierstore.store import TierStore
-    from tierstore.types import Hint, HintResult, LeaseState, Match, PageKey, PageSpec, Tier
+    from tierstore.types import FlushResult, Hint, HintResult, LeaseState, Match, PageKey, PageSpec, Tier
 
 __all__ = [
     "ArchiveError",
     "CapacityError",
     "ConfigError",
     "EnginePages",
+    "FlushResult",
     "Hint",
     "HintResult",
     "IntegrityError",
@@ -63,7 +64,16 @@ _ROOMS: dict[str, tuple[str, ...]] = {
     "tierstore.gpu.pool": ("EnginePages",),
     "tierstore.lease": ("Lease",),
     "tierstore.store": ("TierStore",),
-    "tierstore.types": ("Hint", "HintResult", "LeaseState", "Match", "PageKey", "PageSpec", "Tier"),
+    "tierstore.types": (
+        "FlushResult",
+        "Hint",
+        "HintResult",
+        "LeaseState",
+        "Match",
+        "PageKey",
+        "PageSpec",
+        "Tier",
+    ),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 

@@ -118,10 +118,6 @@ class Ranks(Mover):
         self._acks.clear()
         return acks
 
-    def sync(self, timeout_s: float) -> bool:
-        """False: only the ranks know."""
-        return False
-
     def close(self, timeout_s: float) -> bool:
         """True: nothing runs here."""
         return True

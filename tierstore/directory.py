@@ -192,6 +192,12 @@ class Directory:
             and (k in coming or (self.residency.where(k) is not None and lowest_for(k) >= Tier.NVME))
         ]
         self.placement.sinks.add(unsaved, Tier.NVME, ticket, keep=True)
+        ticket.found += sum(nvme.ready(k) for k in keys)
+
+    def dying(self) -> set[int]:
+        """Slots of NVMe whose pages were evicted while a copy of them was under way: erased when that has ended."""
+        nvme = self.residency.tables.get(Tier.NVME)
+        return set() if nvme is None else set(nvme.quarantine)
 
     def evict(self, keys: Sequence[PageKey], tiers: Sequence[Tier]) -> int:
         """Drops copies without saving them; pages that lost at least one."""

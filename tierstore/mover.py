@@ -10,6 +10,7 @@ from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from threading import Event
 
     import numpy as np
     from numpy.typing import NDArray
@@ -27,6 +28,16 @@ class SlotBytes(Protocol):
     def view(self, slot: int) -> NDArray[np.uint8]:
         """The slot's page in place, flat uint8."""
         ...
+
+
+class SyncMark(Protocol):
+    """A mark in the queue of a record tier. ``done``: everything submitted before is settled. ``synced``: the writes
+    that succeeded are durable then. ``ok``: the erases too.
+    """
+
+    done: Event
+    synced: bool
+    ok: bool
 
 
 class RecordTier(Protocol):
@@ -50,6 +61,24 @@ class RecordTier(Protocol):
 
     def sync(self, timeout_s: float) -> bool:
         """Whether everything submitted before is durable, or acked as failed, in time."""
+        ...
+
+    def begin_sync(self) -> SyncMark:
+        """A mark behind everything submitted so far; never blocks."""
+        ...
+
+    def give_up_waiting(self) -> None:
+        """Somebody stops waiting for a mark: the tier's state says so until it moves again."""
+        ...
+
+    @property
+    def pending_erases(self) -> int:
+        """Erased pages that a restart now could bring back."""
+        ...
+
+    @property
+    def progress(self) -> object:
+        """Differs from an earlier value if the tier has written something in between."""
         ...
 
     def close(self, timeout_s: float) -> bool:
@@ -102,9 +131,24 @@ class Mover:
         acks = [] if self._copies is None else self._copies.poll()
         return acks if self._records is None else acks + self._records.poll()
 
-    def sync(self, timeout_s: float) -> bool:
-        """Whether all records submitted before are durable, or acked as failed, in time."""
-        return self._records is None or self._records.sync(timeout_s)
+    def begin_sync(self) -> SyncMark | None:
+        """A mark behind all records submitted so far; None: there is no tier that keeps any."""
+        return None if self._records is None else self._records.begin_sync()
+
+    def give_up_waiting(self) -> None:
+        """Somebody stops waiting for records to be written."""
+        if self._records is not None:
+            self._records.give_up_waiting()
+
+    @property
+    def pending_erases(self) -> int:
+        """Erased records that a restart now could bring back."""
+        return 0 if self._records is None else self._records.pending_erases
+
+    @property
+    def progress(self) -> object:
+        """Differs from an earlier value if a record was written or erased in between."""
+        return None if self._records is None else self._records.progress
 
     def close(self, timeout_s: float) -> bool:
         """Ends copy engine and tiers; whether all threads ended in time. A stuck thread is left behind.

@@ -8,13 +8,17 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from tierstore.errors import StoreClosed
+from tierstore.sinks import Ticket
 from tierstore.traffic import BATCH_PAGES
+from tierstore.types import FlushResult
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tierstore.assembly import Parts
     from tierstore.directory import Directory
+    from tierstore.mover import Mover, SyncMark
     from tierstore.progress import Progress
-    from tierstore.sinks import Ticket
 
 _log = logging.getLogger(__name__)
 
@@ -30,14 +34,38 @@ class Saving:
         self._arena = parts.arena
         self._progress = progress
 
-    def flush(self) -> None:
+    def flush(self) -> FlushResult:
         """``TierStore.flush``."""
         ticket = save_unsaved(self._directory, self._progress)
-        wait_settled(ticket, self._progress, deadline=None, stall_s=_FLUSH_STALL_S)
-        self._mover.sync(_FLUSH_STALL_S)
-        # Pages evicted while they were being written are erased only now that their writes have ended.
-        self._progress.advance()
-        self._mover.sync(_FLUSH_STALL_S)
+        wait = _Wait(self._progress, self._mover, ticket)
+        wait.until(lambda: ticket.open == 0)
+        erases, synced = self._settle_erases(wait)
+        arrived = ticket.arrived if synced else 0
+        pending = ticket.open + ticket.arrived - arrived
+        return FlushResult(ticket.found + arrived, ticket.failed, pending, erases)
+
+    def flush_evictions(self) -> int:
+        """``TierStore.flush_evictions``."""
+        return self._settle_erases(_Wait(self._progress, self._mover, Ticket()))[0]
+
+    def _settle_erases(self, wait: _Wait) -> tuple[int, bool]:
+        """Wait until all that was written and evicted before is durable: erases that are not, whether writes are."""
+        with self._progress.lock:
+            dying = self._directory.dying()
+
+        def ended() -> bool:
+            with self._progress.lock:
+                dying.intersection_update(self._directory.dying())
+            return not dying
+
+        wait.until(ended)
+        mark: SyncMark | None = self._mover.begin_sync()
+        if mark is None:
+            return 0, True
+        wait.until(mark.done.is_set)
+        if wait.over:
+            self._mover.give_up_waiting()
+        return (0 if mark.ok else self._mover.pending_erases) + len(dying), mark.synced
 
     def wait_idle(self, deadline: float) -> bool:
         """``TierStore.drain``, until the monotonic ``deadline``."""
@@ -54,14 +82,42 @@ class Saving:
         with suppress(StoreClosed):
             with self._progress.lock:
                 self._directory.hints.close()
-            ticket = save_unsaved(self._directory, self._progress)
-            wait_settled(ticket, self._progress, deadline=deadline, stall_s=timeout_s)
+            save_unsaved(self._directory, self._progress)
             self.wait_idle(deadline)
         self._progress.stop(max(0.0, deadline - monotonic()))
         if not self._mover.close(max(0.0, deadline - monotonic())):
             _log.warning("a copy or I/O thread did not end within %s s and was left behind", timeout_s)
         elif self._arena is not None:
             self._arena.close()
+
+
+class _Wait:
+    """Waits for several things in turn, and gives up for good when nothing has moved for 10 s.
+
+    What moves is a page of the ticket, or the disk: a write or an erase of any page, or a single write within a batch.
+    """
+
+    def __init__(self, progress: Progress, mover: Mover, ticket: Ticket) -> None:
+        self.over = False
+        """Whether it gave up."""
+        self._progress = progress
+        self._mover = mover
+        self._ticket = ticket
+        self._last, self._since = self._moved(), monotonic()
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until the condition holds, or not at all once it is over."""
+        for _ in self._progress.until(None):
+            if holds() or self.over:
+                return
+            moved = self._moved()
+            if moved != self._last:
+                self._last, self._since = moved, monotonic()
+            elif monotonic() - self._since > _FLUSH_STALL_S:
+                self.over = True
+
+    def _moved(self) -> tuple[object, ...]:
+        return self._ticket.open, self._ticket.moves, self._mover.progress
 
 
 def save_unsaved(directory: Directory, progress: Progress) -> Ticket:
@@ -89,15 +145,3 @@ def _send_down(directory: Directory, progress: Progress) -> Ticket:
             directory.save(keys[start : start + BATCH_PAGES], ticket)
             progress.step()
     return ticket
-
-
-def wait_settled(ticket: Ticket, progress: Progress, *, deadline: float | None, stall_s: float) -> None:
-    """Until every page of the ticket has arrived or failed, time is up, or nothing moved for ``stall_s``."""
-    last, since = ticket.open, monotonic()
-    for _ in progress.until(deadline):
-        if ticket.open == 0:
-            return
-        if ticket.open != last:
-            last, since = ticket.open, monotonic()
-        elif monotonic() - since > stall_s:
-            return

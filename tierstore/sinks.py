@@ -20,10 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """Counts the pages of one flush or demote that are not settled yet, and those that failed."""
+    """Counts the pages of one flush or demote that are not settled yet, those that arrived and those that failed.
+
+    ``moves``: how often a copy of any of them has ended. ``found``: pages that were there already.
+    """
 
     open: int = 0
+    arrived: int = 0
     failed: int = 0
+    moves: int = 0
+    found: int = 0
 
 
 @dataclass(slots=True)
@@ -83,14 +89,19 @@ class Sinks:
             if step is _Step.BLOCKED:
                 self._queue.append(key)
             elif step is not _Step.MOVING:
+                for ticket in sink.tickets:
+                    ticket.arrived += step is _Step.DONE
                 self.settle(key, failed=step is _Step.FAILED)
         return stepped and bool(self._queue)
 
     def wake(self, key: PageKey) -> None:
         """A copy of the page ended, well or not: its way down may go on from another tier now."""
         # Before those that wait for room: the next of them might take the slot that this page has just reached.
-        if key in self.open:
+        sink = self.open.get(key)
+        if sink is not None:
             self._queue.appendleft(key)
+            for ticket in sink.tickets:
+                ticket.moves += 1
 
     def to_disk(self, key: PageKey) -> bool:
         """Whether somebody asked for the page to be written."""

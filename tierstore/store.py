@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tierstore.nvme.archive.reading import Imported
     from tierstore.nvme.archive.records import Progress as Shown
     from tierstore.nvme.archive.writing import Exported
-    from tierstore.types import Hint, HintResult, PageKey, PageSpec, Promoted, Tier
+    from tierstore.types import FlushResult, Hint, HintResult, PageKey, PageSpec, Promoted, Tier
 
 
 class TierStore:
@@ -295,14 +295,25 @@ class TierStore:
         """
         return self._moving.evict(keys, tier)
 
-    def flush(self) -> None:
+    def flush(self) -> FlushResult:
         """Returns when every page put before the call that some tier has then, and every erase before it, is durable or
         counted as failed. An engine's pages too that are still being copied out of its slots.
 
-        Gives up when the disk makes no progress for 10 s.
+        Gives up when nothing has moved for 10 s: no page of this call, and no write to the disk that began has ended.
+        Then ``stats()["nvme"]["state"]`` is not "ok" until the write that hangs ends. The result says how many pages
+        are durable, failed and pending, and how many evicted pages a restart could still bring back.
         """
         self._progress.require_open()
-        self._saving.flush()
+        return self._saving.flush()
+
+    def flush_evictions(self) -> int:
+        """Returns when every ``evict`` before the call is durable: no restart brings its pages back. Writes no page.
+
+        How many evicted pages a restart now could bring back: 0, unless the disk refuses or hangs. Gives up as
+        ``flush`` does.
+        """
+        self._progress.require_open()
+        return self._saving.flush_evictions()
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until nothing is in flight, queued or waiting for an event; False if the time ran out."""

@@ -215,6 +215,26 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
+class FlushResult:
+    """What ``TierStore.flush`` found when it returned, in pages.
+
+    ``durable``: pages in memory at the call that are on disk. ``failed``: pages that could not be written; they stay in
+    memory and are tried again. ``pending``: pages still on their way when the disk had made no progress for 10 s.
+    ``pending_erases``: evicted pages that a restart now could bring back; the store goes on trying to erase them.
+    """
+
+    durable: int = 0
+    failed: int = 0
+    pending: int = 0
+    pending_erases: int = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing failed and nothing is pending."""
+        return not (self.failed or self.pending or self.pending_erases)
+
+
+@dataclass(frozen=True, slots=True)
 class Promoted:
     """What ``TierStore.promote`` did. ``keys``: pages that are on their way up now and were not before.
 

@@ -155,7 +155,7 @@ def parents_are_lost_at_reopen(patch: pytest.MonkeyPatch) -> None:
 
 @BUGS_ON_DISK.bug
 def flush_does_not_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(saving_module, "wait_settled", lambda *_, **__: None)
+    patch.setattr(saving_module._Wait, "until", lambda *_: None)
 
 
 @BUGS_IN_MEMORY.bug

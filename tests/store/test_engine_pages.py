@@ -12,9 +12,19 @@ from tests.support.engine import ENGINES, OWNED_BY_ENGINE, SLOTS, Engine, open_e
 from tests.support.events import ManualEvent
 from tests.support.pages import PATIENCE_S, SPEC, chain, tiers, where
 from tests.support.stalls import IN, OUT, UP
+from tests.support.waiting import wait_for
 from tierstore.errors import ConfigError
-from tierstore.saving import save_unsaved, wait_settled
+from tierstore.saving import save_unsaved
+from tierstore.sinks import Ticket
 from tierstore.types import LeaseState, Tier
+
+
+def wait_settled(ticket: Ticket, bench: Bench) -> None:
+    def settled() -> bool:
+        bench.store.stats()  # advances the store, and reports no slots
+        return ticket.open == 0
+
+    wait_for(settled)
 
 
 @pytest.fixture
@@ -275,7 +285,7 @@ def test_flush_counts_pages_that_did_not_leave_the_engine_and_returns(bench: Ben
     ticket = save_unsaved(bench.directory, bench.store._progress)
     bench.copies.holding.clear()
     bench.copies.let_go(OUT)
-    wait_settled(ticket, bench.store._progress, deadline=None, stall_s=PATIENCE_S)
+    wait_settled(ticket, bench)
     assert (ticket.open, ticket.failed) == (0, 1)
     assert [where(bench.store, key).get(Tier.NVME) for key in keys] == ["ready", None, "ready"]
     assert sorted(bench.store.poll()) == [0, 1, 2]
@@ -292,7 +302,7 @@ def test_flush_does_not_wait_for_pages_evicted_on_their_way(bench: Bench, engine
     bench.store.put(keys[:1], [2])  # the same page again, while the first copy of it still runs
     ticket = save_unsaved(bench.directory, bench.store._progress)
     bench.copies.open()
-    wait_settled(ticket, bench.store._progress, deadline=None, stall_s=PATIENCE_S)
+    wait_settled(ticket, bench)
     assert ticket.open == 0
     assert [where(bench.store, key).get(Tier.NVME) for key in keys] == ["ready", None]
     assert sorted(bench.store.poll()) == [0, 1, 2]
@@ -406,7 +416,7 @@ def test_a_flush_does_not_wait_for_what_was_taken_back(tmp_path: Path, engine: E
     assert ticket.open == 6
     assert bench.store.withdraw(list(range(6))) == [0, 1]
     bench.copies.open()
-    wait_settled(ticket, bench.store._progress, deadline=None, stall_s=PATIENCE_S)
+    wait_settled(ticket, bench)
     assert (ticket.open, ticket.failed) == (0, 4)
     bench.close()
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tierstore.gpu.arriving import Arriving
 from tierstore.gpu.copy_engine import CopyEngine
-from tierstore.mover import RecordTier, SlotBytes
+from tierstore.mover import RecordTier, SlotBytes, SyncMark
 from tierstore.types import Ack, Failure, PageKey, Tier, Transfer
 
 Lane = tuple[Tier, Tier]
@@ -258,6 +258,20 @@ class GatedRecords(Gate):
 
     def sync(self, timeout_s: float) -> bool:
         return self.inner.sync(timeout_s)
+
+    def begin_sync(self) -> SyncMark:
+        return self.inner.begin_sync()
+
+    def give_up_waiting(self) -> None:
+        self.inner.give_up_waiting()
+
+    @property
+    def pending_erases(self) -> int:
+        return self.inner.pending_erases
+
+    @property
+    def progress(self) -> object:
+        return self.inner.progress
 
     def close(self, timeout_s: float) -> bool:
         return self.inner.close(timeout_s)

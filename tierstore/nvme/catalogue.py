@@ -12,13 +12,15 @@ LMDB errors come as they are; the writer and the readers name them.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import lmdb
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64_digest
 
 from tierstore import codec
 from tierstore.codecs import LOSS_CLASSES
@@ -47,11 +49,17 @@ from tierstore.nvme.records import InlineRecords, Page, Records, numbers_hold
 from tierstore.nvme.sealing import Sealer
 from tierstore.nvme.sizing import Sizing
 from tierstore.nvme.slots import Place
+from tierstore.nvme.tombstones import Tombstones
 from tierstore.types import PageKey
 
 __all__ = ["Catalogue", "Page"]
 
+_log = logging.getLogger(__name__)
+
 _TURN_KEY = b"turn"
+_RETIRED_KEY = b"erased"
+"""In ``meta``: the last epoch of tombstones whose keys are all deleted, and a checksum."""
+
 _CHUNK = 100_000
 _MAX_READERS = 126
 """LMDB's own default: other programs may look into the environment, and each takes one of these."""
@@ -75,6 +83,9 @@ class Catalogue:
     num_dropped = 0
     """Records that had no place any more when it was opened, since the capacity is lower."""
 
+    tombstones: Tombstones
+    """Erased keys that LMDB could not delete."""
+
     def __init__(
         self,
         directory: Path,
@@ -92,6 +103,8 @@ class Catalogue:
         self._sizing = sizing
         self._coding = coding
         self._loss = LOSSES.index(LOSS_CLASSES[coding.on_disk])
+        self.undeleted: list[PageKey] = []
+        """Records that tombstones name and that could not be deleted at open. They must not be served."""
         self._change = 0  # of live_nbytes, by the transaction that is open
         self._known = True  # whether live_nbytes is: a commit that fails may have come about
         self.live_nbytes = 0
@@ -129,6 +142,50 @@ class Catalogue:
             self._set_up_inline(page_nbytes, direct)
         self.num_records = self._count()
         self.live_nbytes = self._sum()
+        self._bury(directory)
+
+    def _bury(self, directory: Path) -> None:
+        """Delete what an earlier process could only record as erased."""
+        self.tombstones = Tombstones(directory, self._retired())
+        if self.tombstones.live:
+            self.undeleted = self.find_keys(self.tombstones.__contains__)
+            try:
+                self.bury(self.undeleted)
+            except (lmdb.Error, OSError) as error:
+                _log.warning(
+                    "%d erased pages in %s cannot be deleted yet and are not served: %s",
+                    len(self.undeleted),
+                    directory,
+                    error,
+                )
+                return
+            self.undeleted = []
+        self.prepare_tombstones()
+
+    def prepare_tombstones(self) -> None:
+        """Make their file while there is room, if it is missing."""
+        with suppress(OSError):  # it is tried again when there is room, or when it is needed
+            self.tombstones.prepare()
+
+    def bury(self, keys: Sequence[PageKey]) -> None:
+        """Delete these records, the last ones that tombstones may name, durably; the tombstones end with them.
+
+        lmdb.Error or OSError: the tombstones stay.
+        """
+        each = self._sizing.erase_keys
+        for start in range(0, len(keys), each):
+            self.erase(keys[start : start + each])
+        epoch = self.tombstones.epoch.to_bytes(8, "little")
+        with self._env.begin(write=True) as txn:
+            txn.put(_RETIRED_KEY, epoch + xxh3_64_digest(epoch), db=self._meta)
+        self.sync()  # the file is used again only after that
+        self.tombstones.retire()
+
+    def _retired(self) -> int:
+        """The last epoch of tombstones whose keys are all deleted; 0 if nothing says."""
+        with self._env.begin() as txn:
+            raw = txn.get(_RETIRED_KEY, db=self._meta) or b""
+        return int.from_bytes(raw[:8], "little") if xxh3_64_digest(raw[:8]) == raw[8:] else 0
 
     def _set_up_inline(self, page_nbytes: int, direct: bool) -> None:
         numbered = numbers_hold(self._env, self._meta)
@@ -204,6 +261,11 @@ class Catalogue:
                 txn.delete(key, db=self._catalogue)
                 self._records.erased(txn, key)
 
+    def has(self, key: PageKey) -> bool:
+        """Whether there is a record of the page."""
+        with self._env.begin() as txn:
+            return txn.get(key, db=self._catalogue) is not None
+
     def make_places(self, pages: Sequence[Page]) -> bool:
         """Bring free blocks together after ``store`` had no place for these; whether that is worth another try."""
         return self._space is not None and self._space.join_holes(len(pages))
@@ -273,6 +335,12 @@ class Catalogue:
         """The entries that are, in key order."""
         with self._env.begin() as txn:
             return [(PageKey(key), raw) for key, raw in txn.cursor(db=self._catalogue) if wanted(raw)]
+
+    def find_keys(self, wanted: Callable[[bytes], bool]) -> list[PageKey]:
+        """The keys that are, in their order."""
+        with self._env.begin() as txn:
+            keys = txn.cursor(db=self._catalogue).iternext(keys=True, values=False)
+            return [PageKey(key) for key in keys if wanted(key)]
 
     def move(self, places: Mapping[PageKey, Place]) -> None:
         """Name other slots of the same length for these in one transaction. IntegrityError for a damaged entry."""

@@ -26,6 +26,7 @@ PREFIX = b"TierStore extent"
 
 _HEAD_AT = BLOCK - HEAD_NBYTES
 _SLOTS_A_CALL = 500  # two buffers each; the kernel takes 1,024
+_BLOCKS_A_CALL = (64 << 20) // BLOCK  # a call that ends is the only sign that a slow disk still takes writes
 
 
 class ExtentFiles:
@@ -153,6 +154,7 @@ def _runs(places: Sequence[Place]) -> Iterator[tuple[int, int]]:
         if (
             end == len(places)
             or end - first == _SLOTS_A_CALL
+            or places[end].first + places[end].blocks - places[first].first > _BLOCKS_A_CALL
             or places[end].first != before.first + before.blocks
         ):
             yield first, end

@@ -28,11 +28,19 @@ HOME_MARKER = "tierstore-home.json"
 SHARD_MARKER = "tierstore-shard.json"
 DATA_FILE = "data.mdb"
 PROBE_FILE = "direct.probe"
+TOMBSTONES_FILE = "erased.bin"
 HOME_VERSION = 1
 FORMAT_VERSION = 2
 """Of a sub-directory: 1 had catalogue records without a place in extent files."""
 
-_OUR_FILES = (DATA_FILE, "lock.mdb", PROBE_FILE, SHARD_MARKER + ".new")
+_OUR_FILES = (
+    DATA_FILE,
+    "lock.mdb",
+    PROBE_FILE,
+    SHARD_MARKER + ".new",
+    TOMBSTONES_FILE,
+    TOMBSTONES_FILE + ".new",
+)
 _EXTENT_NAME = re.compile(r"extent-(?P<number>\d{5,10})\.bin")
 _SHARD_NAME = re.compile(
     r"(?P<fingerprint>[0-9A-Za-z_]{1,128})-(?P<shard>\d{1,5})(?P<damaged>\.damaged-\d+)?"

@@ -25,6 +25,7 @@ from tierstore.nvme.lending import Lender
 from tierstore.nvme.opening import OpenShard, open_shard
 from tierstore.nvme.patience import Patience
 from tierstore.nvme.readers import Readers
+from tierstore.nvme.work import SyncWork
 from tierstore.nvme.writer import Writer
 from tierstore.types import Ack, PageKey, Transfer
 
@@ -147,8 +148,11 @@ class NvmeTier:
         self._guard()
         room = self.budget_nbytes
         surplus: list[PageKey] = []
+        erased = set(self._catalogue.undeleted)
         try:
             for record in self._catalogue.reader.summaries():
+                if record[0] in erased:
+                    continue
                 room -= record[2]
                 if room < 0:
                     surplus.append(record[0])
@@ -193,11 +197,32 @@ class NvmeTier:
         return self._outbox.take()
 
     def sync(self, timeout_s: float) -> bool:
-        """True once every write and erase submitted before is durable or acked as failed; False if that did not come
-        about in time or the disk refuses an erase.
+        """True once every write submitted before is durable or acked as failed and every erase is durable; False if
+        that did not come about in time or the disk refuses it.
+
+        An erase is durable when a restart does not bring the page back: the record is deleted, or a tombstone names it.
         """
         self._guard()
         return self._writer.sync(timeout_s)
+
+    def begin_sync(self) -> SyncWork:
+        """A mark behind everything submitted so far, for whoever waits for it in steps."""
+        self._guard()
+        return self._writer.begin_sync()
+
+    def give_up_waiting(self) -> None:
+        """Somebody stops waiting for the batch of writes under way: until it ends ``state`` is not "ok"."""
+        self._writer.give_up_waiting()
+
+    @property
+    def pending_erases(self) -> int:
+        """Erased pages that a restart now could bring back."""
+        return self._writer.pending_erases
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Differs from an earlier value if the disk has taken a write in between."""
+        return self._writer.progress
 
     def close(self, timeout_s: float) -> bool:
         """Write what is queued, fail queued reads with CLOSED, end the threads, close the environment, let go the lock.
@@ -227,7 +252,9 @@ class NvmeTier:
 
     @property
     def state(self) -> Literal["ok", "read_only", "absent"]:
-        """ "absent" while reads are not tried, since the disk hangs or fails them; "read_only" while writes fail."""
+        """ "absent" while reads are not tried, since the disk hangs or fails them; "read_only" while writes fail, or
+        one takes longer than ``flush`` waits for it.
+        """
         if self._readers.absent:
             return "absent"
         return "read_only" if self._writer.read_only else "ok"
@@ -239,7 +266,7 @@ class NvmeTier:
         """
         self._guard()
         counts = self._outbox.counts()
-        hangs = self._readers.num_late > 0 or self._writer.hanging
+        hangs = self._readers.num_late > 0 or self._writer.stalled
         if not hangs:
             with suppress(OSError):  # no descriptor is left to look with: what it was
                 self._disk_nbytes = home.disk_nbytes(self._directory)
@@ -253,6 +280,7 @@ class NvmeTier:
             "records": self._catalogue.num_records,
             "read_only": self._writer.read_only,
             "hung_reads": self._readers.num_late,
+            "pending_erases": self.pending_erases,
             "payload": self._payload,
             "codec": self._codec,
             "live_nbytes": self._catalogue.live_nbytes,

@@ -19,9 +19,13 @@ class EraseWork:
 
 @dataclass(slots=True)
 class SyncWork:
-    """A mark in the queue; ``done`` is set when everything before it is settled, ``ok`` if it is durable."""
+    """A mark in the queue. ``done`` is set when everything before it is settled.
+
+    ``synced``: every write before it that succeeded is durable. ``ok``: every erase too.
+    """
 
     done: threading.Event = field(default_factory=threading.Event)
+    synced: bool = False
     ok: bool = False
 
 
@@ -38,11 +42,17 @@ class WorkQueue:
     """First in, first out, as far as anyone can see. Not thread-safe: the writer's lock guards it."""
 
     def __init__(self, batch_pages: int) -> None:
-        self._batch_pages = batch_pages
+        self.batch_pages = batch_pages
+        """Pages of the next batch at most."""
         self._items: deque[Job | EraseWork | SyncWork] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._items)
+
+    @property
+    def num_erases(self) -> int:
+        """Queued erases."""
+        return sum(len(item.keys) for item in self._items if isinstance(item, EraseWork))
 
     def add(self, item: Job | EraseWork | SyncWork) -> None:
         """Queue at the end. An erase right behind another becomes a part of it: a queue that stands still is bounded
@@ -97,7 +107,7 @@ class WorkQueue:
 
     def _take_pages(self, job: Job, batch: Batch, written: set[PageKey]) -> bool:
         """Move pages of ``job`` into ``batch``; whether it was the last of them."""
-        room = self._batch_pages - len(batch.writes)
+        room = self.batch_pages - len(batch.writes)
         end = min(len(job.pages), job.next + room)
         batch.writes.extend((job, index) for index in range(job.next, end))
         written.update(job.transfer.keys[job.next : end])

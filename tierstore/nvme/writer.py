@@ -6,7 +6,8 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import lmdb
 import numpy as np
@@ -23,25 +24,36 @@ _log = logging.getLogger(__name__)
 
 _FULL = frozenset({errno.ENOSPC, errno.EFBIG, errno.EDQUOT})
 
+_LONG_S = 2.0
+"""A batch that takes longer makes the next ones smaller, so that a slow disk shows progress."""
+
 
 class Writer:
     """A daemon thread that owns every write transaction. Its public methods may be called from any thread."""
 
     def __init__(self, catalogue: Catalogue, outbox: Outbox, sizing: Sizing, timeout_s: float = 10.0) -> None:
+        """Starts by deleting what ``catalogue`` could not delete at open."""
         self._catalogue = catalogue
         self._outbox = outbox
         self._sizing = sizing
         self._timeout_s = timeout_s
         self._since: float | None = None  # when the batch that is being served began
         self._hanging = False
+        self._stalled = False  # a flush gave up on the batch that is being served
+        self._done = 0  # transactions that were committed
         self._changed = threading.Condition()
         self._queue = WorkQueue(sizing.batch_pages)
         self._closing = False
         self._abandoned = False
-        self._owed: dict[
-            PageKey, bool
-        ] = {}  # still to be erased, before any write; True: a caller asked for it
+        self._owed: dict[PageKey, None] = dict.fromkeys(catalogue.undeleted)
+        """Records still to be deleted, before any write."""
+        self._unrecorded: set[PageKey] = set()
+        """Those of them that a restart would bring back: no tombstone names them."""
+        self._told_unrecorded = False
         self.refusal = Refusal()
+        if self._owed:
+            error = OSError(errno.ENOSPC, "erased pages could not be deleted when the directory was opened")
+            self.refusal.begin(error, Failure.NO_SPACE)
         self._thread = threading.Thread(target=self._run, name="tierstore-nvme-write", daemon=True)
         self._thread.start()
 
@@ -65,9 +77,34 @@ class Writer:
         return self._hanging
 
     @property
+    def stalled(self) -> bool:
+        """Whether a batch takes so long that somebody has given up waiting for it."""
+        return self._hanging or self._stalled
+
+    @property
     def read_only(self) -> bool:
-        """Whether writes fail now: the disk refuses them, or hangs with one."""
-        return self._hanging or self.refusal.active
+        """Whether nothing is written now: the disk refuses writes, or hangs with one."""
+        return self.stalled or self.refusal.active
+
+    @property
+    def pending_erases(self) -> int:
+        """Erases that are not durable yet: a restart now could bring their records back."""
+        with self._changed:
+            return self._queue.num_erases + len(self._unrecorded)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Changes with every commit, and with every write to the disk that ends within a batch."""
+        return self._done, _written_nbytes(self._thread.native_id)
+
+    def give_up_waiting(self) -> None:
+        """Somebody stops waiting for the batch that is being served: ``stalled`` until it ends."""
+        with self._changed:
+            if self._since is None or self._stalled:
+                return
+            told, self._stalled = self._hanging, True
+        if not told:
+            _log.warning("the NVMe tier is read-only until the disk answers: a write does not end")
 
     def look(self, now: float) -> None:
         """To be called now and then, with time.monotonic(): sees whether the writer hangs, and since when.
@@ -88,10 +125,17 @@ class Writer:
         for ack in acks:
             self._outbox.add(ack)
 
+    def begin_sync(self) -> SyncWork:
+        """A mark behind everything queued so far. After ``close`` it is done at once, and nothing is known."""
+        mark = SyncWork()
+        if not self._add(mark):
+            mark.done.set()
+        return mark
+
     def sync(self, timeout_s: float) -> bool:
         """Wait until all queued before is settled and durable; False if time ran out or the disk refused."""
-        mark = SyncWork()
-        return self._add(mark) and mark.done.wait(timeout_s) and mark.ok
+        mark = self.begin_sync()
+        return mark.done.wait(timeout_s) and mark.ok
 
     def close(self) -> None:
         """Let the thread end after what is queued."""
@@ -129,11 +173,35 @@ class Writer:
                 outcomes = [Failure.IO_ERROR] * len(batch.writes)
             self._settle(batch, outcomes)
             self._rest()
+        self._end()
+
+    def _end(self) -> None:
+        """Before the thread ends: what is still to be deleted is deleted, or named by a tombstone."""
+        try:
+            if not self._abandoned:
+                self._erase_owed()
+        except (lmdb.Error, OSError) as error:
+            _log.debug("the last erases failed: %s", error)
+        self._record_owed()
+        if self._unrecorded:
+            _log.warning(
+                "%d evicted pages could not be erased from the NVMe tier; the next open may find them again",
+                len(self._unrecorded),
+            )
 
     def _rest(self) -> None:
         """A batch has ended."""
         with self._changed:
-            hung, self._hanging, self._since = self._hanging, False, None
+            assert self._since is not None
+            took, limit = time.monotonic() - self._since, self._queue.batch_pages
+            self._queue.batch_pages = (
+                max(1, int(limit * _LONG_S / took))
+                if took > _LONG_S
+                else min(self._sizing.batch_pages, limit * 2)
+            )
+            hung = self.stalled
+            self._hanging = self._stalled = False
+            self._since = None
         if hung:
             _log.info("the NVMe tier takes writes again")
 
@@ -156,15 +224,18 @@ class Writer:
                 if not self._changed.wait(wait_s) and wait_s is not None:
                     break
             self._since = time.monotonic()
-            return self._queue.take()
+            batch = self._queue.take()
+            self._owe(batch.erases)
+            return batch
 
     def _serve(self, batch: Batch) -> Sequence[Outcome]:
         """Do a batch; what became of each page of ``batch.writes``."""
-        self._owed.update(dict.fromkeys(batch.erases, True))
         if self._abandoned:
+            self._record_owed()
             return [Failure.CLOSED] * len(batch.writes)
         if self.refusal.active and self.refusal.remaining_s() > 0:
-            self._doubt(batch.writes)
+            self._doubt([write for write in batch.writes if self._replaces(write)])
+            self._record_owed()
             return [self.refusal.failure] * len(batch.writes)
         try:
             self._erase_owed()
@@ -177,6 +248,7 @@ class Writer:
             self._outbox.count(f"write_{failure.value}")
             self.refusal.begin(error, failure)
             self._doubt(batch.writes)
+            self._record_owed()
             return [failure] * len(batch.writes)
 
     def _write(self, writes: list[tuple[Job, int]]) -> Sequence[Outcome]:
@@ -189,10 +261,12 @@ class Writer:
         stored = [(write, size) for write, size in zip(writes, sizes, strict=True) if size is not None]
         refused = [write for write, size in zip(writes, sizes, strict=True) if size is None]
         if stored:
+            self._done += 1
             self._outbox.count("bytes_written", sum(job.pages[index].nbytes for (job, index), _ in stored))
             self._outbox.count("bytes_stored", sum(size for _, size in stored))
             self._outbox.count("batches")
             self.refusal.forget()
+            self._catalogue.prepare_tombstones()
         if refused:
             self._outbox.count("write_no_space", len(refused))
             self._doubt(refused)
@@ -226,12 +300,20 @@ class Writer:
     def _erase_ahead(self, written: set[PageKey]) -> None:
         """Do queued erases now that writes of these keys wait for the room they make."""
         with self._changed:
-            erases = self._queue.take_erases(written)
-        self._owed.update(dict.fromkeys(erases, True))
+            self._owe(self._queue.take_erases(written))
         self._erase_owed()
 
+    def _owe(self, keys: Iterable[PageKey]) -> None:
+        """With the lock held: these records are to be deleted, and no tombstone names them yet."""
+        for key in keys:
+            self._owed[key] = None
+            self._unrecorded.add(key)
+
     def _erase_owed(self) -> None:
-        """Remove everything owed, a transaction each ``erase_keys``; what a raise leaves is still owed."""
+        """Delete everything owed, a transaction each ``erase_keys``; what a raise leaves is still owed.
+
+        No write may follow while tombstones are in force: they would take the new record for the erased one.
+        """
         while self._owed:
             keys = [key for key, _ in zip(self._owed, range(self._sizing.erase_keys), strict=False)]
             try:
@@ -240,13 +322,46 @@ class Writer:
                 if not self._catalogue.drop_dead_readers():
                     raise
                 self._catalogue.erase(keys)
+            self._done += 1
+            with self._changed:
+                self._unrecorded.difference_update(keys)
             for key in keys:
                 del self._owed[key]
+        if self._catalogue.tombstones.live:
+            self._catalogue.bury(())
 
-    def _doubt(self, writes: list[tuple[Job, int]]) -> None:
+    def _record_owed(self) -> None:
+        """Where records cannot be deleted: see that a restart does not bring them back."""
+        if not self._unrecorded:
+            return
+        try:
+            self._catalogue.tombstones.record(self._unrecorded)
+        except OSError as error:
+            level = logging.DEBUG if self._told_unrecorded else logging.WARNING
+            self._told_unrecorded = True
+            _log.log(
+                level,
+                "%d erases cannot be made durable, and are kept in memory until the disk takes them: %s",
+                len(self._unrecorded),
+                error,
+            )
+            return
+        self._told_unrecorded = False
+        with self._changed:
+            self._unrecorded.clear()
+
+    def _doubt(self, writes: Iterable[tuple[Job, int]]) -> None:
         # A failed commit may still have reached the disk; nobody counts these records, so they must go.
-        for job, index in writes:
-            self._owed.setdefault(job.transfer.keys[index], False)
+        with self._changed:
+            self._owe(job.transfer.keys[index] for job, index in writes)
+
+    def _replaces(self, write: tuple[Job, int]) -> bool:
+        """Whether a write that was not tried has left an older record of its page."""
+        job, index = write
+        try:
+            return self._catalogue.has(job.transfer.keys[index])
+        except lmdb.Error:
+            return True
 
     def _settle(self, batch: Batch, outcomes: Sequence[Outcome]) -> None:
         ended = zip(batch.writes, outcomes, strict=True)
@@ -265,12 +380,29 @@ class Writer:
         try:
             if not self.refusal.active:
                 self._erase_owed()
+        except (lmdb.Error, OSError) as error:
+            self.refusal.begin(error, _name(error))
+        self._record_owed()
+        try:
             self._catalogue.sync()
-            mark.ok = not any(self._owed.values())
+            mark.synced = True
+            mark.ok = not self._unrecorded
         except (lmdb.Error, OSError) as error:
             _log.warning("the NVMe tier could not be synced: %s", error)
         finally:
             mark.done.set()
+            self._outbox.wake()
+
+
+def _written_nbytes(thread: int | None) -> int:
+    """What a thread has written with system calls that have ended, as the kernel counts; 0 where it does not."""
+    try:
+        for line in Path(f"/proc/self/task/{thread}/io").read_text().splitlines():
+            if line.startswith("wchar:"):
+                return int(line.partition(":")[2])
+    except OSError:
+        pass
+    return 0
 
 
 def _page(job: Job, index: int) -> Page:

@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -87,11 +89,24 @@ class Library:
 
     def remove(self, document: Document) -> None:
         """Forgets it, on disk too. OSError leaves it."""
-        with self._writing:
-            if self._folder is not None:
-                (self._folder / f"{document.id}{_SUFFIX}").unlink(missing_ok=True)
-                _sync(self._folder)
-            self._documents.pop((document.tenant, document.id), None)
+        with self.removing(document):
+            pass
+
+    @contextmanager
+    def removing(self, document: Document) -> Iterator[None]:
+        """Forgets it, and removes its file when the context ends. An error within, or OSError, leaves it."""
+        place = (document.tenant, document.id)
+        found = self._documents.pop(place, None)
+        try:
+            yield
+            with self._writing:
+                if self._folder is not None:
+                    (self._folder / f"{document.id}{_SUFFIX}").unlink(missing_ok=True)
+                    _sync(self._folder)
+        except BaseException:
+            if found is not None:
+                self._documents[place] = found
+            raise
 
 
 def _write(file: Path, document: Document) -> None:

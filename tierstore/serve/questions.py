@@ -16,7 +16,7 @@ from tierstore.serve.engine import Engine
 from tierstore.serve.faults import FaultError
 from tierstore.serve.library import Document, Library
 from tierstore.serve.reader import Reader
-from tierstore.serve.reading import Reading, Readings
+from tierstore.serve.reading import NotErasedError, Reading, Readings
 from tierstore.serve.schemas import DocumentRequest, QuestionRequest
 from tierstore.serve.shapes import About
 
@@ -58,7 +58,10 @@ def document_routes(reader: Reader, engine: Engine, library: Library, readings: 
 
     @routes.delete("/{id}")
     def remove(id: str, request: Request) -> dict[str, Any]:  # noqa: A002
-        readings.remove(found(request, id))
+        try:
+            readings.remove(found(request, id))
+        except NotErasedError as error:
+            raise FaultError(503, f"the document is not deleted: {error}", code="not_erased") from error
         return {"id": id, "object": "document", "deleted": True}
 
     @routes.post("/{id}/ask")

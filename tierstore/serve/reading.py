@@ -24,6 +24,10 @@ State = Literal["waiting", "reading", "ready", "failed"]
 """``waiting``: for its turn, or for somebody who asks; ``ready``: all of it was in the store."""
 
 
+class NotErasedError(Exception):
+    """A document's pages could not be erased from the disk: a restart could bring them back."""
+
+
 class Reading:
     """How far one document is. ``tell`` is the engine's; the rest may be asked from any thread."""
 
@@ -155,14 +159,21 @@ class Readings:
     def remove(self, document: Document) -> None:
         """Forget a document, and evict its pages but those that another one of its tenant begins with.
 
-        OSError if its file stays; then it stays.
+        Returns when no restart brings its pages back. NotErasedError if one may, OSError if the document's file cannot
+        be removed; then the document stays.
         """
         with self._changing:
             reading = self.of(document)
-            self._library.remove(document)
-            self._known.pop((document.tenant, document.id), None)
-            reading.cancel()
-            self._evict(document, reading)
+            with self._library.removing(document):
+                self._known.pop((document.tenant, document.id), None)
+                reading.cancel()
+                self._evict(document, reading)
+                pending = self._store.flush_evictions()
+                if pending:
+                    raise NotErasedError(
+                        f"{pending} of its pages cannot be erased from the disk, which refuses writes or hangs; "
+                        "the store goes on trying: delete the document again later"
+                    )
 
     def asked(self, document: Document, reading: Reading, question: Question) -> None:
         """Once the engine has taken a question: it ends with its document, however the two meet."""
