@@ -183,9 +183,13 @@ def wait_until_writable(rig: Rig) -> None:
 
 
 @contextmanager
-def data_file_is_read_only(home: Path, fingerprint: str = FINGERPRINT) -> Iterator[None]:
-    """LMDB's descriptors refuse writes with an error that is not for lack of room."""
-    path = data_file(home, fingerprint).resolve()
+def data_file_is_read_only(
+    home: Path, fingerprint: str = FINGERPRINT, *, name: str = "data.mdb"
+) -> Iterator[None]:
+    """LMDB's descriptors, or those of the file called ``name``, refuse writes with an error that is not for lack of
+    room.
+    """
+    path = data_file(home, fingerprint).resolve().with_name(name)
     open_now = [int(name) for name in os.listdir("/proc/self/fd")]
     ours = [fd for fd in open_now if os.path.realpath(f"/proc/self/fd/{fd}") == str(path)]
     assert ours

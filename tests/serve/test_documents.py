@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
 from threading import Event, Thread
@@ -12,9 +13,11 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from tests.nvme.rig import data_file_is_read_only
 from tests.serve.serving import Serving, events, serving
 from tests.serve.small import reader
 from tests.support.pages import PATIENCE_S
+from tests.support.waiting import wait_for
 from tierstore.serve.library import Document, Library
 
 TEXT = "The ship sailed at dawn, and nobody saw it leave the harbour. " * 3
@@ -143,6 +146,43 @@ def test_a_deleted_documents_pages_are_not_on_the_disk_either(tmp_path: Path) ->
     with serving(disk=tmp_path) as server:
         assert server.store.match(server.store.keys(reader().about(TEXT))).num_pages == 0
         assert server.store.match(server.store.keys(reader().about(OTHER))).num_pages == kept["pages"]
+
+
+def test_a_deletion_that_the_disk_can_only_note_is_durable(tmp_path: Path) -> None:
+    with serving(disk=tmp_path) as server:
+        gone = add(server)
+        server.store.flush()
+        with _refused(server, tmp_path, "data.mdb"):
+            assert server.http.delete(f"/v1/documents/{gone['id']}").status_code == 200
+    with serving(disk=tmp_path) as server:
+        assert server.store.match(server.store.keys(reader().about(TEXT))).num_pages == 0
+
+
+def test_a_deletion_that_is_not_durable_is_refused_and_can_be_asked_for_again(tmp_path: Path) -> None:
+    folder = tmp_path / "documents"
+    with serving(disk=tmp_path / "disk", documents=folder) as server:
+        document = add(server)
+        url = f"/v1/documents/{document['id']}"
+        server.store.flush()
+        with (
+            _refused(server, tmp_path / "disk", "data.mdb"),
+            _refused(server, tmp_path / "disk", "erased.bin"),
+        ):
+            refused = server.http.delete(url)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "not_erased"
+            assert server.http.get(url).status_code == 200
+            assert list(folder.glob("*.json"))
+        wait_for(lambda: server.http.delete(url).status_code == 200)
+        assert server.http.get(url).status_code == 404
+        assert not list(folder.glob("*.json"))
+    with serving(disk=tmp_path / "disk") as server:
+        assert server.store.match(server.store.keys(reader().about(TEXT))).num_pages == 0
+
+
+def _refused(server: Serving, home: Path, name: str) -> AbstractContextManager[None]:
+    """A file of the store's directory takes no writes."""
+    return data_file_is_read_only(home, str(server.store.stats()["fingerprint"]), name=name)
 
 
 def test_what_can_never_be_read_is_refused_and_not_kept(server: Serving) -> None:

@@ -20,7 +20,6 @@ from pathlib import Path
 import lmdb
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_64_digest
 
 from tierstore import codec
 from tierstore.codecs import LOSS_CLASSES
@@ -49,7 +48,7 @@ from tierstore.nvme.records import InlineRecords, Page, Records, numbers_hold
 from tierstore.nvme.sealing import Sealer
 from tierstore.nvme.sizing import Sizing
 from tierstore.nvme.slots import Place
-from tierstore.nvme.tombstones import Tombstones
+from tierstore.nvme.tombstones import RETIRED_KEY, Tombstones, retired, stamp
 from tierstore.types import PageKey
 
 __all__ = ["Catalogue", "Page"]
@@ -57,9 +56,6 @@ __all__ = ["Catalogue", "Page"]
 _log = logging.getLogger(__name__)
 
 _TURN_KEY = b"turn"
-_RETIRED_KEY = b"erased"
-"""In ``meta``: the last epoch of tombstones whose keys are all deleted, and a checksum."""
-
 _CHUNK = 100_000
 _MAX_READERS = 126
 """LMDB's own default: other programs may look into the environment, and each takes one of these."""
@@ -146,7 +142,8 @@ class Catalogue:
 
     def _bury(self, directory: Path) -> None:
         """Delete what an earlier process could only record as erased."""
-        self.tombstones = Tombstones(directory, self._retired())
+        with self._env.begin() as txn:
+            self.tombstones = Tombstones(directory, retired(txn.get(RETIRED_KEY, db=self._meta)))
         if self.tombstones.live:
             self.undeleted = self.find_keys(self.tombstones.__contains__)
             try:
@@ -175,17 +172,10 @@ class Catalogue:
         each = self._sizing.erase_keys
         for start in range(0, len(keys), each):
             self.erase(keys[start : start + each])
-        epoch = self.tombstones.epoch.to_bytes(8, "little")
         with self._env.begin(write=True) as txn:
-            txn.put(_RETIRED_KEY, epoch + xxh3_64_digest(epoch), db=self._meta)
+            txn.put(RETIRED_KEY, stamp(self.tombstones.epoch), db=self._meta)
         self.sync()  # the file is used again only after that
         self.tombstones.retire()
-
-    def _retired(self) -> int:
-        """The last epoch of tombstones whose keys are all deleted; 0 if nothing says."""
-        with self._env.begin() as txn:
-            raw = txn.get(_RETIRED_KEY, db=self._meta) or b""
-        return int.from_bytes(raw[:8], "little") if xxh3_64_digest(raw[:8]) == raw[8:] else 0
 
     def _set_up_inline(self, page_nbytes: int, direct: bool) -> None:
         numbered = numbers_hold(self._env, self._meta)
@@ -292,6 +282,7 @@ class Catalogue:
         """No call may be running, and none may follow."""
         self.reader.close()
         self._records.close()
+        self.tombstones.close()
         self._env.close()
 
     @contextmanager

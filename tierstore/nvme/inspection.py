@@ -12,12 +12,13 @@ import lmdb
 from tierstore.codec import fingerprint_digest
 from tierstore.nvme import home
 from tierstore.nvme.check import examine
-from tierstore.nvme.entry import CATALOGUE_DB, MAX_DBS, PAGES_DB
+from tierstore.nvme.entry import CATALOGUE_DB, MAX_DBS, META_DB, PAGES_DB
 from tierstore.nvme.extents import ExtentFiles
 from tierstore.nvme.fetching import ExtentBytes, InlineBytes, RecordBytes
 from tierstore.nvme.lock import FileLock, reading, watched
 from tierstore.nvme.reading import RecordReader
 from tierstore.nvme.slots import Slots
+from tierstore.nvme.tombstones import RETIRED_KEY, Tombstones, retired
 from tierstore.types import PageKey
 
 Progress = Callable[[str, int, int], None]
@@ -180,7 +181,16 @@ def open_reader(directory: Path, fingerprint: str) -> Iterator[RecordReader]:
             payload = ExtentBytes(
                 env, catalogue, ExtentFiles(directory, direct=False, writable=False), Slots(1)
             )
-        reader = RecordReader(env, catalogue, payload, fingerprint=fingerprint_digest(fingerprint))
+        with env.begin() as txn:
+            last = retired(txn.get(RETIRED_KEY, db=env.open_db(META_DB, txn, create=False)))
+        tombstones = Tombstones(directory, last, writable=False)
+        reader = RecordReader(
+            env,
+            catalogue,
+            payload,
+            fingerprint=fingerprint_digest(fingerprint),
+            erased=tombstones if tombstones.live else (),
+        )
         try:
             yield reader
         finally:

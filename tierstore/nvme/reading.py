@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import lmdb
 import numpy as np
@@ -33,13 +33,18 @@ class RecordReader:
         *,
         fingerprint: bytes,
         held_nbytes: int | None = None,
+        erased: Container[bytes] = (),
     ) -> None:
-        """``held_nbytes``: length of the payloads that memory holds in place of pages; None: it holds pages."""
+        """``held_nbytes``: length of the payloads that memory holds in place of pages; None: it holds pages.
+
+        ``erased``: records that ``record`` and the listings pass over.
+        """
         self._held = held_nbytes
         self._env = env
         self._catalogue = catalogue
         self._payload = payload
         self._fingerprint = fingerprint
+        self._erased = erased
 
     def fetch(self, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]) -> Fetched:
         """Read the record of ``key`` to ``out``, or to ``scratch`` what memory holds otherwise; nothing is checked.
@@ -79,6 +84,8 @@ class RecordReader:
         """The record of ``key`` as it is kept, every byte checked: its head, and its payload, a part of ``out`` or
         ``scratch``, which are as for ``fetch`` and may hold anything else after it. Raises as that and ``check`` do.
         """
+        if key in self._erased:
+            raise KeyError(key)
         _, fetched = self._settled(key, self.fetch(key, out, scratch), out, scratch)
         return scratch[HEAD].tobytes(), fetched.payload
 
@@ -115,12 +122,12 @@ class RecordReader:
         The entries are taken as the checking child found them; each is checked again when its page is loaded.
         """
         with self._env.begin() as txn:
-            yield from map(summary, txn.cursor(db=self._catalogue))
+            yield from map(summary, self._listed(txn))
 
     def loss_classes(self) -> Iterator[tuple[PageKey, str]]:
         """Key of every record and the class of loss of its namespace, "" where none was noted. As ``summaries``."""
         with self._env.begin() as txn:
-            yield from map(loss_class, txn.cursor(db=self._catalogue))
+            yield from map(loss_class, self._listed(txn))
 
     def verify_all(self) -> Iterator[tuple[PageKey, str | None]]:
         """Read every record: its key, and what is wrong with it or None. For tools; nothing is changed.
@@ -129,7 +136,7 @@ class RecordReader:
         """
         scratch = out = aligned(0)
         with self._env.begin() as txn:
-            items = list(txn.cursor(db=self._catalogue))
+            items = list(self._listed(txn))
         for key, raw in items:
             try:
                 length = unpack(key, raw).stored_nbytes
@@ -142,6 +149,11 @@ class RecordReader:
                 yield PageKey(key), str(error)
             else:
                 yield PageKey(key), None
+
+    def _listed(self, txn: lmdb.Transaction[bytes]) -> Iterator[tuple[bytes, bytes]]:
+        """Key and entry of every record that is not erased."""
+        items = iter(txn.cursor(db=self._catalogue))
+        return items if self._erased == () else ((k, raw) for k, raw in items if k not in self._erased)
 
     def close(self) -> None:
         """Close the descriptors, not the environment. No call may be running, and none may follow."""

@@ -23,13 +23,17 @@ import os
 import stat
 import struct
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from tierstore.nvme.home import TOMBSTONES_FILE
 
 _log = logging.getLogger(__name__)
+
+RETIRED_KEY = b"erased"
+"""In LMDB's ``meta`` tree: the last epoch whose keys are all deleted, as ``stamp`` gives it."""
 
 _BLOCK = 4096
 _NUM_BLOCKS = 4
@@ -39,6 +43,7 @@ _SUM_NBYTES = 16
 _BITS_NBYTES = _BLOCK - _HEAD.size - _SUM_NBYTES
 _NUM_BITS = 8 * _BITS_NBYTES
 _WORDS = struct.Struct("<4I")
+_WRITE = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Tombstones:
@@ -50,70 +55,97 @@ class Tombstones:
     epoch: int
     """What LMDB is to keep once all these keys are deleted."""
 
-    def __init__(self, directory: Path, retired: int) -> None:
+    def __init__(self, directory: Path, retired: int, *, writable: bool = True) -> None:
         """Read the file. ``retired``: the last epoch whose keys are all deleted. OSError if it cannot be read.
 
-        A missing file names nothing: the directory is new, or older than this file.
+        A missing file names nothing: the directory is new, or older than this file. ``writable``: until ``close`` the
+        directory stays open, so that nothing is written to another one that takes its place.
         """
         self._path = directory / TOMBSTONES_FILE
         raw = _contents(self._path)
-        self._there = raw is not None
-        raw = raw or b""
+        self._there = raw is not None and self._path.is_file()
+        missing, raw = raw is None, raw or b""
         found = [_read(raw[at : at + _BLOCK]) for at in range(0, _NUM_BLOCKS * _BLOCK, _BLOCK)]
         epochs = [block[0] for block in found if block is not None]
         self.epoch = max([retired, *epochs])
         # A record that was synced has its epoch in all four blocks: an older block shows that there is none.
-        self.live = self._there and all(epoch > retired for epoch in epochs)
+        self.live = not missing and all(epoch > retired for epoch in epochs)
+        self._whole = len(epochs) == _NUM_BLOCKS
         self._bits = [
             bytearray(block[1] if block is not None and block[0] == self.epoch else b"\xff" * _BITS_NBYTES)
             for block in found
         ]
         if self.live and not epochs:
-            self._there = self._path.is_file()
             self.epoch += 1
             _log.warning("%s is damaged: every page of this directory counts as erased", self._path)
+        self._fd = self._directory_fd = -1
+        if writable:
+            self._directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
-    def __contains__(self, key: bytes) -> bool:
+    def __contains__(self, key: object) -> bool:
         """Whether the key was recorded; now and then True for another one."""
-        return all(bits[at >> 3] >> (at & 7) & 1 for bits, at in zip(self._bits, _places(key), strict=True))
+        return isinstance(key, bytes) and all(
+            bits[at >> 3] >> (at & 7) & 1 for bits, at in zip(self._bits, _places(key), strict=True)
+        )
 
     def prepare(self) -> None:
-        """Make the file while there is room for it, if it is missing. OSError if it cannot be made."""
-        if self._there:
+        """Make the file while there is room for it, or mend it, and open it. OSError if that cannot be.
+
+        Not while it is live.
+        """
+        if self._there and self._whole:
+            if self._fd < 0:
+                self._fd = os.open(TOMBSTONES_FILE, _WRITE, dir_fd=self._directory_fd)
             return
         self._bits = [bytearray(_BITS_NBYTES) for _ in range(_NUM_BLOCKS)]
-        part = self._path.with_name(self._path.name + ".new")
-        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        if self._there:
+            self._overwrite()
+        else:
+            self._make()
+
+    def _make(self) -> None:
+        """The file appears whole."""
+        part, where = TOMBSTONES_FILE + ".new", self._directory_fd
+        fd = os.open(part, _WRITE | os.O_CREAT | os.O_TRUNC, 0o600, dir_fd=where)
         try:
             self._write(fd)
+            os.rename(part, TOMBSTONES_FILE, src_dir_fd=where, dst_dir_fd=where)
+            os.fsync(where)
         except BaseException:
-            part.unlink(missing_ok=True)
-            raise
-        finally:
             os.close(fd)
-        part.replace(self._path)
-        self._sync_directory()
-        self._there = True
+            with suppress(FileNotFoundError):
+                os.unlink(part, dir_fd=where)
+            raise
+        self._fd = fd
+        self._there = self._whole = True
 
     def record(self, keys: Iterable[bytes]) -> None:
         """Add keys, durably. OSError: some of them may be recorded, and all are to be given again."""
-        self.prepare()
         if not self.live:
+            self.prepare()
             self.live = True
             self.epoch += 1
             self._bits = [bytearray(_BITS_NBYTES) for _ in range(_NUM_BLOCKS)]
         for key in keys:
             for bits, at in zip(self._bits, _places(key), strict=True):
                 bits[at >> 3] |= 1 << (at & 7)
-        fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            self._write(fd)
-        finally:
-            os.close(fd)
+        self._overwrite()
 
     def retire(self) -> None:
         """LMDB has deleted all that was recorded, and has durably kept ``epoch``."""
         self.live = False
+
+    def close(self) -> None:
+        """No call may follow."""
+        for fd in (self._fd, self._directory_fd):
+            if fd >= 0:
+                os.close(fd)
+
+    def _overwrite(self) -> None:
+        if self._fd < 0:
+            self._fd = os.open(TOMBSTONES_FILE, _WRITE, dir_fd=self._directory_fd)
+        self._write(self._fd)
+        self._whole = True
 
     def _write(self, fd: int) -> None:
         raw = b"".join(_block(self.epoch, bits) for bits in self._bits)
@@ -122,12 +154,18 @@ class Tombstones:
             done += os.pwrite(fd, raw[done:], done)
         os.fsync(fd)
 
-    def _sync_directory(self) -> None:
-        fd = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+
+def stamp(epoch: int) -> bytes:
+    """What is kept under RETIRED_KEY."""
+    raw = epoch.to_bytes(8, "little")
+    return raw + xxh3_64_digest(raw)
+
+
+def retired(raw: bytes | None) -> int:
+    """The epoch of a stamp; 0, which makes every tombstone count, where there is none or it is damaged."""
+    if raw is None or xxh3_64_digest(raw[:8]) != raw[8:]:
+        return 0
+    return int.from_bytes(raw[:8], "little")
 
 
 def _contents(path: Path) -> bytes | None:
@@ -148,8 +186,8 @@ def _places(key: bytes) -> tuple[int, ...]:
     return tuple(word % _NUM_BITS for word in words)
 
 
-def _block(epoch: int, bits: bytes) -> bytes:
-    body = _HEAD.pack(_MAGIC, epoch) + bits
+def _block(epoch: int, bits: bytearray) -> bytes:
+    body = _HEAD.pack(_MAGIC, epoch) + bytes(bits)
     return body + xxh3_128_digest(body)
 
 

@@ -231,6 +231,10 @@ def open_sink(
     _refuse_lower(path, marker)
     shard = open_shard(path, marker, payload, readers=None, coding=Coding(codec, layout))
     try:
+        if shard.catalogue.undeleted:
+            raise TransferError(
+                f"the directory takes no pages: {len(shard.catalogue.undeleted)} erased pages cannot be deleted from it"
+            )
         sink = ClosedSink(shard, description)
     except BaseException:
         shard.catalogue.close()

@@ -1,0 +1,289 @@
+"""What ``flush`` reports: durable, failed and pending pages, and evicted pages that a restart could bring back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.nvme.rig import data_file_is_read_only
+from tests.support.bench import open_bench
+from tests.support.pages import PATIENCE_S, SPEC, chain, read, tiers, where, write
+from tests.support.stalls import DOWN, OUT, UP
+from tests.support.waiting import wait_for
+from tierstore import saving
+from tierstore.config import StoreConfig
+from tierstore.errors import StoreClosed
+from tierstore.nvme.catalogue import Catalogue
+from tierstore.store import TierStore
+from tierstore.types import FlushResult, Tier
+
+DONE = FlushResult()
+
+
+@pytest.fixture(params=["lmdb", "extents"])
+def config(request: pytest.FixtureRequest, tmp_path: Path) -> StoreConfig:
+    return tiers(8, 8, tmp_path / "disk", nvme_more={"payload": request.param, "timeout": "60s"})
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flush gives up soon on a disk that does not move at all."""
+    monkeypatch.setattr(saving, "_FLUSH_STALL_S", 0.3)
+
+
+class HeldCommits:
+    """Commits of pages wait until they are let go."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, name: str = "store") -> None:
+        self.begun, self.go_on = threading.Semaphore(0), threading.Semaphore(0)
+        self.free = False
+        original = getattr(Catalogue, name)
+
+        def held(catalogue: Catalogue, *args: Any) -> Any:
+            if not self.free:
+                self.begun.release()
+                assert self.go_on.acquire(timeout=PATIENCE_S)
+            return original(catalogue, *args)
+
+        patch.setattr(Catalogue, name, held)
+
+    def let_all_go(self) -> None:
+        self.free = True
+        self.go_on.release(1000)
+
+
+def nvme(store: TierStore) -> dict[str, Any]:
+    found = store.stats()["nvme"]
+    assert isinstance(found, dict)
+    return found
+
+
+@contextmanager
+def refusing(home: Path) -> Iterator[None]:
+    """The disk takes neither records nor tombstones."""
+    with (
+        data_file_is_read_only(home, SPEC.fingerprint),
+        data_file_is_read_only(home, SPEC.fingerprint, name="erased.bin"),
+    ):
+        yield
+
+
+def test_flush_counts_what_it_wrote_and_what_was_there(config: StoreConfig) -> None:
+    with TierStore.open(config, SPEC) as store:
+        assert store.flush() == DONE
+        write(store, chain(4))
+        assert store.flush() == FlushResult(durable=4)
+        write(store, chain(2, "more"))
+        found = store.flush()
+        assert found == FlushResult(durable=6)
+        assert found.complete
+
+
+def test_flush_without_a_disk_has_nothing_to_do() -> None:
+    with TierStore.open(tiers(8, 8), SPEC) as store:
+        write(store, chain(4))
+        assert store.flush() == DONE
+        store.evict(chain(4))
+        assert store.flush_evictions() == 0
+
+
+@pytest.mark.usefixtures("impatient")
+def test_flush_gives_up_on_a_write_that_hangs_and_the_state_says_so_until_it_ends(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits = HeldCommits(monkeypatch)
+    with TierStore.open(config, SPEC) as store:
+        write(store, chain(4))
+        assert commits.begun.acquire(timeout=PATIENCE_S)
+        assert store.flush() == FlushResult(pending=4)
+        assert nvme(store)["state"] == "read_only"
+        assert 'tierstore_nvme_state{state="ok"} 0.0' in store.metrics.text()
+        store.check()
+        commits.let_all_go()
+        wait_for(lambda: nvme(store)["state"] == "ok")
+        assert store.flush() == FlushResult(durable=4)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_erase_behind_a_write_that_hangs_is_pending(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TierStore.open(config, SPEC) as store:
+        write(store, chain(4, "gone"))
+        store.flush()
+        commits = HeldCommits(monkeypatch)
+        write(store, chain(2))
+        assert commits.begun.acquire(timeout=PATIENCE_S)
+        store.evict(chain(4, "gone"))
+        assert store.flush() == FlushResult(pending=2, pending_erases=4)
+        assert store.flush_evictions() == 4
+        assert nvme(store)["pending_erases"] == 4
+        commits.let_all_go()
+        assert store.flush_evictions() == 0
+        assert store.flush() == FlushResult(durable=2)
+    with TierStore.open(config, SPEC) as store:
+        assert store.match(chain(4, "gone")).num_pages == 0
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_erase_that_hangs_is_pending(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with TierStore.open(config, SPEC) as store:
+        write(store, chain(4))
+        store.flush()
+        erases = HeldCommits(monkeypatch, "erase")
+        store.evict(chain(4))
+        assert store.flush() == FlushResult(pending_erases=4)
+        assert nvme(store)["state"] == "read_only"
+        erases.let_all_go()
+        wait_for(lambda: nvme(store)["state"] == "ok")
+        assert store.flush() == DONE
+
+
+@pytest.mark.usefixtures("impatient")
+def test_pages_are_not_durable_while_the_sync_hangs(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TierStore.open(config, SPEC) as store:
+        syncs = HeldCommits(monkeypatch, "sync")
+        write(store, chain(4))
+        found = store.flush()
+        assert (found.durable + found.pending, found.failed) == (4, 0)
+        assert found.pending or nvme(store)["state"] == "read_only"
+        assert nvme(store)["state"] == "read_only"
+        syncs.let_all_go()
+        wait_for(lambda: nvme(store)["state"] == "ok")
+        assert store.flush() == FlushResult(durable=4)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_copy_out_of_hbm_that_hangs_is_pending_and_says_nothing_of_the_disk(config: StoreConfig) -> None:
+    bench = open_bench(config, SPEC, pump=True)
+    bench.copies.hold(OUT)
+    write(bench.store, chain(3))
+    assert bench.store.flush() == FlushResult(pending=3)
+    assert nvme(bench.store)["state"] == "ok"
+    bench.copies.open()
+    assert bench.store.flush() == FlushResult(durable=3)
+    bench.close()
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("lane", [DOWN, UP])
+def test_a_page_evicted_while_its_copy_hangs_is_a_pending_erase(
+    config: StoreConfig, lane: tuple[Tier, Tier]
+) -> None:
+    bench = open_bench(config, SPEC, pump=True)
+    store, keys = bench.store, chain(2)
+    write(store, keys)
+    if lane == UP:
+        store.demote(keys, Tier.NVME)
+        assert store.drain(PATIENCE_S)
+    bench.records.hold(lane)
+    lease = store.acquire(keys)
+    if lane == DOWN:
+        store.demote(keys, Tier.NVME)
+        wait_for(lambda: bench.records.waiting(DOWN) > 0)
+    store.evict(keys)
+    assert store.flush_evictions() == 2
+    bench.records.open()
+    assert store.flush_evictions() == 0
+    lease.release()
+    bench.close()
+    with TierStore.open(config, SPEC) as store:
+        assert store.match(keys).num_pages == 0
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("pump", [True, False])
+def test_flush_waits_for_a_disk_that_moves_however_long_it_takes(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, pump: bool
+) -> None:
+    """Each commit is let go only after flush has nearly given up; all of them together take far longer."""
+    commits = HeldCommits(monkeypatch)
+    with TierStore.open(config, SPEC, pump=pump) as store:
+        done = threading.Event()
+
+        def trickle() -> None:
+            while not done.wait(0.2):
+                commits.go_on.release()
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        for number in range(4):
+            write(store, chain(2, str(number)))
+            store.demote(chain(2, str(number)), Tier.NVME)
+        found = store.flush()
+        done.set()
+        thread.join()
+        commits.let_all_go()
+        assert (found.failed, found.pending) == (0, 0)
+        assert all(where(store, key).get(Tier.NVME) == "ready" for n in range(4) for key in chain(2, str(n)))
+
+
+def test_a_disk_that_refuses_everything_leaves_pages_failed_and_erases_pending(config: StoreConfig) -> None:
+    assert config.nvme is not None
+    with TierStore.open(config, SPEC) as store:
+        write(store, chain(4, "gone"))
+        store.flush()
+        with refusing(config.nvme.path):
+            write(store, chain(2))
+            store.evict(chain(4, "gone"))
+            found = store.flush()
+            assert (found.durable, found.failed) == (0, 2)
+            assert found.pending_erases >= 4
+            assert not found.complete
+            assert read(store, chain(2)) == 2
+        wait_for(lambda: nvme(store)["state"] == "ok")
+        wait_for(lambda: store.flush() == FlushResult(durable=2))
+    with TierStore.open(config, SPEC) as store:
+        assert store.match(chain(4, "gone")).num_pages == 0
+        assert store.match(chain(2)).num_pages == 2
+
+
+def test_a_page_whose_failed_write_may_have_reached_the_disk_does_not_come_back_once_evicted(
+    config: StoreConfig,
+) -> None:
+    assert config.nvme is not None
+    with TierStore.open(config, SPEC) as store:
+        write(store, chain(2, "first"))
+        store.flush()
+        with data_file_is_read_only(config.nvme.path, SPEC.fingerprint):
+            write(store, chain(2))
+            assert store.flush().failed == 2
+            store.evict(chain(2))
+            assert store.flush().pending_erases == 0
+    with TierStore.open(config, SPEC) as store:
+        assert store.match(chain(2)).num_pages == 0
+        assert store.match(chain(2, "first")).num_pages == 2
+
+
+@pytest.mark.usefixtures("impatient")
+def test_two_threads_flush_at_once_and_close_ends_both(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits = HeldCommits(monkeypatch)
+    store = TierStore.open(config, SPEC)
+    write(store, chain(4))
+    assert commits.begun.acquire(timeout=PATIENCE_S)
+    found: list[object] = []
+
+    def flush() -> None:
+        try:
+            found.append(store.flush())
+        except StoreClosed:
+            found.append(StoreClosed)
+
+    threads = [threading.Thread(target=flush) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    store.close(0.1)
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert len(found) == 2
+    assert all(each in (StoreClosed, FlushResult(pending=4)) for each in found)
+    commits.let_all_go()
