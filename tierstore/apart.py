@@ -6,8 +6,9 @@ exists where all ranks have it. Only plain data crosses; how it travels is the c
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from tierstore.assembly import Parts, make_directory
@@ -15,7 +16,7 @@ from tierstore.errors import ConfigError
 from tierstore.fitting import held_form
 from tierstore.gpu.arriving import NOT_YET, Arriving
 from tierstore.gpu.device import CpuDevice
-from tierstore.metrics import Metrics
+from tierstore.metrics import Metrics, RankHealth
 from tierstore.mover import Mover
 from tierstore.types import Ack, Erase, Failure, Tier, Transfer
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from tierstore.config import StoreConfig
     from tierstore.layout import PageLayout
     from tierstore.types import PageKey
+
+_log = logging.getLogger(__name__)
 
 Record = tuple["PageKey", "PageKey | None", int]
 
@@ -40,6 +43,7 @@ class Opened:
     num_slots: int
     host_slots: int
     disk: Disk | None
+    health: RankHealth = field(default_factory=RankHealth)
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,28 @@ class Ranks(Mover):
         self._outbox: list[Transfer | Erase] = []
         self._merging: dict[int, _Merging] = {}
         self._acks: deque[Ack] = deque()
+        self._health: dict[int, RankHealth] = {}
+        self._failed = [0] * num_ranks
+
+    def hear(self, rank: int, health: RankHealth) -> None:
+        """Take in a rank's health; a warning names what is wrong now and was not before."""
+        before = self._health.get(rank)
+        self._health = {**self._health, rank: health}  # a scrape may be looking at the other one
+        for trouble in health.troubles:
+            if before is None or trouble not in before.troubles:
+                _log.warning("rank %d: %s", rank, trouble)
+
+    def health(self) -> dict[int, RankHealth]:
+        """Return every rank's health as it was heard last, with what is known here of its transfers. Any thread."""
+        merging = list(self._merging.values())
+        return {
+            rank: replace(
+                found,
+                failed_pages=self._failed[rank],
+                open_transfers=sum(m.waits_for(rank) for m in merging),
+            )
+            for rank, found in self._health.items()
+        }
 
     def submit(self, command: Transfer | Erase) -> None:
         """Queues it for all ranks."""
@@ -88,7 +114,7 @@ class Ranks(Mover):
         """What a rank has done. A record that some ranks have and others not is removed from all."""
         for ack in acks:
             merging = self._merging[ack.transfer_id]
-            merging.take(rank, ack)
+            self._failed[rank] += merging.take(rank, ack)
             merged = merging.answer()
             if merged is None:
                 continue
@@ -153,9 +179,13 @@ def assemble_apart(config: StoreConfig, layout: PageLayout, opened: Sequence[Ope
     host = _Host(host_slots, held_form(config, layout))
     directory = make_directory(config, layout, None, host, disk, metrics)
     directory.outgoing.num_slots = num_slots
+    for rank, found in enumerate(opened):
+        ranks.hear(rank, found.health)
+    metrics.watch_ranks(ranks.health, apart=True)
+    metrics.watch_pinned(lambda: sum(found.pinned_nbytes for found in ranks.health().values()))
     if halves:
         ranks.submit(Erase(Tier.NVME, halves))
-    return Parts(layout, CpuDevice(), None, None, None, directory, ranks, metrics)
+    return Parts(layout, CpuDevice(), None, None, None, directory, ranks, metrics, ranks.health)
 
 
 @dataclass(slots=True)
@@ -180,7 +210,12 @@ class _Merging:
         places = list(range(len(transfer.keys)))
         return cls(transfer, places, [list(places) for _ in range(ranks)], [{} for _ in range(ranks)])
 
-    def take(self, rank: int, ack: Ack) -> None:
+    def waits_for(self, rank: int) -> bool:
+        """Whether the rank has still to say what became of some of the pages."""
+        return rank not in self.told or bool(self.open_by_rank[rank])
+
+    def take(self, rank: int, ack: Ack) -> int:
+        """Takes in what a rank says; returns how many pages it did not move."""
         places, late = self.open_by_rank[rank], set(ack.late)
         failures = dict(ack.failures)
         if not ack.ok and not failures:
@@ -193,6 +228,7 @@ class _Merging:
         self.open_by_rank[rank] = [places[i] for i in ack.late]
         self.told.add(rank)
         self.seconds = max(self.seconds, ack.seconds)
+        return len(failures)
 
     def answer(self) -> Ack | None:
         """The ack of all ranks, None: not yet. Pages that a rank tells late are late, once all ranks have answered."""

@@ -27,7 +27,7 @@ from tierstore.host.arena import HostArena
 from tierstore.host.pinning import FIRST_NBYTES
 from tierstore.keys import EXACT
 from tierstore.layout import PageLayout
-from tierstore.metrics import Metrics
+from tierstore.metrics import Metrics, RankHealth
 from tierstore.mover import Mover
 from tierstore.nvme.tier import NvmeTier
 from tierstore.policy import Known, WriteBudget, make_admission, make_history, make_policy
@@ -36,7 +36,7 @@ from tierstore.tier_table import TierTable
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from tierstore.config import HostConfig, NvmeConfig, StoreConfig
     from tierstore.gpu.device import HbmDevice
@@ -84,7 +84,10 @@ class Records(Protocol):
 
 @dataclass
 class Parts:
-    """Everything a store is made of. ``pool`` is None where an engine owns HBM."""
+    """Everything a store is made of. ``pool`` is None where an engine owns HBM.
+
+    ``ranks``: the health of the processes that hold the bytes; None: this one does.
+    """
 
     layout: PageLayout
     device: HbmDevice
@@ -94,6 +97,7 @@ class Parts:
     directory: Directory
     mover: Mover
     metrics: Metrics
+    ranks: Callable[[], Mapping[int, RankHealth]] | None = None
 
     def close(self) -> None:
         """Ends every tier, for a store that could not be made of them."""
@@ -122,12 +126,29 @@ def assemble(config: StoreConfig, layout: PageLayout, wake: Callable[[], None]) 
         metrics = Metrics()
         if arena is not None:
             metrics.watch_pinned(arena.pinned_nbytes)
+        metrics.watch_ranks(lambda: {layout.shard: health(device, arena, nvme)}, apart=False)
         if nvme is not None:
             metrics.watch_disk(lambda: nvme.state)
         directory = make_directory(config, layout, pool, arena, nvme, metrics)
         mover = _mover(device, pool, arena, nvme, wake)
         undone.pop_all()
     return Parts(layout, device, pool, arena, nvme, directory, mover, metrics)
+
+
+def health(device: HbmDevice, arena: HostArena | None, nvme: NvmeTier | None) -> RankHealth:
+    """Return what one process got of the memory, routes and disk that it asked for. Any thread."""
+    found = device.stats()
+    slow = found["slow_copies"]
+    return RankHealth(
+        device=str(found["device"]),
+        copies=str(found["copies"]),
+        slow_copies=None if slow is None else str(slow),
+        pin_nbytes=0 if arena is None else arena.pin_nbytes,
+        pinned_nbytes=0 if arena is None else arena.pinned_nbytes(),
+        pinning=arena is not None and arena.pinning,
+        refused=None if arena is None else arena.refused,
+        disk=None if nvme is None else nvme.state,
+    )
 
 
 def register_pages(

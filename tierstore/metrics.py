@@ -6,17 +6,125 @@ found in or as a miss with its reason, so that hits and misses add up to pages a
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
+
+    from prometheus_client.core import Metric
 
     from tierstore.types import Ack, Tier, Transfer
 
 _WAIT_BUCKETS = (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RankHealth:
+    """What one process that holds bytes of pages got of what it asked for. Plain data: it travels between processes.
+
+    ``slow_copies``, ``refused``: why copies take a slower route, why memory is not page-locked; None: they do not, it
+    is. ``disk``: the state of its NVMe tier; None: it has none.
+    """
+
+    device: str = "cpu"
+    copies: str = "threads"
+    slow_copies: str | None = None
+    pin_nbytes: int = 0
+    pinned_nbytes: int = 0
+    pinning: bool = False
+    refused: str | None = None
+    disk: str | None = None
+    faults: int = 0
+    """Unexpected errors in its threads."""
+    stalled_steps: int = 0
+    """Steps of the engine that waited 10 s or longer for copies out of the blocks that they overwrite."""
+    failed_pages: int = 0
+    """Pages that it did not move."""
+    open_transfers: int = 0
+    """Transfers that it was given and has not ended."""
+
+    @property
+    def unpinned_nbytes(self) -> int:
+        """Bytes of host memory that were to be page-locked and are not, or not yet."""
+        return max(0, self.pin_nbytes - self.pinned_nbytes)
+
+    @property
+    def troubles(self) -> list[str]:
+        """What lasts until somebody does something about it, in words for a log."""
+        found = []
+        if self.unpinned_nbytes and not self.pinning:
+            found.append(
+                f"{self.unpinned_nbytes} of {self.pin_nbytes} bytes of host memory are not page-locked, copies to and "
+                f"from them are slow: {self.refused}"
+            )
+        if self.slow_copies is not None:
+            found.append(f"copies between {self.device} and host memory are slow: {self.slow_copies}")
+        if self.disk not in (None, "ok"):
+            found.append(f"the NVMe tier is {self.disk}")
+        return found
+
+    def stats(self, rank: int) -> dict[str, object]:
+        """For ``TierStore.stats``."""
+        return {"rank": rank, **asdict(self), "unpinned_nbytes": self.unpinned_nbytes}
+
+
+class _Ranks(Collector):
+    """Figures by rank, looked up at each scrape. ``apart``: the ranks are other processes."""
+
+    def __init__(self, ranks: Callable[[], Mapping[int, RankHealth]], *, apart: bool) -> None:
+        self._ranks = ranks
+        self._apart = apart
+
+    def collect(self) -> Iterator[Metric]:
+        found = {str(rank): health for rank, health in sorted(self._ranks().items())}
+
+        def gauge(name: str, says: str, value: Callable[[RankHealth], float]) -> Metric:
+            family = GaugeMetricFamily(f"tierstore_{name}", says, labels=["rank"])
+            for rank, health in found.items():
+                family.add_metric([rank], value(health))
+            return family
+
+        def counter(name: str, says: str, value: Callable[[RankHealth], float]) -> Metric:
+            family = CounterMetricFamily(f"tierstore_{name}", says, labels=["rank"])
+            for rank, health in found.items():
+                family.add_metric([rank], value(health))
+            return family
+
+        yield gauge(
+            "unpinned_bytes",
+            "Host memory that was to be page-locked and is not, or not yet",
+            lambda h: h.unpinned_nbytes,
+        )
+        yield gauge(
+            "slow_copies",
+            "1 where copies between HBM and host memory take a slower route than the card allows",
+            lambda h: float(h.slow_copies is not None),
+        )
+        if not self._apart:
+            return
+        yield gauge(
+            "rank_disk_trouble",
+            "1 while the NVMe tier of the rank is read-only or absent",
+            lambda h: float(h.disk not in (None, "ok")),
+        )
+        yield gauge(
+            "rank_open_transfers",
+            "Transfers that the rank was given and has not ended",
+            lambda h: h.open_transfers,
+        )
+        yield counter("rank_failed_pages", "Pages that the rank did not move", lambda h: h.failed_pages)
+        yield counter(
+            "rank_stalled_steps",
+            "Steps of the engine that waited 10 s or longer for copies on the rank",
+            lambda h: h.stalled_steps,
+        )
+        yield counter("rank_faults", "Unexpected errors in the rank's threads", lambda h: h.faults)
 
 
 class Metrics:
@@ -125,6 +233,10 @@ class Metrics:
     def watch_pinned(self, nbytes: Callable[[], float]) -> None:
         """Reports how much of the host tier is page-locked, from now on."""
         self._pinned.set_function(nbytes)
+
+    def watch_ranks(self, ranks: Callable[[], Mapping[int, RankHealth]], *, apart: bool) -> None:
+        """Report the health of every rank from now on. ``apart``: the ranks are other processes."""
+        self.registry.register(_Ranks(ranks, apart=apart))
 
     def watch_disk(self, state: Callable[[], str]) -> None:
         """Reports the state of the NVMe tier from now on, by ``NvmeTier.state``."""

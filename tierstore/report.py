@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tierstore.fitting import nbytes_of
+from tierstore.fitting import held_form, nbytes_of
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from tierstore.assembly import Parts
     from tierstore.config import StoreConfig
     from tierstore.directory import Directory
-    from tierstore.metrics import Metrics
+    from tierstore.layout import PageLayout
+    from tierstore.metrics import Metrics, RankHealth
     from tierstore.tier_table import TierTable
     from tierstore.types import PageKey
 
@@ -61,8 +62,12 @@ def of_hbm(directory: Directory, keys: Sequence[PageKey]) -> list[PageKey]:
 
 
 def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:
-    """Everything ``TierStore.stats`` returns; plain data."""
+    """Everything ``TierStore.stats`` returns; plain data.
+
+    Where other processes hold the bytes, "hbm" and "host" are those of all ranks together, and "ranks" has each.
+    """
     directory, layout = parts.directory, parts.layout
+    ranks = {} if parts.ranks is None else parts.ranks()
     memory_only = directory.residency.memory_only
     tiers: dict[str, dict[str, object]] = {}
     for tier, table in directory.residency.tables.items():
@@ -84,11 +89,46 @@ def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:
         "in_flight": {f"{s.name}->{d.name}": n for (s, d), n in directory.traffic.pages.items() if n},
         "bytes_per_s": {f"{s.name}->{d.name}": rate for (s, d), rate in directory.traffic.rates.items()},
         "failing": sorted(tier.name for tier in directory.space.failing),
-        "hbm": parts.device.stats(),
-        "host": None if parts.arena is None else parts.arena.stats(),
+        "hbm": {**parts.device.stats(), **_hbm_of(ranks)},
+        "host": _host_of(ranks, config, layout) if parts.arena is None else parts.arena.stats(),
         "nvme": None if parts.nvme is None else parts.nvme.stats(),
+        "ranks": [found.stats(rank) for rank, found in sorted(ranks.items())],
         "counters": parts.metrics.snapshot(),
     }
+
+
+def _hbm_of(ranks: Mapping[int, RankHealth]) -> dict[str, object]:
+    """Devices and routes of all ranks, each once, under the keys of ``HbmDevice.stats``."""
+    if not ranks:
+        return {}
+    slow = {rank: found.slow_copies for rank, found in ranks.items()}
+    return {
+        "device": ", ".join(sorted({found.device for found in ranks.values()})),
+        "copies": ", ".join(sorted({found.copies for found in ranks.values()})),
+        "slow_copies": _reasons(slow),
+    }
+
+
+def _host_of(
+    ranks: Mapping[int, RankHealth], config: StoreConfig, layout: PageLayout
+) -> dict[str, object] | None:
+    """Host memory of all ranks together, under the keys of ``HostArena.stats``; None: there is none."""
+    if not ranks or config.host is None:
+        return None
+    return {
+        "pin_nbytes": sum(found.pin_nbytes for found in ranks.values()),
+        "pinned_nbytes": sum(found.pinned_nbytes for found in ranks.values()),
+        "unpinned_nbytes": sum(found.unpinned_nbytes for found in ranks.values()),
+        "pinning": any(found.pinning for found in ranks.values()),
+        "refused": _reasons({rank: found.refused for rank, found in ranks.items()}),
+        "codec": config.host.codec,
+        "slot_nbytes": held_form(config, layout).slot_nbytes,
+    }
+
+
+def _reasons(by_rank: Mapping[int, str | None]) -> str | None:
+    """One line that names every rank that has a reason."""
+    return "; ".join(f"rank {rank}: {why}" for rank, why in sorted(by_rank.items()) if why) or None
 
 
 def _admission(directory: Directory, page_nbytes: int, metrics: Metrics) -> dict[str, object]:

@@ -12,7 +12,7 @@ import math
 import pickle
 import random
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,6 +29,8 @@ from tierstore.adapters.vllm.geometry import Geometry
 from tierstore.adapters.vllm.working import WorkerHalf
 from tierstore.assembly import Parts, assemble
 from tierstore.config import StoreConfig
+from tierstore.host.arena import HostArena
+from tierstore.host.pinning import Pinner
 from tierstore.layout import PageLayout
 from tierstore.types import Tier
 from tierstore.wakeup import Wakeup
@@ -107,7 +109,8 @@ class Part(NamedTuple):
 class Engine:
     """``ahead``: steps scheduled before the workers are done with the first of them. ``kinds``: the KV groups.
 
-    ``more`` goes to the connector's extra configuration.
+    ``pinners``: of the ranks whose host memory is page-locked, by rank. ``more`` goes to the connector's extra
+    configuration.
     """
 
     def __init__(
@@ -120,9 +123,11 @@ class Engine:
         seed: int = 0,
         events: bool = False,
         kinds: Sequence[Kind] = FULL,
+        pinners: Mapping[int, Pinner] | None = None,
         **more: Any,
     ) -> None:
         self.connector = stub.load_connector()
+        self.pinners = pinners or {}
         self.dice = random.Random(seed)
         self.ahead = ahead
         self.pool = Pool(blocks, kinds, self.dice)
@@ -175,6 +180,11 @@ class Engine:
 
         def opened(config: StoreConfig, found: Geometry, number: int) -> WorkerHalf:
             parts: Parts = assemble(config, PageLayout.of(found.spec), wakeup.bump)
+            if number in self.pinners:
+                assert parts.arena is not None
+                slots = parts.arena.num_slots
+                parts.arena = arena = HostArena(parts.layout, slots, self.pinners[number])
+                parts.mover._memory[Tier.HOST] = arena
             parts.mover = mover = WiredMover.around(parts)
             half = WorkerHalf(parts, found, number, wakeup)
             half.idle_s = 0.0

@@ -108,6 +108,32 @@ def test_after_a_refusal_what_is_locked_stays_so_and_one_warning_says_it(
     assert [record.getMessage().rsplit(": ", 1)[1] for record in caplog.records] == ["no more"]
 
 
+def test_pinning_ends_with_the_reason_when_a_pinner_fails_unexpectedly() -> None:
+    class Broken(RecordingPinner):
+        def pin(self, address: int, nbytes: int) -> None:
+            super().pin(address, nbytes)
+            if self.calls > 2:
+                self.unpin(address)
+                raise RuntimeError("no CUDA device")
+
+    pinning = Pinning(memory(32), STRIDE, 32, Broken(), chunk_nbytes=STRIDE)
+    assert not pinning.wait(32, PATIENCE_S)
+    assert not pinning.going_on
+    assert pinning.refused == "RuntimeError: no CUDA device"
+    pinning.close()
+
+
+def test_an_arena_says_how_much_was_to_be_locked_and_is_not() -> None:
+    layout = PageLayout.of(SPEC)
+    arena = HostArena(layout, 9, RecordingPinner(refuse_after=0))
+    assert not arena.wait_pinned(9, PATIENCE_S)
+    found = arena.stats()
+    assert (found["pin_nbytes"], found["pinned_nbytes"]) == (arena.nbytes, 0)
+    assert (found["unpinned_nbytes"], found["refused"]) == (arena.nbytes, "no more")
+    arena.close()
+    assert arena.unpinned_nbytes() == 0, "a closed arena asks for nothing"
+
+
 def test_pinned_slots_are_locked_at_every_moment() -> None:
     here = memory(40)
 
@@ -130,7 +156,14 @@ def test_an_arena_unlocks_its_memory_when_it_is_closed_and_when_it_is_dropped() 
     pinner = RecordingPinner()
     arena = HostArena(layout, 9, pinner)
     assert arena.wait_pinned(9, PATIENCE_S)
-    pinned = {"pinned_nbytes": 9 * layout.slot_nbytes, "pinning": False, "refused": None}
+    nbytes = 9 * layout.slot_nbytes
+    pinned = {
+        "pin_nbytes": nbytes,
+        "pinned_nbytes": nbytes,
+        "unpinned_nbytes": 0,
+        "pinning": False,
+        "refused": None,
+    }
     assert arena.stats() == {**pinned, "codec": "none", "slot_nbytes": layout.slot_nbytes}
     arena.view(8).fill(7)
     arena.close()
@@ -151,7 +184,7 @@ def test_an_arena_unlocks_its_memory_when_it_is_closed_and_when_it_is_dropped() 
 def test_an_arena_without_a_pinner_is_ordinary_memory() -> None:
     layout = PageLayout.of(SPEC)
     arena = HostArena(layout, 4)
-    pinned = {"pinned_nbytes": 0, "pinning": False, "refused": None}
+    pinned = {"pin_nbytes": 0, "pinned_nbytes": 0, "unpinned_nbytes": 0, "pinning": False, "refused": None}
     assert arena.stats() == {**pinned, "codec": "none", "slot_nbytes": layout.slot_nbytes}
     assert not arena.wait_pinned(1, 0.0)
     arena.close()

@@ -47,7 +47,9 @@ class FaultyHalf(WorkerHalf):
         found = super().report()
         if found is None:
             return None
-        return Report({rank: tuple(map(self._spoilt, acks)) for rank, acks in found.acks.items()})
+        return replace(
+            found, acks={rank: tuple(map(self._spoilt, acks)) for rank, acks in found.acks.items()}
+        )
 
     def _spoilt(self, ack: Ack) -> Ack:
         load = self.loads.pop(ack.transfer_id, None)

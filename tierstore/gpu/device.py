@@ -114,7 +114,7 @@ class CpuDevice:
 
     def stats(self) -> dict[str, object]:
         """Device and path of copies."""
-        return {"device": "cpu", "copies": "threads", "layer_groups": self._groups}
+        return {"device": "cpu", "copies": "threads", "slow_copies": None, "layer_groups": self._groups}
 
 
 class CudaDevice:
@@ -125,6 +125,7 @@ class CudaDevice:
         self._device = torch.device("cuda", _index_of(name))
         self._driver = _driver(self._device.index)
         self._copies = "none"
+        self._slow: str | None = None
         self._batches: dict[str, int] = {}
         self._groups = 1
 
@@ -157,12 +158,14 @@ class CudaDevice:
         threads = _threads(between, _by_threads(between))
         if self._driver is None or not (host.pinning or host.pinned_slots > 0):
             missing = "cuda-bindings is missing" if self._driver is None else "host memory is not page-locked"
-            self._copies = f"threads, as {missing}"
+            self._copies, self._slow = f"threads, as {missing}", missing
             return threads
         route = self._route(between, self._driver)
         if isinstance(route, str):
-            self._copies = f"threads, as {route}"
+            self._copies, self._slow = f"threads, as {route}", route
             return threads
+        if paths.misses_kernel(route, host.held.layout):
+            self._slow = "cupy is missing, so small pieces are not copied by a kernel"
         streams = (self._driver.stream(self._device.index), self._driver.stream(self._device.index))
         self._groups = 1 if route.layers is None else len(route.layers)
         for tensor in _tensors(pool):
@@ -197,6 +200,7 @@ class CudaDevice:
             "device": str(self._device),
             "name": torch.cuda.get_device_name(self._device),
             "copies": self._copies,
+            "slow_copies": self._slow,
             "layer_groups": self._groups,
             "batches": dict(self._batches),
         }

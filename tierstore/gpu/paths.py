@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from tierstore.gpu import segments
@@ -73,6 +74,12 @@ def of_engine(
     last = _SPREAD_S if slab.one_launch else 2 * _LAUNCH_S * sum(len(group) for group in layers)
     options.append(Option(slab, "dma", 1, layout.blob_nbytes, last))
     return Choice(options, rates_of(driver, device), slab.side[0])
+
+
+def misses_kernel(route: Route, layout: PageLayout) -> bool:
+    """Return whether the copy kernel would be one of the route's ways if cupy were installed."""
+    small = isinstance(route, Choice) or layout.blob_nbytes <= SIZES[-1]
+    return small and find_spec("cupy") is None
 
 
 def through_slabs(

@@ -35,6 +35,8 @@ class HostArena:
         self._bytes = buffer(self.nbytes)
         self._address = self._bytes.ctypes.data
         self._pinning = None if pinner is None else Pinning(self._bytes, held.slot_nbytes, num_slots, pinner)
+        self.pin_nbytes = 0 if pinner is None else self.nbytes
+        """Bytes that are to be page-locked; 0 without a pinner and after ``close``."""
 
     def view(self, slot: int) -> NDArray[np.uint8]:
         """The slot's bytes in place: flat uint8 ``[held.view_nbytes]``, writable. Valid while the arena lives."""
@@ -63,6 +65,10 @@ class HostArena:
         """Bytes that are page-locked now."""
         return self.pinned_slots * self._stride
 
+    def unpinned_nbytes(self) -> int:
+        """Bytes that are to be page-locked and are not, or not yet."""
+        return max(0, self.pin_nbytes - self.pinned_nbytes())
+
     @property
     def pinning(self) -> bool:
         """Whether more slots are about to be page-locked."""
@@ -79,13 +85,16 @@ class HostArena:
 
     def close(self) -> None:
         """Ends pinning and unlocks the pages; no copy may be running. The bytes stay readable. Idempotent."""
+        self.pin_nbytes = 0
         if self._pinning is not None:
             self._pinning.close()
 
     def stats(self) -> dict[str, object]:
         """For ``TierStore.stats``."""
         return {
+            "pin_nbytes": self.pin_nbytes,
             "pinned_nbytes": self.pinned_nbytes(),
+            "unpinned_nbytes": self.unpinned_nbytes(),
             "pinning": self.pinning,
             "refused": self.refused,
             "codec": self.held.codec,

@@ -111,7 +111,7 @@ class Pinning:
             _touch(address, nbytes)
             self._pinner.pin(address, nbytes)
         except OSError as error:
-            self._refuse(str(error))
+            self.refuse(str(error))
             return False
         with self._changed:
             self._locked.append(address)
@@ -121,7 +121,8 @@ class Pinning:
             self._changed.notify_all()
         return True
 
-    def _refuse(self, why: str) -> None:
+    def refuse(self, why: str) -> None:
+        """Lock no further chunk and log the reason once; what is locked stays locked."""
         with self._changed:
             first = self.refused is None
             self.refused = self.refused or why
@@ -139,7 +140,12 @@ def _run(pinning: weakref.ref[Pinning]) -> None:
     more = True
     while more:
         alive = pinning()
-        more = alive is not None and alive.lock_next()
+        try:
+            more = alive is not None and alive.lock_next()
+        except Exception as error:  # noqa: BLE001 - a thread's top: copies would wait for its chunk for ever
+            assert alive is not None
+            alive.refuse(f"{type(error).__name__}: {error}")
+            more = False
         del alive
 
 

@@ -38,6 +38,8 @@ class Feed:
         self._turn = Condition()
         self._thread: Thread | None = None
         self._closing = False
+        self.faults = 0
+        """Unexpected errors of its thread; each was logged."""
 
     def submit(self, command: Transfer | Erase, after: Event | None = None) -> None:
         """Starts it once ``after`` has happened; those that wait start in their order. Never blocks."""
@@ -127,5 +129,6 @@ class Feed:
                 try:
                     self._advance()
                 except Exception:  # noqa: BLE001 - a thread's top: log it, go on
+                    self.faults += 1
                     _log.exception("commands could not be handed on")
                 self._turn.wait(_POLL_S if self._queue or self._mover.polled else None)

@@ -28,6 +28,17 @@ FIGURES: dict[str, Figure] = {
     "failed_pages": Figure(("src", "dst", "reason"), "Pages not moved"),
     "dropped_copies": Figure(("tier", "reason"), "Copies dropped"),
     "pages": Figure(("tier", "state"), "Pages now", gauge=True),
+    "unpinned_bytes": Figure(
+        ("rank",), "Host memory that was to be page-locked and is not, or not yet", gauge=True
+    ),
+    "slow_copies": Figure(
+        ("rank",), "1 where copies to and from HBM take a slower route than the card allows", gauge=True
+    ),
+    "rank_disk_trouble": Figure(("rank",), "1 while the rank's disk is read-only or absent", gauge=True),
+    "rank_open_transfers": Figure(("rank",), "Transfers that the rank has not ended", gauge=True),
+    "rank_failed_pages": Figure(("rank",), "Pages that the rank did not move"),
+    "rank_stalled_steps": Figure(("rank",), "Steps that waited 10 s or longer for copies on the rank"),
+    "rank_faults": Figure(("rank",), "Unexpected errors in the rank's threads"),
 }
 """By their names in ``tierstore.metrics``; in Prometheus ``vllm:tierstore_<name>``."""
 
@@ -40,6 +51,8 @@ class Figures:
     def __init__(self, snapshot: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
         self._snapshot = snapshot
         self._before: dict[str, Rows] = {}
+        self._told: dict[str, Rows] = {}
+        """Gauges by rank as they were told last."""
         self._next = 0.0
 
     def take(self) -> dict[str, Rows] | None:
@@ -53,8 +66,13 @@ class Figures:
         self._next = now + _EVERY_S
         found = self._snapshot()
         added = {name: self._added(name, dict(found.get(name, {}))) for name in FIGURES}
-        if not any(rows for name, rows in added.items() if not FIGURES[name].gauge):
+        by_rank = {name: added[name] for name in FIGURES if FIGURES[name].gauge and name != "pages"}
+        moved = any(rows for name, rows in added.items() if not FIGURES[name].gauge)
+        # What only gauges say must not wait for the next hit: a rank without pinned memory may never have one.
+        news = {n: r for n, r in by_rank.items() if r != self._told.get(n, dict.fromkeys(r, 0.0))}
+        if not (moved or news):
             return None
+        self._told = by_rank
         return {name: rows for name, rows in added.items() if rows}
 
     def _added(self, name: str, rows: Rows) -> Rows:
@@ -91,6 +109,13 @@ def in_words(figures: Mapping[str, Mapping[str, float]]) -> dict[str, int | floa
         words[f"{name} (MB)"] = round(nbytes / 1e6, 1)
         if seconds.get(edge):
             words[f"{name} (GB/s)"] = round(nbytes / 1e9 / seconds[edge], 2)
+    for rank, nbytes in figures.get("unpinned_bytes", {}).items():
+        if nbytes:
+            words[f"Host memory not pinned on rank {rank} (MB)"] = round(nbytes / 1e6, 1)
+    for name, says in (("slow_copies", "Slow copies"), ("rank_disk_trouble", "Disk trouble")):
+        ranks = [rank for rank, value in figures.get(name, {}).items() if value]
+        if ranks:
+            words[f"{says} on ranks"] = len(ranks)
     failed = sum(figures.get("failed_pages", {}).values())
     if failed:
         words["Pages not moved"] = int(failed)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tierstore.apart import Disk, Opened
 from tierstore.codec import KEY_NBYTES
+from tierstore.metrics import RankHealth
 from tierstore.types import PageKey
 
 if TYPE_CHECKING:
@@ -64,12 +65,14 @@ class Hello:
     catalogue: Catalogue | None
     read_rate: float | None = None
     """Bytes a second that the disk was found to give; None: it was not asked."""
+    health: RankHealth = field(default_factory=RankHealth)
+    """What it got of the memory, routes and disk that it asked for."""
 
     @property
     def opened(self) -> Opened:
         """As a directory takes it."""
         disk = None if self.catalogue is None else self.catalogue.unpacked()
-        return Opened(self.num_slots, self.host_slots, disk)
+        return Opened(self.num_slots, self.host_slots, disk, self.health)
 
 
 @dataclass(frozen=True)
@@ -94,17 +97,21 @@ class Orders:
 
 @dataclass(frozen=True)
 class Report:
-    """What workers have done, by rank. ``number``: of the step that has ended; 0: it is not known."""
+    """What workers have done, by rank. ``number``: of the step that has ended; 0: it is not known.
+
+    ``health``: of the ranks whose health has changed since they reported it last.
+    """
 
     acks: dict[int, tuple[Ack, ...]]
     number: int = 0
+    health: dict[int, RankHealth] = field(default_factory=dict)
 
     def merged(self, other: Report) -> Report:
         """Of both."""
         acks = dict(self.acks)
         for rank, more in other.acks.items():
             acks[rank] = acks.get(rank, ()) + more
-        return Report(acks, max(self.number, other.number))
+        return Report(acks, max(self.number, other.number), {**self.health, **other.health})
 
 
 def _cut(keys: bytes) -> list[PageKey]:

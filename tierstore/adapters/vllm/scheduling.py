@@ -172,6 +172,8 @@ class SchedulerHalf:
             return set()
         if report is not None:
             self._pace.ended(report.number, monotonic())
+            for rank, health in report.health.items():
+                tiers.ranks.hear(rank, health)
             for rank, acks in report.acks.items():
                 tiers.ranks.deliver(rank, acks)
                 if any(ack.num_ready for ack in acks):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tierstore.adapters.vllm.feed import Feed
 from tierstore.adapters.vllm.messages import Catalogue, Hello, Orders, Report
-from tierstore.assembly import assemble
+from tierstore.assembly import assemble, health
 from tierstore.gpu.between import Between
 from tierstore.layout import PageLayout
 from tierstore.nvme import probe
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from tierstore.assembly import Parts
     from tierstore.config import StoreConfig
     from tierstore.lease import Event
+    from tierstore.metrics import RankHealth
     from tierstore.residency import Residency
+    from tierstore.types import Ack
 
     Commands = Sequence[Transfer | Erase]
 
@@ -59,6 +61,9 @@ class WorkerHalf:
         self._last_use: Callable[[Event | None], Event | None] = parts.device.last_use
         self._arena, self._nvme, self._stats = parts.arena, parts.nvme, parts.device.stats
         self._feed = Feed(parts.mover, wakeup)
+        self._opened = health(parts.device, parts.arena, parts.nvme)  # device and route stay as they are now
+        self._stalled_steps = 0
+        self._reported = self.health()
         self._later: list[Transfer | Erase] = []
         self._now: list[Transfer | Erase] = []
         self._launched: Event | None = None
@@ -69,7 +74,12 @@ class WorkerHalf:
             found = _records(parts.directory.residency)
             catalogue = Catalogue.of(parts.nvme.record_nbytes, parts.nvme.budget_nbytes, found)
         self.hello = Hello(
-            rank, replace(geometry.spec, shard=0), pool.num_slots, parts.arena.num_slots, catalogue
+            rank,
+            replace(geometry.spec, shard=0),
+            pool.num_slots,
+            parts.arena.num_slots,
+            catalogue,
+            health=self._reported,
         )
 
     @classmethod
@@ -114,7 +124,7 @@ class WorkerHalf:
         self._submit(commands)
 
     def report(self) -> Report | None:
-        """What has ended since the last report; None: nothing.
+        """What has ended, and the rank's health if it has changed, since the last report; None: neither.
 
         In a step that is there for what is on its way alone it waits a moment until something has.
         """
@@ -123,7 +133,7 @@ class WorkerHalf:
             seen = self._wakeup.count
             acks = self._feed.take()
             if acks or not self._feed.busy or monotonic() >= deadline:
-                return Report({self._rank: tuple(acks)}) if acks else None
+                return self._said(tuple(acks))
             self._wakeup.wait(seen, deadline, self._feed.pause(self.idle_s))
 
     def empty_report(self) -> Report:
@@ -152,6 +162,19 @@ class WorkerHalf:
         """AssertionError unless everything ordered is under way or told."""
         self._feed.check()
 
+    def health(self) -> RankHealth:
+        """Return what this rank has now of the memory, routes and disk that it asked for."""
+        return replace(
+            self._opened,
+            pin_nbytes=self._arena.pin_nbytes,
+            pinned_nbytes=self._arena.pinned_nbytes(),
+            pinning=self._arena.pinning,
+            refused=self._arena.refused,
+            disk=None if self._nvme is None else self._nvme.state,
+            faults=self._feed.faults,
+            stalled_steps=self._stalled_steps,
+        )
+
     def stats(self) -> dict[str, object]:
         """Of host memory, disk and copies, as in ``TierStore.stats``."""
         return {
@@ -169,6 +192,13 @@ class WorkerHalf:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
+    def _said(self, acks: tuple[Ack, ...]) -> Report | None:
+        found = self.health()
+        if found == self._reported:
+            return Report({self._rank: acks}) if acks else None
+        self._reported = found
+        return Report({self._rank: acks}, health={self._rank: found})
+
     def _submit(self, commands: Commands) -> None:
         """In order; those that touch the engine's blocks wait for what was launched before they were given."""
         for command in commands:
@@ -185,6 +215,7 @@ class WorkerHalf:
                 return
             self._wakeup.wait(seen, None, self._feed.pause(_LOOK_S))
             if monotonic() - warned > _FENCE_WARN_S:
+                self._stalled_steps += warned == start
                 warned = monotonic()
                 _log.warning("copies out of reused blocks have not ended in %.0f s", warned - start)
 
