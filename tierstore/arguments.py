@@ -40,6 +40,15 @@ def require_finite(name: str, value: object) -> None:
         raise ValueError(f"{name} is inf; allowed: a finite number of seconds")
 
 
+def seconds_at_most(name: str, value: Any) -> float:
+    """Return a finite number of seconds, 0 or more. TypeError for what is not a number, ValueError for others."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number of seconds, got {value!r:.60}")
+    if not are_seconds(value) or value < 0 or value == inf:
+        raise ValueError(f"{name} must be a finite number of seconds, 0 or more, got {value!r:.60}")
+    return min(float(value), _LONGEST_WAIT_S)
+
+
 def require_time(name: str, value: object) -> None:
     """As ``require_seconds``, of a time that may have passed already: below 0 is allowed."""
     _require_number(name, value, "a number of seconds")

@@ -22,6 +22,7 @@ from tierstore.promoting import Promoting
 from tierstore.residency import Residency
 from tierstore.sealing import Sealing
 from tierstore.sinks import Ticket
+from tierstore.space import STALL_S
 from tierstore.traffic import BATCH_PAGES, Traffic
 from tierstore.types import Ack, Erase, Hint, PageKey, Promoted, Tier, Transfer
 
@@ -61,7 +62,9 @@ class Directory:
         self.hints = HintTable(self.residency)
         self.drops.left = self._left
         self._watcher: Callable[[PageKey, Tier], None] | None = None
-        self.leasing = Leasing(self.residency, self.loads, self.placement.sinks, metrics)
+        self.leasing = Leasing(
+            self.residency, self.loads, self.placement.sinks, metrics, self.placement.unwritten
+        )
         self.covering = Covering(self.residency, self.traffic, self.loads, self.drops.fate, self._hit)
         self.promoting = Promoting(
             self.residency, self.traffic, self.loads, self.leasing.open, self.hints, metrics, page_nbytes
@@ -133,6 +136,24 @@ class Directory:
             self.space.relieve(Tier.HBM, short, now)
             self.loads.give_back(short - self.space.room(Tier.HBM))
         self._finish(now)
+
+    def room_is_coming(self, now: float) -> bool:
+        """Whether HBM has room, or something under way leaves room there by itself.
+
+        That is: pages that are being saved or can be soon, loads that nobody waits for, copies whose page was evicted.
+        """
+        hbm = self.residency.tables.get(Tier.HBM)
+        below = self.space.below(Tier.HBM)
+        if hbm is None or below is None:
+            return False
+        if self.space.room(Tier.HBM) > 0:
+            return True
+        if self.traffic.carrying(Tier.HBM, below) and not self.space.stuck(Tier.HBM, below, now):
+            return True
+        if len(hbm.dirty) and not self.traffic.quiet(below, now, STALL_S):
+            return True
+        moving = not self.traffic.quiet(Tier.HBM, now, STALL_S)
+        return moving and (bool(hbm.quarantine) or self.loads.any_unheld())
 
     def _hit(self, keys: Sequence[PageKey], source: Tier) -> None:
         """A lease took in pages."""

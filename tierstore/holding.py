@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from tierstore.gpu.arriving import HERE, NOT_YET, Arriving
+from tierstore.errors import StoreClosed
+from tierstore.gpu.arriving import HERE, NOT_YET, Arriving, as_one
 from tierstore.lease import Event, Lease, LeaseRecord
-from tierstore.pending import both
 from tierstore.traffic import BATCH_PAGES
 from tierstore.types import LeaseState
 
@@ -40,6 +41,8 @@ class Holding:
         self._device = device
         self._abandoned: deque[LeaseRecord] = deque()
         """Of leases that were dropped without release: finalisers append to it, without the lock."""
+        self._line: deque[LeaseRecord] = deque()
+        """Leases that wait for room, in the order in which they came, and some that wait no longer."""
         self.num_layers = num_layers
         self._directory = directory
         self._mover = mover
@@ -48,32 +51,104 @@ class Holding:
         self._metrics = metrics
 
     def acquire(
-        self, keys: Sequence[PageKey], deadline_s: float | None, into: Sequence[int] | None, *, exact: bool
+        self,
+        keys: Sequence[PageKey],
+        deadline_s: float | None,
+        into: Sequence[int] | None,
+        *,
+        exact: bool,
+        wait_for_room_s: float,
     ) -> Lease:
         """A lease over the longest prefix that can be had; its first pages move before its last are reserved."""
-        deadline = None if deadline_s is None else monotonic() + deadline_s
+        now = monotonic()
+        deadline = None if deadline_s is None else now + deadline_s
         with self._progress.lock:
             if into is not None:
                 self._directory.outgoing.require_usable(into)
             record = self._directory.leasing.begin(keys, deadline, into, exact=exact)
         try:
-            while not record.complete:
-                with self._progress.lock:
-                    self._directory.extend_lease(record, BATCH_PAGES, monotonic())
-                    self._progress.submit()
+            self._extend(record)
+            if wait_for_room_s and _lacks_room(record):
+                until = now + wait_for_room_s
+                self._wait_for_room(record, until if deadline is None else min(until, deadline))
         except BaseException:  # an engine's slot that cannot be used, a signal: nobody gets this lease
-            self._abandoned.append(record)
+            if not record.released:
+                self._abandoned.append(record)
             raise
         return Lease(self, record)
 
-    def wait_until_settled(self, record: LeaseRecord, deadline: float | None) -> LeaseState:
-        """Drives the store until the lease is final or the time has come."""
+    def _extend(self, record: LeaseRecord) -> None:
+        """Cover all that can be had now, a batch at each hold of the lock."""
+        while not record.complete:
+            with self._progress.lock:
+                self._directory.extend_lease(record, BATCH_PAGES, monotonic())
+                self._progress.submit()
+
+    def _wait_for_room(self, record: LeaseRecord, until: float) -> None:
+        """Go on covering pages as room comes, until the monotonic ``until``, or until nothing on its way brings any.
+
+        Leases that wait take room in the order in which they came. What this one holds already stays pinned.
+        """
+        record.wants_room = True
+        self._line.append(record)
+        try:
+            for _ in self._progress.until(until):
+                with self._progress.lock:
+                    while not self._line[0].wants_room:
+                        self._line.popleft()
+                    first = self._line[0] is record
+                    coming = self._room_is_coming()
+                if first or not coming:
+                    self._extend_again(record)
+                    if not _lacks_room(record):
+                        return
+                    with self._progress.lock:
+                        coming = self._room_is_coming()
+                if not coming:
+                    return
+            self._extend_again(record)
+        except BaseException:  # nobody gets this lease, and nobody used its pages
+            record.counted = True
+            with suppress(StoreClosed):
+                self._end_pins(record, None)
+                record.released = True
+            raise
+        finally:
+            record.wants_room = False
+            self._progress.notify()
+
+    def _extend_again(self, record: LeaseRecord) -> None:
+        with self._progress.lock:
+            record.complete = record.cut
+        self._extend(record)
+
+    def _room_is_coming(self) -> bool:
+        """With the lock held: whether HBM gets room without any lease being released or slot given back."""
+        return self._pending.waiting or self._directory.room_is_coming(monotonic())
+
+    def wait_until_settled(self, record: LeaseRecord, deadline: float | None, *, written: bool) -> LeaseState:
+        """Drives the store until the lease is final or the time has come. ``written``: and its pages are written."""
         start = monotonic()
+        state = LeaseState.PENDING
         for _ in self._progress.until(deadline):
-            if record.state is not LeaseState.PENDING:
+            state = self._state(record, written=written)
+            if state is not LeaseState.PENDING:
                 break
         self._metrics.waited(monotonic() - start)
-        return record.state
+        return state
+
+    def _state(self, record: LeaseRecord, *, written: bool) -> LeaseState:
+        """Takes the lock only while a page of some lease may be unwritten."""
+        state = record.state
+        if state is LeaseState.PENDING or self._pending.all_written:
+            return state
+        with self._progress.lock:
+            state = record.state
+            if state is LeaseState.READY and self._pending.writers(record):
+                if written:
+                    return LeaseState.PENDING
+                record.told = True
+            return state
 
     def wait_for_layer(self, record: LeaseRecord, layer: int, deadline: float | None) -> Event | None:
         """Drives the store until this layer of the lease's pages is on its way; what ends its copies and the writing
@@ -83,10 +158,10 @@ class Holding:
             with self._progress.lock:
                 arriving = self._arriving(record, layer)
                 if arriving.submitted:
-                    record.told |= record.state is LeaseState.PENDING
+                    writers = self._pending.writers(record)
+                    record.told |= bool(writers) or record.state is LeaseState.PENDING
                     self._metrics.waited(monotonic() - start)
-                    written = self._pending.writers(record.slots)
-                    return arriving.event if written is None else both(written, arriving.event)
+                    return as_one(writers if arriving.event is None else [*writers, arriving.event])
         raise TimeoutError(f"layer {layer} of the leased pages was not on its way in time")
 
     def _arriving(self, record: LeaseRecord, layer: int) -> Arriving:
@@ -131,8 +206,15 @@ class Holding:
 
     def _end(self, record: LeaseRecord, after: Event | None) -> None:
         record.released = True
+        self._end_pins(record, after)
+
+    def _end_pins(self, record: LeaseRecord, after: Event | None) -> None:
         more = True
         while more:
             with self._progress.lock:
                 more = self._pending.release(record, after)
         self._progress.notify()
+
+
+def _lacks_room(record: LeaseRecord) -> bool:
+    return record.miss_reason == "no_room" and len(record.slots) < len(record.keys) and not record.cut

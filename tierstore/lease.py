@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from tierstore.arguments import seconds_to_wait, whole
+from tierstore.arguments import require_flag, seconds_to_wait, whole
 from tierstore.errors import LeaseError, StoreClosed
 from tierstore.types import LeaseState, PageKey, Tier
 
@@ -54,6 +54,10 @@ class LeaseRecord:
     miss_reason: str = "not_found"
     told: bool = False
     """Its caller was told of a layer before all of it was there, and may be reading these slots."""
+    never_written: Event | None = None
+    """The event of a failed device that was to end the writing of a page sealed under it."""
+    wants_room: bool = False
+    """Its ``acquire`` waits for room in HBM."""
     counted: bool = False
     released: bool = False
 
@@ -64,9 +68,11 @@ class LeaseRecord:
 
     @property
     def state(self) -> LeaseState:
-        """READY and FAILED are final."""
+        """Of its copies; pages may still be written by whoever has put them. READY and FAILED are final."""
         if not self.complete or self.waiting or self.landing:
             return LeaseState.PENDING
+        if self.never_written is not None:
+            return LeaseState.FAILED
         return LeaseState.FAILED if self.cut and not self.slots else LeaseState.READY
 
 
@@ -75,8 +81,8 @@ class LeaseHost(Protocol):
 
     num_layers: int
 
-    def wait_until_settled(self, record: LeaseRecord, deadline: float | None) -> LeaseState:
-        """Drives the store until the lease is final or the time has come."""
+    def wait_until_settled(self, record: LeaseRecord, deadline: float | None, *, written: bool) -> LeaseState:
+        """Drives the store until the lease is final or the time has come. ``written``: and its pages are written."""
         ...
 
     def wait_for_layer(self, record: LeaseRecord, layer: int, deadline: float | None) -> Event | None:
@@ -150,20 +156,28 @@ class Lease:
         """
         return self._record.miss_reason if self.missing else None
 
-    def wait(self, timeout_s: float | None = None) -> LeaseState:
-        """READY: the covered pages are in HBM. FAILED: none is left. PENDING: the time ran out, nothing changed.
+    def wait(self, timeout_s: float | None = None, *, written: bool = True) -> LeaseState:
+        """Wait until the pages of the lease are in HBM, those too that were sealed under it by ``put``.
 
-        Blocks at most ``timeout_s`` seconds (None: until final). LeaseError after release.
+        READY: every byte of the covered and sealed pages is there, for the host and for every stream. FAILED: no
+        covered page is left, or a sealed one was never written because its writer's device failed. PENDING: the time
+        ran out, nothing changed. A page that was put with an event is there once that event has happened.
+
+        Blocks at most ``timeout_s`` seconds (None: until final); 0 asks and does not wait. ``written=False``: do not
+        wait for writers. READY then means that all copies have arrived; give the event of ``ready(layer)`` to your
+        stream before it reads. LeaseError after release; TypeError unless ``written`` is True or False.
         """
         self._require_open("wait")
-        return self._host.wait_until_settled(self._record, _deadline(timeout_s))
+        require_flag("written", written)
+        return self._host.wait_until_settled(self._record, _deadline(timeout_s), written=written)
 
     def ready(self, layer: int, timeout_s: float | None = None) -> Event | None:
         """Blocks until this layer's copies of all covered pages are queued; None: its bytes are there now.
 
         An event: wait for it before reading, on the host or with ``stream.wait_event``; it ends these copies, and the
-        writing of pages sealed by ``put(..., after=event)``. Later layers may still be on their way: pages from HOST
-        come by groups of layers, all pages of the lease a group. Where a copy fails later, or a ``put`` takes its
+        writing of pages put with an event, both those the lease covers and those sealed under it, whoever put them.
+        A single event is returned as it was given. Later layers may still be on their way: pages from HOST come by
+        groups of layers, all pages of the lease a group. Where a copy fails later, or a ``put`` takes its
         place, ``wait`` still cuts the lease: what was computed from the pages it takes away is void. A page that the
         CPU decodes, or that comes from NVMe without HOST, counts as queued once it is there whole.
         TimeoutError when ``timeout_s`` ran out; ValueError for a layer that is not there; LeaseError after release.

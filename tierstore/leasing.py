@@ -9,8 +9,9 @@ from tierstore.lease import LeaseRecord
 from tierstore.types import PageKey, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
+    from tierstore.lease import Event
     from tierstore.loads import Load, Loads
     from tierstore.metrics import Metrics
     from tierstore.residency import Residency
@@ -20,7 +21,15 @@ if TYPE_CHECKING:
 class Leasing:
     """The open leases of a store, from their begin to their release. What they cover: ``covering``."""
 
-    def __init__(self, residency: Residency, loads: Loads, sinks: Sinks, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        residency: Residency,
+        loads: Loads,
+        sinks: Sinks,
+        metrics: Metrics,
+        unwritten: Mapping[PageKey, int],
+    ) -> None:
+        """``unwritten``: pages whose bytes an engine has not finished writing, by HBM slot."""
         self.open: set[LeaseRecord] = set()
         self.next_deadline: float | None = None
         """When the next lease is to be cut, as of the last ``expire``."""
@@ -31,6 +40,7 @@ class Leasing:
         self._loads = loads
         self._sinks = sinks
         self._metrics = metrics
+        self._unwritten = unwritten
         self._hbm = residency.tables.get(Tier.HBM)
         """None where an engine owns HBM: leases pin nothing there."""
 
@@ -81,6 +91,16 @@ class Leasing:
             lease.landing.discard(index)
             self.cut(lease, index, reason)
 
+    def never_written(self, slots: Collection[int], event: Event) -> None:
+        """The writer of these slots has failed: leases that cover one end before it, and those under which one was
+        sealed have failed with ``event``. O(leased pages): a device has failed."""
+        for lease in [lease for lease in self.open if not lease.released]:
+            index = next((i for i, slot in enumerate(lease.slots) if slot in slots), None)
+            if index is not None:
+                self.cut(lease, index, "failed")
+            if any(slot in slots for _, slot in lease.held):
+                lease.never_written = event
+
     def cut(self, lease: LeaseRecord, index: int, reason: str) -> None:
         """The lease ends before page ``index``: later pages are let go.
 
@@ -115,11 +135,19 @@ class Leasing:
         if not self._timed:
             self.next_deadline = None
             return
-        for lease in [x for x in self._timed if x.deadline is not None and x.waiting and x.deadline <= now]:
-            self.cut(lease, min(lease.waiting), "deadline")
-        self._timed = {x for x in self._timed if x in self.open and (x.waiting or not x.complete)}
+        for lease in [x for x in self._timed if x.deadline is not None and x.deadline <= now]:
+            index = self._first_not_there(lease)
+            if index is not None:
+                self.cut(lease, index, "deadline")
+        self._timed = {
+            x
+            for x in self._timed
+            if x in self.open
+            and (x.waiting or not x.complete or (self._unwritten and (x.deadline or now) > now))
+        }
         self.next_deadline = min(
-            (x.deadline for x in self._timed if x.deadline is not None and x.waiting), default=None
+            (x.deadline for x in self._timed if x.deadline is not None and (x.waiting or self._unwritten)),
+            default=None,
         )
 
     def stop_waiting(self, lease: LeaseRecord) -> None:
@@ -152,6 +180,14 @@ class Leasing:
         return more
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _first_not_there(self, lease: LeaseRecord) -> int | None:
+        """The first page that is on its way, or still being written for a caller who was not told of its writer."""
+        found = min(lease.waiting, default=None)
+        if not self._unwritten or lease.told:
+            return found
+        pages = enumerate(zip(lease.keys[:found], lease.slots[:found], strict=False))
+        return next((i for i, (key, slot) in pages if self._unwritten.get(key) == slot), found)
 
     def _still_landing(self, lease: LeaseRecord, index: int) -> bool:
         load = self._loads.by_slot.get(lease.slots[index])

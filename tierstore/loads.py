@@ -193,6 +193,10 @@ class Loads:
         unheld = [x for key, loads in self.promoting.items() for x in loads if self._unheld(key)]
         self._end_unheld(unheld[-wanted:])
 
+    def any_unheld(self) -> bool:
+        """Whether a load is under way whose page no lease holds: its slot can be had once it has ended."""
+        return any(load.submitted and self._unheld(load.key) for load in self.by_slot.values())
+
     def abandon(self, slot: int) -> None:
         """Engine-owned HBM: nobody waits for this load any more; its slot is told once nothing writes it."""
         load = self.by_slot[slot]

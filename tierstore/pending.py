@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from time import monotonic
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.gpu.captures import has_happened
 from tierstore.traffic import BATCH_PAGES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from tierstore.directory import Directory
     from tierstore.lease import Event, LeaseRecord
@@ -22,47 +21,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Pages = tuple[tuple["PageKey", ...], tuple[int, ...]]
-
-
-@runtime_checkable
-class StreamEvent(Protocol):
-    """An event that a stream can wait for."""
-
-    def wait(self, stream: object = None) -> None:
-        """Work put on the stream, None: the current one, from now on waits for it; does not block."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class AllOf:
-    """Several events as one."""
-
-    events: tuple[Event, ...]
-
-    def query(self) -> bool:
-        """Whether all have happened."""
-        return all(event.query() for event in self.events)
-
-    def synchronize(self) -> None:
-        """Blocks until all have happened."""
-        for event in self.events:
-            event.synchronize()
-
-    def wait(self, stream: object = None) -> None:
-        """What ``stream.wait_event`` calls: work put on the stream from now on waits for all CUDA events among them;
-        blocks until the others have happened."""
-        for event in self.events:
-            if isinstance(event, StreamEvent):
-                event.wait(stream)
-            else:
-                event.synchronize()
-
-
-def both(one: Event, other: Event | None) -> Event:
-    """An event that has happened when both have; ``other`` None has."""
-    if other is None:
-        return one
-    return AllOf((*(one.events if isinstance(one, AllOf) else (one,)), other))
 
 
 class _Deferred(NamedTuple):
@@ -116,7 +74,13 @@ class PendingEvents:
         """
         written = after is None or _happened(after)
         kept, duplicates = self._directory.sealing.put(
-            keys, slots, parent, lease, written=written, memory_only=memory_only
+            keys,
+            slots,
+            parent,
+            lease,
+            written=written,
+            memory_only=memory_only,
+            replaceable=() if lease is not None else self._written_by_others(keys, after),
         )
         if after is None or written:
             self._directory.owned.free(duplicates)
@@ -128,15 +92,27 @@ class PendingEvents:
             pages: Pages = (tuple(k for k, _ in fresh), tuple(s for _, s in fresh))
             self.writing.append(pages)
             self._writers.update(dict.fromkeys(pages[1], after))
-            self._defer(after, partial(self._written, pages), partial(self._unwritten, pages))
+            self._defer(after, partial(self._written, pages), partial(self._unwritten, pages, after))
         return kept
 
-    def writers(self, slots: Iterable[int]) -> Event | None:
-        """What ends the writing of these slots; None: their bytes are there."""
+    @property
+    def all_written(self) -> bool:
+        """Whether no page waits for its writer. May be read without the lock: a page counts before a lease has it."""
+        return not (self._directory.placement.unwritten or self.writing)
+
+    def writers(self, lease: LeaseRecord) -> list[Event]:
+        """The events that end the writing of the pages a lease covers and of those sealed under it, each once.
+
+        Empty: all bytes are there. An event of a failed device stays, since its page was never written.
+        """
+        events = [] if lease.never_written is None else [lease.never_written]
         if not self._writers:
-            return None
-        events = {id(e): e for e in map(self._writers.get, slots) if e is not None and not _happened(e)}
-        return AllOf(tuple(events.values())) if events else None
+            return events
+        found: dict[int, Event] = {}
+        for slots in (lease.slots, [slot for _, slot in lease.held]):
+            if not self._writers.keys().isdisjoint(slots):
+                found.update((id(e), e) for e in map(self._writers.get, slots) if e is not None)
+        return events + [event for event in found.values() if not _happened(event)]
 
     def copy_out(
         self,
@@ -191,10 +167,22 @@ class PendingEvents:
         self._directory.sealing.written(*pages)
         return False
 
-    def _unwritten(self, pages: Pages) -> bool:
-        """Nobody knows what these slots hold: where the pages have no other copy they are missing."""
+    def _unwritten(self, pages: Pages, event: Event) -> bool:
+        """Nobody knows what these slots hold: where the pages have no other copy they are missing.
+
+        They are missing for the leases too that have these slots.
+        """
         self._directory.drop_unwritten(*pages)
+        self._directory.leasing.never_written(set(pages[1]), event)
         return self._written(pages)
+
+    def _written_by_others(self, keys: Sequence[PageKey], after: Event | None) -> set[PageKey]:
+        """Those of ``keys`` whose bytes in HBM are not there yet, and come with another event than ``after``."""
+        unwritten = self._directory.placement.unwritten
+        if not unwritten:
+            return set()
+        writers = self._writers
+        return {key for key in keys if key in unwritten and not _is(writers.get(unwritten[key]), after)}
 
     def _never_written(self, slots: Sequence[int]) -> bool:
         """An engine's slots whose pages were never there go back to it."""
@@ -231,6 +219,11 @@ class PendingEvents:
             keys[last:], slots[last:], monotonic(), memory_only=memory_only, parent=before, doubted=doubted
         )
         return False
+
+
+def _is(writer: Event | None, after: Event | None) -> bool:
+    """Whether a page is written by the very work of the caller, or has been written by now."""
+    return writer is None or writer is after or _happened(writer)
 
 
 def _happened(event: Event) -> bool:

@@ -139,9 +139,6 @@ class LiveSource:
 
     def _leased(self, key: PageKey, lease: Lease) -> Record:
         assert self._parts.pool is not None
-        written = lease.ready(0, _PATIENCE_S)
-        if written is not None:
-            written.synchronize()
         lent = self._memory.take()
         page = lent.page
         self._parts.pool.read(lease.slots[0], page)

@@ -26,8 +26,8 @@ def occupancy(directory: Directory, tier: Tier) -> str:
 
 
 def explain_page(directory: Directory, key: PageKey) -> dict[str, object]:
-    """Copies by tier ("ready" or "arriving", pins), parent, whether only memory may hold it, or does until admission
-    wants it on disk, why it went if lately."""
+    """Copies by tier ("ready" or "arriving", pins), whether the copy in HBM still waits for its writer's event, parent,
+    whether only memory may hold it, or does until admission wants it on disk, why it went if lately."""
     copies = {
         tier.name: {"state": "ready" if copy.ready else "arriving", "pins": copy.pins}
         for tier, table in directory.residency.tables.items()
@@ -40,6 +40,7 @@ def explain_page(directory: Directory, key: PageKey) -> dict[str, object]:
         "key": key.hex(),
         "readable": directory.residency.where(key) is not None,
         "copies": copies,
+        "being_written": key in directory.placement.unwritten,
         "parent": None if parent is None else parent.hex(),
         "memory_only": key in directory.residency.memory_only and not not_admitted,
         "not_admitted": not_admitted,

@@ -125,6 +125,23 @@ class Residency(Whereabouts):
         self._make_ready(table, key, parent)
         self._settling.give_up_places(tier, table)
 
+    def replace(self, key: PageKey, tier: Tier, slot: int) -> None:
+        """An owned slot becomes the page's readable copy; the slot of the old one is free once its pins have ended.
+
+        LeaseError unless the slot is owned and the old copy readable and pinned.
+        """
+        table = self.tables[tier]
+        if slot not in table.owned or not table.ready(key) or not table.copies[key].pins:
+            raise LeaseError(f"slot {slot} of {tier.name} is not owned, or the page has no pinned copy there")
+        copy = table.copies[key]
+        table.count(copy, -1)
+        table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins)
+        table.owned.discard(slot)
+        copy.slot, copy.pins = slot, 0
+        table.count(copy, 1)
+        self._settling.settle(key, tier, table, copy)
+        self._settling.settle_mirror(key, tier)
+
     # -- reserve, commit, abort ---------------------------------------------------------------------------------
 
     def reserve(

@@ -8,7 +8,7 @@ from tierstore.leasing import last_key
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from tierstore.admitting import Admitting
     from tierstore.lease import LeaseRecord
@@ -45,11 +45,14 @@ class Sealing:
         *,
         written: bool,
         memory_only: bool = False,
+        replaceable: Collection[PageKey] = (),
     ) -> tuple[list[int], list[int]]:
         """Seals owned slots: the slot that holds each key now, and the duplicates among yours (retired).
 
         ``parent`` is the page before the first key; None: the last page of the lease, if there is one. Under an exact
-        lease it ends before a key of which a copy in memory is not exact and does not make way.
+        lease it ends before a key of which a copy in memory is not exact and does not make way. ``replaceable``: keys
+        whose copy in HBM is still being written by others. Yours takes its place, unless it is less exact: without a
+        lease nobody could tell the caller when to read the other one.
         """
         table = self._residency.tables[Tier.HBM]
         kept: list[int] = []
@@ -60,7 +63,10 @@ class Sealing:
         for following, key, slot in zip(range(len(keys) - 1, -1, -1), keys, slots, strict=True):
             if not self._may_put(key, parent, lease):
                 break
-            if table.ready(key):
+            if key in replaceable and self._replace(key, slot, parent, written=written):
+                if not memory_only:
+                    self._admitting.hit((key,), Tier.HBM)
+            elif table.ready(key):
                 self._residency.retire(Tier.HBM, slot)
                 duplicates.append(slot)
                 if not memory_only:
@@ -108,12 +114,33 @@ class Sealing:
         elif not memory_only and not self._residency.held(key):
             self._admitting.put(key, parent, following)
         self._residency.adopt(key, Tier.HBM, slot, parent, memory_only=memory_only)
+        self._begin(key, written=written)
+        # Only now: whoever sees that a lease waits for no copy any more must see that its page is still being written.
         if old_slot is not None and old_slot in self._loads.by_slot:
             self._leasing.moved(self._loads.cancel(old_slot), slot)
+
+    def _begin(self, key: PageKey, *, written: bool) -> None:
+        """The page has a new copy in HBM, whose bytes are there or will be."""
         if written:
             self._placement.sealed(key)
         else:
             self._placement.unwritten[key] = self._residency.pin(key, Tier.HBM)
+
+    def _replace(self, key: PageKey, slot: int, parent: PageKey | None, *, written: bool) -> bool:
+        """Make ``slot`` the page's copy in place of one that is still being written; leases keep the old slot.
+
+        False, nothing changed: there is no such copy, or this one would be less exact.
+        """
+        residency, unwritten = self._residency, self._placement.unwritten
+        copy = residency.tables[Tier.HBM].copies.get(key)
+        if copy is None or not copy.ready or copy.slot != unwritten.get(key):
+            return False
+        if parent is not None and not residency.exactness.exact(parent):
+            return False
+        residency.replace(key, Tier.HBM, slot)
+        del unwritten[key]
+        self._begin(key, written=written)
+        return True
 
     def _may_put(self, key: PageKey, parent: PageKey | None, lease: LeaseRecord | None) -> bool:
         """Whether the lease may hold what will be the page's copy in HBM.

@@ -7,7 +7,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from tierstore import invariants, report
-from tierstore.arguments import require_flag, require_time, seconds_to_wait, whole
+from tierstore.arguments import require_flag, require_time, seconds_at_most, seconds_to_wait, whole
 from tierstore.assembly import Parts, assemble, loss_class, register_pages
 from tierstore.config import StoreConfig
 from tierstore.errors import ConfigError
@@ -222,22 +222,29 @@ class TierStore:
         into: Sequence[int] | None = None,
         *,
         exact: bool = False,
+        wait_for_room_s: float = 0.0,
     ) -> Lease:
         """Pins the longest prefix that is readable and for which HBM has room now; starts to bring in what is below.
 
-        Never blocks, never raises for misses or lack of room. ``deadline_s``: pages that would come later are missing,
+        Never blocks unless asked to, never raises for misses or lack of room. ``wait_for_room_s``: where HBM is full of
+        pages that are being saved, block up to so many seconds until they have left enough room. Returns earlier with
+        what it has once nothing under way can make room (all else is held by leases or owned by callers), and never
+        later than ``deadline_s``. Calls that wait are served in the order in which they came. Without effect where an
+        engine owns HBM. ``deadline_s``: pages that would come later are missing,
         and a page that is not there by then ends the lease before it; below 0 it has passed. ``into``: the engine's
         slots to load into, where an engine owns HBM. ``exact``: the lease ends before the first page of which only
         copies are left that went through a lossy codec, or that was computed over such. ValueError on unequal lengths;
-        TypeError unless ``exact`` is True or False.
+        TypeError unless ``exact`` is True or False. ``wait_for_room_s`` must be finite and not negative.
         """
         self._progress.advance()
         require_flag("exact", exact)
+        room_s = seconds_at_most("wait_for_room_s", wait_for_room_s)
         if deadline_s is not None:
             require_time("deadline_s", deadline_s)
         require_key_list(keys)
         self._holding.take_back()
-        return self._holding.acquire(keys, deadline_s, self._slots.checked_into(keys, into), exact=exact)
+        slots = self._slots.checked_into(keys, into)
+        return self._holding.acquire(keys, deadline_s, slots, exact=exact, wait_for_room_s=room_s)
 
     # -- asking for moves ---------------------------------------------------------------------------------------
 

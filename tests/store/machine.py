@@ -56,6 +56,13 @@ class Held:
     lease: Lease
     sealed: list[tuple[PageKey, int]]
     settled: tuple[int, ...] | None = None
+    failed: bool = False
+    """A page sealed under it was never written."""
+
+    @property
+    def pages(self) -> list[tuple[PageKey, int]]:
+        """All pages that it keeps, with their slots."""
+        return [*zip(self.lease.keys, self.lease.slots, strict=False), *self.sealed]
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -143,10 +150,15 @@ class StoreMachine(RuleBasedStateMachine):
     def take(self, n: int) -> list[int]:
         """Slots that nobody else can be using."""
         slots = self.running.store.allocate(n, timeout_s=0.0)
-        used = {slot for event, late in self.lingering if not event.query() for slot in late}
+        used = {slot for event, late in self.lingering if event.pending for slot in late}
+        used |= self.being_written()
         assert used.union(self.pinned_slots(), self.owned).isdisjoint(slots), "a slot in use was handed out"
         assert len(set(slots)) == n
         return slots
+
+    def being_written(self) -> set[int]:
+        """Slots that were put and whose bytes are not there yet."""
+        return {slot for _, _, slots in self.unwritten for slot in slots}
 
     def pinned_slots(self) -> list[int]:
         """Slots whose bytes somebody relies on."""
@@ -208,12 +220,16 @@ class StoreMachine(RuleBasedStateMachine):
         lease = None if held is None else held.lease
         if held is not None:
             self.tangled.update(keys, held.lease.keys, (key for key, _ in held.sealed))
+        writing = self.being_written()
         kept = self.running.store.put(keys, slots, after=event, lease=lease, memory_only=secret)
+        if lease is None:
+            assert writing.isdisjoint(kept), "a slot was returned whose writer nobody told of"
         if held is not None:
             held.sealed += zip(keys, kept, strict=True)
         if event is not None:
             mine = [(k, s) for k, s, now in zip(keys, slots, kept, strict=True) if s == now]
             self.unwritten.append((event, [k for k, _ in mine], [s for _, s in mine]))
+            self.lingering.append((event, [s for s, now in zip(slots, kept, strict=True) if s != now]))
         assert self.running.store.match(keys).num_pages >= len(keys) or not self.roomy
         self.was_put(keys, keys, secret)
 
@@ -228,6 +244,19 @@ class StoreMachine(RuleBasedStateMachine):
         event, keys, slots = self.unwritten.pop(0)
         self.fill(keys, slots)
         event.happen()
+
+    @rule(which=st.integers(0, 9))
+    def fail_writing(self, which: int) -> None:
+        """The device of a writer fails: nobody may be served what its slots hold."""
+        if not self.unwritten:
+            return
+        event, _, slots = self.unwritten.pop(which % len(self.unwritten))
+        event.fail()
+        self.running.store.poll()
+        for held in self.held:
+            left = [(key, slot) for key, slot in held.sealed if slot not in slots]
+            held.failed |= len(left) < len(held.sealed)
+            held.sealed = left
 
     @rule(late=st.booleans())
     def free(self, late: bool) -> None:
@@ -402,17 +431,22 @@ class StoreMachine(RuleBasedStateMachine):
         for gate in self.gates():
             gate.settle()  # what has passed a gate has ended: the same choices always lead to the same state
         pages = page_tensor(self.running.store)
-        writing = {slot for _, _, slots in self.unwritten for slot in slots}
+        writing = self.being_written()
         for held in self.held:
             for layer in range(pages.shape[1]):
                 self.a_ready_layer_has_its_bytes(held, layer)
-            if held.lease.wait(0.0) is LeaseState.PENDING:
-                assert held.settled is None, "a final lease became pending again"
+            state, writers = held.lease.wait(0.0), {slot for _, slot in held.pages} & writing
+            if state is LeaseState.PENDING:
+                only_written = held.lease.wait(0.0, written=False) is not LeaseState.PENDING
+                assert held.settled is None or writers, "a final lease became pending again"
+                assert not only_written or writers, "a lease waits for nobody"
                 continue
+            assert not writers or held.failed, "a lease is ready before its pages are written"
+            assert (state is LeaseState.FAILED) or not held.failed, "a page that was never written is ready"
             slots = tuple(held.lease.slots)
             assert held.settled in (None, slots), "a leased page moved"
             held.settled = slots
-            for key, slot in [*zip(held.lease.keys, slots, strict=False), *held.sealed]:
+            for key, slot in held.pages:
                 assert slot in writing or same(pages[slot], key), "wrong bytes"
 
     def a_ready_layer_has_its_bytes(self, held: Held, layer: int) -> None:
@@ -420,7 +454,9 @@ class StoreMachine(RuleBasedStateMachine):
             written = held.lease.ready(layer, timeout_s=0.0)
         except TimeoutError:
             return
-        for key, slot in zip(held.lease.keys, held.lease.slots, strict=False):
+        writing = self.being_written()
+        for key, slot in held.pages:
+            assert slot not in writing or written is not None, "a layer that is still being written is ready"
             there = page_tensor(self.running.store)[slot][layer].cpu().contiguous().view(torch.uint8)
             right = torch.equal(there, content(key)[layer].view(torch.uint8))
             assert right or written is not None, "a layer that is ready has wrong bytes"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -191,6 +192,44 @@ def a_page_is_copied_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Sealing, "put", hasty)
     patch.setattr(PendingEvents, "_written", pages_of)
+
+
+@BUGS_IN_MEMORY.bug
+def a_lease_is_ready_before_its_pages_are_written(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PendingEvents, "writers", lambda self, lease: [])
+
+
+@BUGS_IN_MEMORY.bug
+def a_lease_forgets_the_writers_of_what_was_sealed_under_it(patch: pytest.MonkeyPatch) -> None:
+    writers = PendingEvents.writers
+
+    def of_covered(self: PendingEvents, lease: LeaseRecord) -> list[Event]:
+        return writers(self, replace(lease, held=[]))
+
+    patch.setattr(PendingEvents, "writers", of_covered)
+
+
+@BUGS_IN_MEMORY.bug
+def a_put_returns_a_slot_that_others_are_writing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PendingEvents, "_written_by_others", lambda self, keys, after: set())
+
+
+@BUGS_IN_MEMORY.bug
+def a_replaced_slot_is_free_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
+    replaced = Residency.replace
+
+    def hasty(self: Residency, key: PageKey, tier: Tier, slot: int) -> None:
+        old = self.tables[tier].copies[key].slot
+        replaced(self, key, tier, slot)
+        dead = self.tables[tier].quarantine.pop(old)
+        self.tables[tier].put_back(old, dead.nbytes)
+
+    patch.setattr(Residency, "replace", hasty)
+
+
+@BUGS_IN_MEMORY.bug
+def leases_keep_a_page_whose_writer_failed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Leasing, "never_written", lambda self, slots, event: None)
 
 
 @BUGS_ON_DISK.bug

@@ -17,16 +17,33 @@ def capturing() -> RuntimeError:
 
 
 class ManualEvent:
-    """What ``after`` takes: has happened once ``happen`` was called."""
+    """What ``after`` takes: has happened once ``happen`` was called. ``fail``: its device has failed before that."""
 
     def __init__(self) -> None:
         self._happened = Event()
+        self._failed = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether what it ends may still be at work."""
+        return not self._happened.is_set()
 
     def happen(self) -> None:
         self._happened.set()
 
+    def fail(self) -> None:
+        self._failed = True
+        self._happened.set()
+
     def query(self) -> bool:
-        return self._happened.is_set()
+        happened = self._happened.is_set()
+        self._raise_if_failed()
+        return happened
 
     def synchronize(self) -> None:
         assert self._happened.wait(60.0)
+        self._raise_if_failed()
+
+    def _raise_if_failed(self) -> None:
+        if self._failed:
+            raise RuntimeError("the device has failed")

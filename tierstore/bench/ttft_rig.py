@@ -97,11 +97,12 @@ class ClockedStore(TierStore):
         into: Sequence[int] | None = None,
         *,
         exact: bool = False,
+        wait_for_room_s: float = 0.0,
     ) -> Lease:
         """As ever."""
         if self.asked_at is None:
             self.asked_at = perf_counter()
-        return super().acquire(keys, deadline_s, into, exact=exact)
+        return super().acquire(keys, deadline_s, into, exact=exact, wait_for_room_s=wait_for_room_s)
 
 
 def random_model(sizes: Sizes, device: str, longest: int) -> PreTrainedModel:

@@ -10,6 +10,7 @@ import torch
 
 from tierstore.errors import ConfigError
 from tierstore.gpu import paths
+from tierstore.gpu.arriving import AllOf, StreamEvent
 from tierstore.gpu.choosing import Choice
 from tierstore.gpu.coded_path import coded
 from tierstore.gpu.copy_engine import CpuCopyEngine
@@ -177,9 +178,9 @@ class CudaDevice:
         return CudaCopyEngine(route, host, nbytes, streams, threads, wake=between.wake)
 
     def last_use(self, after: Event | None) -> Event | None:
-        """None on an idle stream; else an event recorded there."""
+        """None on an idle stream; else an event recorded there. ``after`` as something that a stream can wait for."""
         if after is not None:
-            return after
+            return after if isinstance(after, StreamEvent) else AllOf((after,))
         stream = torch.cuda.current_stream(self._device)
         if stream.query():
             return None
