@@ -26,7 +26,7 @@ class Coming:
     @property
     def here(self) -> bool:
         """Whether all has come that will. What failed to come is not there, and will be computed."""
-        return self._lease is None or self._lease.wait(0.0) is not LeaseState.PENDING
+        return self._lease is None or self._lease.wait(0.0, written=False) is not LeaseState.PENDING
 
     def origins(self, page_size: int) -> Counter[Tier]:
         """Tokens in the pages that came, by the tier they were found in. HBM has them now, and does not say."""

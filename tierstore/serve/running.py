@@ -21,6 +21,9 @@ from tierstore.serve.text import Spelling
 from tierstore.store import TierStore
 from tierstore.types import PageKey, Tier
 
+_ROOM_S = 0.1
+"""Seconds that a request waits for HBM pages that are being saved: all other answers wait as long."""
+
 
 class Running:
     """A request that has started. For the engine's thread; ``close`` gives back what it holds."""
@@ -76,7 +79,9 @@ class Running:
         model = self._reader.model
         # By way of numpy: torch itself takes 40 ms for a tuple of 131,072 numbers.
         prompt = torch.from_numpy(np.array(self._ask.prompt, dtype=np.int64))
-        self._cache = cache = TierStoreCache(self._store, prompt, model=model, salt=self._ask.salt)
+        self._cache = cache = TierStoreCache(
+            self._store, prompt, model=model, salt=self._ask.salt, wait_for_room_s=_ROOM_S
+        )
         self._given[cache_argument(model)] = cache
         reused, came = cache.reused_by_tier, self._coming.origins(PageGroups(self._store).page_size)
         for tier in (Tier.HOST, Tier.NVME):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from time import monotonic
+from time import monotonic, sleep
 
 import torch
 
@@ -16,6 +16,8 @@ from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.errors import StoreClosed
 from tierstore.lease import Lease
 from tierstore.types import LeaseState
+
+_POLL_S = 0.001
 
 
 class Arrival:
@@ -37,7 +39,8 @@ class Arrival:
     @property
     def over(self) -> bool:
         """Whether all of it is there. Ends nothing: say ``settle``."""
-        return self.half is None and self._lease.wait(0.0) is LeaseState.READY and self._in_place()
+        here = self.half is None and self._pages.reach(self._lease, 0.0) is LeaseState.READY
+        return here and self._in_place()
 
     def comes(self) -> bool:
         """Waits until the first layer is on its way; False: some of the prefix is lost already, say ``settle``.
@@ -100,12 +103,15 @@ class Arrival:
             return False
         if event is not None and self._pages.device.type == "cuda":
             torch.cuda.current_stream(self._pages.device).wait_event(event)  # type: ignore[arg-type]
-        elif event is not None:
-            event.synchronize()
+            return True
+        while event is not None and not event.query():
+            if not self._left():
+                return False
+            sleep(_POLL_S)
         return True
 
     def _ended(self, lease: Lease) -> bool:
-        return lease.wait(self._left()) is not LeaseState.PENDING
+        return self._pages.reach(lease, self._left()) is not LeaseState.PENDING
 
     def _left(self) -> float:
         return max(0.0, self._deadline - monotonic())

@@ -60,6 +60,7 @@ class TierStoreCache(PagedCache):
         extra: Iterable[Extra] = (),
         deadline_s: float | None = None,
         timeout_s: float = 10.0,
+        wait_for_room_s: float = 1.0,
         storing: Storing = "all",
         exact: bool = False,
         tail: Tail | None = None,
@@ -73,7 +74,9 @@ class TierStoreCache(PagedCache):
         computed anew. ``tail``: a half full page that a session kept.
 
         Pages that cannot be there by ``deadline_s``, or are not within ``timeout_s``, are computed instead; an
-        allocation waits up to ``timeout_s`` for room. Raises ValueError for a model or prompts it cannot serve.
+        allocation waits up to ``timeout_s`` for room. Where HBM is full of pages that are being saved, stored pages
+        wait up to ``wait_for_room_s`` (at most ``timeout_s``) for their room before they are computed. Raises
+        ValueError for a model or prompts it cannot serve.
         """
         with given_back(store, tail):
             pages = PageGroups(store)
@@ -96,6 +99,7 @@ class TierStoreCache(PagedCache):
                 extra=extra,
                 deadline_s=deadline_s,
                 timeout_s=timeout_s,
+                wait_for_room_s=wait_for_room_s,
                 storing=storing,
                 exact=exact,
             )

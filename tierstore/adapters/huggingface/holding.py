@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tierstore.adapters.huggingface.terms import Terms
 from tierstore.lease import Lease
-from tierstore.types import PageKey
+from tierstore.types import LeaseState, PageKey
 
 
 class SharedLease:
@@ -74,6 +74,17 @@ class Holding:
         self.pages = range(self.pages.start, start + len(kept))
         self.exact = self.exact and self._lease.lease.exact
         return kept
+
+    def wait_for_writers(self) -> None:
+        """Wait until the held pages can be read: another request may have sealed the same ones and still write them.
+
+        On a card the current stream waits, not the host. TimeoutError if they are not written in time.
+        """
+        timeout_s = self._terms.timeout_s
+        if self._terms.pages.reach(self._lease.lease, timeout_s) is LeaseState.PENDING:
+            raise TimeoutError(
+                f"timed out after {timeout_s} s waiting for another request to write the same page"
+            )
 
     def nothing(self) -> None:
         """Let go of every page, for whoever needs room."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from time import monotonic
 
 from tierstore.adapters.huggingface.arrival import Arrival
 from tierstore.adapters.huggingface.holding import SharedLease
@@ -18,9 +17,6 @@ from tierstore.types import LeaseState, PageKey, Tier
 
 ROLLBACK = 64
 """Tokens that are kept behind a window, so that a rollback (rejected drafts) finds what it needs."""
-
-_LOOK_S, _MOST_S = 0.1, 1.0
-"""Seconds that a prompt waits for room in HBM: without getting any, and in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +114,11 @@ def _hold(terms: Terms, keys: Sequence[PageKey], page_size: int) -> tuple[Lease,
     count = len(keys) if terms.window is None else len(found)
     while count:
         first = first_needed(terms, count * page_size, page_size)
-        lease = _with_room(
-            terms, store.acquire(keys[first:count], deadline_s=terms.deadline_s, exact=terms.exact)
+        lease = store.acquire(
+            keys[first:count],
+            deadline_s=terms.deadline_s,
+            exact=terms.exact,
+            wait_for_room_s=min(terms.wait_for_room_s, terms.timeout_s),
         )
         if not _comes(terms, lease):
             lease.release()
@@ -135,25 +134,10 @@ def _hold(terms: Terms, keys: Sequence[PageKey], page_size: int) -> tuple[Lease,
     return store.acquire([], exact=terms.exact), [], []
 
 
-def _with_room(terms: Terms, lease: Lease) -> Lease:
-    """The lease, or one that covers more: HBM that is full of pages which are being saved has room a moment later.
-
-    It asks again as long as each look brings more, and holds what it has meanwhile.
-    """
-    store, grows = terms.store, terms.deadline_s is None
-    until = monotonic() + min(_MOST_S, terms.timeout_s)
-    while grows and lease.missing_because == "no_room" and monotonic() < until:
-        store.drain(_LOOK_S)
-        before, lease = lease, store.acquire(lease.keys, exact=terms.exact)
-        before.release()
-        grows = lease.num_pages > before.num_pages
-    return lease
-
-
 def _comes(terms: Terms, lease: Lease) -> bool:
     """Whether pages are there in time; by layers, those from disk: whether the first layer of them is on its way."""
     if not terms.by_layers:
-        return lease.wait(terms.timeout_s) is not LeaseState.PENDING
+        return terms.pages.reach(lease, terms.timeout_s) is not LeaseState.PENDING
     if all(tier < Tier.NVME for tier in lease.tiers):
         return True
     with suppress(TimeoutError):
@@ -210,7 +194,7 @@ def _copy(terms: Terms, opening: Opening, lease: Lease, count: int) -> None:
     except CapacityError:
         return
     table, tier = opening.table, next(iter(lease.tiers), Tier.HBM)
-    if opening.arrival is not None and lease.wait(0.0) is LeaseState.PENDING:
+    if opening.arrival is not None and terms.pages.reach(lease, 0.0) is LeaseState.PENDING:
         opening.arrival.copy_page(lease, slot)
     elif lease.num_pages:
         terms.pages.copy(lease.slots[0], slot)

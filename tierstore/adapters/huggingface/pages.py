@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from tierstore.gpu.pool import GroupedPages
+from tierstore.lease import Lease
 from tierstore.store import TierStore
+from tierstore.types import LeaseState
 
 
 class PageGroups:
@@ -34,6 +36,20 @@ class PageGroups:
     def num_layers(self) -> int:
         """Of all groups together."""
         return sum(int(group.shape[1]) for group in self.groups)
+
+    def reach(self, lease: Lease, timeout_s: float) -> LeaseState:
+        """Wait up to ``timeout_s`` until work launched from now on may read the pages of ``lease``.
+
+        On a card the host waits for copies only: the caller's current stream waits for pages that are still being
+        written, such as those an earlier request has just sealed.
+        """
+        if self.device.type != "cuda":
+            return lease.wait(timeout_s)
+        state = lease.wait(timeout_s, written=False)
+        event = None if state is LeaseState.PENDING else lease.ready(0)
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)  # type: ignore[arg-type]
+        return state
 
     def copy(self, src: int, dst: int) -> None:
         """Copy a page, all groups of it, into another slot."""

@@ -255,6 +255,8 @@ class PagedSequence:
         assert self._holding is not None
         kept = self._holding.seal(pages.start, keys[pages.start :], mine)
         self.table.seal(pages.start, kept, self.table.generation)
+        if kept != mine[: len(kept)]:
+            self._holding.wait_for_writers()
         stop = pages.start + len(kept)
         plain = self._terms.plain_tokens
         count = stop if plain is None else min(stop, plain // self.table.page_size)

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.adapters.huggingface.prefixes import Prefixes
-from tierstore.arguments import require_flag, require_seconds, require_time
+from tierstore.arguments import require_flag, require_seconds, require_time, seconds_at_most
 from tierstore.keys import Extra
 from tierstore.store import TierStore
 
@@ -39,6 +39,8 @@ class Terms:
     extra: tuple[Extra, ...] = ()
     deadline_s: float | None = None
     timeout_s: float = 10.0
+    wait_for_room_s: float = 1.0
+    """Seconds that a prompt waits for room in HBM while pages are being saved; never longer than ``timeout_s``."""
     storing: Storing = "all"
     exact: bool = False
     """Pages that went through a lossy codec, or were computed over such, are computed anew."""
@@ -47,6 +49,7 @@ class Terms:
         check_storing(self.storing)
         require_flag("exact", self.exact)
         require_seconds("timeout_s", self.timeout_s)
+        seconds_at_most("wait_for_room_s", self.wait_for_room_s)
         if self.deadline_s is not None:
             require_time("deadline_s", self.deadline_s)
 
