@@ -7,6 +7,7 @@ import random
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from tierstore.types import LeaseState, PageKey, Tier
 pytestmark = pytest.mark.gpu
 
 ROUNDS = 1000
+STREAM_ROUNDS = 200
 
 
 @pytest.fixture
@@ -119,7 +121,7 @@ def _read_late(
     """Reads what can be had behind a long kernel, and lets go at once."""
     stream = stream or torch.cuda.current_stream()
     with torch.cuda.stream(stream), store.acquire(keys) as lease:
-        assert lease.wait(PATIENCE_S) is not LeaseState.PENDING
+        assert lease.wait(PATIENCE_S, written=False) is not LeaseState.PENDING
         written = lease.ready(0)
         if written is not None:
             stream.wait_event(written)  # type: ignore[arg-type]
@@ -274,10 +276,90 @@ def test_what_is_put_is_still_being_written_until_its_event_says_so(bench: Bench
     write_late(store, key, slot, 50.0)
     store.put([key], [slot])
     with store.acquire([key]) as lease:
-        assert lease.wait(PATIENCE_S) is LeaseState.READY
+        assert lease.wait(0.0) is LeaseState.PENDING
+        assert lease.wait(0.0, written=False) is LeaseState.READY
         written = lease.ready(0)
         assert written is not None
         written.synchronize()
         assert torch.equal(as_integers(store, slot), pattern(key))
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
         assert lease.ready(0) is None
     assert page_tensor(store).is_cuda
+
+
+@pytest.mark.parametrize("duplicate", [False, True], ids=["acquired", "put twice"])
+def test_another_stream_reads_a_page_after_its_writer_in_every_round(bench: Bench, duplicate: bool) -> None:
+    """Issue 20, r1: one stream writes late and puts; another request finds the page, or puts the same key itself."""
+    store = bench.store
+    writer, reader = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    seen = Reader()
+    for turn in range(STREAM_ROUNDS):
+        (key,) = chain(1, f"two streams {turn}")
+        (slot,) = store.allocate(1, timeout_s=PATIENCE_S)
+        put_late(store, key, slot, 20.0, writer)
+        with torch.cuda.stream(reader):
+            lease = store.acquire([] if duplicate else [key])
+            if duplicate:
+                mine = store.allocate(1, timeout_s=PATIENCE_S)
+                as_integers(store, mine[0]).copy_(pattern(key))
+                assert store.put([key], mine, lease=lease) == [slot]
+            assert lease.wait(0.0) is LeaseState.PENDING
+            written = lease.ready(0)
+            assert written is not None
+            reader.wait_event(written)  # type: ignore[arg-type]
+            seen.check(store, key, slot)
+            if turn % 2:
+                assert lease.wait(PATIENCE_S) is LeaseState.READY
+                assert writer.query(), "READY before the writer had finished"
+                assert lease.ready(0) is None
+            lease.release()
+        store.evict([key])
+    assert seen.pages == STREAM_ROUNDS
+    seen.require_right()
+
+
+def test_a_thread_that_waits_sees_the_bytes_on_the_host_and_on_its_own_stream(bench: Bench) -> None:
+    store, seen = bench.store, Reader()
+    writer = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    right: list[bool] = []
+
+    def read(key: PageKey) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()), store.acquire([key]) as lease:  # type: ignore[no-untyped-call]
+            assert lease.wait(PATIENCE_S) is LeaseState.READY
+            seen.check(store, key, lease.slots[0])
+            right.append(torch.equal(as_integers(store, lease.slots[0]).cpu(), pattern(key).cpu()))
+
+    for turn in range(50):
+        (key,) = chain(1, f"host {turn}")
+        (slot,) = store.allocate(1, timeout_s=PATIENCE_S)
+        put_late(store, key, slot, 5.0, writer)
+        thread = Thread(target=read, args=(key,))
+        thread.start()
+        thread.join(PATIENCE_S)
+        store.evict([key])
+    assert right == [True] * 50
+    seen.require_right()
+
+
+def test_a_put_without_a_lease_never_answers_with_a_slot_that_another_stream_writes(bench: Bench) -> None:
+    store, seen = bench.store, Reader()
+    writer, reader = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    for turn in range(STREAM_ROUNDS):
+        (key,) = chain(1, f"no lease {turn}")
+        first, mine = (store.allocate(1, timeout_s=PATIENCE_S) for _ in range(2))
+        put_late(store, key, first[0], 20.0, writer)
+        with torch.cuda.stream(reader):
+            as_integers(store, mine[0]).copy_(pattern(key))
+            assert store.put([key], mine) == mine
+            with store.acquire([key]) as lease:
+                written = lease.ready(0)
+                if written is not None:
+                    reader.wait_event(written)  # type: ignore[arg-type]
+                seen.check(store, key, lease.slots[0])
+        store.demote([key], Tier.HOST)
+        assert store.drain(PATIENCE_S)
+        lease = covering(store, [key])
+        seen.check(store, key, lease.slots[0])
+        lease.release()
+        store.evict([key])
+    seen.require_right()

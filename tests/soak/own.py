@@ -184,7 +184,11 @@ class OwnClient:
 
     def _read(self, hand: Hand) -> None:
         keys = self._prefix(hand)
-        with self._store.acquire(keys, deadline_s=hand.chance.choice([None, None, 0.01])) as lease:
+        with self._store.acquire(
+            keys,
+            deadline_s=hand.chance.choice([None, None, 0.01]),
+            wait_for_room_s=hand.chance.choice([0.0, 0.0, 0.05]),
+        ) as lease:
             if hand.chance.random() < 0.7:
                 self._require_right(lease)
 
@@ -289,9 +293,8 @@ class OwnClient:
     def _require_right(self, lease: Lease) -> None:
         if wait_final(lease, self.trouble) is not LeaseState.READY:
             return
-        written = lease.ready(0)
-        if written is not None:
-            written.synchronize()
+        if lease.ready(0) is not None:
+            raise WrongBytes("a lease is READY while a page of it is still being written")
         pages = page_tensor(self._store)
         for key, slot in zip(lease.keys, lease.slots, strict=False):
             if not same(pages[slot], key):
