@@ -42,6 +42,8 @@ def require_finite(name: str, value: object) -> None:
 
 def seconds_at_most(name: str, value: Any) -> float:
     """Return a finite number of seconds, 0 or more. TypeError for what is not a number, ValueError for others."""
+    if type(value) is float and 0.0 <= value <= _LONGEST_WAIT_S:
+        return value
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number of seconds, got {value!r:.60}")
     if not are_seconds(value) or value < 0 or value == inf:

@@ -45,6 +45,7 @@ class PendingEvents:
         self.retired: list[int] = []
         """Slots given up whose last use has not ended."""
         self._directory = directory
+        self._unwritten_pages = directory.placement.unwritten
         self._waiting: list[_Deferred] = []
         self._writers: dict[int, Event] = {}
 
@@ -98,7 +99,7 @@ class PendingEvents:
     @property
     def all_written(self) -> bool:
         """Whether no page waits for its writer. May be read without the lock: a page counts before a lease has it."""
-        return not (self._directory.placement.unwritten or self.writing)
+        return not (self._unwritten_pages or self.writing)
 
     def writers(self, lease: LeaseRecord) -> list[Event]:
         """The events that end the writing of the pages a lease covers and of those sealed under it, each once.
@@ -178,7 +179,7 @@ class PendingEvents:
 
     def _written_by_others(self, keys: Sequence[PageKey], after: Event | None) -> set[PageKey]:
         """Those of ``keys`` whose bytes in HBM are not there yet, and come with another event than ``after``."""
-        unwritten = self._directory.placement.unwritten
+        unwritten = self._unwritten_pages
         if not unwritten:
             return set()
         writers = self._writers

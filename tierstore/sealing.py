@@ -63,7 +63,7 @@ class Sealing:
         for following, key, slot in zip(range(len(keys) - 1, -1, -1), keys, slots, strict=True):
             if not self._may_put(key, parent, lease):
                 break
-            if key in replaceable and self._replace(key, slot, parent, written=written):
+            if replaceable and key in replaceable and self._replace(key, slot, parent, written=written):
                 if not memory_only:
                     self._admitting.hit((key,), Tier.HBM)
             elif table.ready(key):
@@ -114,17 +114,13 @@ class Sealing:
         elif not memory_only and not self._residency.held(key):
             self._admitting.put(key, parent, following)
         self._residency.adopt(key, Tier.HBM, slot, parent, memory_only=memory_only)
-        self._begin(key, written=written)
-        # Only now: whoever sees that a lease waits for no copy any more must see that its page is still being written.
-        if old_slot is not None and old_slot in self._loads.by_slot:
-            self._leasing.moved(self._loads.cancel(old_slot), slot)
-
-    def _begin(self, key: PageKey, *, written: bool) -> None:
-        """The page has a new copy in HBM, whose bytes are there or will be."""
         if written:
             self._placement.sealed(key)
         else:
             self._placement.unwritten[key] = self._residency.pin(key, Tier.HBM)
+        # Only now: whoever sees that a lease waits for no copy any more must see that its page is still being written.
+        if old_slot is not None and old_slot in self._loads.by_slot:
+            self._leasing.moved(self._loads.cancel(old_slot), slot)
 
     def _replace(self, key: PageKey, slot: int, parent: PageKey | None, *, written: bool) -> bool:
         """Make ``slot`` the page's copy in place of one that is still being written; leases keep the old slot.
@@ -138,8 +134,11 @@ class Sealing:
         if parent is not None and not residency.exactness.exact(parent):
             return False
         residency.replace(key, Tier.HBM, slot)
-        del unwritten[key]
-        self._begin(key, written=written)
+        if written:
+            del unwritten[key]
+            self._placement.sealed(key)
+        else:
+            unwritten[key] = residency.pin(key, Tier.HBM)
         return True
 
     def _may_put(self, key: PageKey, parent: PageKey | None, lease: LeaseRecord | None) -> bool:
