@@ -21,8 +21,11 @@ from tests.support.pages import (
     where,
     write,
 )
+from tierstore.config import StoreConfig
+from tierstore.errors import ConfigError
+from tierstore.nvme.inspection import inspect, purge, verify
 from tierstore.store import TierStore
-from tierstore.types import Tier
+from tierstore.types import PageKey, Tier
 
 
 class Warnings(logging.Handler):
@@ -89,6 +92,51 @@ def main() -> None:
     with TierStore.open(config, SPEC) as store:
         assert read(store, before) == 4
         assert read(store, after) == 4
+    open_a_full_disk(home, config, before, warnings)
+
+
+def open_a_full_disk(home: Path, config: StoreConfig, before: list[PageKey], warnings: Warnings) -> None:
+    """A store that was closed before others filled the disk opens, serves, and writes once they have left."""
+    fill(home / "others")
+    warnings.said.clear()
+    with TierStore.open(config, SPEC) as store:
+        assert state(store) == "read_only"
+        assert store.match(before).num_pages == 4
+        assert read(store, before) == 4
+        write(store, chain(4, "more"))
+        store.flush()
+        assert state(store) == "read_only"
+        assert read(store, before) == 4
+        assert len(warnings.said) == 1, warnings.said
+        assert "read-only" in warnings.said[0]
+        assert [report.records for report in inspect(home / "store").shards] == [None]  # in use
+        (home / "others").unlink()
+        deadline = monotonic() + PATIENCE_S
+        while state(store) != "ok":
+            assert monotonic() < deadline, "it does not recover"
+            sleep(0.02)
+        write(store, chain(4, "later"))
+        store.flush()
+    fill(home / "others")
+    (shard,) = inspect(home / "store").shards
+    assert shard.fault is None
+    (verdict,) = verify(home / "store")
+    assert verdict.checked == shard.records
+    assert verdict.bad == ()
+    with TierStore.open(config, SPEC) as store:
+        assert read(store, chain(4, "later")) == 4
+        assert state(store) == "read_only"
+    try:
+        TierStore.open(tiers(8, 16, home / "new", nvme_pages=100), SPEC)
+    except ConfigError:
+        pass
+    else:
+        raise AssertionError("a new directory has no room")
+    purge(home / "store", "all")
+    assert list(home.glob("store/*-0")) == []
+    (home / "others").unlink()
+    with TierStore.open(config, SPEC) as store:
+        assert state(store) == "ok"
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def test_pickles_planted_anywhere_in_the_directory_are_never_loaded(tmp_path: Pa
         "head": 0,
         "strays": 4,
         "tierstore-shard.json": 0,
-        "tierstore-home.json": "refused",
+        "tierstore-home.json": 4,
     }
     assert (loaded, went_off_early) == ([], False)
     assert was_real

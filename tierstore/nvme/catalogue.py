@@ -11,8 +11,10 @@ LMDB errors come as they are; the writer and the readers name them.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -43,6 +45,7 @@ from tierstore.nvme.extent_space import ExtentSpace
 from tierstore.nvme.extents import ExtentFiles
 from tierstore.nvme.fetching import ExtentBytes, InlineBytes, RecordBytes
 from tierstore.nvme.headers import PageHeaders
+from tierstore.nvme.home import FULL, free_nbytes, least_free_nbytes
 from tierstore.nvme.reading import RecordReader
 from tierstore.nvme.records import InlineRecords, Page, Records, numbers_hold
 from tierstore.nvme.sealing import Sealer
@@ -178,7 +181,6 @@ class Catalogue:
         self.tombstones.retire()
 
     def _set_up_inline(self, page_nbytes: int, direct: bool) -> None:
-        numbered = numbers_hold(self._env, self._meta)
         records = InlineRecords(
             self._pages,
             self._sizing,
@@ -186,11 +188,27 @@ class Catalogue:
             page_nbytes=page_nbytes,
             coding=self._coding,
             headers=PageHeaders(Path(self._env.path()), self._env.stat()["psize"]),
+            numbers_hold=lambda: numbers_hold(self._env, self._meta),
         )
-        records.numbered = numbered
         self._records = records
+        try:
+            self._test_numbers(records)
+        except BaseException:
+            records.close()
+            raise
         payload = InlineBytes(self._env, self._catalogue, self._pages, direct=direct)
         self.reader = self._reader(payload)
+
+    def _test_numbers(self, records: InlineRecords) -> None:
+        """See whether page numbers can be told. Without room to try it the first write does."""
+        try:
+            records.test_numbers()
+        except lmdb.MapFullError:
+            if not self.readers():
+                raise
+        except (lmdb.Error, OSError) as error:
+            if not is_full(error):
+                raise
 
     def _set_up_extents(self, directory: Path, direct: bool) -> None:
         self._files = files = ExtentFiles(directory, direct=direct)
@@ -274,6 +292,18 @@ class Catalogue:
         """Readers of other programs that were killed keep no room from now on; how many there were."""
         return self._env.reader_check()
 
+    def readers(self) -> list[int]:
+        """Processes with an open read transaction, by PID: LMDB uses no page again that one of them may see."""
+        rows = (line.split() for line in self._env.readers().splitlines())
+        return sorted(
+            {int(row[0]) for row in rows if len(row) == 3 and row[0].isdigit() and row[2].isdigit()}
+        )
+
+    def check_room(self) -> None:
+        """OSError if the disk has no room for records worth a write."""
+        if free_nbytes(Path(self._env.path())) < least_free_nbytes(self._sizing.record_nbytes):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     def sync(self) -> None:
         """Make the last commits survive a loss of power."""
         self._env.sync(True)
@@ -348,6 +378,13 @@ class Catalogue:
     def _count(self) -> int:
         with self._env.begin() as txn:
             return txn.stat(self._catalogue)["entries"]
+
+
+def is_full(error: lmdb.Error | OSError) -> bool:
+    """Whether the disk, or a quota or a limit on it, has no room for what was to be written."""
+    if isinstance(error, OSError):
+        return error.errno in FULL
+    return isinstance(error, lmdb.DiskError) or (type(error) is lmdb.Error and error.code in FULL)
 
 
 def _numbers(column: NDArray[np.uint8]) -> NDArray[np.uint64]:

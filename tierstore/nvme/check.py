@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tierstore.errors import ConfigError
-from tierstore.nvme.home import DATA_FILE, FORMAT_VERSION, read_marker
+from tierstore.nvme.home import DATA_FILE, FORMAT_VERSION, odd_kind, read_marker
 from tierstore.nvme.rawtree import read_meta
 
 _PROGRAM = """
@@ -34,6 +34,9 @@ def examine(directory: Path, timeout_s: float = 600.0) -> Examination:
     ConfigError if no child can be started.
     """
     data = directory / DATA_FILE
+    odd = odd_kind(data)
+    if odd is not None:
+        return Examination(fault=f"{DATA_FILE} is {odd}")
     if not data.exists() or data.stat().st_size == 0:
         return Examination()
     marker = read_marker(directory)

@@ -1,32 +1,40 @@
 """The directory of the tier: its marker, one sub-directory per (fingerprint, shard), and what may be deleted.
 
-    home/                      0700; never written to unless it was empty or has our marker
+    home/                      0700; never written to unless it was empty or is one of ours
       tierstore-home.json      the marker
       <fingerprint>-<shard>.lock
       <fingerprint>-<shard>/   one LMDB environment, extent files if pages are kept there, and a marker that describes
                                the model and says which of the two it is
       <fingerprint>-<shard>.damaged-<n>/   set aside at an open that found it broken; only purge touches it
+      *.damaged-<n>            a marker or a lock file that could not be used
 
 Files we do not know are left alone everywhere.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import logging
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tierstore.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 HOME_MARKER = "tierstore-home.json"
 SHARD_MARKER = "tierstore-shard.json"
 DATA_FILE = "data.mdb"
+LOCK_FILE = "lock.mdb"
 PROBE_FILE = "direct.probe"
 TOMBSTONES_FILE = "erased.bin"
 HOME_VERSION = 1
@@ -35,7 +43,7 @@ FORMAT_VERSION = 2
 
 _OUR_FILES = (
     DATA_FILE,
-    "lock.mdb",
+    LOCK_FILE,
     PROBE_FILE,
     SHARD_MARKER + ".new",
     TOMBSTONES_FILE,
@@ -45,7 +53,13 @@ _EXTENT_NAME = re.compile(r"extent-(?P<number>\d{5,10})\.bin")
 _SHARD_NAME = re.compile(
     r"(?P<fingerprint>[0-9A-Za-z_]{1,128})-(?P<shard>\d{1,5})(?P<damaged>\.damaged-\d+)?"
 )
+_DAMAGED = re.compile(r"\.damaged-\d+\Z")
 _BUSY_S = 10.0
+_LONGEST_MARKER = 1 << 20
+_TRANSACTION_NBYTES = 64 << 10
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""What a system call says when there is no room for what it is to write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,46 +86,116 @@ class ShardMarker:
 def claim(path: Path) -> Path:
     """Make ``path`` a home, or check that it is one, and return it resolved.
 
-    Only a missing or empty directory becomes a home, or one whose making was cut short; ConfigError for anything
-    else, which is left as it was.
+    Only a missing or empty directory becomes a home, or one whose making was cut short. A home whose marker is damaged
+    or missing gets a new one, with one warning. ConfigError for anything else, which is left as it was.
     """
     try:
         home = path.expanduser().resolve()
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _alone(home):
-            if (home / HOME_MARKER).exists():
-                require_home(home)
-            elif any(path.name != _on_its_way(home / HOME_MARKER).name for path in home.iterdir()):
-                raise _foreign(home)
+            marker = home / HOME_MARKER
+            if any(each.name != _on_its_way(marker).name for each in home.iterdir()):
+                fault = _marker_fault(home)
+                if fault is not None:
+                    _mend_marker(home, fault)
             else:
-                write_json(home / HOME_MARKER, {"format": "tierstore-nvme", "version": HOME_VERSION})
+                _write_home_marker(home)
     except OSError as error:
         raise _unusable(path, error) from error
     return home
 
 
 def require_home(home: Path) -> None:
-    """ConfigError unless ``home`` carries a marker of ours. Changes nothing."""
+    """ConfigError unless ``home`` is a home. Changes nothing; a damaged marker is only warned of."""
     if not home.exists():
         raise ConfigError(
             f"nvme.path is {home}, which does not exist; allowed: a directory that TierStore made"
         )
     try:
-        marker = json.loads((home / HOME_MARKER).read_text())
-    except FileNotFoundError:
         if home.is_dir() and not any(home.iterdir()):
-            raise ConfigError(f"{home} is empty: no store has used it yet") from None
-        raise _foreign(home) from None
+            raise ConfigError(f"{home} is empty: no store has used it yet")
+        fault = _marker_fault(home)
     except OSError as error:
         raise _unusable(home, error) from error
-    except ValueError:
-        raise _foreign(home) from None
-    if not isinstance(marker, dict) or marker.get("format") != "tierstore-nvme":
-        raise _foreign(home)
-    if marker.get("version") != HOME_VERSION:
-        raise ConfigError(
-            f"nvme.path is {home}, of version {marker.get('version')!r}; allowed: version {HOME_VERSION}, or new"
+    if fault is not None:
+        _log.warning(
+            "%s is damaged (%s); the sub-directories in %s are read anyway", HOME_MARKER, fault, home
         )
+
+
+def _marker_fault(home: Path) -> str | None:
+    """What is wrong with the marker of a directory that is a home of ours all the same, or None.
+
+    ConfigError for a directory that is not ours, or a home of a newer version. A directory is ours if its marker says
+    so, or if one of its sub-directories has a marker that fits its name, or if a damaged marker is there and nothing
+    else that has not a name of ours.
+    """
+    try:
+        found = read_json(home / HOME_MARKER)
+    except FileNotFoundError:
+        if _has_own_shard(home):
+            return "it is missing"
+        raise _foreign(home) from None
+    except (OSError, ValueError) as error:
+        if _has_own_shard(home) or _all_ours(home):
+            return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise _foreign(home) from None
+    if not isinstance(found, dict) or found.get("format") != "tierstore-nvme":
+        if _has_own_shard(home) or (not isinstance(found, dict) and _all_ours(home)):
+            return "it does not hold what TierStore writes there"
+        raise _foreign(home)
+    version = found.get("version")
+    if version == HOME_VERSION:
+        return None
+    if isinstance(version, int) and version > HOME_VERSION:
+        raise ConfigError(
+            f"nvme.path is {home}, of version {version}; allowed: version {HOME_VERSION}, or a new directory"
+        )
+    return f"its version is {version!r}"
+
+
+def _has_own_shard(home: Path) -> bool:
+    """Whether a sub-directory has a marker of ours that names it."""
+    for directory, fingerprint, _ in shard_directories(home):
+        marker = read_marker(directory)
+        if marker is not None and marker.fingerprint == fingerprint:
+            return True
+    return False
+
+
+def _all_ours(home: Path) -> bool:
+    """Whether everything beside the marker is an empty sub-directory or a file with a name of ours."""
+    names = (HOME_MARKER, _on_its_way(home / HOME_MARKER).name)
+    for path in home.iterdir():
+        if path.is_dir() and not path.is_symlink() and path.name != HOME_MARKER:
+            if _SHARD_NAME.fullmatch(path.name) is None or any(path.iterdir()):
+                return False
+        elif path.name not in names and _SHARD_NAME.fullmatch(path.name.removesuffix(".lock")) is None:
+            return False
+    return True
+
+
+def _mend_marker(home: Path, fault: str) -> None:
+    """Write the home's marker anew and keep the damaged one aside. Without room for it, the home is used as it is."""
+    marker = home / HOME_MARKER
+    try:
+        aside = move_aside(marker) if os.path.lexists(marker) else None
+        _write_home_marker(home)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        aside, fault = None, f"{fault}; there is no room to write it anew"
+    _log.warning(
+        "%s in %s is damaged (%s)%s; the pages there are kept",
+        HOME_MARKER,
+        home,
+        fault,
+        f" and was renamed to {aside.name}" if aside is not None else "",
+    )
+
+
+def _write_home_marker(home: Path) -> None:
+    write_json(home / HOME_MARKER, {"format": "tierstore-nvme", "version": HOME_VERSION})
 
 
 def shard_name(fingerprint: str, shard: int) -> str:
@@ -174,9 +258,74 @@ def remove_extents(directory: Path) -> None:
 def read_marker(directory: Path) -> ShardMarker | None:
     """The sub-directory's marker, or None if it has none that can be read."""
     try:
-        return ShardMarker(**json.loads((directory / SHARD_MARKER).read_text()))
+        return ShardMarker(**read_json(directory / SHARD_MARKER))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def read_json(path: Path) -> Any:
+    """What ``write_json`` wrote. OSError or ValueError if it cannot be read or is damaged. Never waits for a FIFO."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        raw = file.read(_LONGEST_MARKER)
+    if not raw:
+        raise ValueError("it is empty")
+    try:
+        return json.loads(raw)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+
+
+def odd_kind(path: Path) -> str | None:
+    """What is at ``path`` if it is neither missing nor a regular file: "a FIFO" and the like. Opens nothing."""
+    try:
+        mode = path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return next((name for is_kind, name in _ODD_KINDS if is_kind(mode)), None)
+
+
+def unreadable(path: Path) -> str | None:
+    """Why the regular file at ``path`` cannot be opened for reading and writing, or None. Opens and closes it: not for
+    LMDB's files while an environment is open, whose locks would go.
+    """
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW))
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM):
+            return f"a file that cannot be opened ({error.strerror})"
+    return None
+
+
+def clear_odd_lock(directory: Path) -> None:
+    """Rename what stands in the place of a sub-directory's lock file and is no regular file, with one warning. OSError.
+
+    Nobody holds such a thing as a lock.
+    """
+    path = lock_path(directory)
+    if odd_kind(path) is None:
+        return
+    with _alone(path.parent):
+        kind = odd_kind(path)
+        if kind is not None:
+            _log.warning("%s was %s and is now %s", path, kind, move_aside(path).name)
+
+
+def fresh_file(path: Path, flags: int = os.O_RDWR) -> int:
+    """A new empty file of the owner's at ``path``, open; a leftover of that name is removed first. OSError."""
+    with suppress(FileNotFoundError):
+        remove_leftover(path)
+    return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+
+def remove_leftover(path: Path) -> None:
+    """Delete a file, link, FIFO or empty directory. OSError if it cannot be, FileNotFoundError if it is not there."""
+    try:
+        path.unlink()
+    except IsADirectoryError:
+        path.rmdir()
 
 
 def write_marker(directory: Path, marker: ShardMarker) -> None:
@@ -186,19 +335,28 @@ def write_marker(directory: Path, marker: ShardMarker) -> None:
 
 def set_aside(directory: Path) -> Path:
     """Rename a broken sub-directory out of the way and return its new path. The caller holds its lock."""
+    return move_aside(directory)
+
+
+def move_aside(path: Path) -> Path:
+    """Rename what is at ``path`` to a name with ``.damaged-`` and a number, which is returned."""
     number = 1
-    while (target := directory.with_name(f"{directory.name}.damaged-{number}")).exists():
+    while os.path.lexists(target := path.with_name(f"{path.name}.damaged-{number}")):
         number += 1
-    directory.rename(target)
+    path.rename(target)
     return target
 
 
 def remove(directory: Path) -> bool:
     """Delete our files in a sub-directory, and the directory if nothing else is in it. The caller holds its lock."""
-    for name in _OUR_FILES:  # the catalogue first: what is cut short here has no entries without bytes
-        (directory / name).unlink(missing_ok=True)
-    remove_extents(directory)
-    (directory / SHARD_MARKER).unlink(missing_ok=True)
+    # The catalogue first: what is cut short here has no entries without bytes. The marker last: it says what this is.
+    names = sorted(path.name for path in directory.iterdir() if _is_ours(path.name))
+    for name in sorted(names, key=lambda name: (name == SHARD_MARKER, name != DATA_FILE)):
+        try:
+            remove_leftover(directory / name)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                raise
     if any(directory.iterdir()):
         return False
     directory.rmdir()
@@ -220,24 +378,60 @@ def disk_nbytes(directory: Path) -> int:
     return total
 
 
+def free_nbytes(directory: Path) -> int:
+    """Bytes of the disk under ``directory`` that this user may still take."""
+    disk = os.statvfs(directory)
+    return disk.f_bavail * disk.f_frsize
+
+
+def least_free_nbytes(record_nbytes: int) -> int:
+    """With less than this free a disk counts as full: two records, and what a transaction changes beside them."""
+    return 2 * record_nbytes + _TRANSACTION_NBYTES
+
+
 def write_json(path: Path, value: object) -> None:
     """Replace ``path`` by ``value`` as JSON, mode 0600, whole or not at all."""
     temporary = _on_its_way(path)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "w") as file:
-        json.dump(value, file, default=str)
-        file.flush()
-        os.fsync(fd)
-    temporary.replace(path)
+    fd = fresh_file(temporary, os.O_WRONLY)
+    try:
+        with os.fdopen(fd, "w") as file:
+            json.dump(value, file, default=str)
+            file.flush()
+            os.fsync(fd)
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def odd_files(directory: Path) -> dict[str, str]:
+    """What stands under names of ours in a sub-directory and is no file that can be used, by name."""
+    names = sorted(path.name for path in directory.iterdir())
+    # Not the tombstones: an odd file in their place counts as one that names every page.
+    ours = [n for n in names if _is_ours(n) and n != TOMBSTONES_FILE and _DAMAGED.search(n) is None]
+    kinds = {name: odd_kind(directory / name) or unreadable(directory / name) for name in ours}
+    return {name: kind for name, kind in kinds.items() if kind is not None}
 
 
 def _is_ours(name: str) -> bool:
+    name = _DAMAGED.sub("", name)
     return name in _OUR_FILES or name == SHARD_MARKER or _EXTENT_NAME.fullmatch(name) is not None
 
 
 def _on_its_way(path: Path) -> Path:
     """What ``write_json`` writes first, and a kill or a full disk may leave behind."""
     return path.with_name(path.name + ".new")
+
+
+_ODD_KINDS = (
+    (stat.S_ISLNK, "a symbolic link"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISBLK, "a block device"),
+    (stat.S_ISCHR, "a character device"),
+)
 
 
 @contextmanager

@@ -206,6 +206,7 @@ def _remove(directory: Path, *, damaged: bool) -> str | None:
     """Delete a sub-directory; why it was kept, or None."""
     if damaged:
         return None if home.remove(directory) else "holds files that are not TierStore's"
+    home.clear_odd_lock(directory)
     lock = FileLock.acquire(home.lock_path(directory))
     if not isinstance(lock, FileLock):
         return _in_use(lock)

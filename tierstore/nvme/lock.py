@@ -5,11 +5,17 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from tierstore.nvme import home
+
+_NO_LOCK = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EINVAL)
+"""Errors of an open that say that something else than a file is in the place of the lock."""
 
 _GLANCE_S = 0.5  # who only looks is soon gone; an open beside it must not take that for a user
 
@@ -31,8 +37,9 @@ class FileLock:
         """
         deadline = time.monotonic() + _GLANCE_S
         while True:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
+                _require_file(fd)
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 holder = _read_pid(fd)
@@ -47,8 +54,10 @@ class FileLock:
             if _same_file(fd, path):
                 break
             os.close(fd)  # unlinked between open and flock: that lock would exclude nobody
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        text = f"{os.getpid()}\n".encode()
+        with suppress(OSError):  # a full disk has no room for the PID; the lock is held all the same
+            os.pwrite(fd, text, 0)
+            os.ftruncate(fd, len(text))
         lock = cls(path, fd)
         _held.add(lock)
         return lock
@@ -72,8 +81,10 @@ def watched(path: Path) -> Iterator[int | None]:
     If it is free it stays so until the ``with`` ends. The file is not changed, nor made.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, *_NO_LOCK):
+            raise
         yield None
         return
     try:
@@ -91,12 +102,12 @@ def watched(path: Path) -> Iterator[int | None]:
 def reading(path: Path) -> Iterator[int | None]:
     """Hold a lock in order to read what it guards: None, or the PID of who has it, 0 if it does not say.
 
-    Where the file cannot be written, on a medium or by a user that may only read, it is ``watched``.
+    Where the file cannot be written, on a medium or by a user that may only read or on a full disk, it is ``watched``.
     """
     try:
         lock = FileLock.acquire(path)
     except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, *home.FULL, *_NO_LOCK):
             raise
         with watched(path) as holder:
             yield holder
@@ -108,6 +119,12 @@ def reading(path: Path) -> Iterator[int | None]:
         yield None
     finally:
         lock.release()
+
+
+def _require_file(fd: int) -> None:
+    """OSError unless it is a regular file: nobody locks anything else."""
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")
 
 
 def _read_pid(fd: int) -> int | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
+import stat
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -27,6 +30,11 @@ DEFAULT_READERS = 2
 
 FAST = 0.8e9  # bytes a second beyond which LMDB's one writer is what a disk waits for
 
+_LOCK_NBYTES = (
+    125 * 64
+)  # of LMDB's lock file: its places for readers. LMDB adds its header, in the same blocks
+_MOST_LOCK_NBYTES = 64 << 10
+
 _BROKEN = (
     IntegrityError,
     lmdb.BadDbiError,
@@ -44,7 +52,7 @@ _BROKEN = (
 class OpenShard(NamedTuple):
     """A sub-directory held by ``lock``, and its environment. ``direct``: the self-test of O_DIRECT passed there.
 
-    ``readers``: how many threads are to read.
+    ``readers``: how many threads are to read. ``shortage``: why nothing can be written now, to be told; None: it can.
     """
 
     directory: Path
@@ -54,6 +62,7 @@ class OpenShard(NamedTuple):
     payload: str
     direct: bool
     readers: int
+    shortage: str | None = None
 
 
 def open_shard(
@@ -68,15 +77,16 @@ def open_shard(
 
     ``payload``: "lmdb", "extents", or "auto", which keeps what is there, and decides by the disk where nothing is. One
     that is damaged is set aside with one warning, and an empty one opened in its place. ConfigError if it cannot be
-    had; then nothing is held. ``readers``: None for as many as the disk was found to need when the directory was made.
-    ``coding``: what the writer encodes pages with.
+    had; then nothing is held. A disk that others have filled is no reason to refuse a directory that holds records: it
+    is opened, and ``shortage`` says so. ``readers``: None for as many as the disk was found to need when the directory
+    was made. ``coding``: what the writer encodes pages with.
     """
     _sizing(marker, payload)
     name = home.shard_name(marker.fingerprint, marker.shard)
     directory = home.claim(path) / name
     lock = _lock(directory)
     try:
-        marker, sizing = _prepare(directory, marker, payload, ask=readers is None)
+        marker, sizing, shortage = _prepare(directory, marker, payload, ask=readers is None)
         readers = readers or marker.readers or DEFAULT_READERS
         works = direct.works(directory)
         opened = partial(
@@ -90,7 +100,7 @@ def open_shard(
             coding=coding,
         )
         catalogue = _usable(opened, directory, marker)
-        return OpenShard(directory, lock, catalogue, sizing, marker.payload, works, readers)
+        return OpenShard(directory, lock, catalogue, sizing, marker.payload, works, readers, shortage)
     except (OSError, lmdb.Error) as error:
         lock.release()
         raise ConfigError(
@@ -108,6 +118,7 @@ def _reason(error: OSError | lmdb.Error) -> str:
 
 def _lock(directory: Path) -> FileLock:
     try:
+        home.clear_odd_lock(directory)
         lock = FileLock.acquire(home.lock_path(directory))
     except OSError as error:
         raise ConfigError(
@@ -128,17 +139,20 @@ def _sizing(marker: home.ShardMarker, payload: str, catalogue_nbytes: int = 0) -
 
 def _prepare(
     directory: Path, marker: home.ShardMarker, payload: str, *, ask: bool
-) -> tuple[home.ShardMarker, Sizing]:
-    """Leave a directory that may be opened: examined, or made anew, with a marker of this opening; it and the sizes.
+) -> tuple[home.ShardMarker, Sizing, str | None]:
+    """Leave a directory that may be opened: examined, or made anew, with a marker of this opening; it, the sizes and
+    the disk's shortage of room, if there is one.
 
     ``ask``: a new one's disk is asked how many readers it needs.
     """
-    _check_room(directory, marker)
+    _require_directory(directory)
+    shortage = _shortage(directory, marker)
     fault = _foreign(directory, marker)
     if fault is not None:
         _set_aside(directory, fault)
     directory.mkdir(mode=0o700, exist_ok=True)
     directory.chmod(0o700)  # one that others could write to before, and none that belongs to somebody else
+    _clear_odd_files(directory)
     rates = cache(lambda: _rates(directory, marker.capacity, marker.page_nbytes))
     old = home.read_marker(directory) if (directory / home.DATA_FILE).exists() else None
     if old is not None:
@@ -147,6 +161,7 @@ def _prepare(
         marker = replace(marker, readers=found.readers)
     marker = replace(marker, payload=_kind(directory, old, payload, rates))
     sizing = _fitting(directory, marker)
+    _tell_of_lost_catalogue(directory)
     fault = examine(directory).fault
     if fault is not None:
         _set_aside(directory, fault)
@@ -154,22 +169,95 @@ def _prepare(
         sizing = _sizing(marker, marker.payload)
     if marker.payload != "extents":
         home.remove_extents(directory)
-    home.write_marker(directory, marker)
-    return marker, sizing
+    _reserve_lock_file(directory)
+    _write_marker(directory, marker)
+    return marker, sizing, shortage
 
 
-def _check_room(directory: Path, marker: home.ShardMarker) -> None:
-    if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
+def _require_directory(directory: Path) -> None:
+    """Set aside what stands in the place of the sub-directory. ConfigError for a link: it points elsewhere."""
+    if directory.is_symlink():
         raise ConfigError(
             f"nvme.path holds {directory}, which is no directory; allowed: one that TierStore made"
         )
+    if directory.exists() and not directory.is_dir():
+        _set_aside(directory, "it is no directory")
+
+
+def _shortage(directory: Path, marker: home.ShardMarker) -> str | None:
+    """Why not even one page more can be written now, or None. ConfigError for a new directory that has no room for its
+    capacity; one that holds records is opened with what room there is, with one warning.
+    """
     own = home.disk_nbytes(directory)
-    disk = os.statvfs(directory.parent)
-    free = disk.f_bavail * disk.f_frsize
-    if marker.capacity > free + own:
+    free = home.free_nbytes(directory.parent)
+    if marker.capacity <= free + own:
+        return None
+    if not _has_records(directory):
         raise ConfigError(
             f"nvme.capacity is {marker.capacity} bytes; allowed: at most {free + own}, free disk and what it has"
         )
+    told = (
+        f"{free} bytes of the disk are free, {own} are the tier's own, and nvme.capacity is {marker.capacity}"
+    )
+    if free < home.least_free_nbytes(marker.page_nbytes):
+        return told
+    _log.warning("the NVMe tier at %s has less room than its capacity: %s", directory, told)
+    return None
+
+
+def _has_records(directory: Path) -> bool:
+    """Whether an earlier opening has left a catalogue. Nothing is said of its state."""
+    try:
+        found = (directory / home.DATA_FILE).lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size > 0
+
+
+def _clear_odd_files(directory: Path) -> None:
+    """Move what is no regular file out of the way of the files that have its name, with one warning.
+
+    Only those without a catalogue in them: else the whole directory was set aside.
+    """
+    moved = [
+        f"{name} is {kind} and was renamed to {home.move_aside(directory / name).name}"
+        for name, kind in home.odd_files(directory).items()
+    ]
+    if moved:
+        _log.warning("the NVMe tier at %s goes on without files of its own: %s", directory, ", ".join(moved))
+
+
+def _tell_of_lost_catalogue(directory: Path) -> None:
+    """Warn where an earlier opening has left a marker, but no catalogue that could hold a record."""
+    if _has_records(directory) or not (directory / home.SHARD_MARKER).exists():
+        return
+    what = "has 0 bytes" if (directory / home.DATA_FILE).exists() else "is missing"
+    _log.warning("the NVMe tier at %s starts empty: %s %s", directory, home.DATA_FILE, what)
+
+
+def _reserve_lock_file(directory: Path) -> None:
+    """Have the disk set aside LMDB's lock file before LMDB maps it: on a full disk a hole in it ends in SIGBUS."""
+    fd = os.open(directory / home.LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        length = min(max(_LOCK_NBYTES, os.fstat(fd).st_size), _MOST_LOCK_NBYTES)
+        os.posix_fallocate(fd, 0, mmap.PAGESIZE)  # all that the tier's own readers take
+        with suppress(OSError):
+            os.posix_fallocate(fd, 0, length)
+    except OSError as error:
+        if error.errno in home.FULL:
+            raise
+    finally:
+        os.close(fd)
+
+
+def _write_marker(directory: Path, marker: home.ShardMarker) -> None:
+    """Write the marker of this opening. Without room for it the last one stays, if it says where pages are."""
+    try:
+        home.write_marker(directory, marker)
+    except OSError as error:
+        old = home.read_marker(directory)
+        if error.errno not in home.FULL or old is None or old.payload != marker.payload:
+            raise
 
 
 def _kind(
@@ -234,7 +322,10 @@ def _empty(directory: Path) -> None:
 
 
 def _foreign(directory: Path, marker: home.ShardMarker) -> str | None:
-    """Why the marker says that what is there is not for this opening, or None."""
+    """Why what is there is not for this opening, or None."""
+    odd = home.odd_kind(directory / home.DATA_FILE) or home.unreadable(directory / home.DATA_FILE)
+    if odd is not None:
+        return f"{home.DATA_FILE} is {odd}"
     if not (directory / home.DATA_FILE).exists():
         return None
     old = home.read_marker(directory)

@@ -10,7 +10,7 @@ import ctypes
 import itertools
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -90,8 +90,8 @@ class Records(Protocol):
 class InlineRecords:
     """Records are values of LMDB's ``pages`` tree."""
 
-    numbered = False
-    """Whether page numbers can be told: a self-test says."""
+    numbered: bool | None = None
+    """Whether page numbers can be told: a self-test says. None: there was no room for it yet."""
 
     def __init__(
         self,
@@ -102,8 +102,10 @@ class InlineRecords:
         page_nbytes: int,
         coding: Coding,
         headers: PageHeaders,
+        numbers_hold: Callable[[], bool],
     ) -> None:
-        """Closes ``headers``."""
+        """Closes ``headers``. ``numbers_hold``: the self-test, which writes."""
+        self._numbers_hold = numbers_hold
         self._pages = pages
         self._headers = headers
         self._fresh: set[PageKey] = set()  # written by this transaction: their pages are not on disk yet
@@ -114,7 +116,13 @@ class InlineRecords:
         self._record = np.empty(codec.record_nbytes(page_nbytes), dtype=np.uint8)
         self._generations = itertools.count(1 + secrets.randbits(62))  # no two openings share any; never 0
 
+    def test_numbers(self) -> None:
+        """See whether page numbers can be told, unless that is known. lmdb.Error, OSError: it could not be tried."""
+        if self.numbered is None:
+            self.numbered = self._numbers_hold()
+
     def write(self, pages: Sequence[Page]) -> Sequence[Written | None]:
+        self.test_numbers()
         return [Written()] * len(pages)
 
     def entry(self, txn: lmdb.Transaction[memoryview], page: Page, written: Written) -> Entry:

@@ -25,7 +25,7 @@ class Refusal:
         self._again = 0.0
         self._told = False
 
-    def begin(self, error: lmdb.Error | OSError, failure: Failure) -> None:
+    def begin(self, error: lmdb.Error | OSError | str, failure: Failure) -> None:
         """The disk refused; the pause before the next try doubles. Warns once until a page is written."""
         if not self._told:
             _log.warning("the NVMe tier is read-only until the disk takes writes again: %s", error)

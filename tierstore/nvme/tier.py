@@ -79,7 +79,7 @@ class NvmeTier:
                 coding=coding,
             )
             undone.callback(self._readers.close)
-            self._writer = Writer(shard.catalogue, outbox, sizing, timeout_s)
+            self._writer = Writer(shard.catalogue, outbox, sizing, timeout_s, shortage=shard.shortage)
             undone.callback(self._writer.join, timeout_s)
             undone.callback(self._writer.close)
             self.lender = Lender(shard.catalogue.reader, page_nbytes)

@@ -31,8 +31,19 @@ _LONG_S = 2.0
 class Writer:
     """A daemon thread that owns every write transaction. Its public methods may be called from any thread."""
 
-    def __init__(self, catalogue: Catalogue, outbox: Outbox, sizing: Sizing, timeout_s: float = 10.0) -> None:
-        """Starts by deleting what ``catalogue`` could not delete at open."""
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        outbox: Outbox,
+        sizing: Sizing,
+        timeout_s: float = 10.0,
+        *,
+        shortage: str | None = None,
+    ) -> None:
+        """Starts by deleting what ``catalogue`` could not delete at open.
+
+        ``shortage``: why the disk had no room when the directory was opened; writes are refused at first then.
+        """
         self._catalogue = catalogue
         self._outbox = outbox
         self._sizing = sizing
@@ -51,9 +62,10 @@ class Writer:
         """Those of them that a restart would bring back: no tombstone names them."""
         self._told_unrecorded = False
         self.refusal = Refusal()
-        if self._owed:
-            error = OSError(errno.ENOSPC, "erased pages could not be deleted when the directory was opened")
-            self.refusal.begin(error, Failure.NO_SPACE)
+        if self._owed and shortage is None:
+            shortage = "erased pages could not be deleted when the directory was opened"
+        if shortage is not None:
+            self.refusal.begin(shortage, Failure.NO_SPACE)
         self._thread = threading.Thread(target=self._run, name="tierstore-nvme-write", daemon=True)
         self._thread.start()
 
@@ -240,6 +252,8 @@ class Writer:
         try:
             self._erase_owed()
             if self.refusal.active and not batch.writes:
+                if self.refusal.failure is Failure.NO_SPACE:
+                    self._catalogue.check_room()
                 self._catalogue.turn()
                 self.refusal.end()
             return self._write(batch.writes)

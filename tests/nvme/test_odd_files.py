@@ -1,0 +1,341 @@
+"""Files at open that are damaged, or are no files: one clear line, nothing hangs, and the rest goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.nvme.rig import CAPACITY, FINGERPRINT, PAGE, Rig, data_file, extent_files
+from tierstore.errors import ConfigError
+from tierstore.nvme.inspection import inspect, purge, verify
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 120.0
+
+pytestmark = pytest.mark.usefixtures("payload")
+
+HOME_MARKER = "tierstore-home.json"
+SHARD_MARKER = "tierstore-shard.json"
+
+
+def socket_at(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        here = Path.cwd()
+        os.chdir(path.parent)  # a socket's path is short
+        try:
+            server.bind(path.name)
+        finally:
+            os.chdir(here)
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to(path.parent / "nowhere")
+
+
+def full_directory(path: Path) -> None:
+    path.mkdir()
+    (path / "mine").write_text("mine")
+
+
+ODD: dict[str, Callable[[Path], None]] = {
+    "a FIFO": os.mkfifo,
+    "a directory": full_directory,
+    "a socket": socket_at,
+    "a symbolic link": dangling,
+}
+
+odd = pytest.mark.parametrize("kind", ODD)
+
+
+def make_odd(path: Path, kind: str) -> None:
+    path.unlink(missing_ok=True)
+    ODD[kind](path)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A closed home with twenty pages."""
+    home = tmp_path / "home"
+    rig = Rig(home)
+    assert rig.write(range(20)).ok
+    rig.close()
+    return home
+
+
+def pages_of(home: Path) -> set[int]:
+    """What a process of its own finds there; killed, and the test failed, if it hangs. It can write, too."""
+    program = (
+        "import sys; from pathlib import Path; from tests.nvme.rig import Rig\n"
+        "rig = Rig(Path(sys.argv[1]), payload=sys.argv[2])\n"
+        "print(sorted(rig.present(range(20)))); assert rig.write([99]).ok; rig.close()\n"
+    )
+    kind = "extents" if extent_files(home) else "lmdb"
+    command = [sys.executable, "-c", program, str(home), kind]
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert child.returncode == 0, child.stderr
+    return {int(number) for number in child.stdout.strip("[]\n").split(", ") if number}
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def opened(home: Path, caplog: pytest.LogCaptureFixture) -> tuple[set[int], list[str]]:
+    """The pages that an open finds, and what it warned of; it can write."""
+    with caplog.at_level(logging.WARNING):
+        rig = Rig(home)
+    found = rig.present(range(20))
+    assert rig.write([99]).ok
+    assert rig.present([99]) == {99}
+    rig.close()
+    return found, lines(caplog)
+
+
+@pytest.mark.parametrize("how", ["empty", "missing"])
+def test_an_empty_or_missing_catalogue_is_said_to_be_and_the_tier_starts_empty(
+    home: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    data_file(home).unlink()
+    if how == "empty":
+        data_file(home).touch()
+    found, (line,) = opened(home, caplog)
+    assert found == set()
+    assert "starts empty" in line
+    assert ("data.mdb has 0 bytes" if how == "empty" else "data.mdb is missing") in line
+
+
+@odd
+def test_a_catalogue_that_is_no_file_is_set_aside(
+    home: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    make_odd(data_file(home), kind)
+    assert pages_of(shutil_copy(home)) == set()
+    found, (line,) = opened(home, caplog)
+    assert found == set()
+    assert f"data.mdb is {kind}" in line
+    assert f"{FINGERPRINT}-0.damaged-1" in line
+    inspect(home), verify(home)
+    purge(home, "damaged")
+
+
+def shutil_copy(home: Path) -> Path:
+    """A copy for a process of its own, made without opening anything but regular files."""
+    to = home.with_name("copy")
+    for path in [home, *sorted(home.rglob("*"))]:
+        there = to / path.relative_to(home)
+        if path.is_dir() and not path.is_symlink():
+            there.mkdir()
+        elif path.is_file() and not path.is_symlink():
+            shutil.copyfile(path, there)
+        elif path.is_symlink():
+            dangling(there)
+        elif path.is_fifo():
+            os.mkfifo(there)
+        else:
+            socket_at(there)
+    return to
+
+
+@odd
+@pytest.mark.parametrize("name", ["lock.mdb", "direct.probe", "tierstore-shard.json.new", "extent-00009.bin"])
+def test_a_file_that_holds_no_page_and_is_odd_is_moved_away_and_every_page_is_there(
+    home: Path, caplog: pytest.LogCaptureFixture, kind: str, name: str
+) -> None:
+    make_odd(data_file(home).parent / name, kind)
+    found, (line,) = opened(home, caplog)
+    assert found == set(range(20))
+    assert f"{name} is {kind} and was renamed to {name}.damaged-1" in line
+
+
+@odd
+def test_a_lock_file_that_is_odd_is_moved_away_and_every_page_is_there(
+    home: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    lock = home / f"{FINGERPRINT}-0.lock"
+    make_odd(lock, kind)
+    inspect(home), verify(home)
+    found, (line,) = opened(home, caplog)
+    assert found == set(range(20))
+    assert f"{lock} was {kind}" in line
+    assert lock.is_file()
+
+
+@odd
+def test_a_sub_directory_that_is_something_else_is_set_aside(
+    home: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    directory = data_file(home).parent
+    shutil.rmtree(directory)
+    if kind == "a directory":
+        directory.write_text("mine")
+    else:
+        make_odd(directory, kind)
+    if kind == "a symbolic link":
+        with pytest.raises(ConfigError, match="no directory"):
+            Rig(home)
+        return
+    found, (line,) = opened(home, caplog)
+    assert found == set()
+    assert "it is no directory" in line
+
+
+@odd
+def test_an_extent_file_with_pages_that_is_odd_costs_the_pages_and_nothing_hangs(
+    home: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    for path in extent_files(home):
+        make_odd(path, kind)
+    inspect(home), verify(home)
+    found, _ = opened(home, caplog)
+    assert found in (set(), set(range(20)))
+
+
+@pytest.mark.parametrize("length", [0, 100, PAGE])
+def test_an_extent_file_that_is_short_costs_the_pages_with_one_warning(
+    home: Path, caplog: pytest.LogCaptureFixture, length: int
+) -> None:
+    for path in extent_files(home):
+        os.truncate(path, length)
+    if not extent_files(home):
+        return
+    found, (line,) = opened(home, caplog)
+    assert found == set()
+    assert "missing or cut" in line
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\x00" * 64,
+        os.urandom(64),
+        b'{"format": "tierst',
+        b"[" * 100_000,
+        b'{"format": "other"}',
+    ],
+)
+def test_a_damaged_home_marker_is_written_anew_and_every_page_is_there(
+    home: Path, caplog: pytest.LogCaptureFixture, raw: bytes
+) -> None:
+    whole = (home / HOME_MARKER).read_bytes()
+    (home / HOME_MARKER).write_bytes(raw)
+    with caplog.at_level(logging.WARNING):
+        assert [report.records for report in inspect(home).shards] == [20]
+        assert [verdict.checked for verdict in verify(home)] == [20]
+    assert len(lines(caplog)) == 2
+    caplog.clear()
+    found, (line,) = opened(home, caplog)
+    assert found == set(range(20))
+    assert f"{HOME_MARKER} in {home} is damaged" in line
+    assert (home / f"{HOME_MARKER}.damaged-1").read_bytes() == raw
+    assert (home / HOME_MARKER).read_bytes() == whole
+
+
+@odd
+def test_a_home_marker_that_is_odd_is_written_anew_and_every_page_is_there(
+    home: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    make_odd(home / HOME_MARKER, kind)
+    inspect(home), verify(home)
+    caplog.clear()
+    found, (_,) = opened(home, caplog)
+    assert found == set(range(20))
+    assert (home / HOME_MARKER).is_file()
+
+
+def test_a_missing_home_marker_is_written_anew_where_a_sub_directory_is_ours(
+    home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (home / HOME_MARKER).unlink()
+    found, (line,) = opened(home, caplog)
+    assert found == set(range(20))
+    assert "it is missing" in line
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff\xfe"])
+def test_a_damaged_home_marker_alone_makes_a_home(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, raw: bytes
+) -> None:
+    (tmp_path / HOME_MARKER).write_bytes(raw)
+    found, (_,) = opened(tmp_path, caplog)
+    assert found == set()
+
+
+def test_a_damaged_home_marker_beside_files_of_somebody_else_is_refused_and_left(tmp_path: Path) -> None:
+    (tmp_path / HOME_MARKER).write_bytes(b"{")
+    (tmp_path / "photo.jpg").write_bytes(b"mine")
+    with pytest.raises(ConfigError, match="not TierStore's"):
+        Rig(tmp_path)
+    with pytest.raises(ConfigError, match="not TierStore's"):
+        purge(tmp_path, "all")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["photo.jpg", HOME_MARKER]
+
+
+def test_a_home_of_a_newer_version_is_refused_by_its_version(home: Path) -> None:
+    (home / HOME_MARKER).write_text('{"format": "tierstore-nvme", "version": 7}')
+    with pytest.raises(ConfigError, match="of version 7"):
+        Rig(home)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"\x00\x01", b"[1]", b'{"fingerprint": 3}'])
+def test_a_damaged_marker_of_a_sub_directory_sets_it_aside(
+    home: Path, caplog: pytest.LogCaptureFixture, raw: bytes
+) -> None:
+    (data_file(home).parent / SHARD_MARKER).write_bytes(raw)
+    found, (line,) = opened(home, caplog)
+    assert found == set()
+    assert f"{FINGERPRINT}-0.damaged-1" in line
+
+
+@odd
+def test_an_odd_marker_of_a_sub_directory_sets_it_aside(
+    home: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    make_odd(data_file(home).parent / SHARD_MARKER, kind)
+    inspect(home), verify(home)
+    found, (line,) = opened(home, caplog)
+    assert found == set()
+    assert f"{FINGERPRINT}-0.damaged-1" in line
+
+
+@odd
+def test_leftovers_under_the_names_of_temporary_files_stop_no_open(
+    home: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    if kind == "a directory":
+        (home / f"{HOME_MARKER}.new").mkdir()
+    else:
+        make_odd(home / f"{HOME_MARKER}.new", kind)
+    (home / HOME_MARKER).write_bytes(b"{")
+    found, (_,) = opened(home, caplog)
+    assert found == set(range(20))
+
+
+def test_a_home_with_a_line_break_in_its_name_works(tmp_path: Path) -> None:
+    home = tmp_path / "one\ntwo" / "below"
+    rig = Rig(home, capacity=CAPACITY)
+    assert rig.write([0]).ok
+    rig.close()
+    assert pages_of(home) == {0}
+
+
+@odd
+def test_purge_removes_odd_files_and_keeps_what_is_not_ours(home: Path, kind: str) -> None:
+    make_odd(data_file(home), kind)
+    report = purge(home, "all")
+    if kind == "a directory":
+        assert [name for name, _ in report.kept] == [f"{FINGERPRINT}-0"]
+        assert (data_file(home) / "mine").read_text() == "mine"
+    else:
+        assert report.kept == ()
+        assert not data_file(home).parent.exists()
