@@ -7,13 +7,20 @@ prefix is plain SDPA over its own K and V.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
+from transformers.masking_utils import (
+    causal_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
 
 from tierstore.adapters.huggingface.batch import Span
 from tierstore.adapters.huggingface.on_card import Plans
@@ -27,7 +34,96 @@ HANDLE = "tierstore_layer"
 KEYS_AT_ONCE = 1024
 QUERIES_AT_ONCE = 256
 
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+_HANDED = "tierstore_handed"
+"""An entry in the ``__dict__`` of K and V that a page layer handed out."""
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        "cache",
+        "cache_position",
+        "is_causal",  # compared with the mask
+        "labels",
+        "layer_idx",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "sliding_window",  # SDPA and eager attention obey the mask, which is compared with the layer's window
+        "use_cache",
+    }
+)
+"""Keywords of an attention call that change nothing of what is computed. With pages every other one is refused."""
+
+
+class SlidingMask(torch.Tensor):
+    """What stands for the mask of a causal sliding window, ``[rows, keys]``: the attention function alone reads it.
+
+    It holds no mask, so a model that makes another mask of it gets a ValueError, never wrong numbers.
+    """
+
+    window: int
+    padding: torch.Tensor | None
+    """The 2D mask of the call; None: nothing is hidden."""
+
+    @classmethod
+    def of(cls, seen: torch.Tensor, window: int, padding: torch.Tensor | None) -> SlidingMask:
+        """Return the stand-in for a mask of the shape of ``seen``."""
+        mask = seen.as_subclass(cls)
+        mask.window, mask.padding = window, padding
+        return mask
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer questions about shape, dtype and device; ValueError for all that makes another mask of it."""
+        if func in _COPIES:
+            return args[0]
+        found: Any = NotImplemented
+        with suppress(IndexError, RuntimeError, TypeError):
+            found = super().__torch_function__(func, types, args, kwargs or {})
+        if found is NotImplemented or (isinstance(found, torch.Tensor) and found is not args[0]):
+            raise ValueError(
+                "the model computes with the mask of its sliding window: attention "
+                f'"{ATTENTION}" cannot serve it, load it with another attn_implementation'
+            )
+        return found
+
+
+_COPIES = frozenset({torch.Tensor.contiguous, torch.Tensor.to, torch.Tensor.clone, torch.Tensor.detach})
+"""Calls by which transformers prepares a mask without changing what it says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """K and V as ``TierStoreLayer.update`` returned them: the very objects, not yet written to."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    versions: tuple[int, int]
+
+    @classmethod
+    def of(cls, key_states: torch.Tensor, value_states: torch.Tensor) -> Handed:
+        """Return aliases of these tensors, so that what did not come from ``update`` is told apart."""
+        keys, values = key_states.view_as(key_states), value_states.view_as(value_states)
+        for each in (keys, values):
+            vars(each)[_HANDED] = True
+        return cls(keys, values, (_version(keys), _version(values)))
+
+    def is_whole(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Return whether these are the same objects, and nobody wrote into them since."""
+        same = keys is self.keys and values is self.values
+        return same and (_version(keys), _version(values)) == self.versions
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """The count of writes in place; tensors of inference mode have none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class PagedLayer(Protocol):
@@ -51,6 +147,11 @@ class PagedLayer(Protocol):
     @property
     def plans(self) -> Plans:
         """The card's kernels, as planned for the forward pass under way."""
+        ...
+
+    @property
+    def handed(self) -> Handed | None:
+        """What the last ``update`` of this layer returned; None outside a forward pass."""
         ...
 
     def check_mask(self, mask: torch.Tensor | None) -> None:
@@ -159,20 +260,27 @@ def tierstore_attention(
     """
     layer: PagedLayer | None = kwargs.pop(HANDLE, None)
     if layer is None:
-        mask = _sdpa_mask(query, key, attention_mask, kwargs.get("sliding_window"))
+        if not torch.compiler.is_compiling() and (_HANDED in vars(key) or _HANDED in vars(value)):
+            raise ValueError(
+                f"{type(module).__name__} attends to another layer's K and V: the pages cannot serve it. Run this "
+                "model without TierStoreCache"
+            )
+        mask = _sdpa_mask(query, key, attention_mask)
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    present = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    _check_call(module, layer, query, key, value)
+    present = sorted(
+        name
+        for name, given in kwargs.items()
+        if name not in _WITHOUT_EFFECT and given is not None and given is not False
+    )
     if present or dropout:
         raise ValueError(
-            f"TierStoreCache does not support {', '.join(present) or 'dropout: call model.eval()'}"
+            f"TierStoreCache does not support {', '.join(present) or 'dropout: call model.eval()'} "
+            f"(attention of {type(module).__name__})"
         )
-    if kwargs.get("sliding_window") != layer.window:
-        raise ValueError(
-            f"the layer attends within {kwargs.get('sliding_window')} tokens, its configuration says {layer.window}"
-        )
-    layer.check_mask(attention_mask)
+    _check_mask(module, layer, query, attention_mask, kwargs.get("is_causal"))
     layer.mark_read()
     out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -222,17 +330,67 @@ def _attend_new(
     return out[0]
 
 
-def _sdpa_mask(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, window: int | None
-) -> torch.Tensor | None:
+def _check_call(
+    module: torch.nn.Module,
+    layer: PagedLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> None:
+    """Raise ValueError unless this is attention of all new tokens over K and V as the pages hold them."""
+    handed, name = layer.handed, type(module).__name__
+    if handed is None or not handed.is_whole(key, value):
+        raise ValueError(
+            f"{name} does not attend to K and V as the cache returned them, but to something made of them: the pages "
+            "hold other values. Run this model without TierStoreCache"
+        )
+    rows, kv_heads, width, dim = key.shape
+    found = (query.shape[0], query.shape[2], query.shape[3])
+    if found != (rows, width, dim) or query.shape[1] % kv_heads:
+        raise ValueError(
+            f"{name} attends with queries {tuple(query.shape)} over new K {tuple(key.shape)}: TierStoreCache needs one "
+            "query for each new token, and a whole number of query heads for each K/V head"
+        )
+
+
+def _check_mask(
+    module: torch.nn.Module,
+    layer: PagedLayer,
+    query: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool | None,
+) -> None:
+    """Raise ValueError unless the mask hides what the pages hide: the future, the padding, and behind the window."""
+    name = type(module).__name__
+    window, padding = None, mask
+    if isinstance(mask, SlidingMask):
+        window, padding = mask.window, mask.padding
+    elif mask is not None and mask.ndim != 2:
+        raise ValueError(
+            f"{name} uses an attention mask of its own, {tuple(mask.shape)}: TierStoreCache supports causal attention "
+            "and sliding windows, and padding on the left. Run this model, or this request, without TierStoreCache"
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if mask is None and not causal and query.shape[2] > 1:
+        raise ValueError(f"{name} is bidirectional: TierStoreCache supports causal attention only")
+    if window != layer.window:
+        raise ValueError(
+            f"{name} attends within {window} tokens, its configuration says {layer.window}: the pages cannot serve it"
+        )
+    layer.check_mask(padding)
+
+
+def _sdpa_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
     """The 4D mask that plain SDPA needs; None where it would be causal, or all visible, by itself."""
-    width, length = query.shape[2], key.shape[2]
+    width, length, window = query.shape[2], key.shape[2], None
+    # A sliding cache hands over the last keys only, the mask is that of all tokens.
+    before = 0 if mask is None else mask.shape[-1] - length
     if mask is not None and mask.ndim == 4:
         return mask
+    if isinstance(mask, SlidingMask):
+        mask, window = mask.padding, mask.window
     if mask is None and width in (1, length) and (window is None or length <= window):
         return None
-    # A sliding cache hands over the last keys only, the mask is that of all tokens.
-    before = 0 if mask is None else mask.shape[1] - length
     more: dict[str, Any] = {}
     if window is not None:
         more = {"mask_function": sliding_window_causal_mask_function(window), "local_size": window}
@@ -250,10 +408,70 @@ def _sdpa_mask(
     return built
 
 
-def _pass_mask(*_: Any, attention_mask: torch.Tensor | None = None, **__: Any) -> torch.Tensor | None:
-    """Causality and lengths come from the block table: hand the 2D mask, or None, to the attention function."""
-    return attention_mask
+def tierstore_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask function registered with transformers as "tierstore".
+
+    Causality, windows and lengths come from the block table. So a causal mask is handed to the attention function as
+    the 2D mask of padding, or None, and a sliding one as a 2D tensor that says so (``SlidingMask``). Any other pattern,
+    such as images or a prefix that are seen in both directions, or a static cache that is longer than what it holds,
+    becomes the 4D mask of SDPA, which pages refuse.
+    """
+    if isinstance(attention_mask, SlidingMask) and attention_mask.window == local_size:
+        # With a static cache ``generate`` makes masks ahead, and gives them to the model for 2D ones.
+        attention_mask = attention_mask.padding
+    whole = not isinstance(q_offset, torch.Tensor) and kv_offset + kv_length == q_offset + q_length
+    if whole and mask_function is causal_mask_function:
+        return attention_mask
+    if whole and local_size is not None and _slides(mask_function, local_size):
+        seen = attention_mask
+        if seen is None:
+            seen = torch.ones((1, 1), dtype=torch.bool, device=device).expand(batch_size, kv_length)
+        return SlidingMask.of(seen, local_size, attention_mask)
+    more = kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    built = sdpa_mask(
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset,  # type: ignore[arg-type]
+        kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        device=device,
+        **more,
+    )
+    assert isinstance(built, torch.Tensor)
+    return built
+
+
+def _slides(mask_function: Callable[..., Any], window: int) -> bool:
+    """Whether a mask function is transformers' causal sliding window of this length, with nothing added to it.
+
+    It is made anew for each call, so its code is compared, and what its closure holds. False if in doubt.
+    """
+    known = sliding_window_causal_mask_function(window)
+    return _shape_of(mask_function) == _shape_of(known)
+
+
+def _shape_of(function: Any) -> Any:
+    """A function as its code and the values of its closure, functions among them likewise."""
+    if isinstance(function, tuple):
+        return tuple(_shape_of(each) for each in function)
+    if not isinstance(function, FunctionType):
+        return function if isinstance(function, int) else id(function)
+    return function.__code__, tuple(_shape_of(cell.cell_contents) for cell in function.__closure__ or ())
 
 
 AttentionInterface.register(ATTENTION, tierstore_attention)
-AttentionMaskInterface.register(ATTENTION, _pass_mask)
+AttentionMaskInterface.register(ATTENTION, tierstore_mask)

@@ -17,6 +17,7 @@ from tierstore.adapters.huggingface.batch import PagedBatch
 from tierstore.adapters.huggingface.checks import (
     check_model,
     check_pages,
+    check_tokens,
     checked_shape,
     common_window,
 )
@@ -85,6 +86,8 @@ class TierStoreCache(PagedCache):
             check_pages(pages, shapes)
             check_model(store, models, pages.page_size)
             prompts, width = unpadded(input_ids, attention_mask)
+            for each in models:
+                check_tokens(each, prompts)
             if tail is not None and len(prompts) != 1:
                 raise ValueError(f"a tail goes on one prompt, not {len(prompts)}")
             extra = tuple(extra)

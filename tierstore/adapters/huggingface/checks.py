@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
 
+import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tierstore.adapters.huggingface.attention import ATTENTION
-from tierstore.adapters.huggingface.identity import KvShape, is_foreign, kv_shape
+from tierstore.adapters.huggingface.identity import KvShape, check_kind, is_foreign, kv_shape
 from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.store import TierStore
 
 
 def checked_shape(model: PreTrainedModel) -> KvShape:
+    check_kind(model)
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation != ATTENTION:
         raise ValueError(
@@ -52,18 +58,100 @@ def common_window(shapes: Sequence[KvShape]) -> int | None:
     return max(windows) if len(windows) == len(shapes) else None
 
 
+def check_tokens(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> None:
+    """Raise ValueError for a prompt with placeholders of images, audio or video."""
+    places = placeholders(model.config)
+    for name, token in sorted(places.items()):
+        if any(token in prompt for prompt in prompts):
+            raise ValueError(
+                f"the prompt holds token {token}, {name} of {type(model).__name__}: TierStoreCache keeps K and V of "
+                "text alone, extra= does not change that. Run requests with images, audio or video without it"
+            )
+
+
+def is_text_alone(config: PreTrainedConfig) -> bool:
+    """Return whether a configuration is that of a text model, not of one that has a text model in it."""
+    return config.get_text_config(decoder=True) is config
+
+
+def placeholders(config: PreTrainedConfig) -> dict[str, int]:
+    """Return the tokens that stand for images, audio and video in prompts, by their names in a configuration."""
+    if is_text_alone(config):
+        return {}
+    names = {name for name in config.to_dict() if _PLACEHOLDER.fullmatch(name)}
+    found = {name: getattr(config, name) for name in names}
+    return {name: token for name, token in found.items() if isinstance(token, int)}
+
+
+_PLACEHOLDER = re.compile(r"(image|video|audio|speech)_(pad_|latent_|prompt_|patch_)?(token_)?(id|index)")
+"""Names of placeholders, as configurations of transformers 5 have them."""
+
+_TOKENS = frozenset(
+    {
+        "attention_mask",
+        "cache_position",
+        "input_ids",
+        "inputs_embeds",
+        "labels",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "position_ids",
+    }
+)
+"""What a model may be given besides a cache: the tokens, in some form, and what changes no K or V."""
+
+
+def checked_inputs(module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of a call without types of tokens that are all 0, text: they say nothing.
+
+    ValueError if the model is given images, audio or anything else that its K and V would depend on. Keys are made of
+    tokens: the placeholders of two images are equal. Also, what a warm cache leaves to compute may begin inside an
+    image.
+    """
+    kwargs = {name: value for name, value in kwargs.items() if not _is_text(name, value)}
+    given = dict(zip(_parameters(type(module)), args, strict=False)) | kwargs
+    others = sorted(name for name, value in given.items() if name not in _TOKENS and _has_tensors(value))
+    if others:
+        raise ValueError(
+            f"{type(module).__name__} was given {', '.join(others)}: TierStoreCache keeps K and V of text alone, "
+            "extra= does not change that. Run requests with images, audio, video or an encoder's output without it"
+        )
+    return kwargs
+
+
+@cache
+def _parameters(kind: type[torch.nn.Module]) -> tuple[str, ...]:
+    """The names of what a model's ``forward`` takes, in order."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_tensors, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_tensors, value))
+    return isinstance(value, torch.Tensor | np.ndarray)
+
+
+def _is_text(name: str, value: Any) -> bool:
+    """Whether these are types of tokens, 0 for each: no image among them."""
+    return name.endswith("token_type_ids") and isinstance(value, torch.Tensor) and not bool(value.any())
+
+
 def check_positions(positions: torch.Tensor, paddings: Sequence[int], columns: int) -> None:
     """Positions ``[rows or 1, width]`` of the tokens fed after ``columns``: each is that of its token, K depends on it.
 
+    Models of images and text have several for each token, ``[axes, rows or 1, width]``: of text all are the same.
+
     They also tell padding, and a warm cache fed the whole prompt again, which generate() would not notice.
     """
-    width = positions.shape[1]
+    width = positions.shape[-1]
     wanted = torch.arange(columns, columns + width)[None] - torch.tensor(paddings)[:, None]
     # Padding has no position.
     if bool(((positions.cpu() != wanted) & (wanted >= 0)).any()):
         raise ValueError(
             f"a cache of {columns} columns was fed {width} tokens at positions that are not their own; the last are at "
-            f"{positions[:, -1].tolist()}, wanted: {wanted[:, -1].tolist()}. One TierStoreCache serves one generate. "
+            f"{positions[..., -1].tolist()}, wanted: {wanted[:, -1].tolist()}. One TierStoreCache serves one generate. "
             f"If a prompt is padded ({list(paddings)} columns here) or holds the pad token, give TierStoreCache and "
             "generate the same attention_mask of ones and zeros"
         )
@@ -74,9 +162,12 @@ def check_mask(mask: torch.Tensor | None, paddings: Sequence[int]) -> None:
     visible = not any(paddings)
     if mask is not None:
         seen = mask != 0
-        hidden = [min(pad, mask.shape[-1]) for pad in paddings]
-        visible = mask.ndim == 2 and (~seen).sum(-1).tolist() == hidden
-        visible = visible and not bool((seen[:, :-1] & ~seen[:, 1:]).any())
+        # Holes, then hidden columns: the card is waited for once.
+        wanted = [0] * len(seen) + [min(pad, mask.shape[-1]) for pad in paddings]
+        visible = mask.ndim == 2
+        if visible:
+            holes = (seen[:, :-1] & ~seen[:, 1:]).sum(-1)
+            visible = torch.cat([holes, (~seen).sum(-1)]).tolist() == wanted
     if not visible:
         raise ValueError(
             f"the attention mask does not fit the padding this cache was made for, {list(paddings)} columns on the "

@@ -7,8 +7,13 @@ from typing import Any
 
 import torch
 
-_BY_COLUMN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
+_BY_COLUMN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids", "mm_token_type_ids")
 """Arguments with one entry for each column fed; a mask covers the columns before them too."""
+
+
+def _from(name: str, given: torch.Tensor, first: int) -> torch.Tensor:
+    """Without the columns before ``first``; positions may have axes before the rows."""
+    return given[..., first:] if name == "position_ids" else given[:, first:]
 
 
 def fed_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[int]] | None:
@@ -35,7 +40,11 @@ def from_column(
     """The same call without the columns before ``first``."""
     if args:
         args = (args[0][:, first:], *args[1:])
-    cut = {name: kwargs[name][:, first:] for name in _BY_COLUMN if isinstance(kwargs.get(name), torch.Tensor)}
+    cut = {
+        name: _from(name, kwargs[name], first)
+        for name in _BY_COLUMN
+        if isinstance(kwargs.get(name), torch.Tensor)
+    }
     return args, {**kwargs, **cut}
 
 
@@ -56,7 +65,13 @@ def with_tokens_before(
     embed: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same call with these tokens, at these positions, fed before the others; ``[rows, n]`` each."""
-    before = {"input_ids": tokens, "position_ids": positions, "token_type_ids": torch.zeros_like(tokens)}
+    text = torch.zeros_like(tokens)
+    before = {
+        "input_ids": tokens,
+        "position_ids": positions,
+        "token_type_ids": text,
+        "mm_token_type_ids": text,
+    }
     if args:
         args = (torch.cat([tokens, args[0]], 1), *args[1:])
     more = {}
@@ -83,7 +98,12 @@ def last_columns(output: Any, width: int, of: int) -> Any:
 
 
 def last_positions(positions: torch.Tensor | None, rows: int) -> list[int] | None:
-    """The position of each row's last token; None if positions are not given one a column."""
+    """The position of each row's last token; None if positions are not given one a column.
+
+    Of several axes, ``[axes, rows, width]``, the first counts.
+    """
+    if positions is not None and positions.ndim == 3:
+        positions = positions[0]
     if positions is None or positions.ndim != 2:
         return None
     last = [int(position) for position in positions[:, -1].tolist()]

@@ -100,6 +100,8 @@ def page_specs(
     """
     models = (model,) if draft is None else (model, draft)
     for each in models:
+        check_kind(each)
+    for each in models:
         _identities[each] = model_identity(each)
     specs = _specs_of(models, page_size)
     _given.add(PageLayout.of(specs).fingerprint)
@@ -146,6 +148,17 @@ def _specs(
     )
 
 
+def check_kind(model: PreTrainedModel) -> None:
+    """Raise ValueError for a class of models whose state is not K and V of the tokens before, or not only."""
+    name = type(model).__name__
+    if model._is_stateful:
+        raise ValueError(
+            f"{name} keeps a state besides K and V of the tokens (recurrent or convolution layers): it is not supported"
+        )
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder and a decoder: only decoders are supported")
+
+
 def layer_kinds(text: dict[str, Any]) -> list[str]:
     """Return "full_attention" or "sliding_attention" for each layer of a text model's configuration.
 
@@ -162,13 +175,21 @@ def layer_kinds(text: dict[str, Any]) -> list[str]:
         raise ValueError(
             "multi-head latent attention (kv_lora_rank) is not supported: its cache is not K and V per head"
         )
+    if text.get("index_topk") is not None:
+        raise ValueError(
+            "sparse attention by an index of keys (index_topk) is not supported: pages hold K and V alone"
+        )
     if text.get("use_bidirectional_attention"):
         raise ValueError("bidirectional attention is not supported: earlier K/V would depend on later tokens")
     if any(mode == "reuse" for mode in text.get("kv_sharing_modes") or ()) or text.get(
         "num_kv_shared_layers"
     ):
         raise ValueError("layers that share another layer's K/V are not supported")
-    moving = sorted(_rope_types(text) & {"dynamic", "longrope"})
+    if text.get("cross_attention_layers"):
+        raise ValueError(
+            "layers of cross-attention (cross_attention_layers) are not supported: they keep K and V of images"
+        )
+    moving = sorted(kind for kind in _rope_types(text) if kind in ("longrope", "su") or "dynamic" in kind)
     if moving:
         raise ValueError(
             f"{', '.join(moving)} rotary embeddings are not supported: K of a token would depend on how long the "

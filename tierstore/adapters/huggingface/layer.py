@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from tierstore.adapters.huggingface.attention import HANDLE
+from tierstore.adapters.huggingface.attention import HANDLE, Handed
 from tierstore.adapters.huggingface.batch import Span
 from tierstore.adapters.huggingface.on_card import Plans
 
@@ -21,6 +21,8 @@ class LayerOwner(Protocol):
     spans: Sequence[Span]
     plans: Plans
     unread: bool
+    handed: tuple[int, Handed] | None
+    """The layer that was written last, and what its ``update`` returned."""
 
     def write(
         self, layer: TierStoreLayer, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None
@@ -77,10 +79,15 @@ class TierStoreLayer(CacheLayerMixin):
         """The card's kernels, as planned for the forward pass under way."""
         return self._owner.plans
 
+    @property
+    def handed(self) -> Handed | None:
+        """What the last ``update`` of this layer returned; None once another layer has been written."""
+        last = self._owner.handed
+        return None if last is None or last[0] != self.position else last[1]
+
     def check_mask(self, mask: torch.Tensor | None) -> None:
-        """Raise ValueError, in the first layer, for a mask that hides anything but the padding."""
-        if self.position == 0:
-            self._owner.check_padding(mask)
+        """Raise ValueError for a mask that hides anything but the padding."""
+        self._owner.check_padding(mask)
 
     def mark_read(self) -> None:
         """The attention function says that it reads this layer from the pages."""
@@ -91,7 +98,8 @@ class TierStoreLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write K and V of the new tokens, ``[rows, num_kv_heads, q, head_dim]`` each, into the pages; return them.
 
-        Puts this handle into the attention call's keywords, so that "tierstore" attention reads the rest itself.
+        Puts this handle into the attention call's keywords, so that "tierstore" attention reads the rest itself. It
+        reads pages: so it refuses any K and V but the objects returned here (``handed``).
         Raises ValueError for wrong use, CapacityError if HBM has no room; then nothing was written.
         """
         attention: dict[str, Any] | None = kwargs.get("kwargs")
@@ -101,7 +109,9 @@ class TierStoreLayer(CacheLayerMixin):
             )
         self._owner.write(self, key_states, value_states, attention.get("position_ids"))
         attention[HANDLE] = self
-        return key_states, value_states
+        handed = Handed.of(key_states, value_states)
+        self._owner.handed = self.position, handed
+        return handed.keys, handed.values
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the pages exist."""

@@ -11,11 +11,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from tierstore.adapters.huggingface.attention import ATTENTION
+from tierstore.adapters.huggingface.attention import ATTENTION, Handed
 from tierstore.adapters.huggingface.batch import PagedBatch, Places, Span
 from tierstore.adapters.huggingface.checks import (
     check_mask,
     check_positions,
+    checked_inputs,
+    is_text_alone,
 )
 from tierstore.adapters.huggingface.feeding import (
     fed_again,
@@ -30,6 +32,9 @@ from tierstore.adapters.huggingface.layer import TierStoreLayer
 from tierstore.adapters.huggingface.on_card import Plans
 from tierstore.adapters.huggingface.whole_prompt import show_prompts
 
+ROPE_STATE = "rope_deltas"
+"""The attribute in which transformers' models of images and text keep positions between calls."""
+
 
 class PagedCache(Cache):
     """What one model sees of a batch of sequences in the store's pages. For one thread at a time."""
@@ -41,6 +46,7 @@ class PagedCache(Cache):
         self.spans: Sequence[Span] = ()
         self.plans = Plans(batch.terms.pages.device)
         self.unread = False
+        self.handed: tuple[int, Handed] | None = None
         self._number = number
         self._next_layer = 0
         self._width = 0
@@ -48,6 +54,9 @@ class PagedCache(Cache):
         self._places: Places | None = None
         self._closed = False
         self._seen = False
+        self._masks: list[torch.Tensor | None] = []
+        self._positions: list[torch.Tensor] = []
+        """Masks and positions of the pass under way that have been checked."""
         self._asked = 0
         """Columns that the pass under way is to give an answer for; it may be fed more."""
         groups = batch.terms.pages.groups[first_group:]
@@ -65,9 +74,19 @@ class PagedCache(Cache):
         show_prompts(model)
         base = model.base_model
         self._hooks = [
+            model.register_forward_pre_hook(self._check_inputs, with_kwargs=True),
             base.register_forward_pre_hook(self._see_tokens, with_kwargs=True),
             base.register_forward_hook(self._end_pass, with_kwargs=True),
         ]
+        # Models of images and text compute positions on their way down: those that arrive count.
+        parts = [base] if is_text_alone(model.config) else list(base.modules())
+        self._hooks += [
+            each.register_forward_pre_hook(self._see_positions, with_kwargs=True)
+            for each in parts
+            if isinstance(each, PreTrainedModel)
+        ]
+        self._stateful = [each for each in parts if ROPE_STATE in vars(each)]
+        self._forget_positions()
 
     @property
     def columns(self) -> int:
@@ -80,10 +99,20 @@ class PagedCache(Cache):
         """Called by the layers in order: wait for the layer's pages, place new K/V. Layer 0 makes room first."""
         if layer.position == 0:
             self._begin(layer, keys, values, positions)
-        elif layer.position != self._next_layer or self.unread:
+        else:
+            self._check_read()
+        if layer.position != self._next_layer:
             raise ValueError(
-                f'load the model with attn_implementation="{ATTENTION}": its pages were written, not read'
+                f"layer {layer.position} wrote K and V when layer {self._next_layer} was due: TierStoreCache serves "
+                "models that run each of their layers once, in order"
             )
+        heads, dim = layer.layer_pages.shape[3:]
+        for name, given in (("K", keys), ("V", values)):
+            if (given.shape[1], given.shape[3]) != (heads, dim):
+                raise ValueError(
+                    f"layer {layer.position} computes {name} of {given.shape[1]} heads of {given.shape[3]}, the pages "
+                    f"hold {heads} heads of {dim}, as the model's configuration says: TierStoreCache cannot serve it"
+                )
         self.batch.await_layer(*layer.place)
         to = self._places
         assert to is not None
@@ -95,7 +124,10 @@ class PagedCache(Cache):
 
     def check_padding(self, mask: torch.Tensor | None) -> None:
         """Raise ValueError for a mask that hides anything but the padding this cache was made for."""
+        if any(mask is each for each in self._masks):
+            return
         check_mask(mask, self.batch.paddings)
+        self._masks.append(mask)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens; transformers passes a count that is zero or negative."""
@@ -156,32 +188,39 @@ class PagedCache(Cache):
         """
         if not self._is_given(args, kwargs):
             return None
-        changed, first = None, self.columns
+        kwargs = checked_inputs(module, args, kwargs)
+        self._masks, self._positions = [], []
+        first = self.columns
         if fed_again(args, kwargs, self.columns, self.batch.paddings):
             self._expect(fed_tokens(args, kwargs), 0)
-            changed = args, kwargs = from_column(args, kwargs, self.columns)
+            args, kwargs = from_column(args, kwargs, self.columns)
         self._fed = fed_tokens(args, kwargs)
+        if self._fed is not None:
+            self._forget_positions()
         # Where rows part, pages are copied before the first layer is computed.
         alone = self._fed is not None and len(self._fed) == len(self.batch.rows)
         if not (alone and self.batch.comes()):
             self.batch.settle()
         self._asked = 0
         if self.batch.behind:
-            changed = args, kwargs = self._feed_owed(module, args, kwargs)
+            args, kwargs = self._feed_owed(module, args, kwargs)
             self._fed, first = fed_tokens(args, kwargs), self.columns
         self._expect(self._fed, first)
         self._seen = True
-        return changed
+        return args, kwargs
 
     def _end_pass(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         """After each forward pass: what it read has to have come, else it is done again; full pages are sealed."""
-        if not self._is_given(args, kwargs) or self._next_layer != len(self.layers):
+        if not self._is_given(args, kwargs):
             return None
-        if self.unread:
+        self._check_read()
+        self.handed = None
+        if self._next_layer != len(self.layers):
             raise ValueError(
-                f'load the model with attn_implementation="{ATTENTION}": its pages were written, not read'
+                f"{type(module).__name__} wrote K and V of {self._next_layer} layers, its configuration says "
+                f"{len(self.layers)}: TierStoreCache cannot serve it"
             )
         asked = self._asked
         if self.batch.settle():
@@ -189,6 +228,55 @@ class PagedCache(Cache):
         self.batch.finish(self._number, self._width, self._fed)
         self._fed, self._next_layer = None, 0
         return last_columns(output, asked, self._width) if asked else None
+
+    def _check_inputs(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before each call of the whole model: refuse what K and V would depend on besides the tokens."""
+        return (args, checked_inputs(module, args, kwargs)) if self._is_given(args, kwargs) else None
+
+    def _see_positions(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the model, and the text model in it, runs: refuse positions that are not those of the tokens."""
+        positions = kwargs.get("position_ids")
+        if isinstance(positions, torch.Tensor) and self._is_given(args, kwargs):
+            self._check_positions(positions)
+
+    def _check_positions(self, positions: torch.Tensor) -> None:
+        """Check each tensor once a pass: comparing waits for the card."""
+        if any(positions is each for each in self._positions):
+            return
+        rows = positions.shape[-2] if positions.ndim > 1 else 1
+        times, odd = divmod(rows, len(self.batch.paddings))
+        paddings = self.batch.paddings
+        if times > 1 and not odd:
+            # Rows that are about to be repeated (``PagedBatch.expand``).
+            paddings = [padding for padding in paddings for _ in range(times)]
+        try:
+            check_positions(positions, paddings, self.columns)
+        except ValueError as error:
+            if not self._stateful:
+                raise
+            raise ValueError(
+                f"{error}. {type(self._stateful[0]).__name__} keeps the positions of its last request with images: "
+                "open a TierStoreCache after that request, not before"
+            ) from None
+        self._positions.append(positions)
+
+    def _check_read(self) -> None:
+        if self.unread:
+            raise ValueError(
+                f'load the model with attn_implementation="{ATTENTION}": its pages were written, not read. If it was, '
+                "its attention is its own, and TierStoreCache cannot serve it"
+            )
+
+    def _forget_positions(self) -> None:
+        """Drop the positions that a model of images and text keeps from the request before this one.
+
+        Qwen2.5-VL and its relatives keep ``rope_deltas``, by which an image shifts all later positions, and add them
+        to the positions of any request that begins with a warm cache.
+        """
+        for module in self._stateful:
+            setattr(module, ROPE_STATE, None)
 
     def _is_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return any(each is self for each in (*args, *kwargs.values()))
@@ -230,8 +318,8 @@ class PagedCache(Cache):
                     f"{pages.device}"
                 )
         self.batch.expand(keys.shape[0])
-        if positions is not None and positions.ndim == 2:
-            check_positions(positions, self.batch.paddings, self.columns)
+        if positions is not None and positions.ndim > 1:
+            self._check_positions(positions)
         if self._fed is not None and [len(row) for row in self._fed] != [width] * keys.shape[0]:
             self._fed = None
         self._width = width

@@ -67,8 +67,9 @@ class Terms:
     def by_layers(self) -> bool:
         """Whether the first layers may be computed while the stored prefix of the last ones is on its way.
 
-        What does not come after all is computed again from the tokens alone: not where images may stand for some. Draft
-        models, windows and deadlines look at what is there before they begin.
+        A page that does not come after all is computed again from the tokens alone: not where an extra with a position
+        says that tokens stand for something else. Draft models, windows and deadlines look at what is there before
+        they begin.
         """
         return (
             self.num_models == 1
