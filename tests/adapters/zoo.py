@@ -135,7 +135,7 @@ def classes() -> Iterator[tuple[type[PreTrainedConfig], type[PreTrainedModel]]]:
     """Every class of models that writes text, with and without images."""
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         for config in mapping.keys():  # noqa: SIM118 - a lazy mapping
-            found = mapping[config]
+            found: Any = mapping[config]
             yield config, found[0] if isinstance(found, tuple) else found
 
 
@@ -221,7 +221,7 @@ def _tiny(
         if size > MOST_PARAMETERS:
             return f"{size:,} parameters"
         torch.manual_seed(0)
-        model = kind(made).eval()
+        model: PreTrainedModel = kind(made).eval()
     except Exception as error:  # noqa: BLE001 - whatever a class says of sizes that do not fit each other
         return _short(error)
     with torch.no_grad():

@@ -5,6 +5,8 @@ bounded whatever the length of the context, and no copy of the context outlives 
 prefix is plain SDPA over its own K and V.
 """
 
+# torch leaves some of its functions untyped:
+# mypy: allow-untyped-calls
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -382,13 +384,14 @@ def _check_mask(
 
 def _sdpa_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
     """The 4D mask that plain SDPA needs; None where it would be causal, or all visible, by itself."""
-    width, length, window = query.shape[2], key.shape[2], None
+    width, length = query.shape[2], key.shape[2]
+    window: int | None = None
     # A sliding cache hands over the last keys only, the mask is that of all tokens.
     before = 0 if mask is None else mask.shape[-1] - length
     if mask is not None and mask.ndim == 4:
         return mask
     if isinstance(mask, SlidingMask):
-        mask, window = mask.padding, mask.window
+        window, mask = mask.window, mask.padding
     if mask is None and width in (1, length) and (window is None or length <= window):
         return None
     more: dict[str, Any] = {}
@@ -461,7 +464,7 @@ def _slides(mask_function: Callable[..., Any], window: int) -> bool:
     It is made anew for each call, so its code is compared, and what its closure holds. False if in doubt.
     """
     known = sliding_window_causal_mask_function(window)
-    return _shape_of(mask_function) == _shape_of(known)
+    return bool(_shape_of(mask_function) == _shape_of(known))
 
 
 def _shape_of(function: Any) -> Any:

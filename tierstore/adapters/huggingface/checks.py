@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -109,7 +109,7 @@ def checked_inputs(module: torch.nn.Module, args: Sequence[Any], kwargs: dict[st
     image.
     """
     kwargs = {name: value for name, value in kwargs.items() if not _is_text(name, value)}
-    given = dict(zip(_parameters(type(module)), args, strict=False)) | kwargs
+    given = dict(zip(_parameters(type(module).forward), args, strict=False)) | kwargs
     others = sorted(name for name, value in given.items() if name not in _TOKENS and _has_tensors(value))
     if others:
         raise ValueError(
@@ -120,9 +120,9 @@ def checked_inputs(module: torch.nn.Module, args: Sequence[Any], kwargs: dict[st
 
 
 @cache
-def _parameters(kind: type[torch.nn.Module]) -> tuple[str, ...]:
+def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
     """The names of what a model's ``forward`` takes, in order."""
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def _has_tensors(value: Any) -> bool:
