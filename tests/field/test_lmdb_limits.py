@@ -4,6 +4,7 @@ is opened twice.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import subprocess
@@ -28,12 +29,15 @@ from tests.support.pages import (
     read,
     require_nothing_held,
     tiers,
+    where,
     write,
 )
+from tests.support.sick_disk import disk_of
+from tests.support.waiting import wait_for
 from tierstore.config import StoreConfig
 from tierstore.errors import ConfigError, StoreClosed
 from tierstore.store import TierStore
-from tierstore.types import Tier
+from tierstore.types import Ack, Failure, Tier
 
 LMDB = {"payload": "lmdb"}
 
@@ -171,6 +175,94 @@ def test_a_reader_that_was_killed_keeps_no_room_from_a_tier_that_only_writes(tmp
         assert rig.write(numbers, version).ok
     assert rig.present(numbers, 3) == set(numbers)
     rig.close()
+
+
+def churn(rig: Rig, numbers: range, version: int) -> Ack:
+    """Replace every page: it needs the room of those before it."""
+    rig.erase(numbers)
+    return rig.write(numbers, version)
+
+
+@contextmanager
+def full_under_a_reader(rig: Rig, numbers: range) -> Iterator[tuple[subprocess.Popen[str], Ack]]:
+    """Another program holds a read transaction, and a write has failed for the room that it holds."""
+    with looking_in(rig.home, "1") as other:
+        assert heard(other) == 1
+        for version in range(1, 10):
+            ack = churn(rig, numbers, version)
+            if not ack.ok:
+                yield other, ack
+                return
+    raise AssertionError("the map was never full")
+
+
+def test_a_map_that_another_program_keeps_full_makes_the_tier_read_only_until_it_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(tmp_path, payload="lmdb", fingerprint=SPEC.fingerprint)
+    rig.tier._writer.room_patience_s = 0.1
+    numbers = range(rig.tier.budget_nbytes // rig.tier.record_nbytes)
+    assert rig.write(numbers).ok
+    with caplog.at_level(logging.WARNING), full_under_a_reader(rig, numbers) as (other, ack):
+        assert {failure for _, failure in ack.failures} == {Failure.NO_SPACE}
+        assert rig.tier.state == "read_only"
+        for number in range(3):
+            rig.write(range(1000 + number, 1001 + number))
+            assert rig.tier.state == "read_only"
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert "map is full" in line
+        assert f"process {other.pid} " in line
+    wait_for(lambda: rig.tier.state == "ok")
+    assert churn(rig, numbers, 20).ok
+    assert rig.present(numbers, 20) == set(numbers)
+    rig.close()
+
+
+def test_a_batch_that_finds_the_map_full_is_kept_until_the_other_program_ends(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, payload="lmdb", fingerprint=SPEC.fingerprint)
+    rig.tier._writer.room_patience_s = 0.1
+    numbers = range(rig.tier.budget_nbytes // rig.tier.record_nbytes)
+    assert rig.write(numbers).ok
+    with full_under_a_reader(rig, numbers):
+        pass
+    wait_for(lambda: rig.tier.state == "ok")
+    assert churn(rig, numbers, 20).ok
+    with looking_in(tmp_path, "1") as other:
+        assert heard(other) == 1
+        rig.tier._writer.room_patience_s = PATIENCE_S
+        writes = []
+        for version in range(21, 25):  # more than the map holds
+            rig.erase(numbers)
+            writes.append(rig.submit_write(numbers, version))
+    assert all(rig.ack(write).ok for write in writes)
+    assert rig.present(numbers, 24) == set(numbers)
+    rig.close()
+
+
+def test_pages_that_a_full_map_keeps_off_the_disk_stay_in_memory(tmp_path: Path) -> None:
+    with TierStore.open(tiers(16, 64, tmp_path, nvme_pages=40, nvme_more=LMDB), SPEC) as store:
+        disk_of(store)._writer.room_patience_s = 0.1
+        send_down(store, [f"{i}" for i in range(16)])
+        with looking_in(tmp_path, "1") as other:
+            assert heard(other) == 1
+            round_number = 0
+            while nvme(store)["state"] == "ok":
+                round_number += 1
+                for i in range(16):
+                    write(store, chain(2, f"{round_number} {i}"))
+                store.flush()
+            kept = [f"kept {i}" for i in range(8)]
+            for name in kept:
+                write(store, chain(2, name))
+            store.flush()
+            assert nvme(store)["state"] == "read_only"
+            for name in kept:
+                assert read(store, chain(2, name)) == 2
+        wait_for(lambda: nvme(store)["state"] == "ok")
+        store.flush()
+        for name in kept:
+            assert all(where(store, key).get(Tier.NVME) == "ready" for key in chain(2, name))
+        require_nothing_held(store)
 
 
 def test_while_other_programs_hold_every_place_pages_are_misses_and_keep_their_records(

@@ -292,12 +292,10 @@ class Catalogue:
         """Readers of other programs that were killed keep no room from now on; how many there were."""
         return self._env.reader_check()
 
-    def readers(self) -> list[int]:
-        """Processes with an open read transaction, by PID: LMDB uses no page again that one of them may see."""
+    def readers(self) -> set[tuple[int, str, int]]:
+        """Open read transactions as (PID, thread, transaction): LMDB uses no page again that one of them may see."""
         rows = (line.split() for line in self._env.readers().splitlines())
-        return sorted(
-            {int(row[0]) for row in rows if len(row) == 3 and row[0].isdigit() and row[2].isdigit()}
-        )
+        return {(int(row[0]), row[1], int(row[2])) for row in rows if row[0].isdigit() and row[-1].isdigit()}
 
     def check_room(self) -> None:
         """OSError if the disk has no room for records worth a write."""

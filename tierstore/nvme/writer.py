@@ -6,8 +6,11 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import lmdb
 import numpy as np
@@ -22,7 +25,11 @@ from tierstore.types import Ack, Failure, PageKey, Transfer
 
 _log = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
+
 _FULL = frozenset({errno.ENOSPC, errno.EFBIG, errno.EDQUOT})
+
+_ROOM_PATIENCE_S = 2.0
 
 _LONG_S = 2.0
 """A batch that takes longer makes the next ones smaller, so that a slow disk shows progress."""
@@ -48,6 +55,8 @@ class Writer:
         self._outbox = outbox
         self._sizing = sizing
         self._timeout_s = timeout_s
+        self.room_patience_s = min(_ROOM_PATIENCE_S, timeout_s / 2)
+        """How long a batch waits for read transactions of other programs to end when they keep LMDB's map full."""
         self._since: float | None = None  # when the batch that is being served began
         self._hanging = False
         self._stalled = False  # a flush gave up on the batch that is being served
@@ -61,6 +70,9 @@ class Writer:
         self._unrecorded: set[PageKey] = set()
         """Those of them that a restart would bring back: no tombstone names them."""
         self._told_unrecorded = False
+        self._map_full = False  # at the last attempt to store
+        self._full_under: set[tuple[int, str, int]] = set()
+        """Read transactions that kept LMDB's map full when a batch failed for it."""
         self.refusal = Refusal()
         if self._owed and shortage is None:
             shortage = "erased pages could not be deleted when the directory was opened"
@@ -252,8 +264,7 @@ class Writer:
         try:
             self._erase_owed()
             if self.refusal.active and not batch.writes:
-                if self.refusal.failure is Failure.NO_SPACE:
-                    self._catalogue.check_room()
+                self._check_room()
                 self._catalogue.turn()
                 self.refusal.end()
             return self._write(batch.writes)
@@ -283,7 +294,7 @@ class Writer:
             self._catalogue.prepare_tombstones()
         if refused:
             self._outbox.count("write_no_space", len(refused))
-            self._doubt(refused)
+            self._doubt([write for write in refused if self._replaces(write)])
         return [Failure.NO_SPACE if size is None else size for size in sizes]
 
     def _store(self, pages: list[Page]) -> list[int | None]:
@@ -297,18 +308,65 @@ class Writer:
                 again = self._attempt([pages[index] for index in missing])
                 for index, size in zip(missing, again, strict=True):
                     sizes[index] = size
+        if pages and self._map_full:
+            return self._until_room(partial(self._catalogue.store, pages)) or sizes
         return sizes
 
     def _attempt(self, pages: list[Page]) -> list[int | None]:
         try:
-            return self._catalogue.store(pages) if pages else []
+            sizes = self._catalogue.store(pages) if pages else []
         except lmdb.MapFullError:
+            self._map_full = True
             return [None] * len(pages)
+        self._map_full = False
+        return sizes
+
+    def _until_room(self, act: Callable[[], _Result]) -> _Result | None:
+        """Keep a batch for which LMDB's map is full while read transactions that began earlier hold its pages: what
+        ``act`` returns once there is room; None, with the writes refused, if they do not end.
+        """
+        holding = self._catalogue.readers()
+        deadline = time.monotonic() + self.room_patience_s
+        pause_s = 0.01
+        while holding and time.monotonic() < deadline:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._abandoned, pause_s):
+                    break
+            pause_s = min(2 * pause_s, 0.2)
+            self._catalogue.drop_dead_readers()
+            holding &= self._catalogue.readers()
+            try:
+                for _ in range(2):  # what a transaction frees serves the next but one
+                    self._catalogue.turn()
+                return act()
+            except lmdb.MapFullError:
+                continue
+        if holding:
+            self._full_under = holding
+            self.refusal.begin(self._held(holding), Failure.NO_SPACE)
+        return None
+
+    def _check_room(self) -> None:
+        """While writes are refused for lack of room: lmdb.Error or OSError if there is none yet."""
+        if self.refusal.failure is not Failure.NO_SPACE:
+            return
+        self._full_under &= self._catalogue.readers()
+        if self._full_under:
+            raise self._held(self._full_under)
+        self._catalogue.check_room()
+
+    def _held(self, holding: set[tuple[int, str, int]]) -> lmdb.MapFullError:
+        """The error that says who keeps LMDB's map full."""
+        who = ", ".join(str(pid) for pid in sorted({pid for pid, _, _ in holding}))
+        return lmdb.MapFullError(
+            f"LMDB's map is full, and read transactions of process {who} keep it from using freed pages again"
+        )
 
     def _make_room(self, pages: list[Page]) -> bool:
         self._erase_ahead({page.key for page in pages})
         self._catalogue.drop_dead_readers()
-        self._catalogue.turn()
+        with suppress(lmdb.MapFullError):
+            self._catalogue.turn()
         return True
 
     def _erase_ahead(self, written: set[PageKey]) -> None:
@@ -333,9 +391,8 @@ class Writer:
             try:
                 self._catalogue.erase(keys)
             except lmdb.MapFullError:
-                if not self._catalogue.drop_dead_readers():
+                if self._until_room(partial(self._erased, keys)) is None:
                     raise
-                self._catalogue.erase(keys)
             self._done += 1
             with self._changed:
                 self._unrecorded.difference_update(keys)
@@ -343,6 +400,10 @@ class Writer:
                 del self._owed[key]
         if self._catalogue.tombstones.live:
             self._catalogue.bury(())
+
+    def _erased(self, keys: Sequence[PageKey]) -> bool:
+        self._catalogue.erase(keys)
+        return True
 
     def _record_owed(self) -> None:
         """Where records cannot be deleted: see that a restart does not bring them back."""
