@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"), help="Python that has vLLM"
     )
+
+
+PLUGINS = "pytest_|_?hypothesis_?pytestplugin|xdist|execnet|coverage"
+"""Modules of pytest plugins, installed or not: their warnings are shown, and fail no test."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Turn warnings into errors while modules are imported and tests are collected."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("default", module=PLUGINS)
+        return (yield)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Turn warnings into errors while the test runs. Its own ``filterwarnings`` marks count more."""
+    item.add_marker(pytest.mark.filterwarnings("error", f"default:::{PLUGINS}"), append=False)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -100,15 +100,16 @@ def test_who_takes_the_lock_again_and_again_lets_in_who_waits() -> None:
 
     thread = Thread(target=hog)
     thread.start()
-    missed, turns = 0, 50
-    for _ in range(turns):
+    missed = []
+    for _ in range(50):
         before = holds
         with lock:
-            missed += holds - before
+            missed.append(holds - before)
         sleep(0.001)
     done.set()
     thread.join(PATIENCE_S)
-    assert missed < 20 * turns
+    # Half of the turns: the system may stop this thread for long before it waits, and the other goes on meanwhile.
+    assert sorted(missed)[len(missed) // 2] < 20
 
 
 def leave_locked(lock: TimedLock) -> None:

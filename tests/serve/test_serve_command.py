@@ -71,14 +71,12 @@ def running(*arguments: str | Path) -> Iterator[tuple[httpx.Client, subprocess.P
 
 
 def end(process: subprocess.Popen[str], number: int, times: int = 1) -> str:
-    """Exit cleanly within seconds; what it said on standard error."""
-    began = time.monotonic()
+    """Exit cleanly, in the time that ``communicate`` gives it; what it said on standard error."""
     for _ in range(times):
         process.send_signal(number)
         time.sleep(0.02)  # signals that meet are one
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + number, errors
-    assert time.monotonic() - began < PATIENCE_S / 2
     assert "Traceback" not in errors
     assert "leaked" not in errors
     return errors

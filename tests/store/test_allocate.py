@@ -81,7 +81,7 @@ def test_leased_pages_are_never_taken(store: TierStore) -> None:
 def test_free_slots_go_before_pages(store: TierStore) -> None:
     keys = chain(2)
     write(store, keys)
-    assert store.drain(10.0)
+    assert store.drain(PATIENCE_S)
     store.allocate(2, timeout_s=0.0)
     assert store.match(keys).tiers == (Tier.HBM, Tier.HBM)
 
@@ -89,7 +89,7 @@ def test_free_slots_go_before_pages(store: TierStore) -> None:
 def test_pages_saved_below_make_room_at_once_and_stay_readable(store: TierStore) -> None:
     keys = chain(4)
     write(store, keys)
-    assert store.drain(10.0)
+    assert store.drain(PATIENCE_S)
     slots = store.allocate(4, timeout_s=0.0)
     assert store.match(keys).tiers == (Tier.HOST,) * 4
     store.free(slots)
@@ -104,7 +104,7 @@ def test_pages_not_yet_saved_are_saved_first_while_the_caller_waits(bench: Bench
         bench.store.allocate(1, timeout_s=0.0)
     assert bench.store.match(keys).num_pages == 4
     bench.open_gates()
-    assert len(bench.store.allocate(4, timeout_s=10.0)) == 4
+    assert len(bench.store.allocate(4, timeout_s=PATIENCE_S)) == 4
     assert bench.store.match(keys).tiers == (Tier.HOST,) * 4
 
 
@@ -137,9 +137,9 @@ def test_all_of_hbm_can_be_had_although_the_tier_below_is_smaller(host: int) -> 
     # F034: saving every page would push out the saved copies of the others for ever
     with TierStore.open(tiers(hbm=4, host=host), SPEC) as store:
         for i in range(6):
-            write(store, chain(2, str(i)), timeout_s=5.0)
+            write(store, chain(2, str(i)), timeout_s=PATIENCE_S)
             store.check()
-        assert len(store.allocate(4, timeout_s=5.0)) == 4
+        assert len(store.allocate(4, timeout_s=PATIENCE_S)) == 4
         assert sum(store.match(chain(2, str(i))).num_pages for i in range(6)) > 0
 
 
@@ -163,12 +163,12 @@ def test_a_freed_slot_is_reused_only_after_its_event(store: TierStore) -> None:
         store.allocate(1, timeout_s=0.02)
     store.check()
     event.happen()
-    assert store.allocate(1, timeout_s=1.0) == slots[:1]
+    assert store.allocate(1, timeout_s=PATIENCE_S) == slots[:1]
 
 
 def test_free_of_what_is_not_owned_is_an_error_that_changes_nothing(store: TierStore) -> None:
     sealed = write(store, chain(1))
-    assert store.drain(10.0)
+    assert store.drain(PATIENCE_S)
     slots = store.allocate(2)
     before = store.stats()["tiers"]
     for wrong in (99, -1, slots[0], sealed[0]):

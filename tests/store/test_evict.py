@@ -15,6 +15,7 @@ from tests.support.pages import (
     write,
 )
 from tests.support.stalls import DOWN, IN
+from tests.support.waiting import wait_for
 from tierstore.errors import CapacityError
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, Tier
@@ -76,8 +77,7 @@ def test_a_page_evicted_while_it_is_written_is_gone_from_disk_after_flush(bench:
     assert bench.store.drain(PATIENCE_S)
     bench.records.hold(DOWN)
     bench.store.demote(keys, Tier.NVME)
-    assert bench.store.drain(0.05) is False
-    assert bench.records.waiting(DOWN)
+    wait_for(lambda: not bench.store.drain(0.0) and bench.records.waiting(DOWN) > 0)
     assert bench.store.evict(keys) == 2
     bench.records.open()
     bench.store.flush()

@@ -126,7 +126,7 @@ def test_a_load_does_not_wait_for_ever_for_a_copy_that_came_from_above(bench: Be
     with store.acquire(keys) as lease:
         assert lease.num_pages == 1
         bench.copies.open()
-        assert lease.wait(5.0) is LeaseState.READY
+        assert lease.wait(PATIENCE_S) is LeaseState.READY
         require_right(store, lease)
 
 

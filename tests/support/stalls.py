@@ -48,13 +48,15 @@ class Gate:
     def __init__(self) -> None:
         self.holding: set[Lane] = set()
         self.losing: set[Lane] = set()
-        """Lanes whose transfers run and are never acknowledged, as with a dead peer."""
+        """Lanes whose transfers run and are never acknowledged, as with a dead peer: all that start or end now."""
         self.late: set[Lane] = set()
         """Lanes whose transfers run and are acknowledged only after ``deliver``."""
         self.failing: dict[Lane, list[frozenset[int]]] = {}
         """For each lane the pages that fail in its next transfers, by position."""
         self._held: dict[Lane, deque[Held]] = {}
         self._begun: dict[int, tuple[Transfer, tuple[int, ...], frozenset[int]]] = {}
+        self._lost: set[int] = set()
+        """Transfers that started in a losing lane: they are lost however long their thread takes."""
         self._acks: list[Ack] = []
         self._late_acks: list[Ack] = []
         self._lock = Lock()
@@ -147,6 +149,8 @@ class Gate:
         self._spoil(transfer, broken)
         with self._lock:
             self._begun[transfer.id] = (transfer, good, broken)
+            if (transfer.src, transfer.dst) in self.losing:
+                self._lost.add(transfer.id)
         begin(_part(transfer, good), tuple(places[i] for i in good), tuple(places[i] for i in broken))
         if not good:
             self._ended([Ack(transfer.id, True, 0, 0)])
@@ -163,7 +167,7 @@ class Gate:
                     rest = tuple(range(len(ack.late)))
                     self._begun[ack.transfer_id] = (transfer, rest, frozenset())
                 lane = (transfer.src, transfer.dst)
-                if lane in self.losing:
+                if lane in self.losing or ack.transfer_id in self._lost:
                     self.num_lost += 1
                     continue
                 self.num_failed += len(broken)
