@@ -41,7 +41,7 @@ from tierstore import codec
 from tierstore.codecs import encoder
 from tierstore.codecs.held import Held
 from tierstore.layout import PageLayout
-from tierstore.nvme.entry import CATALOGUE_DB, slot_blocks, unpack
+from tierstore.nvme.entry import slot_blocks, unpack
 from tierstore.nvme.extent_records import ExtentRecords
 from tierstore.nvme.slots import Place
 from tierstore.types import Failure
@@ -103,7 +103,7 @@ class TierMachine(RuleBasedStateMachine):
         """Slots that the catalogue names, as it is on disk now."""
         catalogue = self.rig.tier._catalogue
         with catalogue._env.begin() as txn:
-            entries = [unpack(k, raw) for k, raw in txn.cursor(db=catalogue._env.open_db(CATALOGUE_DB, txn))]
+            entries = [unpack(k, raw) for k, raw in txn.cursor(db=catalogue._env.catalogue)]
         return {
             Place(entry.extent, entry.block, slot_blocks(entry.nbytes)) for entry in entries if entry.extent
         }

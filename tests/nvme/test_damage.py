@@ -55,7 +55,7 @@ def in_use(rig: Rig) -> Iterator[tuple[lmdb.Transaction[bytes], lmdb._Database, 
     """A write transaction behind the back of an open tier, with its catalogue and its pages."""
     env = rig.tier._catalogue._env
     with env.begin(write=True) as txn:
-        yield txn, env.open_db(entry.CATALOGUE_DB, txn), env.open_db(entry.PAGES_DB, txn)
+        yield txn, env.catalogue, env.pages
 
 
 @both

@@ -141,7 +141,6 @@ def test_no_slot_is_lost_whether_a_commit_that_failed_came_about_or_not(
     rig: Rig, committed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert rig.write(range(8)).ok
-    begin = lmdb.Environment.begin
     catalogue = rig.tier._catalogue
 
     class Broken:
@@ -151,21 +150,22 @@ def test_no_slot_is_lost_whether_a_commit_that_failed_came_about_or_not(
             return getattr(env, name)
 
         def begin(self, *args: Any, **more: Any) -> Any:
-            txn = begin(env, *args, **more)
+            use = env.begin(*args, **more)
             if not more.get("write"):
-                return txn
+                return use
             catalogue._env = env
-            return Failing(txn)
+            return Failing(use)
 
     class Failing:
-        def __init__(self, txn: Any) -> None:
-            self._txn = txn
+        def __init__(self, use: Any) -> None:
+            self._use = use
 
         def __enter__(self) -> Any:
-            return self._txn
+            return self._use.__enter__()
 
         def __exit__(self, *error: object) -> None:
-            self._txn.commit() if committed else self._txn.abort()
+            why = None if committed else KeyError()
+            self._use.__exit__(None if why is None else KeyError, why, None)
             raise lmdb.DiskError("as if")
 
     env = catalogue._env
@@ -259,7 +259,7 @@ def test_nothing_that_the_catalogue_names_is_written_under_churn(tmp_path: Path)
 
     def named() -> set[Place]:
         with catalogue._env.begin() as txn:
-            found = [entry.unpack(k, raw) for k, raw in txn.cursor(db=catalogue._catalogue)]
+            found = [entry.unpack(k, raw) for k, raw in txn.cursor(db=catalogue._env.catalogue)]
         return {Place(each.extent, each.block, SLOT // 4096) for each in found}
 
     watch = Watch(rig.home, named)

@@ -53,8 +53,8 @@ BUGS = {
     "borders are not compared": ("pagecount.py", "keys[0] >= part.low and", "True or", FOUND),
     "records are not counted": ("pagecount.py", "if count != tree.entries:", "if False:", FOUND),
     "trees are made one after the other": (
-        "catalogue.py",
-        "with self._env.begin(write=True) as txn:  # all or none, also after a kill",
+        "environment.py",
+        "with env.begin(write=True) as txn:  # all or none, also after a kill",
         "for txn in [None]:",
         "test_pagecount.py::test_a_new_directory_has_all_its_trees_or_none",
     ),

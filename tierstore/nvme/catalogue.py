@@ -17,6 +17,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import lmdb
@@ -29,17 +30,15 @@ from tierstore.errors import IntegrityError
 from tierstore.nvme.coding import Coding
 from tierstore.nvme.direct import BLOCK
 from tierstore.nvme.entry import (
-    CATALOGUE_DB,
     ENTRY_NBYTES,
     LOCATION,
     LOSSES,
     MAX_DBS,
-    META_DB,
     NBYTES,
-    PAGES_DB,
     pack,
     unpack,
 )
+from tierstore.nvme.environment import Environment
 from tierstore.nvme.extent_records import ExtentRecords, slots_of
 from tierstore.nvme.extent_space import ExtentSpace
 from tierstore.nvme.extents import ExtentFiles
@@ -60,6 +59,9 @@ _log = logging.getLogger(__name__)
 
 _TURN_KEY = b"turn"
 _CHUNK = 100_000
+_REOPEN_S = 2.0
+"""How long a reopening waits for look-ups to end, of which none does I/O but for LMDB's own tree pages."""
+
 _MAX_READERS = 126
 """LMDB's own default: other programs may look into the environment, and each takes one of these."""
 
@@ -110,14 +112,18 @@ class Catalogue:
         self._fingerprint = codec.fingerprint_digest(fingerprint)
         self._files: ExtentFiles | None = None
         self._space: ExtentSpace | None = None
-        self._env = lmdb.open(
-            str(directory),
-            map_size=sizing.map_size,
-            max_dbs=MAX_DBS,
-            max_readers=max(_MAX_READERS, readers + 8),
-            metasync=False,
-            readahead=False,
-            mode=0o600,
+        self._env = Environment(
+            partial(
+                lmdb.open,
+                str(directory),
+                map_size=sizing.map_size,
+                max_dbs=MAX_DBS,
+                max_readers=max(_MAX_READERS, readers + 8),
+                metasync=False,
+                readahead=False,
+                mode=0o600,
+            ),
+            create=True,
         )
         try:
             self._set_up(directory, page_nbytes, direct)
@@ -128,11 +134,6 @@ class Catalogue:
             raise
 
     def _set_up(self, directory: Path, page_nbytes: int, direct: bool) -> None:
-        self._env.reader_check()
-        with self._env.begin(write=True) as txn:  # all or none, also after a kill
-            self._catalogue, self._pages, self._meta = (
-                self._env.open_db(name, txn) for name in (CATALOGUE_DB, PAGES_DB, META_DB)
-            )
         self._turns = 0
         self._records: Records
         if self._sizing.slot_nbytes:
@@ -146,7 +147,7 @@ class Catalogue:
     def _bury(self, directory: Path) -> None:
         """Delete what an earlier process could only record as erased."""
         with self._env.begin() as txn:
-            self.tombstones = Tombstones(directory, retired(txn.get(RETIRED_KEY, db=self._meta)))
+            self.tombstones = Tombstones(directory, retired(txn.get(RETIRED_KEY, db=self._env.meta)))
         if self.tombstones.live:
             self.undeleted = self.find_keys(self.tombstones.__contains__)
             try:
@@ -176,19 +177,19 @@ class Catalogue:
         for start in range(0, len(keys), each):
             self.erase(keys[start : start + each])
         with self._env.begin(write=True) as txn:
-            txn.put(RETIRED_KEY, stamp(self.tombstones.epoch), db=self._meta)
+            txn.put(RETIRED_KEY, stamp(self.tombstones.epoch), db=self._env.meta)
         self.sync()  # the file is used again only after that
         self.tombstones.retire()
 
     def _set_up_inline(self, page_nbytes: int, direct: bool) -> None:
         records = InlineRecords(
-            self._pages,
+            self._env,
             self._sizing,
             fingerprint=self._fingerprint,
             page_nbytes=page_nbytes,
             coding=self._coding,
-            headers=PageHeaders(Path(self._env.path()), self._env.stat()["psize"]),
-            numbers_hold=lambda: numbers_hold(self._env, self._meta),
+            headers=PageHeaders(self._env.path, self._env.block),
+            numbers_hold=lambda: numbers_hold(self._env),
         )
         self._records = records
         try:
@@ -196,7 +197,7 @@ class Catalogue:
         except BaseException:
             records.close()
             raise
-        payload = InlineBytes(self._env, self._catalogue, self._pages, direct=direct)
+        payload = InlineBytes(self._env, direct=direct)
         self.reader = self._reader(payload)
 
     def _test_numbers(self, records: InlineRecords) -> None:
@@ -224,13 +225,12 @@ class Catalogue:
             erase_keys=self._sizing.erase_keys,
         )
         self.num_dropped = self._space.shrink(self._sizing.extents_nbytes)
-        self.reader = self._reader(ExtentBytes(self._env, self._catalogue, files, slots))
+        self.reader = self._reader(ExtentBytes(self._env, files, slots))
 
     def _reader(self, payload: RecordBytes) -> RecordReader:
         form = self._coding.form
         return RecordReader(
             self._env,
-            self._catalogue,
             payload,
             fingerprint=self._fingerprint,
             held_nbytes=None if form is None else form.payload_nbytes,
@@ -257,7 +257,7 @@ class Catalogue:
                 self._replace(txn, page.key)
                 entry = self._records.entry(txn, page, where)._replace(loss=self._loss)
                 self._change += entry.nbytes
-                txn.put(page.key, pack(page.key, entry), db=self._catalogue)
+                txn.put(page.key, pack(page.key, entry), db=self._env.catalogue)
                 sizes.append(entry.nbytes)
         return sizes
 
@@ -266,13 +266,12 @@ class Catalogue:
         with self._changing() as txn:
             for key in keys:
                 self._replace(txn, key)
-                txn.delete(key, db=self._catalogue)
+                txn.delete(key, db=self._env.catalogue)
                 self._records.erased(txn, key)
 
     def has(self, key: PageKey) -> bool:
         """Whether there is a record of the page."""
-        with self._env.begin() as txn:
-            return txn.get(key, db=self._catalogue) is not None
+        return self._env.entry(key) is not None
 
     def make_places(self, pages: Sequence[Page]) -> bool:
         """Bring free blocks together after ``store`` had no place for these; whether that is worth another try."""
@@ -286,7 +285,7 @@ class Catalogue:
         """
         self._turns += 1
         with self._env.begin(write=True) as txn:
-            txn.put(_TURN_KEY, self._turns.to_bytes(8, "little"), db=self._meta)
+            txn.put(_TURN_KEY, self._turns.to_bytes(8, "little"), db=self._env.meta)
 
     def drop_dead_readers(self) -> int:
         """Readers of other programs that were killed keep no room from now on; how many there were."""
@@ -299,12 +298,32 @@ class Catalogue:
 
     def check_room(self) -> None:
         """OSError if the disk has no room for records worth a write."""
-        if free_nbytes(Path(self._env.path())) < least_free_nbytes(self._sizing.record_nbytes):
+        if free_nbytes(self._env.path) < least_free_nbytes(self._sizing.record_nbytes):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def sync(self) -> None:
         """Make the last commits survive a loss of power."""
         self._env.sync(True)
+
+    @property
+    def in_panic(self) -> bool:
+        """Whether LMDB refuses every transaction until the environment is opened anew."""
+        try:
+            with self._env.begin():
+                return False
+        except lmdb.PanicError:
+            return True
+        except lmdb.Error:
+            return False
+
+    def reopen(self) -> None:
+        """Close the environment and open it anew; reads wait meanwhile. What a failed commit left is not known.
+
+        lmdb.Error or OSError if it cannot be opened now.
+        """
+        self._env.reopen(_REOPEN_S)
+        self._known = False
+        self.num_records = self._count()
 
     def close(self) -> None:
         """No call may be running, and none may follow."""
@@ -333,7 +352,7 @@ class Catalogue:
 
     def _replace(self, txn: lmdb.Transaction[memoryview], key: PageKey) -> None:
         """Tell the records, and the sum, of an entry that the transaction replaces or removes."""
-        found = txn.get(key, db=self._catalogue)
+        found = txn.get(key, db=self._env.catalogue)
         old = None if found is None else bytes(found)
         self._records.replaced(key, old)
         if old is not None:
@@ -345,7 +364,7 @@ class Catalogue:
     def locations(self) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.uint64]]]:
         """LOCATION and NBYTES of all entries, as they are found, some at a time."""
         with self._env.begin() as txn:
-            values = txn.cursor(db=self._catalogue).iternext(keys=False, values=True)
+            values = txn.cursor(db=self._env.catalogue).iternext(keys=False, values=True)
             while chunk := b"".join(itertools.islice(values, _CHUNK)):
                 rows = np.frombuffer(chunk, dtype=np.uint8).reshape(-1, ENTRY_NBYTES)
                 yield _numbers(rows[:, LOCATION]), _numbers(rows[:, NBYTES])
@@ -353,29 +372,29 @@ class Catalogue:
     def find(self, wanted: Callable[[bytes], bool]) -> list[tuple[PageKey, bytes]]:
         """The entries that are, in key order."""
         with self._env.begin() as txn:
-            return [(PageKey(key), raw) for key, raw in txn.cursor(db=self._catalogue) if wanted(raw)]
+            return [(PageKey(key), raw) for key, raw in txn.cursor(db=self._env.catalogue) if wanted(raw)]
 
     def find_keys(self, wanted: Callable[[bytes], bool]) -> list[PageKey]:
         """The keys that are, in their order."""
         with self._env.begin() as txn:
-            keys = txn.cursor(db=self._catalogue).iternext(keys=True, values=False)
+            keys = txn.cursor(db=self._env.catalogue).iternext(keys=True, values=False)
             return [PageKey(key) for key in keys if wanted(key)]
 
     def move(self, places: Mapping[PageKey, Place]) -> None:
         """Name other slots of the same length for these in one transaction. IntegrityError for a damaged entry."""
         with self._changing() as txn:
             for key, place in places.items():
-                found = txn.get(key, db=self._catalogue)
+                found = txn.get(key, db=self._env.catalogue)
                 if found is None:
                     raise IntegrityError(f"no entry of {key.hex()}, which was there")
                 entry = unpack(key, bytes(found))
                 self._records.replaced(key, bytes(found))
                 entry = entry._replace(extent=place.extent, block=place.block)
-                txn.put(key, pack(key, entry), db=self._catalogue)
+                txn.put(key, pack(key, entry), db=self._env.catalogue)
 
     def _count(self) -> int:
         with self._env.begin() as txn:
-            return txn.stat(self._catalogue)["entries"]
+            return txn.stat(self._env.catalogue)["entries"]
 
 
 def is_full(error: lmdb.Error | OSError) -> bool:

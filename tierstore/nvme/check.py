@@ -42,14 +42,18 @@ def examine(directory: Path, timeout_s: float = 600.0) -> Examination:
     marker = read_marker(directory)
     if marker is not None and marker.format_version != FORMAT_VERSION:
         return Examination(fault=f"its format is version {marker.format_version}, not {FORMAT_VERSION}")
-    end = _end_of_last_page(data)
-    if end is None:
-        return Examination(fault="its meta pages cannot be read")
-    if data.stat().st_size < end:
-        return Examination(
-            fault=f"data.mdb has {data.stat().st_size} bytes where its last page ends at {end}"
-        )
+    fault = fault_of_length(data)
+    if fault is not None:
+        return Examination(fault=fault)
     return walk_apart(directory, timeout_s, "lmdb" if marker is None else marker.payload)
+
+
+def fault_of_length(data: Path) -> str | None:
+    """Why LMDB's file must not be mapped, as far as its meta pages and its length tell; None if they are fine."""
+    end, length = _end_of_last_page(data), data.stat().st_size
+    if end is None:
+        return "its meta pages cannot be read"
+    return f"data.mdb has {length} bytes where its last page ends at {end}" if length < end else None
 
 
 def walk_apart(directory: Path, timeout_s: float, payload: str = "lmdb") -> Examination:

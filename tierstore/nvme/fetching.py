@@ -12,7 +12,6 @@ no page number are copied out of LMDB's map, inside the transaction. No memoryvi
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import lmdb
@@ -23,6 +22,7 @@ from tierstore import codec
 from tierstore.errors import IntegrityError
 from tierstore.nvme.direct import BLOCK, is_aligned, padded, set_direct
 from tierstore.nvme.entry import Entry, slot_blocks, unpack
+from tierstore.nvme.environment import Environment
 from tierstore.nvme.extents import ExtentFiles
 from tierstore.nvme.home import DATA_FILE
 from tierstore.nvme.slots import Place, Slots
@@ -72,18 +72,14 @@ class RecordBytes(Protocol):
 class InlineBytes:
     """Of records that LMDB keeps. Keeps data.mdb open twice where ``direct``, for buffers that are not aligned."""
 
-    def __init__(
-        self, env: lmdb.Environment, catalogue: lmdb._Database, pages: lmdb._Database, *, direct: bool
-    ) -> None:
+    def __init__(self, env: Environment, *, direct: bool) -> None:
         self._env = env
-        self._catalogue = catalogue
-        self._pages = pages
-        self._block = env.stat()["psize"]
+        self._block = env.block
         # data.mdb only: closing any descriptor of lock.mdb would drop LMDB's own locks.
-        self._fd = os.open(Path(env.path()) / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = os.open(env.path / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
         self._direct_fd = -1
         if direct and self._block % BLOCK == 0:
-            self._direct_fd = os.open(Path(env.path()) / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
+            self._direct_fd = os.open(env.path / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
             set_direct(self._direct_fd)
 
     def fetch(
@@ -93,7 +89,7 @@ class InlineBytes:
         scratch: NDArray[np.uint8],
         held: int | None,
     ) -> Fetched:
-        raw = lookup(self._env, self._catalogue, key)
+        raw = lookup(self._env, key)
         for _ in range(TRIES):
             entry = unpack(key, raw)
             if not entry.page_number:
@@ -102,7 +98,7 @@ class InlineBytes:
             try:
                 self._read_at(entry.page_number, body, scratch[:BLOCK], BLOCK + payload.nbytes)
             except (IntegrityError, OSError) as error:
-                raw = _look_again(self._env, self._catalogue, key, raw, error)
+                raw = _look_again(self._env, key, raw, error)
             else:
                 return Fetched(payload, raw, entry.generation)
         raise MovedError(f"replaced {TRIES} times while it was read")
@@ -130,7 +126,7 @@ class InlineBytes:
     ) -> Fetched:
         """A record whose place in the file is not known, out of LMDB's map."""
         with self._env.begin(buffers=True) as txn:
-            found = txn.get(key, db=self._catalogue)
+            found = txn.get(key, db=self._env.catalogue)
             if found is None:
                 raise KeyError(key)
             raw = bytes(found)
@@ -146,7 +142,7 @@ class InlineBytes:
         out: NDArray[np.uint8],
         scratch: NDArray[np.uint8],
     ) -> None:
-        value = txn.get(key, db=self._pages)
+        value = txn.get(key, db=self._env.pages)
         if value is None:
             raise KeyError(key)
         record = np.frombuffer(value, dtype=np.uint8)
@@ -159,11 +155,8 @@ class InlineBytes:
 class ExtentBytes:
     """Of records in extent files, whose slots are pinned while they are read. ``close`` closes the files."""
 
-    def __init__(
-        self, env: lmdb.Environment, catalogue: lmdb._Database, files: ExtentFiles, slots: Slots
-    ) -> None:
+    def __init__(self, env: Environment, files: ExtentFiles, slots: Slots) -> None:
         self._env = env
-        self._catalogue = catalogue
         self._files = files
         self._slots = slots
 
@@ -174,7 +167,7 @@ class ExtentBytes:
         scratch: NDArray[np.uint8],
         held: int | None,
     ) -> Fetched:
-        raw = lookup(self._env, self._catalogue, key)
+        raw = lookup(self._env, key)
         for _ in range(TRIES):
             entry = unpack(key, raw)
             body, payload = _memory(entry, out, scratch, held)
@@ -183,7 +176,7 @@ class ExtentBytes:
                 with self._slots.pinned(place):  # nothing new is put there while the disk works
                     self._files.read(place, body, scratch)
             except (IntegrityError, OSError) as error:
-                raw = _look_again(self._env, self._catalogue, key, raw, error)
+                raw = _look_again(self._env, key, raw, error)
             else:
                 return Fetched(payload, raw, entry.generation)
         raise MovedError(f"replaced {TRIES} times while it was read")
@@ -192,20 +185,17 @@ class ExtentBytes:
         self._files.close()
 
 
-def lookup(env: lmdb.Environment, catalogue: lmdb._Database, key: PageKey) -> bytes:
+def lookup(env: Environment, key: PageKey) -> bytes:
     """The catalogue's entry of ``key`` now, as it is stored. KeyError if there is none."""
-    with env.begin() as txn:
-        raw = txn.get(key, db=catalogue)
+    raw = env.entry(key)
     if raw is None:
         raise KeyError(key)
     return raw
 
 
-def _look_again(
-    env: lmdb.Environment, catalogue: lmdb._Database, key: PageKey, raw: bytes, error: Exception
-) -> bytes:
+def _look_again(env: Environment, key: PageKey, raw: bytes, error: Exception) -> bytes:
     """The entry of a key whose read failed with ``error``, which is raised if the entry is still ``raw``."""
-    again = lookup(env, catalogue, key)
+    again = lookup(env, key)
     if again == raw:
         raise error
     return again

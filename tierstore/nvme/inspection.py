@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import lmdb
@@ -12,7 +13,8 @@ import lmdb
 from tierstore.codec import fingerprint_digest
 from tierstore.nvme import home
 from tierstore.nvme.check import examine
-from tierstore.nvme.entry import CATALOGUE_DB, MAX_DBS, META_DB, PAGES_DB
+from tierstore.nvme.entry import MAX_DBS
+from tierstore.nvme.environment import Environment
 from tierstore.nvme.extents import ExtentFiles
 from tierstore.nvme.fetching import ExtentBytes, InlineBytes, RecordBytes
 from tierstore.nvme.lock import FileLock, reading, watched
@@ -171,22 +173,26 @@ def _verify(directory: Path, fingerprint: str, progress: Progress) -> ShardVerdi
 @contextmanager
 def open_reader(directory: Path, fingerprint: str) -> Iterator[RecordReader]:
     """Reads records of a sub-directory that has some, which ``examine`` has passed and whose lock the caller holds."""
-    with lmdb.open(
-        str(directory), readonly=True, lock=False, create=False, readahead=False, max_dbs=MAX_DBS
-    ) as env:
-        catalogue, pages = env.open_db(CATALOGUE_DB, create=False), env.open_db(PAGES_DB, create=False)
-        payload: RecordBytes = InlineBytes(env, catalogue, pages, direct=False)
+    env = Environment(
+        partial(
+            lmdb.open,
+            str(directory),
+            readonly=True,
+            lock=False,
+            create=False,
+            readahead=False,
+            max_dbs=MAX_DBS,
+        )
+    )
+    with closing(env):
+        payload: RecordBytes = InlineBytes(env, direct=False)
         if _in_extents(directory):
             payload.close()
-            payload = ExtentBytes(
-                env, catalogue, ExtentFiles(directory, direct=False, writable=False), Slots(1)
-            )
+            payload = ExtentBytes(env, ExtentFiles(directory, direct=False, writable=False), Slots(1))
         with env.begin() as txn:
-            last = retired(txn.get(RETIRED_KEY, db=env.open_db(META_DB, txn, create=False)))
-        tombstones = Tombstones(directory, last, writable=False)
+            tombstones = Tombstones(directory, retired(txn.get(RETIRED_KEY, db=env.meta)), writable=False)
         reader = RecordReader(
             env,
-            catalogue,
             payload,
             fingerprint=fingerprint_digest(fingerprint),
             erased=tombstones if tombstones.live else (),

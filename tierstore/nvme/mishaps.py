@@ -35,7 +35,7 @@ class Mishaps:
         except IntegrityError as error:
             failure = Failure.INTEGRITY
             self._tell("page %s on disk is not what was written: %s", key, error)
-        except MovedError:
+        except (MovedError, lmdb.PanicError):  # the writer opens a catalogue in panic anew
             failure = Failure.UNAVAILABLE
         except lmdb.ReadersFullError as error:
             failure = Failure.UNAVAILABLE

@@ -13,6 +13,7 @@ from tierstore.errors import IntegrityError
 from tierstore.nvme.coding import Decoders
 from tierstore.nvme.direct import BLOCK, aligned, padded
 from tierstore.nvme.entry import loss_class, summary, unpack
+from tierstore.nvme.environment import Environment
 from tierstore.nvme.fetching import HEAD, TRIES, Fetched, MovedError, RecordBytes, lookup
 from tierstore.types import PageKey
 
@@ -27,8 +28,7 @@ class RecordReader:
 
     def __init__(
         self,
-        env: lmdb.Environment,
-        catalogue: lmdb._Database,
+        env: Environment,
         payload: RecordBytes,
         *,
         fingerprint: bytes,
@@ -41,7 +41,6 @@ class RecordReader:
         """
         self._held = held_nbytes
         self._env = env
-        self._catalogue = catalogue
         self._payload = payload
         self._fingerprint = fingerprint
         self._erased = erased
@@ -101,7 +100,7 @@ class RecordReader:
             try:
                 return self._verified(key, fetched, scratch), fetched
             except IntegrityError:
-                if lookup(self._env, self._catalogue, key) == fetched.raw:
+                if lookup(self._env, key) == fetched.raw:
                     raise
             fetched = self.fetch(key, out, scratch)
         raise MovedError(f"replaced {TRIES} times while it was read")
@@ -152,7 +151,7 @@ class RecordReader:
 
     def _listed(self, txn: lmdb.Transaction[bytes]) -> Iterator[tuple[bytes, bytes]]:
         """Key and entry of every record that is not erased."""
-        items = iter(txn.cursor(db=self._catalogue))
+        items = iter(txn.cursor(db=self._env.catalogue))
         return items if self._erased == () else ((k, raw) for k, raw in items if k not in self._erased)
 
     def close(self) -> None:

@@ -11,7 +11,6 @@ import itertools
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import lmdb
@@ -22,6 +21,7 @@ from tierstore import codec
 from tierstore.errors import IntegrityError
 from tierstore.nvme.coding import Coding
 from tierstore.nvme.entry import Entry, unpack
+from tierstore.nvme.environment import Environment
 from tierstore.nvme.headers import PageHeaders
 from tierstore.nvme.home import DATA_FILE
 from tierstore.nvme.sizing import Sizing
@@ -95,7 +95,7 @@ class InlineRecords:
 
     def __init__(
         self,
-        pages: lmdb._Database,
+        env: Environment,
         sizing: Sizing,
         *,
         fingerprint: bytes,
@@ -106,7 +106,7 @@ class InlineRecords:
     ) -> None:
         """Closes ``headers``. ``numbers_hold``: the self-test, which writes."""
         self._numbers_hold = numbers_hold
-        self._pages = pages
+        self._env = env
         self._headers = headers
         self._fresh: set[PageKey] = set()  # written by this transaction: their pages are not on disk yet
         self._sizing = sizing
@@ -143,14 +143,14 @@ class InlineRecords:
             )
         stored = length - codec.HEAD_NBYTES
         if page.key in self._fresh:  # else LMDB may keep it in pages that are too many for it
-            txn.delete(page.key, db=self._pages)
+            txn.delete(page.key, db=self._env.pages)
         self._fresh.add(page.key)
-        txn.put(page.key, self._record[:length].data, db=self._pages)
+        txn.put(page.key, self._record[:length].data, db=self._env.pages)
         return Entry(
             parent=page.parent,
             nbytes=self._sizing.cost(stored),
             stored_nbytes=stored,
-            page_number=page_number(txn, page.key, self._pages) if self.numbered else 0,
+            page_number=page_number(txn, page.key, self._env.pages) if self.numbered else 0,
             generation=generation,
         )
 
@@ -166,7 +166,7 @@ class InlineRecords:
             self._headers.mend(entry.page_number, codec.HEAD_NBYTES + entry.stored_nbytes)
 
     def erased(self, txn: lmdb.Transaction[memoryview], key: PageKey) -> None:
-        txn.delete(key, db=self._pages)
+        txn.delete(key, db=self._env.pages)
         self._fresh.discard(key)
 
     def settle(self) -> None:
@@ -191,17 +191,16 @@ def page_number(txn: lmdb.Transaction[memoryview], key: bytes, db: lmdb._Databas
     return int.from_bytes(ctypes.string_at(address - 16, 8), "little")
 
 
-def numbers_hold(env: lmdb.Environment, db: lmdb._Database) -> bool:
+def numbers_hold(env: Environment) -> bool:
     """Whether a value's page number, as we find it, is where its bytes are in the file after the commit: tries one."""
     value = os.urandom(codec.HEAD_NBYTES + 4096)
     with env.begin(write=True, buffers=True) as txn:
-        txn.put(_PROBE_KEY, value, db=db)
-        number = page_number(txn, _PROBE_KEY, db)
-    block = env.stat()["psize"]
+        txn.put(_PROBE_KEY, value, db=env.meta)
+        number = page_number(txn, _PROBE_KEY, env.meta)
     if not 0 < number < 1 << 40:
         return False
-    fd = os.open(Path(env.path()) / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(env.path / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return os.pread(fd, len(value), number * block + 16) == value
+        return os.pread(fd, len(value), number * env.block + 16) == value
     finally:
         os.close(fd)

@@ -316,6 +316,7 @@ _COUNTERS = (
     "read_not_found",
     "read_unfit",
     "read_unavailable",
+    "reopened",
     "write_io_error",
     "write_no_space",
     "write_unavailable",

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from tierstore.nvme.acks import Job, Outbox, Outcome, failed
 from tierstore.nvme.catalogue import Catalogue, Page
+from tierstore.nvme.environment import STALE
 from tierstore.nvme.refusal import Refusal
 from tierstore.nvme.sizing import Sizing
 from tierstore.nvme.work import Batch, EraseWork, SyncWork, WorkQueue
@@ -73,6 +74,7 @@ class Writer:
         self._map_full = False  # at the last attempt to store
         self._full_under: set[tuple[int, str, int]] = set()
         """Read transactions that kept LMDB's map full when a batch failed for it."""
+        self._told_reopened = False
         self.refusal = Refusal()
         if self._owed and shortage is None:
             shortage = "erased pages could not be deleted when the directory was opened"
@@ -262,19 +264,41 @@ class Writer:
             self._record_owed()
             return [self.refusal.failure] * len(batch.writes)
         try:
-            self._erase_owed()
-            if self.refusal.active and not batch.writes:
-                self._check_room()
-                self._catalogue.turn()
-                self.refusal.end()
-            return self._write(batch.writes)
+            return self._transact(batch)
         except (lmdb.Error, OSError) as error:
-            failure = _name(error)
-            self._outbox.count(f"write_{failure.value}")
-            self.refusal.begin(error, failure)
-            self._doubt(batch.writes)
-            self._record_owed()
-            return [failure] * len(batch.writes)
+            if not isinstance(error, STALE) and not self._catalogue.in_panic:
+                return self._refused(batch, error)
+            stale = error
+        self._doubt(batch.writes)
+        try:
+            self._reopen(stale)
+            return self._transact(batch)
+        except (lmdb.Error, OSError) as error:
+            return self._refused(batch, error)
+
+    def _transact(self, batch: Batch) -> Sequence[Outcome]:
+        self._erase_owed()
+        if self.refusal.active and not batch.writes:
+            self._check_room()
+            self._catalogue.turn()
+            self.refusal.end()
+        return self._write(batch.writes)
+
+    def _refused(self, batch: Batch, error: lmdb.Error | OSError) -> Sequence[Outcome]:
+        failure = _name(error)
+        self._outbox.count(f"write_{failure.value}")
+        self.refusal.begin(error, failure)
+        self._doubt(batch.writes)
+        self._record_owed()
+        return [failure] * len(batch.writes)
+
+    def _reopen(self, error: lmdb.Error | OSError) -> None:
+        """Open the environment anew, in which LMDB does nothing any more. lmdb.Error or OSError if it cannot be."""
+        self._catalogue.reopen()
+        self._outbox.count("reopened")
+        level = logging.DEBUG if self._told_reopened else logging.WARNING
+        self._told_reopened = True
+        _log.log(level, "the catalogue of the NVMe tier was closed and opened anew after an error: %s", error)
 
     def _write(self, writes: list[tuple[Job, int]]) -> Sequence[Outcome]:
         room = self._catalogue.room()
@@ -291,6 +315,7 @@ class Writer:
             self._outbox.count("bytes_stored", sum(size for _, size in stored))
             self._outbox.count("batches")
             self.refusal.forget()
+            self._told_reopened = False
             self._catalogue.prepare_tombstones()
         if refused:
             self._outbox.count("write_no_space", len(refused))

@@ -1,0 +1,227 @@
+"""An LMDB environment that can be closed and opened anew under the threads that read it.
+
+When the write of a meta page fails, LMDB refuses every later transaction of the process (MDB_PANIC), however well the
+disk is; opening the environment anew ends that. Closing it while a transaction is open is undefined, so transactions
+pass a gate: ``reopen`` keeps new ones out and waits for those that are inside. They are short.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Literal, TypeVar, overload
+
+import lmdb
+
+from tierstore.nvme.check import fault_of_length
+from tierstore.nvme.entry import CATALOGUE_DB, META_DB, PAGES_DB
+from tierstore.nvme.home import DATA_FILE
+
+_AnyBytes = TypeVar("_AnyBytes", bytes, memoryview)
+
+_LOOK_S = 0.0005
+"""Between two looks whether transactions have ended before a reopening: they take microseconds."""
+
+STALE = (
+    lmdb.BadDbiError,
+    lmdb.BadRslotError,
+    lmdb.BadTxnError,
+    lmdb.CorruptedError,
+    lmdb.InvalidError,
+    lmdb.MapResizedError,
+    lmdb.PageNotFoundError,
+    lmdb.PanicError,
+)
+"""Errors of an environment that opening it anew may end."""
+
+
+class Environment:
+    """The environment and its trees. ``begin`` from any thread; ``reopen`` and ``close`` from the writer's."""
+
+    catalogue: lmdb._Database
+    pages: lmdb._Database
+    meta: lmdb._Database
+    """Trees, to be looked up within a transaction: a reopening replaces them."""
+
+    def __init__(self, open_env: Callable[[], lmdb.Environment], *, create: bool = False) -> None:
+        """Open it, and its trees. ``create``: make trees that are missing. lmdb.Error or OSError if that cannot be."""
+        self._open = open_env
+        self._inside: list[None] = []
+        """One for each transaction inside the gate: ``append`` and ``pop`` are atomic, and cheaper than a lock."""
+        self._open_gate = threading.Event()
+        self._open_gate.set()
+        self._shut = False
+        self._last_txn = 0
+        self._env: lmdb.Environment | None = None
+        env = open_env()
+        self.path = Path(env.path())
+        self.block = int(env.stat()["psize"])
+        """Bytes of LMDB's pages."""
+        self._file = _identity((self.path / DATA_FILE).stat())
+        self._take(env, create=create)
+
+    @overload
+    def begin(self, *, write: bool = ..., buffers: Literal[False] = ...) -> Use[bytes]: ...
+    @overload
+    def begin(self, *, write: bool = ..., buffers: Literal[True]) -> Use[memoryview]: ...
+    def begin(self, *, write: bool = False, buffers: bool = False) -> Use[Any]:
+        """A transaction as a context, of which no memoryview may leave. lmdb.Error if it cannot begin."""
+        return Use(self, write, buffers)
+
+    def entry(self, key: bytes) -> bytes | None:
+        """The catalogue's entry of a key now, or None. Every read of a page asks: it makes no object of its own."""
+        env = self.enter()
+        try:
+            with env.begin() as txn:
+                return txn.get(key, db=self.catalogue)
+        finally:
+            self._inside.pop()
+
+    def reader_check(self) -> int:
+        """Free the places of readers that were killed; how many there were."""
+        env = self.enter()
+        try:
+            return env.reader_check()
+        finally:
+            self.leave()
+
+    def readers(self) -> str:
+        """LMDB's table of readers, as text."""
+        env = self.enter()
+        try:
+            return env.readers()
+        finally:
+            self.leave()
+
+    def sync(self, force: bool) -> None:
+        """Make the last commits survive a loss of power."""
+        env = self.enter()
+        try:
+            env.sync(force)
+        finally:
+            self.leave()
+
+    def reopen(self, timeout_s: float) -> None:
+        """Close the environment and open it anew.
+
+        Transactions that begin meanwhile wait. lmdb.Error or OSError if it cannot be opened now, or if a transaction
+        does not end in time: transactions fail with lmdb.PanicError, or as before, until a later call succeeds.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._open_gate.clear()
+        self._shut = True
+        try:
+            while self._inside:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(
+                        errno.ETIMEDOUT, f"a look-up in {self.path} has not ended for {timeout_s:g} s"
+                    )
+                time.sleep(_LOOK_S)
+            env, self._env = self._env, None
+            if env is not None:
+                env.close()
+            self._require_same_file()
+            self._take(self._open())
+        finally:
+            self._shut = False
+            self._open_gate.set()
+
+    def note_commit(self) -> None:
+        """Within the gate: a transaction was committed, which a reopening must find."""
+        if self._env is not None:
+            self._last_txn = int(self._env.info()["last_txnid"])
+
+    def close(self) -> None:
+        """No transaction may be open, and none may follow."""
+        if self._env is not None:
+            self._env.close()
+            self._env = None
+
+    def enter(self) -> lmdb.Environment:
+        """The environment, which stays open until ``leave``."""
+        # Enter, then look at the gate: ``reopen`` shuts the gate, then looks who is inside.
+        self._inside.append(None)
+        while self._shut:
+            self._inside.pop()
+            self._open_gate.wait()
+            self._inside.append(None)
+        env = self._env
+        if env is None:
+            self._inside.pop()
+            raise lmdb.PanicError("the catalogue is closed until it can be opened anew")
+        return env
+
+    def leave(self) -> None:
+        """The end of ``enter``."""
+        self._inside.pop()
+
+    def _take(self, env: lmdb.Environment, *, create: bool = False) -> None:
+        """Use this environment from now on; it is closed if it is not fit for that."""
+        try:
+            env.reader_check()
+            found = int(env.info()["last_txnid"])
+            if found < self._last_txn:
+                raise OSError(
+                    errno.EIO,
+                    f"{self.path} has lost commits: it is at transaction {found}, not {self._last_txn}; the tier takes "
+                    "writes again when the store is closed and opened anew",
+                )
+            names = (CATALOGUE_DB, PAGES_DB, META_DB)
+            if env.flags()["readonly"]:
+                trees = [env.open_db(name, create=False) for name in names]
+            else:
+                with env.begin(write=True) as txn:  # all or none, also after a kill
+                    trees = [env.open_db(name, txn, create=create) for name in names]
+            self.catalogue, self.pages, self.meta = trees
+        except BaseException:
+            env.close()
+            raise
+        self._env = env
+
+    def _require_same_file(self) -> None:
+        """OSError unless the path still leads to the file that was opened first, and that is whole."""
+        data = self.path / DATA_FILE
+        if _identity(data.stat()) != self._file:
+            raise FileNotFoundError(errno.ENOENT, f"{data} is not the file that this store has opened")
+        fault = fault_of_length(data)
+        if fault is not None:
+            raise OSError(errno.EIO, f"{data}: {fault}")
+
+
+class Use(Generic[_AnyBytes]):
+    """A transaction within the gate. A class of its own: every read of a page makes one."""
+
+    __slots__ = ("_buffers", "_environment", "_txn", "_write")
+
+    def __init__(self, environment: Environment, write: bool, buffers: bool) -> None:
+        self._environment = environment
+        self._write, self._buffers = write, buffers
+
+    def __enter__(self) -> lmdb.Transaction[_AnyBytes]:
+        env = self._environment.enter()
+        try:
+            begin: Callable[..., lmdb.Transaction[_AnyBytes]] = env.begin
+            self._txn = begin(write=self._write, buffers=self._buffers)
+        except BaseException:
+            self._environment.leave()
+            raise
+        return self._txn
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._txn.__exit__(kind, error, trace)
+            if self._write and kind is None:
+                self._environment.note_commit()
+        finally:
+            self._environment.leave()
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
