@@ -70,7 +70,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("no C compiler here")
     folder = tmp_path_factory.mktemp("faults")
     (folder / "faults.c").write_text(FAULTS)
-    command = [compiler, "-shared", "-fPIC", "-o", folder / "faults.so", folder / "faults.c", "-ldl"]
+    source, made = str(folder / "faults.c"), str(folder / "faults.so")
+    command = [compiler, "-shared", "-fPIC", "-o", made, source, "-ldl"]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     return folder / "faults.so"

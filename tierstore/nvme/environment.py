@@ -201,16 +201,18 @@ class Use(Generic[_AnyBytes]):
     def __init__(self, environment: Environment, write: bool, buffers: bool) -> None:
         self._environment = environment
         self._write, self._buffers = write, buffers
+        self._txn: lmdb.Transaction[_AnyBytes]
 
     def __enter__(self) -> lmdb.Transaction[_AnyBytes]:
         env = self._environment.enter()
         try:
             begin: Callable[..., lmdb.Transaction[_AnyBytes]] = env.begin
-            self._txn = begin(write=self._write, buffers=self._buffers)
+            txn = begin(write=self._write, buffers=self._buffers)
         except BaseException:
             self._environment.leave()
             raise
-        return self._txn
+        self._txn = txn
+        return txn
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
