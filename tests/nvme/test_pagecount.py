@@ -22,6 +22,7 @@ from tierstore.errors import ConfigError
 from tierstore.nvme import catalogue, entry, opening, pagecount
 from tierstore.nvme import walk as walking
 from tierstore.nvme.catalogue import Catalogue
+from tierstore.nvme.environment import Environment
 from tierstore.nvme.walk import walk
 
 both = pytest.mark.usefixtures("payload")
@@ -175,8 +176,10 @@ def test_trees_whose_making_was_killed_are_made(tmp_path: Path, there: tuple[byt
 
 
 def test_a_new_directory_has_all_its_trees_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def commits(env: lmdb.Environment, db: object) -> bool:
-        made.append((env.info()["last_txnid"], env.stat()["entries"]))
+    def commits(env: Environment) -> bool:
+        inner = env.enter()
+        made.append((inner.info()["last_txnid"], inner.stat()["entries"]))
+        env.leave()
         return True
 
     made: list[tuple[int, int]] = []
