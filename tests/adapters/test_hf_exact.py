@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -277,7 +278,7 @@ def tails_are_exact(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: sequence.PagedSequence) -> Tail | None:
         tail = take(self)
-        return None if tail is None else Tail(tail.slot, tail.page, tail.tokens, exact=True)
+        return None if tail is None else replace(tail, exact=True)
 
     patch.setattr(sequence.PagedSequence, "take_tail", wrong)
 

@@ -3,14 +3,33 @@
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
+import hashlib
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from threading import Lock
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
+from torch.ao.quantization import quantize_dynamic
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
-from tests.adapters.tiny import tiny_llama
-from tierstore.adapters.huggingface import model_identity, page_spec
+from tests.adapters.tiny import generate, strong, tiny_llama
+from tierstore.adapters.huggingface import model_identity, page_spec, page_specs
 
 
 def test_geometry_comes_from_the_config() -> None:
@@ -55,3 +74,265 @@ def test_identity_changes_with_one_weight_the_config_or_the_dtype() -> None:
     seen.add(model_identity(other))
     seen.add(model_identity(tiny_llama().double()))
     assert len(seen) == 4
+
+
+def identity_as_it_was(model: PreTrainedModel) -> str:
+    """The identity as version 0.1.0 made it (commit b711246): directories of plain models are named by it."""
+    stored = {"_name_or_path", "_attn_implementation", "attn_implementation", "architectures"}
+    stored |= {"transformers_version", "dtype"}
+    config = {key: value for key, value in model.config.to_dict().items() if key not in stored}
+    digest = hashlib.sha256()
+
+    def feed(raw: bytes | memoryview) -> None:
+        digest.update(len(raw).to_bytes(8, "little"))
+        digest.update(raw)
+
+    feed(type(model).__name__.encode())
+    feed(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        feed(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        feed(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def tiny(kind: str) -> PreTrainedModel:
+    sizes: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "head_dim": 8,
+    }
+    config = AutoConfig.for_model(kind, **sizes)
+    return strong(AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "glm"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_models_keep_the_identity_that_names_their_directories(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = tiny(kind).to(dtype)  # type: ignore[arg-type]
+    was = identity_as_it_was(model)
+    assert model_identity(model) == was
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager")
+    assert model_identity(loaded) == identity_as_it_was(loaded)
+    generate(loaded, [1, 2, 3, 4], None, max_new_tokens=2)
+    assert model_identity(loaded) == identity_as_it_was(loaded)
+
+
+def test_pages_of_a_model_and_its_draft_keep_their_names() -> None:
+    model, draft = tiny_llama(), tiny_llama(num_layers=1, seed=1)
+    names = [spec.model for spec in page_specs(model, 16, draft=draft)]
+    assert names == [identity_as_it_was(model), identity_as_it_was(draft)]
+
+
+def test_settings_of_generate_do_not_change_the_identity() -> None:
+    model = tiny_llama()
+    assert model.generation_config is not None
+    model.generation_config.temperature = 0.3
+    model.train(mode=False)
+    model.requires_grad_(False)
+    model.name_or_path = "elsewhere"
+    assert model_identity(model) == identity_as_it_was(model)
+
+
+def test_dynamically_quantised_models_are_told_apart_by_their_packed_weights() -> None:
+    def quantised(scale: float) -> PreTrainedModel:
+        model = tiny_llama()
+        with torch.no_grad():
+            model.model.layers[1].self_attn.v_proj.weight[0] *= scale
+        found: PreTrainedModel = quantize_dynamic(model, {torch.nn.Linear})
+        return found
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = [model_identity(quantised(scale)) for scale in (1.0, 0.5, 1.0)]
+    assert found[0] == found[2] != found[1]
+
+
+def projection(model: LlamaForCausalLM) -> Any:
+    return model.model.layers[0].self_attn.q_proj
+
+
+def with_tensor(model: LlamaForCausalLM, value: float) -> None:
+    projection(model).shift = torch.full((3,), value)
+
+
+def with_tensors_in_containers(model: LlamaForCausalLM, value: float) -> None:
+    projection(model).shifts = [torch.zeros(3), {"one": (torch.full((2,), value),)}]
+
+
+def with_array(model: LlamaForCausalLM, value: float) -> None:
+    projection(model).table = np.full(4, value)
+
+
+def with_object_of_tensors(model: LlamaForCausalLM, value: float) -> None:
+    """As bitsandbytes keeps what its packed weights need."""
+    projection(model).weight_state = SimpleNamespace(absmax=torch.full((3,), value), blocksize=64)
+
+
+def with_hook(model: LlamaForCausalLM, value: float) -> None:
+    steering = torch.full((32,), value)
+    projection(model).register_forward_hook(lambda module, args, output: output + steering)
+
+
+def with_hook_that_writes_in_place(model: LlamaForCausalLM, value: float) -> None:
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        output.mul_(value)
+
+    projection(model).register_forward_hook(hook)
+
+
+def with_other_forward(model: LlamaForCausalLM, value: float) -> None:
+    forward = projection(model).forward
+    projection(model).forward = lambda given: forward(given) * value
+
+
+def with_partial_forward(model: LlamaForCausalLM, value: float) -> None:
+    def scaled(scale: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        return given * scale
+
+    projection(model).forward = partial(scaled, torch.tensor(value))
+
+
+def with_other_scaling(model: LlamaForCausalLM, value: float) -> None:
+    model.model.layers[1].self_attn.scaling = value
+
+
+def with_parametrization(model: LlamaForCausalLM, value: float) -> None:
+    class Times(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = value
+
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight * self.factor
+
+    torch.nn.utils.parametrize.register_parametrization(projection(model), "weight", Times())
+
+
+def with_extra_state(model: LlamaForCausalLM, value: float) -> None:
+    class Keeper(torch.nn.Module):
+        __slots__ = ()
+
+        def get_extra_state(self) -> dict[str, float]:
+            return {"scale": value}
+
+    model.model.layers[0].keeper = Keeper()
+
+
+def with_quantised_module(model: LlamaForCausalLM, value: float) -> None:
+    weight = torch.quantize_per_tensor(torch.full((4, 4), value), 0.01, 0, torch.qint8)
+    linear = torch.ao.nn.quantized.Linear(4, 4)
+    linear.set_weight_bias(weight, None)
+    model.model.layers[0].mlp.more = linear
+
+
+def with_sparse_weight(model: LlamaForCausalLM, value: float) -> None:
+    dense = projection(model).weight.detach() * value
+    projection(model).weight = torch.nn.Parameter(dense.to_sparse(), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_tensor,
+        with_tensors_in_containers,
+        with_array,
+        with_object_of_tensors,
+        with_hook,
+        with_hook_that_writes_in_place,
+        with_other_forward,
+        with_partial_forward,
+        with_other_scaling,
+        with_parametrization,
+        with_extra_state,
+        with_quantised_module,
+        with_sparse_weight,
+    ],
+)
+def test_state_beside_parameters_and_buffers_is_part_of_the_identity(
+    change: Callable[[LlamaForCausalLM, float], None],
+) -> None:
+    def of(value: float) -> str:
+        model = tiny_llama()
+        change(model, value)
+        return model_identity(model)
+
+    assert of(0.5) == of(0.5)
+    assert len({of(0.5), of(0.75), model_identity(tiny_llama())}) == 3
+
+
+def test_hooks_that_only_look_do_not_change_the_identity() -> None:
+    model, seen = tiny_llama(), []
+
+    def note(module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        seen.append(output.shape)
+
+    projection(model).register_forward_hook(note)
+    assert model_identity(model) == identity_as_it_was(model)
+
+
+def test_which_weights_are_tied_is_part_of_the_identity() -> None:
+    def tied(to: str) -> str:
+        model = tiny_llama()
+        first, second = (model.model.layers[i].self_attn for i in (0, 1))
+        first.o_proj.weight = torch.nn.Parameter(first.q_proj.weight.detach().clone())
+        second.q_proj.weight = getattr(first, to).weight
+        return model_identity(model)
+
+    assert tied("q_proj") != tied("o_proj")
+
+
+def test_a_class_of_ones_own_is_told_apart_by_its_source(tmp_path: Path) -> None:
+    def of(scale: float) -> str:
+        folder = tmp_path / str(scale)
+        folder.mkdir()
+        (folder / "modeling_own.py").write_text(
+            "from transformers import LlamaForCausalLM\n"
+            "class OwnForCausalLM(LlamaForCausalLM):\n"
+            f"    SCALE = {scale}\n"
+        )
+        spec = spec_from_file_location("modeling_own", folder / "modeling_own.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "modeling_own", module)
+            model = tiny_llama()
+            model.__class__ = module.OwnForCausalLM
+            return model_identity(model)
+
+    assert of(1.0) != of(2.0)
+
+
+def test_what_cannot_be_read_is_refused_by_its_place_unless_the_pages_are_named() -> None:
+    model = tiny_llama()
+    projection(model).guard = Lock()
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj.guard is a _thread.lock.*model_id"):
+        page_specs(model, 16)
+    (spec,) = page_specs(model, 16, model_id="mine-1")
+    assert spec.model == "mine-1"
+
+
+def test_weights_that_are_not_in_memory_are_refused() -> None:
+    model = tiny_llama()
+    model.model.layers[0].to("meta")
+    with pytest.raises(ValueError, match=r"on the meta device.*offload.*model_id"):
+        page_specs(model, 16)
+
+
+def test_a_compiled_wrapper_is_refused_with_what_to_pass_instead() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled: Any = torch.compile(tiny_llama())
+    with pytest.raises(ValueError, match=r"OptimizedModule.*pass the model that was compiled"):
+        page_specs(compiled, 16)

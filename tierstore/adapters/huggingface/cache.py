@@ -15,19 +15,20 @@ from transformers import PreTrainedModel
 
 from tierstore.adapters.huggingface.batch import PagedBatch
 from tierstore.adapters.huggingface.checks import (
-    check_model,
     check_pages,
     check_tokens,
     checked_shape,
     common_window,
 )
 from tierstore.adapters.huggingface.draft import DraftModel
+from tierstore.adapters.huggingface.identity import weights_now
 from tierstore.adapters.huggingface.opening import Tail, given_back
 from tierstore.adapters.huggingface.paged_cache import PagedCache
 from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.adapters.huggingface.prefixes import prefixes_of
 from tierstore.adapters.huggingface.prompts import unpadded
 from tierstore.adapters.huggingface.terms import Storing, Terms, root_of
+from tierstore.adapters.huggingface.weights import plain_model
 from tierstore.keys import Extra
 from tierstore.store import TierStore
 from tierstore.types import Tier
@@ -35,7 +36,8 @@ from tierstore.types import Tier
 
 def cache_argument(model: PreTrainedModel) -> str:
     """The name under which ``model.forward`` and ``model.generate`` take a cache in this version of transformers."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    parameters = inspect.signature(plain_model(model).forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
 
 
 class TierStoreCache(PagedCache):
@@ -81,21 +83,25 @@ class TierStoreCache(PagedCache):
         """
         with given_back(store, tail):
             pages = PageGroups(store)
-            models = [model] if draft is None else [model, draft]
+            models = [plain_model(each) for each in ((model,) if draft is None else (model, draft))]
             shapes = [checked_shape(each) for each in models]
             check_pages(pages, shapes)
-            check_model(store, models, pages.page_size)
             prompts, width = unpadded(input_ids, attention_mask)
             for each in models:
                 check_tokens(each, prompts)
             if tail is not None and len(prompts) != 1:
                 raise ValueError(f"a tail goes on one prompt, not {len(prompts)}")
             extra = tuple(extra)
+            weights, changed = weights_now(
+                store, models, told=any(not isinstance(item, tuple) for item in extra)
+            )
+            extra = (*extra, *changed)
             terms = Terms(
                 store=store,
                 pages=pages,
                 prefixes=prefixes_of(store, pages.page_size),
                 num_models=len(models),
+                weights=weights,
                 window=common_window(shapes) if len(prompts) == 1 else None,
                 root=root_of(store, pages.page_size, salt, extra),
                 salt=salt,
@@ -109,10 +115,10 @@ class TierStoreCache(PagedCache):
         # A copy: the caller may go on to use its tensor.
         self._prompt = torch.as_tensor(input_ids).clone()
         batch = PagedBatch(terms, prompts, width, tail)
-        super().__init__(batch, model, number=0, first_group=0)
+        super().__init__(batch, models[0], number=0, first_group=0)
         self._draft: DraftModel | None = None
         if draft is not None:
-            paged = PagedCache(batch, draft, number=1, first_group=len(shapes[0].windows))
+            paged = PagedCache(batch, models[1], number=1, first_group=len(shapes[0].windows))
             self._draft = DraftModel(draft, paged, cache_argument(draft))
 
     @property

@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tierstore.adapters.huggingface.attention import ATTENTION
-from tierstore.adapters.huggingface.identity import KvShape, check_kind, is_foreign, kv_shape
+from tierstore.adapters.huggingface.identity import KvShape, check_kind, kv_shape
 from tierstore.adapters.huggingface.pages import PageGroups
-from tierstore.store import TierStore
+from tierstore.adapters.huggingface.weights import State, weights_of
 
 
 def checked_shape(model: PreTrainedModel) -> KvShape:
@@ -44,12 +44,12 @@ def check_pages(pages: PageGroups, shapes: Sequence[KvShape]) -> None:
         )
 
 
-def check_model(store: TierStore, models: Sequence[PreTrainedModel], page_size: int) -> None:
-    """Raise ValueError if the store is known to keep the pages of other models of the same geometry."""
-    if is_foreign(str(store.stats()["fingerprint"]), models, page_size):
+def check_weights(model: PreTrainedModel, state: State) -> None:
+    """Raise ValueError if the model's weights or adapters are not those that a cache was made for."""
+    if not weights_of(model).same(model, state):
         raise ValueError(
-            "the store keeps the pages of another model of the same geometry, or of this one in another dtype: open "
-            "it with page_specs of this very model (and draft model), after the last edit of its weights"
+            "the model's weights or adapters have changed since this TierStoreCache was made: its pages hold K/V of "
+            "the weights before. Make another TierStoreCache after the change"
         )
 
 

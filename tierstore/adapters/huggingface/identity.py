@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from tierstore.adapters.huggingface.weights import State, Weights, plain_model, weights_of
 from tierstore.layout import PageLayout
+from tierstore.store import TierStore
 from tierstore.types import PageSpec
 
-_NOT_IDENTITY = (
-    "_name_or_path",
-    "_attn_implementation",
-    "attn_implementation",
-    "architectures",
-    "transformers_version",
-    "dtype",
-)
-"""Config entries that say how a model is stored or run, not what it computes (class and dtype are hashed apart)."""
-
-# What ``page_specs`` found out: of each model, and the fingerprints of all pages that it described.
-_identities: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
-_given: set[str] = set()
+# The identities of the models, by the fingerprint of the pages that were described for them.
+_given: dict[str, tuple[str, ...]] = {}
+_made: set[str] = set()
+"""Identities that ``model_identity`` returned: what is named by one is no name that a user thought of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,48 +77,100 @@ def page_spec(config: PreTrainedConfig, page_size: int, dtype: torch.dtype | str
     specs = _specs(kv_shape(config), page_size, dtype, model_id, first_group=0)
     if len(specs) > 1:
         raise ValueError("the model has layers with and without a window: page_specs gives its KV groups")
+    if model_id in _made:
+        _given[PageLayout.of(specs[0]).fingerprint] = (model_id,)
     return specs[0]
 
 
 def page_specs(
-    model: PreTrainedModel, page_size: int, *, draft: PreTrainedModel | None = None
+    model: PreTrainedModel,
+    page_size: int,
+    *,
+    draft: PreTrainedModel | None = None,
+    model_id: str | None = None,
 ) -> tuple[PageSpec, ...]:
     """Return the KV groups of a model's pages, and of those of the model that drafts for it, if there is one.
 
     One group for a model of one kind of layers; two for full attention and sliding windows (Gemma 3). A draft model's
     groups come after: a page then holds the K/V of both for the same tokens, under one key, so that they cannot part.
-    Reads every weight, as ``model_identity`` does. Raises ValueError for models that this adapter cannot serve.
+    Reads every weight, as ``model_identity`` does. ``model_id``: a name to use instead, which must change whenever
+    equal tokens would give other K/V; no weight is read then. Raises ValueError for models that this adapter cannot
+    serve.
     """
-    models = (model,) if draft is None else (model, draft)
+    models = [plain_model(each) for each in ((model,) if draft is None else (model, draft))]
     for each in models:
         check_kind(each)
-    for each in models:
-        _identities[each] = model_identity(each)
-    specs = _specs_of(models, page_size)
-    _given.add(PageLayout.of(specs).fingerprint)
+    if model_id is not None:
+        return _specs_of(models, page_size, [model_id] * len(models))
+    identities = tuple(model_identity(each) for each in models)
+    specs = _specs_of(models, page_size, identities)
+    _given[PageLayout.of(specs).fingerprint] = identities
     return specs
 
 
-def is_foreign(fingerprint: str, models: Sequence[PreTrainedModel], page_size: int) -> bool:
-    """Whether pages of this fingerprint are known to be of other models.
+def weights_now(
+    store: TierStore, models: Sequence[PreTrainedModel], *, told: bool = False
+) -> tuple[tuple[State, ...], tuple[str, ...]]:
+    """Return the state of the models' weights, and what keys need besides tokens if the store has another name.
 
-    That is so if ``page_specs`` gave it, for others. Reads the weights of a model that ``page_specs`` never saw. What
-    a program names itself (``page_spec``) is believed, and so is that no weight was edited since ``page_specs``.
+    The second is empty while the weights are those that ``page_specs`` or ``model_identity`` saw; else one item of
+    ``extra``, the same for the same weights in every process. Where the user chose the store's name, it stands for the
+    weights at the first request, and adapters in force are an item in any case. ``told``: the user's own ``extra``
+    tells these weights apart.
+
+    Raises ValueError if the pages are another model's, or if the weights have changed and cannot be told apart.
     """
-    if fingerprint not in _given:
-        return False
-    for each in models:
-        if each not in _identities:
-            _identities[each] = model_identity(each)
-    return PageLayout.of(_specs_of(models, page_size)).fingerprint != fingerprint
+    fingerprint = str(store.stats()["fingerprint"])
+    identities = _given.get(fingerprint)
+    tokens = []
+    for number, model in enumerate(models):
+        weights = weights_of(model)
+        if identities is None:
+            tokens.append(_since_first(weights, model, fingerprint, told))
+        else:
+            tokens.append(_unless(weights, model, identities[number]))
+    states = tuple(weights_of(model).look(model) for model in models)
+    return states, (f"tierstore weights {' '.join(tokens)}",) if any(tokens) else ()
 
 
-def _specs_of(models: Sequence[PreTrainedModel], page_size: int) -> tuple[PageSpec, ...]:
-    specs: tuple[PageSpec, ...] = ()
-    for each in models:
-        specs += _specs(
-            kv_shape(each.config), page_size, each.dtype, _identities[each], first_group=len(specs)
+def _unless(weights: Weights, model: PreTrainedModel, identity: str) -> str:
+    """The digest of a model's weights, unless they are those of this identity."""
+    if identity not in weights.names and model_identity(model) != identity:
+        raise ValueError(
+            "the store keeps the pages of another model of the same geometry, or of this one in another dtype: open "
+            "it with page_specs of this very model (and draft model), after the last edit of its weights"
         )
+    _require_known(weights.look(model))
+    digest = weights.digest(model)
+    return "" if digest == weights.names[identity] else digest
+
+
+def _since_first(weights: Weights, model: PreTrainedModel, fingerprint: str, told: bool) -> str:
+    """The adapters in force, and the digest of all weights if they have changed since the first request."""
+    state = weights.look(model)
+    first = weights.first.setdefault(fingerprint, state.generation)
+    if state.generation == first:
+        return state.adapters
+    if state.unknown is not None and told:
+        return state.adapters
+    _require_known(state)
+    return weights.digest(model)
+
+
+def _require_known(state: State) -> None:
+    if state.unknown is not None:
+        raise ValueError(
+            f"{state.unknown}: what it holds cannot be read, so pages of these weights could not be told from pages of "
+            "others. Name them with page_specs(model, page_size, model_id=...), another name for other weights"
+        )
+
+
+def _specs_of(
+    models: Sequence[PreTrainedModel], page_size: int, identities: Sequence[str]
+) -> tuple[PageSpec, ...]:
+    specs: tuple[PageSpec, ...] = ()
+    for each, identity in zip(models, identities, strict=True):
+        specs += _specs(kv_shape(each.config), page_size, each.dtype, identity, first_group=len(specs))
     return specs
 
 
@@ -215,25 +258,31 @@ def _rope_types(text: dict[str, Any]) -> set[str]:
 
 
 def model_identity(model: PreTrainedModel) -> str:
-    """Return a SHA-256 over everything that decides a model's K/V: its class, config, parameters and buffers.
+    """Return a SHA-256 over everything that decides a model's K/V: its class, config, weights and adapters in force.
 
     It reads the tensors in memory, every byte, so weights edited in place, merged adapters or another dtype give
-    another identity, whatever the files on disk say. Call it after the last edit; it takes about a second per
-    gigabyte. Not covered, pass them as ``extra`` or ``salt``: adapters switched on and off without touching a
-    parameter, and code that computes something else from equal weights.
+    another identity, whatever the files on disk say. Quantised weights, tensors that are plain attributes, hooks that
+    may change a result, another ``forward`` and the source of classes that are not transformers' own count too. A PEFT
+    model with its adapters off has the identity of the model inside. It takes about a second per gigabyte.
+
+    Raises ValueError, naming the place, for weights that are not in memory and objects whose content cannot be read.
+    Not covered: hooks that return nothing and call code that writes into the tensors that they are given.
     """
-    config = {key: value for key, value in model.config.to_dict().items() if key not in _NOT_IDENTITY}
-    digest = hashlib.sha256()
-    _feed(digest, type(model).__name__.encode())
-    _feed(digest, json.dumps(config, sort_keys=True, default=str).encode())
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        _feed(digest, f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        raw = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-        _feed(digest, raw.numpy().data)
-    return digest.hexdigest()
+    plain = plain_model(model)
+    weights = weights_of(plain)
+    digest = sha256()
 
+    def feed(raw: bytes | memoryview) -> None:
+        """Length first: no two lists of fields have the same bytes."""
+        digest.update(len(raw).to_bytes(8, "little"))
+        digest.update(raw)
 
-def _feed(digest: hashlib._Hash, raw: bytes | memoryview) -> None:
-    """Length first: no two lists of fields have the same bytes."""
-    digest.update(len(raw).to_bytes(8, "little"))
-    digest.update(raw)
+    state = weights.look(plain)
+    _require_known(state)
+    weights.feed_base(plain, feed)
+    for token in (*state.beyond, *([f"adapters {state.adapters}"] if state.adapters else [])):
+        feed(token.encode("utf-8", "surrogatepass"))
+    identity = digest.hexdigest()
+    weights.names[identity] = weights.digest(plain)
+    _made.add(identity)
+    return identity

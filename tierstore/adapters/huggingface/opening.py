@@ -29,6 +29,8 @@ class Tail:
     """All tokens of the sequence up to the last one in the page: its K/V depend on them all."""
     exact: bool
     """Whether no page before it was inexact when it was written."""
+    root: bytes
+    """Of the request that wrote it: another salt, extra or other weights have no use for it."""
 
 
 @dataclass(slots=True)
@@ -149,11 +151,13 @@ def _comes(terms: Terms, lease: Lease) -> bool:
 def _take_tail(terms: Terms, opening: Opening, prompt: Sequence[int], tail: Tail) -> None:
     """Go on in the page that the session kept, as far as the prompt agrees with it.
 
-    Not in an inexact one after exact pages: what is sealed under their lease passes for exact.
+    Not in one that was computed with other weights, nor in an inexact one after exact pages: what is sealed under their
+    lease passes for exact.
     """
     table = opening.table
     start, same = tail.page * table.page_size, common_prefix(tail.tokens, prompt)
-    if same <= start or table.num_tokens != start or (opening.lease.lease.exact and not tail.exact):
+    other = tail.root != terms.root or (opening.lease.lease.exact and not tail.exact)
+    if same <= start or table.num_tokens != start or other:
         give_back(terms.store, tail)
         return
     table.extend(same, [tail.slot])

@@ -16,6 +16,7 @@ from tierstore.adapters.huggingface.batch import PagedBatch, Places, Span
 from tierstore.adapters.huggingface.checks import (
     check_mask,
     check_positions,
+    check_weights,
     checked_inputs,
     is_text_alone,
 )
@@ -48,6 +49,7 @@ class PagedCache(Cache):
         self.unread = False
         self.handed: tuple[int, Handed] | None = None
         self._number = number
+        self._model = model
         self._next_layer = 0
         self._width = 0
         self._fed: list[list[int]] | None = None
@@ -222,6 +224,8 @@ class PagedCache(Cache):
                 f"{type(module).__name__} wrote K and V of {self._next_layer} layers, its configuration says "
                 f"{len(self.layers)}: TierStoreCache cannot serve it"
             )
+        # Before anything is sealed: what this pass computed must be of the weights that the keys name.
+        check_weights(self._model, self.batch.terms.weights[self._number])
         asked = self._asked
         if self.batch.settle():
             return module(*args, **kwargs)

@@ -15,9 +15,11 @@ from transformers import PreTrainedModel
 
 from prefetch import Sessions
 from tierstore.adapters.huggingface.cache import TierStoreCache
+from tierstore.adapters.huggingface.identity import weights_now
 from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.adapters.huggingface.session import Session
 from tierstore.adapters.huggingface.terms import Storing, check_storing
+from tierstore.adapters.huggingface.weights import plain_model
 from tierstore.arguments import require_flag, require_seconds
 from tierstore.keys import Extra
 from tierstore.store import TierStore
@@ -139,8 +141,11 @@ class PrefixCache:
             return len(late)
 
     def keys(self, token_ids: Sequence[int]) -> list[PageKey]:
-        """The keys of the full pages of a sequence, under this cache's salt and extras."""
-        return self.store.keys(token_ids, salt=self._options["salt"], extra=self._options["extra"])
+        """The keys of a sequence's full pages, under this cache's salt and extras and the weights as they are now."""
+        models = [plain_model(each) for each in (self.model, self._options["draft"]) if each is not None]
+        extra = self._options["extra"]
+        _, changed = weights_now(self.store, models, told=any(not isinstance(item, tuple) for item in extra))
+        return self.store.keys(token_ids, salt=self._options["salt"], extra=(*extra, *changed))
 
     def close(self) -> None:
         """Give back the half full pages of all sessions. Sealed pages stay matchable. Idempotent."""

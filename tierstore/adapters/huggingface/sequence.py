@@ -218,7 +218,7 @@ class PagedSequence:
         self.table.truncate(start)
         for written in self.written:
             written.cut(start)
-        return Tail(slot, page, tokens, self._holding.exact)
+        return Tail(slot, page, tokens, self._holding.exact, self._terms.root)
 
     def close(self) -> None:
         """Seal what is full, give back the rest and let go of the lease. The second call does nothing."""

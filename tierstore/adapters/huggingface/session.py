@@ -19,6 +19,7 @@ import torch
 
 from tierstore.adapters.huggingface.cache import TierStoreCache, cache_argument
 from tierstore.adapters.huggingface.opening import Tail, give_back
+from tierstore.adapters.huggingface.weights import plain_model
 from tierstore.arguments import require_seconds, whole
 from tierstore.errors import CapacityError, StoreClosed
 from tierstore.types import Hint
@@ -85,7 +86,7 @@ class Session:
                 f"token_ids has shape {tuple(given.shape)}; allowed: one conversation, [T] or [1, T]"
             )
         tokens = [int(token) for token in given.reshape(-1).tolist()]
-        size = self._home.model.config.get_text_config(decoder=True).vocab_size
+        size = plain_model(self._home.model).config.get_text_config(decoder=True).vocab_size
         strange = [token for token in tokens if not 0 <= token < size]
         if strange:
             raise ValueError(f"token {strange[0]}; allowed: 0 to {size - 1}, the model's vocabulary")
@@ -196,7 +197,7 @@ class Session:
             except CapacityError:
                 return None
             self._home.pages.copy(tail.slot, slot)
-            return Tail(slot, tail.page, tail.tokens[:num_tokens], tail.exact)
+            return Tail(slot, tail.page, tail.tokens[:num_tokens], tail.exact, tail.root)
 
     def _rest(self) -> None:
         """A turn is over. With a prefetcher its pages are kept until the next one is due, and brought back by then."""

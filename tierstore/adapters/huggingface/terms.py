@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.adapters.huggingface.prefixes import Prefixes
+from tierstore.adapters.huggingface.weights import State
 from tierstore.arguments import require_flag, require_seconds, require_time, seconds_at_most
 from tierstore.keys import Extra
 from tierstore.store import TierStore
@@ -31,6 +32,8 @@ class Terms:
     prefixes: Prefixes
     num_models: int
     """How many models write into the pages: one, or two with a draft model."""
+    weights: tuple[State, ...]
+    """What the weights of each model were when its K/V were looked up: all pages of the request are of these."""
     window: int | None
     """Tokens that any layer of any of the models looks back; None: to the first."""
     root: bytes

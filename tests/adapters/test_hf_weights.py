@@ -1,0 +1,348 @@
+"""Weights and adapters that change under an open store: pages of one are never another's, and are found again."""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import LlamaForCausalLM
+
+from tests.adapters.tiny import PAGE, open_store, plain, random_prompt, tiny_llama
+from tierstore.adapters.huggingface import (
+    PrefixCache,
+    TierStoreCache,
+    cache_argument,
+    model_identity,
+    page_specs,
+)
+from tierstore.config import load_config
+from tierstore.store import TierStore
+
+# PEFT asks transformers by a name that is to go.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning"),
+]
+
+PROMPT = random_prompt(5 * PAGE + 3)
+WHOLE = len(PROMPT) - 1
+
+
+def lora(**more: Any) -> peft.LoraConfig:
+    return peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM", **more
+    )
+
+
+def with_adapters() -> Any:
+    """A PEFT model with the adapters "one", which is in force, and "two"; the same in every call."""
+    model = tiny_llama()
+    torch.manual_seed(7)
+    found = peft.get_peft_model(model, lora(), adapter_name="one")
+    found.add_adapter("two", lora())
+    found.set_adapter("one")
+    return found.eval()
+
+
+def plain_answer(model: Any) -> list[int]:
+    inner = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    return plain(inner, PROMPT)
+
+
+def answer(model: Any, cache: TierStoreCache) -> list[int]:
+    given: dict[str, Any] = {cache_argument(model): cache}
+    ids = torch.tensor([PROMPT])
+    out = model.generate(input_ids=ids, do_sample=False, max_new_tokens=11, pad_token_id=0, **given)
+    return [int(token) for token in out[0, len(PROMPT) :]]
+
+
+def reused(store: TierStore, model: Any, **options: Any) -> int:
+    """Answer over the store, rightly; the tokens that were reused."""
+    wanted = plain_answer(model)
+    with TierStoreCache(store, PROMPT, model=model, **options) as cache:
+        assert answer(model, cache) == wanted
+        return cache.reused_tokens
+
+
+@pytest.fixture
+def model() -> Any:
+    return with_adapters()
+
+
+@pytest.fixture
+def store(model: Any) -> Iterator[TierStore]:
+    with open_store(model, hbm=96) as found:
+        yield found
+
+
+def test_each_adapter_finds_its_own_pages_and_those_again_when_it_comes_back(
+    store: TierStore, model: Any
+) -> None:
+    assert [reused(store, model) for _ in range(2)] == [0, WHOLE]
+    model.set_adapter("two")
+    assert [reused(store, model) for _ in range(2)] == [0, WHOLE]
+    with model.disable_adapter():
+        assert [reused(store, model) for _ in range(2)] == [0, WHOLE]
+    model.set_adapter("one")
+    assert reused(store, model) == WHOLE
+    with model.disable_adapter():
+        assert reused(store, model) == WHOLE
+
+
+def test_pages_of_an_adapter_are_found_after_a_restart_by_that_adapter_only(tmp_path: Path) -> None:
+    first = with_adapters()
+    with open_store(first, hbm=64, disk=tmp_path) as store:
+        reused(store, first)
+        first.set_adapter("two")
+        reused(store, first)
+    again = with_adapters()
+    with open_store(again, hbm=64, disk=tmp_path) as store:
+        with again.disable_adapter():
+            assert reused(store, again) == 0
+        again.set_adapter("two")
+        assert reused(store, again) >= 5 * PAGE
+
+
+def test_an_adapter_trained_anew_under_its_old_name_finds_nothing_after_a_restart(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        model = with_adapters()
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B.one" in name:
+                    parameter.normal_()
+        with open_store(model, hbm=64, disk=tmp_path) as store:
+            assert reused(store, model) == 0
+
+
+def test_a_store_of_the_plain_model_serves_a_peft_model_with_its_adapters_off() -> None:
+    model = tiny_llama()
+    with open_store(model, hbm=64) as store:
+        reused(store, model)
+        torch.manual_seed(7)
+        wrapped = peft.get_peft_model(model, lora(), adapter_name="one").eval()
+        assert reused(store, wrapped) == 0
+        with wrapped.disable_adapter():
+            assert reused(store, wrapped) == WHOLE
+    assert model_identity(wrapped) != model_identity(tiny_llama())
+    with wrapped.disable_adapter():
+        assert model_identity(wrapped) == model_identity(tiny_llama())
+
+
+def test_loading_and_deleting_another_adapter_loses_no_page(store: TierStore, model: Any) -> None:
+    reused(store, model)
+    model.add_adapter("three", lora())
+    assert reused(store, model) == WHOLE
+    model.delete_adapter("two")
+    assert reused(store, model) == WHOLE
+
+
+def merge(model: Any) -> None:
+    model.merge_adapter()
+
+
+def scale(model: Any) -> None:
+    model.get_base_model().model.layers[0].self_attn.q_proj.set_scale("one", 5.0)
+
+
+def mix(model: Any) -> None:
+    model.add_weighted_adapter(["one", "two"], [0.5, 0.5], "mixed", combination_type="linear")
+    model.set_adapter("mixed")
+
+
+@pytest.mark.parametrize("change", [merge, scale, mix])
+def test_an_adapter_that_is_merged_scaled_or_mixed_reads_no_older_page(
+    store: TierStore, model: Any, change: Callable[[Any], None]
+) -> None:
+    reused(store, model)
+    change(model)
+    assert [reused(store, model) for _ in range(2)] == [0, WHOLE]
+
+
+def test_adapters_injected_into_the_model_itself_are_noticed() -> None:
+    """As transformers' own ``add_adapter`` does, which asks for a later PEFT than there is."""
+    model: Any = tiny_llama()
+
+    def layers() -> list[Any]:
+        return [each for each in model.modules() if isinstance(each, BaseTunerLayer)]
+
+    with open_store(model, hbm=96) as store:
+        reused(store, model)
+        torch.manual_seed(7)
+        peft.inject_adapter_in_model(lora(), model, "one")
+        assert reused(store, model) == 0
+        peft.inject_adapter_in_model(lora(), model, "two")
+        for layer in layers():
+            layer.set_adapter("two")
+        assert reused(store, model) == 0
+        for layer in layers():
+            layer.enable_adapters(enabled=False)
+        assert reused(store, model) == WHOLE
+        for layer in layers():
+            layer.enable_adapters(enabled=True)
+            layer.set_adapter("one")
+        assert reused(store, model) == WHOLE
+
+
+def load_state(model: LlamaForCausalLM) -> None:
+    model.load_state_dict(tiny_llama(seed=3).state_dict())
+
+
+def load_state_by_assigning(model: LlamaForCausalLM) -> None:
+    model.load_state_dict(tiny_llama(seed=3).state_dict(), assign=True)
+
+
+def step(model: LlamaForCausalLM) -> None:
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(torch.tensor([PROMPT]), labels=torch.tensor([PROMPT]), use_cache=False).loss.backward()
+    optimiser.step()
+
+
+def copy_data(model: LlamaForCausalLM) -> None:
+    model.model.layers[1].self_attn.v_proj.weight.data.copy_(torch.randn(16, 32))
+
+
+def replace_parameter(model: LlamaForCausalLM) -> None:
+    model.model.layers[1].self_attn.v_proj.weight = torch.nn.Parameter(torch.randn(16, 32))
+
+
+def edit_one_row(model: LlamaForCausalLM) -> None:
+    with torch.no_grad():
+        model.model.embed_tokens.weight[PROMPT[0]] += 1
+
+
+def set_scaling(model: LlamaForCausalLM) -> None:
+    model.model.layers[1].self_attn.scaling = 0.1
+
+
+def hook(model: LlamaForCausalLM) -> None:
+    shift = torch.randn(32)
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output + shift)
+
+
+def patch_forward(model: LlamaForCausalLM) -> None:
+    forward = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda given: forward(given) * 1.5  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        load_state,
+        load_state_by_assigning,
+        step,
+        copy_data,
+        replace_parameter,
+        edit_one_row,
+        set_scaling,
+        hook,
+        patch_forward,
+    ],
+)
+def test_weights_that_change_in_place_read_no_older_page(change: Callable[[LlamaForCausalLM], None]) -> None:
+    model = tiny_llama()
+    with open_store(model, hbm=96) as store:
+        assert [reused(store, model) for _ in range(2)] == [0, WHOLE]
+        change(model)
+        assert [reused(store, model) for _ in range(2)] == [0, WHOLE]
+
+
+def test_weights_that_come_back_find_their_pages_again() -> None:
+    model = tiny_llama()
+    before = deepcopy(model.state_dict())
+    with open_store(model, hbm=96) as store:
+        reused(store, model)
+        load_state(model)
+        reused(store, model)
+        model.load_state_dict(before)
+        assert reused(store, model) == WHOLE
+
+
+def test_a_draft_model_that_changes_reads_no_older_page() -> None:
+    model, draft = tiny_llama(), tiny_llama(num_layers=1, seed=1)
+    with open_store(model, hbm=64, draft=draft) as store:
+        found = []
+        for _ in range(2):
+            for _ in range(2):
+                with TierStoreCache(store, PROMPT, model=model, draft=draft) as cache:
+                    given: dict[str, Any] = {cache_argument(model): cache}
+                    model.generate(  # type: ignore[operator]
+                        torch.tensor([PROMPT]), assistant_model=cache.draft_model, max_new_tokens=3, **given
+                    )
+                    found.append(cache.reused_tokens > 0)
+            with torch.no_grad():
+                draft.model.layers[0].self_attn.v_proj.weight.mul_(2)
+        assert found == [False, True, False, True]
+
+
+def test_a_cache_made_before_a_switch_is_refused_and_stores_nothing(store: TierStore, model: Any) -> None:
+    with TierStoreCache(store, PROMPT, model=model) as cache:
+        model.set_adapter("two")
+        with pytest.raises(ValueError, match="have changed since this TierStoreCache was made"):
+            answer(model, cache)
+    model.set_adapter("one")
+    assert reused(store, model) == 0
+    model.set_adapter("two")
+    assert reused(store, model) == 0
+
+
+def test_a_session_that_lives_across_a_switch_drops_what_it_kept(store: TierStore, model: Any) -> None:
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4, "pad_token_id": 0}
+    with PrefixCache(store, model) as home:
+        session = home.session("chat")
+        session.append(PROMPT)
+        session.generate(**options)
+        assert session.keeps_page
+        model.set_adapter("two")
+        before = list(session.tokens)
+        answer = session.generate(**options)
+        assert session.turns[-1].reused_tokens == 0
+        assert answer == plain(model.get_base_model(), before, max_new_tokens=4)
+        assert home.keys(before) != store.keys(before)
+        model.set_adapter("one")
+        assert home.keys(before) == store.keys(before)
+
+
+def test_under_a_name_of_the_users_own_adapters_and_changes_are_told_apart_too(tmp_path: Path) -> None:
+    def opened(model: Any) -> TierStore:
+        specs = page_specs(model, PAGE, model_id="mine")
+        nbytes = sum(spec.page_nbytes for spec in specs)
+        config = {
+            "hbm": {"capacity": 96 * nbytes, "device": "cpu"},
+            "nvme": {"path": str(tmp_path), "capacity": "64MiB"},
+        }
+        return TierStore.open(load_config(config), specs)
+
+    first = with_adapters()
+    with opened(first) as store:
+        assert reused(store, first) == 0
+    again = with_adapters()
+    again.set_adapter("two")
+    with opened(again) as store:
+        assert reused(store, again) == 0
+        again.set_adapter("one")
+        assert reused(store, again) >= 5 * PAGE
+        with again.disable_adapter():
+            assert reused(store, again) == 0
+        copy_data(again.get_base_model())
+        assert [reused(store, again) for _ in range(2)] == [0, WHOLE]
+
+
+def test_learned_prompts_are_refused() -> None:
+    config = peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    wrapped = peft.get_peft_model(tiny_llama(), config)
+    with pytest.raises(ValueError, match="learns its prompts"):
+        page_specs(wrapped, PAGE)
+
+
+def test_extra_still_tells_requests_apart(store: TierStore, model: Any) -> None:
+    assert reused(store, model, extra=("mine",)) == 0
+    assert reused(store, model) == 0
+    assert reused(store, model, extra=("mine",)) == WHOLE
