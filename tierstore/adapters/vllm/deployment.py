@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from tierstore.adapters.vllm.geometry import Geometry
+    from tierstore.adapters.vllm.identity import Adapter
     from tierstore.config import StoreConfig
 
 
@@ -44,6 +45,8 @@ class Deployment:
     num_blocks: int
     events: bool
     """Whether KV events are published."""
+    lora: str
+    """What decides how adapters are computed, besides their files."""
     memory_may_go: bool
     """Whether vLLM may take the KV cache's memory away while it sleeps."""
 
@@ -62,6 +65,7 @@ class Deployment:
             replica=parallel.data_parallel_index if parallel.data_parallel_size > 1 else None,
             num_blocks=kv_cache_config.num_blocks,
             events=wants_events(vllm_config),
+            lora=str(getattr(getattr(vllm_config, "lora_config", None), "lora_dtype", "")),
             memory_may_go=memory_may_go(vllm_config),
         )
 
@@ -71,12 +75,17 @@ class Deployment:
         if self.settings.config.nvme is not None:
             tell_of_hashes(versions.hashes_last())
 
+    def with_adapter(self, adapter: Adapter) -> Sequence[bytes]:
+        """The namespaces of the keys of requests with this LoRA adapter."""
+        return self.groups.namespaces(f"{self.identity} lora {adapter.digest} {self.lora}")
+
     def scheduler_half(self) -> SchedulerHalf:
         """The scheduler's half, inert until it has met the workers."""
         return SchedulerHalf(
             self.settings.of_rank(self.world_size, self.replica, "cpu"),
             self.groups,
             self.groups.namespaces(self.identity),
+            with_adapter=self.with_adapter,
             load_timeout_s=self.settings.load_timeout_s,
             put_off_s=self.settings.put_off_s,
             load=self.settings.load,

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+from tierstore.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 _STORED_OR_RUN = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
 """Config entries that say how a model is stored or run; its dtype is named apart."""
@@ -53,11 +61,180 @@ def weights_digest(path: Path) -> str:
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode("utf-8", "surrogatepass"))
-        with file.open("rb") as stream:
-            for i in range(_SAMPLES):
-                stream.seek(max(0, size - _SAMPLE_NBYTES) * i // (_SAMPLES - 1))
-                digest.update(stream.read(_SAMPLE_NBYTES))
+        _feed_samples(digest, file, size)
     return digest.hexdigest()
+
+
+def _feed_samples(digest: hashlib._Hash, file: Path, size: int) -> None:
+    with file.open("rb") as stream:
+        for i in range(_SAMPLES):
+            stream.seek(max(0, size - _SAMPLE_NBYTES) * i // (_SAMPLES - 1))
+            digest.update(stream.read(_SAMPLE_NBYTES))
+
+
+_ALL_OF_ADAPTER = 256 << 20
+"""An adapter's file is read whole up to this size; of a larger one samples are read."""
+_OF_ADAPTER = ("adapter_config.json", *_WEIGHTS)
+
+Signature = tuple[tuple[str, int, int, int, int], ...]
+"""Name, length, inode and times of each file of an adapter: as long as they stay, its content does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter as one request uses it."""
+
+    number: int
+    """vLLM's ``lora_int_id``, by which it knows what it has loaded."""
+    digest: str
+    """Of its files; part of the identity."""
+    generation: int
+    """Counts how often files of this number were found changed."""
+    reloads: bool
+    """Whether the request makes vLLM load the files again."""
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """What vLLM has loaded under a number, as far as the files tell."""
+
+    path: Path
+    signature: Signature
+    digest: str | None
+    """None: it cannot be told whether vLLM has the files before or after a change."""
+    generation: int = 0
+    pending: bool = False
+    """Whether the load of changed files is still to come, with a request that asks for it."""
+
+
+class Adapters:
+    """The LoRA adapters of one engine, told apart by their files. For the scheduler's thread.
+
+    vLLM loads an adapter when its ``lora_int_id`` is first used, keeps it, may drop it and load it again. Files that
+    change meanwhile leave open which weights it computes with: nothing of that number is reused or stored any more,
+    until a request loads it again (``load_inplace``). An adapter trained anew gets another number, or a restart.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: dict[int, _Loaded] = {}
+        self._warned: set[tuple[int, str]] = set()
+
+    def of(self, lora: Any) -> Adapter | None:
+        """Return the adapter of vLLM's ``LoRARequest``; None, with a warning, if what vLLM computes cannot be told.
+
+        Looks at the files' times for every request and reads their content when these change.
+        """
+        number, path = int(lora.lora_int_id), _adapter_folder(lora)
+        reloads = bool(getattr(lora, "load_inplace", False))
+        signature = None if path is None else _signature(path)
+        if path is None or signature is None:
+            self._warn(number, lora, "it is no folder with adapter files that can be read here")
+            self._unclear(number)
+            return None
+        known = self._loaded.get(number)
+        if known is None or known.path != path or known.signature != signature:
+            digest = _digest(path, signature)
+            if known is None:
+                known = self._loaded[number] = _Loaded(path, signature, digest)
+            elif digest is not None and digest == known.digest:
+                known.path, known.signature = path, signature
+            elif reloads:
+                generation = known.generation + 1
+                known = self._loaded[number] = _Loaded(path, signature, digest, generation, pending=True)
+            else:
+                known.path, known.signature = path, signature
+                self._unclear(number)
+        elif known.digest is None and reloads:
+            known.digest, known.pending = _digest(path, signature), True
+        if known.digest is None or (known.pending and not reloads):
+            self._warn(number, lora, "its files have changed since vLLM may have loaded them")
+            return None
+        return Adapter(number, known.digest, known.generation, reloads)
+
+    def holds(self, adapter: Adapter, *, look: bool = False) -> bool:
+        """Whether what the request computes is still of these files. ``look``: at the files too."""
+        known = self._loaded[adapter.number]
+        if look and known.generation == adapter.generation and _signature(known.path) != known.signature:
+            self._unclear(adapter.number)
+        return known.generation == adapter.generation and known.digest == adapter.digest
+
+    def runs(self, adapter: Adapter) -> None:
+        """A request with the adapter runs: if it makes vLLM load the files again, they are loaded now."""
+        known = self._loaded[adapter.number]
+        if adapter.reloads and known.generation == adapter.generation:
+            known.pending = False
+
+    def _unclear(self, number: int) -> None:
+        known = self._loaded.get(number)
+        if known is not None:
+            known.digest, known.generation = None, known.generation + 1
+
+    def _warn(self, number: int, lora: Any, why: str) -> None:
+        if (number, why) not in self._warned:
+            self._warned.add((number, why))
+            _log.warning(
+                "TierStore: KV of LoRA adapter %r (id %d, path %r) is neither reused nor stored: %s. Give adapters as "
+                "local folders, and a changed adapter another lora_int_id",
+                lora.lora_name,
+                number,
+                getattr(lora, "lora_path", ""),
+                why,
+            )
+
+
+def _adapter_folder(lora: Any) -> Path | None:
+    """Where vLLM loads the adapter from, as it resolves the path; None: not from files of this machine."""
+    given = str(getattr(lora, "lora_path", "") or "")
+    elsewhere = ("tensorizer_config_dict", "lora_tensors")
+    if not given or any(getattr(lora, name, None) is not None for name in elsewhere):
+        return None
+    path = Path(given).expanduser()
+    return path.absolute() if path.is_dir() else None
+
+
+def _files_of_adapter(folder: Path) -> list[Path]:
+    return sorted({file for kind in _OF_ADAPTER for file in folder.glob(kind)})
+
+
+def _signature(folder: Path) -> Signature | None:
+    """None if a file cannot be looked at, or there are no weights."""
+    try:
+        found = [(file.name, file.stat()) for file in _files_of_adapter(folder)]
+    except OSError:
+        return None
+    if not any(name != _OF_ADAPTER[0] for name, _ in found):
+        return None
+    return tuple((name, s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for name, s in found)
+
+
+def _digest(folder: Path, signature: Signature) -> str | None:
+    """Of the files with this signature; None if they cannot be read, or changed meanwhile."""
+    digest = sha256()
+    try:
+        for file in _files_of_adapter(folder):
+            size = file.stat().st_size
+            digest.update(f"{file.name}\0{size}\0".encode("utf-8", "surrogatepass"))
+            if size > _ALL_OF_ADAPTER:
+                _feed_samples(digest, file, size)
+            else:
+                digest.update(file.read_bytes())
+    except OSError:
+        return None
+    return digest.hexdigest() if _signature(folder) == signature else None
+
+
+def adapters_digest(folders: Sequence[Path]) -> str:
+    """Hex digest of the files of several adapters, in any order. ConfigError for a folder without adapter files."""
+    found = []
+    for folder in folders:
+        signature = _signature(folder)
+        digest = None if signature is None else _digest(folder, signature)
+        if digest is None:
+            raise ConfigError(
+                f"adapters: {folder} is no folder with adapter files that can be read; give folders of LoRA adapters"
+            )
+        found.append(digest)
+    return sha256("".join(sorted(found)).encode()).hexdigest() if found else ""
 
 
 def _named(found: object) -> str:

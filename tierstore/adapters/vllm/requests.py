@@ -11,6 +11,7 @@ from tierstore.adapters.vllm.told import NOTHING, Told
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tierstore.adapters.vllm.identity import Adapter
     from tierstore.adapters.vllm.plans import Plan
     from tierstore.types import PageKey
 
@@ -60,6 +61,8 @@ class Known:
     collected: list[int] = field(default_factory=list)
     """Blocks of each group that were handed on to be stored, or that are stored, or given back before."""
     told: Told = NOTHING
+    adapter: Adapter | None = None
+    """The LoRA adapter that it computes with; None: the model alone."""
 
     @property
     def keys(self) -> list[PageKey]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from tierstore.adapters.vllm.events import Events
 from tierstore.adapters.vllm.figures import Figures
+from tierstore.adapters.vllm.identity import Adapters
 from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.pace import Pace
 from tierstore.adapters.vllm.plans import into
@@ -19,9 +20,10 @@ from tierstore.adapters.vllm.tiers import Terms, Tiers
 from tierstore.adapters.vllm.told import told_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from tierstore.adapters.vllm.groups import Groups
+    from tierstore.adapters.vllm.identity import Adapter
     from tierstore.adapters.vllm.messages import Hello, Report
     from tierstore.adapters.vllm.settings import Load
     from tierstore.config import StoreConfig
@@ -40,18 +42,21 @@ class SchedulerHalf:
         groups: Groups,
         namespaces: Sequence[bytes],
         *,
+        with_adapter: Callable[[Adapter], Sequence[bytes]] | None = None,
         load_timeout_s: float,
         put_off_s: float = 0.0,
         load: Load = "always",
         events: bool = False,
     ) -> None:
-        """``config``: of one rank. ``namespaces``: of the keys of each group. ``events``: whether somebody takes
-        them.
+        """``config``: of one rank. ``namespaces``: of the keys of each group; ``with_adapter``: those of requests with
+        a LoRA adapter, None: such requests are not served. ``events``: whether somebody takes them.
         """
         self.events = Events() if events else None
         self.groups = groups
         self._terms = Terms(config, groups, load_timeout_s, put_off_s, load)
         self._namespaces = tuple(namespaces)
+        self._with_adapter = with_adapter
+        self._adapters = Adapters()
         self._pace = Pace()
         self._known: dict[str, Known] = {}
         self._tiers: Tiers | None = None
@@ -80,8 +85,15 @@ class SchedulerHalf:
         tiers = self._tiers
         if tiers is None or tiers.loading.of(request.request_id):
             return
-        chains, told = self.groups.chains(request, self._namespaces), told_of(request)
-        known = Known(request, chains, collected=[0] * len(chains), told=told)
+        adapter, namespaces = None, self._namespaces
+        lora = getattr(request, "lora_request", None)
+        if lora is not None:
+            adapter = self._adapters.of(lora)
+            if adapter is None or self._with_adapter is None:
+                return  # what it computes cannot be told: nothing of it is reused or stored
+            namespaces = tuple(self._with_adapter(adapter))
+        chains, told = self.groups.chains(request, namespaces), told_of(request)
+        known = Known(request, chains, collected=[0] * len(chains), told=told, adapter=adapter)
         self._known[request.request_id] = known
         if told.after is not None:
             tiers.afterwards.waits(request.request_id, told, known.keys)
@@ -97,6 +109,10 @@ class SchedulerHalf:
         tiers, known = self._tiers, self._known.get(request.request_id)
         if tiers is None or known is None or computed % self.groups.unit:
             return 0
+        if not self._is_of_its_adapter(known, look=known.verdict is None):
+            known.limit = 0
+            if known.verdict is not None:
+                known.verdict.stale = True
         return tiers.offers.of(known, computed, len(self._known) - 1)
 
     def sources(self, request: Request, tokens: int) -> dict[Tier, int]:
@@ -127,7 +143,7 @@ class SchedulerHalf:
         if tiers is None or known is None:
             return
         waits = known.verdict is not None or tiers.loading.of(request_id)
-        if known.limit is None and not waits:
+        if known.limit is None and not waits and self._is_of_its_adapter(known):
             tiers.filling.collect(known, tables, computed, computed)
         del self._known[request_id]
         if tiers.ahead is not None and not known.left:
@@ -238,7 +254,14 @@ class SchedulerHalf:
         known.verdict = None
         if step.first and tiers.ahead is not None and not known.left:
             tiers.ahead.over(step.request_id)
-        tiers.filling.follow(known, step)
+        if self._is_of_its_adapter(known, look=step.first):
+            tiers.filling.follow(known, step)
+            if known.adapter is not None and step.first:
+                self._adapters.runs(known.adapter)
+
+    def _is_of_its_adapter(self, known: Known, *, look: bool = False) -> bool:
+        """Whether the request computes what its keys say. ``look``: at the adapter's files."""
+        return known.adapter is None or self._adapters.holds(known.adapter, look=look)
 
     def _settle(self, tiers: Tiers) -> None:
         """Ends loads. Of one group of full attention vLLM goes on behind what has arrived.
