@@ -107,7 +107,8 @@ def tiny(kind: str) -> PreTrainedModel:
         "head_dim": 8,
     }
     config = AutoConfig.for_model(kind, **sizes)
-    return strong(AutoModelForCausalLM.from_config(config))
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return strong(model)
 
 
 @pytest.mark.parametrize(

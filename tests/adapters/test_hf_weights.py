@@ -52,7 +52,7 @@ def with_adapters() -> Any:
 
 
 def plain_answer(model: Any) -> list[int]:
-    inner = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    inner: Any = model.get_base_model() if isinstance(model, peft.PeftModel) else model
     return plain(inner, PROMPT)
 
 
@@ -127,7 +127,7 @@ def test_a_store_of_the_plain_model_serves_a_peft_model_with_its_adapters_off() 
     with open_store(model, hbm=64) as store:
         reused(store, model)
         torch.manual_seed(7)
-        wrapped = peft.get_peft_model(model, lora(), adapter_name="one").eval()
+        wrapped: Any = peft.get_peft_model(model, lora(), adapter_name="one").eval()
         assert reused(store, wrapped) == 0
         with wrapped.disable_adapter():
             assert reused(store, wrapped) == WHOLE
@@ -229,7 +229,7 @@ def hook(model: LlamaForCausalLM) -> None:
 
 def patch_forward(model: LlamaForCausalLM) -> None:
     forward = model.model.layers[0].mlp.forward
-    model.model.layers[0].mlp.forward = lambda given: forward(given) * 1.5  # type: ignore[method-assign]
+    model.model.layers[0].mlp.forward = lambda given: forward(given) * 1.5
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_a_draft_model_that_changes_reads_no_older_page() -> None:
             for _ in range(2):
                 with TierStoreCache(store, PROMPT, model=model, draft=draft) as cache:
                     given: dict[str, Any] = {cache_argument(model): cache}
-                    model.generate(  # type: ignore[operator]
+                    model.generate(
                         torch.tensor([PROMPT]), assistant_model=cache.draft_model, max_new_tokens=3, **given
                     )
                     found.append(cache.reused_tokens > 0)
@@ -337,7 +337,7 @@ def test_under_a_name_of_the_users_own_adapters_and_changes_are_told_apart_too(t
 
 def test_learned_prompts_are_refused() -> None:
     config = peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
-    wrapped = peft.get_peft_model(tiny_llama(), config)
+    wrapped: Any = peft.get_peft_model(tiny_llama(), config)
     with pytest.raises(ValueError, match="learns its prompts"):
         page_specs(wrapped, PAGE)
 

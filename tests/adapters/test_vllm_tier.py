@@ -275,7 +275,7 @@ def test_settings_that_would_have_no_effect_are_refused(
 
 
 def test_what_is_unknown_or_missing_is_named(module: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"root_dir; allowed: config, model"):
+    with pytest.raises(ConfigError, match=r"root_dir; allowed: config, model, adapters"):
         module.TierStoreTier(spec(), memoryview(b""), "TierStoreTier", config={}, root_dir="x")
     with pytest.raises(ConfigError, match="nvme is missing"), opened(module, tmp_path, config={}):
         pass

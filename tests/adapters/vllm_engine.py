@@ -14,6 +14,7 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -75,6 +76,7 @@ class Request:
     sampling: bool = False
     cached: int = 0
     """Tokens that did not have to be computed when it began last."""
+    lora_request: stub.LoRARequest | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -86,7 +88,8 @@ class Request:
 
     @property
     def block_hashes(self) -> list[bytes]:
-        return hashes_of(self.tokens)
+        lora = self.lora_request
+        return hashes_of(self.tokens, None if lora is None else (lora.lora_name, lora.lora_path))
 
 
 @dataclass
@@ -140,6 +143,8 @@ class Engine:
         self.number = 0
         self.done_steps = 0
         self.epoch = 0
+        self.adapters: list[dict[int, bytes]] = [{} for _ in range(ranks)]
+        """What each worker has loaded, by ``lora_int_id``: what the files held then."""
         self.recomputed = 0
         """Loads that failed."""
         self.broken = False
@@ -215,10 +220,12 @@ class Engine:
 
     # -- what callers do ------------------------------------------------------------------------------------------
 
-    def add(self, tokens: list[int], more: int, name: str | None = None) -> str:
+    def add(
+        self, tokens: list[int], more: int, name: str | None = None, lora: stub.LoRARequest | None = None
+    ) -> str:
         """``name``: used again, as soon as vLLM has forgotten who had it before."""
         self._names += 1
-        request = Request(name or f"r{self._names}", list(tokens), len(tokens) + more)
+        request = Request(name or f"r{self._names}", list(tokens), len(tokens) + more, lora_request=lora)
         assert request.request_id not in self.requests, "duplicate request id"
         self.requests[request.request_id] = request
         self.queue.append(request)
@@ -487,6 +494,7 @@ class Engine:
         loads_first = self.dice.random() < 0.5  # before vLLM 0.32
         if loads_first:
             worker.start_load_kv(None)
+        self._load_adapters(rank, [request.lora_request for request, *_ in step.work])
         for request, start, count, tables, _ in step.work:
             for group, table in enumerate(tables):
                 self._forward(rank, request, start, count, group, table)
@@ -512,14 +520,29 @@ class Engine:
                 gate.let_go(lane, 1)
         gate.settle()
 
+    def _load_adapters(self, rank: int, wanted: Sequence[stub.LoRARequest | None]) -> None:
+        """As vLLM's workers: files are read once for each id, and again where a request asks for it."""
+        for lora in wanted:
+            if lora is not None and (lora.load_inplace or lora.lora_int_id not in self.adapters[rank]):
+                files = sorted(Path(lora.lora_path).iterdir())
+                self.adapters[rank][lora.lora_int_id] = b"".join(file.read_bytes() for file in files)
+
+    def drop_adapter(self, number: int) -> None:
+        """Other adapters needed its place: it is loaded again when it is used next."""
+        for loaded in self.adapters:
+            loaded.pop(number, None)
+
     def _forward(
         self, rank: int, request: Request, start: int, count: int, group: int, table: list[int]
     ) -> None:
         """Writes all tokens of the step, after it has read those that the first of them sees."""
         kind = self.pool.kinds[group]
+        weights: object = self.epoch
+        if request.lora_request is not None:
+            weights = (self.epoch, self.adapters[rank][request.lora_request.lora_int_id])
         for i in range(kind.seen_from(start), start + count):
             block, at = table[i // kind.size], i % kind.size
-            want = float(crc32(repr((self.epoch, rank, group, request.tokens[: i + 1])).encode()) >> 8)
+            want = float(crc32(repr((weights, rank, group, request.tokens[: i + 1])).encode()) >> 8)
             for layer, tensor in enumerate(self.tensors[rank][group]):
                 cell = tensor[block, 0, at]
                 if i >= start:

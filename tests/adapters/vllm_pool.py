@@ -19,9 +19,9 @@ BLOCK = 2
 Tables = list[list[int]]
 
 
-def hashes_of(tokens: Sequence[int]) -> list[bytes]:
-    """One for each ``BLOCK`` tokens, of all tokens up to its end."""
-    hashes, parent = [], b"root"
+def hashes_of(tokens: Sequence[int], adapter: tuple[str, str] | None = None) -> list[bytes]:
+    """One for each ``BLOCK`` tokens, of all tokens up to its end, and of the name and path of a LoRA adapter."""
+    hashes, parent = [], b"root" if adapter is None else repr(adapter).encode()
     for i in range(BLOCK, len(tokens) + 1, BLOCK):
         parent = sha256(parent + repr(list(tokens[i - BLOCK : i])).encode()).digest()
         hashes.append(parent)

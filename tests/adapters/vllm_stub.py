@@ -75,6 +75,17 @@ class MambaSpec:
     block_size: int
 
 
+@dataclass
+class LoRARequest:
+    """vLLM's, as far as it is used."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+    load_inplace: bool = False
+    tensorizer_config_dict: dict[str, Any] | None = None
+
+
 Spec = FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec | MambaSpec
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from threading import Event
@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from tierstore.adapters.chunks import Chunks, Done, is_whole
-from tierstore.adapters.vllm.identity import weights_digest
+from tierstore.adapters.vllm.identity import adapters_digest, weights_digest
 from tierstore.config import NvmeConfig, load_config
 from tierstore.errors import ConfigError
 from tierstore.layout import PageLayout
@@ -45,7 +45,9 @@ _CODED = ("bfloat16", "float16")
 class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
     """``config``: a YAML file or a mapping, of which the section ``nvme`` counts. ``model`` must change when equal
     tokens would give other KV; None: the name that vLLM was given and, of a folder, samples of its weights.
-    ``enable_kv_events``: publish what is stored and what leaves.
+    ``adapters``: the folders of all LoRA adapters that are served. The tier sees vLLM's hashes only, which name an
+    adapter and not its weights: with their files in the identity, an adapter trained anew begins another directory at
+    the next start. ``enable_kv_events``: publish what is stored and what leaves.
 
     One engine at a time has the directory; of data-parallel engines each has its own part of it. ConfigError for what
     cannot be had. Called in the scheduler's process, under the tiering manager's lock.
@@ -62,20 +64,24 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
         *,
         config: str | Mapping[str, object],
         model: str | None = None,
+        adapters: Sequence[str] = (),
         enable_kv_events: bool = False,
         locality: str | None = None,
         **unknown: object,
     ) -> None:
         if unknown:
             raise ConfigError(
-                f"secondary tier {tier_type}: {', '.join(sorted(unknown))}; allowed: config, model, enable_kv_events, "
-                "locality, backpressure"
+                f"secondary tier {tier_type}: {', '.join(sorted(unknown))}; allowed: config, model, adapters, "
+                "enable_kv_events, locality, backpressure"
             )
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
         nvme = _section(config)
         rows = np.asarray(primary_kv_view).view(np.uint8)
         described = identity(offloading_spec.config, rows.shape[1], model)
+        told = adapters_digest([Path(folder).expanduser() for folder in adapters])
+        if told:
+            described["adapters"] = told
         woken = Event()
         self._chunks = Chunks(
             _open(nvme, described, offloading_spec.config, rows.shape[1], woken), rows, woken

@@ -2,98 +2,27 @@
 
 Parameters and buffers are only a part of that. Quantised modules keep packed weights in objects of their own, adapters
 (PEFT) are switched on and off by plain attributes, and a module may carry tensors, hooks or a ``forward`` that its
-class does not have. All modules are walked. What a model newly built from the same configuration has as well is left
-out, so a plain model is described by its parameters and buffers alone.
+class does not have. ``inventory`` finds all of it. What a model newly built from the same configuration has as well is
+left out, so a plain model is described by its parameters and buffers alone.
 """
 
 # torch leaves some of its functions untyped:
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
-import ctypes
-import dis
-import functools
-import inspect
-import json
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
-from enum import Enum
-from hashlib import sha256
-from io import BytesIO
-from pathlib import Path
-from re import Pattern
 from threading import RLock
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from typing import Any
+from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
-import xxhash
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-NOT_IDENTITY = (
-    "_name_or_path",
-    "_attn_implementation",
-    "attn_implementation",
-    "architectures",
-    "transformers_version",
-    "dtype",
-)
-"""Config entries that say how a model is stored or run, not what it computes (class and dtype are hashed apart)."""
+from tierstore.adapters.huggingface.inventory import Contents, Walk, config_text, joined
 
-_OF_TORCH = frozenset(vars(torch.nn.Module()))
-"""Attributes that every module has: parameters, buffers, children and hooks, which are looked at apart."""
-_IGNORED = frozenset(
-    (
-        *_OF_TORCH,
-        "_compiled_call",
-        "_compiled_call_impl",
-        "_gradient_checkpointing_func",
-        "_hf_peft_config_loaded",
-        "_hotswap_enabled",
-        "_is_hf_initialized",
-        "_keys_to_ignore_on_load_missing",
-        "_keys_to_ignore_on_load_unexpected",
-        "_keys_to_ignore_on_save",
-        "_last_compile_config",
-        "_loss_function",
-        "_prepare_peft_hotswap_kwargs",
-        "_previous_max_cache_length",
-        "_require_grads_hook",
-        "_require_grads_hooks",
-        "_use_kernels",
-        "_weight_conversions",
-        "generation_config",
-        "gradient_checkpointing",
-        "hf_device_map",
-        "hf_quantizer",
-        "is_loaded_in_4bit",
-        "is_loaded_in_8bit",
-        "is_quantized",
-        "name_or_path",
-        "peft_config",
-        "prepare_inputs_for_generation",
-        "quantization_method",
-        "warnings_issued",
-    )
-)
-"""Attributes that say how a model was loaded, or how ``generate`` uses it, not what it computes."""
-_OF_TUNERS = frozenset(
-    ("_disable_adapters", "_active_adapter", "merged_adapters", "_caches", "kwargs", "_adapters")
-)
-"""Attributes of an adapter layer that say which adapter is in force, which is looked at apart."""
-_KNOWN_CODE = frozenset(
-    ("accelerate", "bitsandbytes", "peft", "tierstore", "torch", "torchao", "transformers")
-)
-"""Packages whose code is told apart by its name; any other by its source."""
-_HARMLESS = frozenset(("accelerate", "tierstore", "torch", "transformers"))
-"""Packages whose hooks move weights, or derive them from parameters that are seen."""
 _BUILT_WITH = (
     TypeError,
     ValueError,
@@ -103,8 +32,6 @@ _BUILT_WITH = (
     ImportError,
     NotImplementedError,
 )
-_SAMPLE_NBYTES = 64
-_LEAVES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +57,10 @@ class Weights:
         self.first: dict[str, int] = {}
         """By the fingerprint of a store whose pages the user named: the generation that its first request saw."""
         self._lock = RLock()
-        self._walk: _Walk | None = None
+        self._walk: Walk | None = None
         self._state: State | None = None
-        self._contents = _Contents()
-        self._built: _Walk | None = None
+        self._contents = Contents()
+        self._built: Walk | None = None
         self._config = ""
         self._base = ""
 
@@ -171,8 +98,8 @@ class Weights:
                 each = (
                     f"{name} {self._contents.of(tensor)}" for name, tensor in self._walk.tensors_of_base()
                 )
-                self._base = _joined((type(model).__name__, _config_text(model.config), *each))
-            return _joined((self._base, state.adapters, *state.beyond))
+                self._base = joined((type(model).__name__, config_text(model.config), *each))
+            return joined((self._base, state.adapters, *state.beyond))
 
     def feed_base(self, model: PreTrainedModel, feed: Callable[[bytes | memoryview], None]) -> None:
         """Hand the class, configuration and tensors of the plain model to ``feed``, in their order, every byte."""
@@ -180,16 +107,16 @@ class Weights:
             self.look(model)
             assert self._walk is not None
             feed(type(model).__name__.encode())
-            feed(_config_text(model.config).encode())
+            feed(config_text(model.config).encode())
             for name, tensor in self._walk.tensors_of_base():
                 feed(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
                 self._contents.of(tensor, feed)
 
     def _look_anew(self, model: PreTrainedModel) -> State:
-        config = _config_text(model.config)
+        config = config_text(model.config)
         if self._built is None or config != self._config:
             self._built, self._config = _as_built(model), config
-        walk = _Walk(self._contents)
+        walk = Walk(self._contents)
         walk.visit(model)
         built = dict(self._built.items)
         beyond = [
@@ -197,7 +124,7 @@ class Weights:
         ]
         beyond += [f"{place} is missing" for place in built]
         unknown = next((place for place in walk.unknown if place not in self._built.unknown), None)
-        adapters = _joined(walk.adapters) if walk.adapters else ""
+        adapters = joined(walk.adapters) if walk.adapters else ""
         found = tuple(sorted(beyond)) + tuple(sorted(walk.code))
         before, known = self._walk, self._state
         generation = 0
@@ -247,20 +174,7 @@ def plain_model(model: Any) -> PreTrainedModel:
     )
 
 
-def _joined(fields: Iterable[str]) -> str:
-    digest = sha256()
-    for text in fields:
-        raw = text.encode("utf-8", "surrogatepass")
-        digest.update(len(raw).to_bytes(8, "little") + raw)
-    return digest.hexdigest()
-
-
-def _config_text(config: PreTrainedConfig) -> str:
-    found = {key: value for key, value in config.to_dict().items() if key not in NOT_IDENTITY}
-    return json.dumps(found, sort_keys=True, default=str)
-
-
-def _as_built(model: PreTrainedModel) -> _Walk:
+def _as_built(model: PreTrainedModel) -> Walk:
     """What the walk finds in a model newly built from the same configuration, without weights.
 
     Empty if the class cannot be built so; then everything that the model has is described.
@@ -269,670 +183,7 @@ def _as_built(model: PreTrainedModel) -> _Walk:
         with torch.device("meta"):
             built = type(model)(deepcopy(model.config))
     except _BUILT_WITH:
-        return _Walk(_Contents())
-    walk = _Walk(_Contents())
+        return Walk(Contents())
+    walk = Walk(Contents())
     walk.visit(built)
     return walk
-
-
-class _Contents:
-    """Digests of the content of tensors, each taken once while the tensor stays as it is."""
-
-    def __init__(self) -> None:
-        self.whole = True
-        """False: contents have changed where tensors do not show it."""
-        self._known: dict[int, tuple[ReferenceType[torch.Tensor], tuple[int, int], str]] = {}
-
-    def clear(self) -> None:
-        self._known.clear()
-        self.whole = False
-
-    def of(self, tensor: torch.Tensor, more: Callable[[bytes | memoryview], None] | None = None) -> str:
-        """Dtype, shape and a digest of the bytes, which are handed to ``more`` too."""
-        mark, known = _mark(tensor), self._known.get(id(tensor))
-        if more is None and known is not None and known[0]() is tensor and known[1] == mark:
-            return known[2]
-        digest = xxhash.xxh3_128()
-
-        def feed(raw: bytes | memoryview) -> None:
-            digest.update(raw)
-            if more is not None:
-                more(raw)
-
-        self.feed(tensor, feed)
-        text = f"{tensor.dtype} {tuple(tensor.shape)} {digest.hexdigest()}"
-        if not tensor.is_meta:
-            self._known[id(tensor)] = (ref(tensor), mark, text)
-        return text
-
-    def feed(self, tensor: torch.Tensor, feed: Callable[[bytes | memoryview], None]) -> None:
-        """The bytes of a tensor, and of the tensors that it is made of. ValueError if they are not here."""
-        if tensor.is_meta:
-            raise ValueError(
-                f"a weight of shape {tuple(tensor.shape)} is on the meta device: it was offloaded, or never loaded, so "
-                "what the model computes cannot be told. Load the model without offloading, or name its pages with "
-                "page_specs(model, page_size, model_id=...)"
-            )
-        parts = _parts(tensor)
-        if parts is not None:
-            feed(parts[0].encode())
-            for each in parts[1]:
-                feed(f"{each.dtype} {tuple(each.shape)}".encode())
-                self.feed(each, feed)
-            return
-        raw = (
-            tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        )
-        feed(raw.numpy().data)
-
-
-def _parts(tensor: torch.Tensor) -> tuple[str, list[torch.Tensor]] | None:
-    """What a tensor that is no plain array of numbers is made of; None: it is a plain one."""
-    if is_traceable_wrapper_subclass(tensor):
-        names, context = tensor.__tensor_flatten__()
-        return f"{type(tensor).__qualname__} {names} {context}", [getattr(tensor, name) for name in names]
-    if tensor.is_quantized:
-        scheme = tensor.qscheme()
-        if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-            return f"{scheme} {tensor.q_scale()!r} {tensor.q_zero_point()}", [tensor.int_repr()]
-        scales = [tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points(), tensor.int_repr()]
-        return f"{scheme} {tensor.q_per_channel_axis()}", scales
-    if tensor.is_mkldnn:
-        return "mkldnn", [tensor.to_dense()]
-    if tensor.layout is torch.sparse_coo:
-        whole = tensor.detach().coalesce()
-        return "sparse", [whole.indices(), whole.values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return str(tensor.layout), [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return str(tensor.layout), [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return None
-
-
-def _mark(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor's bytes are and how often they were written; 0 where torch does not say."""
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        inner = [_mark(getattr(tensor, name)) for name in names]
-        return hash(tuple(inner)), 0
-    plain = tensor.layout is torch.strided and not tensor.is_meta
-    return tensor.data_ptr() if plain else 0, 0 if tensor.is_inference() else tensor._version
-
-
-class _Seen(NamedTuple):
-    """A module as it was: the ids of what it holds, and of what is in the containers among its attributes."""
-
-    module: ReferenceType[torch.nn.Module]
-    own: tuple[int, ...]
-    children: tuple[int, ...]
-    inner: tuple[tuple[str, tuple[object, ...]], ...]
-    hooks: tuple[int, ...]
-
-    @classmethod
-    def of(cls, module: torch.nn.Module) -> _Seen:
-        own = module.__dict__
-        inner = tuple(
-            (name, _content_ids(value))
-            for name, value in own.items()
-            if name not in _OF_TORCH and isinstance(value, Mapping | list | tuple | AbstractSet | np.ndarray)
-        )
-        children = tuple(map(id, own["_modules"].values()))
-        return cls(ref(module), tuple(map(id, own.values())), children, inner, _hook_ids(own))
-
-
-class _Placed(NamedTuple):
-    """A parameter or buffer as it was."""
-
-    module: ReferenceType[torch.nn.Module]
-    kind: str
-    name: str
-    tensor: ReferenceType[torch.Tensor]
-    address: int
-    version: int
-
-
-def _any_changed(seen: Iterable[_Seen]) -> bool:
-    """Whether a module has another attribute, child or hook. Called for every request: one loop, no more calls."""
-    for one, ids, children, inner, hooks in seen:
-        module = one()
-        if module is None:
-            return True
-        own = module.__dict__
-        if tuple(map(id, own.values())) != ids:
-            return True
-        if (children or own["_modules"]) and tuple(map(id, own["_modules"].values())) != children:
-            return True
-        if inner:
-            for name, found in inner:
-                if _content_ids(own[name]) != found:
-                    return True
-        if (own["_forward_hooks"] or own["_forward_pre_hooks"] or hooks) and _hook_ids(own) != hooks:
-            return True
-    return False
-
-
-def _content_ids(value: object) -> tuple[object, ...]:
-    """What a container holds: leaves by value, so that no id that is used again is taken for the old one."""
-    if isinstance(value, Mapping):
-        return tuple((key, _content_ids(each)) for key, each in value.items())
-    if isinstance(value, list | tuple | AbstractSet):
-        return tuple(_content_ids(each) for each in value)
-    if isinstance(value, np.ndarray):
-        return (str(value.dtype), value.shape, xxhash.xxh3_128_digest(np.ascontiguousarray(value).data))
-    return (type(value), value if isinstance(value, _LEAVES) else id(value))
-
-
-def _hooks_of(own: dict[str, Any]) -> list[Callable[..., Any]]:
-    """The hooks that may change what a module computes."""
-    found = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
-    return [hook for hook in found if not (_package(hook) in _HARMLESS or _only_looks(hook))]
-
-
-def _hook_ids(own: dict[str, Any]) -> tuple[int, ...]:
-    return tuple(map(id, _hooks_of(own)))
-
-
-def _package(found: Any) -> str:
-    """The package whose code this is."""
-    while isinstance(found, functools.partial):
-        found = found.func
-    if isinstance(found, MethodType):
-        found = found.__func__
-    if not isinstance(found, type | FunctionType | BuiltinFunctionType):
-        found = type(found)
-    return str(found.__module__ or "builtins").partition(".")[0]
-
-
-def _only_looks(hook: Any) -> bool:
-    """Whether a hook returns nothing and writes into nothing, as far as its own code shows."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    function = hook.__func__ if isinstance(hook, MethodType) else hook
-    if not isinstance(function, FunctionType):
-        return False
-    code, last = function.__code__, None
-    if any((name.endswith("_") and not name.endswith("__")) or name == "data" for name in code.co_names):
-        return False
-    for step in dis.get_instructions(code):
-        returns = step.opname == "RETURN_CONST" and step.argval is not None
-        if step.opname == "RETURN_VALUE":
-            constant = last is not None and "CONST" in last.opname and last.argval is None
-            returns |= step.is_jump_target or not constant
-        writes = step.opname in ("STORE_SUBSCR", "YIELD_VALUE") or (
-            step.opname == "BINARY_OP" and step.argrepr.endswith("=")
-        )
-        if returns or writes:
-            return False
-        last = step
-    return True
-
-
-class _Walk:
-    """One walk through a model: what it found, and enough to see cheaply whether that is still so."""
-
-    def __init__(self, contents: _Contents) -> None:
-        self.items: dict[str, str] = {}
-        """By place: classes of modules, their attributes and hooks."""
-        self.adapters: list[str] = []
-        self.code: set[str] = set()
-        """Sources of classes and functions that are of no package known here."""
-        self.unknown: dict[str, str] = {}
-        """By place: what cannot be described."""
-        self.base_marks: list[tuple[str, int, tuple[int, int]]] = []
-        """Of the plain model's tensors: name, id, and where its bytes are and how often they were written."""
-        self._contents = contents
-        self._parameters: list[tuple[str, ReferenceType[torch.Tensor]]] = []
-        self._buffers: list[tuple[str, ReferenceType[torch.Tensor]]] = []
-        self._modules: dict[int, str] = {}
-        self._places: dict[int, str] = {}
-        self._seen: list[_Seen] = []
-        self._tuners: list[_Seen] = []
-        """Of adapter layers: what may be switched between two passes of one request."""
-        self._placed: list[_Placed] = []
-        self._loose: list[tuple[ReferenceType[torch.Tensor], int, int]] = []
-        self._odd: list[tuple[ReferenceType[torch.Tensor], tuple[int, int]]] = []
-        self._alive: list[ReferenceType[Any]] = []
-        self._forwards: dict[type, object] = {}
-        self._cells: list[tuple[ReferenceType[FunctionType], tuple[object, ...]]] = []
-        self._objects: list[tuple[ReferenceType[Any], tuple[object, ...]]] = []
-        self._open: set[int] = set()
-        self._told: dict[int, tuple[object, str]] = {}
-        """Of each object its description, and the object, so that its id is not used again during the walk."""
-        self._samples: list[tuple[ReferenceType[torch.Tensor], int, tuple[int, ...], int, bytes]] = []
-        self._samples_on_card: list[tuple[list[tuple[ReferenceType[torch.Tensor], int]], bytes]] = []
-
-    def visit(self, model: torch.nn.Module) -> None:
-        """Describe the model."""
-        self._module("", model)
-        self._told.clear()
-        for name, one in (*self._parameters, *self._buffers):
-            tensor = one()
-            assert tensor is not None
-            self.base_marks.append((name, id(tensor), _mark(tensor)))
-        self._take_samples()
-
-    def tensors_of_base(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The plain model's parameters and then its buffers, each once."""
-        for name, one in (*self._parameters, *self._buffers):
-            tensor = one()
-            if tensor is None:
-                raise ValueError(f"the weight {name} was replaced while it was being read: ask again")
-            yield name, tensor
-
-    # -- whether it is still so ---------------------------------------------------------------------------------
-
-    def changed(self) -> bool:
-        """Whether any module, attribute, tensor or hook is another one, or any tensor was written since."""
-        return (
-            self.weights_changed()
-            or _any_changed(self._seen)
-            or any(one() is None for one in self._alive)
-            or any((t := one()) is None or _mark(t) != mark for one, mark in self._odd)
-            or any(getattr(kind, "forward", None) is not forward for kind, forward in self._forwards.items())
-            or any((f := one()) is None or _cell_ids(f) != ids for one, ids in self._cells)
-            or any((o := one()) is None or _content_ids(vars(o)) != ids for one, ids in self._objects)
-        )
-
-    def weights_changed(self) -> bool:
-        """Whether a parameter or buffer is another one or was written, or an adapter was switched. Cheap."""
-        for owner, kind, name, one, address, version in self._placed:
-            module, tensor = owner(), one()
-            if (
-                module is None
-                or tensor is None
-                or module.__dict__[kind].get(name) is not tensor
-                or tensor.data_ptr() != address
-                or tensor._version != version
-            ):
-                return True
-        for one, address, version in self._loose:
-            tensor = one()
-            if tensor is None or tensor.data_ptr() != address or tensor._version != version:
-                return True
-        return _any_changed(self._tuners)
-
-    def samples_differ(self) -> bool:
-        """Whether sampled bytes are others now, in a tensor that is where it was."""
-        for one, address, places, size, raw in self._samples:
-            tensor = one()
-            if tensor is None or tensor.data_ptr() != address:
-                continue
-            if b"".join([ctypes.string_at(at, size) for at in places]) != raw:
-                return True
-        return any(_sample_on_card(tensors) != raw for tensors, raw in self._samples_on_card)
-
-    def _take_samples(self) -> None:
-        """A few bytes of the beginning, the middle and the end of each tensor."""
-        cards: dict[torch.device, list[tuple[ReferenceType[torch.Tensor], int]]] = {}
-        for one, address in [
-            *((p.tensor, p.address) for p in self._placed),
-            *((o, a) for o, a, _ in self._loose),
-        ]:
-            tensor = one()
-            if tensor is None or not tensor.is_contiguous() or not tensor.numel():
-                continue
-            if tensor.device.type != "cpu":
-                cards.setdefault(tensor.device, []).append((one, address))
-                continue
-            nbytes = tensor.numel() * tensor.element_size()
-            size = min(_SAMPLE_NBYTES, nbytes)
-            places = sorted({address, address + (nbytes - size) // 2, address + nbytes - size})
-            raw = b"".join(ctypes.string_at(at, size) for at in places)
-            self._samples.append((one, address, tuple(places), size, raw))
-        self._samples_on_card = [(found, _sample_on_card(found)) for found in cards.values()]
-
-    # -- the walk -----------------------------------------------------------------------------------------------
-
-    def _module(self, place: str, module: torch.nn.Module) -> None:
-        known = self._modules.get(id(module))
-        if known is not None:
-            self.items[f"{place}!"] = f"is {known}"
-            return
-        self._modules[id(module)] = place
-        self._alive.append(ref(module))
-        tuner = _tuner(module)
-        if tuner is not None:
-            self._adapter(place, module, tuner)
-            return
-        self._watch(module)
-        self.items[f"{place}!"] = self._class(type(module))
-        if isinstance(module, torch.jit.ScriptModule):
-            self._unknown(place, module)
-            return
-        for kind, into in ((module._parameters, self._parameters), (module._buffers, self._buffers)):
-            for name, tensor in kind.items():
-                if tensor is None:
-                    continue
-                where = _at(place, name)
-                first = self._places.setdefault(id(tensor), where)
-                if first != where:
-                    self.items[where] = f"is {first}"
-                    continue
-                self._mark(tensor, module, name)
-                into.append((where, ref(tensor)))
-        for name, token in self._attributes(place, module):
-            self.items[_at(place, name)] = token
-        for name, child in module._modules.items():
-            if child is not None:
-                self._module(_at(place, name), child)
-
-    def _attributes(self, place: str, module: torch.nn.Module) -> Iterator[tuple[str, str]]:
-        """What a module has besides parameters, buffers and children."""
-        own = module.__dict__
-        moved = "_hf_hook" in own and _package(own["_hf_hook"]) == "accelerate"
-        for name, value in own.items():
-            if name in _IGNORED or (moved and name in ("_hf_hook", "_old_forward", "forward")):
-                continue
-            yield name, self._token(value, _at(place, name))
-        for number, hook in enumerate(_hooks_of(own)):
-            yield f"hook {number}", self._token(hook, _at(place, f"hook {number}"))
-        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-            yield "extra state", self._token(module.get_extra_state(), _at(place, "extra state"))
-
-    def _adapter(self, place: str, module: torch.nn.Module, tuner: _Tuner) -> None:
-        """An adapter layer stands for the layer that it wraps; the adapters in force come on top of that."""
-        for each in module.modules():
-            if each is not tuner.base and (each is module or id(each) not in self._modules):
-                self._watch(each)
-                self._tuners.append(self._seen[-1])
-                for name, tensor in (*each._parameters.items(), *each._buffers.items()):
-                    if tensor is not None:
-                        self._mark(tensor, each, name)
-        if tuner.base is not None:
-            self._module(place, tuner.base)
-        if tuner.active:
-            self.adapters.append(f"{place} {self._class(type(module))} {list(tuner.active)}")
-            for name, token in self._attributes_of_tuner(place, module, tuner):
-                self.adapters.append(f"{place} {name} {token}")
-
-    def _attributes_of_tuner(
-        self, place: str, module: torch.nn.Module, tuner: _Tuner
-    ) -> Iterator[tuple[str, str]]:
-        own: dict[str, Any] = {**module.__dict__, **module._parameters, **module._buffers, **module._modules}
-        for name, value in sorted(own.items()):
-            if name in _IGNORED or name in _OF_TUNERS or value is tuner.base:
-                continue
-            found = value
-            if isinstance(value, Mapping | torch.nn.ModuleDict | torch.nn.ParameterDict) or _is_buffers(
-                value
-            ):
-                found = {key: each for key, each in value.items() if key not in tuner.others}
-            yield name, self._token(found, _at(place, name))
-        for number, hook in enumerate(_hooks_of(module.__dict__)):
-            yield f"hook {number}", self._token(hook, _at(place, f"hook {number}"))
-
-    def _watch(self, module: torch.nn.Module) -> None:
-        for value in module.__dict__.values():
-            if not isinstance(value, (*_LEAVES, dict, list, tuple, set)):
-                self._keep(value)
-        self._seen.append(_Seen.of(module))
-
-    def _keep(self, value: object) -> None:
-        """Notice when the object goes: its id may be another's then."""
-        try:
-            self._alive.append(ref(value))
-        except TypeError:
-            return
-
-    def _mark(self, tensor: torch.Tensor, owner: torch.nn.Module | None = None, name: str = "") -> None:
-        odd = tensor.is_inference() or type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-        if odd or tensor.is_meta or tensor.layout is not torch.strided:
-            self._odd.append((ref(tensor), _mark(tensor)))
-        elif owner is None:
-            self._loose.append((ref(tensor), tensor.data_ptr(), tensor._version))
-        else:
-            kind = "_parameters" if name in owner._parameters else "_buffers"
-            found = _Placed(ref(owner), kind, name, ref(tensor), tensor.data_ptr(), tensor._version)
-            self._placed.append(found)
-
-    # -- descriptions -------------------------------------------------------------------------------------------
-
-    def _token(self, value: Any, place: str) -> str:
-        """A description that is the same for equal values in every process."""
-        if isinstance(value, torch.device):
-            return "device"
-        if isinstance(value, Enum):
-            return f"{type(value).__qualname__}.{value.name}"
-        if isinstance(value, _LEAVES):
-            return f"{type(value).__name__} {value!r}"
-        told = self._told.get(id(value))
-        if told is not None:
-            return told[1]
-        if id(value) in self._open:
-            return "itself"
-        self._open.add(id(value))
-        try:
-            token = self._described(value, place)
-        finally:
-            self._open.discard(id(value))
-        self._told[id(value)] = (value, token)
-        return token
-
-    def _described(self, value: Any, place: str) -> str:
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value, place)
-        if isinstance(value, torch.nn.Module):
-            return self._loose_module(value, place)
-        if isinstance(value, PreTrainedConfig):
-            self._object(value)
-            return f"config {_joined([_config_text(value)])}"
-        if isinstance(value, Mapping):
-            pairs = [(self._token(k, place), self._token(v, f"{place}[{k!r}]")) for k, v in value.items()]
-            return f"mapping {_joined(text for pair in sorted(pairs) for text in pair)}"
-        if isinstance(value, list | tuple | deque):
-            return f"sequence {_joined(self._token(v, f'{place}[{i}]') for i, v in enumerate(value))}"
-        if isinstance(value, AbstractSet):
-            return f"set {_joined(sorted(self._token(v, place) for v in value))}"
-        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            raw = xxhash.xxh3_128_hexdigest(np.ascontiguousarray(value).data)
-            return f"array {value.dtype} {value.shape} {raw}"
-        if isinstance(
-            value, np.generic | slice | range | Path | torch.layout | torch.memory_format | Pattern
-        ):
-            return f"{type(value).__qualname__} {value!r}"
-        if isinstance(value, BytesIO):
-            return f"bytes {_joined([value.getvalue().hex()])}"
-        if isinstance(value, type):
-            return self._class(value)
-        if callable(value) and not isinstance(value, torch.ScriptObject):
-            token = self._callable(value, place)
-            if token is not None:
-                return token
-        if isinstance(value, ReferenceType):
-            there = value()
-            return "gone" if there is None else f"reference {self._token(there, place)}"
-        if isinstance(value, ModuleType):
-            return f"module {value.__name__}"
-        return self._instance(value, place)
-
-    def _tensor(self, value: torch.Tensor, place: str) -> str:
-        if value.is_meta:
-            self.unknown[place] = f"{place} is a tensor without content (on the meta device)"
-            return f"meta {tuple(value.shape)}"
-        self._mark(value)
-        more = ""
-        if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-            more = self._token({k: v for k, v in vars(value).items() if k not in _IGNORED}, place)
-        return f"tensor {type(value).__name__} {self._contents.of(value)} {more}"
-
-    def _loose_module(self, module: torch.nn.Module, place: str) -> str:
-        """A module that is an attribute, or belongs to an adapter."""
-        known = self._modules.get(id(module))
-        if known is not None:
-            return f"module {known}"
-        if isinstance(module, torch.jit.ScriptModule):
-            return self._unknown(place, module)
-        self._watch(module)
-        held = {**module._parameters, **module._buffers, **module._modules}
-        own = [self._class(type(module)), *(f"{n} {t}" for n, t in self._attributes(place, module))]
-        own += [f"{name} {self._token(each, _at(place, name))}" for name, each in held.items()]
-        return f"module {_joined(own)}"
-
-    def _class(self, kind: type) -> str:
-        """A class by its name; one that is of no known package by its source too."""
-        forward = getattr(kind, "forward", None)
-        self._forwards.setdefault(kind, forward) if forward is not None else None
-        if isinstance(forward, FunctionType) and _package(kind) in _KNOWN_CODE:
-            replaced = inspect.unwrap(forward)
-            if _package(replaced) not in _KNOWN_CODE:
-                self.code.add(f"{kind.__qualname__}.forward {_code_text(replaced.__code__)}")
-        for each in kind.__mro__:
-            if _package(each) not in _KNOWN_CODE and _package(each) not in sys.stdlib_module_names:
-                self.code.add(f"{each.__qualname__} {_source_of(each)}")
-        known = _package(kind) in _KNOWN_CODE
-        return f"{kind.__module__}.{kind.__qualname__}" if known else kind.__qualname__
-
-    def _callable(self, value: Any, place: str) -> str | None:
-        """A function by its name and code, with all that it has bound; None: it is an object of another kind."""
-        if isinstance(value, functools.partial):
-            bound = [self._token(each, place) for each in (value.func, value.args, value.keywords)]
-            return f"partial {_joined(bound)}"
-        if isinstance(value, MethodType):
-            return f"method {self._token(value.__func__, place)} of {self._token(value.__self__, place)}"
-        if isinstance(value, FunctionType):
-            name = f"{value.__module__}.{value.__qualname__}" if _package(value) in _KNOWN_CODE else ""
-            code = name or f"{value.__qualname__} {_code_text(value.__code__)}"
-            with_it = [value.__defaults__, value.__kwdefaults__, *_cells(value)]
-            if not name:
-                with_it.append(_globals_of(value))
-            self._cells.append((ref(value), _cell_ids(value)))
-            return f"function {code} {_joined(self._token(each, place) for each in with_it)}"
-        if isinstance(value, BuiltinFunctionType) or type(value).__module__.startswith(
-            ("torch._ops", "torch._C")
-        ):
-            return f"function {getattr(value, '__qualname__', value)}"
-        return None
-
-    def _instance(self, value: Any, place: str) -> str:
-        """An object by its class and attributes, or by the state that it gives for being saved."""
-        if isinstance(value, torch.ScriptObject):
-            try:
-                return f"script {value._type()} {self._token(value.__getstate__(), place)}"
-            except RuntimeError:
-                return self._unknown(place, value)
-        own = dict(getattr(value, "__dict__", {}))
-        for kind in type(value).__mro__:
-            for name in kind.__dict__.get("__slots__", ()):
-                if isinstance(name, str) and name not in ("__dict__", "__weakref__"):
-                    own[name] = getattr(value, name, None)
-        if not own and type(value).__reduce_ex__ is object.__reduce_ex__ and not _is_empty(value):
-            return self._unknown(place, value)
-        self._object(value)
-        return f"{self._class(type(value))} {self._token(own, place)}"
-
-    def _object(self, value: Any) -> None:
-        if getattr(value, "__dict__", None) is not None:
-            try:
-                self._objects.append((ref(value), _content_ids(vars(value))))
-            except TypeError:
-                return
-
-    def _unknown(self, place: str, value: object) -> str:
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        self.unknown[place] = f"{place or 'the model'} is a {kind}"
-        return f"unknown {kind}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Tuner:
-    """An adapter layer: the layer that it wraps, the adapters in force, and the names of the others."""
-
-    base: torch.nn.Module | None
-    active: tuple[str, ...]
-    others: frozenset[str]
-
-
-def _tuner(module: torch.nn.Module) -> _Tuner | None:
-    """What PEFT's layers say of themselves; None: the module is none of them.
-
-    Merged adapters are in the weights of the wrapped layer, and the layer alone computes.
-    """
-    utils = sys.modules.get("peft.tuners.tuners_utils")
-    other = sys.modules.get("peft.utils.other")
-    if utils is not None and isinstance(module, utils.BaseTunerLayer):
-        base = module._modules.get("base_layer")
-    elif other is not None and isinstance(module, other.AuxiliaryTrainingWrapper):
-        base = module._modules.get("original_module")
-    else:
-        return None
-    layer: Any = module
-    given = layer._active_adapter
-    named = [given] if isinstance(given, str) else list(given)
-    off = layer._disable_adapters or layer.merged_adapters
-    names: set[str] = set()
-    for name in (*layer.adapter_layer_names, *layer.other_param_names):
-        held = getattr(layer, name, None)
-        if isinstance(held, Mapping | torch.nn.ModuleDict | torch.nn.ParameterDict) or _is_buffers(held):
-            names |= set(held.keys())
-    names |= set(getattr(layer, "_adapters", ()))
-    active = () if off else tuple(name for name in named if name in names)
-    return _Tuner(base, active, frozenset(names - set(active)))
-
-
-def _is_buffers(value: object) -> bool:
-    """Whether it is PEFT's dictionary of buffers, which is a module and no mapping."""
-    return isinstance(value, torch.nn.Module) and type(value).__name__ == "BufferDict"
-
-
-def _is_empty(value: object) -> bool:
-    """Whether a class of Python has no attribute at all: nothing is kept where it does not show."""
-    return type(value).__flags__ & (1 << 9) != 0 and type(value).__basicsize__ <= object.__basicsize__ + 16
-
-
-def _at(place: str, name: str) -> str:
-    return f"{place}.{name}" if place else name
-
-
-def _cells(function: FunctionType) -> list[Any]:
-    found = []
-    for cell in function.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # not filled yet
-            found.append(None)
-    return found
-
-
-def _globals_of(function: FunctionType) -> dict[str, Any]:
-    """Numbers, tensors and functions that the code names and its module has."""
-    names = {name for name in function.__code__.co_names if name in function.__globals__}
-    found = {name: function.__globals__[name] for name in names}
-    kinds = (*_LEAVES, torch.Tensor, np.ndarray, FunctionType)
-    return {name: value for name, value in found.items() if isinstance(value, kinds)}
-
-
-def _cell_ids(function: FunctionType) -> tuple[object, ...]:
-    with_it = [*_cells(function), function.__defaults__]
-    if _package(function) not in _KNOWN_CODE:
-        with_it.append(_globals_of(function))
-    return (id(function.__code__), *map(_content_ids, with_it))
-
-
-def _code_text(code: CodeType) -> str:
-    """A digest of what a function does, the same in every process of one version of Python."""
-    constants = [_code_text(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
-    return _joined((code.co_code.hex(), *constants, *code.co_names, *code.co_freevars))
-
-
-@functools.lru_cache(maxsize=1024)
-def _source_of(kind: type) -> str:
-    """A digest of the file that defines a class; without a file, of its functions."""
-    module = sys.modules.get(kind.__module__)
-    path = getattr(module, "__file__", None)
-    if path is not None and Path(path).is_file():
-        return sha256(Path(path).read_bytes()).hexdigest()
-    functions = [(name, each) for name, each in vars(kind).items() if isinstance(each, FunctionType)]
-    return _joined(text for name, each in sorted(functions) for text in (name, _code_text(each.__code__)))
-
-
-def _sample_on_card(tensors: list[tuple[ReferenceType[torch.Tensor], int]]) -> bytes:
-    """A few bytes of the middle of each tensor that is where it was, fetched from the card at once."""
-    parts = []
-    for one, address in tensors:
-        tensor = one()
-        if tensor is not None and tensor.data_ptr() == address:
-            flat = tensor.detach().view(-1)
-            count = min(flat.numel(), max(1, _SAMPLE_NBYTES // tensor.element_size()))
-            at = (flat.numel() - count) // 2
-            parts.append(flat[at : at + count].view(torch.uint8))
-    return bytes(torch.cat(parts).cpu().numpy()) if parts else b""
