@@ -1,8 +1,8 @@
 """Page keys out of vLLM's block hashes: the namespace and the hash, which covers the whole prefix, made one.
 
 A block hash covers tokens, LoRA name and path, cache salt and multimodal items (vLLM's ``hash_block_tokens``); not the
-model, its dtype, how it is spread over ranks or an adapter's files: these are the namespace. A prompt of 131,072 tokens has 8,192 of them
-to look up before its first token: keys are made all at once.
+model, its dtype, how it is spread over ranks or an adapter's files: these are the namespace. A prompt of 131,072 tokens
+has 8,192 of them to look up before its first token: keys are made all at once.
 """
 
 from __future__ import annotations
