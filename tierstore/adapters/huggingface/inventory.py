@@ -76,10 +76,12 @@ _IGNORED = frozenset(
         "peft_config",
         "prepare_inputs_for_generation",
         "quantization_method",
+        "rope_deltas",
         "warnings_issued",
     )
 )
-"""Attributes that say how a model was loaded, or how ``generate`` uses it, not what it computes."""
+"""Attributes that say how a model was loaded or how ``generate`` uses it, not what it computes, and positions that a
+request leaves behind (the cache guards these)."""
 _OF_TUNERS = frozenset(
     ("_disable_adapters", "_active_adapter", "merged_adapters", "_caches", "kwargs", "_adapters")
 )
