@@ -163,8 +163,9 @@ class TierStore:
         yours is freed after ``after``. ``after``: the event that ends the writing; on CUDA None means what was launched
         so far on the caller's current stream. ``lease``: keeps the pages pinned until its release; an exact one holds
         no others: the put ends before a key of which memory has a copy in use that is not exact, fewer slots come back,
-        and the rest stays yours. ValueError on unequal lengths or what is no key; LeaseError on a slot that is not
-        yours; nothing changed then.
+        and the rest stays yours. A copy in HBM that another caller is still writing: under a lease it stays, and the
+        lease's ``wait`` and ``ready`` tell when it is written; without one it gives way, and your slot is returned.
+        ValueError on unequal lengths or what is no key; LeaseError on a slot that is not yours; nothing changed then.
         Engine-owned HBM: the pages are copied out, your slots are returned, and ``poll`` tells when they are free.
         ``memory_only``: pages that no tier holds yet are never written to NVMe; where memory is needed they are
         dropped. A page that is held already stays as it is. A put without it, of the page or of one after it, ends it.
