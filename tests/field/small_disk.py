@@ -126,6 +126,12 @@ def open_a_full_disk(home: Path, config: StoreConfig, before: list[PageKey], war
     with TierStore.open(config, SPEC) as store:
         assert read(store, chain(4, "later")) == 4
         assert state(store) == "read_only"
+        store.evict(before)
+        store.flush()
+        assert read(store, before) == 0
+    with TierStore.open(config, SPEC) as store:
+        assert read(store, before) == 0
+        assert read(store, chain(4, "later")) == 4
     try:
         TierStore.open(tiers(8, 16, home / "new", nvme_pages=100), SPEC)
     except ConfigError:

@@ -38,7 +38,7 @@ BUGS = {
     ),
     "a failed write leaves the old record": (
         "nvme/writer.py",
-        "self._owed.setdefault(job.transfer.keys[index], False)",
+        "self._owe(job.transfer.keys[index] for job, index in writes)",
         "pass",
     ),
     "an erase that failed is forgotten": (
