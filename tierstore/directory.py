@@ -242,7 +242,8 @@ class Directory:
         self.leasing.expire(now)
         self.hints.expire(now)
         more = self.promoting.end(BATCH_PAGES)
-        self.residency.orphans.demote(BATCH_PAGES)
+        more |= self.residency.orphans.advance(BATCH_PAGES)
+        more |= self._save_revived(BATCH_PAGES)
         self._lift(BATCH_PAGES)
         more |= self.hints.pending
         more |= self.placement.advance(now)
@@ -274,6 +275,13 @@ class Directory:
     def _lift(self, limit: int) -> None:
         for key in self.residency.lift(limit):
             self.placement.permitted(key)
+
+    def _save_revived(self, limit: int) -> bool:
+        """Pages that became reachable again wait to be saved, as if they had been put now."""
+        revived = self.residency.orphans.revived
+        for _ in range(min(limit, len(revived))):
+            self.placement.permitted(revived.popleft())
+        return bool(revived)
 
     def _evict_page(self, key: PageKey, tiers: Sequence[Tier]) -> int:
         found = 0

@@ -74,4 +74,6 @@ def _to_make_room(drop: Drop) -> str:
         return "saved"
     if drop.refused:
         return "not_admitted"
-    return "memory_only" if drop.memory_only else "capacity"
+    if drop.memory_only:
+        return "memory_only"
+    return "unreachable" if drop.unreachable else "capacity"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from tierstore.orphans import ranked_unreachable
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def check_residency(residency: Residency) -> None:
         _check_slots(tier, table)
         _check_queues(residency, tier, table)
     _check_lineage(residency)
+    _check_reach(residency)
     _check_memory_only(residency)
 
 
@@ -70,7 +72,9 @@ def _check_queues(residency: Residency, tier: Tier, table: TierTable) -> None:
     for key, copy in table.copies.items():
         if not copy.ready or copy.pins:
             continue
-        if tier != residency.memory_only.lowest_for(key):
+        if key in residency.orphans:
+            droppable.add(key)
+        elif tier != residency.memory_only.lowest_for(key):
             (droppable if residency.saved_below(key, tier) else dirty).add(key)
         elif residency.where(key) != tier:
             above = [t.copies[key] for t in residency.tables.values() if t is not table and t.ready(key)]
@@ -89,8 +93,24 @@ def _check_queues(residency: Residency, tier: Tier, table: TierTable) -> None:
 
 def _check_lineage(residency: Residency) -> None:
     for child, parent in residency.lineage.links():
-        _require(residency.where(child) is not None, "a child without a readable copy is linked")
+        _require(residency.held(child), "a child without a copy is linked")
         _require(child in residency.lineage.children(parent), "a child is not among its parent's children")
+
+
+def _check_reach(residency: Residency) -> None:
+    """A page is marked as its parent's copies and mark say, and its rank says the same, in every tier."""
+    orphans, lineage = residency.orphans, residency.lineage
+    for table in residency.tables.values():
+        for key, copy in table.copies.items():
+            cut_off = key in orphans
+            _require(ranked_unreachable(copy.rank) == cut_off, "a page out of reach is not the next to leave")
+            if not orphans.pending:
+                _require(
+                    orphans.after(lineage.parent(key)) == cut_off,
+                    "a page that can be reached, or not, is wrong",
+                )
+    found = sum(residency.held(key) for key in orphans.keys)
+    _require(found == len(orphans.keys), "a page that is gone is remembered as out of reach")
 
 
 def _check_memory_only(residency: Residency) -> None:
@@ -103,7 +123,7 @@ def _check_memory_only(residency: Residency) -> None:
                 tier <= memory_only.floor or key not in table.copies, f"a memory-only page in {tier.name}"
             )
     for child, parent in residency.lineage.links():
-        if parent in memory_only and child not in memory_only:
+        if parent in memory_only and child not in memory_only and residency.where(child) is not None:
             _require(memory_only.will_lift(parent), "a page that may be stored follows one that may not")
 
 

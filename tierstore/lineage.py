@@ -1,4 +1,4 @@
-"""Which page follows which: parents and readable children of every resident page. Pure metadata.
+"""Which page follows which: parents and children of every page that is in a tier or in flight. Pure metadata.
 
 A hit is a prefix, so a page without its parent cannot be reached. Eviction therefore goes leaf first, and what lost
 its parent goes before everything else. One node a page that has a parent or children; a lone root has none.
@@ -25,13 +25,15 @@ class _Node:
 
 
 class Lineage:
-    """Links among pages that have a readable copy somewhere. A parent may be absent; its children remember it."""
+    """Links among pages that have a copy somewhere, readable or in flight. A parent may be absent; its children
+    remember it.
+    """
 
     def __init__(self) -> None:
         self._nodes: dict[PageKey, _Node] = {}
 
     def link(self, key: PageKey, parent: PageKey | None) -> None:
-        """The page got its first readable copy. ``parent`` None: it starts a sequence, or its parent is unknown.
+        """The page got its first copy. ``parent`` None: it starts a sequence, or its parent is unknown.
 
         The caller has seen to it that ``key`` does not ``precede`` its parent.
         """
@@ -56,7 +58,7 @@ class Lineage:
             above.children = {above.children, key}
 
     def unlink(self, key: PageKey) -> PageKey | None:
-        """The page lost its last readable copy; it forgets its parent, its children still name it.
+        """The page lost its last copy; it forgets its parent, its children still name it.
 
         Returns the parent if this was its last child.
         """
@@ -85,12 +87,12 @@ class Lineage:
         return None if node is None else node.parent
 
     def has_children(self, key: PageKey) -> bool:
-        """Whether a page with a readable copy follows this one."""
+        """Whether a page with a copy, readable or in flight, follows this one."""
         node = self._nodes.get(key)
         return node is not None and node.children is not None
 
     def children(self, key: PageKey) -> tuple[PageKey, ...]:
-        """The readable pages that follow this one."""
+        """The pages that follow this one and have a copy."""
         node = self._nodes.get(key)
         if node is None or node.children is None:
             return ()

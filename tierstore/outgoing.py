@@ -132,13 +132,17 @@ class Outgoing:
             self._sinks.came(key)
 
     def advance(self, now: float) -> None:
-        """Starts the copies for which there is room; gives pages up only where no room will come.
+        """Starts the copies for which there is room; gives pages up only where no room will come for them.
+
+        So a prompt longer than the tiers keeps its beginning: the first page that only its parent could make room for
+        is given up, and what follows it takes nobody's place, for no request could reach it.
 
         Not while pages wait to be lifted that may be stored from now on: they would be dropped to make room.
         """
         dst = self._space.below(Tier.HBM)
         while self._queue and dst is not None and not self._residency.memory_only.lifting:
-            key, slot, parent, memory_only, following, doubted = self._queue[0]
+            page = self._queue[0]
+            key, slot, memory_only = page.key, page.slot, page.memory_only
             if self._residency.held(key):
                 if not memory_only:
                     self._residency.memory_only.permit_named(key)
@@ -148,18 +152,36 @@ class Outgoing:
                 self.ended(slot)
             elif memory_only and dst > self._residency.memory_only.floor:
                 self.ended(slot)
-            elif self._space.copy_from_engine(key, slot, dst, parent, memory_only=memory_only):
-                if doubted:
-                    self._residency.exactness.doubt(key)
-                if not memory_only:
-                    self._admitting.put(key, parent, following, asked=self._sinks.to_disk(key))
-            else:
-                self._space.make_room(dst, len(self._queue), now)
-                self._space.relieve(dst, 1, now)
-                if self._space.room(dst) > 0:
-                    continue
-                if not self._space.blocked(dst, now):
-                    return
+            elif not self._start(page, dst):
+                if self._can_be_reached(page):
+                    self._space.make_room(dst, len(self._queue), now)
+                    self._space.relieve(dst, 1, now, spared=page.parent)
+                    if self._start(page, dst):
+                        self._queue.popleft()
+                        continue
+                    if self._space.room(dst) == 0 and not self._space.blocked(dst, now):
+                        return
                 self.given_up += 1
                 self.ended(slot)
             self._queue.popleft()
+
+    def _can_be_reached(self, page: _Page) -> bool:
+        return page.parent in self._sinks.coming or not self._residency.orphans.after(page.parent)
+
+    def _start(self, page: _Page, dst: Tier) -> bool:
+        """Begin to copy the page out of its slot; False if there is no room for it."""
+        key, parent = page.key, page.parent
+        if not self._space.copy_from_engine(
+            key,
+            page.slot,
+            dst,
+            parent,
+            memory_only=page.memory_only,
+            coming=parent is not None and parent in self._sinks.coming,
+        ):
+            return False
+        if page.doubted:
+            self._residency.exactness.doubt(key)
+        if not page.memory_only:
+            self._admitting.put(key, parent, page.following, asked=self._sinks.to_disk(key))
+        return True

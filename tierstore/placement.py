@@ -63,7 +63,7 @@ class Placement:
         self.sinks.wake(key)
 
     def permitted(self, key: PageKey) -> None:
-        """A page that was memory-only may be saved below memory from now on."""
+        """A page that was memory-only, or that no request could reach, may be saved below memory from now on."""
         for tier, table in self._tables.items():
             if table.ready(key) and tier == Tier.HBM:
                 self.sealed(key)
@@ -165,7 +165,8 @@ class Placement:
     def _has_spare(self, host: TierTable, key: PageKey) -> bool:
         """Whether HOST can take a copy made ahead of need: it never costs another page its last copy below HBM.
 
-        But memory-only pages give way to one that is to be stored: else it would not be written in its time.
+        But memory-only pages give way to one that is to be stored: else it would not be written in its time. Pages that
+        no request can reach give way to all.
         """
         if host.free:
             return True
@@ -174,6 +175,7 @@ class Placement:
             return False
         memory_only = self._residency.memory_only
         gives_way = self._spill_from == Tier.HOST and victim in memory_only and key not in memory_only
+        gives_way |= victim in self._residency.orphans
         return gives_way or self._residency.saved_below(victim, Tier.HOST)
 
     def _spill(self, now: float) -> bool:

@@ -190,6 +190,12 @@ class LiveSink:
         with self._progress.lock:
             return self._directory.residency.where(key) is not None
 
+    def reaches(self, key: PageKey) -> bool:
+        """``Sink.reaches``."""
+        with self._progress.lock:
+            residency = self._directory.residency
+            return residency.where(key) is not None and key not in residency.orphans
+
     def take(self, records: Sequence[Record]) -> Taken:
         """``Sink.take``. StoreClosed if the store is."""
         for number, record in enumerate(records):
@@ -206,7 +212,7 @@ class LiveSink:
         self._progress.advance()
         slots = self._slots.allocate(1, _PATIENCE_S)
         try:
-            if head.parent is not None and not self.has(head.parent):
+            if head.parent is not None and not self.reaches(head.parent):
                 raise CapacityError("the page before it had to make room")
             self._pool.write(slots[0], page)
         except BaseException:

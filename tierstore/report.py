@@ -27,7 +27,8 @@ def occupancy(directory: Directory, tier: Tier) -> str:
 
 def explain_page(directory: Directory, key: PageKey) -> dict[str, object]:
     """Copies by tier ("ready" or "arriving", pins), whether the copy in HBM still waits for its writer's event, parent,
-    whether only memory may hold it, or does until admission wants it on disk, why it went if lately."""
+    whether all pages before it are there, whether only memory may hold it, or does until admission wants it on disk, why
+    it went if lately."""
     copies = {
         tier.name: {"state": "ready" if copy.ready else "arriving", "pins": copy.pins}
         for tier, table in directory.residency.tables.items()
@@ -39,6 +40,7 @@ def explain_page(directory: Directory, key: PageKey) -> dict[str, object]:
     return {
         "key": key.hex(),
         "readable": directory.residency.where(key) is not None,
+        "reachable": directory.residency.held(key) and key not in directory.residency.orphans,
         "copies": copies,
         "being_written": key in directory.placement.unwritten,
         "parent": None if parent is None else parent.hex(),
@@ -85,6 +87,7 @@ def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:
         "fingerprint": layout.fingerprint,
         "tiers": tiers,
         "memory_only": len(memory_only.keys) - len(memory_only.refused),
+        "unreachable": len(directory.residency.orphans),
         "admission": None if parts.nvme is None else _admission(directory, layout.page_nbytes, parts.metrics),
         "leases": len(directory.leasing.open),
         "in_flight": {f"{s.name}->{d.name}": n for (s, d), n in directory.traffic.pages.items() if n},

@@ -4,8 +4,8 @@ One protocol on every edge: ``reserve`` takes an unreadable slot in the destinat
 makes it readable, ``abort`` marks the copy dead. A dead slot is quarantined until nothing can write or read it:
 its transfer has settled and its pins are gone. A slot is free, owned by a caller, in exactly one copy, or quarantined.
 
-A copy is evictable iff it is ready, unpinned, and not the last copy of a page with readable children. In which queue
-it waits: ``settling``.
+A copy is evictable iff it is ready, unpinned, and either its page is unreachable (``orphans``) or it is not the last
+copy of a page with readable children. In which queue it waits: ``settling``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class Drop(NamedTuple):
     """A copy that left its tier. ``last``: no other tier holds the page now. ``memory_only``: none below was to.
 
-    ``refused``: admission did not want it below.
+    ``refused``: admission did not want it below. ``unreachable``: a page before it was gone.
     """
 
     tier: Tier
@@ -44,6 +44,7 @@ class Drop(NamedTuple):
     last: bool
     memory_only: bool
     refused: bool
+    unreachable: bool
 
 
 class Residency(Whereabouts):
@@ -71,8 +72,12 @@ class Residency(Whereabouts):
         return self._settling.below(key, tier)
 
     def unsaved(self, key: PageKey, tier: Tier) -> bool:
-        """Whether a tier slower than this one may hold the page and none does."""
-        return tier < self.memory_only.lowest_for(key) and not self.saved_below(key, tier)
+        """Whether a slower tier is to hold the page and none does: not while no request can reach it."""
+        return (
+            tier < self.memory_only.lowest_for(key)
+            and key not in self.orphans
+            and not self.saved_below(key, tier)
+        )
 
     # -- slots owned by callers ---------------------------------------------------------------------------------
 
@@ -108,7 +113,8 @@ class Residency(Whereabouts):
             raise LeaseError(
                 f"slot {slot} of {tier.name} is not owned, or the page is readable there already"
             )
-        if memory_only and not self.held(key):
+        fresh = not self.held(key)
+        if memory_only and fresh:
             self.memory_only.restrict(key)
         self.exactness.put(key, parent)
         pins = 0
@@ -119,10 +125,10 @@ class Residency(Whereabouts):
             table.count(table.copies[key], 1)
             self._quarantine.kill(key, table)
         table.owned.discard(slot)
-        table.copies[key] = Copy(slot, 0, table.policy.enter(key), pins=pins)
+        table.copies[key] = Copy(slot, 0, self._settling.first_rank(key, table), pins=pins)
         table.count(table.copies[key], 1)
         self._settling.entered((key,), tier, table)
-        self._make_ready(table, key, parent)
+        self._make_ready(table, key, parent, fresh=fresh)
         self._settling.give_up_places(tier, table)
 
     def replace(self, key: PageKey, tier: Tier, slot: int) -> None:
@@ -153,36 +159,49 @@ class Residency(Whereabouts):
         *,
         pins: int = 0,
         memory_only: bool = False,
+        parent: PageKey | None = None,
     ) -> int:
         """An unreadable slot in ``dst``; pins the copy in ``src``. CapacityError and LeaseError change nothing.
 
         ``pins`` are those the new copy has from the start. ``memory_only``: if no tier holds the page yet, none but
-        memory ever is to. LeaseError if ``dst`` is not to.
+        memory ever is to. LeaseError if ``dst`` is not to. ``parent``: the page before one that no tier holds yet.
+
+        On its way down, or as its first copy, a page that no request can reach takes a free slot and nobody's place,
+        and no page takes the place of the page before it, without which it could not be reached: CapacityError.
         """
         table = self.tables[dst]
         if dst > (self.memory_only.floor if memory_only else self.memory_only.lowest_for(key)):
             raise LeaseError(f"the page is memory-only, and {dst.name} is not memory")
         if key in table.copies:
             raise LeaseError(f"the page is already resident or on its way in {dst.name}")
+        first = src is None and not self.held(key)
+        if src is None or src < dst:
+            cut_off = self.orphans.after(parent) if first else key in self.orphans
+            if cut_off and not table.has_space(nbytes):
+                raise CapacityError(f"{dst.name}: no free slot for a page that no request can reach")
         if src is not None:
             self.pin(key, src)
         try:
-            self._make_space(dst, table, nbytes)
+            self._make_space(dst, table, nbytes, parent if first else None)
         except CapacityError:
             if src is not None:
                 self.unpin(key, src, self.tables[src].copies[key].slot)
             raise
-        if memory_only and not self.held(key):
+        if memory_only and first:
             self.memory_only.restrict(key)
         if src is not None:
             self.exactness.loaded((key,), src, dst)
-        slot, rank = table.take(nbytes), table.policy.enter(key)
-        if src is not None and src < dst and self.tables[src].copies[key].rank < 0:
+        if first:
+            self._begin(key, parent)
+        slot, rank = table.take(nbytes), self._settling.first_rank(key, table)
+        if rank >= 0 and src is not None and src < dst and self.tables[src].copies[key].rank < 0:
             rank = table.policy.unwanted()  # what nobody wants above is the first to go below, too
         copy = table.copies[key] = Copy(slot, nbytes, rank, pins=pins)
         table.count(copy, 1)
         self._settling.entered((key,), dst, table)
         self._settling.give_up_places(dst, table)
+        if first:
+            self.orphans.recheck_children(key)
         return slot
 
     def commit(
@@ -277,17 +296,19 @@ class Residency(Whereabouts):
         else:
             table.put_back(copy.slot, copy.nbytes)
             self._quarantine.note_erased(tier, table, key)
-        last, memory_only, refused = (
+        drop = Drop(
+            tier,
+            key,
             self.where(key) is None,
             key in self.memory_only,
             key in self.memory_only.refused,
+            key in self.orphans,
         )
-        if last:
+        if drop.last:
             self._forget_if_gone(key)
-            self._lost(key)
         else:
             self._settling.resettle(key)
-        return Drop(tier, key, last, memory_only, refused)
+        return drop
 
     def lift(self, limit: int) -> list[PageKey]:
         """Up to ``limit`` permitted pages, and pages before them, that may be saved below memory from now on."""
@@ -301,25 +322,39 @@ class Residency(Whereabouts):
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _make_space(self, tier: Tier, table: TierTable, nbytes: int) -> None:
+    def _make_space(self, tier: Tier, table: TierTable, nbytes: int, parent: PageKey | None = None) -> None:
         if table.budget_nbytes is not None and nbytes > table.budget_nbytes:
             raise CapacityError(f"{tier.name}: {nbytes} bytes exceed its budget of {table.budget_nbytes}")
         if not table.has_space(nbytes):
-            for victim in choose_victims(self.tables, self.lineage, tier, nbytes):
+            if self.orphans.pending:
+                self.orphans.look_for_victims(table)
+            victims = choose_victims(self.tables, self.lineage, tier, nbytes)
+            if parent is not None and parent in victims and not self._elsewhere(parent, table):
+                raise CapacityError(f"{tier.name}: only the page before this one could make room for it")
+            for victim in victims:
                 self.dropped.append(self.evict(victim, tier))
 
-    def _make_ready(self, table: TierTable, key: PageKey, parent: PageKey | None) -> None:
+    def _elsewhere(self, key: PageKey, table: TierTable) -> bool:
+        return any(other is not table and key in other.copies for _, other in self._order)
+
+    def _make_ready(
+        self, table: TierTable, key: PageKey, parent: PageKey | None, *, fresh: bool = False
+    ) -> None:
+        """``fresh``: no tier had the page a moment ago."""
         first = self.where(key) is None
         copy = table.copies[key]
         table.count(copy, -1)
         copy.ready = True
         table.count(copy, 1)
         lineage = self.lineage
+        before = lineage.parent(key)
+        linked = False
         if (
             parent is not None
-            and (first or lineage.parent(key) is None)
-            and not lineage.precedes(key, parent)
+            and (first or before is None)
+            and (before == parent or not self._precedes(key, parent, fresh=fresh))
         ):
+            linked = True
             lineage.link(key, parent)
             if key not in self.memory_only:
                 self.memory_only.permit(parent)
@@ -327,14 +362,29 @@ class Residency(Whereabouts):
                 self.memory_only.permit_named(parent)
             self._settling.resettle(parent)
         self._settling.resettle(key)
+        if first or linked:
+            self.orphans.recheck(key, lineage.parent(key))
+        if first:
+            self.orphans.recheck_children(key)
 
-    def _lost(self, key: PageKey) -> None:
-        self.orphans.found.extend(self.lineage.children(key))
-        bare = self.lineage.unlink(key)
-        if bare is not None:
-            self._settling.resettle(bare)
+    def _precedes(self, key: PageKey, parent: PageKey, *, fresh: bool) -> bool:
+        """Whether the page is one of those before ``parent``. Those before a reachable one were there already."""
+        if fresh and not self.orphans.pending and parent not in self.orphans:
+            return False
+        return self.lineage.precedes(key, parent)
+
+    def _begin(self, key: PageKey, parent: PageKey | None) -> None:
+        """The page gets its first copy, in flight: the page before it stays for it, as for a readable one."""
+        if parent is not None and not self._precedes(key, parent, fresh=True):
+            self.lineage.link(key, parent)
+            self._settling.resettle(parent)
+        self.orphans.begin(key, self.lineage.parent(key))
 
     def _forget_if_gone(self, key: PageKey) -> None:
         if not self.held(key):
             self.memory_only.forget(key)
             self.exactness.forget(key)
+            bare = self.lineage.unlink(key)
+            if bare is not None:
+                self._settling.resettle(bare)
+            self.orphans.gone(key)

@@ -54,6 +54,7 @@ class Runs:
         """
         table, source, held = self._tables[dst], self._tables[src], self._settling.held
         copies, free, enter = table.copies, table.free, table.policy.enter
+        unreachable = self._settling.unreachable
         found: list[tuple[int, int]] = []
         for key in keys:
             below = source.copies.get(key)
@@ -63,7 +64,8 @@ class Runs:
             if below.pins == 1:
                 held(key, src, source, below)
             slot = free.pop()
-            copies[key] = Copy(slot, 0, enter(key), pins=pins)
+            rank = table.policy.unreachable(key) if key in unreachable else enter(key)
+            copies[key] = Copy(slot, 0, rank, pins=pins)
             found.append((slot, below.slot))
         self._pages.exactness.loaded(keys[: len(found)], src, dst)
         table.arriving += len(found)
@@ -157,7 +159,7 @@ class Runs:
                 lineage.link(key, parent)
         table.used_nbytes += used
         table.idle += len(copies)
-        self._pages.orphans.found.extend(lineage.without_parent_in(copies))
+        self._pages.orphans.load(lineage.without_parent_in(copies))
         has_children, wait, droppable = lineage.has_children, table.wait, table.droppable
         for key, copy in copies.items():
             if not has_children(key):

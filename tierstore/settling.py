@@ -1,8 +1,9 @@
 """In which queue a copy waits that may leave its tier. Pure metadata, changed by residency alone.
 
 Evictable copies wait in one of three queues: ``droppable`` (the bytes are ready below, or the tier is the lowest for
-this page and holds the only copy), ``dirty`` (to be copied below first) and, in the lowest tier for the page,
-``mirrors`` of unpinned copies above, which go last: dropping one makes no more room above than it takes.
+this page and holds the only copy, or no request can reach the page), ``dirty`` (to be copied below first) and, in the
+lowest tier for the page, ``mirrors`` of unpinned copies above, which go last: dropping one makes no more room above
+than it takes.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Settling:
         """Pages that requests retain, wherever they are or will be, with their priority."""
         self.kept: dict[tuple[PageKey, Tier], int] = {}
         """Pages that expected requests are to find in a tier, there or not, with their priority: as retained there."""
+        self.unreachable: set[PageKey] = set()
+        """Pages that no request can reach: each of their copies that nobody holds is the next to leave its tier."""
         self._above = {tier: [t.copies for o, t in self._order if o < tier] for tier in tables}
         self._below = {tier: [t.copies for o, t in self._order if o > tier] for tier in tables}
 
@@ -39,9 +42,29 @@ class Settling:
         """Whether a slower tier holds a readable copy."""
         return _ready_in(self._below[tier], key)
 
-    def unwanted(self, key: PageKey) -> bool:
-        """Whether the page waits before all others: of a parent that is there, that it cannot be reached either."""
-        return any(key in t.copies and t.copies[key].rank < 0 for _, t in self._order)
+    def first_rank(self, key: PageKey, table: TierTable) -> int:
+        """Rank of a page that gets a copy in the tier."""
+        return table.policy.unreachable(key) if key in self.unreachable else table.policy.enter(key)
+
+    def cut_off(self, key: PageKey) -> None:
+        """The page cannot be reached: it leaves every tier before all that can."""
+        self.unreachable.add(key)
+        for tier, table in self._order:
+            copy = table.copies.get(key)
+            if copy is not None:
+                self._rerank(key, tier, table, copy, table.policy.unreachable(key))
+
+    def rejoin(self, key: PageKey) -> None:
+        """The page can be reached again: it enters every order anew, as a retained one where it is that."""
+        self.unreachable.discard(key)
+        for tier, table in self._order:
+            copy = table.copies.get(key)
+            if copy is not None:
+                priority = self.priority(key, tier)
+                policy = table.policy
+                rank = policy.enter(key) if priority is None else policy.retained(priority)
+                self._rerank(key, tier, table, copy, rank)
+                self.give_up_places(tier, table)
 
     def entered(self, keys: Sequence[PageKey], tier: Tier, table: TierTable) -> None:
         """The pages have got a copy: those that are retained or kept wait after the ordinary ones there, too."""
@@ -74,7 +97,12 @@ class Settling:
                 self.rerank(key, tier, table, copy, table.policy.unwanted())
 
     def rank_after_use(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy) -> int:
-        """A retained or kept page that could not be reached for a while waits after the ordinary ones again."""
+        """A retained or kept page that was unwanted for a while waits after the ordinary ones again.
+
+        One that cannot be reached stays where it is.
+        """
+        if copy.rank < 0 and key in self.unreachable:
+            return copy.rank
         priority = self.priority(key, tier) if copy.rank < 0 else None
         return table.policy.touch(key, copy.rank) if priority is None else table.policy.retained(priority)
 
@@ -105,6 +133,9 @@ class Settling:
 
     def settle(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy) -> None:
         """Puts a readable, unpinned copy into the queue it belongs to, and out of the others."""
+        if key in self.unreachable:
+            table.wait(copy, key, table.droppable)
+            return
         if tier == self._memory_only.lowest_for(key):
             mirror = held = False
             for copies in self._above[tier]:
@@ -135,9 +166,11 @@ class Settling:
                 self.rerank(key, tier, table, copy, rank)
 
     def rerank(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy, rank: int) -> None:
-        """Gives a copy another place in its tier's victim order."""
-        if rank == copy.rank:
-            return
+        """Gives a copy another place in its tier's victim order; no effect while the page cannot be reached."""
+        if rank != copy.rank and key not in self.unreachable:
+            self._rerank(key, tier, table, copy, rank)
+
+    def _rerank(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy, rank: int) -> None:
         table.withdraw(copy)
         copy.rank = rank
         if copy.ready and copy.pins == 0:

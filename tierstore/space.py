@@ -58,32 +58,45 @@ class Space:
             if not self._has_room(below) or not self.copy(key, tier, below):
                 return
 
-    def relieve(self, tier: Tier, wanted: int, now: float, above: Tier | None = None) -> None:
+    def relieve(
+        self,
+        tier: Tier,
+        wanted: int,
+        now: float,
+        above: Tier | None = None,
+        spared: PageKey | None = None,
+    ) -> None:
         """Where pages cannot be saved, drops what ``wanted`` pages need, leaf first, a batch at most.
 
         ``above``: the tier whose pages need the room. A page that both tiers hold goes from both: without its copy
-        here the one above would have to be saved in its place, for ever.
+        here the one above would have to be saved in its place, for ever. ``spared``: the page before the one that
+        needs the room, which would be out of reach without it.
         """
         below = self.below(tier)
         if below is None or self.room(tier) >= wanted:
             return
         self.give_way(tier, now)
         if not self.stuck(tier, below, now):
-            self.relieve(below, wanted - self.room(tier), now, tier)
+            self.relieve(below, wanted - self.room(tier), now, tier, spared)
             if not self.blocked(below, now):
                 return
+        leaves = self._tables[tier].leaves
         for _ in range(min(BATCH_PAGES, wanted - self.room(tier))):
-            key = self._tables[tier].leaves.first()
-            if key is None:
+            key = leaves.first()
+            if key is None or key == spared:
                 break
             self.drop(key, tier)
             copy = None if above is None else self._tables[above].copies.get(key)
             if above is not None and copy is not None and copy.ready and not copy.pins:
                 self.drop(key, above)
         if self.room(tier) < wanted:
-            self._drop_mirrored_leaf(tier, below)
-        if self.room(tier) < wanted and not len(self._tables[tier].leaves):
-            self._drop_before_saved(tier, wanted)
+            self._drop_mirrored_leaf(tier, below, spared)
+        # A page on its way here is about to be a leaf: without it what follows the dropped one is cut off for nothing.
+        if self.room(tier) < wanted and not leaves and self._traffic.quiet(tier, now, STALL_S):
+            if not any(len(self._tables[other].leaves) for other in self._tiers if other < tier):
+                self._drop_before_saved(tier, wanted)
+            elif above is None:
+                self._drop_end_above(tier)
 
     def give_way(self, tier: Tier, now: float) -> bool:
         """Where a tier is full of memory-only pages that stay for those after them above, drops these, a batch at most.
@@ -109,12 +122,23 @@ class Space:
         return dst in self.failing or self._traffic.stalled((src, dst), now, STALL_S)
 
     def copy_from_engine(
-        self, key: PageKey, slot: int, dst: Tier, parent: PageKey | None, *, memory_only: bool
+        self,
+        key: PageKey,
+        slot: int,
+        dst: Tier,
+        parent: PageKey | None,
+        *,
+        memory_only: bool,
+        coming: bool = False,
     ) -> bool:
-        """Plans the copy of a page that no tier has out of an engine's slot; False if there is no room."""
+        """Plans the copy of a page that no tier has out of an engine's slot; False if there is no room.
+
+        ``coming``: ``parent`` will be copied out of another slot, and counts as there.
+        """
+        follows = None if coming else parent
         nbytes = self._nbytes(dst)
         try:
-            dst_slot = self._residency.reserve(key, dst, nbytes, memory_only=memory_only)
+            dst_slot = self._residency.reserve(key, dst, nbytes, memory_only=memory_only, parent=follows)
         except CapacityError:
             return False
         self._residency.exactness.put(key, parent)
@@ -147,17 +171,40 @@ class Space:
         """Lets a readable copy go."""
         self._residency.dropped.append(self._residency.evict(key, tier))
 
-    def _drop_mirrored_leaf(self, tier: Tier, below: Tier) -> None:
+    def _drop_mirrored_leaf(self, tier: Tier, below: Tier, spared: PageKey | None) -> None:
         """Drops a last page of a sequence from both tiers, so that an earlier one can be saved in its place."""
         if self._has_room(below):
             return
         copies, lineage = self._tables[tier].copies, self._residency.lineage
         key = self._tables[below].mirrors.first_where(
-            lambda k: k in copies and copies[k].ready and not copies[k].pins and not lineage.has_children(k)
+            lambda k: (
+                k != spared
+                and k in copies
+                and copies[k].ready
+                and not copies[k].pins
+                and not lineage.has_children(k)
+            )
         )
         if key is not None:
             self.drop(key, below)
             self.drop(key, tier)
+
+    def _drop_end_above(self, tier: Tier) -> None:
+        """Drops the end of a sequence that goes on in a tier above, and the page before it from here.
+
+        The tiers above end what is here: no page of this tier could leave without cutting off another.
+        """
+        copies, parent = self._tables[tier].copies, self._residency.lineage.parent
+        for other in self._tiers:
+            if other >= tier:
+                return
+            key = self._tables[other].leaves.first_where(lambda k: parent(k) in copies)
+            if key is not None:
+                self.drop(key, other)
+                uncovered = self._tables[tier].leaves.first()
+                if uncovered is not None:
+                    self.drop(uncovered, tier)
+                return
 
     def _drop_before_saved(self, tier: Tier, wanted: int) -> None:
         """Drops pages that cannot be saved although what follows them was, a batch at most.

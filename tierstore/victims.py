@@ -58,6 +58,8 @@ def _left_bare(
         return not any(table.ready(page) for other, table in tables.items() if other != tier)
 
     copy = tables[tier].copies.get(key)
-    if copy is None or not copy.ready or copy.pins or key in victims or not only_here(key):
+    if copy is None or not copy.ready or copy.pins or copy.queue is tables[tier].droppable:
+        return False
+    if key in victims or not only_here(key):
         return False
     return all(child in victims and only_here(child) for child in lineage.children(key))

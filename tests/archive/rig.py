@@ -118,6 +118,11 @@ class Shelf:
     def has(self, key: PageKey) -> bool:
         return key in self.records
 
+    def reaches(self, key: PageKey | None) -> bool:
+        while key is not None and key in self.records:
+            key = self.records[key].head.parent
+        return key is None
+
     def take(self, records: Sequence[Record]) -> Taken:
         for number, each in enumerate(records):
             if len(self.records) == self.room:

@@ -180,6 +180,24 @@ def test_a_store_that_has_some_pages_gets_the_others(tmp_path: Path, payload: st
     assert require_answers(tmp_path / "two", keys, payload=payload) == PAGES
 
 
+def test_what_follows_a_page_that_is_out_of_reach_is_taken_only_with_the_missing_page(
+    tmp_path: Path, payload: str
+) -> None:
+    keys = chain(PAGES)
+    fill(tmp_path / "one", keys)
+    export(tmp_path / "one", tmp_path / "whole.tier")
+    export(tmp_path / "one", tmp_path / "end.tier", keys[5:])
+    fill(tmp_path / "two", keys[:5], payload=payload)
+    with store(tmp_path / "two", payload=payload) as opened:
+        opened.evict(keys[1:2])
+        opened.flush()
+    end = import_(tmp_path / "end.tier", tmp_path / "two", payload=payload)
+    assert (end.pages, end.orphans) == (0, tuple(keys[5:]))
+    whole = import_(tmp_path / "whole.tier", tmp_path / "two", payload=payload)
+    assert (whole.present, whole.complete) == (4, True)
+    assert require_answers(tmp_path / "two", keys, payload=payload) == PAGES
+
+
 def test_an_import_lowers_no_capacity(tmp_path: Path, payload: str) -> None:
     keys = chain(PAGES)
     fill(tmp_path / "one", keys, payload=payload)

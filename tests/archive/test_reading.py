@@ -67,6 +67,25 @@ def test_a_page_whose_parent_is_nowhere_is_an_orphan_and_so_is_all_after_it(tmp_
     before_it.require_right()
 
 
+def test_a_page_after_one_that_is_there_but_out_of_reach_is_left_out(tmp_path: Path) -> None:
+    keys = chain(6)
+    exported(tmp_path / "x.tier", Shelf.of(keys), keys[3:])
+    sink = Shelf()
+    sink.records[keys[2]] = record(keys[2], keys[1])
+    done = imported(tmp_path / "x.tier", sink)
+    assert (done.pages, done.orphans) == (0, tuple(keys[3:]))
+
+
+def test_pages_after_a_gap_that_the_file_closes_are_taken(tmp_path: Path) -> None:
+    path, keys = archive(tmp_path / "x.tier")
+    sink = Shelf()
+    for i in (2, 3):
+        sink.records[keys[i]] = record(keys[i], keys[i - 1])
+    done = imported(path, sink)
+    assert (done.pages, done.present, done.complete) == (4, 2, True)
+    sink.require_right()
+
+
 def test_a_full_store_takes_a_beginning_and_says_what_had_no_room(tmp_path: Path) -> None:
     path, keys = archive(tmp_path / "x.tier")
     sink = Shelf(room=4)

@@ -270,17 +270,6 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
         for slot in self.ready[Tier.HBM].values():
             self._refused(partial(residency.retire, Tier.HBM, slot))
 
-    @precondition(lambda self: self.orphans)
-    @rule()
-    def demote_orphans(self) -> None:
-        while self.residency.orphans.demote(1):
-            pass
-        for key in self.orphans:
-            if key in self.parents and not self._readable(self.parents[key]):
-                ranks = [t.copies[key].rank for t in self.residency.tables.values() if key in t.copies]
-                assert all(rank < 0 for rank in ranks), "an unreachable page is not at the front"
-        self.orphans.clear()
-
     # -- what always holds --------------------------------------------------------------------------------------
 
     @invariant()
@@ -296,6 +285,14 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
         for key in self.ready[Tier.NVME]:
             assert key in self.hardware.disk, "the record of a readable page was erased"
             assert key in self.hardware.after_queue(), "the record of a readable page will be erased"
+
+    @invariant()
+    def what_cannot_be_reached_is_what_the_model_says(self) -> None:
+        assert self.residency.orphans.keys == {key for key in KEYS if self._cut_off(key)}
+        for table in self.residency.tables.values():
+            copies = table.copies.items()
+            ranks = [(c.rank, self._cut_off(key)) for key, c in copies if c.ready and not c.pins]
+            assert [cut_off for _, cut_off in sorted(ranks)] == sorted((c for _, c in ranks), reverse=True)
 
     @invariant()
     def tables_say_what_the_model_says(self) -> None:
@@ -327,7 +324,8 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
         assert self.residency.memory_only.keys == self.confined
         assert self.residency.memory_only.refused == self.declined
         assert self.confined.isdisjoint(self.residency.tables[Tier.NVME].copies)
-        stored_after = {p for c, p in self.parents.items() if p in self.confined and c not in self.confined}
+        stored = {key for key in self.parents if self._readable(key)} - self.confined
+        stored_after = {self.parents[key] for key in stored} & self.confined
         assert stored_after <= self.permitted
 
     @invariant()

@@ -56,7 +56,6 @@ class ResidencyModel:
         self.hardware = Hardware(budget)
         self.ready: dict[Tier, dict[PageKey, int]] = {tier: {} for tier in TIERS}
         self.parents: dict[PageKey, PageKey] = {}
-        self.orphans: set[PageKey] = set()
         self.flights: list[Flight] = []
         self.holds: list[Hold] = []
         self.owned: list[int] = []
@@ -111,15 +110,32 @@ class ResidencyModel:
         decline: bool = False,
     ) -> Flight | None:
         reserved = RECORD if dst is Tier.NVME else 0
-        slot = self._attempt(lambda: self.residency.reserve(key, dst, reserved, src, memory_only=confine))
+        first = src is None and not self._held(key)
+        parent = PARENTS[key] if told else None
+        cut_off = self._after_a_gap(parent) if first else self._cut_off(key)
+        readable = {tier: set(keys) for tier, keys in self.ready.items()}
+        slot = self._attempt(
+            lambda: self.residency.reserve(
+                key, dst, reserved, src, memory_only=confine, parent=parent if first else None
+            )
+        )
         if slot is None:
             return None
+        if src is None or src < dst:
+            gone = readable[dst] - set(self.ready[dst])
+            assert not (cut_off and gone), "an unreachable page took a place"
+        if first:
+            assert parent is None or self._held(parent) or parent not in readable[dst], (
+                "it took its parent's place"
+            )
+            if parent is not None:
+                self.parents[key] = parent
         if decline and not self._held(key):
             self.residency.memory_only.refuse(key)
         self._put(key, confine=confine or decline, decline=decline)
         self._scribble(dst, slot)
         src_slot = -1 if src is None else self.ready[src][key]
-        flight = Flight(key, src, src_slot, dst, slot, min(nbytes, reserved), PARENTS[key] if told else None)
+        flight = Flight(key, src, src_slot, dst, slot, min(nbytes, reserved), parent)
         self.flights.append(flight)
         if dst is Tier.NVME:
             self._take_erases()
@@ -215,6 +231,14 @@ class ResidencyModel:
             self.confined.discard(key)
             self.declined.discard(key)
             self.permitted.discard(key)
+            self.parents.pop(key, None)
+
+    def _cut_off(self, key: PageKey) -> bool:
+        """Whether some page before this one, as far as they are known, has no copy, readable or on its way."""
+        return self._after_a_gap(self.parents.get(key))
+
+    def _after_a_gap(self, parent: PageKey | None) -> bool:
+        return parent is not None and (not self._held(parent) or self._cut_off(parent))
 
     def _held(self, key: PageKey) -> bool:
         return self._readable(key) or any(f.live and f.key == key for f in self.flights)
@@ -237,13 +261,19 @@ class ResidencyModel:
             assert self._everything() == before, "CapacityError changed something"
             return None
         pins = self._pins()
-        while self.residency.dropped:
-            tier, key, last, memory_only, refused = self.residency.dropped.popleft()
+        unreachable = {key for key in KEYS if self._cut_off(key)}
+        drops = list(self.residency.dropped)
+        self.residency.dropped.clear()
+        for tier, key, last, memory_only, refused, cut_off in drops:
+            assert cut_off is (key in unreachable)
+            if not cut_off:
+                first = {k for k, slot in self.ready[tier].items() if not pins[tier, slot]} & unreachable
+                assert not first, "a page that can be reached left before one that cannot"
             assert memory_only is (key in self.confined)
             assert refused is (key in self.declined)
             assert not pins[tier, self.ready[tier][key]], "a pinned copy was dropped"
             self._left(key, tier, last=last)
-            if last:
+            if last and not cut_off:
                 lowest = Tier.HOST if memory_only else Tier.NVME
                 assert tier is lowest, "a page was dropped that could have been saved below"
                 assert key not in self.parents.values(), "a page left before its readable child"
@@ -274,11 +304,8 @@ class ResidencyModel:
 
     def _left(self, key: PageKey, tier: Tier, *, last: bool) -> None:
         del self.ready[tier][key]
-        self._forget_if_gone(key)
         assert last is not self._readable(key)
-        if last:
-            self.parents.pop(key, None)
-            self.orphans |= {child for child, parent in self.parents.items() if parent == key}
+        self._forget_if_gone(key)
 
     def _readable(self, key: PageKey) -> bool:
         return any(key in copies for copies in self.ready.values())
@@ -326,5 +353,5 @@ class ResidencyModel:
             sorted(r.lineage.links()),
             list(r.dropped),
             list(r.erased),
-            list(r.orphans.found),
+            set(r.orphans.keys),
         )

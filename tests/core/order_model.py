@@ -1,4 +1,4 @@
-"""One tier's order beside a plain model: which pages are there, and in which of the three bands."""
+"""One tier's order beside a plain model: which pages are there, and in which of the four bands."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from types import ModuleType
 
+from tierstore.orphans import ranked_unreachable
 from tierstore.policy import History, Known, choosing
 from tierstore.types import PageKey
 
@@ -40,17 +41,27 @@ class Tier:
         self.touch(name)
 
     def touch(self, names: str) -> None:
-        """As residency does: the last page oldest."""
-        for name in reversed(names):
+        """As residency does: the last page oldest, and those that cannot be reached stay where they are."""
+        for name in [name for name in reversed(names) if self.bands[name] > -2]:
             self.ranks[name] = self.policy.touch(_key(name), self.ranks[name])
             self.bands[name] = max(self.bands[name], 0)
         self._moved()
 
     def retain(self, name: str, priority: int = 0) -> None:
-        self.ranks[name], self.bands[name] = self.policy.retained(priority), 1 + max(0, priority)
+        if self.bands[name] > -2:
+            self.ranks[name], self.bands[name] = self.policy.retained(priority), 1 + max(0, priority)
 
     def unwant(self, name: str) -> None:
-        self.ranks[name], self.bands[name] = self.policy.unwanted(), -1
+        if self.bands[name] > -2:
+            self.ranks[name], self.bands[name] = self.policy.unwanted(), -1
+
+    def cut_off(self, name: str) -> None:
+        self.ranks[name], self.bands[name] = self.policy.unreachable(_key(name)), -2
+
+    def rejoin(self, name: str) -> None:
+        if self.bands[name] == -2:
+            self.ranks[name], self.bands[name] = self.policy.enter(_key(name)), 0
+            self._moved()
 
     def end_retention(self, names: str) -> None:
         for name in names:
@@ -86,13 +97,16 @@ def run(tier: Tier, steps: list[tuple[str, str]]) -> None:
                 "u": tier.unwant,
                 "x": tier.leave,
                 "e": tier.end_retention,
+                "c": tier.cut_off,
+                "b": tier.rejoin,
             }
             act.get(step, tier.hit)(name)
         ranks = tier.ranks
         assert len(set(ranks.values())) == len(ranks), "two pages have one rank"
         bands = [tier.bands[name] for name in sorted(ranks, key=ranks.__getitem__)]
-        assert bands == sorted(bands), "unwanted pages go first, retained ones last"
+        assert bands == sorted(bands), "unreachable pages go first, then unwanted ones, retained ones last"
         assert all((ranks[name] < 0) == (tier.bands[name] < 0) for name in ranks)
+        assert all(ranked_unreachable(ranks[name]) == (tier.bands[name] == -2) for name in ranks)
 
 
 def _key(name: str) -> PageKey:

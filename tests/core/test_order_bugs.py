@@ -12,6 +12,14 @@ from tests.support.planting import Bug
 from tierstore.policy import choosing, orders, windowed
 
 BUGS = [
+    (
+        "lru",
+        Bug(
+            "unreachable pages are unwanted ones",
+            "return -BAND - 1 - next(self._next)",
+            "return self.unwanted()",
+        ),
+    ),
     ("lru", Bug("unwanted pages are normal ones", "next(self._next) - BAND", "next(self._next)")),
     (
         "lru",
@@ -134,7 +142,7 @@ WINDOWED_BUGS = [
 def _search(tier: type[Tier], name: str, code: object) -> None:
     rng = random.Random(1)
     for _ in range(400):
-        steps = [(rng.choice("pprRhhuxe"), rng.choice(pages())) for _ in range(60)]
+        steps = [(rng.choice("pprRhhuxecb"), rng.choice(pages())) for _ in range(60)]
         run(tier(name, code=code), steps)  # type: ignore[arg-type]
 
 

@@ -60,7 +60,7 @@ def test_the_end_of_a_retention_makes_a_page_normal_and_leaves_others_alone(name
 
 
 @pytest.mark.parametrize("name", ORDERS)
-@given(steps=st.lists(st.tuples(st.sampled_from("prRhuxe"), st.sampled_from(pages())), max_size=80))
+@given(steps=st.lists(st.tuples(st.sampled_from("prRhuxecb"), st.sampled_from(pages())), max_size=80))
 def test_every_order_is_an_order(name: str, steps: list[tuple[str, str]]) -> None:
     run(Tier(name), steps)
 

@@ -12,7 +12,17 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.core.machine import ResidencyMachine
 from tests.core.model import Code
 from tests.support import planting
-from tierstore import lineage, memory_only, quarantine, residency, runs, settling, tier_table, victims
+from tierstore import (
+    lineage,
+    memory_only,
+    orphans,
+    quarantine,
+    residency,
+    runs,
+    settling,
+    tier_table,
+    victims,
+)
 from tierstore.errors import TierStoreError
 from tierstore.policy import queue
 
@@ -245,16 +255,112 @@ BUGS = [
         "        if copy is None:\n            self._quarantine.let_go(dst",
     ),
     Bug(
-        "orphans are not noted",
+        "what follows a page that left counts as reachable",
         residency,
-        "        self.orphans.found.extend(self.lineage.children(key))\n        bare",
-        "        bare",
+        "            self.orphans.gone(key)",
+        "            self.orphans.keys.discard(key)",
+    ),
+    Bug(
+        "a page that left is remembered as unreachable",
+        orphans,
+        "        self._unreachable.discard(key)\n",
+        "",
+    ),
+    Bug(
+        "a page put after one that is not there counts as reachable",
+        residency,
+        "            self.orphans.recheck(key, lineage.parent(key))\n",
+        "            pass\n",
+    ),
+    Bug(
+        "what follows a page that came back counts as unreachable",
+        residency,
+        "        if first:\n            self.orphans.recheck_children(key)\n\n    def _precedes",
+        "\n    def _precedes",
+    ),
+    Bug(
+        "what follows a page on its way counts as unreachable",
+        residency,
+        "        if first:\n            self.orphans.recheck_children(key)\n        return slot",
+        "        return slot",
+    ),
+    Bug(
+        "a page on its way is reachable whatever it follows",
+        residency,
+        "        self.orphans.begin(key, self.lineage.parent(key))\n",
+        "",
+    ),
+    Bug(
+        "only the children of a lost page become unreachable",
+        orphans,
+        "            self._push(key)\n\n    def _push",
+        "            pass\n\n    def _push",
+    ),
+    Bug(
+        "a page on its way does not count as there",
+        orphans,
+        "not self._pages.held(parent))",
+        "self._pages.where(parent) is None)",
+    ),
+    Bug(
+        "a page after an unreachable one is reachable",
+        orphans,
+        "(parent in self._unreachable or not",
+        "(not",
+    ),
+    Bug(
+        "an unreachable page waits for those after it",
+        settling,
+        "        if key in self.unreachable:\n            table.wait(copy, key, table.droppable)\n            return\n",
+        "",
+    ),
+    Bug(
+        "use moves an unreachable page among the others",
+        settling,
+        "        if copy.rank < 0 and key in self.unreachable:\n            return copy.rank\n",
+        "",
+    ),
+    Bug(
+        "a retained page that cannot be reached stays with those that can",
+        settling,
+        "if rank != copy.rank and key not in self.unreachable:",
+        "if rank != copy.rank:",
+    ),
+    Bug(
+        "a copy of an unreachable page is ordinary",
+        settling,
+        "table.policy.unreachable(key) if key in self.unreachable else table.policy.enter(key)",
+        "table.policy.enter(key)",
+    ),
+    Bug(
+        "an unreachable page takes a place below",
+        residency,
+        "if cut_off and not table.has_space(nbytes):",
+        "if False:",
+    ),
+    Bug(
+        "a page takes the place of the one before it",
+        residency,
+        "if parent is not None and parent in victims and not self._elsewhere(parent, table):",
+        "if False:",
+    ),
+    Bug(
+        "a page that can be reached again stays first to leave",
+        settling,
+        "                self._rerank(key, tier, table, copy, rank)\n                self.give_up",
+        "                self.give_up",
+    ),
+    Bug(
+        "an unreachable page counts twice as a victim",
+        victims,
+        " or copy.queue is tables[tier].droppable:",
+        ":",
     ),
     Bug(
         "a copy saved below stays unsaved",
         residency,
-        "        else:\n            self._settling.resettle(key)\n        return Drop",
-        "        return Drop",
+        "        else:\n            self._settling.resettle(key)\n        return drop",
+        "        return drop",
     ),
     Bug(
         "too few victims are dropped",
@@ -291,7 +397,7 @@ BUGS = [
     Bug(
         "a page that is put again becomes memory-only",
         residency,
-        "        if memory_only and not self.held(key):\n            self.memory_only.restrict(key)\n        self.ex",
+        "        if memory_only and fresh:\n            self.memory_only.restrict(key)\n        self.ex",
         "        if memory_only:\n            self.memory_only.restrict(key)\n        self.ex",
     ),
     Bug(
@@ -385,6 +491,7 @@ def with_bug(bug: Bug) -> Code:
             lineage,
             memory_only,
             settling,
+            orphans,
             runs,
             tier_table,
             victims,
@@ -395,6 +502,7 @@ def with_bug(bug: Bug) -> Code:
     vars(rooms[tier_table])["VictimQueue"] = vars(rooms[queue])["VictimQueue"]
     vars(rooms[residency])["Lineage"] = vars(rooms[lineage])["Lineage"]
     vars(rooms[residency])["Settling"] = vars(rooms[settling])["Settling"]
+    vars(rooms[residency])["Orphans"] = vars(rooms[orphans])["Orphans"]
     vars(rooms[residency])["Runs"] = vars(rooms[runs])["Runs"]
     vars(rooms[residency])["MemoryOnly"] = vars(rooms[memory_only])["MemoryOnly"]
     vars(rooms[residency])["choose_victims"] = vars(rooms[victims])["choose_victims"]

@@ -45,7 +45,7 @@ def test_what_was_evicted_does_not_come_back(tmp_path: Path) -> None:
         assert store.match(chain(3)).num_pages == 1
 
 
-def test_a_page_without_its_parent_is_the_first_to_go_after_a_restart(tmp_path: Path) -> None:
+def test_pages_below_a_gap_are_the_first_to_leave_after_a_restart_deepest_first(tmp_path: Path) -> None:
     # F077
     config = tiers(4, 8, tmp_path)
     with TierStore.open(config, SPEC) as store:
@@ -58,6 +58,7 @@ def test_a_page_without_its_parent_is_the_first_to_go_after_a_restart(tmp_path: 
         assert store.match(chain(3)[1:]).num_pages == 2
         assert list(store._directory.residency.tables[Tier.NVME].droppable) == [
             chain(3)[2],
+            chain(3)[1],
             chain(1, "whole")[0],
         ]
 

@@ -1,9 +1,9 @@
 """Victim order per tier. An order and nothing else: it sees ranks, keys and records, never slots, bytes or clocks.
 
 A rank is an integer given when a page enters a tier and renewed when it is used; the evictable page of lowest rank
-goes first. Ranks are unique and live in three bands: unwanted pages before all others, retained pages after all
-others, those of higher priority last. Which pages are evictable is not the order's business: a page with readable
-children never is, so every order is leaf first.
+goes first. Ranks are unique and live in four bands: pages that cannot be reached before all others, then unwanted
+pages, and retained pages after all others, those of higher priority last. Which pages are evictable is not the order's
+business: a reachable page with readable children never is, so every order is leaf first.
 """
 
 from __future__ import annotations
@@ -51,6 +51,14 @@ class Fifo:
         """Rank before every normal page: nobody will ask for this one again."""
         return next(self._next) - BAND
 
+    def unreachable(self, key: PageKey) -> int:
+        """Rank before every other page, and before pages that became unreachable earlier: deeper ones leave first.
+
+        The order forgets the page until it enters again.
+        """
+        self._forget(key)
+        return -BAND - 1 - next(self._next)
+
     def retained(self, priority: int = 0) -> int:
         """Rank after every normal page: somebody announced to come back for this one.
 
@@ -64,6 +72,9 @@ class Fifo:
 
     def left(self, key: PageKey, rank: int) -> None:
         """The page left the tier."""
+
+    def _forget(self, key: PageKey) -> None:
+        """The page is in none of the order's segments any more."""
 
     def moved(self) -> Iterator[tuple[PageKey, int, int]]:
         """Pages, with their ranks before and now, that lost their place to others since this was last asked."""
@@ -171,6 +182,9 @@ class Slru(Fifo):
         """It is protected no more."""
         if self._protected.get(key) == rank:
             del self._protected[key]
+
+    def _forget(self, key: PageKey) -> None:
+        self._protected.pop(key, None)
 
     def moved(self) -> Iterator[tuple[PageKey, int, int]]:
         moved, self._moved = self._moved, []

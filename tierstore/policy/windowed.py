@@ -90,6 +90,10 @@ class S3Fifo(_Windowed):
         if _MAIN <= rank < _WINDOW:
             self._round = max(self._round, (rank >> SHIFT) - 1)
 
+    def _forget(self, key: PageKey) -> None:
+        self._window.pop(key, None)
+        self._counted.pop(key, None)
+
     def _keep(self, rounds: int) -> int:
         return _MAIN * (1 + self._round + rounds) + next(self._next)
 

@@ -134,11 +134,20 @@ class ClosedSink:
         self._shard = shard
         self._catalogue = shard.catalogue
         self._lock = Lock()
-        self._present = {key for key, _, _ in shard.catalogue.reader.summaries()}
+        self._present: set[PageKey] = set()
+        self._cut_off: dict[PageKey, list[PageKey]] = {}
+        """By the page before them: pages that cannot be reached yet."""
+        self._reached: set[PageKey] = set()
+        for key, parent, _ in shard.catalogue.reader.summaries():
+            self._note(key, parent)
 
     def has(self, key: PageKey) -> bool:
         """``Sink.has``."""
         return key in self._present
+
+    def reaches(self, key: PageKey) -> bool:
+        """``Sink.reaches``."""
+        return key in self._reached
 
     def take(self, records: Sequence[Record]) -> Taken:
         """``Sink.take``: each batch is one transaction."""
@@ -186,8 +195,21 @@ class ClosedSink:
             return 0
         except (lmdb.Error, OSError) as error:
             raise _refused(error) from error
-        self._present.update(page.key for page in pages[:count])
+        for page in pages[:count]:
+            self._note(page.key, page.parent)
         return count
+
+    def _note(self, key: PageKey, parent: PageKey | None) -> None:
+        """A page is there: it is reached if the one before it is, and with it what waits for it."""
+        self._present.add(key)
+        if parent is not None and parent not in self._reached:
+            self._cut_off.setdefault(parent, []).append(key)
+            return
+        reached = [key]
+        while reached:
+            found = reached.pop()
+            self._reached.add(found)
+            reached += self._cut_off.pop(found, ())
 
 
 def _refuse_lower(path: Path, marker: home.ShardMarker) -> None:

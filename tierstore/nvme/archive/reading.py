@@ -123,10 +123,11 @@ class _Reading:
     async def _page(self, item: form.Item, found: Record | str | None) -> None:
         if self.sink.has(item.key):
             self.present += 1
-            self._kept.add(item.key)
+            if item.parent in self._kept or self.sink.reaches(item.key):
+                self._kept.add(item.key)
         elif self.no_room:
             self.no_room.append(item.key)
-        elif not (item.parent is None or item.parent in self._kept or self.sink.has(item.parent)):
+        elif not (item.parent is None or item.parent in self._kept or self.sink.reaches(item.parent)):
             self.orphans.append(item.key)
         else:
             await self._take(item, found)

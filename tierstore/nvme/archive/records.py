@@ -66,6 +66,10 @@ class Sink(Protocol):
         """Whether the page is there already. Quick: also called on the event loop's thread. Any thread."""
         ...
 
+    def reaches(self, key: PageKey) -> bool:
+        """Return whether the page and every page before it are there. As ``has``."""
+        ...
+
     def take(self, records: Sequence[Record]) -> Taken:
         """Keep records up to the first that cannot be kept; those kept are there on return.
 
