@@ -27,8 +27,8 @@ def occupancy(directory: Directory, tier: Tier) -> str:
 
 def explain_page(directory: Directory, key: PageKey) -> dict[str, object]:
     """Copies by tier ("ready" or "arriving", pins), whether the copy in HBM still waits for its writer's event, parent,
-    whether all pages before it are there, whether only memory may hold it, or does until admission wants it on disk, why
-    it went if lately."""
+    whether all pages before it are there, whether only memory may hold it, or does until admission wants it on disk,
+    why it went if lately."""
     copies = {
         tier.name: {"state": "ready" if copy.ready else "arriving", "pins": copy.pins}
         for tier, table in directory.residency.tables.items()
