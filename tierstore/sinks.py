@@ -44,6 +44,7 @@ class Sink:
 class _Step(Enum):
     DONE = "done"
     FAILED = "failed"
+    PASSED = "passed"
     MOVING = "moving"
     BLOCKED = "blocked"
 
@@ -161,7 +162,7 @@ class Sinks:
             return _Step.MOVING
         if key in self._residency.orphans:
             # It costs no page its place. A flush passes it over; who asked for this page is told.
-            return _Step.DONE if sink.keep else _Step.FAILED
+            return _Step.PASSED if sink.keep else _Step.FAILED
         self._space.make_room(dst, 1, now)
         to_be_stored = key not in self._residency.memory_only
         if to_be_stored and self._space.give_way(dst, now) and self._space.copy(key, src, dst):

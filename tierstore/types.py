@@ -221,6 +221,7 @@ class FlushResult:
     ``durable``: pages in memory at the call that are on disk. ``failed``: pages that could not be written; they stay in
     memory and are tried again. ``pending``: pages still on their way when the disk had made no progress for 10 s.
     ``pending_erases``: evicted pages that a restart now could bring back; the store goes on trying to erase them.
+    A page that no request can reach and for which the tiers below have no free room counts in none of them.
     """
 
     durable: int = 0

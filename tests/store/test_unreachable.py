@@ -9,10 +9,24 @@ import pytest
 import torch
 
 from tests.core.order_model import ORDERS
-from tests.support.pages import PATIENCE_S, SPEC, chain, content, fill, page_tensor, read, same, tiers, write
+from tests.support.pages import (
+    PATIENCE_S,
+    SPEC,
+    chain,
+    content,
+    counter,
+    fill,
+    page_tensor,
+    read,
+    same,
+    tier_stats,
+    tiers,
+    where,
+    write,
+)
 from tierstore.gpu.pool import EnginePages
 from tierstore.store import TierStore
-from tierstore.types import Hint, LeaseState, PageKey, PageSpec
+from tierstore.types import Hint, LeaseState, PageKey, PageSpec, Tier
 
 LARGE = PageSpec(num_layers=2, page_size=16, num_kv_heads=8, head_dim=128, dtype="float16", model="test")
 """Few pages of these fill the smallest disk."""
@@ -109,7 +123,7 @@ def test_a_prompt_longer_than_memory_and_disk_fills_both_with_its_beginning(tmp_
         keys = chain(80)
         for _ in range(2):
             ask(store, keys)
-            resident = store.stats()["tiers"]["NVME"]["resident"]
+            resident = tier_stats(store, Tier.NVME)["resident"]
             assert 0 < resident < len(keys) // 2
             assert store.match(keys).num_pages >= resident + 8
 
@@ -142,7 +156,7 @@ def test_an_engines_prompt_longer_than_host_memory_and_disk_fills_both(chunk: in
         for name in ("one", "one", "other", "one"):
             keys = chain(100, name)
             engine.ask(keys, chunk)
-            resident = store.stats()["tiers"]["NVME"]["resident"]
+            resident = tier_stats(store, Tier.NVME)["resident"]
             assert store.match(keys).num_pages == resident + 16 < len(keys)
 
 
@@ -212,12 +226,12 @@ def test_a_page_whose_parent_was_never_held_is_out_of_reach_until_the_parent_arr
         assert store.drain(PATIENCE_S)
         assert state(store, keys) == ".oo"
         assert store.stats()["unreachable"] == 2
-        assert store.stats()["tiers"]["HOST"]["resident"] == 0
+        assert tier_stats(store, Tier.HOST)["resident"] == 0
         put_after(store, keys[0], None)
         assert store.drain(PATIENCE_S)
         assert state(store, keys) == "xxx"
         assert store.stats()["unreachable"] == 0
-        assert store.stats()["tiers"]["HOST"]["resident"] == 3
+        assert tier_stats(store, Tier.HOST)["resident"] == 3
         store.check()
 
 
@@ -236,7 +250,7 @@ def test_an_unreachable_page_is_counted_as_such_when_it_leaves() -> None:
         store.evict(keys[:1])
         write(store, chain(2, "new"))
         assert store.explain(keys)[1]["lost"] == "unreachable"
-        assert store.stats()["counters"]["dropped_copies"]["HBM,unreachable"] == 1
+        assert counter(store, "dropped_copies", "HBM,unreachable") == 1
 
 
 # -- tiers below ------------------------------------------------------------------------------------------------------
@@ -248,9 +262,10 @@ def test_an_unreachable_page_takes_no_place_below_from_a_page_that_can_be_reache
         write(store, held)
         assert store.drain(PATIENCE_S)
         put_after(store, cut[2], cut[1])
-        store.flush()
+        flushed = store.flush()
+        assert (flushed.durable, flushed.failed) == (4, 0)
         assert store.drain(PATIENCE_S)
-        assert all("HOST" in page["copies"] for page in store.explain(held))
+        assert all(Tier.HOST in where(store, key) for key in held)
         assert state(store, cut) == "..o"
         store.check()
 
