@@ -122,39 +122,39 @@ def weights_now(
     """
     fingerprint = str(store.stats()["fingerprint"])
     identities = _given.get(fingerprint)
-    tokens = []
+    states, tokens = [], []
     for number, model in enumerate(models):
         weights = weights_of(model)
+        state = weights.look(model)
+        states.append(state)
         if identities is None:
-            tokens.append(_since_first(weights, model, fingerprint, told))
+            tokens.append(_since_first(weights, model, state, fingerprint, told))
         else:
-            tokens.append(_unless(weights, model, identities[number]))
-    states = tuple(weights_of(model).look(model) for model in models)
-    return states, (f"tierstore weights {' '.join(tokens)}",) if any(tokens) else ()
+            tokens.append(_unless(weights, model, state, identities[number]))
+    return tuple(states), (f"tierstore weights {' '.join(tokens)}",) if any(tokens) else ()
 
 
-def _unless(weights: Weights, model: PreTrainedModel, identity: str) -> str:
+def _unless(weights: Weights, model: PreTrainedModel, state: State, identity: str) -> str:
     """The digest of a model's weights, unless they are those of this identity."""
     if identity not in weights.names and model_identity(model) != identity:
         raise ValueError(
             "the store keeps the pages of another model of the same geometry, or of this one in another dtype: open "
             "it with page_specs of this very model (and draft model), after the last edit of its weights"
         )
-    _require_known(weights.look(model))
-    digest = weights.digest(model)
+    _require_known(state)
+    digest = weights.digest(model, state)
     return "" if digest == weights.names[identity] else digest
 
 
-def _since_first(weights: Weights, model: PreTrainedModel, fingerprint: str, told: bool) -> str:
+def _since_first(weights: Weights, model: PreTrainedModel, state: State, fingerprint: str, told: bool) -> str:
     """The adapters in force, and the digest of all weights if they have changed since the first request."""
-    state = weights.look(model)
     first = weights.first.setdefault(fingerprint, state.generation)
     if state.generation == first:
         return state.adapters
     if state.unknown is not None and told:
         return state.adapters
     _require_known(state)
-    return weights.digest(model)
+    return weights.digest(model, state)
 
 
 def _require_known(state: State) -> None:

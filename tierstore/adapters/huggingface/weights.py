@@ -89,10 +89,13 @@ class Weights:
             return True
         return self.look(model) == state
 
-    def digest(self, model: PreTrainedModel) -> str:
-        """Return a digest of all that decides K/V now. The content of each tensor is hashed once, until it changes."""
+    def digest(self, model: PreTrainedModel, seen: State | None = None) -> str:
+        """Return a digest of all that decides K/V now, or did when ``seen`` was looked at, just before.
+
+        The content of each tensor is hashed once, until it changes.
+        """
         with self._lock:
-            state = self.look(model)
+            state = self.look(model) if seen is None or seen is not self._state else seen
             assert self._walk is not None
             if not self._base:
                 each = (
