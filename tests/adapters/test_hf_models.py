@@ -53,7 +53,7 @@ def of_class(name: str) -> Outcome:
 def test_logits_over_a_store_are_those_of_plain_transformers(name: str) -> None:
     found = of_class(name)
     assert found.kind == "equal", found
-    assert found.control > 3, "another token at the beginning hardly shows: this shows nothing"
+    assert found.control > 50, "another token at the beginning hardly shows: this shows nothing"
 
 
 @pytest.mark.parametrize(("name", "why"), REFUSED.items(), ids=REFUSED)

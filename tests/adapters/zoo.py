@@ -21,7 +21,7 @@ from tierstore.adapters.huggingface import ATTENTION, TierStoreCache, cache_argu
 
 WINDOW = 16
 MOST_PARAMETERS = 120_000_000
-TOLERANCE = 2e-3
+TOLERANCE = 1e-4
 """Of the largest logit; a wrong page shows as far more (``Outcome.control``)."""
 
 _TEXT: dict[str, Any] = {
