@@ -281,7 +281,7 @@ def test_a_sliding_mask_on_a_layer_that_the_configuration_calls_full_is_refused(
         lambda _, __, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
     )
     decoder.register_forward_pre_hook(
-        lambda _, args, kwargs: (args, {**kwargs, "attention_mask": masks[-1]}), with_kwargs=True
+        lambda _, args, kwargs: (args, {**kwargs, "attention_mask": masks.pop()}), with_kwargs=True
     )
     with refused(model, random_prompt(3 * PAGE), "attends within 16 tokens, its configuration says None"):
         pass
