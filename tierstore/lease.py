@@ -176,7 +176,8 @@ class Lease:
 
         An event: wait for it before reading, on the host or with ``stream.wait_event``; it ends these copies, and the
         writing of pages put with an event, both those the lease covers and those sealed under it, whoever put them.
-        A single event is returned as it was given. Later layers may still be on their way: pages from HOST come by
+        A single event is returned as it was given; one that a CUDA stream cannot wait for comes in an event that it
+        can. Later layers may still be on their way: pages from HOST come by
         groups of layers, all pages of the lease a group. Where a copy fails later, or a ``put`` takes its
         place, ``wait`` still cuts the lease: what was computed from the pages it takes away is void. A page that the
         CPU decodes, or that comes from NVMe without HOST, counts as queued once it is there whole.
