@@ -351,12 +351,6 @@ BUGS = [
         "                self.give_up",
     ),
     Bug(
-        "an unreachable page counts twice as a victim",
-        victims,
-        " or copy.queue is tables[tier].droppable:",
-        ":",
-    ),
-    Bug(
         "a copy saved below stays unsaved",
         residency,
         "        else:\n            self._settling.resettle(key)\n        return drop",

@@ -44,6 +44,15 @@ def test_a_parent_goes_after_its_last_child_and_then_at_its_own_rank(
     assert chosen(family(40), nbytes) == victims
 
 
+def test_an_unreachable_page_counts_once_although_its_child_leaves_with_it() -> None:
+    residency = Residency({Tier.NVME: TierTable(Lru(), budget_nbytes=30)})
+    for key, parent in ((OLD_CHILD, ROOT), (NEW_CHILD, OLD_CHILD), (LONER, None)):
+        slot = residency.reserve(key, Tier.NVME, 10, parent=parent)
+        residency.commit(key, Tier.NVME, slot, 10, parent)
+    assert chosen(residency, 20) == [NEW_CHILD, OLD_CHILD]
+    assert chosen(residency, 30) == [NEW_CHILD, OLD_CHILD, LONER]
+
+
 def test_choosing_changes_nothing() -> None:
     residency = family(40)
     before = (list(residency.tables[Tier.NVME].droppable), residency.tables[Tier.NVME].used_nbytes)
