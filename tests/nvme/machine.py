@@ -154,10 +154,11 @@ class TierMachine(RuleBasedStateMachine):
         self.check(list(range(NUMBERS)))
 
     @precondition(lambda self: self.refusals < 1)
-    @rule(these=some, gone=some, version=versions, there_before=st.booleans())
+    @rule(these=some, gone=some, version=versions, there_before=st.booleans(), killed=st.booleans())
     def write_and_erase_on_a_refusing_disk(
-        self, these: list[int], gone: list[int], version: int, there_before: bool
+        self, these: list[int], gone: list[int], version: int, there_before: bool, killed: bool
     ) -> None:
+        """Erases are durable once they are synced, by a tombstone, whether the process is killed then or goes on."""
         if there_before:
             self.write(these, version + 1)
         self.refusals += 1
@@ -165,11 +166,17 @@ class TierMachine(RuleBasedStateMachine):
             ack = self.rig.ack(self.submit(these, version))
             assert ack.failures == tuple((index, Failure.IO_ERROR) for index in range(len(these)))
             self.rig.erase(gone)
-            assert not self.rig.tier.sync(PATIENCE_S)
+            assert self.rig.tier.sync(PATIENCE_S)
+            self.erased(these)
+            self.erased(gone)
+            if killed:
+                self.watch.snapshot_in(0, self.root / "left")
+                self.watch._event()
+        if killed:
+            self.go_on_with_what_is_left()
+            self.check_records()
         wait_until_writable(self.rig)
         assert self.rig.tier.sync(PATIENCE_S)
-        self.erased(these)
-        self.erased(gone)
         self.check(list(range(NUMBERS)))
 
     @rule(these=some)

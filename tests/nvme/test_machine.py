@@ -20,7 +20,7 @@ BUGS = {
     ),
     "key not compared": ("codec.py", "if found.key != key:", "if False:"),
     "fingerprint not compared": ("codec.py", "if found.fingerprint != fingerprint:", "if False:"),
-    "erase skipped": ("nvme/catalogue.py", "txn.delete(key, db=self._catalogue)", "pass"),
+    "erase skipped": ("nvme/catalogue.py", "txn.delete(key, db=self._env.catalogue)", "pass"),
     "erase moved before a write of its key": (
         "nvme/work.py",
         "if not written.isdisjoint(item.keys):",
@@ -33,8 +33,8 @@ BUGS = {
     ),
     "an old record is not replaced": (
         "nvme/records.py",
-        ".data, db=self._pages)",
-        ".data, overwrite=False, db=self._pages)",
+        ".data, db=self._env.pages)",
+        ".data, overwrite=False, db=self._env.pages)",
     ),
     "a failed write leaves the old record": (
         "nvme/writer.py",

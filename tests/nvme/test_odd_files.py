@@ -13,7 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.nvme.rig import CAPACITY, FINGERPRINT, PAGE, Rig, data_file, extent_files
+from tests.nvme.rig import (
+    CAPACITY,
+    FINGERPRINT,
+    PAGE,
+    Rig,
+    data_file,
+    data_file_is_read_only,
+    extent_files,
+)
 from tierstore.errors import ConfigError
 from tierstore.nvme.inspection import inspect, purge, verify
 
@@ -153,6 +161,57 @@ def test_a_file_that_holds_no_page_and_is_odd_is_moved_away_and_every_page_is_th
     found, (line,) = opened(home, caplog)
     assert found == set(range(20))
     assert f"{name} is {kind} and was renamed to {name}.damaged-1" in line
+
+
+@odd
+def test_tombstones_that_are_odd_drop_every_page_once_and_are_made_anew(
+    home: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    tombstones = data_file(home).with_name("erased.bin")
+    make_odd(tombstones, kind)
+    inspect(home), verify(home)
+    caplog.clear()
+    found, (line,) = opened(home, caplog)  # nobody knows what they named
+    assert found == set()
+    assert f"erased.bin is {kind}" in line
+    assert tombstones.is_file()
+    assert not tombstones.is_symlink()
+    rig = Rig(home)
+    assert rig.write(range(20)).ok
+    rig.close()
+    caplog.clear()
+    assert opened(home, caplog) == (set(range(20)), [])
+
+
+def test_tombstones_are_never_read_or_written_through_a_link(home: Path) -> None:
+    tombstones, foreign = data_file(home).with_name("erased.bin"), home.with_name("foreign")
+    raw = tombstones.read_bytes()
+    tombstones.rename(foreign)
+    tombstones.symlink_to(foreign)
+    rig = Rig(home)
+    assert rig.write(range(20)).ok
+    with data_file_is_read_only(home):
+        rig.erase([3])
+        assert rig.tier.sync(PATIENCE_S)
+        rig.close()
+    assert foreign.read_bytes() == raw
+    assert pages_of(home) == set(range(20)) - {3}
+
+
+@pytest.mark.parametrize("nbytes", [0, 1 << 20])
+@pytest.mark.parametrize(
+    "name", ["extent-0000000001.bin", "extent-9999999999.bin", "extent-00000.bin", "extent-1.bin"]
+)
+def test_a_file_that_only_looks_like_an_extent_file_is_left_alone_and_costs_nothing(
+    home: Path, caplog: pytest.LogCaptureFixture, name: str, nbytes: int
+) -> None:
+    (data_file(home).parent / name).write_bytes(bytes(nbytes))
+    assert opened(home, caplog) == (set(range(20)), [])
+    rig = Rig(home)
+    assert rig.write(range(100, 140)).ok  # more than the extent files that are there have room for
+    assert rig.present(range(100, 140)) == set(range(100, 140))
+    rig.close()
+    assert (data_file(home).parent / name).read_bytes() == bytes(nbytes)
 
 
 @odd

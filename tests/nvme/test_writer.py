@@ -160,6 +160,14 @@ def test_what_queues_up_is_committed_together(rig: WriterRig) -> None:
     assert rig.outbox.counts()["batches"] == 1
 
 
+def test_a_queued_erase_of_a_record_counts_once_however_often_it_is_queued() -> None:
+    queue = WorkQueue(4)
+    queue.add(EraseWork(dict.fromkeys([key(1), key(2)])))
+    queue.add(SyncWork())
+    queue.add(EraseWork(dict.fromkeys([key(2), key(3)])))
+    assert queue.num_erases == 3
+
+
 def test_a_sync_mark_ends_a_batch_and_erases_do_not_pass_it() -> None:
     queue = WorkQueue(4)
     mark = SyncWork()

@@ -273,6 +273,10 @@ class Catalogue:
         """Whether there is a record of the page."""
         return self._env.entry(key) is not None
 
+    def in_doubt(self, key: PageKey) -> bool:
+        """Whether a commit that failed has left a slot that is free only after another change of this record."""
+        return self._records.in_doubt(key)
+
     def make_places(self, pages: Sequence[Page]) -> bool:
         """Bring free blocks together after ``store`` had no place for these; whether that is worth another try."""
         return self._space is not None and self._space.join_holes(len(pages))

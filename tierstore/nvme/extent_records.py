@@ -113,6 +113,9 @@ class ExtentRecords:
                 self._doubts.setdefault(key, set()).update(places)
             pending.clear()
 
+    def in_doubt(self, key: PageKey) -> bool:
+        return key in self._doubts
+
     def _put(self, written: Sequence[Written | None], sealed: Sequence[Sealed]) -> None:
         placed = [(to.place, each.parts) for to, each in zip(written, sealed, strict=True) if to is not None]
         self._files.write([place for place, _ in placed], [parts for _, parts in placed])

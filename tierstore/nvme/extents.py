@@ -7,6 +7,7 @@ Nothing here knows which slots are used. Reads by any thread; the rest by the wr
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -49,7 +50,7 @@ class ExtentFiles:
 
     def add(self, nbytes: int) -> int:
         """Make a file of ``nbytes`` that the disk has set aside; its number. OSError, and no file, if it has not."""
-        number = max(self.sizes, default=0) + 1
+        number = next(number for number in itertools.count(1) if number not in self.sizes)
         try:
             self._open(number, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             os.posix_fallocate(self._fds[number], 0, nbytes)

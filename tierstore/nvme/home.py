@@ -49,7 +49,8 @@ _OUR_FILES = (
     TOMBSTONES_FILE,
     TOMBSTONES_FILE + ".new",
 )
-_EXTENT_NAME = re.compile(r"extent-(?P<number>\d{5,10})\.bin")
+_EXTENT_NAME = re.compile(r"extent-(?P<number>(?!0{5})\d{5}|[1-9]\d{5,8})\.bin")
+"""Names that ``extent_path`` makes, of numbers that an entry can hold."""
 _SHARD_NAME = re.compile(
     r"(?P<fingerprint>[0-9A-Za-z_]{1,128})-(?P<shard>\d{1,5})(?P<damaged>\.damaged-\d+)?"
 )

@@ -82,6 +82,10 @@ class Records(Protocol):
         """The transaction raised: it may be committed or not."""
         ...
 
+    def in_doubt(self, key: PageKey) -> bool:
+        """Whether something is kept for a record since its last transaction raised, until the next one with it."""
+        ...
+
     def close(self) -> None:
         """End its thread. No call may follow."""
         ...
@@ -177,6 +181,9 @@ class InlineRecords:
 
     def doubt(self) -> None:
         self._fresh.clear()
+
+    def in_doubt(self, key: PageKey) -> bool:
+        return False
 
     def close(self) -> None:
         self._headers.close()

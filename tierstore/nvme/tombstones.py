@@ -28,7 +28,7 @@ from pathlib import Path
 
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
-from tierstore.nvme.home import TOMBSTONES_FILE
+from tierstore.nvme.home import TOMBSTONES_FILE, move_aside, odd_kind
 
 _log = logging.getLogger(__name__)
 
@@ -58,12 +58,14 @@ class Tombstones:
     def __init__(self, directory: Path, retired: int, *, writable: bool = True) -> None:
         """Read the file. ``retired``: the last epoch whose keys are all deleted. OSError if it cannot be read.
 
-        A missing file names nothing: the directory is new, or older than this file. ``writable``: until ``close`` the
-        directory stays open, so that nothing is written to another one that takes its place.
+        A missing file names nothing: the directory is new, or older than this file. Anything else in its place that is
+        no file, or none that may be read, names every key. ``writable``: until ``close`` the directory stays open, so
+        that nothing is written to another one that takes its place.
         """
         self._path = directory / TOMBSTONES_FILE
-        raw = _contents(self._path)
-        self._there = raw is not None and self._path.is_file()
+        kind = odd_kind(self._path)
+        raw = _contents(self._path) if kind is None else b""
+        self._there = kind is None and raw is not None
         missing, raw = raw is None, raw or b""
         found = [_read(raw[at : at + _BLOCK]) for at in range(0, _NUM_BLOCKS * _BLOCK, _BLOCK)]
         epochs = [block[0] for block in found if block is not None]
@@ -77,7 +79,9 @@ class Tombstones:
         ]
         if self.live and not epochs:
             self.epoch += 1
-            _log.warning("%s is damaged: every page of this directory counts as erased", self._path)
+            _log.warning(
+                "%s is %s: every page of this directory counts as erased", self._path, kind or "damaged"
+            )
         self._fd = self._directory_fd = -1
         if writable:
             self._directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -93,18 +97,28 @@ class Tombstones:
 
         Not while it is live.
         """
-        if self._there and self._whole:
-            if self._fd < 0:
-                self._fd = os.open(TOMBSTONES_FILE, _WRITE, dir_fd=self._directory_fd)
+        if self._fd >= 0 and self._whole:
             return
         self._bits = [bytearray(_BITS_NBYTES) for _ in range(_NUM_BLOCKS)]
-        if self._there:
-            self._overwrite()
+        if self._there and self._opens():
+            if not self._whole:
+                self._overwrite()
         else:
             self._make()
 
+    def _opens(self) -> bool:
+        """Open the file to be written; whether that may be. OSError for other reasons."""
+        if self._fd < 0:
+            try:
+                self._fd = os.open(TOMBSTONES_FILE, _WRITE, dir_fd=self._directory_fd)
+            except PermissionError:
+                return False
+        return True
+
     def _make(self) -> None:
-        """The file appears whole."""
+        """The file appears whole, in the place of whatever has its name and is of no use."""
+        if odd_kind(self._path) == "a directory":
+            move_aside(self._path)
         part, where = TOMBSTONES_FILE + ".new", self._directory_fd
         fd = os.open(part, _WRITE | os.O_CREAT | os.O_TRUNC, 0o600, dir_fd=where)
         try:
@@ -169,11 +183,13 @@ def retired(raw: bytes | None) -> int:
 
 
 def _contents(path: Path) -> bytes | None:
-    """The file's bytes, none if it is not a regular file; None if there is none."""
+    """The file's bytes, none if it may not be read; None if there is none."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
+    except PermissionError:
+        return b""
     try:
         return os.pread(fd, _NUM_BLOCKS * _BLOCK, 0) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
     finally:

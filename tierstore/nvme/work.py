@@ -51,8 +51,8 @@ class WorkQueue:
 
     @property
     def num_erases(self) -> int:
-        """Queued erases."""
-        return sum(len(item.keys) for item in self._items if isinstance(item, EraseWork))
+        """Records that queued erases name, each once."""
+        return len(set[PageKey]().union(*(item.keys for item in self._items if isinstance(item, EraseWork))))
 
     def add(self, item: Job | EraseWork | SyncWork) -> None:
         """Queue at the end. An erase right behind another becomes a part of it: a queue that stands still is bounded

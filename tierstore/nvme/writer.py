@@ -432,6 +432,7 @@ class Writer:
 
     def _record_owed(self) -> None:
         """Where records cannot be deleted: see that a restart does not bring them back."""
+        self._forget_absent()
         if not self._unrecorded:
             return
         try:
@@ -450,6 +451,17 @@ class Writer:
         with self._changed:
             self._unrecorded.clear()
 
+    def _forget_absent(self) -> None:
+        """Refused writes that have left no record need no tombstone: on a full disk there are more of them by the hour,
+        and each would cost other records at the next open.
+        """
+        absent = [key for key in self._unrecorded if not self._has(key)]
+        with self._changed:
+            self._unrecorded.difference_update(absent)
+        for key in absent:
+            if not self._catalogue.in_doubt(key):
+                self._owed.pop(key, None)
+
     def _doubt(self, writes: Iterable[tuple[Job, int]]) -> None:
         # A failed commit may still have reached the disk; nobody counts these records, so they must go.
         with self._changed:
@@ -458,8 +470,12 @@ class Writer:
     def _replaces(self, write: tuple[Job, int]) -> bool:
         """Whether a write that was not tried has left an older record of its page."""
         job, index = write
+        return self._has(job.transfer.keys[index])
+
+    def _has(self, key: PageKey) -> bool:
+        """Whether there is a record of the page, or nobody can tell."""
         try:
-            return self._catalogue.has(job.transfer.keys[index])
+            return self._catalogue.has(key)
         except lmdb.Error:
             return True
 
