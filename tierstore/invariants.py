@@ -94,7 +94,7 @@ def _check_queues(residency: Residency, tier: Tier, table: TierTable) -> None:
 def _check_lineage(residency: Residency) -> None:
     for child, parent in residency.lineage.links():
         _require(residency.held(child), "a child without a copy is linked")
-        _require(child in residency.lineage.children(parent), "a child is not among its parent's children")
+        _require(residency.lineage.names(parent, child), "a child is not among its parent's children")
 
 
 def _check_reach(residency: Residency) -> None:

@@ -98,6 +98,13 @@ class Lineage:
             return ()
         return tuple(node.children) if isinstance(node.children, set) else (node.children,)
 
+    def names(self, key: PageKey, child: PageKey) -> bool:
+        """Whether ``child`` is among the pages that follow ``key``."""
+        node = self._nodes.get(key)
+        if node is None or node.children is None:
+            return False
+        return child in node.children if isinstance(node.children, set) else child == node.children
+
     def precedes(self, key: PageKey, other: PageKey) -> bool:
         """Whether ``other`` descends from ``key``: a ring of pages would have no leaf and could never leave."""
         if not self.has_children(key):

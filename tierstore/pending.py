@@ -35,8 +35,8 @@ class _Deferred(NamedTuple):
 class PendingEvents:
     """Directory calls deferred until an event has happened. Used under the store's lock.
 
-    An event that raises RuntimeError belongs to a device that has failed: nothing runs there any more. What it was to
-    write is not there, and is dropped; what it was to read is free.
+    An event that raises belongs to a device that has failed: nothing runs there any more. What it was to write is not
+    there, and is dropped; what it was to read is free.
     """
 
     def __init__(self, directory: Directory) -> None:
@@ -228,18 +228,29 @@ def _is(writer: Event | None, after: Event | None) -> bool:
 
 
 def _happened(event: Event) -> bool:
-    """Whether it has; one of a device that has failed has not, and ``poll`` sees to it."""
-    try:
-        return has_happened(event)
-    except RuntimeError:
-        return False
+    """Whether it has; one that never will has not, and ``poll`` sees to it."""
+    return _ask(event) is True
 
 
 def _still_waits(deferred: _Deferred) -> bool:
     """Does what the event allows, if anything; whether to look again."""
-    try:
-        happened = has_happened(deferred.event)
-    except RuntimeError:
-        _log.exception("an event that ends the use of slots failed, and so did what it was recorded after")
+    happened = _ask(deferred.event, log=True)
+    if happened is None:
         return deferred.give_up()
     return not happened or deferred.act()
+
+
+def _ask(event: Event, *, log: bool = False) -> bool | None:
+    """Return whether the event has happened, or None if ``query`` raised: its device has failed, or it is no event.
+
+    One caller's event must not end the calls of all others, so every error counts. TimeoutError passes: it comes from
+    a signal's handler.
+    """
+    try:
+        return has_happened(event)
+    except TimeoutError:
+        raise
+    except Exception:  # noqa: BLE001 - code of the caller, asked in other callers' calls
+        if log:
+            _log.exception("an event that ends the use of slots failed, and so did what it was recorded after")
+        return None

@@ -347,12 +347,12 @@ class Residency(Whereabouts):
         copy.ready = True
         table.count(copy, 1)
         lineage = self.lineage
-        before = lineage.parent(key)
+        before, followed = lineage.parent(key), lineage.has_children(key)
         linked = False
         if (
             parent is not None
             and (first or before is None)
-            and (before == parent or not self._precedes(key, parent, fresh=fresh))
+            and (before == parent or not followed or not self._precedes(key, parent, fresh=fresh))
         ):
             linked = True
             lineage.link(key, parent)
@@ -364,7 +364,7 @@ class Residency(Whereabouts):
         self._settling.resettle(key)
         if first or linked:
             self.orphans.recheck(key, lineage.parent(key))
-        if first:
+        if first and followed:
             self.orphans.recheck_children(key)
 
     def _precedes(self, key: PageKey, parent: PageKey, *, fresh: bool) -> bool:

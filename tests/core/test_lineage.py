@@ -36,6 +36,7 @@ def test_it_does_what_a_dictionary_of_parents_does(
             assert lineage.has_children(key) == bool(children)
             assert set(lineage.children(key)) == children
             assert len(lineage.children(key)) == len(children)
+            assert {child for child in KEYS if lineage.names(key, child)} == children
 
 
 @given(st.lists(st.tuples(keys, keys), max_size=20))

@@ -275,7 +275,7 @@ BUGS = [
     Bug(
         "what follows a page that came back counts as unreachable",
         residency,
-        "        if first:\n            self.orphans.recheck_children(key)\n\n    def _precedes",
+        "        if first and followed:\n            self.orphans.recheck_children(key)\n\n    def _precedes",
         "\n    def _precedes",
     ),
     Bug(

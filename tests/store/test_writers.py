@@ -296,6 +296,32 @@ def test_a_lease_under_which_a_page_was_put_fails_when_that_is_never_written(sto
     assert store.drain(PATIENCE_S)
 
 
+class ClosedEvent(ManualEvent):
+    """An event whose owner lets it go too early: from then on it raises what its library raises."""
+
+    def query(self) -> bool:
+        happened = super().query()
+        if happened:
+            raise ValueError("the event is closed")
+        return happened
+
+
+def test_an_event_that_raises_an_error_of_its_own_costs_its_pages_and_no_other_call(store: TierStore) -> None:
+    keys, others = chain(1), chain(2, "other")
+    theirs, other = put_late(store, others)
+    slots, event = store.allocate(1), ClosedEvent()
+    store.put(keys, slots, after=event)
+    with store.acquire(keys) as lease, store.acquire(others) as unharmed:
+        finish(store, others, theirs, other)
+        event.happen()
+        assert lease.wait(PATIENCE_S) is LeaseState.FAILED
+        assert unharmed.wait(PATIENCE_S) is LeaseState.READY
+        require_right(store, unharmed)
+    assert store.match(keys).num_pages == 0
+    assert read(store, others) == 2
+    assert store.drain(PATIENCE_S)
+
+
 def test_a_page_with_a_copy_below_is_read_from_there_when_its_writer_fails(store: TierStore) -> None:
     keys = chain(1)
     write_down(store, keys, Tier.HOST)
