@@ -252,5 +252,7 @@ def _ask(event: Event, *, log: bool = False) -> bool | None:
         raise
     except Exception:  # noqa: BLE001 - code of the caller, asked in other callers' calls
         if log:
-            _log.exception("an event that ends the use of slots failed, and so did what it was recorded after")
+            _log.exception(
+                "an event that ends the use of slots failed, and so did what it was recorded after"
+            )
         return None
