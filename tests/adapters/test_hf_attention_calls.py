@@ -50,6 +50,7 @@ CHANGES: dict[str, Change] = {
     "V written in place": lambda k, v: (k, v.mul_(0.5)),
     "K written through a view": lambda k, v: (k[:, :, :1].zero_() * 0 + k, v),
     "a copy": lambda k, v: (k.clone(), v),
+    "V written through .data": lambda k, v: (k, (v.data.mul_(0.5), v)[1]),
 }
 
 
@@ -169,6 +170,49 @@ def test_a_change_while_decoding_over_a_warm_prefix_is_refused() -> None:
                 assert cache.reused_tokens == reused
                 with pytest.raises(ValueError, match="as the cache returned them"):
                     generate(model, prompt, cache)
+
+
+@pytest.mark.parametrize("name", ["V written in place", "K written through a view"])
+def test_k_or_v_changed_in_inference_mode_is_refused(name: str) -> None:
+    model, prompt = tiny_llama(), random_prompt(3 * PAGE)
+    give(model, CHANGES[name])
+    with (
+        open_store(model) as store,
+        TierStoreCache(store, prompt, model=model) as cache,
+        torch.inference_mode(),
+        pytest.raises(ValueError, match="as the cache returned them"),
+    ):
+        generate(model, prompt, cache)
+
+
+def test_v_that_is_used_beside_attention_is_refused() -> None:
+    model, seen = tiny_llama(), []
+
+    def use(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert (v.shape[1], v.dtype, v.contiguous() is v, v.to(torch.float32) is v) == (
+            2,
+            k.dtype,
+            True,
+            True,
+        )
+        seen.append(v[:, :, :1])
+        return k, v
+
+    give(model, use)
+    with refused(model, random_prompt(3 * PAGE), "as the cache returned them"):
+        pass
+    assert not seen
+
+
+def test_autocast_to_another_dtype_is_refused() -> None:
+    model, prompt = tiny_llama(), random_prompt(3 * PAGE)
+    with (
+        open_store(model) as store,
+        TierStoreCache(store, prompt, model=model) as cache,
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(ValueError, match=r"torch.autocast in torch.bfloat16.*run it without autocast"),
+    ):
+        generate(model, prompt, cache)
 
 
 def test_attention_that_changes_nothing_is_served_in_inference_mode_too() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import wraps
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import peft
@@ -13,6 +15,8 @@ import pytest
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tests.adapters.tiny import PAGE, open_store, plain, random_prompt, tiny_llama
 from tierstore.adapters.huggingface import (
@@ -252,6 +256,153 @@ def test_weights_that_change_in_place_read_no_older_page(change: Callable[[Llama
         assert [reused(store, model) for _ in range(2)] == [0, WHOLE]
         change(model)
         assert [reused(store, model) for _ in range(2)] == [0, WHOLE]
+
+
+FACTORS = {"first": 1.0}
+
+
+class Scaled(torch.nn.Module):
+    """A module of a user's own, whose state is in its class and in its file."""
+
+    FACTOR = 1.0
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(given)
+        return found * self.FACTOR * FACTORS["first"]
+
+
+def set_a_global(patch: pytest.MonkeyPatch, model: LlamaForCausalLM) -> None:
+    patch.setitem(FACTORS, "first", 2.0)
+
+
+def set_an_attribute_of_the_class(patch: pytest.MonkeyPatch, model: LlamaForCausalLM) -> None:
+    patch.setattr(Scaled, "FACTOR", 2.0)
+
+
+def replace_forward_of_the_class(patch: pytest.MonkeyPatch, model: LlamaForCausalLM) -> None:
+    patch.setattr(Scaled, "forward", lambda self, given: self.inner(given) * 3)
+
+
+def wrap_forward_of_transformers(patch: pytest.MonkeyPatch, model: LlamaForCausalLM) -> None:
+    forward = LlamaMLP.forward
+
+    @wraps(forward)
+    def more(self: Any, given: torch.Tensor) -> torch.Tensor:
+        return forward(self, given) * 1.5
+
+    patch.setattr(LlamaMLP, "forward", more)
+
+
+def replace_a_function_of_transformers(patch: pytest.MonkeyPatch, model: LlamaForCausalLM) -> None:
+    rotate = modeling_llama.apply_rotary_pos_emb
+
+    def other(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = rotate(*args)
+        return q, k * 1.5
+
+    patch.setattr(modeling_llama, "apply_rotary_pos_emb", other)
+
+
+def hook_all_modules(patch: pytest.MonkeyPatch, model: LlamaForCausalLM) -> None:
+    def hook(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        return output * 1.5 if isinstance(module, torch.nn.Linear) else None
+
+    patch.setitem(torch.nn.modules.module._global_forward_hooks, -1, hook)
+
+
+def hook_that_names_its_output(patch: pytest.MonkeyPatch, model: LlamaForCausalLM) -> None:
+    def hook(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        torch.mul(output, 1.5, out=output)
+
+    model.model.layers[0].mlp.register_forward_hook(hook)
+
+
+def shrink(given: torch.Tensor) -> None:
+    given.mul_(0.5)
+
+
+def hook_that_calls_what_writes(patch: pytest.MonkeyPatch, model: LlamaForCausalLM) -> None:
+    def hook(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        shrink(output)
+
+    model.model.layers[0].mlp.register_forward_hook(hook)
+
+
+def write_a_transposed_weight(patch: pytest.MonkeyPatch, model: LlamaForCausalLM) -> None:
+    model.model.layers[1].self_attn.v_proj.weight.data.mul_(2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        set_a_global,
+        set_an_attribute_of_the_class,
+        replace_forward_of_the_class,
+        wrap_forward_of_transformers,
+        replace_a_function_of_transformers,
+        hook_all_modules,
+        hook_that_names_its_output,
+        hook_that_calls_what_writes,
+        write_a_transposed_weight,
+    ],
+)
+def test_code_and_state_outside_the_model_that_change_read_no_older_page(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch, LlamaForCausalLM], None]
+) -> None:
+    model = tiny_llama()
+    model.model.layers[0].mlp = Scaled(model.model.layers[0].mlp)
+    weight = model.model.layers[1].self_attn.v_proj.weight.detach()
+    model.model.layers[1].self_attn.v_proj.weight = torch.nn.Parameter(weight.t().contiguous().t())
+    with open_store(model, hbm=96) as store:
+        assert [reused(store, model) for _ in range(2)] == [0, WHOLE]
+        before = model_identity(model)
+        change(monkeypatch, model)
+        assert model_identity(model) != before
+        assert [reused(store, model) for _ in range(2)] == [0, WHOLE]
+
+
+def test_weights_without_a_count_of_writes_are_told_apart_by_their_bytes() -> None:
+    with torch.inference_mode():
+        model = tiny_llama()
+    with open_store(model, hbm=96) as store, torch.inference_mode():
+        assert [reused(store, model) for _ in range(2)] == [0, WHOLE]
+        model.model.layers[0].self_attn.v_proj.weight.mul_(2)
+        assert [reused(store, model) for _ in range(2)] == [0, WHOLE]
+
+
+def test_two_wrappers_of_one_function_have_two_identities() -> None:
+    def identity(factor: float) -> str:
+        model = tiny_llama()
+        mlp: Any = model.model.layers[0].mlp
+        forward = type(mlp).forward
+        more = (
+            (lambda self, given: forward(self, given) * 2)
+            if factor == 2
+            else (lambda self, given: forward(self, given) * 3)
+        )
+        mlp.forward = MethodType(wraps(forward)(more), mlp)
+        return model_identity(model)
+
+    assert len({identity(2), identity(3), model_identity(tiny_llama())}) == 3
+
+
+def test_a_model_that_drops_out_at_random_is_refused_and_stores_nothing() -> None:
+    model = tiny_llama()
+    wrapped: Any = peft.get_peft_model(model, lora(lora_dropout=0.3), adapter_name="one")
+    with open_store(wrapped, hbm=96) as store:
+        # PEFT leaves new adapters in training mode.
+        with pytest.raises(ValueError, match=r"is in training mode.*model.eval"):
+            TierStoreCache(store, PROMPT, model=wrapped)
+        wrapped.eval()
+        assert reused(store, wrapped) == 0
+        with TierStoreCache(store, PROMPT, model=wrapped) as cache:
+            wrapped.train()
+            with pytest.raises(ValueError, match=r"have changed|switched to training mode"):
+                answer(wrapped, cache)
 
 
 def test_weights_that_come_back_find_their_pages_again() -> None:

@@ -36,9 +36,6 @@ HANDLE = "tierstore_layer"
 KEYS_AT_ONCE = 1024
 QUERIES_AT_ONCE = 256
 
-_HANDED = "tierstore_handed"
-"""An entry in the ``__dict__`` of K and V that a page layer handed out."""
-
 _WITHOUT_EFFECT = frozenset(
     {
         "cache",
@@ -101,29 +98,77 @@ _COPIES = frozenset({torch.Tensor.contiguous, torch.Tensor.to, torch.Tensor.clon
 """Calls by which transformers prepares a mask without changing what it says."""
 
 
+class OpaqueTensor(torch.Tensor):
+    """K or V of the new tokens, as ``TierStoreLayer.update`` returns it: the attention function alone reads it.
+
+    The model has the K and V of all tokens nowhere. So whatever it computes with these, writes into them or makes of
+    them would be other than with another cache: ValueError.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer questions about shape, dtype and device; ValueError for everything else."""
+        if func in _QUESTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func in _UNCHANGED and isinstance(args[0], OpaqueTensor):
+            with torch._C.DisableTorchFunctionSubclass():
+                if func(*args, **(kwargs or {})) is args[0]:
+                    return args[0]
+        name = getattr(func, "__self__", func) if getattr(func, "__name__", "") == "__get__" else func
+        raise ValueError(
+            f"the model computes with K or V ({getattr(name, '__name__', name)}) instead of attending to them as the "
+            "cache returned them: the pages hold other values. Run this model without TierStoreCache"
+        )
+
+
+_QUESTIONS = frozenset(
+    {
+        *(
+            getattr(torch.Tensor, name).__get__
+            for name in ("device", "dtype", "is_cuda", "is_meta", "layout", "ndim", "requires_grad", "shape")
+        ),
+        torch.Tensor.dim,
+        torch.Tensor.element_size,
+        torch.Tensor.is_contiguous,
+        torch.Tensor.is_floating_point,
+        torch.Tensor.is_inference,
+        torch.Tensor.numel,
+        torch.Tensor.size,
+        torch.Tensor.stride,
+    }
+)
+_UNCHANGED = frozenset({torch.Tensor.contiguous, torch.Tensor.to})
+"""Calls that return the very tensor where there is nothing to do."""
+
+
 @dataclass(frozen=True, slots=True)
 class Handed:
     """K and V as ``TierStoreLayer.update`` returned them: the very objects, not yet written to."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: OpaqueTensor
+    values: OpaqueTensor
+    plain: tuple[torch.Tensor, torch.Tensor]
+    """The same, for the attention function."""
     versions: tuple[int, int]
 
     @classmethod
     def of(cls, key_states: torch.Tensor, value_states: torch.Tensor) -> Handed:
         """Return aliases of these tensors, so that what did not come from ``update`` is told apart."""
-        keys, values = key_states.view_as(key_states), value_states.view_as(value_states)
-        for each in (keys, values):
-            vars(each)[_HANDED] = True
-        return cls(keys, values, (_version(keys), _version(values)))
+        keys, values = key_states.as_subclass(OpaqueTensor), value_states.as_subclass(OpaqueTensor)
+        versions = version_of(key_states), version_of(value_states)
+        return cls(keys, values, (key_states, value_states), versions)
 
     def is_whole(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Return whether these are the same objects, and nobody wrote into them since."""
         same = keys is self.keys and values is self.values
-        return same and (_version(keys), _version(values)) == self.versions
+        key_states, value_states = self.plain
+        return same and (version_of(key_states), version_of(value_states)) == self.versions
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
     """The count of writes in place; tensors of inference mode have none."""
     return 0 if tensor.is_inference() else tensor._version
 
@@ -262,7 +307,7 @@ def tierstore_attention(
     """
     layer: PagedLayer | None = kwargs.pop(HANDLE, None)
     if layer is None:
-        if not torch.compiler.is_compiling() and (_HANDED in vars(key) or _HANDED in vars(value)):
+        if isinstance(key, OpaqueTensor) or isinstance(value, OpaqueTensor):
             raise ValueError(
                 f"{type(module).__name__} attends to another layer's K and V: the pages cannot serve it. Run this "
                 "model without TierStoreCache"
@@ -271,7 +316,7 @@ def tierstore_attention(
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    _check_call(module, layer, query, key, value)
+    key, value = _checked_call(module, layer, query, key, value)
     present = sorted(
         name
         for name, given in kwargs.items()
@@ -332,20 +377,21 @@ def _attend_new(
     return out[0]
 
 
-def _check_call(
+def _checked_call(
     module: torch.nn.Module,
     layer: PagedLayer,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-) -> None:
-    """Raise ValueError unless this is attention of all new tokens over K and V as the pages hold them."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return K and V of the new tokens; ValueError unless this is attention over them as the pages hold them."""
     handed, name = layer.handed, type(module).__name__
     if handed is None or not handed.is_whole(key, value):
         raise ValueError(
             f"{name} does not attend to K and V as the cache returned them, but to something made of them: the pages "
             "hold other values. Run this model without TierStoreCache"
         )
+    key, value = handed.plain
     rows, kv_heads, width, dim = key.shape
     found = (query.shape[0], query.shape[2], query.shape[3])
     if found != (rows, width, dim) or query.shape[1] % kv_heads:
@@ -353,6 +399,7 @@ def _check_call(
             f"{name} attends with queries {tuple(query.shape)} over new K {tuple(key.shape)}: TierStoreCache needs one "
             "query for each new token, and a whole number of query heads for each K/V head"
         )
+    return key, value
 
 
 def _check_mask(

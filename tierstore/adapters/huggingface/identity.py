@@ -126,6 +126,11 @@ def weights_now(
     for number, model in enumerate(models):
         weights = weights_of(model)
         state = weights.look(model)
+        if state.at_random is not None:
+            raise ValueError(
+                f"{state.at_random} is in training mode, where it computes at random (dropout, noise, batch "
+                "normalisation): pages would hold K and V that no other request has. Call model.eval()"
+            )
         states.append(state)
         if identities is None:
             tokens.append(_since_first(weights, model, state, fingerprint, told))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import dis
 import functools
-import inspect
 import json
 import sys
 from collections import deque
@@ -31,7 +30,7 @@ import numpy as np
 import torch
 import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 _NOT_IDENTITY = (
     "_name_or_path",
@@ -92,8 +91,17 @@ _KNOWN_CODE = frozenset(
 """Packages whose code is told apart by its name; any other by its source."""
 _HARMLESS = frozenset(("accelerate", "tierstore", "torch", "transformers"))
 """Packages whose hooks move weights, or derive them from parameters that are seen."""
+_OF_ALL: dict[str, Any] = {
+    "_forward_pre_hooks": torch.nn.modules.module._global_forward_pre_hooks,
+    "_forward_hooks": torch.nn.modules.module._global_forward_hooks,
+}
+"""Hooks of every module of every model."""
+_CONTAINERS = (Mapping, list, tuple, AbstractSet, deque)
 _SAMPLE_NBYTES = 64
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _LEAVES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+_DATA = (*_LEAVES, *_CONTAINERS, torch.Tensor, np.ndarray)
 
 
 def joined(fields: Iterable[str]) -> str:
@@ -141,6 +149,7 @@ class Contents:
 
     def feed(self, tensor: torch.Tensor, feed: Callable[[bytes | memoryview], None]) -> None:
         """The bytes of a tensor, and of the tensors that it is made of. ValueError if they are not here."""
+        tensor = _bare(tensor)
         if tensor.is_meta:
             raise ValueError(
                 f"a weight of shape {tuple(tensor.shape)} is on the meta device: it was offloaded, or never loaded, so "
@@ -158,6 +167,14 @@ class Contents:
             tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         )
         feed(raw.numpy().data)
+
+
+def _bare(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes and count of writes, without what a subclass makes of calls."""
+    if type(tensor) in _PLAIN or is_traceable_wrapper_subclass(tensor):
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
 
 
 def _parts(tensor: torch.Tensor) -> tuple[str, list[torch.Tensor]] | None:
@@ -189,6 +206,7 @@ def _mark(tensor: torch.Tensor) -> tuple[int, int]:
         names, _ = tensor.__tensor_flatten__()
         inner = [_mark(getattr(tensor, name)) for name in names]
         return hash(tuple(inner)), 0
+    tensor = _bare(tensor)
     plain = tensor.layout is torch.strided and not tensor.is_meta
     return tensor.data_ptr() if plain else 0, 0 if tensor.is_inference() else tensor._version
 
@@ -201,6 +219,8 @@ class _Seen(NamedTuple):
     children: tuple[int, ...]
     inner: tuple[tuple[str, tuple[object, ...]], ...]
     hooks: tuple[int, ...]
+    kept: tuple[object, ...]
+    """The numbers and strings among them: as long as they live, their ids are not used again."""
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> _Seen:
@@ -211,7 +231,8 @@ class _Seen(NamedTuple):
             if name not in _OF_TORCH and isinstance(value, Mapping | list | tuple | AbstractSet | np.ndarray)
         )
         children = tuple(map(id, own["_modules"].values()))
-        return cls(ref(module), tuple(map(id, own.values())), children, inner, _hook_ids(own))
+        kept = tuple(value for value in own.values() if isinstance(value, _LEAVES))
+        return cls(ref(module), tuple(map(id, own.values())), children, inner, _hook_ids(own), kept)
 
 
 class _Placed(NamedTuple):
@@ -227,7 +248,7 @@ class _Placed(NamedTuple):
 
 def _any_changed(seen: Iterable[_Seen]) -> bool:
     """Whether a module has another attribute, child or hook. Called for every request: one loop, no more calls."""
-    for one, ids, children, inner, hooks in seen:
+    for one, ids, children, inner, hooks, _ in seen:
         module = one()
         if module is None:
             return True
@@ -272,33 +293,52 @@ def _package(found: Any) -> str:
         found = found.func
     if isinstance(found, MethodType):
         found = found.__func__
-    if not isinstance(found, type | FunctionType | BuiltinFunctionType):
+    if isinstance(found, FunctionType):
+        # Not ``__module__``, which functools.wraps copies from the function that is wrapped.
+        return str(found.__globals__.get("__name__") or "builtins").partition(".")[0]
+    if not isinstance(found, type | BuiltinFunctionType):
         found = type(found)
     return str(found.__module__ or "builtins").partition(".")[0]
 
 
 def _only_looks(hook: Any) -> bool:
-    """Whether a hook returns nothing and writes into nothing, as far as its own code shows."""
+    """Whether a hook returns nothing and writes into nothing, as far as its code and the functions it calls show."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     function = hook.__func__ if isinstance(hook, MethodType) else hook
-    if not isinstance(function, FunctionType):
+    if not isinstance(function, FunctionType) or _writes(
+        function, type(getattr(hook, "__self__", None)), set()
+    ):
         return False
-    code, last = function.__code__, None
-    if any((name.endswith("_") and not name.endswith("__")) or name == "data" for name in code.co_names):
-        return False
-    for step in dis.get_instructions(code):
-        returns = step.opname == "RETURN_CONST" and step.argval is not None
+    last = None
+    for step in dis.get_instructions(function.__code__):
+        returns = step.opname in ("RETURN_CONST", "RETURN_VALUE") and step.argval is not None
         if step.opname == "RETURN_VALUE":
             constant = last is not None and "CONST" in last.opname and last.argval is None
-            returns |= step.is_jump_target or not constant
-        writes = step.opname in ("STORE_SUBSCR", "YIELD_VALUE") or (
-            step.opname == "BINARY_OP" and step.argrepr.endswith("=")
-        )
-        if returns or writes:
+            returns = step.is_jump_target or not constant
+        if returns or step.opname == "YIELD_VALUE":
             return False
         last = step
     return True
+
+
+def _writes(function: FunctionType, owner: type, seen: set[CodeType]) -> bool:
+    """Whether a function may write into what it is given, itself or in a function of Python that it calls by name."""
+    code = function.__code__
+    if code in seen or _package(function) in _HARMLESS:
+        return False
+    seen.add(code)
+    if any((name.endswith("_") and not name.endswith("__")) or name == "data" for name in code.co_names):
+        return True
+    if any(isinstance(names, tuple) and "out" in names for names in code.co_consts):
+        return True
+    for step in dis.get_instructions(code):
+        if step.opname == "STORE_SUBSCR" or (step.opname == "BINARY_OP" and step.argrepr.endswith("=")):
+            return True
+    called = [function.__globals__.get(name) for name in code.co_names]
+    called += [getattr(owner, name, None) for name in code.co_names]
+    called += [*_cells(function), *(function.__defaults__ or ())]
+    return any(_writes(each, owner, seen) for each in called if isinstance(each, FunctionType))
 
 
 class Walk:
@@ -310,6 +350,8 @@ class Walk:
         self.adapters: list[str] = []
         self.code: set[str] = set()
         """Sources of classes and functions that are of no package known here."""
+        self.at_random: str | None = None
+        """A module whose results are random now, or depend on other tokens: it is in training mode."""
         self.unknown: dict[str, str] = {}
         """By place: what cannot be described."""
         self.base_marks: list[tuple[str, int, tuple[int, int]]] = []
@@ -326,9 +368,13 @@ class Walk:
         self._loose: list[tuple[ReferenceType[torch.Tensor], int, int]] = []
         self._odd: list[tuple[ReferenceType[torch.Tensor], tuple[int, int]]] = []
         self._alive: list[ReferenceType[Any]] = []
-        self._forwards: dict[type, object] = {}
+        self._classes: dict[type, tuple[int, ...]] = {}
+        self._class_data: list[tuple[type, str, tuple[object, ...]]] = []
+        self._called: list[tuple[dict[str, Any], tuple[str, ...], tuple[int, ...]]] = []
+        """Of functions of known packages: their globals, the functions among these that they call, and their ids."""
+        self._hooks_of_all = _hook_ids(_OF_ALL)
         self._cells: list[tuple[ReferenceType[FunctionType], tuple[object, ...]]] = []
-        self._objects: list[tuple[ReferenceType[Any], tuple[object, ...]]] = []
+        self._objects: list[tuple[Callable[[], Any], tuple[object, ...]]] = []
         self._open: set[int] = set()
         self._told: dict[int, tuple[object, str]] = {}
         """Of each object its description, and the object, so that its id is not used again during the walk."""
@@ -338,6 +384,8 @@ class Walk:
     def visit(self, model: torch.nn.Module) -> None:
         """Describe the model."""
         self._module("", model)
+        for number, hook in enumerate(_hooks_of(_OF_ALL)):
+            self.items[f"hook of all modules {number}"] = self._token(hook, f"hook of all modules {number}")
         self._told.clear()
         for name, one in (*self._parameters, *self._buffers):
             tensor = one()
@@ -362,9 +410,12 @@ class Walk:
             or _any_changed(self._seen)
             or any(one() is None for one in self._alive)
             or any((t := one()) is None or _mark(t) != mark for one, mark in self._odd)
-            or any(getattr(kind, "forward", None) is not forward for kind, forward in self._forwards.items())
+            or any(_ids_of_class(kind) != ids for kind, ids in self._classes.items())
+            or any(_content_ids(vars(kind).get(name)) != ids for kind, name, ids in self._class_data)
+            or any(_ids_of_called(found, names) != ids for found, names, ids in self._called)
+            or _hook_ids(_OF_ALL) != self._hooks_of_all
             or any((f := one()) is None or _cell_ids(f) != ids for one, ids in self._cells)
-            or any((o := one()) is None or _content_ids(vars(o)) != ids for one, ids in self._objects)
+            or any((o := one()) is None or _content_ids(_held_by(o)) != ids for one, ids in self._objects)
         )
 
     def weights_changed(self) -> bool:
@@ -389,7 +440,7 @@ class Walk:
         """Whether sampled bytes are others now, in a tensor that is where it was."""
         for one, address, places, size, raw in self._samples:
             tensor = one()
-            if tensor is None or tensor.data_ptr() != address:
+            if tensor is None or _bare(tensor).data_ptr() != address:
                 continue
             if b"".join([ctypes.string_at(at, size) for at in places]) != raw:
                 return True
@@ -398,17 +449,22 @@ class Walk:
     def _take_samples(self) -> None:
         """A few bytes of the beginning, the middle and the end of each tensor."""
         cards: dict[torch.device, list[tuple[ReferenceType[torch.Tensor], int]]] = {}
-        for one, address in [
-            *((p.tensor, p.address) for p in self._placed),
-            *((o, a) for o, a, _ in self._loose),
+        for one in [
+            *(p.tensor for p in self._placed),
+            *(o for o, _, _ in self._loose),
+            *(o for o, _ in self._odd),
         ]:
             tensor = one()
-            if tensor is None or not tensor.is_contiguous() or not tensor.numel():
+            if tensor is None or not _has_address(tensor) or not tensor.numel():
                 continue
+            tensor = _bare(tensor)
+            address = tensor.data_ptr()
             if tensor.device.type != "cpu":
                 cards.setdefault(tensor.device, []).append((one, address))
                 continue
-            nbytes = tensor.numel() * tensor.element_size()
+            # Transposed and strided tensors too: from the first of their bytes to the last.
+            extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            nbytes = extent * tensor.element_size()
             size = min(_SAMPLE_NBYTES, nbytes)
             places = sorted({address, address + (nbytes - size) // 2, address + nbytes - size})
             raw = b"".join(ctypes.string_at(at, size) for at in places)
@@ -429,6 +485,8 @@ class Walk:
             self._adapter(place, module, tuner)
             return
         self._watch(module)
+        if _is_random(module):
+            self.at_random = self.at_random or place or type(module).__name__
         self.items[f"{place}!"] = self._class(type(module))
         if isinstance(module, torch.jit.ScriptModule):
             self._unknown(place, module)
@@ -475,6 +533,8 @@ class Walk:
         if tuner.base is not None:
             self._module(place, tuner.base)
         if tuner.active:
+            if any(_is_random(each) for each in module.modules()):
+                self.at_random = self.at_random or place
             self.adapters.append(f"{place} {self._class(type(module))} {list(tuner.active)}")
             for name, token in self._attributes_of_tuner(place, module, tuner):
                 self.adapters.append(f"{place} {name} {token}")
@@ -509,7 +569,7 @@ class Walk:
             return
 
     def _mark(self, tensor: torch.Tensor, owner: torch.nn.Module | None = None, name: str = "") -> None:
-        odd = tensor.is_inference() or type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        odd = type(tensor) not in _PLAIN or tensor.is_inference()
         if odd or tensor.is_meta or tensor.layout is not torch.strided:
             self._odd.append((ref(tensor), _mark(tensor)))
         elif owner is None:
@@ -585,7 +645,7 @@ class Walk:
             return f"meta {tuple(value.shape)}"
         self._mark(value)
         more = ""
-        if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        if type(value) not in _PLAIN:
             more = self._token({k: v for k, v in vars(value).items() if k not in _IGNORED}, place)
         return f"tensor {type(value).__name__} {self._contents.of(value)} {more}"
 
@@ -603,18 +663,44 @@ class Walk:
         return f"module {joined(own)}"
 
     def _class(self, kind: type) -> str:
-        """A class by its name; one that is of no known package by its source too."""
-        forward = getattr(kind, "forward", None)
-        self._forwards.setdefault(kind, forward) if forward is not None else None
-        if isinstance(forward, FunctionType) and _package(kind) in _KNOWN_CODE:
-            replaced = inspect.unwrap(forward)
-            if _package(replaced) not in _KNOWN_CODE:
-                self.code.add(f"{kind.__qualname__}.forward {_code_text(replaced.__code__)}")
+        """A class by its name; one that is of no known package by its source and state too."""
         for each in kind.__mro__:
-            if _package(each) not in _KNOWN_CODE and _package(each) not in sys.stdlib_module_names:
+            own = _package(each) not in _KNOWN_CODE
+            if each in self._classes or _package(each) in sys.stdlib_module_names:
+                continue
+            if each is PreTrainedModel or not (own or issubclass(each, torch.nn.Module)):
+                continue  # how models are loaded, saved and asked
+            self._classes[each] = _ids_of_class(each)
+            if own:
                 self.code.add(f"{each.__qualname__} {_source_of(each)}")
+            for name, found in sorted(vars(each).items()):
+                place = f"{each.__qualname__}.{name}"
+                if isinstance(found, staticmethod | classmethod):
+                    found = found.__func__
+                if isinstance(found, property):
+                    found = found.fget
+                if isinstance(found, FunctionType):
+                    self._function_of_class(found, place)
+                elif own and isinstance(found, _DATA) and not name.startswith("__"):
+                    self.code.add(f"{place} {self._token(found, place)}")
+                    self._class_data.append((each, name, _content_ids(found)))
         known = _package(kind) in _KNOWN_CODE
         return f"{kind.__module__}.{kind.__qualname__}" if known else kind.__qualname__
+
+    def _function_of_class(self, function: FunctionType, place: str) -> None:
+        """A function of a class, and those that it wraps: its code unless a known package's, and what it calls."""
+        found: Any = function
+        while isinstance(found, FunctionType):
+            if _package(found) not in _KNOWN_CODE:
+                self.code.add(f"{place} {self._token(found, place)}")
+            elif found.__module__.startswith("transformers.models."):
+                names = _names_called(found)
+                self._called.append((found.__globals__, names, _ids_of_called(found.__globals__, names)))
+                for name in names:
+                    called = found.__globals__[name]
+                    if _is_strange(called):
+                        self.code.add(f"{place} calls {name} {self._token(called, name)}")
+            found = vars(found).get("__wrapped__")
 
     def _callable(self, value: Any, place: str) -> str | None:
         """A function by its name and code, with all that it has bound; None: it is an object of another kind."""
@@ -644,27 +730,41 @@ class Walk:
                 return f"script {value._type()} {self._token(value.__getstate__(), place)}"
             except RuntimeError:
                 return self._unknown(place, value)
-        own = dict(getattr(value, "__dict__", {}))
-        for kind in type(value).__mro__:
-            for name in kind.__dict__.get("__slots__", ()):
-                if isinstance(name, str) and name not in ("__dict__", "__weakref__"):
-                    own[name] = getattr(value, name, None)
+        own = _held_by(value)
         if not own and not _is_empty(value):
             return self._unknown(place, value)
         self._object(value)
         return f"{self._class(type(value))} {self._token(own, place)}"
 
     def _object(self, value: Any) -> None:
-        if getattr(value, "__dict__", None) is not None:
+        held = _held_by(value)
+        if held:
             try:
-                self._objects.append((ref(value), _content_ids(vars(value))))
-            except TypeError:
-                return
+                self._objects.append((ref(value), _content_ids(held)))
+            except TypeError:  # kept alive instead
+                self._objects.append((lambda: value, _content_ids(held)))
 
     def _unknown(self, place: str, value: object) -> str:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         self.unknown[place] = f"{place or 'the model'} is a {kind}"
         return f"unknown {kind}"
+
+
+def _is_random(module: torch.nn.Module) -> bool:
+    """Whether a module in training mode drops values at random, adds noise, or normalises over the batch."""
+    if not module.training:
+        return False
+    if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+        return True
+    if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    own = dict(module.__dict__)
+    if isinstance(own.get("config"), PreTrainedConfig) and isinstance(module, PreTrainedModel):
+        own |= {name: value for name, value in vars(own["config"]).items() if "classifier" not in name}
+    named = [value for name, value in own.items() if "drop" in name or "jitter" in name]
+    return any(
+        isinstance(value, int | float) and not isinstance(value, bool) and value > 0 for value in named
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -708,6 +808,16 @@ def _is_buffers(value: object) -> bool:
     return isinstance(value, torch.nn.Module) and type(value).__name__ == "BufferDict"
 
 
+def _held_by(value: object) -> dict[str, Any]:
+    """An object's attributes, those in slots too."""
+    own = dict(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__:
+        for name in kind.__dict__.get("__slots__", ()):
+            if isinstance(name, str) and name not in ("__dict__", "__weakref__"):
+                own[name] = getattr(value, name, None)
+    return own
+
+
 def _is_empty(value: object) -> bool:
     """Whether a class of Python has no attribute at all: nothing is kept where it does not show."""
     return type(value).__flags__ & (1 << 9) != 0 and type(value).__basicsize__ <= object.__basicsize__ + 16
@@ -728,11 +838,44 @@ def _cells(function: FunctionType) -> list[Any]:
 
 
 def _globals_of(function: FunctionType) -> dict[str, Any]:
-    """Numbers, tensors and functions that the code names and its module has."""
-    names = {name for name in function.__code__.co_names if name in function.__globals__}
-    found = {name: function.__globals__[name] for name in names}
-    kinds = (*_LEAVES, torch.Tensor, np.ndarray, FunctionType)
-    return {name: value for name, value in found.items() if isinstance(value, kinds)}
+    """What the code names and its module has: data, functions, and objects of classes that are of no known package."""
+    codes, names = [function.__code__], set[str]()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    found = {name: function.__globals__[name] for name in sorted(names) if name in function.__globals__}
+    kinds = (*_DATA, torch.nn.Module, FunctionType)
+    return {name: value for name, value in found.items() if isinstance(value, kinds) or _is_own(value)}
+
+
+def _is_own(value: Any) -> bool:
+    """Whether it is a class, or an object of one, that is of no known package."""
+    package = _package(value if isinstance(value, type) else type(value))
+    return not isinstance(value, ModuleType) and not (
+        package in _KNOWN_CODE or package in sys.stdlib_module_names or package == "builtins"
+    )
+
+
+def _is_strange(called: FunctionType | type) -> bool:
+    """Whether it is of no known package, and so was put in the place of a function or class of a known one."""
+    return _package(called) not in _KNOWN_CODE and _package(called) not in sys.stdlib_module_names
+
+
+def _names_called(function: FunctionType) -> tuple[str, ...]:
+    """The functions and classes that the code names and its module has."""
+    found = function.__globals__
+    names = sorted(name for name in {*function.__code__.co_names} if name in found)
+    return tuple(name for name in names if isinstance(found[name], FunctionType | type))
+
+
+def _ids_of_called(found: dict[str, Any], names: tuple[str, ...]) -> tuple[int, ...]:
+    return tuple([id(found.get(name)) for name in names])
+
+
+def _ids_of_class(kind: type) -> tuple[int, ...]:
+    """The ids of a class's attributes."""
+    return tuple(map(id, vars(kind).values()))
 
 
 def _cell_ids(function: FunctionType) -> tuple[object, ...]:
@@ -759,14 +902,25 @@ def _source_of(kind: type) -> str:
     return joined(text for name, each in sorted(functions) for text in (name, _code_text(each.__code__)))
 
 
+def _has_address(tensor: torch.Tensor) -> bool:
+    """Whether the numbers of a tensor are in one piece of memory."""
+    return not tensor.is_meta and tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+
+
 def _sample_on_card(tensors: list[tuple[ReferenceType[torch.Tensor], int]]) -> bytes:
     """A few bytes of the middle of each tensor that is where it was, fetched from the card at once."""
     parts = []
     for one, address in tensors:
         tensor = one()
-        if tensor is not None and tensor.data_ptr() == address:
-            flat = tensor.detach().view(-1)
-            count = min(flat.numel(), max(1, _SAMPLE_NBYTES // tensor.element_size()))
-            at = (flat.numel() - count) // 2
-            parts.append(flat[at : at + count].view(torch.uint8))
+        if tensor is None or (tensor := _bare(tensor)).data_ptr() != address:
+            continue
+        flat = tensor.detach()
+        if flat.is_contiguous():
+            flat = flat.view(-1)
+        else:
+            extent = 1 + sum((n - 1) * step for n, step in zip(flat.shape, flat.stride(), strict=True))
+            flat = flat.as_strided((extent,), (1,))
+        count = min(flat.numel(), max(1, _SAMPLE_NBYTES // tensor.element_size()))
+        at = (flat.numel() - count) // 2
+        parts.append(flat[at : at + count].view(torch.uint8))
     return bytes(torch.cat(parts).cpu().numpy()) if parts else b""

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from tierstore.adapters.huggingface.attention import ATTENTION, Handed
+from tierstore.adapters.huggingface.attention import ATTENTION, Handed, version_of
 from tierstore.adapters.huggingface.batch import PagedBatch, Places, Span
 from tierstore.adapters.huggingface.checks import (
     check_mask,
@@ -50,13 +50,14 @@ class PagedCache(Cache):
         self.handed: tuple[int, Handed] | None = None
         self._number = number
         self._model = model
+        self._trains = model.training
         self._next_layer = 0
         self._width = 0
         self._fed: list[list[int]] | None = None
         self._places: Places | None = None
         self._closed = False
         self._seen = False
-        self._masks: list[torch.Tensor | None] = []
+        self._masks: list[tuple[torch.Tensor | None, int]] = []
         self._positions: list[torch.Tensor] = []
         """Masks and positions of the pass under way that have been checked."""
         self._asked = 0
@@ -126,10 +127,11 @@ class PagedCache(Cache):
 
     def check_padding(self, mask: torch.Tensor | None) -> None:
         """Raise ValueError for a mask that hides anything but the padding this cache was made for."""
-        if any(mask is each for each in self._masks):
+        version = 0 if mask is None else version_of(mask)
+        if any(mask is each and version == then for each, then in self._masks):
             return
         check_mask(mask, self.batch.paddings)
-        self._masks.append(mask)
+        self._masks.append((mask, version))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens; transformers passes a count that is zero or negative."""
@@ -314,7 +316,17 @@ class PagedCache(Cache):
         self._seen = False
         if keys.requires_grad or values.requires_grad:
             raise ValueError("pages keep no gradients: run the model under torch.no_grad()")
+        if self._model.training and not self._trains:
+            raise ValueError(
+                "the model was switched to training mode since this TierStoreCache was made: call model.eval()"
+            )
         pages, width = layer.layer_pages, keys.shape[2]
+        device = pages.device.type
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != pages.dtype:
+            raise ValueError(
+                f"the model runs under torch.autocast in {torch.get_autocast_dtype(device)}, the pages hold K and V "
+                f"computed in {pages.dtype}: run it without autocast"
+            )
         for given in (keys, values):
             if given.dtype != pages.dtype or given.device != pages.device:
                 raise ValueError(

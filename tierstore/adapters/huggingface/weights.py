@@ -46,6 +46,8 @@ class State:
     """What the model has besides the parameters and buffers that its configuration says."""
     unknown: str | None
     """The first place that holds something which cannot be described, and what; None: there is no such place."""
+    at_random: str | None = None
+    """A module in training mode that computes at random; None: there is none."""
 
 
 class Weights:
@@ -138,7 +140,13 @@ class Weights:
             self._base = ""
         self._contents.whole = True
         self._walk = walk
-        self._state = State(generation, adapters, found, None if unknown is None else walk.unknown[unknown])
+        self._state = State(
+            generation,
+            adapters,
+            found,
+            None if unknown is None else walk.unknown[unknown],
+            walk.at_random,
+        )
         return self._state
 
 
