@@ -204,8 +204,11 @@ def test_v_that_is_used_beside_attention_is_refused() -> None:
     assert not seen
 
 
-def test_autocast_to_another_dtype_is_refused() -> None:
+def test_autocast_is_refused_where_k_and_v_have_the_dtype_of_the_pages_again() -> None:
     model, prompt = tiny_llama(), random_prompt(3 * PAGE)
+    for layer in model.model.layers:
+        for project in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+            project.register_forward_hook(lambda module, args, output: output.float())
     with (
         open_store(model) as store,
         TierStoreCache(store, prompt, model=model) as cache,

@@ -292,7 +292,8 @@ def wrap_forward_of_transformers(patch: pytest.MonkeyPatch, model: LlamaForCausa
 
     @wraps(forward)
     def more(self: Any, given: torch.Tensor) -> torch.Tensor:
-        return forward(self, given) * 1.5
+        found: torch.Tensor = forward(self, given)
+        return found * 1.5
 
     patch.setattr(LlamaMLP, "forward", more)
 

@@ -120,7 +120,8 @@ class OpaqueTensor(torch.Tensor):
         name = getattr(func, "__self__", func) if getattr(func, "__name__", "") == "__get__" else func
         raise ValueError(
             f"the model computes with K or V ({getattr(name, '__name__', name)}) instead of attending to them as the "
-            "cache returned them: the pages hold other values. Run this model without TierStoreCache"
+            f'cache returned them: the pages hold other values. Load it with attn_implementation="{ATTENTION}", or, '
+            "if it was, run this model without TierStoreCache"
         )
 
 

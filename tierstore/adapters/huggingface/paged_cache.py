@@ -321,18 +321,18 @@ class PagedCache(Cache):
                 "the model was switched to training mode since this TierStoreCache was made: call model.eval()"
             )
         pages, width = layer.layer_pages, keys.shape[2]
-        device = pages.device.type
-        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != pages.dtype:
-            raise ValueError(
-                f"the model runs under torch.autocast in {torch.get_autocast_dtype(device)}, the pages hold K and V "
-                f"computed in {pages.dtype}: run it without autocast"
-            )
         for given in (keys, values):
             if given.dtype != pages.dtype or given.device != pages.device:
                 raise ValueError(
                     f"the model computes {given.dtype} on {given.device}, the pages hold {pages.dtype} on "
                     f"{pages.device}"
                 )
+        device = pages.device.type
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != pages.dtype:
+            raise ValueError(
+                f"the model runs under torch.autocast in {torch.get_autocast_dtype(device)}, the pages hold K and V "
+                f"computed in {pages.dtype}: run it without autocast"
+            )
         self.batch.expand(keys.shape[0])
         if positions is not None and positions.ndim > 1:
             self._check_positions(positions)
