@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.nvme.rig import PATIENCE_S, Rig, data_file, data_file_is_read_only, wait_until_writable
+from tests.nvme.rig import (
+    PATIENCE_S,
+    Rig,
+    data_file,
+    data_file_is_read_only,
+    key,
+    on_disk,
+    wait_until_writable,
+)
 from tierstore.types import Ack, Failure
 
 pytestmark = pytest.mark.usefixtures("payload")
@@ -98,3 +106,22 @@ def test_an_overwrite_that_failed_leaves_no_record(rig: Rig) -> None:
     wait_until_writable(rig)
     assert rig.present(range(200), version=1) == set()
     assert rig.tier.stats()["records"] == 0
+
+
+def test_a_lower_capacity_on_a_full_disk_opens_and_is_reached_at_an_open_with_room(tmp_path: Path) -> None:
+    """Extent files are cut only once LMDB has erased the records in their ends, which takes room."""
+    home = tmp_path / "home"
+    rig = Rig(home, payload="extents", capacity=8 << 20)
+    assert rig.write(range(200)).ok
+    rig.close()
+    before = on_disk(home)
+    with files_end_at(16 << 10):
+        rig = Rig(home, payload="extents", capacity=1 << 20)
+        found = {record[0] for record in rig.tier.records()}
+        kept = {number for number in range(200) if key(number) in found}
+        assert 0 < len(kept) < 200
+        assert rig.present(sorted(kept)) == kept
+        rig.close()
+    rig = Rig(home, payload="extents", capacity=1 << 20)
+    assert on_disk(home) <= 1 << 20 < before
+    rig.close()

@@ -224,7 +224,12 @@ class Catalogue:
             longest=self._sizing.slot_nbytes // BLOCK,
             erase_keys=self._sizing.erase_keys,
         )
-        self.num_dropped = self._space.shrink(self._sizing.extents_nbytes)
+        try:
+            self.num_dropped = self._space.shrink(self._sizing.extents_nbytes)
+        except (lmdb.Error, OSError) as error:
+            if not is_full(error):
+                raise
+            _log.warning("%s keeps more than its capacity until the next open: %s", directory, error)
         self.reader = self._reader(ExtentBytes(self._env, files, slots))
 
     def _reader(self, payload: RecordBytes) -> RecordReader:
