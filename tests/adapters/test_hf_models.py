@@ -31,7 +31,7 @@ REFUSED = {
     "DiffLlamaForCausalLM": "as the cache returned them",
     "BertLMHeadModel": "attention mask of its own",
     "GptOssForCausalLM": "does not support s_aux",
-    "DogeForCausalLM": "computes with the mask of its sliding window",
+    "DogeForCausalLM": "computes with K or V",
     "MiMoV2FlashForCausalLM": "computes K of 4 heads",
     "RecurrentGemmaForCausalLM": "keeps a state besides K and V",
     "FalconH1ForCausalLM": "keeps a state besides K and V",
