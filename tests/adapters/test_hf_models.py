@@ -7,8 +7,12 @@ import warnings
 from collections import Counter
 
 import pytest
+import torch
+from transformers import Ministral3Config, Ministral3ForCausalLM
 
+from tests.adapters.tiny import PAGE, VOCABULARY, generate, open_store, pad_left, plain, random_prompt, strong
 from tests.adapters.zoo import Outcome, classes, outcome
+from tierstore.adapters.huggingface import TierStoreCache, cache_argument
 
 EQUAL = (
     "LlamaForCausalLM",
@@ -74,3 +78,36 @@ def test_no_class_of_models_is_answered_wrongly() -> None:
     counts = Counter(each.kind for each in found)
     assert counts["equal"] > 80, counts
     assert counts["refused"] > 60, counts
+
+
+def test_a_padded_batch_without_positions_is_refused_where_attention_shows_none() -> None:
+    """Ministral 3 hands no positions to its attention: K of a padded row would be that of later positions."""
+    torch.manual_seed(0)
+    config = Ministral3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=None,
+        pad_token_id=0,
+    )
+    model = strong(Ministral3ForCausalLM(config))
+    short = random_prompt(2 * PAGE, seed=1)
+    ids, mask = pad_left([random_prompt(3 * PAGE), short])
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    name = cache_argument(model)
+    with open_store(model, hbm=64) as store, torch.no_grad():
+        with (
+            TierStoreCache(store, ids, mask, model=model) as cache,
+            pytest.raises(ValueError, match="fed without position_ids"),
+        ):
+            model(ids, attention_mask=mask, **{name: cache})
+        assert store.match(store.keys(short)).num_pages == 0
+        with TierStoreCache(store, ids, mask, model=model) as cache:
+            model(ids, attention_mask=mask, position_ids=positions, **{name: cache})
+        with TierStoreCache(store, short, model=model) as cache:
+            assert cache.reused_tokens == 2 * PAGE - 1
+            assert generate(model, short, cache) == plain(model, short)

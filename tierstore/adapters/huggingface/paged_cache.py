@@ -340,7 +340,7 @@ class PagedCache(Cache):
             # Without positions a model counts columns, padding too; K in the pages is that of tokens counted alone.
             raise ValueError(
                 f"a padded batch ({list(self.batch.paddings)} columns on the left) was fed without position_ids, and "
-                f"{type(self._model).__name__} shows none to its attention: give the model position_ids, as generate does"
+                f"{type(self._model).__name__} shows none to its attention: give position_ids, as generate does"
             )
         if self._fed is not None and [len(row) for row in self._fed] != [width] * keys.shape[0]:
             self._fed = None
