@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.core.order_model import ORDERS
+from tests.support import pages as support
 from tests.support.pages import (
     PATIENCE_S,
     SPEC,
@@ -65,7 +66,7 @@ class Engine:
 
     def __init__(self, store: TierStore, spec: PageSpec = SPEC) -> None:
         self.store = store
-        self.whole = torch.zeros(16, *spec.shape, dtype=torch.float16)
+        self.whole = torch.zeros(16, *spec.shape, dtype=torch.float16, device=support.DEVICE)
         self.filled = spec == SPEC
         store.register(EnginePages([self.whole], "BLKNHD"))
 
