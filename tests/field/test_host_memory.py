@@ -105,7 +105,9 @@ def test_five_pools_of_odd_sizes_take_what_was_asked_and_stats_say_so(
     assert isinstance(sizes, list)
     told = sum(allocated for store in sizes for _, allocated in store.values())
     assert asked - 10 * 2 * 65536 <= told <= asked, "capacity is rounded down to whole pages"
-    assert 0.98 * told <= grown <= 1.02 * asked + (4 << 20), "the rest is Python's own tables"
+    assert 0.98 * told <= grown <= 1.05 * asked + (16 << 20), (
+        "the rest is Python's own tables and stacks of threads"
+    )
 
 
 def test_opening_a_store_of_most_of_the_memory_touches_none_of_it(
