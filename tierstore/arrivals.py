@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from tierstore.admitting import Admitting
     from tierstore.drops import Drops
     from tierstore.loads import Loads
-    from tierstore.metrics import Metrics
     from tierstore.outgoing import Outgoing
     from tierstore.placement import Placement
     from tierstore.residency import Residency
     from tierstore.traffic import Traffic
+    from tierstore.types import Counters
 
 
 _UNTRIED = frozenset({Failure.CLOSED, Failure.UNAVAILABLE})
@@ -35,7 +35,7 @@ class Arrivals:
         outgoing: Outgoing,
         drops: Drops,
         admitting: Admitting,
-        metrics: Metrics,
+        metrics: Counters,
         page_nbytes: int,
     ) -> None:
         self._residency = residency

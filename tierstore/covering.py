@@ -10,7 +10,7 @@ from tierstore.types import PageKey, Tier
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tierstore.lease import LeaseRecord
+    from tierstore.leasing import LeaseRecord
     from tierstore.loads import Load, Loads
     from tierstore.residency import Residency
     from tierstore.traffic import Traffic

@@ -29,10 +29,10 @@ from tierstore.types import Ack, Erase, Hint, PageKey, Promoted, Tier, Transfer
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from tierstore.lease import LeaseRecord
-    from tierstore.metrics import Metrics
+    from tierstore.leasing import LeaseRecord
     from tierstore.policy import Admission, History, WriteBudget
     from tierstore.tier_table import TierTable
+    from tierstore.types import Counters
 
 
 class Directory:
@@ -41,7 +41,7 @@ class Directory:
     def __init__(
         self,
         tables: Mapping[Tier, TierTable],
-        metrics: Metrics,
+        metrics: Counters,
         *,
         page_nbytes: int,
         record_nbytes: int,

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tierstore.metrics import Metrics
     from tierstore.residency import Drop, Residency
-    from tierstore.types import PageKey, Tier
+    from tierstore.types import Counters, PageKey, Tier
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +20,7 @@ _REMEMBERED = 8192
 class Drops:
     """Drains residency's log of dropped copies. Bounded."""
 
-    def __init__(self, residency: Residency, metrics: Metrics) -> None:
+    def __init__(self, residency: Residency, metrics: Counters) -> None:
         self._residency = residency
         self._metrics = metrics
         self._fates: OrderedDict[PageKey, str] = OrderedDict()

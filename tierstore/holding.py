@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from tierstore.errors import StoreClosed
 from tierstore.gpu.arriving import HERE, NOT_YET, Arriving, as_one
-from tierstore.lease import Event, Lease, LeaseRecord
+from tierstore.lease import Lease
+from tierstore.leasing import LeaseRecord
 from tierstore.traffic import BATCH_PAGES
-from tierstore.types import LeaseState
+from tierstore.types import Event, LeaseState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from tierstore.orphans import ranked_unreachable
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tierstore.directory import Directory
-    from tierstore.pending import PendingEvents
     from tierstore.residency import Residency
     from tierstore.tier_table import TierTable
     from tierstore.types import PageKey
@@ -18,7 +19,21 @@ if TYPE_CHECKING:
 Slots = Counter[tuple[Tier, int]]
 
 
-def check(directory: Directory, pending: PendingEvents) -> None:
+class Pending(Protocol):
+    """What waits for a caller's event and holds slots until then."""
+
+    @property
+    def writing(self) -> Sequence[tuple[Sequence[PageKey], Sequence[int]]]:
+        """Pages sealed before their bytes are written, and their slots: each holds a pin."""
+        ...
+
+    @property
+    def retired(self) -> Sequence[int]:
+        """Slots given up whose last use has not ended."""
+        ...
+
+
+def check(directory: Directory, pending: Pending) -> None:
     """AssertionError unless every invariant of residency, transfers and leases holds. O(pages), changes nothing."""
     check_residency(directory.residency)
     _check_transfers(directory)
@@ -139,7 +154,7 @@ def _check_transfers(directory: Directory) -> None:
             _require(writers == (0 if copy.ready else 1), f"{tier.name} slot {copy.slot}: {writers} writers")
 
 
-def _check_pins(directory: Directory, pending: PendingEvents) -> None:
+def _check_pins(directory: Directory, pending: Pending) -> None:
     want = _expected_pins(directory, pending)
     writers = Counter((t.dst, slot) for t in directory.traffic.transfers.values() for slot in t.dst_slots)
     retired = Counter((Tier.HBM, slot) for slot in pending.retired)
@@ -158,7 +173,7 @@ def _check_pins(directory: Directory, pending: PendingEvents) -> None:
     _require(not want, f"pins on slots that nobody holds: {list(want)[:3]}")
 
 
-def _expected_pins(directory: Directory, pending: PendingEvents) -> Slots:
+def _expected_pins(directory: Directory, pending: Pending) -> Slots:
     tables = directory.residency.tables
     want: Slots = Counter()
     for transfer in directory.traffic.transfers.values():

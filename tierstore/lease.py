@@ -1,79 +1,21 @@
-"""Leases: a request's hold on pages in HBM. The record is the directory's; the handle is the caller's."""
+"""The handle of a lease: a request's hold on pages in HBM. The record behind it is the directory's."""
 
 from __future__ import annotations
 
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from tierstore.arguments import require_flag, seconds_to_wait, whole
 from tierstore.errors import LeaseError, StoreClosed
-from tierstore.types import LeaseState, PageKey, Tier
+from tierstore.types import Event
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-
-@runtime_checkable
-class Event(Protocol):
-    """Something that will have happened: a CUDA event, or any object with its two methods."""
-
-    def query(self) -> bool:
-        """Whether it has happened; never blocks."""
-        ...
-
-    def synchronize(self) -> None:
-        """Blocks until it has happened."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class LeaseRecord:
-    """What a lease holds. Pages ``[0, len(slots))`` are covered; those in ``waiting`` are still on their way."""
-
-    keys: tuple[PageKey, ...]
-    into: tuple[int, ...] | None = None
-    deadline: float | None = None
-    exact: bool = False
-    """Only pages that are what was put."""
-    slots: list[int] = field(default_factory=list)
-    sources: list[Tier] = field(default_factory=list)
-    waiting: set[int] = field(default_factory=set)
-    landing: set[int] = field(default_factory=set)
-    """Pages already given up whose copies still write an engine's slots."""
-    inexact_from: int | None = None
-    """Before a page of this number all it took in were exact; -1: one that was sealed under it is not."""
-    held: list[tuple[PageKey, int]] = field(default_factory=list)
-    """Pages sealed under this lease by ``put``."""
-    complete: bool = False
-    """No further page will be added."""
-    cut: bool = False
-    """A page was lost on its way, or came too late."""
-    miss_reason: str = "not_found"
-    told: bool = False
-    """Its caller was told of a layer before all of it was there, and may be reading these slots."""
-    never_written: Event | None = None
-    """The event of a failed device that was to end the writing of a page sealed under it."""
-    wants_room: bool = False
-    """Its ``acquire`` waits for room in HBM."""
-    counted: bool = False
-    released: bool = False
-
-    @property
-    def inexact(self) -> bool:
-        """Whether a page it covers is not certainly what was put: then neither is what is computed over it."""
-        return self.inexact_from is not None and self.inexact_from < len(self.slots)
-
-    @property
-    def state(self) -> LeaseState:
-        """Of its copies; pages may still be written by whoever has put them. READY and FAILED are final."""
-        if not self.complete or self.waiting or self.landing:
-            return LeaseState.PENDING
-        if self.never_written is not None:
-            return LeaseState.FAILED
-        return LeaseState.FAILED if self.cut and not self.slots else LeaseState.READY
+    from tierstore.leasing import LeaseRecord
+    from tierstore.types import LeaseState, PageKey, Tier
 
 
 class LeaseHost(Protocol):

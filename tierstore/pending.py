@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tierstore.directory import Directory
-    from tierstore.lease import Event, LeaseRecord
-    from tierstore.types import PageKey
+    from tierstore.leasing import LeaseRecord
+    from tierstore.types import Event, PageKey
 
 _log = logging.getLogger(__name__)
 

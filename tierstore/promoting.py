@@ -19,12 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence, Set
 
     from tierstore.hints import HintTable
-    from tierstore.lease import LeaseRecord
+    from tierstore.leasing import LeaseRecord
     from tierstore.loads import Loads
-    from tierstore.metrics import Metrics
     from tierstore.residency import Residency
     from tierstore.traffic import Traffic
-    from tierstore.types import Hint, PageKey
+    from tierstore.types import Counters, Hint, PageKey
 
 _Place = tuple["PageKey", Tier]
 
@@ -47,7 +46,7 @@ class Promoting:
         loads: Loads,
         leases: Set[LeaseRecord],
         hints: HintTable,
-        metrics: Metrics,
+        metrics: Counters,
         page_nbytes: int,
     ) -> None:
         self._residency = residency

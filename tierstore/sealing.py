@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from tierstore.admitting import Admitting
-    from tierstore.lease import LeaseRecord
-    from tierstore.leasing import Leasing
+    from tierstore.leasing import LeaseRecord, Leasing
     from tierstore.loads import Loads
     from tierstore.placement import Placement
     from tierstore.residency import Residency

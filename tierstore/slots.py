@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierstore.directory import Directory
-    from tierstore.lease import Event, LeaseRecord
+    from tierstore.leasing import LeaseRecord
     from tierstore.pending import PendingEvents
     from tierstore.progress import Progress
-    from tierstore.types import PageKey
+    from tierstore.types import Event, PageKey
 
 
 class OwnSlots:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from enum import Enum, IntEnum
 from math import prod
 from numbers import Integral
-from typing import Literal, NewType
+from typing import Literal, NewType, Protocol, runtime_checkable
 
 from tierstore.arguments import are_seconds
 
@@ -289,3 +289,44 @@ class Hint:
             value = getattr(self, name)
             if value is not None and not are_seconds(value):
                 raise ValueError(f"Hint.{name} is {value!r:.60}; allowed: seconds, or None")
+
+
+@runtime_checkable
+class Event(Protocol):
+    """Something that will have happened: a CUDA event, or any object with its two methods."""
+
+    def query(self) -> bool:
+        """Whether it has happened; never blocks."""
+        ...
+
+    def synchronize(self) -> None:
+        """Blocks until it has happened."""
+        ...
+
+
+class Counters(Protocol):
+    """What the decisions about pages are counted in."""
+
+    def hit(self, tier: Tier, pages: int = 1) -> None:
+        """Pages that an acquire found, in the fastest tier that held them."""
+        ...
+
+    def miss(self, reason: str, pages: int = 1) -> None:
+        """Pages that an acquire could not serve."""
+        ...
+
+    def dropped(self, tier: Tier, reason: str, number: int) -> None:
+        """Copies that left a tier."""
+        ...
+
+    def moved(self, transfer: Transfer, ack: Ack, page_nbytes: int) -> None:
+        """A transfer ended."""
+        ...
+
+    def prefetched(self, result: str, nbytes: int) -> None:
+        """Bytes brought up ahead of need, by what became of them."""
+        ...
+
+    def avoided(self, seconds: float) -> None:
+        """Load time that had already happened when a lease took in a page."""
+        ...

@@ -33,9 +33,9 @@ from tierstore.adapters.huggingface.arrival import Arrival
 from tierstore.adapters.huggingface.batch import PagedBatch
 from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.adapters.huggingface.sequence import PagedSequence
-from tierstore.lease import Event, Lease
+from tierstore.lease import Lease
 from tierstore.store import TierStore
-from tierstore.types import LeaseState, Tier
+from tierstore.types import Event, LeaseState, Tier
 
 LAYERS, PAGES = 6, 4
 PROMPT = random_prompt(PAGES * PAGE + 3)

@@ -26,9 +26,9 @@ from tests.gpu.card import (
 from tests.support.bench import Bench, open_bench
 from tests.support.pages import PATIENCE_S, chain, page_tensor, tiers
 from tierstore.gpu.pool import EnginePages
-from tierstore.lease import Event, Lease
+from tierstore.lease import Lease
 from tierstore.store import TierStore
-from tierstore.types import LeaseState, PageKey, Tier
+from tierstore.types import Event, LeaseState, PageKey, Tier
 
 pytestmark = pytest.mark.gpu
 

@@ -19,8 +19,7 @@ from tierstore.codecs.frames import Spreader
 from tierstore.codecs.held import Packer, Unpacker
 from tierstore.directory import Directory
 from tierstore.gpu.arriving import HERE
-from tierstore.lease import Event, LeaseRecord
-from tierstore.leasing import Leasing
+from tierstore.leasing import LeaseRecord, Leasing
 from tierstore.loads import Load
 from tierstore.memory_only import MemoryOnly
 from tierstore.mover import Mover
@@ -31,7 +30,7 @@ from tierstore.runs import Runs
 from tierstore.sealing import Sealing
 from tierstore.tier_table import TierTable
 from tierstore.traffic import Traffic
-from tierstore.types import Erase, Failure, PageKey, Tier, Transfer
+from tierstore.types import Erase, Event, Failure, PageKey, Tier, Transfer
 
 BUGS_IN_MEMORY = Plants()
 BUGS_ON_DISK = Plants()

@@ -29,9 +29,9 @@ from tests.support.stalls import IN
 from tests.support.waiting import wait_for
 from tierstore.errors import CapacityError, StoreClosed
 from tierstore.gpu.arriving import AllOf
-from tierstore.lease import Event, Lease
+from tierstore.lease import Lease
 from tierstore.store import TierStore
-from tierstore.types import LeaseState, PageKey, Tier
+from tierstore.types import Event, LeaseState, PageKey, Tier
 
 
 @pytest.fixture(params=[False, True], ids=["polled", "pump"])

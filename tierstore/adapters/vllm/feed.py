@@ -12,9 +12,8 @@ from tierstore.types import Erase, Tier, Transfer
 if TYPE_CHECKING:
     from collections.abc import Set
 
-    from tierstore.lease import Event
     from tierstore.mover import Mover
-    from tierstore.types import Ack
+    from tierstore.types import Ack, Event
     from tierstore.wakeup import Wakeup
 
 _log = logging.getLogger(__name__)
