@@ -493,16 +493,11 @@ def with_bug(bug: Bug) -> Code:
             residency,
         )
     }
-    vars(rooms[tier_table])["VictimQueue"] = vars(rooms[queue])["VictimQueue"]
-    vars(rooms[residency])["Lineage"] = vars(rooms[lineage])["Lineage"]
-    vars(rooms[residency])["Settling"] = vars(rooms[settling])["Settling"]
-    vars(rooms[residency])["Orphans"] = vars(rooms[orphans])["Orphans"]
-    vars(rooms[residency])["Runs"] = vars(rooms[runs])["Runs"]
-    vars(rooms[residency])["MemoryOnly"] = vars(rooms[memory_only])["MemoryOnly"]
-    vars(rooms[residency])["choose_victims"] = vars(rooms[victims])["choose_victims"]
-    vars(rooms[residency])["Quarantine"] = vars(rooms[quarantine])["Quarantine"]
-    for room in (residency, quarantine):
-        vars(rooms[room])["Dead"] = vars(rooms[tier_table])["Dead"]
+    for copy in rooms.values():
+        for name, value in list(vars(copy).items()):
+            for loaded, other in rooms.items():
+                if getattr(value, "__module__", None) == loaded.__name__ and name in vars(loaded):
+                    vars(copy)[name] = vars(other)[name]
     return Code(vars(rooms[residency])["Residency"], vars(rooms[tier_table])["TierTable"])
 
 
