@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tierstore.codecs import LOSS_CLASSES, saves
 from tierstore.codecs.held import Held
-from tierstore.directory import Directory
+from tierstore.directory.directory import Directory
 from tierstore.errors import ConfigError
 from tierstore.fitting import (
     check_device_memory,

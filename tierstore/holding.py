@@ -17,7 +17,7 @@ from tierstore.types import Event, LeaseState
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tierstore.directory import Directory
+    from tierstore.directory.directory import Directory
     from tierstore.gpu.device import HbmDevice
     from tierstore.metrics import Metrics
     from tierstore.mover import Mover

@@ -11,7 +11,7 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tierstore.directory import Directory
+    from tierstore.directory.directory import Directory
     from tierstore.residency import Residency
     from tierstore.tier_table import TierTable
     from tierstore.types import PageKey

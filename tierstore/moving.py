@@ -14,7 +14,7 @@ from tierstore.types import Hint, Tier
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tierstore.directory import Directory
+    from tierstore.directory.directory import Directory
     from tierstore.metrics import Metrics
     from tierstore.progress import Progress
     from tierstore.types import HintResult, PageKey, Promoted

@@ -14,7 +14,7 @@ from tierstore.traffic import BATCH_PAGES
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tierstore.directory import Directory
+    from tierstore.directory.directory import Directory
     from tierstore.leasing import LeaseRecord
     from tierstore.types import Event, PageKey
 

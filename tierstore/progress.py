@@ -15,7 +15,7 @@ from tierstore.wakeup import TimedLock, Wakeup
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tierstore.directory import Directory
+    from tierstore.directory.directory import Directory
     from tierstore.metrics import Metrics
     from tierstore.mover import Mover
     from tierstore.pending import PendingEvents

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from tierstore.assembly import Parts
     from tierstore.config import StoreConfig
-    from tierstore.directory import Directory
+    from tierstore.directory.directory import Directory
     from tierstore.layout import PageLayout
     from tierstore.metrics import Metrics, RankHealth
     from tierstore.tier_table import TierTable

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tierstore.assembly import Parts
-    from tierstore.directory import Directory
+    from tierstore.directory.directory import Directory
     from tierstore.mover import Mover, SyncMark
     from tierstore.progress import Progress
 

@@ -19,7 +19,7 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tierstore.directory import Directory
+    from tierstore.directory.directory import Directory
     from tierstore.leasing import LeaseRecord
     from tierstore.pending import PendingEvents
     from tierstore.progress import Progress

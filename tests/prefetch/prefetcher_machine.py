@@ -19,8 +19,9 @@ from prefetch import bringing
 from tests.support.bench import Bench, open_bench
 from tests.support.pages import PATIENCE_S, SPEC, chain, page_tensor, require_nothing_held, same, tiers, write
 from tests.support.stalls import IN, Lane
-from tierstore import directory, promoting
+from tierstore import promoting
 from tierstore.config import PrefetchConfig
+from tierstore.directory import directory
 from tierstore.lease import Lease
 from tierstore.store import TierStore
 from tierstore.types import Hint, HintResult, LeaseState, PageKey, Promoted, Tier

@@ -17,7 +17,7 @@ from tierstore.admitting import Admitting
 from tierstore.arrivals import Arrivals
 from tierstore.codecs.frames import Spreader
 from tierstore.codecs.held import Packer, Unpacker
-from tierstore.directory import Directory
+from tierstore.directory.directory import Directory
 from tierstore.gpu.arriving import HERE
 from tierstore.leasing import LeaseRecord, Leasing
 from tierstore.loads import Load

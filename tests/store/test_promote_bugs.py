@@ -12,7 +12,8 @@ from tests.support import planting
 from tests.support.bench import open_bench
 from tests.support.pages import SPEC, tiers
 from tests.support.planting import Bug
-from tierstore import directory, promoting
+from tierstore import promoting
+from tierstore.directory import directory
 from tierstore.store import TierStore
 
 Check = Callable[[Path], None]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tests.support.stalls import GatedCopies, GatedRecords
 from tierstore.assembly import Parts, assemble
 from tierstore.config import StoreConfig
-from tierstore.directory import Directory
+from tierstore.directory.directory import Directory
 from tierstore.gpu.copy_engine import CopyEngine
 from tierstore.layout import PageLayout
 from tierstore.mover import Mover

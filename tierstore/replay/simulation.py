@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tierstore.directory import Directory
+from tierstore.directory.directory import Directory
 from tierstore.metrics import Metrics
 from tierstore.policy import Known, WriteBudget, make_admission, make_history, make_policy
 from tierstore.tier_table import TierTable
