@@ -49,11 +49,15 @@ def test_the_contract_holds(tree: Path) -> None:
             "tierstore.gpu is not allowed to import tierstore.host",
         ),
         ("tierstore/store.py", "import prefetch", "tierstore.store is not allowed to import prefetch"),
-        ("tierstore/residency.py", "import torch", "tierstore.residency is not allowed to import torch"),
         (
-            "tierstore/residency.py",
+            "tierstore/directory/residency.py",
+            "import torch",
+            "tierstore.directory is not allowed to import torch",
+        ),
+        (
+            "tierstore/directory/residency.py",
             "import threading",
-            "tierstore.residency is not allowed to import threading",
+            "tierstore.directory is not allowed to import threading",
         ),
         ("tierstore/keys.py", "import torch", "tierstore.keys is not allowed to import torch"),
         ("tierstore/nvme/tier.py", "import torch", "tierstore.nvme is not allowed to import torch"),

@@ -15,8 +15,8 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tierstore.directory.residency import Residency
     from tierstore.policy import Admission, History, WriteBudget
-    from tierstore.residency import Residency
     from tierstore.types import PageKey
 
 

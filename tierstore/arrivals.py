@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tierstore.admitting import Admitting
+    from tierstore.directory.residency import Residency
     from tierstore.drops import Drops
     from tierstore.loads import Loads
     from tierstore.outgoing import Outgoing
     from tierstore.placement import Placement
-    from tierstore.residency import Residency
     from tierstore.traffic import Traffic
     from tierstore.types import Counters
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from tierstore.codecs import LOSS_CLASSES, saves
 from tierstore.codecs.held import Held
 from tierstore.directory.directory import Directory
+from tierstore.directory.residency import TierTable
 from tierstore.errors import ConfigError
 from tierstore.fitting import (
     check_device_memory,
@@ -32,7 +33,6 @@ from tierstore.mover import Mover
 from tierstore.nvme.tier import NvmeTier
 from tierstore.policy import Known, WriteBudget, make_admission, make_history, make_policy
 from tierstore.policy.recompute import doubling_depth
-from tierstore.tier_table import TierTable
 from tierstore.types import Tier
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from tierstore.types import PageKey, Tier
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from tierstore.directory.residency import Residency
     from tierstore.leasing import LeaseRecord
     from tierstore.loads import Load, Loads
-    from tierstore.residency import Residency
     from tierstore.traffic import Traffic
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tierstore.residency import Drop, Residency
+    from tierstore.directory.residency import Drop, Residency
     from tierstore.types import Counters, PageKey, Tier
 
 _log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from tierstore.traffic import BATCH_PAGES
 from tierstore.types import Hint, HintResult
 
 if TYPE_CHECKING:
-    from tierstore.residency import Residency
+    from tierstore.directory.residency import Residency
     from tierstore.types import PageKey
 
 _Change: TypeAlias = "Callable[[Iterable[PageKey]], None]"

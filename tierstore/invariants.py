@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierstore.directory.directory import Directory
-    from tierstore.residency import Residency
-    from tierstore.tier_table import TierTable
+    from tierstore.directory.residency import Residency, TierTable
     from tierstore.types import PageKey
 
 Slots = Counter[tuple[Tier, int]]

@@ -17,8 +17,8 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tierstore.directory.residency import Residency
     from tierstore.leasing import LeaseRecord
-    from tierstore.residency import Residency
     from tierstore.traffic import Traffic
     from tierstore.types import PageKey
 

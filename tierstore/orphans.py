@@ -15,11 +15,10 @@ from tierstore.policy.orders import BAND
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from tierstore.directory.residency import TierTable, Whereabouts
     from tierstore.lineage import Lineage
     from tierstore.settling import Settling
-    from tierstore.tier_table import TierTable
     from tierstore.types import PageKey
-    from tierstore.whereabouts import Whereabouts
 
 _AT_ONCE = 64
 """Pages that one change marks at once; what follows them is marked by the next calls of ``advance``."""

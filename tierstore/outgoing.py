@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from tierstore.admitting import Admitting
+    from tierstore.directory.residency import Residency
     from tierstore.loads import Loads
-    from tierstore.residency import Residency
     from tierstore.sinks import Sinks
     from tierstore.space import Space
     from tierstore.types import PageKey

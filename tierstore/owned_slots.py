@@ -10,8 +10,8 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tierstore.directory.residency import Residency
     from tierstore.drops import Drops
-    from tierstore.residency import Residency
     from tierstore.space import Space
 
 

@@ -14,8 +14,7 @@ from tierstore.traffic import BATCH_PAGES
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
-    from tierstore.residency import Residency
-    from tierstore.tier_table import TierTable
+    from tierstore.directory.residency import Residency, TierTable
     from tierstore.traffic import Traffic
     from tierstore.types import PageKey
 

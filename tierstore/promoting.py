@@ -18,10 +18,10 @@ from tierstore.types import Promoted, Tier
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set
 
+    from tierstore.directory.residency import Residency
     from tierstore.hints import HintTable
     from tierstore.leasing import LeaseRecord
     from tierstore.loads import Loads
-    from tierstore.residency import Residency
     from tierstore.traffic import Traffic
     from tierstore.types import Counters, Hint, PageKey
 

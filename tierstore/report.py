@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from tierstore.assembly import Parts
     from tierstore.config import StoreConfig
     from tierstore.directory.directory import Directory
+    from tierstore.directory.residency import TierTable
     from tierstore.layout import PageLayout
     from tierstore.metrics import Metrics, RankHealth
-    from tierstore.tier_table import TierTable
     from tierstore.types import PageKey
 
 

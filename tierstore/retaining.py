@@ -9,8 +9,8 @@ from tierstore.policy.orders import BAND
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from tierstore.directory.residency import TierTable
     from tierstore.settling import Settling
-    from tierstore.tier_table import TierTable
     from tierstore.types import PageKey, Tier
 
 

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from tierstore.admitting import Admitting
+    from tierstore.directory.residency import Residency
     from tierstore.leasing import LeaseRecord, Leasing
     from tierstore.loads import Loads
     from tierstore.placement import Placement
-    from tierstore.residency import Residency
     from tierstore.types import PageKey
 
 

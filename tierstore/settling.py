@@ -15,9 +15,9 @@ from tierstore.policy.orders import BAND
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from tierstore.directory.residency import TierTable
     from tierstore.lineage import Lineage
     from tierstore.memory_only import MemoryOnly
-    from tierstore.tier_table import TierTable
     from tierstore.types import Copy, PageKey, Tier
 
 

@@ -13,7 +13,7 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tierstore.residency import Residency
+    from tierstore.directory.residency import Residency
     from tierstore.space import Space
     from tierstore.types import PageKey
 

@@ -13,7 +13,7 @@ from tierstore.traffic import BATCH_PAGES, Move
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
-    from tierstore.residency import Residency
+    from tierstore.directory.residency import Residency
     from tierstore.traffic import Traffic
     from tierstore.types import PageKey
 

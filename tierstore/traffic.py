@@ -14,7 +14,7 @@ from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tierstore.residency import Residency
+    from tierstore.directory.residency import Residency
 
 BATCH_PAGES = 32
 """Pages of one transfer, and of one hold of the store's lock, at most: a hold is to take no longer than 1 ms."""

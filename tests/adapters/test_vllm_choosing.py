@@ -17,9 +17,8 @@ from tierstore.adapters.vllm.choosing import Measured, worth_loading
 from tierstore.adapters.vllm.groups import Group
 from tierstore.adapters.vllm.pace import Pace
 from tierstore.adapters.vllm.plans import Plan, Span
+from tierstore.directory.residency import Residency, TierTable
 from tierstore.policy import make_policy
-from tierstore.residency import Residency
-from tierstore.tier_table import TierTable
 from tierstore.traffic import Move, Traffic
 from tierstore.types import Ack, PageKey, Tier, Transfer
 

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.core.hardware import Flight, Hardware
+from tierstore.directory.residency import Residency, TierTable
 from tierstore.errors import CapacityError, LeaseError
 from tierstore.policy import History, Known, make_policy
-from tierstore.residency import Residency
-from tierstore.tier_table import TierTable
 from tierstore.types import PageKey, Tier
 
 RECORD = 10

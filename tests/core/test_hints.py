@@ -8,10 +8,9 @@ from typing import Any, Literal
 import pytest
 
 from tierstore import hints
+from tierstore.directory.residency import Residency, TierTable
 from tierstore.hints import HintTable
 from tierstore.policy import make_policy
-from tierstore.residency import Residency
-from tierstore.tier_table import TierTable
 from tierstore.traffic import BATCH_PAGES
 from tierstore.types import Hint, HintResult, PageKey, Tier
 

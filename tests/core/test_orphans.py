@@ -7,10 +7,9 @@ import random
 import pytest
 
 from tests.support.pages import chain
+from tierstore.directory.residency import Residency, TierTable
 from tierstore.invariants import check_residency
 from tierstore.policy import Lru
-from tierstore.residency import Residency
-from tierstore.tier_table import TierTable
 from tierstore.types import PageKey, Tier
 
 PAGES = 1000

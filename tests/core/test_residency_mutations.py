@@ -12,17 +12,11 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.core.machine import ResidencyMachine
 from tests.core.model import Code
 from tests.support import planting
-from tierstore import (
-    lineage,
-    memory_only,
-    orphans,
-    quarantine,
-    residency,
-    runs,
-    settling,
-    tier_table,
-    victims,
-)
+from tierstore import lineage, memory_only, orphans, settling, victims
+from tierstore.directory import residency
+from tierstore.directory import residency as quarantine
+from tierstore.directory import residency as runs
+from tierstore.directory import residency as tier_table
 from tierstore.errors import TierStoreError
 from tierstore.policy import queue
 

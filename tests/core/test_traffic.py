@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tierstore.directory.residency import Residency, TierTable
 from tierstore.policy import make_policy
-from tierstore.residency import Residency
-from tierstore.tier_table import TierTable
 from tierstore.traffic import BATCH_PAGES, Move, Traffic
 from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.pages import chain
+from tierstore.directory.residency import Residency, TierTable
 from tierstore.errors import CapacityError
 from tierstore.policy import Lru
-from tierstore.residency import Residency
-from tierstore.tier_table import TierTable
 from tierstore.types import PageKey, Tier
 from tierstore.victims import choose_victims
 

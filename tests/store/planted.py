@@ -18,17 +18,14 @@ from tierstore.arrivals import Arrivals
 from tierstore.codecs.frames import Spreader
 from tierstore.codecs.held import Packer, Unpacker
 from tierstore.directory.directory import Directory
+from tierstore.directory.residency import Quarantine, Residency, Runs, TierTable
 from tierstore.gpu.arriving import HERE
 from tierstore.leasing import LeaseRecord, Leasing
 from tierstore.loads import Load
 from tierstore.memory_only import MemoryOnly
 from tierstore.mover import Mover
 from tierstore.pending import PendingEvents
-from tierstore.quarantine import Quarantine
-from tierstore.residency import Residency
-from tierstore.runs import Runs
 from tierstore.sealing import Sealing
-from tierstore.tier_table import TierTable
 from tierstore.traffic import Traffic
 from tierstore.types import Erase, Event, Failure, PageKey, Tier, Transfer
 

@@ -8,9 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tierstore.bench.rows import Row, best_of
+from tierstore.directory.residency import Residency, TierTable
 from tierstore.policy import make_policy
-from tierstore.residency import Residency
-from tierstore.tier_table import TierTable
 from tierstore.types import PageKey, Tier
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tierstore.admitting import Admitting
 from tierstore.arrivals import Arrivals
 from tierstore.covering import Covering
+from tierstore.directory.residency import Residency
 from tierstore.drops import Drops
 from tierstore.hints import HintTable
 from tierstore.leasing import Leasing
@@ -19,7 +20,6 @@ from tierstore.outgoing import Outgoing
 from tierstore.owned_slots import OwnedSlots
 from tierstore.placement import Placement
 from tierstore.promoting import Promoting
-from tierstore.residency import Residency
 from tierstore.sealing import Sealing
 from tierstore.sinks import Ticket
 from tierstore.space import STALL_S
@@ -29,9 +29,9 @@ from tierstore.types import Ack, Erase, Hint, PageKey, Promoted, Tier, Transfer
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from tierstore.directory.residency import TierTable
     from tierstore.leasing import LeaseRecord
     from tierstore.policy import Admission, History, WriteBudget
-    from tierstore.tier_table import TierTable
     from tierstore.types import Counters
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tierstore.directory.directory import Directory
+from tierstore.directory.residency import TierTable
 from tierstore.metrics import Metrics
 from tierstore.policy import Known, WriteBudget, make_admission, make_history, make_policy
-from tierstore.tier_table import TierTable
 from tierstore.types import Ack, Tier, Transfer
 
 if TYPE_CHECKING:

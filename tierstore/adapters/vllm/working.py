@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from tierstore.apart import Record
     from tierstore.assembly import Parts
     from tierstore.config import StoreConfig
+    from tierstore.directory.residency import Residency
     from tierstore.metrics import RankHealth
-    from tierstore.residency import Residency
     from tierstore.types import Ack, Event
 
     Commands = Sequence[Transfer | Erase]

@@ -9,12 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-import tierstore.exactness
+import tierstore.directory.residency
 from tests.support.planting import SEARCH, Bug, load
+from tierstore.directory.residency import Residency, TierTable
 from tierstore.errors import CapacityError
 from tierstore.policy import make_policy
-from tierstore.residency import Residency
-from tierstore.tier_table import TierTable
 from tierstore.types import PageKey, Tier
 
 KEYS = [PageKey(bytes([number]) * 36) for number in range(2)]
@@ -28,7 +27,7 @@ which = st.integers(0, 26)
 class ExactnessMachine(RuleBasedStateMachine):
     """``truth``: of every slot that a copy has, whether its bytes are exactly what was put, over exact pages before."""
 
-    room: ModuleType = tierstore.exactness
+    room: ModuleType = tierstore.directory.residency
 
     @initialize(lossy=st.sampled_from([None, Tier.HOST, Tier.NVME]))
     def open(self, lossy: Tier | None) -> None:
@@ -188,7 +187,7 @@ def test_what_counts_as_exact_is_what_was_put() -> None:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug) -> None:
-    planted = load(tierstore.exactness, bug)
+    planted = load(tierstore.directory.residency, bug)
     machine = type("Planted", (ExactnessMachine,), {"room": planted})
     with pytest.raises((AssertionError, KeyError)):
         run_state_machine_as_test(machine, settings=SEARCH)

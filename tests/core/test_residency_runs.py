@@ -8,14 +8,13 @@ from types import ModuleType
 import pytest
 
 from tests.support.planting import Bug, load
-from tierstore import runs
+from tierstore.directory import residency as runs
+from tierstore.directory.residency import Residency, TierTable
 from tierstore.errors import LeaseError
 from tierstore.invariants import check_residency
 from tierstore.policy.choosing import Known, make_policy
 from tierstore.policy.history import History
 from tierstore.policy.orders import Fifo
-from tierstore.residency import Residency
-from tierstore.tier_table import TierTable
 from tierstore.types import PageKey, Tier
 
 KEYS = [PageKey(bytes([number]) * 36) for number in range(3)]

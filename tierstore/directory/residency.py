@@ -1,0 +1,789 @@
+"""Which tiers hold a readable copy of each page. Pure metadata: no torch, no I/O, no thread, no clock.
+
+One protocol on every edge: ``reserve`` takes an unreadable slot in the destination and pins the source, ``commit``
+makes it readable, ``abort`` marks the copy dead. A dead slot is quarantined until nothing can write or read it:
+its transfer has settled and its pins are gone. A slot is free, owned by a caller, in exactly one copy, or quarantined.
+
+A copy is evictable iff it is ready, unpinned, and either its page is unreachable (``lineage``) or it is not the last
+copy of a page with readable children. The queue in which it waits is decided in ``eviction``.
+
+``match`` is here, and so is exactness: which pages are still, bit by bit, what was put.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from tierstore.errors import CapacityError, LeaseError
+from tierstore.lineage import Lineage
+from tierstore.memory_only import MemoryOnly
+from tierstore.orphans import Orphans
+from tierstore.policy import VictimQueue
+from tierstore.retaining import Retaining
+from tierstore.settling import Settling
+from tierstore.types import Copy, PageKey, Tier
+from tierstore.victims import choose_victims
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from tierstore.policy import Fifo
+
+
+@dataclass(slots=True)
+class Dead:
+    """A quarantined slot: ``holders`` are the pins and the writer that can still touch it."""
+
+    key: PageKey | None
+    nbytes: int
+    holders: int
+
+
+class TierTable:
+    """Slots of one tier. ``num_slots`` None: the tier keeps bytes by key, bounded by ``budget_nbytes`` alone.
+
+    ``lossy``: what is read back from there differs from what was put.
+    """
+
+    def __init__(
+        self,
+        policy: Fifo,
+        *,
+        num_slots: int | None = None,
+        budget_nbytes: int | None = None,
+        lossy: bool = False,
+    ) -> None:
+        self.policy = policy
+        self.lossy = lossy
+        self.num_slots = num_slots
+        self.budget_nbytes = budget_nbytes
+        self.used_nbytes = 0
+        self.free: list[int] = list(range(num_slots - 1, -1, -1)) if num_slots is not None else []
+        self.copies: dict[PageKey, Copy] = {}
+        self.new_slots = count()
+        """Slots of a tier that keeps bytes by key: a new number for each record."""
+        self.arriving = 0
+        """Copies that are not readable yet."""
+        self.pinned = 0
+        """Copies with a pin, readable or not."""
+        self.idle = 0
+        """Readable copies without a pin."""
+        self.owned: set[int] = set()
+        self.quarantine: dict[int, Dead] = {}
+        self.droppable = VictimQueue()
+        self.dirty = VictimQueue()
+        self.mirrors = VictimQueue()
+        self.leaves = VictimQueue()
+        """Those of ``dirty`` that can be dropped without cutting off other pages."""
+        self.fleeting = VictimQueue()
+        """Those of ``leaves`` that are memory-only."""
+
+    def has_space(self, nbytes: int) -> bool:
+        """Whether a slot for ``nbytes`` can be taken without an eviction."""
+        if self.num_slots is not None:
+            return bool(self.free)
+        return self.budget_nbytes is None or self.used_nbytes + nbytes <= self.budget_nbytes
+
+    def ready(self, key: PageKey) -> bool:
+        """Whether this tier holds a readable copy."""
+        copy = self.copies.get(key)
+        return copy is not None and copy.ready
+
+    def take(self, nbytes: int) -> int:
+        """A slot that is free; there must be space."""
+        self.used_nbytes += nbytes
+        return self.free.pop() if self.num_slots is not None else next(self.new_slots)
+
+    def put_back(self, slot: int, nbytes: int) -> None:
+        """The slot is free again."""
+        self.used_nbytes -= nbytes
+        if self.num_slots is not None:
+            self.free.append(slot)
+
+    def count(self, copy: Copy, number: int) -> None:
+        """Counts a copy as it is now: -1 before it changes or goes, 1 after it came or changed."""
+        self.arriving += 0 if copy.ready else number
+        self.pinned += number if copy.pins else 0
+        self.idle += number if copy.ready and not copy.pins else 0
+
+    @property
+    def inner(self) -> int:
+        """Copies that may leave only after pages that follow theirs."""
+        return self.idle - len(self.droppable) - len(self.dirty) - len(self.mirrors)
+
+    def wait(self, copy: Copy, key: PageKey, queue: VictimQueue) -> None:
+        """The copy may leave: it waits in this queue from now on and in none of the others."""
+        if copy.queue is not queue:
+            self.withdraw(copy)
+            copy.queue = queue
+            queue.offer(copy.rank, key)
+
+    def withdraw(self, copy: Copy) -> None:
+        """The copy may not leave any more. Before its rank changes."""
+        queue, rank = copy.queue, copy.rank
+        if queue is None:
+            return
+        copy.queue = None
+        if queue is self.droppable:
+            self.droppable.withdraw(rank)
+        elif queue is self.mirrors:
+            self.mirrors.withdraw(rank)
+        else:
+            self.dirty.withdraw(rank)
+            if self.leaves.withdraw(rank):
+                self.fleeting.withdraw(rank)
+
+
+class Quarantine:
+    """Of all tiers; each table has its own dead slots. Changed by residency, of which it is a part."""
+
+    def __init__(self) -> None:
+        self.erased: deque[tuple[Tier, PageKey]] = deque()
+        """Records of key-addressed tiers whose bytes nobody needs any more."""
+
+    def kill(self, key: PageKey, table: TierTable) -> None:
+        """A copy on its way will never be readable: its writer and its pins hold the slot."""
+        copy = table.copies.pop(key)
+        table.count(copy, -1)
+        table.policy.left(key, copy.rank)
+        table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins + 1)
+
+    def let_go(self, tier: Tier, table: TierTable, slot: int) -> None:
+        """One holder of a dead slot has ended. LeaseError if it has none."""
+        dead = table.quarantine.get(slot)
+        if dead is None:
+            raise LeaseError(f"slot {slot} of {tier.name} has no such holder")
+        dead.holders -= 1
+        if dead.holders == 0:
+            del table.quarantine[slot]
+            table.put_back(slot, dead.nbytes)
+            self.note_erased(tier, table, dead.key)
+
+    def note_erased(self, tier: Tier, table: TierTable, key: PageKey | None) -> None:
+        """Nothing uses a dead copy any more: where bytes are kept by key, its record is to be erased."""
+        # A newer copy under the same key owns the record now: erasing it would lose that one.
+        if table.num_slots is None and key is not None and key not in table.copies:
+            self.erased.append((tier, key))
+
+
+class Exactness:
+    """Of the pages of a store. ``tables``: of its tiers. Changed by residency alone."""
+
+    def __init__(self, tables: Mapping[Tier, TierTable]) -> None:
+        self._first_lossy = min((tier for tier, table in tables.items() if table.lossy), default=None)
+        first = self._first_lossy
+        self._above = [
+            (tier, table.copies) for tier, table in tables.items() if first is None or tier < first
+        ]
+        self._below = [table.copies for tier, table in tables.items() if first is not None and tier >= first]
+        self._tainted: set[PageKey] = set()
+
+    @property
+    def lossless(self) -> bool:
+        """Whether no tier loses anything: all pages are exact then."""
+        return self._first_lossy is None
+
+    def exact(self, key: PageKey) -> bool:
+        """Whether a readable copy of the page is certainly what was put."""
+        if self._first_lossy is None:
+            return True
+        if key in self._tainted:
+            return False
+        return any(key in copies and copies[key].ready for _, copies in self._above)
+
+    def prefix(self, keys: Sequence[PageKey]) -> int:
+        """How many of ``keys`` are exact before the first that is not."""
+        if self._first_lossy is None:
+            return len(keys)
+        return next((index for index, key in enumerate(keys) if not self.exact(key)), len(keys))
+
+    def loaded(self, keys: Sequence[PageKey], src: Tier, dst: Tier) -> None:
+        """Copies are on their way from ``src`` to ``dst``: inexact ones, that may outlive an exact one above them."""
+        first = self._first_lossy
+        if first is not None and dst < first <= src:
+            self._tainted.update(keys)
+
+    def put(self, key: PageKey, parent: PageKey | None) -> None:
+        """The page is put, after ``parent``, whose copies are still there. Before its copy counts."""
+        if self._first_lossy is None:
+            return
+        if not self.stays_tainted(key):
+            self._tainted.discard(key)
+        if parent is not None and not (self.exact(parent) or self._coming(parent)):
+            self._tainted.add(key)
+
+    def _coming(self, key: PageKey) -> bool:
+        """Whether it will be exact: of an engine's pages that are put together the one before is on its way out too."""
+        if key in self._tainted or any(key in copies for copies in self._below):
+            return False
+        return any(key in copies for _, copies in self._above)
+
+    def stays_tainted(self, key: PageKey) -> bool:
+        """Whether a put would leave the page tainted: copies stay that may be what tainted it.
+
+        One on its way into HBM does not: the put takes its place.
+        """
+        return key in self._tainted and any(
+            key in copies and (tier != Tier.HBM or copies[key].ready) for tier, copies in self._above
+        )
+
+    def doubt(self, key: PageKey) -> None:
+        """The page was computed over numbers that are not the model's, whatever its parent says."""
+        if self._first_lossy is not None:
+            self._tainted.add(key)
+
+    def tainted_in(self, key: PageKey) -> list[Tier]:
+        """Where there are readable copies of a tainted page above the lossy tiers, slowest first."""
+        if key not in self._tainted:
+            return []
+        return [tier for tier, copies in self._above[::-1] if key in copies and copies[key].ready]
+
+    def forget(self, key: PageKey) -> None:
+        """No tier has the page any more."""
+        self._tainted.discard(key)
+
+
+class Whereabouts:
+    """The tables of all tiers, fastest first, as far as they can be asked. What changes them: ``residency``."""
+
+    def __init__(self, tables: Mapping[Tier, TierTable]) -> None:
+        self.tables = {tier: tables[tier] for tier in sorted(tables)}
+        self._order = list(self.tables.items())
+        self._copies = [table.copies for _, table in self._order]
+
+    def where(self, key: PageKey) -> Tier | None:
+        """Fastest tier with a readable copy, or None."""
+        for tier, table in self._order:
+            copy = table.copies.get(key)
+            if copy is not None and copy.ready:
+                return tier
+        return None
+
+    def match(self, keys: Sequence[PageKey]) -> list[Tier]:
+        """Tier of each page of the longest readable prefix. Changes nothing, is no use for the policy."""
+        tables = [(tier, table.copies) for tier, table in self._order]
+        found: list[Tier] = []
+        for key in keys:
+            for tier, copies in tables:
+                copy = copies.get(key)
+                if copy is not None and copy.ready:
+                    found.append(tier)
+                    break
+            else:
+                break
+        return found
+
+    def unpinned(self, tier: Tier) -> int:
+        """Readable copies of a tier that nothing holds."""
+        return self.tables[tier].idle
+
+    def held(self, key: PageKey) -> bool:
+        """Whether any tier has a copy, readable or on its way."""
+        for copies in self._copies:  # noqa: SIM110 - any() with a generator takes three times as long
+            if key in copies:
+                return True
+        return False
+
+
+class Pages(Protocol):
+    """The calls for single pages, which of them are what was put, and which follows which."""
+
+    exactness: Exactness
+    lineage: Lineage
+    orphans: Orphans
+
+    def commit(self, key: PageKey, dst: Tier, slot: int) -> bool:
+        """See ``Residency.commit``."""
+        ...
+
+    def unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
+        """See ``Residency.unpin``."""
+        ...
+
+
+class Runs:
+    """Runs of pages of ``tables``. Changed by residency, of which it is a part."""
+
+    def __init__(self, tables: Mapping[Tier, TierTable], settling: Settling, pages: Pages) -> None:
+        self._tables = tables
+        self._settling = settling
+        self._pages = pages
+
+    def reserve(self, keys: Sequence[PageKey], dst: Tier, src: Tier, pins: int = 1) -> list[tuple[int, int]]:
+        """As ``reserve`` from below, for the first of ``keys`` that need no eviction: slot and slot in ``src``.
+
+        Ends before a page that has a copy in ``dst`` or none that is readable in ``src``, and where no slot is free.
+        ``dst`` has slots.
+        """
+        table, source, held = self._tables[dst], self._tables[src], self._settling.held
+        copies, free, enter = table.copies, table.free, table.policy.enter
+        unreachable = self._settling.unreachable
+        found: list[tuple[int, int]] = []
+        for key in keys:
+            below = source.copies.get(key)
+            if below is None or not below.ready or key in copies or not free:
+                break
+            below.pins += 1
+            if below.pins == 1:
+                held(key, src, source, below)
+            slot = free.pop()
+            rank = table.policy.unreachable(key) if key in unreachable else enter(key)
+            copies[key] = Copy(slot, 0, rank, pins=pins)
+            found.append((slot, below.slot))
+        self._pages.exactness.loaded(keys[: len(found)], src, dst)
+        table.arriving += len(found)
+        table.pinned += len(found) if pins else 0
+        self._settling.entered(keys[: len(found)], dst, table)
+        self._settling.give_up_places(dst, table)
+        return found
+
+    def arrive(
+        self,
+        keys: Sequence[PageKey],
+        src: Tier,
+        src_slots: Sequence[int],
+        dst: Tier,
+        dst_slots: Sequence[int],
+    ) -> list[bool]:
+        """As ``commit`` in ``dst``, which has slots, and ``unpin`` in ``src``: of each whether it is readable now."""
+        source, table = self._tables[src], self._tables[dst]
+        resettle = self._settling.resettle
+        found: list[bool] = []
+        for key, src_slot, slot in zip(keys, src_slots, dst_slots, strict=True):
+            below, copy = source.copies.get(key), table.copies.get(key)
+            if copy is None or copy.slot != slot or below is None or below.slot != src_slot or not below.pins:
+                found.append(self._pages.commit(key, dst, slot))
+                self._pages.unpin(key, src, src_slot)
+                continue
+            copy.ready = True
+            table.arriving -= 1
+            table.idle += not copy.pins
+            below.pins -= 1
+            if not below.pins:
+                source.pinned -= 1
+                source.idle += below.ready
+            resettle(key)
+            found.append(True)
+        return found
+
+    def pin(self, keys: Sequence[PageKey], tier: Tier) -> list[int]:
+        """As ``pin``, for the first of ``keys`` that are readable in the tier: their slots."""
+        table, held = self._tables[tier], self._settling.held
+        copies = table.copies
+        slots: list[int] = []
+        for key in keys:
+            copy = copies.get(key)
+            if copy is None or not copy.ready:
+                break
+            copy.pins += 1
+            if copy.pins == 1:
+                held(key, tier, table, copy)
+            slots.append(copy.slot)
+        return slots
+
+    def release(self, keys: Sequence[PageKey], tier: Tier, slots: Sequence[int]) -> None:
+        """As ``touch`` of the pages and ``unpin`` of each in ``tier``, last ones first."""
+        # Fastest first: where a copy waits depends on the pins of those above.
+        order = [(other, each, each.copies, each.policy.touch) for other, each in self._tables.items()]
+        table, settle, after_use = self._tables[tier], self._settling.settle, self._settling.rank_after_use
+        for key, slot in zip(reversed(keys), reversed(slots), strict=True):
+            alive = False
+            for other, each, copies, touch in order:
+                copy = copies.get(key)
+                if copy is None:
+                    continue
+                rank = touch(key, copy.rank) if copy.rank >= 0 else after_use(key, other, each, copy)
+                if rank != copy.rank:
+                    each.withdraw(copy)
+                    copy.rank = rank
+                if other == tier and copy.slot == slot:
+                    if copy.pins == 0:
+                        raise LeaseError(f"unpin below zero in {tier.name}")
+                    alive = True
+                    copy.pins -= 1
+                    if not copy.pins:
+                        table.pinned -= 1
+                        table.idle += copy.ready
+                if copy.ready and not copy.pins:
+                    settle(key, other, each, copy)
+            if not alive:
+                self._pages.unpin(key, tier, slot)
+        for other, each in self._tables.items():
+            self._settling.give_up_places(other, each)
+
+    def load(self, tier: Tier, records: Iterable[tuple[PageKey, PageKey | None, int]]) -> None:
+        """Takes over what a tier found at open, oldest first: (key, parent, nbytes). Before anything else."""
+        table, lineage = self._tables[tier], self._pages.lineage
+        enter, copies, used = table.policy.enter, table.copies, 0
+        for key, parent, nbytes in records:
+            copies[key] = Copy(next(table.new_slots), nbytes, enter(key), True)
+            used += nbytes
+            if parent is not None:
+                lineage.link(key, parent)
+        table.used_nbytes += used
+        table.idle += len(copies)
+        self._pages.orphans.load(lineage.without_parent_in(copies))
+        has_children, wait, droppable = lineage.has_children, table.wait, table.droppable
+        for key, copy in copies.items():
+            if not has_children(key):
+                wait(copy, key, droppable)
+
+
+class Drop(NamedTuple):
+    """A copy that left its tier. ``last``: no other tier holds the page now. ``memory_only``: none below was to.
+
+    ``refused``: admission did not want it below. ``unreachable``: a page before it was gone.
+    """
+
+    tier: Tier
+    key: PageKey
+    last: bool
+    memory_only: bool
+    refused: bool
+    unreachable: bool
+
+
+class Residency(Whereabouts):
+    """The tables of all tiers and the lineage of their pages. The only code that changes residency."""
+
+    def __init__(self, tables: Mapping[Tier, TierTable]) -> None:
+        super().__init__(tables)
+        self.lineage = Lineage()
+        self.memory_only = MemoryOnly(self.tables, self.lineage)
+        self.exactness = Exactness(self.tables)
+        self._quarantine = Quarantine()
+        self.erased = self._quarantine.erased
+        self.dropped: deque[Drop] = deque()
+        """Copies that ``reserve`` and ``take`` evicted to make room."""
+        self._settling = Settling(self.tables, self.lineage, self.memory_only)
+        self.orphans = Orphans(self, self.lineage, self._settling)
+        self.retaining = Retaining(self.tables, self._settling)
+        self.runs = Runs(self.tables, self._settling, self)
+        """The same for many pages at once."""
+
+    # -- questions ----------------------------------------------------------------------------------------------
+
+    def saved_below(self, key: PageKey, tier: Tier) -> bool:
+        """Whether a slower tier holds a readable copy."""
+        return self._settling.below(key, tier)
+
+    def unsaved(self, key: PageKey, tier: Tier) -> bool:
+        """Whether a slower tier is to hold the page and none does: not while no request can reach it."""
+        return (
+            tier < self.memory_only.lowest_for(key)
+            and key not in self.orphans
+            and not self.saved_below(key, tier)
+        )
+
+    # -- slots owned by callers ---------------------------------------------------------------------------------
+
+    def take(self, tier: Tier, nbytes: int = 0) -> int:
+        """A slot owned by the caller, by evicting a droppable copy if none is free. CapacityError changes nothing."""
+        table = self.tables[tier]
+        self._make_space(tier, table, nbytes)
+        slot = table.take(nbytes)
+        table.owned.add(slot)
+        return slot
+
+    def retire(self, tier: Tier, slot: int) -> None:
+        """An owned slot is quarantined: given up, but something may still use it until ``release_retired``."""
+        table = self.tables[tier]
+        if slot not in table.owned:
+            raise LeaseError(f"slot {slot} of {tier.name} is not owned by a caller")
+        table.owned.discard(slot)
+        table.quarantine[slot] = Dead(None, 0, 1)
+
+    def release_retired(self, tier: Tier, slot: int) -> None:
+        """A retired slot becomes free."""
+        self._quarantine.let_go(tier, self.tables[tier], slot)
+
+    def adopt(
+        self, key: PageKey, tier: Tier, slot: int, parent: PageKey | None, *, memory_only: bool = False
+    ) -> None:
+        """An owned slot becomes the page's readable copy. A copy that was being written is aborted, its pins move.
+
+        ``memory_only``: as for ``reserve``.
+        """
+        table = self.tables[tier]
+        if slot not in table.owned or table.ready(key):
+            raise LeaseError(
+                f"slot {slot} of {tier.name} is not owned, or the page is readable there already"
+            )
+        fresh = not self.held(key)
+        if memory_only and fresh:
+            self.memory_only.restrict(key)
+        self.exactness.put(key, parent)
+        pins = 0
+        if key in table.copies:
+            pins = table.copies[key].pins
+            table.count(table.copies[key], -1)
+            table.copies[key].pins = 0
+            table.count(table.copies[key], 1)
+            self._quarantine.kill(key, table)
+        table.owned.discard(slot)
+        table.copies[key] = Copy(slot, 0, self._settling.first_rank(key, table), pins=pins)
+        table.count(table.copies[key], 1)
+        self._settling.entered((key,), tier, table)
+        self._make_ready(table, key, parent, fresh=fresh)
+        self._settling.give_up_places(tier, table)
+
+    def replace(self, key: PageKey, tier: Tier, slot: int) -> None:
+        """An owned slot becomes the page's readable copy; the slot of the old one is free once its pins have ended.
+
+        LeaseError unless the slot is owned and the old copy readable and pinned.
+        """
+        table = self.tables[tier]
+        if slot not in table.owned or not table.ready(key) or not table.copies[key].pins:
+            raise LeaseError(f"slot {slot} of {tier.name} is not owned, or the page has no pinned copy there")
+        copy = table.copies[key]
+        table.count(copy, -1)
+        table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins)
+        table.owned.discard(slot)
+        copy.slot, copy.pins = slot, 0
+        table.count(copy, 1)
+        self._settling.settle(key, tier, table, copy)
+        self._settling.settle_mirror(key, tier)
+
+    # -- reserve, commit, abort ---------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        key: PageKey,
+        dst: Tier,
+        nbytes: int = 0,
+        src: Tier | None = None,
+        *,
+        pins: int = 0,
+        memory_only: bool = False,
+        parent: PageKey | None = None,
+    ) -> int:
+        """An unreadable slot in ``dst``; pins the copy in ``src``. CapacityError and LeaseError change nothing.
+
+        ``pins`` are those the new copy has from the start. ``memory_only``: if no tier holds the page yet, none but
+        memory ever is to. LeaseError if ``dst`` is not to. ``parent``: the page before one that no tier holds yet.
+
+        On its way down, or as its first copy, a page that no request can reach takes a free slot and nobody's place,
+        and no page takes the place of the page before it, without which it could not be reached: CapacityError.
+        """
+        table = self.tables[dst]
+        if dst > (self.memory_only.floor if memory_only else self.memory_only.lowest_for(key)):
+            raise LeaseError(f"the page is memory-only, and {dst.name} is not memory")
+        if key in table.copies:
+            raise LeaseError(f"the page is already resident or on its way in {dst.name}")
+        first = src is None and not self.held(key)
+        if src is None or src < dst:
+            cut_off = self.orphans.after(parent) if first else key in self.orphans
+            if cut_off and not table.has_space(nbytes):
+                raise CapacityError(f"{dst.name}: no free slot for a page that no request can reach")
+        if src is not None:
+            self.pin(key, src)
+        try:
+            self._make_space(dst, table, nbytes, parent if first else None)
+        except CapacityError:
+            if src is not None:
+                self.unpin(key, src, self.tables[src].copies[key].slot)
+            raise
+        if memory_only and first:
+            self.memory_only.restrict(key)
+        if src is not None:
+            self.exactness.loaded((key,), src, dst)
+        if first:
+            self._begin(key, parent)
+        slot, rank = table.take(nbytes), self._settling.first_rank(key, table)
+        if rank >= 0 and src is not None and src < dst and self.tables[src].copies[key].rank < 0:
+            rank = table.policy.unwanted()  # what nobody wants above is the first to go below, too
+        copy = table.copies[key] = Copy(slot, nbytes, rank, pins=pins)
+        table.count(copy, 1)
+        self._settling.entered((key,), dst, table)
+        self._settling.give_up_places(dst, table)
+        if first:
+            self.orphans.recheck_children(key)
+        return slot
+
+    def commit(
+        self, key: PageKey, dst: Tier, slot: int, nbytes: int = 0, parent: PageKey | None = None
+    ) -> bool:
+        """The bytes are in the slot. True: the copy is readable now; False: it was aborted, its slot is let go."""
+        table = self.tables[dst]
+        copy = table.copies.get(key)
+        if copy is None or copy.slot != slot:
+            self._quarantine.let_go(dst, table, slot)
+            return False
+        table.used_nbytes += nbytes - copy.nbytes
+        copy.nbytes = nbytes
+        self._make_ready(table, key, parent)
+        return True
+
+    def fail(self, key: PageKey, dst: Tier, slot: int) -> None:
+        """The transfer ended without the bytes: nothing writes the slot any more."""
+        table = self.tables[dst]
+        copy = table.copies.get(key)
+        if copy is not None and copy.slot == slot and not copy.ready:
+            self.abort(key, dst)
+        self._quarantine.let_go(dst, table, slot)
+
+    def abort(self, key: PageKey, dst: Tier) -> None:
+        """The copy on its way is dead. Its slot is quarantined until ``commit`` or ``fail`` says the writer is done."""
+        if self.tables[dst].copies[key].ready:
+            raise LeaseError(f"the copy in {dst.name} is readable; evict it")
+        self._quarantine.kill(key, self.tables[dst])
+        self._forget_if_gone(key)
+
+    # -- pins ---------------------------------------------------------------------------------------------------
+
+    def pin(self, key: PageKey, tier: Tier) -> int:
+        """Keeps a copy (readable, or on its way) where it is until ``unpin``; its slot."""
+        table = self.tables[tier]
+        copy = table.copies.get(key)
+        if copy is None:
+            raise LeaseError(f"pin of a page that is not in {tier.name}")
+        copy.pins += 1
+        if copy.pins > 1:
+            return copy.slot
+        if copy.ready:
+            self._settling.held(key, tier, table, copy)
+        else:
+            table.pinned += 1
+        return copy.slot
+
+    def unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
+        """Ends one pin of the copy that held ``slot``, which may be dead by now."""
+        table = self.tables[tier]
+        copy = table.copies.get(key)
+        if copy is not None and copy.slot == slot:
+            if copy.pins == 0:
+                raise LeaseError(f"unpin below zero in {tier.name}")
+            copy.pins -= 1
+            if copy.pins:
+                return
+            table.pinned -= 1
+            if copy.ready:
+                table.idle += 1
+                self._settling.settle(key, tier, table, copy)
+                self._settling.settle_mirror(key, tier)
+        else:
+            self._quarantine.let_go(tier, table, slot)
+
+    def touch(self, keys: Sequence[PageKey]) -> None:
+        """The pages were used: renews their ranks in every tier, the last page oldest, so that tails go first."""
+        for key in reversed(keys):
+            for tier, table in self._order:
+                copy = table.copies.get(key)
+                if copy is not None:
+                    rank = self._settling.rank_after_use(key, tier, table, copy)
+                    self._settling.rerank(key, tier, table, copy, rank)
+        for tier, table in self._order:
+            self._settling.give_up_places(tier, table)
+
+    # -- evict --------------------------------------------------------------------------------------------------
+
+    def evict(self, key: PageKey, tier: Tier) -> Drop:
+        """Drops a readable copy: unmatchable at once; a pinned copy's slot is quarantined until its last unpin."""
+        table = self.tables[tier]
+        copy = table.copies.get(key)
+        if copy is None or not copy.ready:
+            raise LeaseError(f"evict of a page that is not readable in {tier.name}")
+        table.withdraw(copy)
+        table.count(copy, -1)
+        del table.copies[key]
+        table.policy.left(key, copy.rank)
+        if copy.pins:
+            table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins)
+        else:
+            table.put_back(copy.slot, copy.nbytes)
+            self._quarantine.note_erased(tier, table, key)
+        drop = Drop(
+            tier,
+            key,
+            self.where(key) is None,
+            key in self.memory_only,
+            key in self.memory_only.refused,
+            key in self.orphans,
+        )
+        if drop.last:
+            self._forget_if_gone(key)
+        else:
+            self._settling.resettle(key)
+        return drop
+
+    def lift(self, limit: int) -> list[PageKey]:
+        """Up to ``limit`` permitted pages, and pages before them, that may be saved below memory from now on."""
+        lifted = self.memory_only.lift(limit)
+        for key in lifted:
+            for table in self.tables.values():
+                if key in table.copies:
+                    table.withdraw(table.copies[key])
+            self._settling.resettle(key)
+        return lifted
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _make_space(self, tier: Tier, table: TierTable, nbytes: int, parent: PageKey | None = None) -> None:
+        if table.budget_nbytes is not None and nbytes > table.budget_nbytes:
+            raise CapacityError(f"{tier.name}: {nbytes} bytes exceed its budget of {table.budget_nbytes}")
+        if not table.has_space(nbytes):
+            if self.orphans.pending:
+                self.orphans.look_for_victims(table)
+            victims = choose_victims(self.tables, self.lineage, tier, nbytes)
+            if parent is not None and parent in victims and not self._elsewhere(parent, table):
+                raise CapacityError(f"{tier.name}: only the page before this one could make room for it")
+            for victim in victims:
+                self.dropped.append(self.evict(victim, tier))
+
+    def _elsewhere(self, key: PageKey, table: TierTable) -> bool:
+        return any(other is not table and key in other.copies for _, other in self._order)
+
+    def _make_ready(
+        self, table: TierTable, key: PageKey, parent: PageKey | None, *, fresh: bool = False
+    ) -> None:
+        """``fresh``: no tier had the page a moment ago."""
+        first = self.where(key) is None
+        copy = table.copies[key]
+        table.count(copy, -1)
+        copy.ready = True
+        table.count(copy, 1)
+        lineage = self.lineage
+        before, followed = lineage.parent(key), lineage.has_children(key)
+        linked = False
+        if (
+            parent is not None
+            and (first or before is None)
+            and (before == parent or not followed or not self._precedes(key, parent, fresh=fresh))
+        ):
+            linked = True
+            lineage.link(key, parent)
+            if key not in self.memory_only:
+                self.memory_only.permit(parent)
+            elif key in self.memory_only.refused:
+                self.memory_only.permit_named(parent)
+            self._settling.resettle(parent)
+        self._settling.resettle(key)
+        if first or linked:
+            self.orphans.recheck(key, lineage.parent(key))
+        if first and followed:
+            self.orphans.recheck_children(key)
+
+    def _precedes(self, key: PageKey, parent: PageKey, *, fresh: bool) -> bool:
+        """Whether the page is one of those before ``parent``. Those before a reachable one were there already."""
+        if fresh and not self.orphans.pending and parent not in self.orphans:
+            return False
+        return self.lineage.precedes(key, parent)
+
+    def _begin(self, key: PageKey, parent: PageKey | None) -> None:
+        """The page gets its first copy, in flight: the page before it stays for it, as for a readable one."""
+        if parent is not None and not self._precedes(key, parent, fresh=True):
+            self.lineage.link(key, parent)
+            self._settling.resettle(parent)
+        self.orphans.begin(key, self.lineage.parent(key))
+
+    def _forget_if_gone(self, key: PageKey) -> None:
+        if not self.held(key):
+            self.memory_only.forget(key)
+            self.exactness.forget(key)
+            bare = self.lineage.unlink(key)
+            if bare is not None:
+                self._settling.resettle(bare)
+            self.orphans.gone(key)
