@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Protocol
 
-from tierstore.orphans import ranked_unreachable
+from tierstore.directory.lineage import ranked_unreachable
 from tierstore.types import Tier
 
 if TYPE_CHECKING:

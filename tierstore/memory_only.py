@@ -15,7 +15,7 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tierstore.lineage import Lineage
+    from tierstore.directory.lineage import Lineage
     from tierstore.types import PageKey
 
 

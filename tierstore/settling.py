@@ -15,8 +15,8 @@ from tierstore.policy.orders import BAND
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from tierstore.directory.lineage import Lineage
     from tierstore.directory.residency import TierTable
-    from tierstore.lineage import Lineage
     from tierstore.memory_only import MemoryOnly
     from tierstore.types import Copy, PageKey, Tier
 

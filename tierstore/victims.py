@@ -10,8 +10,8 @@ from tierstore.errors import CapacityError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from tierstore.directory.lineage import Lineage
     from tierstore.directory.residency import TierTable
-    from tierstore.lineage import Lineage
     from tierstore.types import PageKey, Tier
 
 

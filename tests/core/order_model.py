@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from types import ModuleType
 
-from tierstore.orphans import ranked_unreachable
+from tierstore.directory.lineage import ranked_unreachable
 from tierstore.policy import History, Known, choosing
 from tierstore.types import PageKey
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.lineage import Lineage
+from tierstore.directory.lineage import Lineage
 from tierstore.types import PageKey
 
 KEYS = [PageKey(name.encode()) for name in ("a", "ab", "ac", "ad", "abc", "z")]

@@ -12,8 +12,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.core.machine import ResidencyMachine
 from tests.core.model import Code
 from tests.support import planting
-from tierstore import lineage, memory_only, orphans, settling, victims
-from tierstore.directory import residency
+from tierstore import memory_only, settling, victims
+from tierstore.directory import lineage, residency
+from tierstore.directory import lineage as orphans
 from tierstore.directory import residency as quarantine
 from tierstore.directory import residency as runs
 from tierstore.directory import residency as tier_table

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from tierstore.directory.lineage import Lineage, Orphans
 from tierstore.errors import CapacityError, LeaseError
-from tierstore.lineage import Lineage
 from tierstore.memory_only import MemoryOnly
-from tierstore.orphans import Orphans
 from tierstore.policy import VictimQueue
 from tierstore.retaining import Retaining
 from tierstore.settling import Settling
