@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.support import pages
-from tierstore import space
+from tierstore.directory import eviction
 from tierstore.gpu import device
 
 settings.register_profile(
@@ -53,6 +53,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Several threads wait for each other in models this small: on a busy machine ten times as long.
     torch.set_num_threads(1)
-    space.STALL_S = 20.0  # a disk that others keep busy is none that stands still
+    eviction.STALL_S = 20.0  # a disk that others keep busy is none that stands still
     device.SMALLEST_BY_THREADS = 1  # so that the small pages of tests go layer by layer too
     pages.DEVICE = config.getoption("--hbm-device")

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tierstore.admitting import Admitting
+    from tierstore.directory.eviction import Drops
     from tierstore.directory.residency import Residency
-    from tierstore.drops import Drops
     from tierstore.loads import Loads
     from tierstore.outgoing import Outgoing
     from tierstore.placement import Placement

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from tierstore.admitting import Admitting
+    from tierstore.directory.eviction import Space
     from tierstore.directory.residency import Residency
     from tierstore.loads import Loads
     from tierstore.sinks import Sinks
-    from tierstore.space import Space
     from tierstore.types import PageKey
 
 

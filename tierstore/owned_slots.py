@@ -10,9 +10,8 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tierstore.directory.eviction import Drops, Space
     from tierstore.directory.residency import Residency
-    from tierstore.drops import Drops
-    from tierstore.space import Space
 
 
 class OwnedSlots:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from tierstore.directory.eviction import Space
 from tierstore.sinks import Sinks
-from tierstore.space import Space
 from tierstore.traffic import BATCH_PAGES
 from tierstore.types import Tier
 

@@ -13,8 +13,8 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from tierstore.directory.eviction import Space
     from tierstore.directory.residency import Residency
-    from tierstore.space import Space
     from tierstore.types import PageKey
 
 

@@ -12,8 +12,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.core.machine import ResidencyMachine
 from tests.core.model import Code
 from tests.support import planting
-from tierstore import memory_only, settling, victims
-from tierstore.directory import lineage, residency
+from tierstore import memory_only
+from tierstore.directory import eviction, lineage, residency
+from tierstore.directory import eviction as victims
 from tierstore.directory import lineage as orphans
 from tierstore.directory import residency as quarantine
 from tierstore.directory import residency as runs
@@ -81,7 +82,7 @@ BUGS = [
     ),
     Bug(
         "a pinned copy may leave",
-        settling,
+        eviction,
         "        table.withdraw(copy)\n        if self._memory_only",
         "        if self._memory_only",
     ),
@@ -105,7 +106,7 @@ BUGS = [
     ),
     Bug(
         "a mirror of a pinned copy keeps its queue",
-        settling,
+        eviction,
         "        if self._memory_only.lowest_for(key) != tier:\n            self.settle_mirror",
         "        if False:\n            self.settle_mirror",
     ),
@@ -177,7 +178,7 @@ BUGS = [
     Bug("lineage is not unlinked", residency, "bare = self.lineage.unlink(key)\n", "bare = None\n"),
     Bug(
         "leaf first is ignored",
-        settling,
+        eviction,
         "if not mirror and self._lineage.has_children(key):",
         "if False:",
     ),
@@ -305,25 +306,25 @@ BUGS = [
     ),
     Bug(
         "an unreachable page waits for those after it",
-        settling,
+        eviction,
         "        if key in self.unreachable:\n            table.wait(copy, key, table.droppable)\n            return\n",
         "",
     ),
     Bug(
         "use moves an unreachable page among the others",
-        settling,
+        eviction,
         "        if copy.rank < 0 and key in self.unreachable:\n            return copy.rank\n",
         "",
     ),
     Bug(
         "a retained page that cannot be reached stays with those that can",
-        settling,
+        eviction,
         "if rank != copy.rank and key not in self.unreachable:",
         "if rank != copy.rank:",
     ),
     Bug(
         "a copy of an unreachable page is ordinary",
-        settling,
+        eviction,
         "table.policy.unreachable(key) if key in self.unreachable else table.policy.enter(key)",
         "table.policy.enter(key)",
     ),
@@ -341,7 +342,7 @@ BUGS = [
     ),
     Bug(
         "a page that can be reached again stays first to leave",
-        settling,
+        eviction,
         "                self._rerank(key, tier, table, copy, rank)\n                self.give_up",
         "                self.give_up",
     ),
@@ -359,7 +360,7 @@ BUGS = [
     ),
     Bug(
         "a new rank leaves the old one in the order",
-        settling,
+        eviction,
         "        table.withdraw(copy)\n        copy.rank = rank",
         "        copy.rank = rank",
     ),
@@ -415,7 +416,7 @@ BUGS = [
     ),
     Bug(
         "a mirror of a memory-only page does not go last",
-        settling,
+        eviction,
         "        lowest = self._memory_only.lowest_for(key)\n        if above",
         "        lowest = self._memory_only.lowest\n        if above",
     ),
@@ -479,7 +480,7 @@ def with_bug(bug: Bug) -> Code:
             queue,
             lineage,
             memory_only,
-            settling,
+            eviction,
             orphans,
             runs,
             tier_table,

@@ -191,7 +191,7 @@ def test_a_disk_that_hangs_holds_up_only_what_needs_it(
     write(store, below)
     store.demote(below, Tier.NVME)
     assert store.drain(PATIENCE_S)
-    monkeypatch.setattr("tierstore.space.STALL_S", 0.05)
+    monkeypatch.setattr("tierstore.directory.eviction.STALL_S", 0.05)
     bench.records.hold(lane)
     lease = store.acquire(below)
     for i in range(12):

@@ -117,7 +117,7 @@ def test_a_load_whose_staging_stands_still_ends_without_a_deadline_too(
     bench = open_bench(tiers(6, 2, tmp_path), SPEC)
     store, wanted = bench.store, chain(3, "wanted")
     on_disk(store, wanted)
-    monkeypatch.setattr("tierstore.space.STALL_S", 0.05)
+    monkeypatch.setattr("tierstore.directory.eviction.STALL_S", 0.05)
     bench.copies.hold(OUT)
     write(store, chain(2, "under way"))
     store.demote(chain(2, "under way"), Tier.HOST)
@@ -192,7 +192,7 @@ def test_an_engines_slots_come_back_although_what_is_below_stands_still(
     tmp_path: Path, lane: tuple[Tier, Tier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # F032: all but those that a copy still reads; the pages are given up and counted
-    monkeypatch.setattr("tierstore.space.STALL_S", 0.05)
+    monkeypatch.setattr("tierstore.directory.eviction.STALL_S", 0.05)
     engine = page_major()
     bench = open_bench(tiers(SLOTS, 2, tmp_path, hbm_more={"owner": "engine"}), SPEC)
     store = bench.store
@@ -415,7 +415,7 @@ def test_slots_are_had_again_whatever_stands_still_below(
     tmp_path: Path, build: Callable[[Path], Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # F032: pages that cannot be saved in time are dropped, and counted; nobody waits for ever
-    monkeypatch.setattr("tierstore.space.STALL_S", 0.05)
+    monkeypatch.setattr("tierstore.directory.eviction.STALL_S", 0.05)
     bench = build(tmp_path)
     store = bench.store
     for i in range(8):

@@ -162,7 +162,7 @@ def test_pages_dropped_before_they_could_be_saved_are_counted_and_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # F088: the disk takes pages and stands still; every put drops some that nobody saved
-    monkeypatch.setattr("tierstore.space.STALL_S", 0.0)
+    monkeypatch.setattr("tierstore.directory.eviction.STALL_S", 0.0)
     bench = open_bench(tiers(4, 4, tmp_path), SPEC)
     bench.records.hold((Tier.HOST, Tier.NVME))
     for turn in range(12):

@@ -18,8 +18,8 @@ from tierstore.policy.orders import BAND
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator
 
+    from tierstore.directory.eviction import Settling
     from tierstore.directory.residency import TierTable, Whereabouts
-    from tierstore.settling import Settling
     from tierstore.types import PageKey
 
 

@@ -17,14 +17,12 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from tierstore.directory.eviction import Retaining, Settling, choose_victims
 from tierstore.directory.lineage import Lineage, Orphans
 from tierstore.errors import CapacityError, LeaseError
 from tierstore.memory_only import MemoryOnly
 from tierstore.policy import VictimQueue
-from tierstore.retaining import Retaining
-from tierstore.settling import Settling
 from tierstore.types import Copy, PageKey, Tier
-from tierstore.victims import choose_victims
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.support.pages import chain
+from tierstore.directory.eviction import choose_victims
 from tierstore.directory.residency import Residency, TierTable
 from tierstore.errors import CapacityError
 from tierstore.policy import Lru
 from tierstore.types import PageKey, Tier
-from tierstore.victims import choose_victims
 
 ROOT, OLD_CHILD, NEW_CHILD, LONER = chain(4, "victims")
 
