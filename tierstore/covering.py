@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tierstore.directory.residency import Residency
+    from tierstore.directory.transfers import Traffic
     from tierstore.leasing import LeaseRecord
     from tierstore.loads import Load, Loads
-    from tierstore.traffic import Traffic
 
 
 class Covering:

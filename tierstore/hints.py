@@ -12,7 +12,7 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, TypeAlias
 
-from tierstore.traffic import BATCH_PAGES
+from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.types import Hint, HintResult
 
 if TYPE_CHECKING:

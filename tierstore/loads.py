@@ -10,16 +10,16 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tierstore.directory.transfers import BATCH_PAGES, Move
 from tierstore.errors import CapacityError
-from tierstore.traffic import BATCH_PAGES, Move
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierstore.directory.residency import Residency
+    from tierstore.directory.transfers import Traffic
     from tierstore.leasing import LeaseRecord
-    from tierstore.traffic import Traffic
     from tierstore.types import PageKey
 
 

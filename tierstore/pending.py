@@ -8,8 +8,8 @@ from itertools import pairwise
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
+from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.gpu.captures import has_happened
-from tierstore.traffic import BATCH_PAGES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

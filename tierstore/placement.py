@@ -9,13 +9,13 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from tierstore.directory.eviction import Space
+from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.sinks import Sinks
-from tierstore.traffic import BATCH_PAGES
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
     from tierstore.directory.residency import Residency, TierTable
-    from tierstore.traffic import Traffic
+    from tierstore.directory.transfers import Traffic
     from tierstore.types import PageKey
 
 _AHEAD = 16

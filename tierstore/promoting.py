@@ -11,18 +11,18 @@ from collections import Counter, OrderedDict, deque
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from tierstore.directory.transfers import BATCH_PAGES, Move
 from tierstore.policy.orders import BAND
-from tierstore.traffic import BATCH_PAGES, Move
 from tierstore.types import Promoted, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set
 
     from tierstore.directory.residency import Residency
+    from tierstore.directory.transfers import Traffic
     from tierstore.hints import HintTable
     from tierstore.leasing import LeaseRecord
     from tierstore.loads import Loads
-    from tierstore.traffic import Traffic
     from tierstore.types import Counters, Hint, PageKey
 
 _Place = tuple["PageKey", Tier]

@@ -7,9 +7,9 @@ from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.errors import StoreClosed
 from tierstore.sinks import Ticket
-from tierstore.traffic import BATCH_PAGES
 from tierstore.types import FlushResult
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from tierstore.traffic import BATCH_PAGES
+from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.types import Tier
 
 if TYPE_CHECKING:

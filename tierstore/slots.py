@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from tierstore import report
 from tierstore.arguments import slot_numbers
 from tierstore.codec import KEY_NBYTES
+from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.errors import CapacityError, ConfigError
 from tierstore.leasing import last_key
-from tierstore.traffic import BATCH_PAGES
 from tierstore.types import Tier
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from tierstore.adapters.vllm.groups import Group
 from tierstore.adapters.vllm.pace import Pace
 from tierstore.adapters.vllm.plans import Plan, Span
 from tierstore.directory.residency import Residency, TierTable
+from tierstore.directory.transfers import Move, Traffic
 from tierstore.policy import make_policy
-from tierstore.traffic import Move, Traffic
 from tierstore.types import Ack, PageKey, Tier, Transfer
 
 HOST, NVME = Tier.HOST, Tier.NVME

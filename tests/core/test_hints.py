@@ -9,9 +9,9 @@ import pytest
 
 from tierstore import hints
 from tierstore.directory.residency import Residency, TierTable
+from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.hints import HintTable
 from tierstore.policy import make_policy
-from tierstore.traffic import BATCH_PAGES
 from tierstore.types import Hint, HintResult, PageKey, Tier
 
 A, B, C = (PageKey(name) for name in (b"a", b"b", b"c"))

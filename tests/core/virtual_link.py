@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from tierstore.codecs.held import Held
+from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.gpu import lanes
 from tierstore.gpu.arriving import HERE, Arriving
 from tierstore.gpu.coded_layers import parts_of
@@ -22,7 +23,6 @@ from tierstore.gpu.coded_path import CUTS
 from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.gpu.routes import WholePages
 from tierstore.layout import PageLayout
-from tierstore.traffic import BATCH_PAGES
 from tierstore.types import PageKey, PageSpec, Tier, Transfer
 
 RATE = 54.9e9

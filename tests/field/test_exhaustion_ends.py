@@ -29,10 +29,10 @@ from tests.support.pages import (
 )
 from tests.support.stalls import IN, OUT
 from tests.support.waiting import wait_for
+from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.errors import CapacityError
 from tierstore.lease import Lease
 from tierstore.store import TierStore
-from tierstore.traffic import BATCH_PAGES
 from tierstore.types import Ack, LeaseState, PageKey, Tier
 
 DOWN, UP = (Tier.HOST, Tier.NVME), (Tier.NVME, Tier.HOST)

@@ -10,15 +10,15 @@ import pytest
 
 from tests.support import pages
 from tests.support.planting import Plants
-from tierstore import arrivals as arrivals_module
 from tierstore import invariants
 from tierstore import saving as saving_module
 from tierstore.admitting import Admitting
-from tierstore.arrivals import Arrivals
 from tierstore.codecs.frames import Spreader
 from tierstore.codecs.held import Packer, Unpacker
+from tierstore.directory import transfers as arrivals_module
 from tierstore.directory.directory import Directory
 from tierstore.directory.residency import Quarantine, Residency, Runs, TierTable
+from tierstore.directory.transfers import Arrivals, Traffic
 from tierstore.gpu.arriving import HERE
 from tierstore.leasing import LeaseRecord, Leasing
 from tierstore.loads import Load
@@ -26,7 +26,6 @@ from tierstore.memory_only import MemoryOnly
 from tierstore.mover import Mover
 from tierstore.pending import PendingEvents
 from tierstore.sealing import Sealing
-from tierstore.traffic import Traffic
 from tierstore.types import Erase, Event, Failure, PageKey, Tier, Transfer
 
 BUGS_IN_MEMORY = Plants()

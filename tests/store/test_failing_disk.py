@@ -7,8 +7,8 @@ from pathlib import Path
 from tests.nvme.rig import data_file_is_read_only
 from tests.support.bench import open_bench
 from tests.support.pages import PATIENCE_S, SPEC, chain, tiers, write
+from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.store import TierStore
-from tierstore.traffic import BATCH_PAGES
 from tierstore.types import Tier
 
 SPILL = (Tier.HBM, Tier.NVME)

@@ -22,8 +22,8 @@ from tierstore.adapters.vllm.settings import Settings
 from tierstore.adapters.vllm.working import WorkerHalf
 from tierstore.bench.engine_tensors import LAYOUTS, tensors_of
 from tierstore.bench.link import device_of, settle
+from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.errors import ConfigError
-from tierstore.traffic import BATCH_PAGES
 from tierstore.types import PageKey, Tier, Transfer
 
 if TYPE_CHECKING:

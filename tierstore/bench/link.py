@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
+from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.errors import ConfigError
 from tierstore.gpu.copy_engine import CpuCopyEngine
 from tierstore.gpu.cuda_copies import CudaCopyEngine
@@ -21,7 +22,6 @@ from tierstore.gpu.routes import Straight
 from tierstore.host.arena import HostArena
 from tierstore.host.pinning import CHUNK_NBYTES
 from tierstore.layout import PageLayout
-from tierstore.traffic import BATCH_PAGES
 from tierstore.types import PageKey, PageSpec, Tier, Transfer
 
 if TYPE_CHECKING:

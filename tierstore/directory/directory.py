@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tierstore.admitting import Admitting
-from tierstore.arrivals import Arrivals
 from tierstore.covering import Covering
 from tierstore.directory.eviction import STALL_S, Drops
 from tierstore.directory.residency import Residency
+from tierstore.directory.transfers import BATCH_PAGES, Arrivals, Traffic
 from tierstore.hints import HintTable
 from tierstore.leasing import Leasing
 from tierstore.loads import Loads
@@ -22,7 +22,6 @@ from tierstore.placement import Placement
 from tierstore.promoting import Promoting
 from tierstore.sealing import Sealing
 from tierstore.sinks import Ticket
-from tierstore.traffic import BATCH_PAGES, Traffic
 from tierstore.types import Ack, Erase, Hint, PageKey, Promoted, Tier, Transfer
 
 if TYPE_CHECKING:

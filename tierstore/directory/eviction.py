@@ -16,9 +16,9 @@ from collections import Counter, OrderedDict
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
+from tierstore.directory.transfers import BATCH_PAGES, Move
 from tierstore.errors import CapacityError
 from tierstore.policy.orders import BAND
-from tierstore.traffic import BATCH_PAGES, Move
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from tierstore.directory.lineage import Lineage
     from tierstore.directory.residency import Drop, Residency, TierTable
+    from tierstore.directory.transfers import Traffic
     from tierstore.memory_only import MemoryOnly
-    from tierstore.traffic import Traffic
     from tierstore.types import Copy, Counters, PageKey
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tierstore.adapters.vllm.pace import Pace
     from tierstore.adapters.vllm.plans import Plan
-    from tierstore.traffic import Traffic
+    from tierstore.directory.transfers import Traffic
     from tierstore.types import PageKey
 
 _CLEARLY = 1.25

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tierstore.adapters.vllm.settings import Load
     from tierstore.assembly import Parts
     from tierstore.config import StoreConfig
-    from tierstore.traffic import Traffic
+    from tierstore.directory.transfers import Traffic
 
 
 @dataclass(frozen=True, slots=True)

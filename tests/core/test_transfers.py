@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tierstore.directory.residency import Residency, TierTable
+from tierstore.directory.transfers import BATCH_PAGES, Move, Traffic
 from tierstore.policy import make_policy
-from tierstore.traffic import BATCH_PAGES, Move, Traffic
 from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
 
 PAGE = 1000

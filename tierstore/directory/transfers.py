@@ -1,0 +1,316 @@
+"""Transfers between reserve and ack, and what becomes of their pages when the ack comes. Metadata only.
+
+Moves are collected into batches, numbered, and remembered until their ack. Commands leave in the order in which they
+were decided; an erase that made room leaves before the write that uses it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from tierstore.types import Ack, Erase, Failure, PageKey, Tier, Transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from tierstore.admitting import Admitting
+    from tierstore.directory.eviction import Drops
+    from tierstore.directory.residency import Residency
+    from tierstore.loads import Loads
+    from tierstore.outgoing import Outgoing
+    from tierstore.placement import Placement
+    from tierstore.types import Counters
+
+BATCH_PAGES = 32
+"""Pages of one transfer, and of one hold of the store's lock, at most: a hold is to take no longer than 1 ms."""
+
+_SMOOTHING = 0.2
+"""Weight of the newest transfer in the average rate of an edge."""
+
+
+class Move(NamedTuple):
+    """One page along one edge, its slots already reserved."""
+
+    key: PageKey
+    src_slot: int
+    dst_slot: int
+    nbytes: int
+    parent: PageKey | None
+
+
+Edge = tuple[Tier, Tier]
+
+
+class Traffic:
+    """The transfers between reserve and ack, and the commands not yet handed to the mover."""
+
+    def __init__(self, residency: Residency, page_nbytes: int) -> None:
+        self.transfers: dict[int, Transfer] = {}
+        self.outbox: deque[Transfer | Erase] = deque()
+        self.pages: Counter[Edge] = Counter()
+        """Pages in flight on each edge."""
+        self.rates: dict[Edge, float] = {}
+        """Bytes a second of each edge, averaged over its transfers, of each in its share of the time in which any was
+        worked on (``Ack.seconds``); absent until the first one ends."""
+        self.arrived: Counter[Edge] = Counter()
+        """Pages that have crossed each edge since open."""
+        self.moved_at: dict[Edge, float] = {}
+        """When the edge last made progress or began to carry something."""
+        self._residency = residency
+        self._page_nbytes = page_nbytes
+        self._moves: dict[Edge, list[Move]] = defaultdict(list)
+        self._next_id = 0
+
+    def add(self, src: Tier, dst: Tier, move: Move) -> None:
+        """Puts a reserved move into the current batch of its edge."""
+        self._moves[src, dst].append(move)
+
+    def add_all(self, src: Tier, dst: Tier, moves: Sequence[Move]) -> None:
+        """As ``add`` for each."""
+        self._moves[src, dst].extend(moves)
+
+    def emit(self, now: float) -> None:
+        """Turns the collected moves into transfers and queues them, with the erases decided before, for the mover."""
+        self.emit_erases()
+        for edge, moves in self._moves.items():
+            if moves and not self.pages[edge]:
+                self.moved_at[edge] = now
+            for start in range(0, len(moves), BATCH_PAGES):
+                self._queue(edge, moves[start : start + BATCH_PAGES])
+        self._moves.clear()
+
+    def emit_erases(self) -> None:
+        """Queues an erase for every record that residency let go."""
+        by_tier: dict[Tier, list[PageKey]] = defaultdict(list)
+        erased = self._residency.erased
+        while erased:
+            tier, key = erased.popleft()
+            by_tier[tier].append(key)
+        self.outbox.extend(Erase(tier, tuple(keys)) for tier, keys in by_tier.items())
+
+    def settle(self, ack: Ack, now: float) -> Transfer:
+        """The transfer has ended; forgets it and learns the edge's rate. Late pages stay, as all of the transfer."""
+        transfer = self.transfers.pop(ack.transfer_id)
+        edge = (transfer.src, transfer.dst)
+        self.pages[edge] -= len(transfer.keys) - len(ack.late)
+        if ack.late:
+            self.transfers[transfer.id] = _part(transfer, ack.late)
+        self.moved_at[edge] = now
+        self.arrived[edge] += ack.num_ready
+        if ack.num_ready and ack.seconds > 0:
+            rate = ack.num_ready * self._page_nbytes / ack.seconds
+            self.rates[edge] = self.rates.get(edge, rate) * (1 - _SMOOTHING) + rate * _SMOOTHING
+        return transfer
+
+    def carrying(self, src: Tier, dst: Tier) -> int:
+        """Pages reserved on the edge and not settled, those of the batch being collected included."""
+        return self.pages[src, dst] + len(self._moves.get((src, dst), ()))
+
+    def carried(self, edge: Edge, keys: Iterable[PageKey]) -> int:
+        """How many of these pages are among those that ``carrying`` counts."""
+        if not self.carrying(*edge):
+            return 0
+        wanted = set(keys)
+        moves = [move.key for move in self._moves.get(edge, ())]
+        under_way = [key for t in self.transfers.values() if (t.src, t.dst) == edge for key in t.keys]
+        return sum(key in wanted for key in [*moves, *under_way])
+
+    def seconds_for(self, edge: Edge, pages: int) -> float:
+        """Expected time until ``pages`` more have crossed the edge; 0 while no rate is known."""
+        rate = self.rates.get(edge)
+        if rate is None:
+            return 0.0
+        return (self.carrying(*edge) + pages) * self._page_nbytes / rate
+
+    def page_seconds(self, edge: Edge) -> float:
+        """Seconds that a page takes along the edge at the rate measured, alone; 0 while none is known."""
+        rate = self.rates.get(edge)
+        return 0.0 if rate is None else self._page_nbytes / rate
+
+    def stalled(self, edge: Edge, now: float, limit_s: float) -> bool:
+        """Whether the edge carries pages and has made no progress for ``limit_s``."""
+        return self.pages[edge] > 0 and now - self.moved_at[edge] > limit_s
+
+    def quiet(self, tier: Tier, now: float, limit_s: float) -> bool:
+        """Whether nothing is on its way into or out of the tier, but on edges that have stood still for ``limit_s``."""
+        return not any(
+            tier in edge and self.carrying(*edge) and not self.stalled(edge, now, limit_s)
+            for edge in {*self.pages, *self._moves}
+        )
+
+    def take(self) -> list[Transfer | Erase]:
+        """Hands the queued commands to the mover, in order."""
+        commands = list(self.outbox)
+        self.outbox.clear()
+        return commands
+
+    def idle(self) -> bool:
+        """Whether nothing is in flight or waiting to be handed over."""
+        return not self.transfers and not self.outbox
+
+    def _queue(self, edge: Edge, moves: list[Move]) -> None:
+        keys, src_slots, dst_slots, sizes, parents = zip(*moves, strict=True)
+        src, dst = edge
+        transfer = Transfer(self._next_id, keys, src, src_slots, dst, dst_slots, sum(sizes), parents)
+        self._next_id += 1
+        self.transfers[transfer.id] = transfer
+        self.pages[edge] += len(moves)
+        self.outbox.append(transfer)
+
+
+def _part(transfer: Transfer, pages: Sequence[int]) -> Transfer:
+    return replace(
+        transfer,
+        keys=tuple(transfer.keys[i] for i in pages),
+        src_slots=tuple(transfer.src_slots[i] for i in pages),
+        dst_slots=tuple(transfer.dst_slots[i] for i in pages),
+        nbytes=transfer.nbytes // len(transfer.keys) * len(pages),
+        parents=tuple(transfer.parents[i] for i in pages),
+    )
+
+
+_UNTRIED = frozenset({Failure.CLOSED, Failure.UNAVAILABLE})
+"""Reads that say nothing of their record."""
+
+
+class Arrivals:
+    """The end of every transfer. ``page_nbytes``: payload of a page, for the counters."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        traffic: Traffic,
+        loads: Loads,
+        placement: Placement,
+        outgoing: Outgoing,
+        drops: Drops,
+        admitting: Admitting,
+        metrics: Counters,
+        page_nbytes: int,
+    ) -> None:
+        self._residency = residency
+        self._traffic = traffic
+        self._loads = loads
+        self._placement = placement
+        self._outgoing = outgoing
+        self._drops = drops
+        self._admitting = admitting
+        self._metrics = metrics
+        self._page_nbytes = page_nbytes
+        self.came: Callable[[PageKey, Tier], None] | None = None
+        """Told of every copy below HBM that became readable."""
+
+    def apply(self, ack: Ack, now: float) -> None:
+        """Every page of the transfer is settled: its source let go, its destination readable or free again.
+
+        But for late ones: nobody waits for them any more, and source and slot stay as they are until their own ack.
+        """
+        transfer = self._traffic.settle(ack, now)
+        self._metrics.moved(transfer, ack, self._page_nbytes)
+        whole = ack.ok and not (ack.failures or ack.late)
+        if whole and transfer.dst == Tier.HBM and self._loads.owned:
+            keys, src = transfer.keys, transfer.src
+            self._loads.all_arrived(keys, src, transfer.src_slots, transfer.dst_slots)
+            self._placement.sinks.all_unpinned(keys, src)
+            return
+        failures = dict(ack.failures)
+        if not ack.ok and not failures:
+            failures = dict.fromkeys(range(len(transfer.keys)), Failure.IO_ERROR)
+        share = ack.nbytes // ack.num_ready if ack.num_ready else 0
+        sizes = iter(ack.sizes)
+        for i, src_slot in enumerate(transfer.src_slots):
+            if i in ack.late:
+                self._late(transfer.keys[i], transfer.dst, transfer.dst_slots[i])
+                continue
+            if transfer.src in self._residency.tables:
+                self._unpin(transfer.keys[i], transfer.src, src_slot)
+            else:
+                self._outgoing.ended(src_slot)
+            if i in failures:
+                self._failed(transfer, i, failures[i])
+            else:
+                self._arrived(transfer, i, next(sizes, share), now)
+
+    def _arrived(self, transfer: Transfer, i: int, nbytes: int, now: float) -> None:
+        key, slot, dst = transfer.keys[i], transfer.dst_slots[i], transfer.dst
+        if dst == Tier.HBM:
+            self._loads.arrived(key, slot)
+            return
+        if dst == Tier.NVME:
+            self._admitting.written(key, nbytes, now)
+        sized = self._residency.tables[dst].budget_nbytes is not None
+        readable = self._residency.commit(key, dst, slot, nbytes if sized else 0, transfer.parents[i])
+        if readable and self.came is not None:
+            self.came(key, dst)
+        if readable and transfer.src < dst:
+            self._placement.saved(key, dst)
+        self._settled(key, dst, readable=readable)
+
+    def _failed(self, transfer: Transfer, i: int, failure: Failure) -> None:
+        key, slot, dst = transfer.keys[i], transfer.dst_slots[i], transfer.dst
+        if _tells_of_source(transfer.src, failure):
+            self._drop_broken(key, transfer.src, transfer.src_slots[i], failure)
+        if dst == Tier.HBM:
+            self._loads.failed(key, slot)
+            return
+        self._residency.fail(key, dst, slot)
+        if failure is Failure.UNFIT and transfer.src < dst:
+            self._drop_unfit(key, transfer.src)
+        elif transfer.src < dst:
+            self._placement.not_saved(key, transfer.src, dst)
+        self._settled(key, dst, readable=False)
+
+    def _late(self, key: PageKey, dst: Tier, slot: int) -> None:
+        """The page does not come in its time: whoever waits goes on without it."""
+        copy = self._residency.tables[dst].copies.get(key)
+        if copy is None or copy.slot != slot or copy.ready:
+            return
+        if dst == Tier.HBM:
+            self._loads.late(key, slot)
+        else:
+            self._residency.abort(key, dst)
+            self._settled(key, dst, readable=False)
+
+    def _settled(self, key: PageKey, dst: Tier, *, readable: bool) -> None:
+        """A copy came to its end in a tier below HBM: tells all who wait for the page there, whoever sent it."""
+        if dst == Tier.HOST and key not in self._residency.tables[dst].copies:
+            self._loads.lost(key)
+        elif dst == Tier.HOST and readable:
+            self._loads.promoted(key)
+        self._placement.sinks.wake(key)
+
+    def _drop_broken(self, key: PageKey, tier: Tier, slot: int, failure: Failure) -> None:
+        table = self._residency.tables.get(tier)
+        copy = None if table is None else table.copies.get(key)
+        if copy is not None and copy.ready and copy.slot == slot:
+            self._residency.dropped.append(self._residency.evict(key, tier))
+            self._drops.note(failure.value)
+
+    def _drop_unfit(self, key: PageKey, src: Tier) -> None:
+        """The tier below takes any page but this one: without a way down it goes, like a page that a codec broke.
+
+        To keep it would ask for a place of its own in every order: it could neither be saved nor, with pages after it
+        below, be dropped. Numbers that no codec can state come from a model that has gone wrong.
+        """
+        self._placement.sinks.settle(key, failed=True)
+        if src not in self._residency.tables:
+            self._metrics.dropped(src, Failure.UNFIT.value, 1)
+            return
+        self._drops.note()
+        if self._residency.tables[src].ready(key):
+            self._residency.dropped.append(self._residency.evict(key, src))
+            self._drops.note(Failure.UNFIT.value)
+        if self._residency.where(key) is None:
+            self._placement.forgotten(key)
+
+    def _unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
+        self._residency.unpin(key, tier, slot)
+        self._placement.sinks.unpinned(key, tier)
+
+
+def _tells_of_source(src: Tier, failure: Failure) -> bool:
+    """Whether the failure says that the copy there is worth nothing: a record that cannot be read, memory that holds no
+    payload of its codec."""
+    return failure not in _UNTRIED if src == Tier.NVME else failure is Failure.INTEGRITY
