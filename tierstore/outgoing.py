@@ -14,7 +14,7 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from tierstore.admitting import Admitting
+    from tierstore.directory.admission import Admitting
     from tierstore.directory.eviction import Space
     from tierstore.directory.residency import Residency
     from tierstore.loads import Loads

@@ -10,7 +10,7 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from tierstore.admitting import Admitting
+    from tierstore.directory.admission import Admitting
     from tierstore.directory.residency import Residency
     from tierstore.leasing import LeaseRecord, Leasing
     from tierstore.loads import Loads

@@ -12,8 +12,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.core.machine import ResidencyMachine
 from tests.core.model import Code
 from tests.support import planting
-from tierstore import memory_only
-from tierstore.directory import eviction, lineage, residency
+from tierstore.directory import admission, eviction, lineage, residency
 from tierstore.directory import eviction as victims
 from tierstore.directory import lineage as orphans
 from tierstore.directory import residency as quarantine
@@ -368,7 +367,7 @@ BUGS = [
     Bug("a lost child stays in its parent's set", lineage, "            above.children.discard(key)\n", ""),
     Bug(
         "a memory-only page may be stored",
-        memory_only,
+        admission,
         "return self.floor if key in self.keys else self.lowest",
         "return self.lowest",
     ),
@@ -380,7 +379,7 @@ BUGS = [
     ),
     Bug(
         "a memory-only page that is gone is remembered",
-        memory_only,
+        admission,
         "        self.keys.discard(key)\n        self.refused.discard(key)\n        self._lifting.pop(key, None)\n",
         "        pass\n",
     ),
@@ -392,7 +391,7 @@ BUGS = [
     ),
     Bug(
         "a page before a stored one becomes memory-only",
-        memory_only,
+        admission,
         "        if all(child in self.keys and child not in self.refused for child in self._lineage.children(key)):\n",
         "        if True:\n",
     ),
@@ -404,7 +403,7 @@ BUGS = [
     ),
     Bug(
         "lifting stops at the first page",
-        memory_only,
+        admission,
         "            if parent is not None:\n                self.permit(parent)\n",
         "",
     ),
@@ -422,31 +421,31 @@ BUGS = [
     ),
     Bug(
         "a page before a stored one is refused",
-        memory_only,
+        admission,
         "        if all(child in self.keys for child in self._lineage.children(key)):\n",
         "        if True:\n",
     ),
     Bug(
         "a page before a refused one becomes memory-only",
-        memory_only,
+        admission,
         "if all(child in self.keys and child not in self.refused for child",
         "if all(child in self.keys for child",
     ),
     Bug(
         "a refusal outlives the page",
-        memory_only,
+        admission,
         "        self.keys.discard(key)\n        self.refused.discard(key)\n        self._lifting",
         "        self.keys.discard(key)\n        self._lifting",
     ),
     Bug(
         "a lifted page counts as refused",
-        memory_only,
+        admission,
         "            self.refused.discard(key)\n            lifted",
         "            lifted",
     ),
     Bug(
         "a request that names a refused page has it written",
-        memory_only,
+        admission,
         "        if key not in self.refused:\n            self.permit(key)",
         "        self.permit(key)",
     ),
@@ -458,7 +457,7 @@ BUGS = [
     ),
     Bug(
         "what was refused is not permitted when all is to be written",
-        memory_only,
+        admission,
         "self._lifting.update(dict.fromkeys(self.refused))",
         "pass",
     ),
@@ -479,7 +478,7 @@ def with_bug(bug: Bug) -> Code:
         for module in (
             queue,
             lineage,
-            memory_only,
+            admission,
             eviction,
             orphans,
             runs,

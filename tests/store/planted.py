@@ -12,17 +12,16 @@ from tests.support import pages
 from tests.support.planting import Plants
 from tierstore import invariants
 from tierstore import saving as saving_module
-from tierstore.admitting import Admitting
 from tierstore.codecs.frames import Spreader
 from tierstore.codecs.held import Packer, Unpacker
 from tierstore.directory import transfers as arrivals_module
+from tierstore.directory.admission import Admitting, MemoryOnly
 from tierstore.directory.directory import Directory
 from tierstore.directory.residency import Quarantine, Residency, Runs, TierTable
 from tierstore.directory.transfers import Arrivals, Traffic
 from tierstore.gpu.arriving import HERE
 from tierstore.leasing import LeaseRecord, Leasing
 from tierstore.loads import Load
-from tierstore.memory_only import MemoryOnly
 from tierstore.mover import Mover
 from tierstore.pending import PendingEvents
 from tierstore.sealing import Sealing

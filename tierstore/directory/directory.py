@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tierstore.admitting import Admitting
 from tierstore.covering import Covering
+from tierstore.directory.admission import Admitting
 from tierstore.directory.eviction import STALL_S, Drops
 from tierstore.directory.residency import Residency
 from tierstore.directory.transfers import BATCH_PAGES, Arrivals, Traffic

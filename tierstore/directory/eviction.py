@@ -24,10 +24,10 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from tierstore.directory.admission import MemoryOnly
     from tierstore.directory.lineage import Lineage
     from tierstore.directory.residency import Drop, Residency, TierTable
     from tierstore.directory.transfers import Traffic
-    from tierstore.memory_only import MemoryOnly
     from tierstore.types import Copy, Counters, PageKey
 
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from tierstore.directory.admission import MemoryOnly
 from tierstore.directory.eviction import Retaining, Settling, choose_victims
 from tierstore.directory.lineage import Lineage, Orphans
 from tierstore.errors import CapacityError, LeaseError
-from tierstore.memory_only import MemoryOnly
 from tierstore.policy import VictimQueue
 from tierstore.types import Copy, PageKey, Tier
 

@@ -15,7 +15,7 @@ from tierstore.types import Ack, Erase, Failure, PageKey, Tier, Transfer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from tierstore.admitting import Admitting
+    from tierstore.directory.admission import Admitting
     from tierstore.directory.eviction import Drops
     from tierstore.directory.residency import Residency
     from tierstore.loads import Loads
