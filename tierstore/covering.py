@@ -10,10 +10,10 @@ from tierstore.types import PageKey, Tier
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from tierstore.directory.loads import Load, Loads
     from tierstore.directory.residency import Residency
     from tierstore.directory.transfers import Traffic
     from tierstore.leasing import LeaseRecord
-    from tierstore.loads import Load, Loads
 
 
 class Covering:

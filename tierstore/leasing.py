@@ -11,8 +11,8 @@ from tierstore.types import LeaseState, PageKey, Tier
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from tierstore.directory.loads import Load, Loads
     from tierstore.directory.residency import Residency
-    from tierstore.loads import Load, Loads
     from tierstore.sinks import Sinks
     from tierstore.types import Counters, Event
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from tierstore.directory.admission import Admitting
     from tierstore.directory.eviction import Space
+    from tierstore.directory.loads import Loads
     from tierstore.directory.residency import Residency
-    from tierstore.loads import Loads
     from tierstore.sinks import Sinks
     from tierstore.types import PageKey
 

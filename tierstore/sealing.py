@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from tierstore.directory.admission import Admitting
+    from tierstore.directory.loads import Loads
     from tierstore.directory.residency import Residency
     from tierstore.leasing import LeaseRecord, Leasing
-    from tierstore.loads import Loads
     from tierstore.placement import Placement
     from tierstore.types import PageKey
 

@@ -19,9 +19,8 @@ from prefetch import bringing
 from tests.support.bench import Bench, open_bench
 from tests.support.pages import PATIENCE_S, SPEC, chain, page_tensor, require_nothing_held, same, tiers, write
 from tests.support.stalls import IN, Lane
-from tierstore import promoting
 from tierstore.config import PrefetchConfig
-from tierstore.directory import directory
+from tierstore.directory import directory, loads
 from tierstore.lease import Lease
 from tierstore.store import TierStore
 from tierstore.types import Hint, HintResult, LeaseState, PageKey, Promoted, Tier
@@ -51,7 +50,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
     """``planted``: the modules under test, loaded anew where they have a bug."""
 
     bringing_module: ClassVar[ModuleType] = bringing
-    promoting_module: ClassVar[ModuleType] = promoting
+    promoting_module: ClassVar[ModuleType] = loads
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +98,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
                 self.store.evict(keys, Tier.HBM)
 
     def teardown(self) -> None:
-        vars(directory)["Promoting"] = promoting.Promoting
+        vars(directory)["Promoting"] = loads.Promoting
         if self.bench is None:
             return
         try:

@@ -13,7 +13,7 @@ from prefetch import bringing, intake
 from tests.prefetch.prefetcher_machine import PrefetcherMachine
 from tests.support import planting
 from tests.support.planting import SEARCH, Bug, load, require_noticed
-from tierstore import promoting
+from tierstore.directory import loads
 
 SHOWN = (*planting.NOTICED, LookupError, ValueError, RuntimeError, pytest.fail.Exception)
 FEWER = settings(SEARCH, max_examples=400)
@@ -91,7 +91,7 @@ def test_no_order_of_hints_leases_and_stalls_breaks_the_rules() -> None:
 
 @pytest.mark.parametrize("bug", cases(PROMOTING))
 def test_the_machine_notices_a_bug_in_promotions(bug: Bug) -> None:
-    require_noticed(machine_over(promoting_module=load(promoting, bug)), FEWER, SHOWN)
+    require_noticed(machine_over(promoting_module=load(loads, bug)), FEWER, SHOWN)
 
 
 @pytest.mark.parametrize("bug", cases(BRINGING))
@@ -108,5 +108,5 @@ def test_the_machine_notices_a_bug_in_the_intake(bug: Bug) -> None:
 
 def test_the_loaded_copies_without_a_bug_pass() -> None:
     """So it is the bugs that are noticed, and not the way the code is loaded."""
-    machine = machine_over(bringing_module=load(bringing), promoting_module=load(promoting))
+    machine = machine_over(bringing_module=load(bringing), promoting_module=load(loads))
     run_state_machine_as_test(machine, settings=settings(SEARCH, max_examples=10))

@@ -12,8 +12,7 @@ from tests.support import planting
 from tests.support.bench import open_bench
 from tests.support.pages import SPEC, tiers
 from tests.support.planting import Bug
-from tierstore import promoting
-from tierstore.directory import directory
+from tierstore.directory import directory, loads
 from tierstore.store import TierStore
 
 Check = Callable[[Path], None]
@@ -59,7 +58,7 @@ BUGS = [
 
 
 def plant(patch: pytest.MonkeyPatch, bug: Bug | None) -> None:
-    patch.setattr(directory, "Promoting", planting.load(promoting, bug).Promoting)
+    patch.setattr(directory, "Promoting", planting.load(loads, bug).Promoting)
 
 
 @pytest.mark.parametrize(("check", "bug"), BUGS, ids=[bug.name for _, bug in BUGS])

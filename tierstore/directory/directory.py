@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING
 from tierstore.covering import Covering
 from tierstore.directory.admission import Admitting
 from tierstore.directory.eviction import STALL_S, Drops
+from tierstore.directory.loads import Loads, Promoting
 from tierstore.directory.residency import Residency
 from tierstore.directory.transfers import BATCH_PAGES, Arrivals, Traffic
 from tierstore.hints import HintTable
 from tierstore.leasing import Leasing
-from tierstore.loads import Loads
 from tierstore.outgoing import Outgoing
 from tierstore.owned_slots import OwnedSlots
 from tierstore.placement import Placement
-from tierstore.promoting import Promoting
 from tierstore.sealing import Sealing
 from tierstore.sinks import Ticket
 from tierstore.types import Ack, Erase, Hint, PageKey, Promoted, Tier, Transfer

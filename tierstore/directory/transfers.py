@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from tierstore.directory.admission import Admitting
     from tierstore.directory.eviction import Drops
+    from tierstore.directory.loads import Loads
     from tierstore.directory.residency import Residency
-    from tierstore.loads import Loads
     from tierstore.outgoing import Outgoing
     from tierstore.placement import Placement
     from tierstore.types import Counters
