@@ -7,11 +7,11 @@ from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from tierstore.directory.leases import LeaseRecord
 from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.errors import StoreClosed
 from tierstore.gpu.arriving import HERE, NOT_YET, Arriving, as_one
 from tierstore.lease import Lease
-from tierstore.leasing import LeaseRecord
 from tierstore.types import Event, LeaseState
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from tierstore.types import Event
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from tierstore.leasing import LeaseRecord
+    from tierstore.directory.leases import LeaseRecord
     from tierstore.types import LeaseState, PageKey, Tier
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tierstore.directory.directory import Directory
-    from tierstore.leasing import LeaseRecord
+    from tierstore.directory.leases import LeaseRecord
     from tierstore.types import Event, PageKey
 
 _log = logging.getLogger(__name__)

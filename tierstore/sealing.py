@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tierstore.leasing import last_key
+from tierstore.directory.leases import last_key
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from tierstore.directory.admission import Admitting
+    from tierstore.directory.leases import LeaseRecord, Leasing
     from tierstore.directory.loads import Loads
     from tierstore.directory.residency import Residency
-    from tierstore.leasing import LeaseRecord, Leasing
     from tierstore.placement import Placement
     from tierstore.types import PageKey
 

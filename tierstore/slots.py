@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 from tierstore import report
 from tierstore.arguments import slot_numbers
 from tierstore.codec import KEY_NBYTES
+from tierstore.directory.leases import last_key
 from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.errors import CapacityError, ConfigError
-from tierstore.leasing import last_key
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierstore.directory.directory import Directory
-    from tierstore.leasing import LeaseRecord
+    from tierstore.directory.leases import LeaseRecord
     from tierstore.pending import PendingEvents
     from tierstore.progress import Progress
     from tierstore.types import Event, PageKey

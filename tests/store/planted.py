@@ -17,11 +17,11 @@ from tierstore.codecs.held import Packer, Unpacker
 from tierstore.directory import transfers as arrivals_module
 from tierstore.directory.admission import Admitting, MemoryOnly
 from tierstore.directory.directory import Directory
+from tierstore.directory.leases import LeaseRecord, Leasing
 from tierstore.directory.loads import Load
 from tierstore.directory.residency import Quarantine, Residency, Runs, TierTable
 from tierstore.directory.transfers import Arrivals, Traffic
 from tierstore.gpu.arriving import HERE
-from tierstore.leasing import LeaseRecord, Leasing
 from tierstore.mover import Mover
 from tierstore.pending import PendingEvents
 from tierstore.sealing import Sealing

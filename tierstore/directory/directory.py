@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tierstore.covering import Covering
 from tierstore.directory.admission import Admitting
 from tierstore.directory.eviction import STALL_S, Drops
+from tierstore.directory.leases import Covering, Leasing
 from tierstore.directory.loads import Loads, Promoting
 from tierstore.directory.residency import Residency
 from tierstore.directory.transfers import BATCH_PAGES, Arrivals, Traffic
 from tierstore.hints import HintTable
-from tierstore.leasing import Leasing
 from tierstore.outgoing import Outgoing
 from tierstore.owned_slots import OwnedSlots
 from tierstore.placement import Placement
@@ -26,8 +25,8 @@ from tierstore.types import Ack, Erase, Hint, PageKey, Promoted, Tier, Transfer
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from tierstore.directory.leases import LeaseRecord
     from tierstore.directory.residency import TierTable
-    from tierstore.leasing import LeaseRecord
     from tierstore.policy import Admission, History, WriteBudget
     from tierstore.types import Counters
 
