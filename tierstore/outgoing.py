@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tierstore.directory.eviction import Space
     from tierstore.directory.loads import Loads
     from tierstore.directory.residency import Residency
-    from tierstore.sinks import Sinks
+    from tierstore.directory.writeback import Sinks
     from tierstore.types import PageKey
 
 

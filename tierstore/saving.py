@@ -8,8 +8,8 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from tierstore.directory.transfers import BATCH_PAGES
+from tierstore.directory.writeback import Ticket
 from tierstore.errors import StoreClosed
-from tierstore.sinks import Ticket
 from tierstore.types import FlushResult
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tierstore.directory.leases import LeaseRecord, Leasing
     from tierstore.directory.loads import Loads
     from tierstore.directory.residency import Residency
-    from tierstore.placement import Placement
+    from tierstore.directory.writeback import Placement
     from tierstore.types import PageKey
 
 

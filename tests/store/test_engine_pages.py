@@ -13,9 +13,9 @@ from tests.support.events import ManualEvent
 from tests.support.pages import PATIENCE_S, SPEC, chain, tiers, where
 from tests.support.stalls import IN, OUT, UP
 from tests.support.waiting import wait_for
+from tierstore.directory.writeback import Ticket
 from tierstore.errors import ConfigError
 from tierstore.saving import save_unsaved
-from tierstore.sinks import Ticket
 from tierstore.types import LeaseState, Tier
 
 

@@ -14,12 +14,11 @@ from tierstore.directory.leases import Covering, Leasing
 from tierstore.directory.loads import Loads, Promoting
 from tierstore.directory.residency import Residency
 from tierstore.directory.transfers import BATCH_PAGES, Arrivals, Traffic
+from tierstore.directory.writeback import Placement, Ticket
 from tierstore.hints import HintTable
 from tierstore.outgoing import Outgoing
 from tierstore.owned_slots import OwnedSlots
-from tierstore.placement import Placement
 from tierstore.sealing import Sealing
-from tierstore.sinks import Ticket
 from tierstore.types import Ack, Erase, Hint, PageKey, Promoted, Tier, Transfer
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tierstore.directory.loads import Load, Loads
     from tierstore.directory.residency import Residency
     from tierstore.directory.transfers import Traffic
-    from tierstore.sinks import Sinks
+    from tierstore.directory.writeback import Sinks
     from tierstore.types import Counters, Event
 
 
