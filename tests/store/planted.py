@@ -20,11 +20,11 @@ from tierstore.directory.directory import Directory
 from tierstore.directory.leases import LeaseRecord, Leasing
 from tierstore.directory.loads import Load
 from tierstore.directory.residency import Quarantine, Residency, Runs, TierTable
+from tierstore.directory.slots import Sealing
 from tierstore.directory.transfers import Arrivals, Traffic
 from tierstore.gpu.arriving import HERE
 from tierstore.mover import Mover
 from tierstore.pending import PendingEvents
-from tierstore.sealing import Sealing
 from tierstore.types import Erase, Event, Failure, PageKey, Tier, Transfer
 
 BUGS_IN_MEMORY = Plants()

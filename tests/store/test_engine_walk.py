@@ -13,8 +13,8 @@ from tests.support.engine import SLOTS, Engine, page_major
 from tests.support.events import ManualEvent
 from tests.support.pages import PATIENCE_S, SPEC, chain, tiers
 from tests.support.stalls import IN, OUT
+from tierstore.directory.slots import Outgoing
 from tierstore.lease import Lease
-from tierstore.outgoing import Outgoing
 from tierstore.types import LeaseState, PageKey, Tier
 
 SEQUENCES = [chain(4, "a"), chain(3, "b"), [*chain(4, "a")[:2], *chain(2, "c")]]

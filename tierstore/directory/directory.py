@@ -13,12 +13,10 @@ from tierstore.directory.eviction import STALL_S, Drops
 from tierstore.directory.leases import Covering, Leasing
 from tierstore.directory.loads import Loads, Promoting
 from tierstore.directory.residency import Residency
+from tierstore.directory.slots import Outgoing, OwnedSlots, Sealing
 from tierstore.directory.transfers import BATCH_PAGES, Arrivals, Traffic
 from tierstore.directory.writeback import Placement, Ticket
 from tierstore.hints import HintTable
-from tierstore.outgoing import Outgoing
-from tierstore.owned_slots import OwnedSlots
-from tierstore.sealing import Sealing
 from tierstore.types import Ack, Erase, Hint, PageKey, Promoted, Tier, Transfer
 
 if TYPE_CHECKING:

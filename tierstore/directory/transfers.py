@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from tierstore.directory.eviction import Drops
     from tierstore.directory.loads import Loads
     from tierstore.directory.residency import Residency
+    from tierstore.directory.slots import Outgoing
     from tierstore.directory.writeback import Placement
-    from tierstore.outgoing import Outgoing
     from tierstore.types import Counters
 
 BATCH_PAGES = 32
