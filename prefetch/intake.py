@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from tierstore.hints import lifetime
+from tierstore.directory.hints import lifetime
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import pytest
 
-from tierstore import hints
+from tierstore.directory import hints
+from tierstore.directory.hints import HintTable
 from tierstore.directory.residency import Residency, TierTable
 from tierstore.directory.transfers import BATCH_PAGES
-from tierstore.hints import HintTable
 from tierstore.policy import make_policy
 from tierstore.types import Hint, HintResult, PageKey, Tier
 

@@ -150,7 +150,7 @@ def test_no_container_of_the_store_grows_with_the_number_of_calls(
 ) -> None:
     # F097: what is remembered for a while (fates of pages, hints) is bounded; the bounds are lowered to be reached
     monkeypatch.setattr("tierstore.directory.eviction._REMEMBERED", 20)
-    monkeypatch.setattr("tierstore.hints.MAX_REQUESTS", 20)
+    monkeypatch.setattr("tierstore.directory.hints.MAX_REQUESTS", 20)
     bench = open_bench(tiers(12, 12, tmp_path if disk else None, nvme_pages=20), SPEC)
     sizes: list[int] = []
     turn = 0

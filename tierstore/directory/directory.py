@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from tierstore.directory.admission import Admitting
 from tierstore.directory.eviction import STALL_S, Drops
+from tierstore.directory.hints import HintTable
 from tierstore.directory.leases import Covering, Leasing
 from tierstore.directory.loads import Loads, Promoting
 from tierstore.directory.residency import Residency
 from tierstore.directory.slots import Outgoing, OwnedSlots, Sealing
 from tierstore.directory.transfers import BATCH_PAGES, Arrivals, Traffic
 from tierstore.directory.writeback import Placement, Ticket
-from tierstore.hints import HintTable
 from tierstore.types import Ack, Erase, Hint, PageKey, Promoted, Tier, Transfer
 
 if TYPE_CHECKING:

@@ -24,10 +24,10 @@ from tierstore.types import Promoted, Tier
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set
 
+    from tierstore.directory.hints import HintTable
     from tierstore.directory.leases import LeaseRecord
     from tierstore.directory.residency import Residency
     from tierstore.directory.transfers import Traffic
-    from tierstore.hints import HintTable
     from tierstore.types import Counters, Hint, PageKey
 
 
