@@ -6,10 +6,11 @@ from threading import RLock
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from tierstore import invariants, report
+from tierstore import report
 from tierstore.arguments import require_flag, require_time, seconds_at_most, seconds_to_wait, whole
 from tierstore.assembly import Parts, assemble, loss_class, register_pages
 from tierstore.config import StoreConfig
+from tierstore.directory import invariants
 from tierstore.errors import ConfigError
 from tierstore.holding import Holding
 from tierstore.keys import namespace, page_keys

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.core.model import KEYS, PARENTS, RECORD, SLOTTED, TIERS, Code, Hold, ResidencyModel
+from tierstore.directory.invariants import check_residency
 from tierstore.directory.residency import Residency, TierTable
-from tierstore.invariants import check_residency
 from tierstore.types import PageKey, Tier
 
 key_lists = st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True)

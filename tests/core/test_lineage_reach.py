@@ -7,8 +7,8 @@ import random
 import pytest
 
 from tests.support.pages import chain
+from tierstore.directory.invariants import check_residency
 from tierstore.directory.residency import Residency, TierTable
-from tierstore.invariants import check_residency
 from tierstore.policy import Lru
 from tierstore.types import PageKey, Tier
 

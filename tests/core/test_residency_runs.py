@@ -9,9 +9,9 @@ import pytest
 
 from tests.support.planting import Bug, load
 from tierstore.directory import residency as runs
+from tierstore.directory.invariants import check_residency
 from tierstore.directory.residency import Residency, TierTable
 from tierstore.errors import LeaseError
-from tierstore.invariants import check_residency
 from tierstore.policy.choosing import Known, make_policy
 from tierstore.policy.history import History
 from tierstore.policy.orders import Fifo

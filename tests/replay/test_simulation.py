@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 from tests.core.order_model import ORDERS
 from tests.support.pages import SPEC, tiers
 from tests.support.traces import chat_trace, ignore, mooncake, setting
-from tierstore import assembly, invariants
+from tierstore import assembly
 from tierstore.assembly import assemble
+from tierstore.directory import invariants
 from tierstore.layout import PageLayout
 from tierstore.policy import choosing
 from tierstore.replay import simulation

@@ -10,10 +10,10 @@ import pytest
 
 from tests.support import pages
 from tests.support.planting import Plants
-from tierstore import invariants
 from tierstore import saving as saving_module
 from tierstore.codecs.frames import Spreader
 from tierstore.codecs.held import Packer, Unpacker
+from tierstore.directory import invariants
 from tierstore.directory import transfers as arrivals_module
 from tierstore.directory.admission import Admitting, MemoryOnly
 from tierstore.directory.directory import Directory

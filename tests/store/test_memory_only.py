@@ -25,7 +25,7 @@ from tests.support.pages import (
     write,
 )
 from tests.support.stalls import OUT
-from tierstore import invariants
+from tierstore.directory import invariants
 from tierstore.store import TierStore
 from tierstore.types import Hint, LeaseState, PageKey, Tier
 
