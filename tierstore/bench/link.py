@@ -15,10 +15,9 @@ from tierstore.gpu.cuda_copies import CudaCopyEngine
 from tierstore.gpu.cuda_pool import CudaPool
 from tierstore.gpu.device import pinner, require_device
 from tierstore.gpu.driver import Driver
-from tierstore.gpu.kernels import Kernel
 from tierstore.gpu.paths import through_slabs
 from tierstore.gpu.pool import CpuPool, EnginePages, EnginePool, GroupedPages
-from tierstore.gpu.routes import Straight
+from tierstore.gpu.routes import Kernel, Straight
 from tierstore.host.arena import HostArena
 from tierstore.host.pinning import CHUNK_NBYTES
 from tierstore.layout import PageLayout

@@ -18,12 +18,11 @@ from tierstore.gpu.coded import DOWN_NBYTES, UP_NBYTES, Coded, LayerCoder, Paylo
 from tierstore.gpu.coded_layers import parts_of
 from tierstore.gpu.coding import Call, Coder
 from tierstore.gpu.cuda_pool import CudaPool
-from tierstore.gpu.kernels import Kernel
 from tierstore.gpu.layer_groups import Cut, LayerGroups
 from tierstore.gpu.mapped import UP, Fetcher, Mapped, table_of
 from tierstore.gpu.pool import EnginePool
 from tierstore.gpu.rates import SIZES
-from tierstore.gpu.routes import Straight
+from tierstore.gpu.routes import Kernel, Straight
 from tierstore.gpu.segments import Segments
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from tierstore.gpu import segments as places
-from tierstore.gpu.routes import WholePages
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -196,30 +195,6 @@ class Pieces:
         length = 1 << max(9, (entries - 1).bit_length())
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         return _Table(torch.empty(length, dtype=torch.int64, pin_memory=True), event)
-
-
-class Kernel(WholePages):
-    """A route (see ``routes.Route``) straight between slots and mapped host memory."""
-
-    name = "kernel"
-    pieces = 0
-
-    def __init__(self, segments: Segments, device: torch.device) -> None:
-        """ImportError without cupy. ``segments``: such as ``suits``."""
-        self._up, self._down = (Pieces(segments, device, grid) for grid in (UP, DOWN))
-
-    @staticmethod
-    def suits(segments: Segments | None) -> bool:
-        """Whether pages of this form can go this way at a good speed."""
-        return Pieces.suits(segments)
-
-    def load(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
-        """Host to device."""
-        self._up.scatter(slots, host, stream)
-
-    def save(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
-        """Device to host."""
-        self._down.gather(slots, host, stream)
 
 
 class _Handle:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from tierstore.gpu import segments
 from tierstore.gpu.calibration import rates_of
 from tierstore.gpu.choosing import Choice, Option
-from tierstore.gpu.kernels import NEAR, Kernel, Pieces
+from tierstore.gpu.kernels import NEAR, Pieces
 from tierstore.gpu.layer_groups import MOST_GROUPS, LayerGroups
 from tierstore.gpu.rates import SIZES
-from tierstore.gpu.routes import Straight
+from tierstore.gpu.routes import Kernel, Straight
 from tierstore.gpu.slabs import ByLayers, ByPieces, PartByPieces, Slab
 
 if TYPE_CHECKING:

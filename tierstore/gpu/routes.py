@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from tierstore.gpu.kernels import DOWN, UP, Pieces
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -118,3 +120,27 @@ def _pieces(
     there = segments.addresses(slots).ravel()
     here = (host[:, None] + segments.offset).ravel()
     return there, here, np.tile(segments.nbytes, len(slots))
+
+
+class Kernel(WholePages):
+    """A route (see ``routes.Route``) straight between slots and mapped host memory."""
+
+    name = "kernel"
+    pieces = 0
+
+    def __init__(self, segments: Segments, device: torch.device) -> None:
+        """ImportError without cupy. ``segments``: such as ``suits``."""
+        self._up, self._down = (Pieces(segments, device, grid) for grid in (UP, DOWN))
+
+    @staticmethod
+    def suits(segments: Segments | None) -> bool:
+        """Whether pages of this form can go this way at a good speed."""
+        return Pieces.suits(segments)
+
+    def load(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
+        """Host to device."""
+        self._up.scatter(slots, host, stream)
+
+    def save(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
+        """Device to host."""
+        self._down.gather(slots, host, stream)
