@@ -9,7 +9,7 @@ from tierstore.adapters.vllm.geometry import geometry
 from tierstore.adapters.vllm.settings import Settings
 from tierstore.adapters.vllm.working import WorkerHalf
 from tierstore.errors import ConfigError
-from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.pool import EnginePool
 from tierstore.layout import PageLayout
 

@@ -12,7 +12,7 @@ from tests.codecs.holding import Bytes, decoded, encoded
 from tierstore.codecs import LOSSY
 from tierstore.codecs.places import Places
 from tierstore.errors import IntegrityError
-from tierstore.gpu import lots
+from tierstore.gpu import geometry
 from tierstore.gpu.coding import Call, Coder
 from tierstore.gpu.pool import EnginePages, EnginePool
 from tierstore.layout import PageLayout
@@ -49,12 +49,12 @@ class Bench:
 
         self.write: Callable[[int, Bytes], None] = write
         self.read: Callable[[int], Bytes] = read
-        self._open(lots.of_pool(pool, self.layout), pool)
+        self._open(geometry.pool_lots(pool, self.layout), pool)
 
     def engine_slots(self, engine: Sequence[EnginePages]) -> None:
         """In an engine's tensors."""
         pool = EnginePool(self.layout, engine)
-        found = lots.of_tensors(pool.layers)
+        found = geometry.tensor_lots(pool.layers)
         assert found is not None
 
         def read(slot: int) -> Bytes:
@@ -116,7 +116,7 @@ class Bench:
             return False
         return True
 
-    def _open(self, found: tuple[lots.Lot, ...], pool: torch.Tensor | None) -> None:
+    def _open(self, found: tuple[geometry.Lot, ...], pool: torch.Tensor | None) -> None:
         self.payloads = torch.empty(len(self.pages) * self.stride, dtype=torch.uint8, device=self._device)
         self.coder = Coder(self.codec, self.layout, found, pool, self.stride, self._kernels)
 

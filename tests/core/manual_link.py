@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from tierstore.gpu.copy_engine import CpuCopyEngine
 from tierstore.gpu.cuda_copies import CudaCopyEngine
+from tierstore.gpu.geometry import Cut, LayerGroups
 from tierstore.gpu.jobs import TimedEvent
-from tierstore.gpu.layer_groups import Cut, LayerGroups
 from tierstore.gpu.pace import Pace
 from tierstore.gpu.pool import CpuPool
 from tierstore.gpu.routes import WholePages

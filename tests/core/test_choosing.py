@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tierstore.gpu import segments
+from tierstore.gpu import geometry
 from tierstore.gpu.choosing import Choice, Option
 from tierstore.gpu.driver import Driver
-from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.rates import Direction, Way, measured
 from tierstore.gpu.routes import Route, Straight, WholePages
 from tierstore.layout import PageLayout
@@ -202,9 +202,9 @@ def test_pages_of_one_layer_group_go_whole_by_whatever_way_asks_for_fewest_piece
     layout = PageLayout.of(SPEC)
     by_layers = LayerGroups.of(layout, number, 1)
     layers = [[torch.zeros(2, *SPEC.shape[1:], dtype=torch.uint8) for _ in range(SPEC.num_layers)]]
-    pieces = segments.of_tensors(layers, layout, 128)
+    pieces = geometry.tensor_segments(layers, layout, 128)
     assert pieces is not None
-    groups = segments.groups_of_tensors(layers, layout, by_layers, 128)
+    groups = geometry.tensor_group_segments(layers, layout, by_layers, 128)
     straight = Straight(pieces, cast("Driver", None), by_layers, groups)
     assert straight.layers == (None if number == 1 else by_layers)
     slab = WholePages()

@@ -22,11 +22,11 @@ from tests.core.test_coding import KERNELS_HERE
 from tierstore import gpu
 from tierstore.codecs import LOSSY
 from tierstore.codecs.held import Held, Packer
-from tierstore.gpu import coded_path, lots
+from tierstore.gpu import coded_path, geometry
 from tierstore.gpu.coded import Coded, PayloadSlabs
 from tierstore.gpu.coded_layers import parts_of
 from tierstore.gpu.coding import Coder
-from tierstore.gpu.layer_groups import Cut, LayerGroups
+from tierstore.gpu.geometry import Cut, LayerGroups
 from tierstore.gpu.pool import EnginePages, EnginePool
 from tierstore.layout import PageLayout
 
@@ -112,7 +112,7 @@ class Own:
 
     def __init__(self, layout: PageLayout) -> None:
         self._rows = torch.zeros(SLOTS, layout.slot_nbytes, dtype=torch.uint8)
-        self.lots = lots.of_pool(self._rows.flatten(), layout)
+        self.lots = geometry.pool_lots(self._rows.flatten(), layout)
 
     def read(self, slot: int, page: Bytes) -> None:
         np.copyto(page, self._rows[slot, : len(page)].numpy())

@@ -20,7 +20,7 @@ from tests.core.coding import Bench
 from tests.core.interpreted import KERNELS, NUMBERS, interpreted, source_of
 from tests.support.planting import Bug, write
 from tierstore.codecs import LOSSY, fixed_nbytes
-from tierstore.gpu import coding, lots
+from tierstore.gpu import coding, geometry
 from tierstore.gpu.pool import EnginePages
 from tierstore.layout import PageLayout
 
@@ -135,8 +135,8 @@ def test_an_engines_tensors_are_coded_in_place_whatever_their_strides(name: str,
 def test_layers_of_different_strides_cannot_be_coded_in_place() -> None:
     here, there = torch.zeros(4, 2, 3, 1, 8), torch.zeros(4, 3, 2, 1, 8).transpose(1, 2)
     assert here.shape == there.shape
-    assert lots.of_tensors([[here, here.clone()]]) is not None
-    assert lots.of_tensors([[here, there]]) is None
+    assert geometry.tensor_lots([[here, here.clone()]]) is not None
+    assert geometry.tensor_lots([[here, there]]) is None
 
 
 UNFIT = {

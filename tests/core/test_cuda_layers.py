@@ -14,7 +14,7 @@ from tests.core.manual_link import (
     Rig,
 )
 from tierstore.gpu import cuda_copies, lanes
-from tierstore.gpu.layer_groups import Cut
+from tierstore.gpu.geometry import Cut
 from tierstore.gpu.pace import Pace
 from tierstore.types import Ack, Failure, Tier
 

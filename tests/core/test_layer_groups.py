@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.gpu.layer_groups import Cut, LayerGroups
-from tierstore.gpu.segments import groups_of_pool, of_pool
+from tierstore.gpu.geometry import Cut, LayerGroups
+from tierstore.gpu.geometry import pool_group_segments as groups_of_pool
+from tierstore.gpu.geometry import pool_segments as of_pool
 from tierstore.layout import PageLayout
 from tierstore.types import PageSpec
 

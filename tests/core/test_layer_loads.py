@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tierstore.gpu.layer_groups import LayerGroups, Part
+from tierstore.gpu.geometry import LayerGroups, Part
 from tierstore.gpu.layer_loads import LayerLoads
 from tierstore.gpu.pool import CpuPool
 from tierstore.layout import PageLayout

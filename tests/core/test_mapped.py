@@ -22,8 +22,8 @@ from tests.support.planting import Bug, write
 from tierstore.codecs import LOSSY
 from tierstore.codecs.held import Held
 from tierstore.errors import IntegrityError
-from tierstore.gpu import coded_path, cuda_copies, lots
-from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu import coded_path, cuda_copies, geometry
+from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.mapped import Fetcher, Grid, Mapped
 from tierstore.gpu.pool import EnginePages, EnginePool
 from tierstore.layout import PageLayout
@@ -74,7 +74,9 @@ class Bench:
         self._rows = torch.full((SLOTS * layout.slot_nbytes,), FILL, dtype=torch.uint8)
         self._pool = EnginePool(layout, engine) if engine else None
         layers = LayerGroups.of(layout, groups, 1) if groups > 1 else None
-        where = lots.of_tensors(self._pool.layers) if self._pool else lots.of_pool(self._rows, layout)
+        where = (
+            geometry.tensor_lots(self._pool.layers) if self._pool else geometry.pool_lots(self._rows, layout)
+        )
         assert where is not None
         fetcher = Fetcher(self.codec, layout, where, kernels.fetch, grid)
         card: Any = Card()

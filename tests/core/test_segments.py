@@ -10,8 +10,10 @@ import torch
 
 from tests.support.engine import ENGINES, SLOTS, Engine
 from tests.support.pages import SPEC, chain, content
+from tierstore.gpu.geometry import Segments, alignment, in_equal_pieces
+from tierstore.gpu.geometry import pool_segments as of_pool
+from tierstore.gpu.geometry import tensor_segments as of_tensors
 from tierstore.gpu.pool import CpuPool, EnginePool
-from tierstore.gpu.segments import Segments, alignment, in_equal_pieces, of_pool, of_tensors
 from tierstore.layout import PageLayout
 from tierstore.types import PageSpec
 

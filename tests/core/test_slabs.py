@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from tests.core.test_coded import Event, Stream
 from tests.support import planting
 from tests.support.planting import Bug
-from tierstore.gpu import segments, slabs
-from tierstore.gpu.layer_groups import LayerGroups
-from tierstore.gpu.segments import Segments
+from tierstore.gpu import geometry, slabs
+from tierstore.gpu.geometry import LayerGroups, Segments
 from tierstore.layout import PageLayout
 from tierstore.types import PageSpec
 
@@ -84,13 +83,13 @@ class Machine:
         self.layers = LayerGroups.of(LAYOUT, 3, 1)
         groups = [
             [
-                module.PartByPieces(Mover(segments.of_tensors(layers, LAYOUT, 99, (part,))), part)
+                module.PartByPieces(Mover(geometry.tensor_segments(layers, LAYOUT, 99, (part,))), part)
                 for part in parts
             ]
             for parts in self.layers.parts
         ]
         self.up, self.down, *side = self.streams = [Stream() for _ in range(4)]
-        mover = Mover(segments.of_tensors(layers, LAYOUT, 99))
+        mover = Mover(geometry.tensor_segments(layers, LAYOUT, 99))
         whole_pages = module.ByPieces(mover, mover, LAYOUT)
         device = torch.device("cpu")
         self.route = module.Slab(whole_pages, LAYOUT, Driver(), device, tuple(side), self.layers, groups)

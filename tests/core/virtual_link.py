@@ -20,7 +20,7 @@ from tierstore.gpu import lanes
 from tierstore.gpu.arriving import HERE, Arriving
 from tierstore.gpu.coded_layers import parts_of
 from tierstore.gpu.coded_path import CUTS
-from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.routes import WholePages
 from tierstore.layout import PageLayout
 from tierstore.types import PageKey, PageSpec, Tier, Transfer

@@ -12,7 +12,7 @@ import torch
 from tests.gpu.card import delay
 from tests.gpu.test_tiers_on_card import DEVICE, PATIENCE_S, card_engine, pinned
 from tierstore.gpu.copy_engine import CopyEngine
-from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.pace import Pace
 from tierstore.gpu.paths import through_slabs
 from tierstore.gpu.pool import EnginePages, EnginePool

@@ -34,14 +34,14 @@ from tierstore.bench.tables import synthetic_pages
 from tierstore.codecs import LOSSY
 from tierstore.codecs.held import Held
 from tierstore.config import load_config
-from tierstore.gpu import lots, segments
+from tierstore.gpu import geometry
 from tierstore.gpu.coded import DOWN_NBYTES, UP_NBYTES, Coded, LayerCoder, PayloadSlabs
 from tierstore.gpu.coded_layers import parts_of
 from tierstore.gpu.coded_path import CUTS
 from tierstore.gpu.coding import Coder
 from tierstore.gpu.cuda_copies import CudaCopyEngine
 from tierstore.gpu.device import CpuDevice
-from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.routes import Straight
 from tierstore.layout import PageLayout
 from tierstore.metrics import Metrics
@@ -223,21 +223,21 @@ class Rig:
 
     def _straight(self, layout: PageLayout) -> Route:
         layers = LayerGroups.of(layout)
-        groups = segments.groups_of_pool(0, layout, layers)
-        return Straight(segments.of_pool(0, layout), cast("Any", self.driver), layers, groups)
+        groups = geometry.pool_group_segments(0, layout, layers)
+        return Straight(geometry.pool_segments(0, layout), cast("Any", self.driver), layers, groups)
 
     def _coded(self, layout: PageLayout, held: Held) -> Route:
         """As ``coded_path`` makes it for slots of our own."""
         card: Any = PaperCard()
         driver: Any = self.driver
         kernels: Any = _Kernels(self.kernels)
-        lot = lots.of_pool(torch.empty(layout.slot_nbytes, dtype=torch.uint8), layout)
+        lot = geometry.pool_lots(torch.empty(layout.slot_nbytes, dtype=torch.uint8), layout)
         coder = Coder(LOSSY[held.codec], layout, lot, None, held.slot_nbytes, kernels)
         up, down = (
             PayloadSlabs(layout.blob_nbytes, held.slot_nbytes, nbytes, card)
             for nbytes in (UP_NBYTES, DOWN_NBYTES)
         )
-        rows = segments.Segments(*(np.array([x]) for x in (0, held.slot_nbytes, 0, held.slot_nbytes)))
+        rows = geometry.Segments(*(np.array([x]) for x in (0, held.slot_nbytes, 0, held.slot_nbytes)))
         layers = LayerGroups.by_shares(layout, CUTS)
         groups = []
         for part in parts_of(held, layers):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tierstore.gpu.copy_engine import HostBytes
 from tierstore.gpu.cuda_copies import PinnedHost
-from tierstore.gpu.layer_groups import MOST_GROUPS
+from tierstore.gpu.geometry import MOST_GROUPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from tierstore.gpu.geometry import Segments
 from tierstore.gpu.kernels import DOWN, UP, Pieces
 from tierstore.gpu.rates import FEW, MANY_NBYTES, MOST, SIZES, Rates, measured
-from tierstore.gpu.segments import Segments
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tierstore.gpu.layer_groups import LayerGroups
+    from tierstore.gpu.geometry import LayerGroups
     from tierstore.gpu.rates import Direction, Rates, Way
     from tierstore.gpu.routes import Route
 

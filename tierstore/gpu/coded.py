@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierstore.gpu.coding import Coder
-    from tierstore.gpu.layer_groups import LayerGroups
+    from tierstore.gpu.geometry import LayerGroups
     from tierstore.gpu.routes import Route
 
 UP_NBYTES = 192 << 20

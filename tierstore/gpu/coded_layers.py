@@ -13,14 +13,14 @@ import numpy as np
 
 from tierstore.codecs import LOSSY
 from tierstore.codecs.places import Places
-from tierstore.gpu.segments import Segments
+from tierstore.gpu.geometry import Segments
 from tierstore.layout import PageLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tierstore.codecs.held import Held
-    from tierstore.gpu.layer_groups import LayerGroups
+    from tierstore.gpu.geometry import LayerGroups
 
 _ALIGNMENT = 512
 

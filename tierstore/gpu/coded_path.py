@@ -11,24 +11,23 @@ import numpy as np
 import torch
 
 from tierstore.codecs import LOSSY
-from tierstore.gpu import lots
+from tierstore.gpu import geometry
 from tierstore.gpu.calibration import rates_of
 from tierstore.gpu.choosing import Choice, Option
 from tierstore.gpu.coded import DOWN_NBYTES, UP_NBYTES, Coded, LayerCoder, PayloadSlabs, Saves, TorchCard
 from tierstore.gpu.coded_layers import parts_of
 from tierstore.gpu.coding import Call, Coder
 from tierstore.gpu.cuda_pool import CudaPool
-from tierstore.gpu.layer_groups import Cut, LayerGroups
+from tierstore.gpu.geometry import Cut, LayerGroups, Segments
 from tierstore.gpu.mapped import UP, Fetcher, Mapped, table_of
 from tierstore.gpu.pool import EnginePool
 from tierstore.gpu.rates import SIZES
 from tierstore.gpu.routes import Kernel, Straight
-from tierstore.gpu.segments import Segments
 
 if TYPE_CHECKING:
     from tierstore.codecs.held import Held
     from tierstore.gpu.driver import Driver
-    from tierstore.gpu.lots import Lot
+    from tierstore.gpu.geometry import Lot
     from tierstore.gpu.pool import OwnPool
     from tierstore.gpu.routes import Route
 
@@ -134,9 +133,9 @@ def _coder(pool: OwnPool | EnginePool, held: Held, device: torch.device) -> Code
 
 def _lots(pool: OwnPool | EnginePool, held: Held) -> tuple[Lot, ...] | None:
     if isinstance(pool, CudaPool):
-        return lots.of_pool(pool.bytes, held.layout)
+        return geometry.pool_lots(pool.bytes, held.layout)
     assert isinstance(pool, EnginePool)
-    return lots.of_tensors(pool.layers)
+    return geometry.tensor_lots(pool.layers)
 
 
 def _by_layers(

@@ -17,7 +17,7 @@ import torch
 from tierstore.codecs.bounds import LARGEST
 from tierstore.codecs.places import Places
 from tierstore.codecs.steps import Steps
-from tierstore.gpu import lots as lots_of
+from tierstore.gpu import geometry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tierstore.codecs.kinds import Lossy
     from tierstore.codecs.places import Plane
-    from tierstore.gpu.lots import Lot
+    from tierstore.gpu.geometry import Lot
     from tierstore.layout import PageLayout
 
 BLOCK = 4096
@@ -248,7 +248,7 @@ def _kept(
     at = sum(plane.scale_nbytes + plane.floor_nbytes for plane in places.planes)
     for start, end in places.gaps():
         if pool is not None:
-            yield lots_of.of_bytes(pool, start, end - start, layout.slot_nbytes), at
+            yield geometry.byte_lot(pool, start, end - start, layout.slot_nbytes), at
         else:
             inside = (i for i, offset in enumerate(layout.offsets) if start <= offset < end)
             yield from ((lots[i], at + layout.offsets[i] - start) for i in inside)

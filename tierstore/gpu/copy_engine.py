@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierstore.codecs.held import Held
-    from tierstore.gpu.layer_groups import LayerGroups
+    from tierstore.gpu.geometry import LayerGroups
     from tierstore.gpu.pool import HbmBytes
 
 _log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tierstore.gpu import segments
+from tierstore.gpu import geometry
 from tierstore.gpu.pool import GroupedPages, slots_view
 from tierstore.types import ALIGNMENT
 
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tierstore.gpu.layer_groups import LayerGroups, Part
-    from tierstore.gpu.segments import Segments
+    from tierstore.gpu.geometry import LayerGroups, Part, Segments
     from tierstore.layout import PageLayout
 
 
@@ -42,11 +41,11 @@ class CudaPool:
     @property
     def segments(self) -> Segments:
         """Where a page's bytes are: one piece."""
-        return segments.of_pool(self.bytes.data_ptr(), self._layout)
+        return geometry.pool_segments(self.bytes.data_ptr(), self._layout)
 
     def groups(self, layers: LayerGroups) -> list[Segments]:
         """The same by layer groups."""
-        return segments.groups_of_pool(self.bytes.data_ptr(), self._layout, layers)
+        return geometry.pool_group_segments(self.bytes.data_ptr(), self._layout, layers)
 
     def read(self, slot: int, out: NDArray[np.uint8]) -> None:
         """Copies the slot's page into ``out``, ordinary memory; blocks until it is there."""

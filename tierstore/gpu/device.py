@@ -17,7 +17,7 @@ from tierstore.gpu.copy_engine import CpuCopyEngine
 from tierstore.gpu.cuda_copies import CudaCopyEngine
 from tierstore.gpu.cuda_pool import CudaPool
 from tierstore.gpu.driver import CudaPinner, Driver, DriverError
-from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.pool import CpuPool, EnginePool
 
 if TYPE_CHECKING:

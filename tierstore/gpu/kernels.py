@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from tierstore.gpu import segments as places
+from tierstore.gpu import geometry as places
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from tierstore.gpu.segments import Segments
+    from tierstore.gpu.geometry import Segments
 
 _MOST_ITEMS = 1 << 31
 _WIDTHS = {16: "int4", 8: "int2", 4: "int", 2: "short", 1: "char"}

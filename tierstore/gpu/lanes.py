@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from tierstore.gpu.geometry import LayerGroups
     from tierstore.gpu.jobs import TimedEvent
-    from tierstore.gpu.layer_groups import LayerGroups
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tierstore.gpu.layer_groups import LayerGroups, Part
+    from tierstore.gpu.geometry import LayerGroups, Part
 
 _log = logging.getLogger(__name__)
 

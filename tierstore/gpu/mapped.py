@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from tierstore.codecs.kinds import Lossy
     from tierstore.gpu.coded import Card, Saves
     from tierstore.gpu.coding import Constants, Run
-    from tierstore.gpu.layer_groups import LayerGroups
-    from tierstore.gpu.lots import Lot
+    from tierstore.gpu.geometry import LayerGroups, Lot
     from tierstore.layout import PageLayout
 
 

@@ -6,11 +6,11 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from tierstore.gpu import segments
+from tierstore.gpu import geometry
 from tierstore.gpu.calibration import rates_of
 from tierstore.gpu.choosing import Choice, Option
+from tierstore.gpu.geometry import MOST_GROUPS, LayerGroups
 from tierstore.gpu.kernels import NEAR, Pieces
-from tierstore.gpu.layer_groups import MOST_GROUPS, LayerGroups
 from tierstore.gpu.rates import SIZES
 from tierstore.gpu.routes import Kernel, Straight
 from tierstore.gpu.slabs import ByLayers, ByPieces, PartByPieces, Slab
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from tierstore.gpu.cuda_pool import CudaPool
     from tierstore.gpu.driver import Driver
+    from tierstore.gpu.geometry import Segments
     from tierstore.gpu.routes import Route
-    from tierstore.gpu.segments import Segments
     from tierstore.layout import PageLayout
 
 _MOST_LISTED = 1 << 16
@@ -66,7 +66,7 @@ def of_engine(
 ) -> Route:
     """For an engine's tensors: piece by piece, by DMA or by the kernel, or as whole pages through slabs."""
     groups = LayerGroups.of(layout, most_groups)
-    found = segments.of_tensors(layers, layout, _MOST_LISTED)
+    found = geometry.tensor_segments(layers, layout, _MOST_LISTED)
     options = [] if found is None else _piece_by_piece(layers, found, layout, driver, device, groups)
     if found is not None and len(found) == 1 and layout.blob_nbytes > SIZES[-1]:
         return options[0].route
@@ -116,7 +116,7 @@ def _piece_by_piece(
     number, nbytes = len(found), layout.blob_nbytes // len(found)
     options = []
     if number <= _MOST_PIECES:
-        groups = segments.groups_of_tensors(layers, layout, by_layers, _MOST_PIECES)
+        groups = geometry.tensor_group_segments(layers, layout, by_layers, _MOST_PIECES)
         options.append(Option(Straight(found, driver, by_layers, groups), "dma", number, nbytes))
     if Kernel.suits(found):
         with suppress(ImportError):
@@ -127,7 +127,7 @@ def _piece_by_piece(
 def _by_pieces(
     layers: Sequence[Sequence[torch.Tensor]], layout: PageLayout, device: torch.device
 ) -> ByPieces | None:
-    found = segments.of_tensors(layers, layout, _MOST_LISTED)
+    found = geometry.tensor_segments(layers, layout, _MOST_LISTED)
     if found is not None and Pieces.suits(found):
         with suppress(ImportError):
             inward, outward = (Pieces(found, device, NEAR) for _ in "io")
@@ -141,7 +141,7 @@ def _part_by_part(
     """Nothing where one of the parts cannot go by the kernel."""
     groups = []
     for parts in by_layers.parts:
-        found = [(part, segments.of_tensors(layers, layout, _MOST_LISTED, (part,))) for part in parts]
+        found = [(part, geometry.tensor_segments(layers, layout, _MOST_LISTED, (part,))) for part in parts]
         try:
             group = [
                 PartByPieces(Pieces(pieces, device, NEAR), part)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tierstore.gpu.layer_groups import Part
+    from tierstore.gpu.geometry import Part
     from tierstore.layout import PageLayout
 
 

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierstore.gpu.driver import Driver
-    from tierstore.gpu.layer_groups import LayerGroups
-    from tierstore.gpu.segments import Segments
+    from tierstore.gpu.geometry import LayerGroups, Segments
 
 
 class Route(Protocol):

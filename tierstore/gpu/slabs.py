@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierstore.gpu.driver import Driver
-    from tierstore.gpu.layer_groups import LayerGroups, Part
+    from tierstore.gpu.geometry import LayerGroups, Part
     from tierstore.layout import PageLayout
 
 SLAB_NBYTES = 32 << 20

@@ -1,0 +1,337 @@
+"""Where the bytes of a page lie in device memory, and how a page is cut into layer groups. Addresses and strides only.
+
+``LayerGroups`` says which layers of a page cross the link together. Loads go group by group, all pages of a batch for
+each, so that an engine can compute the first layers while the others are still in flight (the idea of LayerKV and of
+LMCache's layer-wise transfers). ``Segments`` describes a page as contiguous pieces, for copies. ``Lot`` describes a KV
+group by its strides, for kernels that address each number. Both describe slots of the store's own and an engine's
+tensors alike. Nothing is read or copied here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import gcd, prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tierstore.types import DTYPE_NBYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from tierstore.layout import PageLayout
+
+MOST_GROUPS = 16
+"""More gain little: what cannot overlap is one group's share of the time."""
+
+SMALLEST_NBYTES = 512 << 10
+"""Smaller pieces of pages take longer to launch, a microsecond or two each, than a slow processor has for them beside
+taking pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """``shares``: of the layers, each group's, in proportion. It fits pages of which each group gets a layer and has
+    parts of ``smallest_nbytes`` or more on average."""
+
+    shares: tuple[int, ...]
+    smallest_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Layers ``[first, end)`` of KV group ``spec``: ``nbytes`` from ``offset`` of the page's blob on.
+
+    The last part of a KV group takes in what lies between it and the next one.
+    """
+
+    spec: int
+    first: int
+    end: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    """``parts[g]``: what group g consists of; ``starts[g]``: its first layer."""
+
+    parts: tuple[tuple[Part, ...], ...]
+    starts: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, layout: PageLayout, most: int = MOST_GROUPS, smallest_nbytes: int = SMALLEST_NBYTES
+    ) -> LayerGroups:
+        """As many groups as there may be with parts of ``smallest_nbytes`` or more on average in each; at least one."""
+        layers = max(spec.num_layers for spec in layout.specs)
+        for number in range(min(most, layers), 1, -1):
+            groups = _cut(layout, [layers * i // number for i in range(number + 1)])
+            if groups._has_parts_of(smallest_nbytes):
+                return groups
+        return _cut(layout, [0, layers])
+
+    @classmethod
+    def by_shares(cls, layout: PageLayout, cuts: Sequence[Cut]) -> LayerGroups:
+        """By the first of ``cuts`` that fits; one group where none does."""
+        layers = max(spec.num_layers for spec in layout.specs)
+        for cut in cuts:
+            bounds = [layers * end // sum(cut.shares) for end in accumulate(cut.shares, initial=0)]
+            if all(first < end for first, end in pairwise(bounds)):
+                groups = _cut(layout, bounds)
+                if groups._has_parts_of(cut.smallest_nbytes):
+                    return groups
+        return _cut(layout, [0, layers])
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def holding(self, layer: int) -> int:
+        """The group that layer ``layer`` of every KV group that has it is in."""
+        return bisect_right(self.starts, layer) - 1
+
+    def divide(self, nbytes: int) -> list[int]:
+        """What of a page that is ``nbytes`` long as it crosses the link falls to each group."""
+        sizes = [sum(part.nbytes for part in parts) for parts in self.parts]
+        return [nbytes * size // sum(sizes) for size in sizes]
+
+    def _has_parts_of(self, smallest_nbytes: int) -> bool:
+        return all(sum(p.nbytes for p in parts) >= smallest_nbytes * len(parts) for parts in self.parts)
+
+
+def _cut(layout: PageLayout, bounds: Sequence[int]) -> LayerGroups:
+    found = []
+    for first, end in pairwise(bounds):
+        parts = [_part(layout, spec, first, end) for spec in range(len(layout.specs))]
+        found.append(tuple(part for part in parts if part.first < part.end))
+    return LayerGroups(tuple(found), tuple(bounds[:-1]))
+
+
+def _part(layout: PageLayout, index: int, first: int, end: int) -> Part:
+    spec = layout.specs[index]
+    first, end = min(first, spec.num_layers), min(end, spec.num_layers)
+    begin = layout.offsets[index] + first * spec.layer_nbytes
+    after = (*layout.offsets[1:], layout.blob_nbytes)[index]
+    stop = after if end == spec.num_layers else layout.offsets[index] + end * spec.layer_nbytes
+    return Part(index, first, end, begin, stop - begin)
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The pieces of a page. Piece j of slot s lies at ``base[j] + s * stride[j]``, is ``nbytes[j]`` long and belongs at
+    ``offset[j]`` of the page's blob. All int64, one entry a piece, in the order of the blob.
+    """
+
+    base: NDArray[np.int64]
+    stride: NDArray[np.int64]
+    offset: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+    @property
+    def smallest(self) -> int:
+        """Bytes of the smallest piece."""
+        return int(self.nbytes.min())
+
+    def addresses(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Device addresses of the pieces of these slots, ``[len(slots), pieces]``."""
+        return self.base + slots[:, None] * self.stride
+
+
+def pool_segments(address: int, layout: PageLayout) -> Segments:
+    """Slots of our own at ``address``: the whole blob is one piece."""
+    return _segments([(address, layout.slot_nbytes, 0, layout.blob_nbytes)])
+
+
+def pool_group_segments(address: int, layout: PageLayout, layers: LayerGroups) -> list[Segments]:
+    """The same slots by layer groups: a piece for each of their parts."""
+    return [
+        _segments([(address + part.offset, layout.slot_nbytes, part.offset, part.nbytes) for part in parts])
+        for parts in layers.parts
+    ]
+
+
+def tensor_segments(
+    groups: Sequence[Sequence[torch.Tensor]], layout: PageLayout, limit: int, parts: Sequence[Part] = ()
+) -> Segments | None:
+    """An engine's layers ``[slots, planes, tokens, heads, dim]``, one sequence a KV group; any strides.
+
+    ``parts``: only these, all of the page if empty. None if that would be more than ``limit`` pieces. Neighbours that
+    are neighbours in the blob too are one piece.
+    """
+    pieces: list[tuple[int, int, int, int]] = []
+    wanted = [(part.spec, part.first, part.end) for part in parts] or [
+        (spec, 0, len(layers)) for spec, layers in enumerate(groups)
+    ]
+    for spec, first, end in wanted:
+        for i, layer in enumerate(groups[spec][first:end], first):
+            found = _pieces(layer, layout.offsets[spec] + i * layer[0].nbytes, limit)
+            if found is None:
+                return None
+            for piece in found:
+                _append(pieces, piece)
+            if len(pieces) > limit:
+                return None
+    return _segments(pieces)
+
+
+def tensor_group_segments(
+    groups: Sequence[Sequence[torch.Tensor]], layout: PageLayout, layers: LayerGroups, limit: int
+) -> list[Segments]:
+    """The same by layer groups. ``limit``: such that the whole page was found within it."""
+    found = [tensor_segments(groups, layout, limit, parts) for parts in layers.parts]
+    return [segments for segments in found if segments is not None]
+
+
+def _pieces(layer: torch.Tensor, offset: int, limit: int) -> list[tuple[int, int, int, int]] | None:
+    itemsize = layer.element_size()
+    shape, strides = layer.shape[1:], [stride * itemsize for stride in layer.stride()]
+    run, split = itemsize, len(shape)
+    while split and (shape[split - 1] == 1 or strides[split] == run):
+        run *= shape[split - 1]
+        split -= 1
+    outer = shape[:split]
+    if int(np.prod(outer, dtype=np.int64)) > limit:
+        return None
+    return [
+        (
+            layer.data_ptr() + sum(i * s for i, s in zip(index, strides[1:], strict=False)),
+            strides[0],
+            offset + number * run,
+            run,
+        )
+        for number, index in enumerate(np.ndindex(*outer))
+    ]
+
+
+def _append(pieces: list[tuple[int, int, int, int]], piece: tuple[int, int, int, int]) -> None:
+    if pieces:
+        base, stride, offset, nbytes = pieces[-1]
+        if (base + nbytes, stride, offset + nbytes) == piece[:3]:
+            pieces[-1] = (base, stride, offset, nbytes + piece[3])
+            return
+    pieces.append(piece)
+
+
+def _segments(pieces: list[tuple[int, int, int, int]]) -> Segments:
+    columns = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
+    return Segments(*(np.ascontiguousarray(column) for column in columns))
+
+
+_SMALLEST_EQUAL = 64
+_MOST_EQUAL = 1 << 16
+
+
+def in_equal_pieces(segments: Segments) -> Segments | None:
+    """The same bytes in pieces of one length; None if these would be too small or too many for a kernel."""
+    length = int(np.gcd.reduce(segments.nbytes))
+    counts = segments.nbytes // length
+    if length < min(_SMALLEST_EQUAL, int(segments.nbytes.sum())) or counts.sum() > _MOST_EQUAL:
+        return None
+    within = np.concatenate([np.arange(count, dtype=np.int64) for count in counts.tolist()]) * length
+    base, stride, offset = (
+        np.repeat(column, counts) for column in (segments.base, segments.stride, segments.offset)
+    )
+    return Segments(base + within, stride, offset + within, np.full(len(base), length, dtype=np.int64))
+
+
+def alignment(segments: Segments) -> int:
+    """The largest of 16, 8, 4, 2, 1 that divides every address, stride, offset and length."""
+    columns = (segments.base, segments.stride, segments.offset, segments.nbytes)
+    common = int(np.gcd.reduce([np.gcd.reduce(column) for column in columns]))
+    return int(np.gcd(common, 16))
+
+
+_VECTOR = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Lot:
+    """One KV group. Strides and ``deltas`` are counted in numbers of ``itemsize`` bytes.
+
+    Number ``[l, p, t, h, d]`` of slot s lies ``s * slot + deltas[l] + p * strides[0] + t * strides[1] + ...`` after the
+    first of ``memory``, which begins at slot 0 of layer 0 and is kept alive. ``shape``: planes, tokens, heads, dim.
+    """
+
+    memory: torch.Tensor
+    itemsize: int
+    shape: tuple[int, int, int, int]
+    deltas: tuple[int, ...]
+    slot: int
+    strides: tuple[int, int, int, int]
+
+    @property
+    def numbers(self) -> int:
+        """Of one plane of a layer."""
+        return prod(self.shape[1:])
+
+    @property
+    def plain(self) -> bool:
+        """Whether the numbers of a layer's plane lie in a row."""
+        _, _, heads, dim = self.shape
+        return self.strides[1:] == (heads * dim, dim, 1)
+
+    @property
+    def aligned(self) -> int:
+        """The numbers, a power of two and 16 bytes' at most, that divide all of ``deltas``."""
+        return gcd(_VECTOR // self.itemsize, *self.deltas)
+
+    def words(self, dtype: torch.dtype, plane: int = 0) -> torch.Tensor:
+        """The first word of a plane of slot 0 of layer 0, seen as ``dtype``: what is passed to a kernel."""
+        start = self.memory.storage_offset() * self.memory.element_size()
+        start += plane * self.strides[0] * self.itemsize
+        found = torch.empty(0, dtype=dtype, device=self.memory.device)
+        return found.set_(self.memory.untyped_storage(), start // dtype.itemsize, (1,), (1,))
+
+
+def pool_lots(memory: torch.Tensor, layout: PageLayout) -> tuple[Lot, ...]:
+    """The groups of slots of our own, flat uint8 ``[num_slots * slot_nbytes]``."""
+    lots = []
+    for offset, spec in zip(layout.offsets, layout.specs, strict=True):
+        layers, planes, tokens, heads, dim = spec.shape
+        itemsize, plane = DTYPE_NBYTES[spec.dtype], tokens * heads * dim
+        deltas = tuple(layer * planes * plane for layer in range(layers))
+        strides = (plane, heads * dim, dim, 1)
+        slot = layout.slot_nbytes // itemsize
+        lots.append(Lot(memory[offset:], itemsize, (planes, tokens, heads, dim), deltas, slot, strides))
+    return tuple(lots)
+
+
+def byte_lot(memory: torch.Tensor, start: int, nbytes: int, stride: int) -> Lot:
+    """``nbytes`` bytes of each slot, from its byte ``start`` on; slots are ``stride`` bytes apart."""
+    return Lot(memory[start:], 1, (1, 1, 1, nbytes), (0,), stride, (nbytes, nbytes, nbytes, 1))
+
+
+def tensor_lots(groups: Sequence[Sequence[torch.Tensor]]) -> tuple[Lot, ...] | None:
+    """An engine's layers ``[slots, planes, tokens, heads, dim]``, one sequence a KV group.
+
+    None where the layers of a group have different strides.
+    """
+    lots = []
+    for layers in groups:
+        first, itemsize = layers[0], layers[0].element_size()
+        distances = [layer.data_ptr() - first.data_ptr() for layer in layers]
+        if len({layer.stride() for layer in layers}) > 1 or any(at % itemsize for at in distances):
+            return None
+        deltas = tuple(at // itemsize for at in distances)
+        planes, tokens, heads, dim = first.shape[1:]
+        slot, *strides = first.stride()
+        lots.append(
+            Lot(
+                first,
+                itemsize,
+                (planes, tokens, heads, dim),
+                deltas,
+                slot,
+                (strides[0], strides[1], strides[2], strides[3]),
+            )
+        )
+    return tuple(lots)
