@@ -13,13 +13,12 @@ import torch
 from tests.tier_contract import Page, TierContract, TierUnderTest
 from tierstore.gpu.copy_engine import CopyEngine, CpuCopyEngine
 from tierstore.gpu.cuda_copies import CudaCopyEngine
-from tierstore.gpu.cuda_pool import CudaPool
 from tierstore.gpu.driver import CudaPinner, Driver
 from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.geometry import tensor_segments as of_tensors
 from tierstore.gpu.pace import Pace
 from tierstore.gpu.paths import through_slabs
-from tierstore.gpu.pool import EnginePages, EnginePool, GroupedPages
+from tierstore.gpu.pool import CudaPool, EnginePages, EnginePool, GroupedPages
 from tierstore.gpu.routes import Kernel, Route, Straight
 from tierstore.host.arena import HostArena
 from tierstore.layout import PageLayout

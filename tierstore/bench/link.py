@@ -12,11 +12,10 @@ from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.errors import ConfigError
 from tierstore.gpu.copy_engine import CpuCopyEngine
 from tierstore.gpu.cuda_copies import CudaCopyEngine
-from tierstore.gpu.cuda_pool import CudaPool
 from tierstore.gpu.device import pinner, require_device
 from tierstore.gpu.driver import Driver
 from tierstore.gpu.paths import through_slabs
-from tierstore.gpu.pool import CpuPool, EnginePages, EnginePool, GroupedPages
+from tierstore.gpu.pool import CpuPool, CudaPool, EnginePages, EnginePool, GroupedPages
 from tierstore.gpu.routes import Kernel, Straight
 from tierstore.host.arena import HostArena
 from tierstore.host.pinning import CHUNK_NBYTES

@@ -17,10 +17,9 @@ from tierstore.gpu.choosing import Choice, Option
 from tierstore.gpu.coded import DOWN_NBYTES, UP_NBYTES, Coded, LayerCoder, PayloadSlabs, Saves, TorchCard
 from tierstore.gpu.coded_layers import parts_of
 from tierstore.gpu.coding import Call, Coder
-from tierstore.gpu.cuda_pool import CudaPool
 from tierstore.gpu.geometry import Cut, LayerGroups, Segments
 from tierstore.gpu.mapped import UP, Fetcher, Mapped, table_of
-from tierstore.gpu.pool import EnginePool
+from tierstore.gpu.pool import CudaPool, EnginePool
 from tierstore.gpu.rates import SIZES
 from tierstore.gpu.routes import Kernel, Straight
 

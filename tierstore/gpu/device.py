@@ -15,10 +15,9 @@ from tierstore.gpu.choosing import Choice
 from tierstore.gpu.coded_path import coded
 from tierstore.gpu.copy_engine import CpuCopyEngine
 from tierstore.gpu.cuda_copies import CudaCopyEngine
-from tierstore.gpu.cuda_pool import CudaPool
 from tierstore.gpu.driver import CudaPinner, Driver, DriverError
 from tierstore.gpu.geometry import LayerGroups
-from tierstore.gpu.pool import CpuPool, EnginePool
+from tierstore.gpu.pool import CpuPool, CudaPool, EnginePool
 
 if TYPE_CHECKING:
     from tierstore.gpu.between import Between

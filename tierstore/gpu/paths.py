@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tierstore.gpu.cuda_pool import CudaPool
     from tierstore.gpu.driver import Driver
     from tierstore.gpu.geometry import Segments
+    from tierstore.gpu.pool import CudaPool
     from tierstore.gpu.routes import Route
     from tierstore.layout import PageLayout
 
