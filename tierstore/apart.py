@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from tierstore.assembly import Parts, make_directory
 from tierstore.errors import ConfigError
 from tierstore.fitting import held_form
-from tierstore.gpu.arriving import NOT_YET, Arriving
 from tierstore.gpu.device import CpuDevice
+from tierstore.gpu.layer_events import NOT_YET, Arriving
 from tierstore.metrics import Metrics, RankHealth
 from tierstore.mover import Mover
 from tierstore.types import Ack, Erase, Failure, Tier, Transfer

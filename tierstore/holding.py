@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tierstore.directory.leases import LeaseRecord
 from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.errors import StoreClosed
-from tierstore.gpu.arriving import HERE, NOT_YET, Arriving, as_one
+from tierstore.gpu.layer_events import HERE, NOT_YET, Arriving, as_one
 from tierstore.lease import Lease
 from tierstore.types import Event, LeaseState
 

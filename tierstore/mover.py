@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
-from tierstore.gpu.arriving import NOT_YET, Arriving
+from tierstore.gpu.layer_events import NOT_YET, Arriving
 from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
 
 if TYPE_CHECKING:

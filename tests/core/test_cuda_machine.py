@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.core.manual_link import PATIENCE_S, SLOTS, SPEC, ManualStream, Rig
 from tests.support.planting import SEARCH, Bug, load
 from tierstore.gpu import cuda_copies, lanes
-from tierstore.gpu.arriving import Event
+from tierstore.gpu.layer_events import Event
 from tierstore.gpu.pace import Pace
 from tierstore.types import Tier
 

@@ -22,7 +22,7 @@ from tierstore.directory.loads import Load
 from tierstore.directory.residency import Quarantine, Residency, Runs, TierTable
 from tierstore.directory.slots import Sealing
 from tierstore.directory.transfers import Arrivals, Traffic
-from tierstore.gpu.arriving import HERE
+from tierstore.gpu.layer_events import HERE
 from tierstore.mover import Mover
 from tierstore.pending import PendingEvents
 from tierstore.types import Erase, Event, Failure, PageKey, Tier, Transfer

@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.gpu.arriving import Arriving
 from tierstore.gpu.copy_engine import CopyEngine
+from tierstore.gpu.layer_events import Arriving
 from tierstore.mover import RecordTier, SlotBytes, SyncMark
 from tierstore.types import Ack, Failure, PageKey, Tier, Transfer
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tierstore.gpu.arriving import NOT_YET, Arriving
+from tierstore.gpu.layer_events import NOT_YET, Arriving
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tierstore.codecs.held import Packer, Unpacker
 from tierstore.errors import IntegrityError
-from tierstore.gpu.arriving import NOT_YET, Arriving
+from tierstore.gpu.layer_events import NOT_YET, Arriving
 from tierstore.gpu.layer_loads import LayerLoads
 from tierstore.threads import start_all
 from tierstore.types import Ack, Failure, Tier, Transfer

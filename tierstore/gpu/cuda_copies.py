@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
-from tierstore.gpu.arriving import HERE, NOT_YET, Arriving
 from tierstore.gpu.jobs import Job, TimedEvent, ack_of
 from tierstore.gpu.lanes import Lane
+from tierstore.gpu.layer_events import HERE, NOT_YET, Arriving
 from tierstore.gpu.pace import pace_of
 from tierstore.types import Ack, Tier, Transfer
 

@@ -10,13 +10,13 @@ import torch
 
 from tierstore.errors import ConfigError
 from tierstore.gpu import paths
-from tierstore.gpu.arriving import AllOf, StreamEvent
 from tierstore.gpu.choosing import Choice
 from tierstore.gpu.coded_path import coded
 from tierstore.gpu.copy_engine import CpuCopyEngine
 from tierstore.gpu.cuda_copies import CudaCopyEngine
 from tierstore.gpu.driver import CudaPinner, Driver, DriverError
 from tierstore.gpu.geometry import LayerGroups
+from tierstore.gpu.layer_events import AllOf, StreamEvent
 from tierstore.gpu.pool import CpuPool, CudaPool, EnginePool
 
 if TYPE_CHECKING:

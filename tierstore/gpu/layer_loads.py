@@ -8,7 +8,7 @@ from threading import Condition, Thread
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
-from tierstore.gpu.arriving import HERE, NOT_YET, Arriving
+from tierstore.gpu.layer_events import HERE, NOT_YET, Arriving
 from tierstore.gpu.waves import Waves
 from tierstore.types import Ack, Failure, Transfer
 

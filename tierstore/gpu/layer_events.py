@@ -1,4 +1,4 @@
-"""How far the loads of some pages are, a layer at a time."""
+"""Events that end the copies of a layer: how far the loads of some pages are, and several events as one."""
 
 from __future__ import annotations
 
