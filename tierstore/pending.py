@@ -9,7 +9,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.directory.transfers import BATCH_PAGES
-from tierstore.gpu.captures import has_happened
+from tierstore.gpu.driver import has_happened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,13 +1,14 @@
 """The calls of the CUDA driver that torch does not offer: many copies in one call, streams of our own, page-locking.
 
-The only importer of cuda-bindings. Addresses travel as int64 arrays, never as Python lists.
+Also ``has_happened``, which asks an event safely while a CUDA graph is being captured. The only importer of
+cuda-bindings. Addresses travel as int64 arrays, never as Python lists.
 """
 
 from __future__ import annotations
 
 import ctypes
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -160,3 +161,28 @@ class CudaPinner:
         """Unlocks the range that was locked there."""
         with torch.cuda.device(self._index):
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+_REFUSED = range(900, 909)
+"""cudaErrorStreamCapture...: of the question, not of what was asked about."""
+
+
+class Asked(Protocol):
+    """An event."""
+
+    def query(self) -> bool:
+        """Whether it has happened; never blocks."""
+        ...
+
+
+def has_happened(event: Asked) -> bool:
+    """Whether it has, as far as can be told now: what it ends may go on while a graph is captured.
+
+    RuntimeError when the device has failed.
+    """
+    try:
+        return event.query()
+    except torch.AcceleratorError as error:
+        if getattr(error, "error_code", None) in _REFUSED:
+            return False
+        raise

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierstore.gpu.captures import has_happened
+from tierstore.gpu.driver import has_happened
 from tierstore.gpu.jobs import Flight, Job, share_refused
 from tierstore.gpu.layer_events import HERE, NOT_YET, Arriving
 from tierstore.gpu.waves import Waves
