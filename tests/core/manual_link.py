@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from tierstore.gpu.copy_engine import CpuCopyEngine
 from tierstore.gpu.cuda_copies import CudaCopyEngine
 from tierstore.gpu.geometry import Cut, LayerGroups
-from tierstore.gpu.jobs import TimedEvent
-from tierstore.gpu.pace import Pace
 from tierstore.gpu.pool import CpuPool
 from tierstore.gpu.routes import WholePages
+from tierstore.gpu.schedule import Pace, TimedEvent
 from tierstore.host.arena import HostArena
 from tierstore.layout import PageLayout
 from tierstore.types import Ack, PageKey, PageSpec, Tier, Transfer

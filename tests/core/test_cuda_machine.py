@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.core.manual_link import PATIENCE_S, SLOTS, SPEC, ManualStream, Rig
 from tests.support.planting import SEARCH, Bug, load
-from tierstore.gpu import cuda_copies, lanes
+from tierstore.gpu import cuda_copies, schedule
 from tierstore.gpu.layer_events import Event
-from tierstore.gpu.pace import Pace
+from tierstore.gpu.schedule import Pace
 from tierstore.types import Tier
 
 PAGE = SPEC.page_nbytes
@@ -143,7 +143,7 @@ def run(layers: int | None, script: list[Step]) -> None:
 def no_clock() -> Iterator[None]:
     """Whatever came, came just now."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lanes, "_JUST_NOW_S", inf)
+        patch.setattr(schedule, "_JUST_NOW_S", inf)
         yield
 
 
@@ -169,7 +169,7 @@ BUGS = [
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted = load(lanes, bug)
+    planted = load(schedule, bug)
     monkeypatch.setattr(planted, "_JUST_NOW_S", inf)
     monkeypatch.setattr(cuda_copies, "Lane", planted.Lane)
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.planting import SEARCH, Bug, load
-from tierstore.gpu import waves as module
-from tierstore.gpu.waves import Waves
+from tierstore.gpu import schedule as module
+from tierstore.gpu.schedule import Waves
 
 Script = list[int | None]
 """A number: a job of that size comes. None: the next are taken."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tierstore.codecs.held import Held
 from tierstore.directory.transfers import BATCH_PAGES
-from tierstore.gpu import lanes
+from tierstore.gpu import schedule
 from tierstore.gpu.coded_layers import parts_of
 from tierstore.gpu.coded_path import CUTS
 from tierstore.gpu.geometry import LayerGroups
@@ -161,7 +161,7 @@ def restore(
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock()
         patch.setattr(Event, "clock", clock)
-        for where in (module, lanes):
+        for where in (module, schedule):
             patch.setattr(where, "monotonic", lambda: clock.now)
         patch.setattr(module.CudaCopyEngine, "_wake_thread", lambda self, dst: None)
         held = Held.of(codec, PageLayout.of(spec))

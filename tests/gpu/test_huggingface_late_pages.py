@@ -12,7 +12,7 @@ from tests.support.pages import PATIENCE_S
 from tierstore.adapters.huggingface import TierStoreCache
 from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.gpu.cuda_copies import CudaCopyEngine
-from tierstore.gpu.pace import Pace
+from tierstore.gpu.schedule import Pace
 from tierstore.types import Tier
 
 pytestmark = pytest.mark.gpu

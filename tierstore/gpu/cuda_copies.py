@@ -19,10 +19,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
-from tierstore.gpu.jobs import Job, TimedEvent, ack_of
-from tierstore.gpu.lanes import Lane
 from tierstore.gpu.layer_events import HERE, NOT_YET, Arriving
-from tierstore.gpu.pace import pace_of
+from tierstore.gpu.schedule import Job, Lane, TimedEvent, ack_of, pace_of
 from tierstore.types import Ack, Tier, Transfer
 
 if TYPE_CHECKING:
@@ -33,9 +31,8 @@ if TYPE_CHECKING:
 
     from tierstore.codecs.held import Held
     from tierstore.gpu.copy_engine import CopyEngine
-    from tierstore.gpu.jobs import Flight
-    from tierstore.gpu.pace import Pace
     from tierstore.gpu.routes import Route
+    from tierstore.gpu.schedule import Flight, Pace
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 from tierstore.gpu.layer_events import HERE, NOT_YET, Arriving
-from tierstore.gpu.waves import Waves
+from tierstore.gpu.schedule import Waves
 from tierstore.types import Ack, Failure, Transfer
 
 if TYPE_CHECKING:
