@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tierstore.gpu.copy_engine import CopyEngine
+    from tierstore.gpu.cpu_engine import CopyEngine
 
 
 _GRACE_S = 0.5

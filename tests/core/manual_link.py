@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tierstore.gpu.copy_engine import CpuCopyEngine
+from tierstore.gpu.cpu_engine import CpuCopyEngine
 from tierstore.gpu.cuda_copies import CudaCopyEngine
 from tierstore.gpu.geometry import Cut, LayerGroups
 from tierstore.gpu.pool import CpuPool

@@ -11,7 +11,7 @@ import torch
 
 from tests.gpu.card import delay
 from tests.gpu.test_tiers_on_card import DEVICE, PATIENCE_S, card_engine, pinned
-from tierstore.gpu.copy_engine import CopyEngine
+from tierstore.gpu.cpu_engine import CopyEngine
 from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.paths import through_slabs
 from tierstore.gpu.pool import EnginePages, EnginePool

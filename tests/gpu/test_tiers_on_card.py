@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.tier_contract import Page, TierContract, TierUnderTest
-from tierstore.gpu.copy_engine import CopyEngine, CpuCopyEngine
+from tierstore.gpu.cpu_engine import CopyEngine, CpuCopyEngine
 from tierstore.gpu.cuda_copies import CudaCopyEngine
 from tierstore.gpu.driver import CudaPinner, Driver
 from tierstore.gpu.geometry import LayerGroups

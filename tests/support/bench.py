@@ -11,7 +11,7 @@ from tests.support.stalls import GatedCopies, GatedRecords
 from tierstore.assembly import Parts, assemble
 from tierstore.config import StoreConfig
 from tierstore.directory.directory import Directory
-from tierstore.gpu.copy_engine import CopyEngine
+from tierstore.gpu.cpu_engine import CopyEngine
 from tierstore.layout import PageLayout
 from tierstore.mover import Mover
 from tierstore.store import TierStore

@@ -10,7 +10,7 @@ import torch
 
 from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.errors import ConfigError
-from tierstore.gpu.copy_engine import CpuCopyEngine
+from tierstore.gpu.cpu_engine import CpuCopyEngine
 from tierstore.gpu.cuda_copies import CudaCopyEngine
 from tierstore.gpu.device import pinner, require_device
 from tierstore.gpu.driver import Driver
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tierstore.gpu.copy_engine import CopyEngine
+    from tierstore.gpu.cpu_engine import CopyEngine
     from tierstore.gpu.routes import Route
 
 Direction = Literal["h2d", "d2h", "both"]

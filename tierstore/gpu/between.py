@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from tierstore.gpu.copy_engine import HostBytes
+from tierstore.gpu.cpu_engine import HostBytes
 from tierstore.gpu.cuda_copies import PinnedHost
 from tierstore.gpu.geometry import MOST_GROUPS
 

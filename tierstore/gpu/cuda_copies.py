@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierstore.codecs.held import Held
-    from tierstore.gpu.copy_engine import CopyEngine
+    from tierstore.gpu.cpu_engine import CopyEngine
     from tierstore.gpu.routes import Route
     from tierstore.gpu.schedule import Flight, Pace
 

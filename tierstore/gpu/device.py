@@ -12,7 +12,7 @@ from tierstore.errors import ConfigError
 from tierstore.gpu import paths
 from tierstore.gpu.choosing import Choice
 from tierstore.gpu.coded_path import coded
-from tierstore.gpu.copy_engine import CpuCopyEngine
+from tierstore.gpu.cpu_engine import CpuCopyEngine
 from tierstore.gpu.cuda_copies import CudaCopyEngine
 from tierstore.gpu.driver import CudaPinner, Driver, DriverError
 from tierstore.gpu.geometry import LayerGroups
@@ -21,7 +21,7 @@ from tierstore.gpu.pool import CpuPool, CudaPool, EnginePool
 
 if TYPE_CHECKING:
     from tierstore.gpu.between import Between
-    from tierstore.gpu.copy_engine import CopyEngine
+    from tierstore.gpu.cpu_engine import CopyEngine
     from tierstore.gpu.pool import EnginePages, OwnPool
     from tierstore.gpu.routes import Route
     from tierstore.layout import PageLayout
