@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from tierstore.gpu.cpu_engine import CpuCopyEngine
-from tierstore.gpu.cuda_copies import CudaCopyEngine
+from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.geometry import Cut, LayerGroups
 from tierstore.gpu.pool import CpuPool
 from tierstore.gpu.routes import WholePages

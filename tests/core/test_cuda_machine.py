@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.core.manual_link import PATIENCE_S, SLOTS, SPEC, ManualStream, Rig
 from tests.support.planting import SEARCH, Bug, load
-from tierstore.gpu import cuda_copies, schedule
+from tierstore.gpu import cuda_engine, schedule
 from tierstore.gpu.layer_events import Event
 from tierstore.gpu.schedule import Pace
 from tierstore.types import Tier
@@ -171,7 +171,7 @@ BUGS = [
 def test_a_planted_bug_is_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     planted = load(schedule, bug)
     monkeypatch.setattr(planted, "_JUST_NOW_S", inf)
-    monkeypatch.setattr(cuda_copies, "Lane", planted.Lane)
+    monkeypatch.setattr(cuda_engine, "Lane", planted.Lane)
 
     @given(st.sampled_from([None, 2, 4]), steps)
     @settings(SEARCH, stateful_step_count=1)

@@ -25,7 +25,7 @@ from tests.support.pages import PATIENCE_S, chain, page_tensor, tiers
 from tierstore import codecs, gpu
 from tierstore.codecs import LOSSY
 from tierstore.gpu import coded_path, coding_kernels
-from tierstore.gpu.cuda_copies import CudaCopyEngine
+from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.pool import EnginePages
 from tierstore.layout import PageLayout
 from tierstore.store import TierStore

@@ -11,7 +11,7 @@ from tests.gpu.card import delay
 from tests.support.pages import PATIENCE_S
 from tierstore.adapters.huggingface import TierStoreCache
 from tierstore.adapters.huggingface.pages import PageGroups
-from tierstore.gpu.cuda_copies import CudaCopyEngine
+from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.schedule import Pace
 from tierstore.types import Tier
 

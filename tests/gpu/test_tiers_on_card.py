@@ -12,7 +12,7 @@ import torch
 
 from tests.tier_contract import Page, TierContract, TierUnderTest
 from tierstore.gpu.cpu_engine import CopyEngine, CpuCopyEngine
-from tierstore.gpu.cuda_copies import CudaCopyEngine
+from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.driver import CudaPinner, Driver
 from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.geometry import tensor_segments as of_tensors

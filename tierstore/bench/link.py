@@ -11,7 +11,7 @@ import torch
 from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.errors import ConfigError
 from tierstore.gpu.cpu_engine import CpuCopyEngine
-from tierstore.gpu.cuda_copies import CudaCopyEngine
+from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.device import pinner, require_device
 from tierstore.gpu.driver import Driver
 from tierstore.gpu.paths import through_slabs

@@ -39,7 +39,7 @@ from tierstore.gpu.coded import DOWN_NBYTES, UP_NBYTES, Coded, LayerCoder, Paylo
 from tierstore.gpu.coded_layers import parts_of
 from tierstore.gpu.coded_path import CUTS
 from tierstore.gpu.coding import Coder
-from tierstore.gpu.cuda_copies import CudaCopyEngine
+from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.device import CpuDevice
 from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.routes import Straight

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from tierstore.gpu.cpu_engine import HostBytes
-from tierstore.gpu.cuda_copies import PinnedHost
+from tierstore.gpu.cuda_engine import PinnedHost
 from tierstore.gpu.geometry import MOST_GROUPS
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from tierstore.gpu import paths
 from tierstore.gpu.choosing import Choice
 from tierstore.gpu.coded_path import coded
 from tierstore.gpu.cpu_engine import CpuCopyEngine
-from tierstore.gpu.cuda_copies import CudaCopyEngine
+from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.driver import CudaPinner, Driver, DriverError
 from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.layer_events import AllOf, StreamEvent

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tierstore.gpu.routes import Route
     from tierstore.gpu.schedule import Flight, Pace
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("tierstore.gpu.cuda_copies")
 
 _POLL_S = 0.0005
 _GROWING_S = 0.005
