@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from tierstore.gpu.copy_kernel import DOWN, UP, Pieces
 from tierstore.gpu.geometry import Segments
-from tierstore.gpu.kernels import DOWN, UP, Pieces
 from tierstore.gpu.rates import FEW, MANY_NBYTES, MOST, SIZES, Rates, measured
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from tierstore.gpu import geometry
 from tierstore.gpu.calibration import rates_of
 from tierstore.gpu.choosing import Choice, Option
+from tierstore.gpu.copy_kernel import NEAR, Pieces
 from tierstore.gpu.geometry import MOST_GROUPS, LayerGroups
-from tierstore.gpu.kernels import NEAR, Pieces
 from tierstore.gpu.rates import SIZES
 from tierstore.gpu.routes import Kernel, Straight
 from tierstore.gpu.slabs import ByLayers, ByPieces, PartByPieces, Slab

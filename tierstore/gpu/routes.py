@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from tierstore.gpu.kernels import DOWN, UP, Pieces
+from tierstore.gpu.copy_kernel import DOWN, UP, Pieces
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
