@@ -26,9 +26,9 @@ from tests.support.pages import (
     write,
 )
 from tierstore.errors import ConfigError
-from tierstore.gpu import calibration
+from tierstore.gpu import routes
 from tierstore.gpu.pool import GroupedPages
-from tierstore.gpu.rates import SIZES, Direction, Point, Rates, Way
+from tierstore.gpu.routes import SIZES, Direction, Point, Rates, Way
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageSpec, Tier
 
@@ -89,7 +89,7 @@ def test_large_pages_go_by_dma_where_that_is_quicker(monkeypatch: pytest.MonkeyP
         ("kernel", "up"): slow,
         ("kernel", "down"): slow,
     }
-    monkeypatch.setitem(calibration._found, 0, Rates(points))
+    monkeypatch.setitem(routes._found, 0, Rates(points))
     with TierStore.open(small_tiers(2, 2), LARGE) as store:
         hbm = store.stats()["hbm"]
         assert isinstance(hbm, dict)

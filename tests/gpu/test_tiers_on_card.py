@@ -16,9 +16,8 @@ from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.driver import CudaPinner, Driver
 from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.geometry import tensor_segments as of_tensors
-from tierstore.gpu.paths import through_slabs
 from tierstore.gpu.pool import CudaPool, EnginePages, EnginePool, GroupedPages
-from tierstore.gpu.routes import Kernel, Route, Straight
+from tierstore.gpu.routes import Kernel, Route, Straight, through_slabs
 from tierstore.gpu.schedule import Pace
 from tierstore.host.arena import HostArena
 from tierstore.layout import PageLayout

@@ -14,9 +14,8 @@ from tierstore.gpu.cpu_engine import CpuCopyEngine
 from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.device import pinner, require_device
 from tierstore.gpu.driver import Driver
-from tierstore.gpu.paths import through_slabs
 from tierstore.gpu.pool import CpuPool, CudaPool, EnginePages, EnginePool, GroupedPages
-from tierstore.gpu.routes import Kernel, Straight
+from tierstore.gpu.routes import Kernel, Straight, through_slabs
 from tierstore.host.arena import HostArena
 from tierstore.host.pinning import CHUNK_NBYTES
 from tierstore.layout import PageLayout

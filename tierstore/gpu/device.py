@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from tierstore.errors import ConfigError
-from tierstore.gpu import paths
-from tierstore.gpu.choosing import Choice
+from tierstore.gpu import routes
 from tierstore.gpu.coded_path import coded
 from tierstore.gpu.cpu_engine import CpuCopyEngine
 from tierstore.gpu.cuda_engine import CudaCopyEngine
@@ -18,6 +17,7 @@ from tierstore.gpu.driver import CudaPinner, Driver, DriverError
 from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.layer_events import AllOf, StreamEvent
 from tierstore.gpu.pool import CpuPool, CudaPool, EnginePool
+from tierstore.gpu.routes import Choice
 
 if TYPE_CHECKING:
     from tierstore.gpu.between import Between
@@ -164,7 +164,7 @@ class CudaDevice:
         if isinstance(route, str):
             self._copies, self._slow = f"threads, as {route}", route
             return threads
-        if paths.misses_kernel(route, host.held.layout):
+        if routes.misses_kernel(route, host.held.layout):
             self._slow = "cupy is missing, so small pieces are not copied by a kernel"
         streams = (self._driver.stream(self._device.index), self._driver.stream(self._device.index))
         self._groups = 1 if route.layers is None else len(route.layers)
@@ -211,9 +211,9 @@ class CudaDevice:
         if held.encoded:
             return coded(pool, held, driver, self._device)
         if isinstance(pool, CudaPool):
-            return paths.of_own(pool, held.layout, driver, self._device, most_groups)
+            return routes.of_own(pool, held.layout, driver, self._device, most_groups)
         assert isinstance(pool, EnginePool)
-        return paths.of_engine(pool.layers, held.layout, driver, self._device, most_groups)
+        return routes.of_engine(pool.layers, held.layout, driver, self._device, most_groups)
 
 
 def open_device(name: str) -> HbmDevice:

@@ -1,25 +1,39 @@
-"""How pages get between device memory and page-locked slots: what a route is, and the one that goes piece by piece.
+"""The routes between device memory and page-locked host slots, the measured speed of each, and the choice among them.
 
-Straight is right for few and large pieces; the others are in ``kernels``, ``slabs`` and ``coded``. Everything is
-queued; nothing waits.
+``Straight`` copies each piece by DMA, ``Kernel`` by the copy kernel; slabs are in ``staging``, routes to encoded host
+memory in ``quant``. ``rates_of`` measures a card's link once a process, in a fraction of a second. ``Choice`` takes,
+for each batch, the route that is expected to end first. ``of_own`` and ``of_engine`` build the route for a pool.
+Routes only queue work; they never wait.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import logging
+from bisect import bisect_left
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import inf, log
+from threading import Lock
+from time import perf_counter
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
+import torch
 
-from tierstore.gpu.copy_kernel import DOWN, UP, Pieces
+from tierstore.gpu import geometry
+from tierstore.gpu.copy_kernel import DOWN, NEAR, UP, Pieces
+from tierstore.gpu.geometry import MOST_GROUPS, LayerGroups, Segments
+from tierstore.gpu.slabs import ByLayers, ByPieces, PartByPieces, Slab
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    import torch
     from numpy.typing import NDArray
 
     from tierstore.gpu.driver import Driver
-    from tierstore.gpu.geometry import LayerGroups, Segments
+    from tierstore.gpu.pool import CudaPool
+    from tierstore.layout import PageLayout
 
 
 class Route(Protocol):
@@ -143,3 +157,371 @@ class Kernel(WholePages):
     def save(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
         """Device to host."""
         self._down.gather(slots, host, stream)
+
+
+Way = Literal["dma", "kernel"]
+Direction = Literal["up", "down"]
+"""To the device, to the host."""
+
+SIZES = (4 << 10, 32 << 10, 128 << 10, 512 << 10)
+"""Bytes of the pieces that are measured."""
+
+FEW = 8
+"""Pieces of the smaller batch; the larger is of ``MANY_NBYTES``, but of no more than ``MOST`` pieces."""
+
+MANY_NBYTES = 16 << 20
+MOST = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Pieces of ``nbytes``: a batch of n takes ``fixed_s + n * piece_s``."""
+
+    nbytes: int
+    fixed_s: float
+    piece_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """``points``: by way and direction, by rising size of a piece; what is missing cannot be done."""
+
+    points: Mapping[tuple[Way, Direction], Sequence[Point]]
+
+    def seconds(self, way: Way, direction: Direction, nbytes: int, pieces: int) -> float:
+        """What ``pieces`` pieces of ``nbytes`` take; infinity for a way that was not measured.
+
+        Between two sizes that were measured the costs go evenly with the logarithm of the size, beyond them with the
+        size itself, but for the costs of the smallest, which no smaller piece goes below.
+        """
+        points = self.points.get((way, direction))
+        if not points:
+            return inf
+        at = bisect_left([point.nbytes for point in points], nbytes)
+        if at == 0:
+            return points[0].fixed_s + pieces * points[0].piece_s
+        if at == len(points):
+            return points[-1].fixed_s + pieces * points[-1].piece_s * nbytes / points[-1].nbytes
+        low, high = points[at - 1], points[at]
+        share = log(nbytes / low.nbytes) / log(high.nbytes / low.nbytes)
+        fixed = low.fixed_s + share * (high.fixed_s - low.fixed_s)
+        piece: float = low.piece_s * (high.piece_s / low.piece_s) ** share
+        return fixed + pieces * piece
+
+    def plain(self) -> dict[str, dict[int, float]]:
+        """10^9 bytes a second of large batches, by way and size: for stats."""
+        return {
+            f"{way} {direction}": {p.nbytes: round(p.nbytes / p.piece_s / 1e9, 2) for p in points}
+            for (way, direction), points in self.points.items()
+        }
+
+
+def measured(ways: Sequence[Way], measure: Callable[[Way, Direction, int, int], float]) -> Rates:
+    """``measure``: the seconds of a batch of so many pieces of so many bytes, by a way, in a direction."""
+    directions: tuple[Direction, ...] = ("up", "down")
+    return Rates(
+        {
+            (way, direction): [_point(way, direction, nbytes, measure) for nbytes in SIZES]
+            for way in ways
+            for direction in directions
+        }
+    )
+
+
+def _point(
+    way: Way, direction: Direction, nbytes: int, measure: Callable[[Way, Direction, int, int], float]
+) -> Point:
+    many = max(2 * FEW, min(MOST, MANY_NBYTES // nbytes))
+    short, long = measure(way, direction, nbytes, FEW), measure(way, direction, nbytes, many)
+    piece = max((long - short) / (many - FEW), long / many / 10)  # whatever the clock says: more takes longer
+    return Point(nbytes, max(0.0, long - many * piece), piece)
+
+
+KERNEL_HANDICAP = 1.1
+"""A kernel has to be so much faster than DMA: it takes multiprocessors and bandwidth from compute."""
+
+
+MOST_PIECES = 128
+"""The driver is asked for more only where there is no other way: it takes a microsecond of the caller for each."""
+
+_A_TRANSFER = 32
+"""Pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A route, and what its batches are made of: ``pieces`` of ``piece_nbytes`` a page, by ``way``."""
+
+    route: Route
+    way: Way
+    pieces: int
+    piece_nbytes: int
+    extra_s: float = 0.0
+    """For each batch, on top."""
+
+    def seconds(self, rates: Rates, direction: Direction, pages: int) -> float:
+        """What a batch is expected to take."""
+        handicap = KERNEL_HANDICAP if self.way == "kernel" else 1.0
+        crossing = rates.seconds(self.way, direction, self.piece_nbytes, pages * self.pieces)
+        return handicap * crossing + self.extra_s
+
+
+class Choice:
+    """Several routes as one. Loads by layers go by the one of those with layers that is expected to take least."""
+
+    def __init__(
+        self, options: Sequence[Option], rates: Rates, side: torch.cuda.Stream | None = None
+    ) -> None:
+        """``side``: where loads of one of the routes end; those of the others are made to end there too."""
+        self.batches: dict[str, int] = {option.route.name: 0 for option in options}
+        """Batches so far, by route."""
+        self._options = options
+        self._rates = rates
+        layered = [option for option in options if option.route.layers is not None]
+        by_time = sorted(layered, key=lambda option: option.seconds(rates, "up", _A_TRANSFER))
+        self._layered = by_time[0].route if by_time else None
+        self.layers: LayerGroups | None = None if self._layered is None else self._layered.layers
+        self.pieces = min(option.route.pieces for option in options)
+        self.group_pieces = 1 if self._layered is None else self._layered.group_pieces
+        self.loads_end_on = side
+        self.name = " or ".join(option.route.name for option in options)
+        self.streams: Sequence[torch.cuda.Stream] = [s for o in options for s in o.route.streams]
+        self._joint = None if side is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def load(
+        self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
+    ) -> NDArray[np.int32] | None:
+        """Host to device."""
+        route = self._pick("up", len(slots))
+        flags = route.load(slots, host, stream)
+        self._join(route, stream)
+        return flags
+
+    def load_group(
+        self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
+    ) -> NDArray[np.int32] | None:
+        """One group of ``layers``, host to device."""
+        assert self._layered is not None
+        flags = self._layered.load_group(group, slots, host, stream)
+        self._join(self._layered, stream)
+        return flags
+
+    def save(
+        self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
+    ) -> NDArray[np.int32] | None:
+        """Device to host."""
+        return self._pick("down", len(slots)).save(slots, host, stream)
+
+    def _pick(self, direction: Direction, pages: int) -> Route:
+        quick = [o for o in self._options if pages * o.route.pieces <= MOST_PIECES]
+        best = min(quick or self._options, key=lambda o: o.seconds(self._rates, direction, pages))
+        self.batches[best.route.name] += 1
+        return best.route
+
+    def _join(self, route: Route, stream: torch.cuda.Stream) -> None:
+        if self._joint is not None and self.loads_end_on is not None and route.loads_end_on is None:
+            self._joint.record(stream)
+            self.loads_end_on.wait_event(self._joint)
+
+
+_log = logging.getLogger("tierstore.gpu.calibration")
+
+_RUNS = 3
+_found: dict[int, Rates] = {}
+_lock = Lock()
+
+
+def rates_of(driver: Driver, device: torch.device) -> Rates:
+    """The rates of the device's link, measured at the first call in the process: about 0.1 s, with other work on the
+    link or the card as slow as that work makes it. Without cupy DMA is the only way."""
+    with _lock:
+        if device.index not in _found:
+            start = perf_counter()
+            _found[device.index] = _Bed(driver, device).rates()
+            _log.info("the link of %s was measured in %.3f s", device, perf_counter() - start)
+        return _found[device.index]
+
+
+class _Bed:
+    """A block at each end of the link, and what moves pieces of it."""
+
+    def __init__(self, driver: Driver, device: torch.device) -> None:
+        nbytes = max(MANY_NBYTES, max(SIZES) * FEW)
+        self._host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        self._there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._driver = driver
+        self._device = device
+        self._stream = driver.stream(device.index)
+        self._movers: dict[tuple[int, Direction], Pieces] = {}
+
+    def rates(self) -> Rates:
+        """Everything measured."""
+        try:
+            self._mover(SIZES[0], "up")
+        except ImportError:
+            return measured(["dma"], self.seconds)
+        return measured(["dma", "kernel"], self.seconds)
+
+    def seconds(self, way: Way, direction: Direction, nbytes: int, pieces: int) -> float:
+        """The shortest of a few runs, by the clock on the wall, submission included."""
+        slots = np.random.default_rng(0).permutation(min(MOST, len(self._host) // nbytes)).astype(np.int64)
+        slots = slots[:pieces]
+        host = self._host.data_ptr() + slots[::-1] * nbytes
+        runs = []
+        for _ in range(_RUNS + 1):
+            start = perf_counter()
+            if way == "kernel":
+                mover = self._mover(nbytes, direction)
+                (mover.scatter if direction == "up" else mover.gather)(slots, host, self._stream)
+            else:
+                self._dma(direction, slots * nbytes + self._there.data_ptr(), host, nbytes)
+            self._stream.synchronize()
+            runs.append(perf_counter() - start)
+        return min(runs[1:])
+
+    def _dma(
+        self, direction: Direction, there: NDArray[np.int64], host: NDArray[np.int64], nbytes: int
+    ) -> None:
+        lengths = np.full(len(there), nbytes, dtype=np.int64)
+        if direction == "up":
+            self._driver.copy(there, np.ascontiguousarray(host), lengths, self._stream)
+        else:
+            self._driver.copy(np.ascontiguousarray(host), there, lengths, self._stream)
+
+    def _mover(self, nbytes: int, direction: Direction) -> Pieces:
+        if (nbytes, direction) not in self._movers:
+            columns = (self._there.data_ptr(), nbytes, 0, nbytes)
+            block = Segments(*(np.array([column], dtype=np.int64) for column in columns))
+            grid = UP if direction == "up" else DOWN
+            self._movers[nbytes, direction] = Pieces(block, self._device, grid)
+        return self._movers[nbytes, direction]
+
+
+_MOST_LISTED = 1 << 16
+"""Pieces of a page that are still written down one by one."""
+
+_MOST_PIECES = 128
+"""Pieces of a page that the driver may be asked to copy one by one."""
+
+_SPREAD_S = 50e-6
+"""Spreading the last slab, which nothing hides."""
+
+_LAUNCH_S = 10e-6
+"""A launch of torch's, where it takes one or two a layer."""
+
+
+def of_own(
+    pool: CudaPool,
+    layout: PageLayout,
+    driver: Driver,
+    device: torch.device,
+    most_groups: int = MOST_GROUPS,
+) -> Route:
+    """For slots of our own: by DMA, or by the kernel where pages are so small that it may be faster."""
+    layers = LayerGroups.of(layout, most_groups)
+    straight = Straight(pool.segments, driver, layers, pool.groups(layers))
+    if layout.blob_nbytes > SIZES[-1] or not Kernel.suits(pool.segments):
+        return straight
+    options = [Option(straight, "dma", 1, layout.blob_nbytes)]
+    with suppress(ImportError):  # cupy comes with the extra "gpu"; DMA does without it
+        options.append(Option(Kernel(pool.segments, device), "kernel", 1, layout.blob_nbytes))
+    return Choice(options, rates_of(driver, device)) if len(options) > 1 else straight
+
+
+def of_engine(
+    layers: Sequence[Sequence[torch.Tensor]],
+    layout: PageLayout,
+    driver: Driver,
+    device: torch.device,
+    most_groups: int = MOST_GROUPS,
+) -> Route:
+    """For an engine's tensors: piece by piece, by DMA or by the kernel, or as whole pages through slabs."""
+    groups = LayerGroups.of(layout, most_groups)
+    found = geometry.tensor_segments(layers, layout, _MOST_LISTED)
+    options = [] if found is None else _piece_by_piece(layers, found, layout, driver, device, groups)
+    if found is not None and len(found) == 1 and layout.blob_nbytes > SIZES[-1]:
+        return options[0].route
+    slab = through_slabs(layers, layout, driver, device, groups)
+    last = _SPREAD_S if slab.one_launch else 2 * _LAUNCH_S * sum(len(group) for group in layers)
+    options.append(Option(slab, "dma", 1, layout.blob_nbytes, last))
+    return Choice(options, rates_of(driver, device), slab.side[0])
+
+
+def misses_kernel(route: Route, layout: PageLayout) -> bool:
+    """Return whether the copy kernel would be one of the route's ways if cupy were installed."""
+    small = isinstance(route, Choice) or layout.blob_nbytes <= SIZES[-1]
+    return small and find_spec("cupy") is None
+
+
+def through_slabs(
+    layers: Sequence[Sequence[torch.Tensor]],
+    layout: PageLayout,
+    driver: Driver,
+    device: torch.device,
+    by_layers: LayerGroups | None = None,
+) -> Slab:
+    """Pages to and from an engine's layers; by one kernel, or by torch's where it cannot or cupy is missing.
+
+    ``by_layers``: how loads are cut, where the kernel can.
+    """
+    side = (driver.stream(device.index), driver.stream(device.index))
+    spreading = _by_pieces(layers, layout, device) or ByLayers(layers, layout)
+    groups = (
+        [] if by_layers is None or len(by_layers) == 1 else _part_by_part(layers, layout, device, by_layers)
+    )
+    slab = Slab(spreading, layout, driver, device, side, by_layers if groups else None, groups)
+    for tensor in slab.memory:
+        for stream in side:
+            tensor.record_stream(stream)  # should the store be dropped with copies on their way
+    return slab
+
+
+def _piece_by_piece(
+    layers: Sequence[Sequence[torch.Tensor]],
+    found: Segments,
+    layout: PageLayout,
+    driver: Driver,
+    device: torch.device,
+    by_layers: LayerGroups,
+) -> list[Option]:
+    number, nbytes = len(found), layout.blob_nbytes // len(found)
+    options = []
+    if number <= _MOST_PIECES:
+        groups = geometry.tensor_group_segments(layers, layout, by_layers, _MOST_PIECES)
+        options.append(Option(Straight(found, driver, by_layers, groups), "dma", number, nbytes))
+    if Kernel.suits(found):
+        with suppress(ImportError):
+            options.append(Option(Kernel(found, device), "kernel", number, nbytes))
+    return options
+
+
+def _by_pieces(
+    layers: Sequence[Sequence[torch.Tensor]], layout: PageLayout, device: torch.device
+) -> ByPieces | None:
+    found = geometry.tensor_segments(layers, layout, _MOST_LISTED)
+    if found is not None and Pieces.suits(found):
+        with suppress(ImportError):
+            inward, outward = (Pieces(found, device, NEAR) for _ in "io")
+            return ByPieces(inward, outward, layout)
+    return None
+
+
+def _part_by_part(
+    layers: Sequence[Sequence[torch.Tensor]], layout: PageLayout, device: torch.device, by_layers: LayerGroups
+) -> list[list[PartByPieces]]:
+    """Nothing where one of the parts cannot go by the kernel."""
+    groups = []
+    for parts in by_layers.parts:
+        found = [(part, geometry.tensor_segments(layers, layout, _MOST_LISTED, (part,))) for part in parts]
+        try:
+            group = [
+                PartByPieces(Pieces(pieces, device, NEAR), part)
+                for part, pieces in found
+                if pieces is not None and Pieces.suits(pieces)
+            ]
+        except ImportError:
+            return []
+        if len(group) < len(parts):
+            return []
+        groups.append(group)
+    return groups

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tierstore.gpu import geometry
-from tierstore.gpu.choosing import Choice, Option
 from tierstore.gpu.driver import Driver
 from tierstore.gpu.geometry import LayerGroups
-from tierstore.gpu.rates import Direction, Way, measured
-from tierstore.gpu.routes import Route, Straight, WholePages
+from tierstore.gpu.routes import Choice, Direction, Option, Route, Straight, Way, WholePages, measured
 from tierstore.layout import PageLayout
 from tierstore.types import PageSpec
 
