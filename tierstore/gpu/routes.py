@@ -24,7 +24,7 @@ import torch
 from tierstore.gpu import geometry
 from tierstore.gpu.copy_kernel import DOWN, NEAR, UP, Pieces
 from tierstore.gpu.geometry import MOST_GROUPS, LayerGroups, Segments
-from tierstore.gpu.slabs import ByLayers, ByPieces, PartByPieces, Slab
+from tierstore.gpu.staging import ByLayers, ByPieces, PartByPieces, Slab
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

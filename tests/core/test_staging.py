@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tests.core.test_coded import Event, Stream
 from tests.support import planting
 from tests.support.planting import Bug
-from tierstore.gpu import geometry, slabs
+from tierstore.gpu import geometry, staging
 from tierstore.gpu.geometry import LayerGroups, Segments
 from tierstore.layout import PageLayout
 from tierstore.types import PageSpec
@@ -167,7 +167,7 @@ def require_two_in_turn(module: ModuleType) -> None:
 
 def test_a_group_by_layers_is_there_when_the_stream_on_which_loads_end_gets_there() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        machine = Machine(slabs, patch, 1)
+        machine = Machine(staging, patch, 1)
         before, below = machine.engine(), machine.below()
         slots = np.arange(5)
         machine.route.load_group(1, slots, machine.at(slots), machine.up)
@@ -213,16 +213,16 @@ BUGS = [
 
 
 def test_pages_are_right_in_whatever_order_streams_run() -> None:
-    require_all_right(slabs)
+    require_all_right(staging)
 
 
 def test_the_next_slab_is_filled_while_one_is_spread() -> None:
-    require_two_in_turn(slabs)
+    require_two_in_turn(staging)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_noticed(bug: Bug) -> None:
-    planted = planting.load(slabs, bug)
+    planted = planting.load(staging, bug)
     require = require_two_in_turn if bug.name == "one slab is all there is" else require_all_right
     with pytest.raises(AssertionError):
         require(planted)
