@@ -21,8 +21,7 @@ from tierstore.fitting import (
     owns_hbm,
     slots_of,
 )
-from tierstore.gpu.between import Between
-from tierstore.gpu.device import CpuDevice, open_device, pinner
+from tierstore.gpu.device import Between, CpuDevice, open_device, pinner
 from tierstore.gpu.pool import CpuPool
 from tierstore.host.arena import HostArena
 from tierstore.host.pinning import FIRST_NBYTES

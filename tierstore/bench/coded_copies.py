@@ -20,8 +20,7 @@ from tierstore.bench.link import Ends, device_of, locked_arena, settle
 from tierstore.codecs import LOSSY
 from tierstore.codecs.places import Places
 from tierstore.errors import ConfigError
-from tierstore.gpu.between import Between
-from tierstore.gpu.device import open_device
+from tierstore.gpu.device import Between, open_device
 from tierstore.gpu.pool import GroupedPages
 from tierstore.layout import PageLayout
 from tierstore.types import PageSpec, Tier

@@ -1,9 +1,12 @@
-"""The device HBM is on: opens its pool and its copy engine, and knows when a caller's last use of a slot has ended."""
+"""The device that HBM pages are on: it opens the pool and the copy engine, and tells when a caller's last use of a slot
+has ended. ``Between`` says what a copy engine copies between.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -11,22 +14,23 @@ import torch
 from tierstore.errors import ConfigError
 from tierstore.gpu import routes
 from tierstore.gpu.coded_path import coded
-from tierstore.gpu.cpu_engine import CpuCopyEngine
-from tierstore.gpu.cuda_engine import CudaCopyEngine
+from tierstore.gpu.cpu_engine import CpuCopyEngine, HostBytes
+from tierstore.gpu.cuda_engine import CudaCopyEngine, PinnedHost
 from tierstore.gpu.driver import CudaPinner, Driver, DriverError
-from tierstore.gpu.geometry import LayerGroups
+from tierstore.gpu.geometry import MOST_GROUPS, LayerGroups
 from tierstore.gpu.layer_events import AllOf, StreamEvent
 from tierstore.gpu.pool import CpuPool, CudaPool, EnginePool
 from tierstore.gpu.routes import Choice
 
 if TYPE_CHECKING:
-    from tierstore.gpu.between import Between
+    from collections.abc import Callable
+
     from tierstore.gpu.cpu_engine import CopyEngine
     from tierstore.gpu.pool import EnginePages, OwnPool
     from tierstore.gpu.routes import Route
     from tierstore.layout import PageLayout
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("tierstore.gpu.device")
 
 
 SMALLEST_BY_THREADS = 64 << 10
@@ -279,3 +283,26 @@ def _tensors(pool: OwnPool | EnginePool) -> list[torch.Tensor]:
         return [pool.bytes]
     assert isinstance(pool, EnginePool)
     return [layer for group in pool.layers for layer in group]
+
+
+class Host(HostBytes, PinnedHost, Protocol):
+    """The host tier as any copy engine sees it, by threads or by DMA."""
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Slots of HBM and the host's, between which pages are copied. ``wake``: called when a thread's copy has ended.
+
+    ``most_groups``: layer groups that loads go in at most; 1 where nobody waits for a layer: fewer pieces for the
+    driver, and pages that end one by one.
+    """
+
+    pool: OwnPool | EnginePool
+    host: Host
+    wake: Callable[[], None]
+    most_groups: int = MOST_GROUPS
+
+    @property
+    def layout(self) -> PageLayout:
+        """Of the pages."""
+        return self.host.held.layout

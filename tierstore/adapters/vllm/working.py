@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tierstore.adapters.vllm.feed import Feed
 from tierstore.adapters.vllm.messages import Catalogue, Hello, Orders, Report
 from tierstore.assembly import assemble, health
-from tierstore.gpu.between import Between
+from tierstore.gpu.device import Between
 from tierstore.layout import PageLayout
 from tierstore.nvme import probe
 from tierstore.types import Erase, PageKey, Tier, Transfer
