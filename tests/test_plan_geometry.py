@@ -9,8 +9,7 @@ import pytest
 
 from tests.support.models import GQA, MLA, WINDOWS, read, work
 from tierstore.errors import ConfigError
-from tierstore.plan.geometry import known_models, read_model
-from tierstore.plan.prefill import Prefill
+from tierstore.plan.geometry import Prefill, known_models, read_model
 
 
 @pytest.mark.parametrize(

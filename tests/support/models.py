@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tierstore.plan.geometry import Geometry, geometry
-from tierstore.plan.prefill import Prefill
+from tierstore.plan.geometry import Geometry, Prefill, geometry
 
 GQA: dict[str, Any] = {
     "num_hidden_layers": 2,
