@@ -10,8 +10,7 @@ import pytest
 
 from tests.support.traces import chats, mooncake, requests_of
 from tierstore.replay import bounds
-from tierstore.replay.bound import clairvoyant_hits
-from tierstore.replay.bounds import Bounds, user_folder
+from tierstore.replay.bounds import Bounds, clairvoyant_hits, user_folder
 from tierstore.replay.traces import Request, Trace, read_traces
 from tierstore.types import PageKey
 

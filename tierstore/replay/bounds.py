@@ -1,8 +1,11 @@
-"""The bound of a trace and a capacity, computed once: kept in a folder of small files, one each.
+"""The hits of a cache that knows the future, for a trace and a capacity; computed once and kept in a folder of files.
 
-A file says what it is of and ends with a digest of itself. One that is damaged, of another version or of something else
-counts as none and is written anew; a folder that cannot be written costs the time only. Files are replaced whole, so
-several replays may share a folder.
+The rule is Belady's on a tree of prefixes: drop the leaf that is asked for last, and refuse a page that comes back
+later than all others. For pages of one sequence, which are hit together or not at all, the rule is not proven
+optimal, but nobody can beat it by much.
+
+A file of the folder says what it is of and ends with a digest of itself. A file that is damaged, of another version
+or of something else is computed again.
 """
 
 from __future__ import annotations
@@ -10,14 +13,86 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from hashlib import blake2b
+from heapq import heappop, heappush
 from os import getpid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierstore.replay.bound import clairvoyant_hits
-
 if TYPE_CHECKING:
-    from tierstore.replay.traces import Trace
+    from collections.abc import Sequence
+
+    from tierstore.replay.traces import Request, Trace
+    from tierstore.types import PageKey
+
+_NEVER = 1 << 60
+
+
+def clairvoyant_hits(requests: Sequence[Request], pages: int) -> list[int]:
+    """Pages of the prefix that each request finds in a cache of ``pages``. O(n log n) in blocks asked for."""
+    cache = _Clairvoyant(pages)
+    return [
+        cache.serve(request.keys, following)
+        for request, following in zip(requests, _next_uses(requests), strict=True)
+    ]
+
+
+def _next_uses(requests: Sequence[Request]) -> list[list[int]]:
+    """For each block of each request the number of the next request that has it."""
+    upcoming: dict[PageKey, int] = {}
+    found: list[list[int]] = []
+    for number in range(len(requests) - 1, -1, -1):
+        keys = requests[number].keys
+        found.append([upcoming.get(key, _NEVER) for key in keys])
+        upcoming.update(dict.fromkeys(keys, number))
+    return found[::-1]
+
+
+class _Clairvoyant:
+    """Resident pages with their next use; the leaves among them in a heap, what is asked for last first."""
+
+    def __init__(self, pages: int) -> None:
+        self._pages = pages
+        self._next: dict[PageKey, int] = {}
+        self._parent: dict[PageKey, PageKey] = {}
+        self._children: dict[PageKey, int] = {}
+        self._leaves: list[tuple[int, int, PageKey]] = []
+        self._order = 0
+
+    def serve(self, keys: Sequence[PageKey], following: Sequence[int]) -> int:
+        """Pages found, first to last until one is missing; takes in all, then drops what is too much."""
+        hits = 0
+        while hits < len(keys) and keys[hits] in self._next:
+            hits += 1
+        before: PageKey | None = None
+        for key, upcoming in zip(keys, following, strict=True):
+            if key not in self._next:
+                self._children.setdefault(key, 0)
+                if before is not None:
+                    self._parent[key] = before
+                    self._children[before] += 1
+            self._next[key] = upcoming
+            before = key
+        if before is not None and not self._children[before]:
+            self._offer(before)
+        while len(self._next) > self._pages:
+            self._drop()
+        return hits
+
+    def _offer(self, key: PageKey) -> None:
+        self._order += 1
+        heappush(self._leaves, (-self._next[key], -self._order, key))
+
+    def _drop(self) -> None:
+        upcoming, _, key = heappop(self._leaves)
+        if self._next.get(key) != -upcoming or self._children[key]:
+            return
+        del self._next[key], self._children[key]
+        parent = self._parent.pop(key, None)
+        if parent is not None:
+            self._children[parent] -= 1
+            if not self._children[parent]:
+                self._offer(parent)
+
 
 _VERSION = 1
 """Of the bound and of the files: a change of either is another."""
