@@ -18,8 +18,7 @@ from tierstore.layout import PageLayout
 from tierstore.policy import choosing
 from tierstore.replay import simulation
 from tierstore.replay.bounds import Bounds
-from tierstore.replay.rows import row
-from tierstore.replay.simulation import Setting, Simulation, replay
+from tierstore.replay.simulation import Setting, Simulation, replay, row
 from tierstore.replay.traces import Trace, read_traces
 from tierstore.types import PageKey, Tier
 

@@ -30,8 +30,7 @@ from tierstore.units import format_size
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from tierstore.replay.rows import Row
-    from tierstore.replay.simulation import Setting
+    from tierstore.replay.simulation import Row, Setting
     from tierstore.replay.traces import Trace
 
 
@@ -192,7 +191,7 @@ def _replay(
     traces: Sequence[Trace], configs: Sequence[StoreConfig], model: str, folder: Path | None
 ) -> list[Row]:
     from tierstore.replay.bounds import Bounds, user_folder
-    from tierstore.replay.rows import row
+    from tierstore.replay.simulation import row
 
     jobs = [(trace, _setting(trace, config, model)) for trace in traces for config in configs]
     bounds, rows = Bounds(folder or user_folder()), []

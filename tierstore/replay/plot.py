@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from tierstore.replay.rows import Row
+    from tierstore.replay.simulation import Row
 
 
 def require_format(file: Path) -> None:
