@@ -17,8 +17,7 @@ from tierstore.cli.app import app
 from tierstore.cli.output import finite
 from tierstore.demo import command as demo_room
 from tierstore.demo import model as model_room
-from tierstore.demo.known import GEMMA3, KNOWN, SMOLLM2, KnownModel, short_name
-from tierstore.demo.model import ModelError, Say, model_folder
+from tierstore.demo.model import GEMMA3, KNOWN, SMOLLM2, KnownModel, ModelError, Say, model_folder, short_name
 from tierstore.errors import ConfigError
 from tierstore.plan.geometry import read_model
 

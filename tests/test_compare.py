@@ -29,8 +29,7 @@ from tierstore.compare.report import all_held, as_json, near_ties, show
 from tierstore.compare.request import Request
 from tierstore.compare.running import Comparison, leftovers, open_store
 from tierstore.compare.subject import Subject, load_tokenizer
-from tierstore.demo.known import GEMMA3, SMOLLM2, KnownModel
-from tierstore.demo.model import is_prepared, prepared_folder
+from tierstore.demo.model import GEMMA3, SMOLLM2, KnownModel, is_prepared, prepared_folder
 
 SMALL = Sizes(long=70, short=42, new=6, page=PAGE, chunk=13, inside=3, tail=12, turn=10)
 TEXT = [tuple(random_prompt(SMALL.long, seed=seed)) for seed in range(TEXTS)]

@@ -28,8 +28,7 @@ from tierstore.demo import model as model_room
 from tierstore.demo.act import Row, measured, open_store, settle
 from tierstore.demo.command import demo
 from tierstore.demo.documents import Document, DocumentError, find_documents
-from tierstore.demo.known import GEMMA3, KnownModel
-from tierstore.demo.model import ModelError, Say, is_prepared, prepare_model, write_marker
+from tierstore.demo.model import GEMMA3, KnownModel, ModelError, Say, is_prepared, prepare_model, write_marker
 from tierstore.demo.plan import (
     Plan,
     PlanError,

@@ -15,8 +15,7 @@ from tests.adapters.tiny import generate, plain
 from tests.support.pages import PATIENCE_S
 from tierstore.adapters.huggingface import ATTENTION, TierStoreCache, page_specs
 from tierstore.config import load_config
-from tierstore.demo.known import SMOLLM2
-from tierstore.demo.model import is_prepared, prepared_folder
+from tierstore.demo.model import SMOLLM2, is_prepared, prepared_folder
 from tierstore.store import TierStore
 from tierstore.types import Tier
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from tierstore.cli.bench import table_of
 from tierstore.cli.output import Json, finite, print_json, progress, refusals, require_place, wide_console
 from tierstore.demo.given import require_texts
-from tierstore.demo.known import ALLOWED, SMOLLM2
+from tierstore.demo.model import ALLOWED, SMOLLM2
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:

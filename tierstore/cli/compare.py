@@ -13,7 +13,7 @@ from rich.status import Status
 
 from tierstore.cli.output import Json, print_json, refusals
 from tierstore.demo.given import made_folder, require_texts
-from tierstore.demo.known import ALLOWED, KNOWN, short_name
+from tierstore.demo.model import ALLOWED, KNOWN, short_name
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import typer
 
 from tierstore.cli.output import Json, print_json, progress, refusals
 from tierstore.config import StoreConfig, load_config
-from tierstore.demo.known import ALLOWED, short_name
+from tierstore.demo.model import ALLOWED, short_name
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
