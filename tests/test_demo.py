@@ -25,7 +25,6 @@ from tests.support.folders import save_with_byte_tokenizer
 from tierstore.config import load_config
 from tierstore.demo import command
 from tierstore.demo import model as model_room
-from tierstore.demo.act import Row, measured, open_store, settle
 from tierstore.demo.command import demo
 from tierstore.demo.documents import Document, DocumentError, find_documents
 from tierstore.demo.model import GEMMA3, KnownModel, ModelError, Say, is_prepared, prepare_model, write_marker
@@ -40,9 +39,8 @@ from tierstore.demo.plan import (
     tier_sizes,
 )
 from tierstore.demo.report import as_json, judge, show
-from tierstore.demo.run import Outcome, run_demo
+from tierstore.demo.run import Outcome, Row, ask_in_turn, measured, open_store, run_demo, settle
 from tierstore.demo.session import PlainAnswer, Session, StoredAnswer, differs
-from tierstore.demo.turns import ask_in_turn
 from tierstore.store import TierStore
 from tierstore.types import PageKey, Tier
 

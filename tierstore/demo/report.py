@@ -12,9 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tierstore.demo.act import Row
-from tierstore.demo.run import Outcome
-from tierstore.demo.turns import InTurn
+from tierstore.demo.run import InTurn, Outcome, Row
 
 TIERS = ("HBM", "HOST", "NVME")
 TEXTS = {"document": 0.2, "question": 0.3, "answer": 0.5}
