@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tierstore.bench.rows import Row
+from tierstore.bench.measurement import Row
 
 
 def test_bench_core_tells_every_figure_and_leaves_nothing_behind(tmp_path: Path) -> None:

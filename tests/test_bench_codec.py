@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from tests.adapters.tiny import tiny_llama
 from tierstore.bench import fidelity, kv
 from tierstore.bench.codec import codec_rows
+from tierstore.bench.measurement import Row
 from tierstore.bench.reading import Reader
-from tierstore.bench.rows import Row
 from tierstore.cli.app import app
 from tierstore.codecs import LOSSY
 from tierstore.types import PageSpec

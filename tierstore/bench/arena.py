@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tierstore.bench.rows import Row
+from tierstore.bench.measurement import Row
 from tierstore.gpu.device import pinner, require_device
 from tierstore.host.arena import HostArena
 from tierstore.host.memory import available_nbytes

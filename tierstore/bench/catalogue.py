@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import lmdb
 
-from tierstore.bench.rows import Row
+from tierstore.bench.measurement import Row
 from tierstore.bench.tables import synthetic_pages
 from tierstore.config import load_config
 from tierstore.nvme.direct import BLOCK

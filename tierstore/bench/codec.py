@@ -11,7 +11,7 @@ import numpy as np
 import zstandard
 
 from tierstore import codecs
-from tierstore.bench.rows import Row
+from tierstore.bench.measurement import Row
 from tierstore.codecs.exp import Decoder, Encoder, Geometry
 from tierstore.layout import PageLayout
 

@@ -14,7 +14,7 @@ from time import monotonic_ns, perf_counter, sleep
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from prefetch import Prefetcher
-from tierstore.bench import collector
+from tierstore.bench import measurement
 from tierstore.types import Hint, Tier
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def hint_rows(
     ``note`` is told each round of a document once it is over.
     """
     numbers = range(len(library.documents))
-    with Prefetcher.attach(library.store) as prefetcher, collector.at_rest():
+    with Prefetcher.attach(library.store) as prefetcher, measurement.at_rest():
         load_s = median([took for number in numbers for took in _loads(library, number, source)])
         for number in numbers:
             for _ in range(_WARM):

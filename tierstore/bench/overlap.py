@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from tierstore.bench import collector
+from tierstore.bench import measurement
 from tierstore.bench.link import Ceiling, device_of, settle
 from tierstore.config import load_config
 from tierstore.errors import ConfigError
@@ -222,7 +222,7 @@ def overlap_rows(
         restore = Restore(store, keys, matrix)
         block = Ceiling(device, min(_BLOCK_NBYTES, capacity))
         groups = _groups(store)
-        with collector.at_rest():
+        with measurement.at_rest():
             return [_row(restore, block, share, groups, pages, rounds) for share in wanted]
 
 

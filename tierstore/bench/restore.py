@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from tierstore.assembly import Parts, make_directory
-from tierstore.bench import collector
+from tierstore.bench import measurement
+from tierstore.bench.measurement import Row
 from tierstore.bench.paper_card import (
     NoThreads,
     PaperCard,
@@ -29,7 +30,6 @@ from tierstore.bench.paper_card import (
     PaperPool,
     PaperStream,
 )
-from tierstore.bench.rows import Row
 from tierstore.bench.tables import synthetic_pages
 from tierstore.codecs import LOSSY
 from tierstore.codecs.held import Held
@@ -272,7 +272,7 @@ def rows(pages: int, page_size: int, codec: Codec, runs: int = 5) -> list[Row]:
     """Medians of ``runs`` restores; of the parts the least, which others on the machine disturbed least."""
     rig = Rig(pages, Shape(page_size), codec)
     try:
-        with collector.at_rest():
+        with measurement.at_rest():
             rig.restore()
             found = [rig.restore() for _ in range(runs)]
     finally:

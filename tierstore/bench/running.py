@@ -7,7 +7,7 @@ from time import thread_time
 from typing import TYPE_CHECKING
 
 from tierstore.bench.catalogue import SPEC
-from tierstore.bench.rows import Row, best_of
+from tierstore.bench.measurement import Row, best_of
 from tierstore.bench.tables import synthetic_pages
 from tierstore.config import load_config
 from tierstore.store import TierStore

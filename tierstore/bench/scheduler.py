@@ -17,7 +17,7 @@ from tierstore.adapters.vllm.groups import Group, Groups
 from tierstore.adapters.vllm.messages import Hello, Report
 from tierstore.adapters.vllm.requests import Step
 from tierstore.adapters.vllm.scheduling import SchedulerHalf
-from tierstore.bench.rows import Row
+from tierstore.bench.measurement import Row
 from tierstore.config import load_config
 from tierstore.types import Ack, PageSpec, Transfer
 

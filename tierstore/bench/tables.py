@@ -7,7 +7,7 @@ import tracemalloc
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tierstore.bench.rows import Row, best_of
+from tierstore.bench.measurement import Row, best_of
 from tierstore.directory.residency import Residency, TierTable
 from tierstore.policy import make_policy
 from tierstore.types import PageKey, Tier

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from tierstore.adapters.huggingface import ATTENTION, TierStoreCache, cache_argument, page_spec
-from tierstore.bench import collector
+from tierstore.bench import measurement
 from tierstore.bench.link import device_of, settle
 from tierstore.config import load_config
 from tierstore.gpu.pool import GroupedPages
@@ -240,5 +240,5 @@ def rig(
     with ClockedStore.open(load_config(config), spec) as store:
         assert isinstance(store, ClockedStore)
         filled = Rig(store, model, prompt, prefix // page_size)
-        with collector.at_rest():
+        with measurement.at_rest():
             yield filled

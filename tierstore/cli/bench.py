@@ -27,8 +27,8 @@ from tierstore.errors import ConfigError
 from tierstore.units import MOST_READERS, format_size
 
 if TYPE_CHECKING:
+    from tierstore.bench.measurement import Row
     from tierstore.bench.nvme import DiskRow
-    from tierstore.bench.rows import Row
     from tierstore.bench.ticks import Stalls
 
 PAYLOADS = ["lmdb", "extents"]
@@ -70,7 +70,7 @@ def core(
 
     Takes about two minutes at full size. Needs free disk space for the catalogue's nominal tier, which stays sparse.
     """
-    from tierstore.bench import catalogue, restore, rows, running, scheduler, tables
+    from tierstore.bench import catalogue, measurement, restore, running, scheduler, tables
 
     found: list[Row] = []
     with refusals(as_json):
@@ -95,7 +95,7 @@ def core(
         progress.print(f"a catalogue of {records} records")
         for payload in ("lmdb", "extents"):
             found += catalogue.reopen(records, Path(folder) / f"reopened-{payload}", payload)
-    _show(rows.device(), found, as_json)
+    _show(measurement.device(), found, as_json)
 
 
 @bench.command()
@@ -123,7 +123,7 @@ def nvme(
     At full size it writes about 100 GiB and takes some minutes, more on a slow disk; its folder takes 3 GiB at most.
     """
     from tierstore.bench import nvme as measured
-    from tierstore.bench.rows import device, load_average
+    from tierstore.bench.measurement import device, load_average
 
     before = load_average()
     found: list[DiskRow] = []

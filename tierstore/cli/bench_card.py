@@ -136,6 +136,6 @@ def arena(
 def name_of(device: str) -> str:
     import torch
 
-    from tierstore.bench import rows
+    from tierstore.bench import measurement
 
-    return rows.device() if device == "cpu" else torch.cuda.get_device_name(device)
+    return measurement.device() if device == "cpu" else torch.cuda.get_device_name(device)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from tierstore.bench.fidelity import CodecRow, Distance
     from tierstore.bench.kv import Sample
+    from tierstore.bench.measurement import Row
     from tierstore.bench.reading import Reader
-    from tierstore.bench.rows import Row
 
 LICENCES = ("GPL-3", "GFDL-1.3", "MPL-2.0")
 """The texts that are read where there are no others: 7.6K, 5.2K and 3.7K tokens of SmolLM2."""
@@ -62,9 +62,9 @@ def codec(
     Without a model the pages are made up, and what a model would say is left out.
     """
     from tierstore.bench import codec as measured
-    from tierstore.bench import rows
+    from tierstore.bench import measurement
 
-    before = rows.load_average()
+    before = measurement.load_average()
     with refusals(as_json):
         _plottable(plot)
         require_texts(docs or [])
@@ -81,8 +81,8 @@ def codec(
         scaling = measured.scaling_rows(sample, seconds)
         if plot is not None:
             _draw(found, floor, f"{sample.spec.model}: {', '.join(names)}", plot)
-    facts = {"source": sample.source, "texts": names, "load_average": [before, rows.load_average()]}
-    _show(rows.device(), found, floor, {"exp in detail": details, "lossy": scaling}, facts, as_json)
+    facts = {"source": sample.source, "texts": names, "load_average": [before, measurement.load_average()]}
+    _show(measurement.device(), found, floor, {"exp in detail": details, "lossy": scaling}, facts, as_json)
 
 
 def _plottable(plot: Path | None) -> None:

@@ -1,9 +1,12 @@
-"""What a benchmark says: one row a figure, and the device it was taken on."""
+"""The row of a figure, the device it was taken on, the best of several runs, and Python's garbage collector at rest."""
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -76,3 +79,14 @@ def _processor() -> str:
         return platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+@contextmanager
+def at_rest() -> Iterator[None]:
+    """As engines do after their start: a full pass over what torch made stops everything for 40 to 150 ms."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
