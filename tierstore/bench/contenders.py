@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import lmdb
 import numpy as np
 
-from tierstore.bench.raw_io import forget, open_direct, small_pages, whole
+from tierstore.bench.raw_disk import forget, open_direct, small_pages, whole
 from tierstore.bench.tables import synthetic_key
 from tierstore.nvme.sizing import size, size_extents
 from tierstore.nvme.tier import NvmeTier

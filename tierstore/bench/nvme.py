@@ -22,7 +22,7 @@ from tierstore.bench.contenders import (
     TierRecords,
     batch_pages_of,
 )
-from tierstore.bench.raw_io import aligned
+from tierstore.bench.raw_disk import aligned
 from tierstore.bench.ticks import Stalls, stalls_during
 
 if TYPE_CHECKING:
