@@ -7,7 +7,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from tierstore.bench import coded_copies, copies, link, overlap
+from tierstore.bench import copy, link, overlap
+from tierstore.bench import copy as coded_copies
 from tierstore.cli.app import app
 from tierstore.gpu.pool import CpuPool
 from tierstore.types import Transfer
@@ -102,7 +103,7 @@ def test_bytes_that_differ_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(link.Rig, "run", wrong)
     with pytest.raises(RuntimeError, match="bytes differ"):
-        copies.copy_rows("cpu", 4096, 8 * 4096, 1, "straight", link.Ceiling("cpu", 4096))
+        copy.copy_rows("cpu", 4096, 8 * 4096, 1, "straight", link.Ceiling("cpu", 4096))
 
 
 def test_bench_arena_tells_how_soon_memory_can_be_used() -> None:

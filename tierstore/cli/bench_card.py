@@ -13,7 +13,7 @@ from tierstore.errors import ConfigError
 from tierstore.units import format_size
 
 if TYPE_CHECKING:
-    from tierstore.bench.copies import CopyRow
+    from tierstore.bench.copy import CopyRow
 
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N, as in hbm.device.")]
 
@@ -42,7 +42,7 @@ def copy(
     if codec:
         _coded_copies(device, codec, pieces, batch, contiguous, pairs, as_json)
         return
-    from tierstore.bench.copies import copy_rows, host_nbytes
+    from tierstore.bench.copy import copy_rows, host_nbytes
     from tierstore.bench.link import Ceiling, device_of, require_piece
 
     found: list[CopyRow] = []
@@ -81,7 +81,8 @@ def _show_copies(found: list[CopyRow], title: str) -> None:
 def _coded_copies(
     device: str, codec: str, pieces: str, batch: str, contiguous: str, pairs: int, as_json: bool
 ) -> None:
-    from tierstore.bench.coded_copies import TOKEN_NBYTES, CodedRow, coded_rows, host_nbytes, require_codec
+    from tierstore.bench.copy import TOKEN_NBYTES, CodedRow, coded_rows, require_codec
+    from tierstore.bench.copy import coded_host_nbytes as host_nbytes
     from tierstore.bench.link import Ceiling, device_of
 
     found: list[CodedRow] = []

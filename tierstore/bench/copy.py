@@ -1,9 +1,9 @@
-"""How fast pages of bfloat16 move when host memory holds them encoded, beside the same pages moved as they are.
+"""How fast pages move between HBM and page-locked host memory, as they are and encoded.
 
-Pages of an 8B model's shape lie at random on both sides, and go the way that a store would send them. Every figure is
-the median of pairs, a plain copy and a coded one after it, by the clock on the wall; rates are of pages, not of what
-crosses the link. Payloads of some pages are compared with the CPU's, byte by byte, and what comes back with what the
-CPU makes of them; the errors of all of them are held to the codec's bound.
+Pages lie at random on both sides. Every figure is the median of pairs: one contiguous copy of the same process and
+the scattered one after each other, so the ceiling is always that of the same moment. Pages that host memory holds
+encoded are of an 8B model's shape, go the way that a store would send them, and stand beside the same pages moved as
+they are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tierstore import codecs
-from tierstore.bench.link import Ends, device_of, locked_arena, settle
+from tierstore.bench.link import Ends, Rig, device_of, locked_arena, settle
 from tierstore.codecs import LOSSY
 from tierstore.codecs.places import Places
 from tierstore.errors import ConfigError
@@ -30,8 +30,119 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tierstore.bench.link import Ceiling
+    from tierstore.bench.link import Ceiling, Direction, Path
     from tierstore.types import Transfer
+
+_DIRECTIONS: tuple[Direction, ...] = ("h2d", "d2h", "both")
+_COMPARED_NBYTES = 256 << 20
+"""Of a piece of what is compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRow:
+    """One figure. Rates in 10^9 bytes a second; ``ratio``: of the pairs, not of the medians."""
+
+    direction: Direction
+    piece_bytes: int
+    num_pieces: int
+    gbps: float
+    ceiling_gbps: float
+    ratio: float
+    path: str
+    submit_ms: float
+    """Until the last call returned; the copies go on."""
+
+    def plain(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Page i of ``host`` and of ``there`` belong together; the first ``split`` go up, the others down."""
+
+    host: NDArray[np.int64]
+    there: NDArray[np.int64]
+    split: int
+
+    @classmethod
+    def of(cls, direction: Direction, pages: int) -> _Plan:
+        chance = np.random.default_rng(0)
+        split = {"h2d": pages, "d2h": 0, "both": pages // 2}[direction]
+        return cls(chance.permutation(pages), chance.permutation(pages), split)
+
+    def transfers(self, rig: Rig) -> list[Transfer]:
+        up = rig.transfers(Tier.HBM, self.host[: self.split], self.there[: self.split])
+        down = rig.transfers(Tier.HOST, self.host[self.split :], self.there[self.split :])
+        return [one for two in zip(up, down, strict=False) for one in two] if up and down else up + down
+
+
+def host_nbytes(device: str, batch_nbytes: int, contiguous_nbytes: int) -> int:
+    """Memory that ``copy_rows`` and its ceiling take, where the device is the CPU for both ends and the checks."""
+    if device != "cpu":
+        return batch_nbytes + 2 * contiguous_nbytes
+    return 4 * (batch_nbytes + contiguous_nbytes) + 3 * min(batch_nbytes, _COMPARED_NBYTES)
+
+
+def copy_rows(
+    device: str, piece_nbytes: int, batch_nbytes: int, pairs: int, path: Path, ceiling: Ceiling
+) -> list[CopyRow]:
+    """H2D, D2H and both at once, pages at random. ConfigError as from ``Rig``, RuntimeError if bytes differ."""
+    rig = Rig(device, piece_nbytes, batch_nbytes, path)
+    try:
+        return [_measured(rig, direction, pairs, ceiling) for direction in _DIRECTIONS]
+    finally:
+        rig.close()
+
+
+def _measured(rig: Rig, direction: Direction, pairs: int, ceiling: Ceiling) -> CopyRow:
+    plan = _Plan.of(direction, rig.num_pages)
+    _fill(rig)
+    before = rig.pages.clone()
+    transfers = plan.transfers(rig)
+    rig.run(transfers)
+    _require_right(rig, before, plan)
+    rates, ceilings, submits = [], [], []
+    for _ in range(pairs):
+        ceilings.append(ceiling.gbps(direction))
+        seconds, submitted = rig.run(transfers)
+        rates.append(rig.page_nbytes * rig.num_pages / seconds / 1e9)
+        submits.append(submitted * 1e3)
+    _require_right(rig, before, plan)
+    return CopyRow(
+        direction,
+        rig.page_nbytes // rig.pieces,
+        rig.num_pages * rig.pieces,
+        median(rates),
+        median(ceilings),
+        median(rate / most for rate, most in zip(rates, ceilings, strict=True)),
+        rig.path,
+        median(submits),
+    )
+
+
+def _fill(rig: Rig) -> None:
+    """Random bytes on both sides, other ones on each."""
+    rig.storage.view(torch.int64).random_()
+    for part in rig.parts():
+        rig.host_rows[part].copy_(rig.pages[part].flatten(1))
+    rig.storage.view(torch.int64).random_()
+
+
+def _require_right(rig: Rig, before: torch.Tensor, plan: _Plan) -> None:
+    """Pages on both sides are equal; those that went down are as the device had them before."""
+    here = torch.cat([rig.host_rows[part].to(rig.device) for part in rig.parts()])
+    there, host = (torch.from_numpy(side).to(rig.device) for side in (plan.there, plan.host))
+    step = max(1, _COMPARED_NBYTES // rig.page_nbytes)
+    for start in range(0, rig.num_pages, step):
+        part = slice(start, start + step)
+        expected = here[host[part]]
+        right = torch.equal(rig.pages[there[part]].flatten(1), expected)
+        if start >= plan.split:
+            right = right and torch.equal(before[there[part]].flatten(1), expected)
+        if not right:
+            raise RuntimeError(f"bytes differ after copies of {rig.page_nbytes} bytes")
+
 
 TOKEN_NBYTES = 32 * 2 * 8 * 128 * 2
 """Of an 8B model."""
@@ -39,7 +150,7 @@ TOKEN_NBYTES = 32 * 2 * 8 * 128 * 2
 _COMPARED = 4
 """Pages that the CPU codes too."""
 
-_DIRECTIONS: tuple[Literal["h2d", "d2h"], ...] = ("h2d", "d2h")
+_CODED_DIRECTIONS: tuple[Literal["h2d", "d2h"], ...] = ("h2d", "d2h")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +198,7 @@ class _Side(Ends):
         return self.up if direction == "h2d" else self.down
 
 
-def host_nbytes(device: str, batch_nbytes: int, contiguous_nbytes: int) -> int:
+def coded_host_nbytes(device: str, batch_nbytes: int, contiguous_nbytes: int) -> int:
     """Memory that ``coded_rows`` and its ceiling take at most, where the device is the CPU for both ends."""
     if device != "cpu":
         return 2 * (batch_nbytes + contiguous_nbytes)
@@ -111,15 +222,17 @@ def coded_rows(
     plain, coded = _Side(device, layout, number, "none"), _Side(device, layout, number, codec)
     try:
         rel_error = _checked(coded, codec, layout)
-        _fill(plain)
+        _fill_side(plain)
         sides = plain, coded
-        return [_measured(sides, codec, rel_error, direction, pairs, ceiling) for direction in _DIRECTIONS]
+        return [
+            _coded_row(sides, codec, rel_error, direction, pairs, ceiling) for direction in _CODED_DIRECTIONS
+        ]
     finally:
         plain.close()
         coded.close()
 
 
-def _measured(
+def _coded_row(
     sides: tuple[_Side, _Side],
     codec: str,
     rel_error: float,
@@ -155,7 +268,7 @@ def _measured(
     )
 
 
-def _fill(side: _Side) -> None:
+def _fill_side(side: _Side) -> None:
     """Normal numbers of a scale a channel, other ones in each page."""
     chance = torch.Generator(device=side.device).manual_seed(0)
     channels = torch.randn(
@@ -169,7 +282,7 @@ def _fill(side: _Side) -> None:
 
 def _checked(side: _Side, codec: str, layout: PageLayout) -> float:
     """Pages go down and up again; the norm of all errors by the norm of all numbers."""
-    _fill(side)
+    _fill_side(side)
     before = side.pages.clone()
     some = [int(slot) for slot in side.there[:: max(1, len(side.there) // _COMPARED)]]
     wanted = [_by_cpu(codec, layout, before[slot]) for slot in some]
