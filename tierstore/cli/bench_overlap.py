@@ -15,9 +15,8 @@ from tierstore.errors import ConfigError
 from tierstore.units import format_size, parse_size
 
 if TYPE_CHECKING:
-    from tierstore.bench.beside import BesideRow
     from tierstore.bench.link import Direction, Path
-    from tierstore.bench.overlap import OverlapRow
+    from tierstore.bench.overlap import BesideRow, OverlapRow
 
 _WAYS: tuple[tuple[Path, str, tuple[Direction, ...]], ...] = (
     ("straight", "2MiB", ("h2d", "d2h", "both")),
@@ -72,8 +71,8 @@ def _parts_of(text: str) -> list[float]:
 
 
 def _beside(device: str, read: int, times: int, batch: int, pairs: int) -> list[BesideRow]:
-    from tierstore.bench.beside import Contiguous, Copying, Pages, Reading, beside_row
     from tierstore.bench.link import Ceiling
+    from tierstore.bench.overlap import Contiguous, Copying, Pages, Reading, beside_row
 
     kernels = (Reading(device, read), Copying(device, read))
     ceiling = Ceiling(device, batch // 4)
