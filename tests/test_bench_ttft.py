@@ -10,9 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from tierstore.bench.raw_disk import RawDisk
-from tierstore.bench.ttft import Bench
-from tierstore.bench.ttft_ask import Ask
-from tierstore.bench.ttft_rig import SHAPES
+from tierstore.bench.ttft import SHAPES, Ask, Bench
 from tierstore.cli.app import app
 from tierstore.types import Tier
 
@@ -86,7 +84,7 @@ def test_bench_ttft_refuses_more_tokens_than_can_be_made(option: str) -> None:
 def test_a_model_that_memory_has_no_room_for_is_refused_before_it_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tierstore.bench.ttft_ask.available_nbytes", lambda: 20 << 30)
+    monkeypatch.setattr("tierstore.bench.ttft.available_nbytes", lambda: 20 << 30)
     result = CliRunner().invoke(app, ["bench", "ttft", "--device", "cpu", "--json"])
     assert result.exit_code == 2
     said = json.loads(result.stdout.splitlines()[-1])["error"]
@@ -107,7 +105,7 @@ def test_a_prompt_is_computed_in_chunks_that_the_card_has_room_for(
         def available_nbytes(self) -> int | None:
             return gib << 30 or None
 
-    monkeypatch.setattr("tierstore.bench.ttft_ask.open_device", lambda name: Card())
+    monkeypatch.setattr("tierstore.bench.ttft.open_device", lambda name: Card())
     ask = Ask(device="cuda:0", shape="llama-3.1-8b", prefix=131072, question=64, page_size=64, rounds=1)
     assert ask.chunk(16384) == chunk
 

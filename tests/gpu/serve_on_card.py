@@ -26,7 +26,7 @@ from typing import Any
 from tests.serve.small import VOCABULARY, tokenizer
 from tierstore.adapters.huggingface import page_specs
 from tierstore.bench.measurement import at_rest
-from tierstore.bench.ttft_rig import SHAPES, random_model
+from tierstore.bench.ttft import SHAPES, random_model
 from tierstore.config import load_config
 from tierstore.serve.app import Server, make_app
 from tierstore.serve.engine import Engine

@@ -1,30 +1,330 @@
-"""The time to the first token of an answer over a long stored prefix, beside what it has to take, and recomputing it.
+"""The time to the first token of an answer over a long stored prefix, beside its floor, and beside recomputing it.
 
 A real model class with random weights answers through the transformers adapter. Where the pages come from decides the
-floor: the link (their bytes over that of one contiguous page-locked copy), the disk (the bytes of their records over
-what the raw disk reads in the same pieces), or computing the question (the same answer with all pages in HBM).
+floor: the link (their bytes over the rate of one contiguous page-locked copy), the disk (the bytes of their records
+over the rate at which the raw disk reads the same pieces), or computing the question (the same answer with all pages
+in HBM).
 """
+
+# transformers leaves some of its functions untyped:
+# mypy: allow-untyped-calls
+# transformers leaves some of its functions untyped:
+# mypy: allow-untyped-calls
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import mean, median
-from typing import TYPE_CHECKING, Literal
+from time import perf_counter
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from tierstore.bench.link import Ceiling
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from tierstore.adapters.huggingface import ATTENTION, TierStoreCache, cache_argument, page_spec
+from tierstore.bench import measurement
+from tierstore.bench.link import Ceiling, device_of, settle
 from tierstore.bench.raw_disk import RawDisk
-from tierstore.bench.ttft_ask import Ask
-from tierstore.bench.ttft_rig import SHAPES, random_model, rig
-from tierstore.types import Tier
+from tierstore.config import load_config
+from tierstore.errors import ConfigError
+from tierstore.gpu.device import open_device
+from tierstore.gpu.pool import GroupedPages
+from tierstore.host.memory import available_nbytes
+from tierstore.lease import Lease
+from tierstore.store import TierStore
+from tierstore.types import LeaseState, PageKey, Tier
+from tierstore.units import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from tierstore.bench.ttft_rig import Answered, Rig
+PATIENCE_S = 600.0
+_PAGES_AT_ONCE = 64
+_MOST_LOSS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a Llama."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+
+    @property
+    def flops_per_token(self) -> float:
+        """Of all matrix products with weights, without the vocabulary's."""
+        head = self.hidden // self.heads
+        kv = 2 * self.kv_heads * head
+        return 2.0 * self.layers * self.hidden * (2 * self.hidden + kv + 3 * self.ffn)
+
+    @property
+    def weights_nbytes(self) -> int:
+        """Of all weights in bfloat16; the vocabulary's twice, as they are not tied."""
+        kv = 2 * self.kv_heads * self.head_dim
+        layer = self.hidden * (2 * self.hidden + kv + 3 * self.ffn + 2)
+        return 2 * (2 * self.vocabulary * self.hidden + self.layers * layer + self.hidden)
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a head."""
+        return self.hidden // self.heads
+
+    def chunk_nbytes(self, tokens: int) -> int:
+        """What computing so many tokens at once takes beside weights and pages; by calculation, and rather too much:
+        eight times what a layer is given, four times what its ffn makes of that, in bfloat16."""
+        return 2 * tokens * (8 * self.hidden + 4 * self.ffn)
+
+    def flops(self, first: int, end: int) -> float:
+        """Of tokens ``first`` to ``end`` over all before them, and of one row of logits."""
+        seen = (end * (end + 1) - first * (first + 1)) / 2
+        attention = 4.0 * self.layers * self.hidden * seen
+        return (end - first) * self.flops_per_token + attention + 2.0 * self.hidden * self.vocabulary
+
+
+SHAPES = {
+    "llama-3.1-8b": Sizes(32, 4096, 14336, 32, 8, 128256),
+    "tiny": Sizes(4, 64, 128, 4, 2, 97),
+}
+
+
+class Answered(NamedTuple):
+    """One answer: seconds from the call of ``acquire``, and from the call of ``TierStoreCache``, to its first token."""
+
+    seconds: float
+    request_seconds: float
+    token: int
+    reused: int
+    tiers: frozenset[Tier]
+
+
+class ClockedStore(TierStore):
+    """Notes when it is first asked for pages."""
+
+    asked_at: float | None = None
+
+    def acquire(
+        self,
+        keys: Sequence[PageKey],
+        deadline_s: float | None = None,
+        into: Sequence[int] | None = None,
+        *,
+        exact: bool = False,
+        wait_for_room_s: float = 0.0,
+    ) -> Lease:
+        """As ever."""
+        if self.asked_at is None:
+            self.asked_at = perf_counter()
+        return super().acquire(keys, deadline_s, into, exact=exact, wait_for_room_s=wait_for_room_s)
+
+
+def random_model(sizes: Sizes, device: str, longest: int) -> PreTrainedModel:
+    """A Llama in bfloat16 for prompts of up to ``longest`` tokens. The same weights each time."""
+    config = LlamaConfig(
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.ffn,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        max_position_embeddings=longest,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    with torch.device(device_of(device)):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.bfloat16)
+    assert isinstance(model, PreTrainedModel)
+    model.eval()
+    return model
+
+
+class Rig:
+    """A store whose tiers hold the K/V of a prefix: random numbers, as good as computed ones for the time it takes."""
+
+    def __init__(
+        self, store: ClockedStore, model: PreTrainedModel, prompt: torch.Tensor, num_pages: int
+    ) -> None:
+        """``prompt``: ``[1, tokens]``, of which ``num_pages`` full pages are the prefix."""
+        self.store, self.model, self._prompt = store, model, prompt
+        self.keys = store.keys(prompt[0].tolist())
+        self.prefix = self.keys[:num_pages]
+        pages = store.pages
+        assert not isinstance(pages, GroupedPages)
+        self._pages = pages
+        self.nbytes = num_pages * pages[0].nbytes
+        slots = store.allocate(num_pages, timeout_s=PATIENCE_S)
+        torch.manual_seed(1)
+        pages.normal_()
+        self._sums = self._summed(slots)
+        self._first = pages[slots[0]].clone()
+        settle(pages.device)
+        store.put(self.prefix, slots)
+        store.flush()
+        store.drain(PATIENCE_S)
+
+    def send_down(self, tier: Tier) -> None:
+        """The prefix is readable in ``tier`` and below; what an answer left behind is nowhere."""
+        self.store.evict(self.keys[len(self.prefix) :])
+        for above in [t for t in Tier if t < tier]:
+            self.store.evict(self.prefix, above)
+        self.store.drain(PATIENCE_S)
+        found = self.store.match(self.prefix)
+        if found.num_pages < len(self.prefix) or set(found.tiers) != {tier}:
+            raise RuntimeError(
+                f"the prefix is not in {tier.name}: {found.num_pages} pages in {set(found.tiers)}"
+            )
+
+    def answer(self) -> Answered:
+        """The first token of an answer, sampled greedily by ``generate``. RuntimeError unless all is reused."""
+        settle(self._pages.device)
+        self.store.asked_at = None
+        begun = perf_counter()
+        with TierStoreCache(self.store, self._prompt, model=self.model, timeout_s=PATIENCE_S) as cache:
+            token = first_token(self.model, self._prompt, cache)
+            ended = perf_counter()
+            reused, tiers = cache.reused_tokens, frozenset(cache.reused_by_tier)
+        if reused != len(self.prefix) * self._pages.shape[3]:
+            raise RuntimeError(f"only {reused} tokens were reused")
+        asked = self.store.asked_at
+        assert asked is not None
+        return Answered(ended - asked, ended - begun, token, reused, tiers)
+
+    def recomputed(self, chunk: int, most: int | None = None) -> float:
+        """Seconds to the first token with nothing reused, the prompt computed ``chunk`` tokens at a time.
+
+        ``most``: of it, only so many tokens, to warm up.
+        """
+        prompt = self._prompt[:, :most]
+        settle(self._pages.device)
+        begun = perf_counter()
+        with (
+            torch.inference_mode(),
+            TierStoreCache(self.store, prompt, model=self.model, storing="no-store") as cache,
+        ):
+            for part in prompt.split(chunk, dim=1):
+                out = self.model(part, logits_to_keep=1, **{cache_argument(self.model): cache})
+            int(out.logits[0, -1].argmax())
+            return perf_counter() - begun
+
+    def checked(self, *, lossy: bool) -> float:
+        """The largest relative error of the pages in HBM. RuntimeError unless they are what was put, or near it."""
+        with self.store.acquire(self.prefix) as lease:
+            whole = lease.wait(PATIENCE_S) is LeaseState.READY and lease.num_pages == len(self.prefix)
+            if not whole:
+                raise RuntimeError(f"only {lease.num_pages} pages came back: {lease.missing_because}")
+            first = self._pages[lease.slots[0]].float()
+            want = self._first.float()
+            error = float((first - want).norm() / want.norm())
+            if not lossy and not torch.equal(self._summed(lease.slots), self._sums):
+                raise RuntimeError("pages came back with other bytes")
+        if error > (_MOST_LOSS if lossy else 0.0):
+            raise RuntimeError(f"a page came back with a relative error of {error}")
+        return error
+
+    def _summed(self, slots: list[int]) -> torch.Tensor:
+        words = self._pages.view(torch.int64)
+        parts = [slots[i : i + _PAGES_AT_ONCE] for i in range(0, len(slots), _PAGES_AT_ONCE)]
+        return torch.cat([words[part].flatten(1).sum(1) for part in parts])
+
+
+def first_token(model: PreTrainedModel, prompt: torch.Tensor, cache: TierStoreCache) -> int:
+    """On the host."""
+    given = {cache_argument(model): cache}
+    out = model.generate(prompt, max_new_tokens=1, do_sample=False, **given)  # type: ignore[operator]
+    return int(out[0, -1])
+
+
+@contextmanager
+def rig(
+    model: PreTrainedModel,
+    prompt: torch.Tensor,
+    page_size: int,
+    prefix: int,
+    below: Mapping[str, Mapping[str, object]],
+) -> Iterator[Rig]:
+    """A store with room for the prompt in HBM, and ``below`` it the tiers of this configuration."""
+    spec = page_spec(model.config, page_size, model.dtype, "tierstore-bench")
+    pages = -(-prompt.shape[1] // page_size) + 1
+    config = {"hbm": {"capacity": pages * spec.page_nbytes, "device": str(model.device)}, **below}
+    with ClockedStore.open(load_config(config), spec) as store:
+        assert isinstance(store, ClockedStore)
+        filled = Rig(store, model, prompt, prefix // page_size)
+        with measurement.at_rest():
+            yield filled
+
+
+CHUNKS = (65536, 16384)
+"""Tokens computed at a time where nothing is stored: the first where a card has room for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What is measured. ``prefix`` and ``question`` in tokens; a prefix is cut to full pages."""
+
+    device: str
+    shape: str
+    prefix: int
+    question: int
+    page_size: int
+    rounds: int
+
+    @property
+    def weights_nbytes(self) -> int:
+        """Of the model."""
+        return SHAPES[self.shape].weights_nbytes
+
+    def pages_nbytes(self, prefix: int) -> int:
+        """Of all pages of a prompt with this prefix, and one more."""
+        sizes = SHAPES[self.shape]
+        token = sizes.layers * 2 * sizes.kv_heads * sizes.head_dim * 2
+        pages = -(-(prefix + self.question) // self.page_size) + 1
+        return pages * self.page_size * token
+
+    def require_room(self, disk_prefix: int) -> None:
+        """ConfigError, before anything is made, if the model and the pages of HBM and HOST do not fit in memory."""
+        pages = self.pages_nbytes(max(self.prefix, disk_prefix))
+        upper = self.weights_nbytes + pages
+        free = open_device(self.device).available_nbytes()
+        if free is not None:
+            self._require("on the device", upper, free)
+        self._require("of memory", pages + (upper if free is None else 0), available_nbytes())
+
+    def chunk(self, disk_prefix: int) -> int:
+        """The largest of ``CHUNKS`` that the device has room for beside the model and the pages; else the last."""
+        free = open_device(self.device).available_nbytes()
+        upper = self.weights_nbytes + self.pages_nbytes(max(self.prefix, disk_prefix))
+        left = 0 if free is None else free - upper
+        return next((n for n in CHUNKS if SHAPES[self.shape].chunk_nbytes(n) <= left), CHUNKS[-1])
+
+    def _require(self, where: str, needed: int, available: int | None) -> None:
+        if available is None or needed <= available:
+            return
+        raise ConfigError(
+            f"--shape {self.shape} has weights of {format_size(self.weights_nbytes)}, and with the pages of "
+            f"--prefix {self.prefix} needs {format_size(needed)} {where}; {format_size(available)} are available; "
+            "allowed: a smaller --prefix, or --shape tiny"
+        )
+
+    def prompt(self, prefix: int) -> torch.Tensor:
+        """The same tokens each time, ``[1, prefix + question]``."""
+        chance = torch.Generator().manual_seed(7)
+        whole = prefix // self.page_size * self.page_size + self.question
+        words = torch.randint(0, SHAPES[self.shape].vocabulary, (1, whole), generator=chance)
+        return words.to(device_of(self.device))
+
 
 Floor = Literal["link", "disk", "compute", "none"]
 

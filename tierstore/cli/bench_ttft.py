@@ -48,9 +48,7 @@ def ttft(
     as_json: Json = False,
 ) -> None:
     """How soon an answer over a long stored prefix begins, beside what moving its bytes takes, and computing it."""
-    from tierstore.bench.ttft import Bench
-    from tierstore.bench.ttft_ask import Ask
-    from tierstore.bench.ttft_rig import SHAPES
+    from tierstore.bench.ttft import SHAPES, Ask, Bench
 
     found: list[TtftRow] = []
     with refusals(as_json):
