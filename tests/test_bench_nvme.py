@@ -11,8 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tierstore.bench import nvme
-from tierstore.bench.contenders import Contender, FilePerPage
-from tierstore.bench.ticks import stalls_during
+from tierstore.bench.nvme import Contender, FilePerPage, stalls_during
 from tierstore.cli.app import app
 from tierstore.cli.bench import PAYLOADS
 

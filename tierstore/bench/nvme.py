@@ -1,37 +1,330 @@
-"""The disk tier beside the disk: every run is paired with a raw one just before or after it, on new files."""
+"""The disk tier beside the disk, and what a serving thread feels of it.
+
+Every run is paired with a raw one just before or after it, on new files. A way to keep pages stores all of them so
+that they survive a loss of power, forgets what the page cache holds of them, and reads all of them back, in an order
+that no read-ahead guesses. One thread writes and ``readers`` threads read, whatever the way. Stalls say how late a
+thread runs that wants to run every millisecond: what the others' holds of Python's lock do to it.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
+from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from threading import Event, Thread
 from time import perf_counter, process_time, sleep
 from typing import TYPE_CHECKING, NamedTuple
 
+import lmdb
 import numpy as np
 
-from tierstore.bench.contenders import (
-    Contender,
-    FilePerPage,
-    Load,
-    PlainLmdb,
-    RawFile,
-    SmallPages,
-    TierRecords,
-    batch_pages_of,
-)
-from tierstore.bench.raw_disk import aligned
-from tierstore.bench.ticks import Stalls, stalls_during
+from tierstore.bench.raw_disk import aligned, forget, open_direct, small_pages, whole
+from tierstore.bench.tables import synthetic_key
+from tierstore.nvme.sizing import size, size_extents
+from tierstore.nvme.tier import NvmeTier
+from tierstore.types import Tier, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
     Bytes = NDArray[np.uint8]
-    Make = Callable[[Path, Load], Contender]
+    Make = Callable[[Path, "Load"], "Contender"]
+
+_TRANSFER_PAGES = 32
+_PATIENCE_S = 300.0
+
+
+class Load(NamedTuple):
+    """What is stored in one run: ``[pages, page_nbytes]`` in aligned memory, and how it is divided.
+
+    ``order``: in which the pages are read.
+    """
+
+    pages: Bytes
+    order: list[int]
+    batch_pages: int
+    readers: int
+
+
+def capacity_for(nbytes: int) -> int:
+    """A tier's capacity for so many bytes of pages: so much more that it makes files as long as a real one's.
+
+    One just large enough would make sixteen short ones, and each is set aside and named durably in the time that is
+    taken, where the raw file is there before.
+    """
+    return int(nbytes * 1.4) + (64 << 20) + min(4 << 30, 7 * nbytes)
+
+
+class Contender(ABC):
+    """One way. ``write`` and ``read`` are what is timed; ``folder`` is its own."""
+
+    def __init__(self, folder: Path, load: Load) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.load = load
+
+    @abstractmethod
+    def write(self) -> None:
+        """Store every page, durable on return."""
+
+    @abstractmethod
+    def read(self, out: Bytes) -> None:
+        """Fetch every page into ``out``."""
+
+    def cool(self) -> None:
+        """Ask the kernel to forget the files' pages."""
+        for path in self.folder.rglob("*"):
+            if path.is_file() and path.suffix != ".lock" and path.name != "lock.mdb":
+                forget(path)
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it; its folder is removed by whoever made it."""
+
+    def _spread(self, act: Callable[[int], None]) -> None:
+        """``act(index)`` for every page, the reader threads taking them in turn."""
+        order, readers = self.load.order, self.load.readers
+
+        def some(first: int) -> None:
+            for index in order[first::readers]:
+                act(index)
+
+        with ThreadPoolExecutor(readers) as pool:
+            list(pool.map(some, range(readers)))
+
+
+class RawFile(Contender):
+    """The ceiling: one preallocated file, past the page cache where the file system lets us, fdatasync a batch."""
+
+    def __init__(self, folder: Path, load: Load) -> None:
+        super().__init__(folder, load)
+        self._fd, self.direct = open_direct(folder / "raw")
+        os.posix_fallocate(self._fd, 0, load.pages.nbytes)
+
+    def write(self) -> None:
+        for index, page in enumerate(self.load.pages):
+            whole(os.pwrite(self._fd, page.data, index * page.nbytes), page.nbytes)
+            if (index + 1) % self.load.batch_pages == 0:
+                os.fdatasync(self._fd)
+        os.fdatasync(self._fd)
+
+    def read(self, out: Bytes) -> None:
+        nbytes = out.shape[1]
+        self._spread(lambda index: whole(os.preadv(self._fd, [out[index].data], index * nbytes), nbytes))
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class SmallPages(RawFile):
+    """The ceiling's file, written from and read into memory of pages of 4 KiB, as most programs have it."""
+
+    def __init__(self, folder: Path, load: Load) -> None:
+        self._memory = tuple(small_pages(*load.pages.shape) for _ in range(2))
+        np.copyto(self._memory[0], load.pages)
+        super().__init__(folder, load._replace(pages=self._memory[0]))
+        self._out = self._memory[1]
+
+    def read(self, out: Bytes) -> None:
+        super().read(self._memory[1])
+        self._out = out
+
+    def close(self) -> None:
+        super().close()
+        np.copyto(self._out, self._memory[1])  # not within the time that is measured
+
+
+class FilePerPage(Contender):
+    """A file a page, each made durable by itself: the simplest disk tier there is."""
+
+    def write(self) -> None:
+        for index, page in enumerate(self.load.pages):
+            fd = os.open(self.folder / str(index), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                whole(os.write(fd, page.data), page.nbytes)
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
+
+    def read(self, out: Bytes) -> None:
+        def one(index: int) -> None:
+            fd = os.open(self.folder / str(index), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                whole(os.preadv(fd, [out[index].data], 0), out.shape[1])
+            finally:
+                os.close(fd)
+
+        self._spread(one)
+
+    def close(self) -> None: ...
+
+
+class PlainLmdb(Contender):
+    """LMDB as it comes: ``put`` in transactions of a batch, ``get`` through the map. Nothing is checked."""
+
+    def __init__(self, folder: Path, load: Load) -> None:
+        super().__init__(folder, load)
+        self._env = self._open()
+
+    def write(self) -> None:
+        pages, batch = self.load.pages, self.load.batch_pages
+        for start in range(0, len(pages), batch):
+            with self._env.begin(write=True) as txn:
+                for index in range(start, min(start + batch, len(pages))):
+                    txn.put(synthetic_key(index), pages[index].data)
+
+    def cool(self) -> None:
+        self._env.close()  # the kernel keeps what is mapped
+        super().cool()
+        self._env = self._open()
+
+    def read(self, out: Bytes) -> None:
+        def one(index: int) -> None:
+            with self._env.begin(buffers=True) as txn:
+                value = txn.get(synthetic_key(index))
+                if value is None:
+                    raise OSError("LMDB does not have a page that it was given")
+                np.copyto(out[index], np.frombuffer(value, dtype=np.uint8))
+
+        self._spread(one)
+
+    def close(self) -> None:
+        self._env.close()
+
+    def _open(self) -> lmdb.Environment:
+        return lmdb.open(str(self.folder), map_size=capacity_for(self.load.pages.nbytes), mode=0o600)
+
+
+class TierRecords(Contender):
+    """The NVMe tier: every byte checked, catalogue and parents kept."""
+
+    def __init__(self, folder: Path, load: Load, payload: str, nbytes: int = 0) -> None:
+        """``nbytes``: of pages in all, where ``write`` is called more than once."""
+        super().__init__(folder, load)
+        self._done = Event()
+        self._written = 0
+        self._payload = payload
+        self._capacity = capacity_for(max(nbytes, load.pages.nbytes))
+        self._tier = self._open()
+
+    def write(self) -> None:
+        """Under new keys every time."""
+        pieces = _pieces(range(len(self.load.pages)))
+        for number, piece in enumerate(pieces):
+            transfer = self._transfer(number, piece, self._written, Tier.HOST, Tier.NVME)
+            self._tier.submit_write(transfer, [self.load.pages[index] for index in piece])
+        self._wait(len(pieces))
+        self._written += len(self.load.pages)
+        if not self._tier.sync(_PATIENCE_S):
+            raise OSError("the tier could not be synced")
+
+    def read(self, out: Bytes) -> None:
+        """What the last ``write`` stored."""
+        first, pieces = self._written - len(self.load.pages), _pieces(self.load.order)
+        for number, piece in enumerate(pieces):
+            transfer = self._transfer(number, piece, first, Tier.NVME, Tier.HOST)
+            self._tier.submit_read(transfer, [out[index] for index in piece])
+        self._wait(len(pieces))
+
+    def cool(self) -> None:
+        self.close()  # the kernel keeps what is mapped, and what lies near it
+        super().cool()
+        self._tier = self._open()
+
+    def close(self) -> None:
+        self._tier.close(_PATIENCE_S)
+
+    def _open(self) -> NvmeTier:
+        return NvmeTier.open(
+            self.folder / "home",
+            capacity=self._capacity,
+            fingerprint="bench",
+            shard=0,
+            page_nbytes=self.load.pages.shape[1],
+            wake=self._done.set,
+            readers=self.load.readers,
+            payload=self._payload,
+        )
+
+    def _wait(self, transfers: int) -> None:
+        left = transfers
+        while left:
+            if not self._done.wait(_PATIENCE_S):
+                raise OSError(f"the tier made no progress for {_PATIENCE_S:.0f} s")
+            self._done.clear()
+            for ack in self._tier.poll():
+                if not ack.ok:
+                    raise OSError(f"the tier refused pages: {ack.failures[0][1].value}")
+                left -= 1
+
+    def _transfer(self, number: int, piece: Sequence[int], first: int, src: Tier, dst: Tier) -> Transfer:
+        return Transfer(
+            id=number,
+            keys=tuple(synthetic_key(first + index) for index in piece),
+            src=src,
+            src_slots=(),
+            dst=dst,
+            dst_slots=(),
+            nbytes=0,
+            parents=(None,) * len(piece),
+        )
+
+
+def _pieces(numbers: Sequence[int]) -> list[Sequence[int]]:
+    return [numbers[start : start + _TRANSFER_PAGES] for start in range(0, len(numbers), _TRANSFER_PAGES)]
+
+
+def batch_pages_of(nbytes: int, page_nbytes: int, payload: str = "lmdb") -> int:
+    """Pages that the tier writes between two syncs, for so many bytes of pages."""
+    by_kind = size_extents if payload == "extents" else size
+    return by_kind(capacity_for(nbytes), page_nbytes).batch_pages
+
+
+_TICK_S = 1e-3
+
+
+class Stalls(NamedTuple):
+    """Milliseconds by which ticks came late: the middle, one in a thousand, the worst."""
+
+    p50: float
+    p999: float
+    max: float
+
+
+def stalls_during(act: Callable[[], object]) -> Stalls:
+    """What a thread that sleeps a millisecond at a time sees while ``act`` runs in this one.
+
+    Lateness of the scheduler is in it: compare with a run in which nothing happens.
+    """
+    ticking, over, late = Event(), Event(), [0.0]
+
+    def tick() -> None:
+        begin = perf_counter()
+        ticking.set()
+        while not over.is_set():
+            sleep(_TICK_S)
+            now = perf_counter()
+            late.append(now - begin - _TICK_S)
+            begin = now
+
+    watcher = Thread(target=tick, name="tierstore-bench-tick", daemon=True)
+    watcher.start()
+    ticking.wait()
+    try:
+        act()
+    finally:
+        over.set()
+        watcher.join()
+    p50, p999, worst = (float(found) * 1e3 for found in np.percentile(late, [50, 99.9, 100]))
+    return Stalls(p50, p999, worst)
+
 
 _GIB = 1 << 30
 _STALL_PAGE = 2 << 20

@@ -28,8 +28,7 @@ from tierstore.units import MOST_READERS, format_size
 
 if TYPE_CHECKING:
     from tierstore.bench.measurement import Row
-    from tierstore.bench.nvme import DiskRow
-    from tierstore.bench.ticks import Stalls
+    from tierstore.bench.nvme import DiskRow, Stalls
 
 PAYLOADS = ["lmdb", "extents"]
 """Where the tier may keep page bytes."""
