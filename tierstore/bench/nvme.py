@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import lmdb
 import numpy as np
 
+from tierstore.bench.core import synthetic_key
 from tierstore.bench.raw_disk import aligned, forget, open_direct, small_pages, whole
-from tierstore.bench.tables import synthetic_key
 from tierstore.nvme.sizing import size, size_extents
 from tierstore.nvme.tier import NvmeTier
 from tierstore.types import Tier, Transfer

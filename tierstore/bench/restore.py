@@ -19,6 +19,7 @@ import torch
 
 from tierstore.assembly import Parts, make_directory
 from tierstore.bench import measurement
+from tierstore.bench.core import synthetic_pages
 from tierstore.bench.measurement import Row
 from tierstore.bench.paper_card import (
     NoThreads,
@@ -30,7 +31,6 @@ from tierstore.bench.paper_card import (
     PaperPool,
     PaperStream,
 )
-from tierstore.bench.tables import synthetic_pages
 from tierstore.codecs import LOSSY
 from tierstore.codecs.held import Held
 from tierstore.config import load_config

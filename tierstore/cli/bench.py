@@ -69,7 +69,11 @@ def core(
 
     Takes about two minutes at full size. Needs free disk space for the catalogue's nominal tier, which stays sparse.
     """
-    from tierstore.bench import catalogue, measurement, restore, running, scheduler, tables
+    from tierstore.bench import core as catalogue
+    from tierstore.bench import core as running
+    from tierstore.bench import core as scheduler
+    from tierstore.bench import core as tables
+    from tierstore.bench import measurement, restore
 
     found: list[Row] = []
     with refusals(as_json):
