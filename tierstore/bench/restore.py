@@ -1,17 +1,19 @@
 """What the host does for a restore, without a card: the store and the copy engine that a card has, over one on paper.
 
 A lease of pages of an 8B model's shape is taken from HOST, asked for layer after layer, waited for and released, on
-one thread that does nothing else. Copies end when a link of ``LINK_RATE`` would have carried their bytes. In no figure:
-what the driver's own calls and Triton's launches take; they are counted.
+one thread that does nothing else. The card on paper has streams, events and a driver that keep the time which a link
+of ``LINK_RATE`` takes, and move nothing; everything above the driver's calls is real. In no figure: what the driver's
+own calls and Triton's launches take; they are counted.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
 from threading import get_ident
-from time import perf_counter, thread_time
+from time import perf_counter, sleep, thread_time
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -21,16 +23,6 @@ from tierstore.assembly import Parts, make_directory
 from tierstore.bench import measurement
 from tierstore.bench.core import synthetic_pages
 from tierstore.bench.measurement import Row
-from tierstore.bench.paper_card import (
-    NoThreads,
-    PaperCard,
-    PaperDriver,
-    PaperEvent,
-    PaperHost,
-    PaperKernel,
-    PaperPool,
-    PaperStream,
-)
 from tierstore.codecs import LOSSY
 from tierstore.codecs.held import Held
 from tierstore.config import load_config
@@ -42,6 +34,7 @@ from tierstore.gpu.coding import Coder
 from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.device import CpuDevice
 from tierstore.gpu.geometry import LayerGroups
+from tierstore.gpu.layer_events import NOT_YET, Arriving
 from tierstore.gpu.routes import Straight
 from tierstore.layout import PageLayout
 from tierstore.metrics import Metrics
@@ -51,8 +44,147 @@ from tierstore.types import LeaseState, PageSpec, Tier
 from tierstore.wakeup import Wakeup
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from numpy.typing import NDArray
+
     from tierstore.gpu.routes import Route
-    from tierstore.types import PageKey
+    from tierstore.types import Ack, PageKey
+
+
+class PaperStream:
+    """Work in order; ``free``: when what is queued has ended, by ``perf_counter``."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.free = 0.0
+
+    def wait_event(self, event: PaperEvent) -> None:
+        """What is queued from now on begins after the event."""
+        self.free = max(self.free, event.at)
+
+
+class PaperEvent:
+    """Happens when its stream gets there."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def record(self, stream: PaperStream) -> None:
+        """After what is queued there now."""
+        self.at = max(perf_counter(), stream.free)
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+        return perf_counter() >= self.at
+
+    def synchronize(self) -> None:
+        """Blocks until it has happened."""
+        sleep(max(0.0, self.at - perf_counter()))
+
+    def elapsed_time(self, end: PaperEvent) -> float:
+        """Milliseconds from this one to ``end``."""
+        return (end.at - self.at) * 1e3
+
+
+class PaperDriver:
+    """A link of ``rate`` bytes a second, which may be changed, and counts of what it was asked for.
+
+    A call takes no time of its own.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self.calls = self.pieces = 0
+        self.rate = rate
+
+    def copy(
+        self, dst: NDArray[np.int64], src: NDArray[np.int64], nbytes: NDArray[np.int64], stream: PaperStream
+    ) -> None:
+        """As ``Driver.copy``."""
+        self.calls += 1
+        self.pieces += len(dst)
+        stream.free = max(perf_counter(), stream.free) + int(nbytes.sum()) / self.rate
+
+
+class PaperKernel:
+    """A kernel of Triton that does nothing. ``arg_names``: as of the real one."""
+
+    def __init__(self, arg_names: list[str]) -> None:
+        self.arg_names = arg_names
+        self.launches = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self._launch
+
+    def _launch(self, *tensors: object, **constants: object) -> None:
+        self.launches += 1
+
+
+class PaperCard:
+    """What ``coded.Coded`` asks of a card."""
+
+    def event(self) -> PaperEvent:
+        """See ``coded.Card``."""
+        return PaperEvent()
+
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        """See ``coded.Card``."""
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def uploaded(self, slots: NDArray[np.int64]) -> torch.Tensor:
+        """See ``coded.Card``."""
+        return torch.from_numpy(slots)
+
+    def flags(self, pages: int) -> torch.Tensor:
+        """See ``coded.Card``."""
+        return torch.zeros(pages, dtype=torch.int32)
+
+    def using(self, stream: PaperStream) -> AbstractContextManager[object]:
+        """See ``coded.Card``."""
+        return nullcontext()
+
+
+class PaperHost:
+    """Host slots that are addresses and nothing else, all of them page-locked."""
+
+    pinning = False
+
+    def __init__(self, num_slots: int, held: Held) -> None:
+        self.num_slots = self.pinned_slots = num_slots
+        self.held = held
+
+    def addresses(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where the pages of these slots would start."""
+        return slots * self.held.slot_nbytes
+
+
+class PaperPool:
+    """HBM slots that are numbers and nothing else."""
+
+    def __init__(self, num_slots: int, page_nbytes: int) -> None:
+        self.num_slots = num_slots
+        self.nbytes = num_slots * page_nbytes
+
+
+class NoThreads:
+    """The copy engine for memory that is not page-locked: there is none."""
+
+    polled = False
+
+    def poll(self) -> list[Ack]:
+        """Nothing."""
+        return []
+
+    def close(self, timeout_s: float) -> bool:
+        """True."""
+        return True
+
+    def arriving(self, slots: object, layer: int) -> Arriving:
+        """It knows of none."""
+        return NOT_YET
+
 
 LINK_RATE = 54.6e9
 """Bytes a second, as measured on an H200."""
