@@ -10,9 +10,7 @@ from typer.testing import CliRunner
 
 from prefetch import Compute
 from tests.support.pages import chain
-from tierstore.bench.prefetch_machine import Memory, Sizes
-from tierstore.bench.prefetch_sessions import Sessions
-from tierstore.bench.prefetching import POLICIES, Outcome, Policy, Server, mean, p99
+from tierstore.bench.prefetch import POLICIES, Memory, Outcome, Policy, Server, Sessions, Sizes, mean, p99
 from tierstore.cli.app import app
 from tierstore.replay.traces import Request
 from tierstore.types import PageKey, Tier
