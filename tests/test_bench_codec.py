@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from tests.adapters.tiny import tiny_llama
-from tierstore.bench import fidelity, kv
+from tierstore.bench import codec, fidelity
 from tierstore.bench.codec import codec_rows
 from tierstore.bench.measurement import Row
 from tierstore.bench.reading import Reader
@@ -159,7 +159,7 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 def test_pages_of_a_model_are_its_own_keys_and_values(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "model")
-    sample = kv.sample(Reader(folder), "text", "a licence " * 20, 100, 32)
+    sample = codec.sample(Reader(folder), "text", "a licence " * 20, 100, 32)
     assert sample.spec.shape == (3, 2, 32, 2, 8)
     assert len(sample.pages) == 3
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
@@ -174,9 +174,9 @@ def test_pages_of_a_model_are_its_own_keys_and_values(tmp_path: Path) -> None:
 
 
 def test_pages_that_are_not_worth_encoding_are_counted_as_they_are() -> None:
-    sample = kv.synthetic(32, 16)
+    sample = codec.synthetic(32, 16)
     noise = np.random.default_rng(0).integers(0, 256, sample.spec.page_nbytes, dtype=np.uint8)
-    rows = {row.what: row for row in codec_rows(kv.Sample(sample.spec, [noise], "noise"), 0.0)}
+    rows = {row.what: row for row in codec_rows(codec.Sample(sample.spec, [noise], "noise"), 0.0)}
     ratio = rows["exp: raw bytes by stored bytes"]
     assert ratio.value == 1.0
     assert not ratio.ok

@@ -119,7 +119,7 @@ def read(
 
     ``prefix`` is rounded down to whole pages. ValueError for a text of fewer tokens.
     """
-    from tierstore.bench.kv import paged
+    from tierstore.bench.codec import paged
 
     prefix -= prefix % page_size
     for text in texts:
@@ -189,7 +189,7 @@ def codec_row(
 
 
 def _moved(reader: Reader, case: Case, pages: list[Bytes]) -> Distance:
-    from tierstore.bench.kv import unpaged
+    from tierstore.bench.codec import unpaged
 
     return distance(case.expected, reader.go_on(unpaged(case.spec, pages), case.after))
 

@@ -18,8 +18,8 @@ from tierstore.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from tierstore.bench.codec import Sample
     from tierstore.bench.fidelity import CodecRow, Distance
-    from tierstore.bench.kv import Sample
     from tierstore.bench.measurement import Row
     from tierstore.bench.reading import Reader
 
@@ -118,7 +118,8 @@ def _folder(model: str | None) -> Path | None:
 
 
 def _made_up(tokens: int, page_size: int) -> tuple[Sample, list[str], None, list[CodecRow]]:
-    from tierstore.bench import fidelity, kv
+    from tierstore.bench import codec as kv
+    from tierstore.bench import fidelity
 
     sample = kv.synthetic(tokens, page_size)
     progress.print(f"{len(sample.pages)} pages of {sample.spec.page_nbytes} bytes: {sample.source}")
@@ -129,7 +130,8 @@ def _made_up(tokens: int, page_size: int) -> tuple[Sample, list[str], None, list
 def _of_model(
     folder: Path, docs: list[Path], count: int, sizes: tuple[int, int, int, int]
 ) -> tuple[Sample, list[str], Distance, list[CodecRow]]:
-    from tierstore.bench import fidelity, kv
+    from tierstore.bench import codec as kv
+    from tierstore.bench import fidelity
     from tierstore.bench.reading import Reader
 
     prefix, following, page_size, tokens = sizes
