@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.adapters.tiny import tiny_llama
 from tests.support.pages import PATIENCE_S
-from tierstore.serve.asking import Ask, Done, Event, Failed, Piece, Read, Sampling, Usage
 from tierstore.serve.engine import Engine, Ticket
 from tierstore.serve.reader import Reader
+from tierstore.serve.request import Ask, Done, Event, Failed, Piece, Read, Sampling, Usage
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"

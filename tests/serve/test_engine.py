@@ -20,8 +20,8 @@ from tests.support.waiting import wait_for
 from tierstore.adapters.huggingface import page_specs
 from tierstore.config import load_config
 from tierstore.errors import StoreClosed
-from tierstore.serve.asking import Ask, BusyError, Done, Event, Failed, Piece, RefusedError, Sampling
 from tierstore.serve.engine import CLOSING, Engine
+from tierstore.serve.request import Ask, BusyError, Done, Event, Failed, Piece, RefusedError, Sampling
 from tierstore.store import TierStore
 from tierstore.types import PageKey, Tier
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.serve.small import ids_of, reader
 from tierstore.errors import ConfigError
-from tierstore.serve.asking import RefusedError
 from tierstore.serve.reader import Reader
+from tierstore.serve.request import RefusedError
 
 DOCUMENT = "Pages that nobody asked for leave first."
 

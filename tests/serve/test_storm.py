@@ -14,8 +14,8 @@ from prefetch import Prefetcher
 from tests.adapters.tiny import PAGE, open_store, plain
 from tests.serve.small import Told, ask, reader
 from tests.support.pages import PATIENCE_S
-from tierstore.serve.asking import BusyError, Done
 from tierstore.serve.engine import Engine, Ticket
+from tierstore.serve.request import BusyError, Done
 from tierstore.serve.text import Spelling
 from tierstore.store import TierStore
 from tierstore.types import Tier

@@ -9,10 +9,10 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
-from tierstore.serve.asking import Ask, Done, Failed, Piece
 from tierstore.serve.engine import Engine
 from tierstore.serve.faults import GoneError
 from tierstore.serve.listening import Listener, failure
+from tierstore.serve.request import Ask, Done, Failed, Piece
 
 
 class Shape(Protocol):

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from tierstore.errors import StoreClosed
-from tierstore.serve.asking import BusyError, RefusedError
+from tierstore.serve.request import BusyError, RefusedError
 from tierstore.serve.schemas import FORMS
 
 AGAIN = {"Retry-After": "1"}

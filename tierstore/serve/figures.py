@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from tierstore.serve.asking import Usage
+from tierstore.serve.request import Usage
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 OUTCOMES = ("done", "failed", "cancelled", "refused", "busy")

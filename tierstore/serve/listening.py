@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 
-from tierstore.serve.asking import Ask, Done, Event, Failed, Piece, Read
 from tierstore.serve.engine import CLOSING
 from tierstore.serve.faults import ClosingError, DeletedError, FailedError, GoneError
+from tierstore.serve.request import Ask, Done, Event, Failed, Piece, Read
 
 if TYPE_CHECKING:
     from starlette.types import Receive

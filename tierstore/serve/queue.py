@@ -9,7 +9,7 @@ from itertools import count
 from threading import Event as Flag
 
 from prefetch import Waiting
-from tierstore.serve.asking import Ask, Event
+from tierstore.serve.request import Ask, Event
 from tierstore.store import TierStore
 from tierstore.types import PageKey
 

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from tierstore.adapters.huggingface import ATTENTION
 from tierstore.errors import ConfigError
-from tierstore.serve.asking import RefusedError
+from tierstore.serve.request import RefusedError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 

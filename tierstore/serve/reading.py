@@ -13,10 +13,10 @@ from typing import Literal, Protocol
 from weakref import WeakSet
 
 from tierstore.errors import StoreClosed
-from tierstore.serve.asking import Ask, BusyError, Done, Event, Failed, Read, RefusedError
 from tierstore.serve.engine import Engine, Ticket
 from tierstore.serve.library import Document, Library
 from tierstore.serve.reader import Reader
+from tierstore.serve.request import Ask, BusyError, Done, Event, Failed, Read, RefusedError
 from tierstore.store import TierStore
 from tierstore.types import PageKey
 

@@ -14,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tierstore.serve.asking import Sampling
+from tierstore.serve.request import Sampling
 
 _COLDEST = 1e-5
 """A temperature below it is 0: logits divided by it would be no numbers any more."""

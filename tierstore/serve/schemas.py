@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from tierstore.serve.asking import Sampling
+from tierstore.serve.request import Sampling
 
 
 def _unicode(text: str) -> str:
