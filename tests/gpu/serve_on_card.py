@@ -31,7 +31,7 @@ from tierstore.config import load_config
 from tierstore.serve.app import Server, make_app
 from tierstore.serve.engine import Engine
 from tierstore.serve.library import Library
-from tierstore.serve.reader import Reader
+from tierstore.serve.model import Reader
 from tierstore.serve.tenants import Tenants
 from tierstore.store import TierStore
 from tierstore.types import PageKey, Tier

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.adapters.tiny import tiny_llama
 from tests.support.pages import PATIENCE_S
 from tierstore.serve.engine import Engine, Ticket
-from tierstore.serve.reader import Reader
+from tierstore.serve.model import Reader
 from tierstore.serve.request import Ask, Done, Event, Failed, Piece, Read, Sampling, Usage
 
 TEMPLATE = (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.serve.small import ids_of, reader
 from tierstore.errors import ConfigError
-from tierstore.serve.reader import Reader
+from tierstore.serve.model import Reader
 from tierstore.serve.request import RefusedError
 
 DOCUMENT = "Pages that nobody asked for leave first."

@@ -23,7 +23,7 @@ from tierstore.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tierstore.serve.reader import Reader
+    from tierstore.serve.model import Reader
     from tierstore.serve.tenants import Tenants
 
 PAGE_SIZE = 64
@@ -107,7 +107,7 @@ def _settings(file: Path) -> StoreConfig:
 
 def _reader(model: str, settings: StoreConfig, dtype: Dtype) -> Reader:
     from tierstore.demo.model import ModelError, model_folder
-    from tierstore.serve.reader import Reader
+    from tierstore.serve.model import Reader
 
     assert settings.hbm is not None
     try:

@@ -21,8 +21,8 @@ from tierstore.serve.engine import Engine
 from tierstore.serve.faults import answer_faults
 from tierstore.serve.gate import Gate, Hosts
 from tierstore.serve.library import Library
+from tierstore.serve.model import Reader
 from tierstore.serve.questions import document_routes
-from tierstore.serve.reader import Reader
 from tierstore.serve.reading import Readings
 from tierstore.serve.tenants import Tenants
 from tierstore.store import TierStore

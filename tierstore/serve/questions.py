@@ -14,7 +14,7 @@ from tierstore.serve.answers import respond, room
 from tierstore.serve.engine import Engine
 from tierstore.serve.faults import FaultError
 from tierstore.serve.library import Document, Library
-from tierstore.serve.reader import Reader
+from tierstore.serve.model import Reader
 from tierstore.serve.reading import NotErasedError, Reading, Readings
 from tierstore.serve.request import Ask
 from tierstore.serve.schemas import DocumentRequest, QuestionRequest

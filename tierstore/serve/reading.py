@@ -15,7 +15,7 @@ from weakref import WeakSet
 from tierstore.errors import StoreClosed
 from tierstore.serve.engine import Engine, Ticket
 from tierstore.serve.library import Document, Library
-from tierstore.serve.reader import Reader
+from tierstore.serve.model import Reader
 from tierstore.serve.request import Ask, BusyError, Done, Event, Failed, Read, RefusedError
 from tierstore.store import TierStore
 from tierstore.types import PageKey

@@ -14,7 +14,7 @@ import torch
 from tierstore.adapters.huggingface import TierStoreCache, cache_argument
 from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.serve.coming import Coming
-from tierstore.serve.reader import Reader
+from tierstore.serve.model import Reader
 from tierstore.serve.request import Ask, Done, Event, FinishReason, Piece, Read, Usage
 from tierstore.serve.sampling import Sampler
 from tierstore.serve.text import Spelling
