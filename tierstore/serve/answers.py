@@ -10,7 +10,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from tierstore.serve.engine import Engine
-from tierstore.serve.faults import GoneError
+from tierstore.serve.errors import GoneError
 from tierstore.serve.listening import Listener, failure
 from tierstore.serve.request import Ask, Done, Failed, Piece
 

@@ -18,7 +18,7 @@ from starlette.concurrency import run_in_threadpool
 
 from tierstore.serve.completions import completion_routes
 from tierstore.serve.engine import Engine
-from tierstore.serve.faults import answer_faults
+from tierstore.serve.errors import answer_faults
 from tierstore.serve.gate import Gate, Hosts
 from tierstore.serve.library import Library
 from tierstore.serve.model import Reader

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tierstore.serve.faults import fault
+from tierstore.serve.errors import fault
 from tierstore.serve.tenants import Tenants
 
 log = logging.getLogger("tierstore.serve")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from starlette.concurrency import run_in_threadpool
 
 from tierstore.serve.engine import CLOSING
-from tierstore.serve.faults import ClosingError, DeletedError, FailedError, GoneError
+from tierstore.serve.errors import ClosingError, DeletedError, FailedError, GoneError
 from tierstore.serve.request import Ask, Done, Event, Failed, Piece, Read
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 
 from tierstore.serve.answers import respond, room
 from tierstore.serve.engine import Engine
-from tierstore.serve.faults import FaultError
+from tierstore.serve.errors import FaultError
 from tierstore.serve.library import Document, Library
 from tierstore.serve.model import Reader
 from tierstore.serve.reading import NotErasedError, Reading, Readings

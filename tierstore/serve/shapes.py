@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from secrets import token_hex
 from typing import Any
 
-from tierstore.serve.faults import error_body
+from tierstore.serve.errors import error_body
 from tierstore.serve.request import Done, FinishReason, Usage
 
 _DONE = "data: [DONE]\n\n"
