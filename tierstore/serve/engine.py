@@ -10,7 +10,7 @@ from time import monotonic
 
 from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.errors import StoreClosed, TierStoreError
-from tierstore.serve.figures import Figures
+from tierstore.serve.metrics import Figures
 from tierstore.serve.model import Reader
 from tierstore.serve.queue import Asked, Line
 from tierstore.serve.request import Ask, BusyError, Event, Failed, RefusedError
