@@ -16,7 +16,7 @@ from tests.serve.small import Told, ask, reader
 from tests.support.pages import PATIENCE_S
 from tierstore.serve.engine import Engine, Ticket
 from tierstore.serve.request import BusyError, Done
-from tierstore.serve.text import Spelling
+from tierstore.serve.sampling import Spelling
 from tierstore.store import TierStore
 from tierstore.types import Tier
 

@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from tests.serve.small import ids_of, tokenizer
-from tierstore.serve.text import Spelling
+from tierstore.serve.sampling import Spelling
 
 WORDS = st.text(alphabet="ab ", min_size=1, max_size=4)
 

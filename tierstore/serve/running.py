@@ -16,8 +16,7 @@ from tierstore.adapters.huggingface.pages import PageGroups
 from tierstore.serve.coming import Coming
 from tierstore.serve.model import Reader
 from tierstore.serve.request import Ask, Done, Event, FinishReason, Piece, Read, Usage
-from tierstore.serve.sampling import Sampler
-from tierstore.serve.text import Spelling
+from tierstore.serve.sampling import Sampler, Spelling
 from tierstore.store import TierStore
 from tierstore.types import PageKey, Tier
 
