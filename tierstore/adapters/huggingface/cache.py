@@ -25,7 +25,6 @@ from tierstore.adapters.huggingface.identity import weights_now
 from tierstore.adapters.huggingface.opening import Tail, given_back
 from tierstore.adapters.huggingface.paged_cache import PagedCache
 from tierstore.adapters.huggingface.pages import PageGroups
-from tierstore.adapters.huggingface.prefixes import prefixes_of
 from tierstore.adapters.huggingface.prompts import unpadded
 from tierstore.adapters.huggingface.terms import Storing, Terms, root_of
 from tierstore.adapters.huggingface.weights import plain_model
@@ -99,7 +98,6 @@ class TierStoreCache(PagedCache):
             terms = Terms(
                 store=store,
                 pages=pages,
-                prefixes=prefixes_of(store, pages.page_size),
                 num_models=len(models),
                 weights=weights,
                 window=common_window(shapes) if len(prompts) == 1 else None,

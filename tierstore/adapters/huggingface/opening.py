@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from tierstore.adapters.huggingface.arrival import Arrival
 from tierstore.adapters.huggingface.holding import SharedLease
+from tierstore.adapters.huggingface.prefixes import prefixes_of
 from tierstore.adapters.huggingface.terms import Terms
 from tierstore.block_table import BlockTable
 from tierstore.errors import CapacityError, StoreClosed
@@ -171,9 +172,10 @@ def _copy_half_page(terms: Terms, opening: Opening, prompt: Sequence[int], keys:
     After exact pages an exact one only, as with a tail.
     """
     pages = opening.leased.stop
+    prefixes = prefixes_of(terms.store, terms.pages.page_size)
     limit = len(prompt) if terms.plain_tokens is None else min(len(prompt), terms.plain_tokens)
     while True:
-        match = terms.prefixes.longest(terms.root, prompt[:limit])
+        match = prefixes.longest(terms.root, prompt[:limit])
         if match.next_key is None or list(match.keys) != list(keys[:pages]):
             return
         exact = opening.lease.lease.exact
@@ -188,7 +190,7 @@ def _copy_half_page(terms: Terms, opening: Opening, prompt: Sequence[int], keys:
         finally:
             if opening.arrival is None or opening.arrival.half is not lease:
                 lease.release()
-        terms.prefixes.discard(match.next_key)
+        prefixes.discard(match.next_key)
 
 
 def _copy(terms: Terms, opening: Opening, lease: Lease, count: int) -> None:

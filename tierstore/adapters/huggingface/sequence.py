@@ -21,6 +21,7 @@ from tierstore.adapters.huggingface.opening import (
     open_prefix,
 )
 from tierstore.adapters.huggingface.page_keys import PageKeys
+from tierstore.adapters.huggingface.prefixes import prefixes_of
 from tierstore.adapters.huggingface.terms import Terms
 from tierstore.adapters.huggingface.written import Written, agreed
 from tierstore.block_table import BlockTable, PrivateSlots
@@ -267,7 +268,7 @@ class PagedSequence:
         keys, self._unlisted = self._unlisted, ()
         if keys:
             tokens = self.known[: len(keys) * self.table.page_size]
-            self._terms.prefixes.insert(self._terms.root, tokens, keys)
+            prefixes_of(self._terms.store, self.table.page_size).insert(self._terms.root, tokens, keys)
 
     def _own_lease(self, stop: int) -> bool:
         """Hold the pages before ``stop``, and no others, alone. False: nothing more of this sequence is sealed."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from tierstore.adapters.huggingface.pages import PageGroups
-from tierstore.adapters.huggingface.prefixes import Prefixes
 from tierstore.adapters.huggingface.weights import State
 from tierstore.arguments import require_flag, require_seconds, require_time, seconds_at_most
 from tierstore.keys import Extra
@@ -29,7 +28,6 @@ class Terms:
 
     store: TierStore
     pages: PageGroups
-    prefixes: Prefixes
     num_models: int
     """How many models write into the pages: one, or two with a draft model."""
     weights: tuple[State, ...]
