@@ -12,10 +12,9 @@ from tierstore.adapters.huggingface import opening, sequence, session
 from tierstore.adapters.huggingface.batch import PagedBatch
 from tierstore.adapters.huggingface.holding import SharedLease
 from tierstore.adapters.huggingface.opening import Opening, Tail
-from tierstore.adapters.huggingface.pages import PageGroups
+from tierstore.adapters.huggingface.request import PageGroups, Terms
 from tierstore.adapters.huggingface.sequence import PagedSequence
 from tierstore.adapters.huggingface.session import Session
-from tierstore.adapters.huggingface.terms import Terms
 from tierstore.block_table import BlockTable, PrivateSlots
 from tierstore.lease import Lease
 from tierstore.types import PageKey

@@ -31,7 +31,7 @@ from tests.support.pages import PATIENCE_S
 from tierstore.adapters.huggingface import PrefixCache, TierStoreCache, cache_argument
 from tierstore.adapters.huggingface.arrival import Arrival
 from tierstore.adapters.huggingface.batch import PagedBatch
-from tierstore.adapters.huggingface.pages import PageGroups
+from tierstore.adapters.huggingface.request import PageGroups
 from tierstore.adapters.huggingface.sequence import PagedSequence
 from tierstore.lease import Lease
 from tierstore.store import TierStore

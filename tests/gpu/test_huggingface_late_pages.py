@@ -10,7 +10,7 @@ from tests.adapters.tiny import PAGE, generate, open_store, plain, random_prompt
 from tests.gpu.card import delay
 from tests.support.pages import PATIENCE_S
 from tierstore.adapters.huggingface import TierStoreCache
-from tierstore.adapters.huggingface.pages import PageGroups
+from tierstore.adapters.huggingface.request import PageGroups
 from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.schedule import Pace
 from tierstore.types import Tier

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from tierstore.adapters.huggingface.terms import Storing
+    from tierstore.adapters.huggingface.request import Storing
     from tierstore.store import TierStore
     from tierstore.types import PageSpec
 

@@ -8,7 +8,7 @@ from functools import partial
 from threading import Condition, Thread
 from time import monotonic
 
-from tierstore.adapters.huggingface.pages import PageGroups
+from tierstore.adapters.huggingface.request import PageGroups
 from tierstore.errors import StoreClosed, TierStoreError
 from tierstore.serve.metrics import Figures
 from tierstore.serve.model import Reader

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tierstore.adapters.huggingface import TierStoreCache, cache_argument
-from tierstore.adapters.huggingface.pages import PageGroups
+from tierstore.adapters.huggingface.request import PageGroups
 from tierstore.serve.coming import Coming
 from tierstore.serve.model import Reader
 from tierstore.serve.request import Ask, Done, Event, FinishReason, Piece, Read, Usage

@@ -12,7 +12,7 @@ from time import monotonic, sleep
 
 import torch
 
-from tierstore.adapters.huggingface.pages import PageGroups
+from tierstore.adapters.huggingface.request import PageGroups
 from tierstore.errors import StoreClosed
 from tierstore.lease import Lease
 from tierstore.types import LeaseState

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from tierstore.adapters.huggingface.opening import Tail
+from tierstore.adapters.huggingface.request import Terms
 from tierstore.adapters.huggingface.sequence import PagedSequence
-from tierstore.adapters.huggingface.terms import Terms
 from tierstore.block_table import NO_PAGE, PrivateSlots
 from tierstore.types import Tier
 

@@ -24,9 +24,7 @@ from tierstore.adapters.huggingface.draft import DraftModel
 from tierstore.adapters.huggingface.identity import weights_now
 from tierstore.adapters.huggingface.opening import Tail, given_back
 from tierstore.adapters.huggingface.paged_cache import PagedCache
-from tierstore.adapters.huggingface.pages import PageGroups
-from tierstore.adapters.huggingface.prompts import unpadded
-from tierstore.adapters.huggingface.terms import Storing, Terms, root_of
+from tierstore.adapters.huggingface.request import PageGroups, Storing, Terms, root_of, unpadded
 from tierstore.adapters.huggingface.weights import plain_model
 from tierstore.keys import Extra
 from tierstore.store import TierStore

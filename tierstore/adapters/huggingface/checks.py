@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tierstore.adapters.huggingface.attention import ATTENTION
 from tierstore.adapters.huggingface.identity import KvShape, check_kind, kv_shape
-from tierstore.adapters.huggingface.pages import PageGroups
+from tierstore.adapters.huggingface.request import PageGroups
 from tierstore.adapters.huggingface.weights import State, weights_of
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tierstore.adapters.huggingface.arrival import Arrival
 from tierstore.adapters.huggingface.holding import SharedLease
 from tierstore.adapters.huggingface.prefixes import prefixes_of
-from tierstore.adapters.huggingface.terms import Terms
+from tierstore.adapters.huggingface.request import Terms
 from tierstore.block_table import BlockTable
 from tierstore.errors import CapacityError, StoreClosed
 from tierstore.lease import Lease

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tierstore.adapters.huggingface.terms import Terms
+from tierstore.adapters.huggingface.request import Terms
 from tierstore.types import PageKey
 
 

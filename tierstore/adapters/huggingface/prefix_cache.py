@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 from prefetch import Sessions
 from tierstore.adapters.huggingface.cache import TierStoreCache
 from tierstore.adapters.huggingface.identity import weights_now
-from tierstore.adapters.huggingface.pages import PageGroups
+from tierstore.adapters.huggingface.request import PageGroups, Storing, check_storing
 from tierstore.adapters.huggingface.session import Session
-from tierstore.adapters.huggingface.terms import Storing, check_storing
 from tierstore.adapters.huggingface.weights import plain_model
 from tierstore.arguments import require_flag, require_seconds
 from tierstore.keys import Extra

@@ -22,7 +22,7 @@ from tierstore.adapters.huggingface.opening import (
 )
 from tierstore.adapters.huggingface.page_keys import PageKeys
 from tierstore.adapters.huggingface.prefixes import prefixes_of
-from tierstore.adapters.huggingface.terms import Terms
+from tierstore.adapters.huggingface.request import Terms
 from tierstore.adapters.huggingface.written import Written, agreed
 from tierstore.block_table import BlockTable, PrivateSlots
 from tierstore.errors import StoreClosed

@@ -1,0 +1,187 @@
+"""What one request asks of the store: its prompts, its options, and the store's pages that it reads and writes.
+
+``Terms`` are the options that all sequences of a request have in common. ``PageGroups`` are the store's pages as
+tensors, one for each KV group. ``unpadded`` takes the padding off the prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from tierstore.adapters.huggingface.weights import State
+from tierstore.arguments import require_flag, require_seconds, require_time, seconds_at_most
+from tierstore.gpu.pool import GroupedPages
+from tierstore.keys import Extra
+from tierstore.lease import Lease
+from tierstore.store import TierStore
+from tierstore.types import LeaseState
+
+
+class PageGroups:
+    """``groups[g]``: ``[num_slots, num_layers, 2, page_size, num_kv_heads, head_dim]`` of KV group ``g``."""
+
+    def __init__(self, store: TierStore) -> None:
+        """ValueError unless every group has K and V per head."""
+        pages = store.pages
+        self.groups = pages.groups if isinstance(pages, GroupedPages) else (pages,)
+        if any(group.ndim != 6 or group.shape[2] != 2 for group in self.groups):
+            raise ValueError(
+                "every KV group of the store must have K and V per head (PageSpecs of kind 'mha')"
+            )
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page holds."""
+        return int(self.groups[0].shape[3])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        return self.groups[0].device
+
+    @property
+    def num_layers(self) -> int:
+        """Of all groups together."""
+        return sum(int(group.shape[1]) for group in self.groups)
+
+    def reach(self, lease: Lease, timeout_s: float) -> LeaseState:
+        """Wait up to ``timeout_s`` until work launched from now on may read the pages of ``lease``.
+
+        On a card the host waits for copies only: the caller's current stream waits for pages that are still being
+        written, such as those an earlier request has just sealed.
+        """
+        if self.device.type != "cuda":
+            return lease.wait(timeout_s)
+        state = lease.wait(timeout_s, written=False)
+        event = None if state is LeaseState.PENDING else lease.ready(0)
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)  # type: ignore[arg-type]
+        return state
+
+    def copy(self, src: int, dst: int) -> None:
+        """Copy a page, all groups of it, into another slot."""
+        for group in self.groups:
+            group[dst].copy_(group[src])
+
+    def copy_layer(self, group: int, index: int, src: int, dst: int) -> None:
+        """Copy layer ``index`` of KV group ``group`` of a page into another slot."""
+        pages = self.groups[group]
+        pages[dst, index].copy_(pages[src, index])
+
+
+Storing = Literal["all", "memory-only", "read-only", "no-store"]
+"""What becomes of a request's pages.
+
+    all          kept, in every tier
+    memory-only  kept, never written to disk
+    read-only    what is there is reused, nothing is kept
+    no-store     nothing is looked up and nothing is kept
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The same for all sequences of a request."""
+
+    store: TierStore
+    pages: PageGroups
+    num_models: int
+    """How many models write into the pages: one, or two with a draft model."""
+    weights: tuple[State, ...]
+    """What the weights of each model were when its K/V were looked up: all pages of the request are of these."""
+    window: int | None
+    """Tokens that any layer of any of the models looks back; None: to the first."""
+    root: bytes
+    """Separates salts and extras in the index of prefixes (``root_of``)."""
+    salt: bytes = b""
+    extra: tuple[Extra, ...] = ()
+    deadline_s: float | None = None
+    timeout_s: float = 10.0
+    wait_for_room_s: float = 1.0
+    """Seconds that a prompt waits for room in HBM while pages are being saved; never longer than ``timeout_s``."""
+    storing: Storing = "all"
+    exact: bool = False
+    """Pages that went through a lossy codec, or were computed over such, are computed anew."""
+
+    def __post_init__(self) -> None:
+        check_storing(self.storing)
+        require_flag("exact", self.exact)
+        require_seconds("timeout_s", self.timeout_s)
+        seconds_at_most("wait_for_room_s", self.wait_for_room_s)
+        if self.deadline_s is not None:
+            require_time("deadline_s", self.deadline_s)
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether pages of earlier requests may be reused."""
+        return self.storing != "no-store"
+
+    @property
+    def keeps(self) -> bool:
+        """Whether pages of this request may be found by later ones."""
+        return self.storing in ("all", "memory-only")
+
+    @property
+    def by_layers(self) -> bool:
+        """Whether the first layers may be computed while the stored prefix of the last ones is on its way.
+
+        A page that does not come after all is computed again from the tokens alone: not where an extra with a position
+        says that tokens stand for something else. Draft models, windows and deadlines look at what is there before
+        they begin.
+        """
+        return (
+            self.num_models == 1
+            and self.window is None
+            and self.deadline_s is None
+            and self.plain_tokens is None
+        )
+
+    @property
+    def plain_tokens(self) -> int | None:
+        """Tokens before the first placed extra: beyond them equal tokens may have other K/V; None: no limit."""
+        return min((item[0] for item in self.extra if isinstance(item, tuple)), default=None)
+
+
+def root_of(store: TierStore, page_size: int, salt: bytes, extra: Iterable[Extra]) -> bytes:
+    """The same for requests whose equal tokens have equal keys, and for no others. Placed extras do not count.
+
+    The key of one page that is the same for everybody: so what separates keys separates roots.
+    """
+    shared = [item for item in extra if not isinstance(item, tuple)]
+    return store.keys([0] * page_size, salt=salt, extra=shared)[0]
+
+
+def check_storing(storing: str) -> None:
+    """Raise ValueError for what is no ``Storing``."""
+    if storing not in get_args(Storing):
+        raise ValueError(f"storing is {storing!r}; allowed: {', '.join(get_args(Storing))}")
+
+
+def unpadded(
+    input_ids: torch.Tensor | Sequence[int], attention_mask: torch.Tensor | None
+) -> tuple[list[list[int]], int]:
+    """Return the tokens of each row without its padding, and the width of the batch.
+
+    ValueError for an empty batch or row, another shape, or a mask that hides anything but columns on the left.
+    """
+    ids = torch.as_tensor(input_ids)
+    if ids.ndim == 1:
+        ids = ids[None]
+    if ids.ndim != 2 or not ids.numel():
+        raise ValueError(f"the prompt is empty or has shape {tuple(ids.shape)}; allowed: [T] or [B, T]")
+    if attention_mask is None:
+        return ids.long().tolist(), ids.shape[1]
+    mask = torch.as_tensor(attention_mask)
+    if mask.ndim == 1:
+        mask = mask[None]
+    if mask.shape != ids.shape:
+        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, the prompts {tuple(ids.shape)}")
+    seen = mask != 0
+    if bool((seen[:, :-1] & ~seen[:, 1:]).any()) or not bool(seen[:, -1].all()):
+        raise ValueError("attention_mask hides more than padding on the left: pad on the left")
+    rows = zip(ids.long().tolist(), seen.sum(-1).tolist(), strict=True)
+    return [row[len(row) - count :] for row, count in rows], ids.shape[1]
