@@ -17,7 +17,7 @@ from hypothesis.stateful import rule
 from tests.adapters.store_machine import WAIT_S, Open, StoreMachine, prompts, same_logits
 from tests.adapters.tiny import PAGE, plain_batch, random_prompt, watch
 from tierstore.adapters.huggingface import TierStoreCache, cache_argument
-from tierstore.adapters.huggingface.opening import common_prefix
+from tierstore.adapters.huggingface.prefix import common_prefix
 from tierstore.errors import CapacityError
 
 MOST_OPEN = 3

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from tests.support.planting import Plants
-from tierstore.adapters.huggingface import opening, sequence, session
+from tierstore.adapters.huggingface import prefix, sequence, session
 from tierstore.adapters.huggingface.batch import PagedBatch
-from tierstore.adapters.huggingface.holding import SharedLease
-from tierstore.adapters.huggingface.opening import Opening, Tail
+from tierstore.adapters.huggingface.prefix import Opening, SharedLease, Tail
 from tierstore.adapters.huggingface.request import PageGroups, Terms
 from tierstore.adapters.huggingface.sequence import PagedSequence
 from tierstore.adapters.huggingface.session import Session
@@ -74,12 +73,12 @@ def losers_are_not_closed(patch: pytest.MonkeyPatch) -> None:
 
 @LLAMA.bug
 def half_page_has_one_token_too_many(patch: pytest.MonkeyPatch) -> None:
-    copy = opening._copy
+    copy = prefix._copy
 
     def wrong(terms: Terms, opened: Opening, lease: Lease, count: int) -> None:
         copy(terms, opened, lease, min(count + 1, terms.pages.page_size))
 
-    patch.setattr(opening, "_copy", wrong)
+    patch.setattr(prefix, "_copy", wrong)
 
 
 @LLAMA.bug
@@ -143,7 +142,7 @@ def old_lease_is_kept_too(patch: pytest.MonkeyPatch) -> None:
 
 @LLAMA.bug
 def misfit_tail_is_not_freed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(opening, "give_back", lambda store, tail: None)
+    patch.setattr(prefix, "give_back", lambda store, tail: None)
 
 
 @LLAMA.bug

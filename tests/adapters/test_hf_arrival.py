@@ -29,8 +29,8 @@ from tests.adapters.tiny import (
 from tests.store.test_ready import Let
 from tests.support.pages import PATIENCE_S
 from tierstore.adapters.huggingface import PrefixCache, TierStoreCache, cache_argument
-from tierstore.adapters.huggingface.arrival import Arrival
 from tierstore.adapters.huggingface.batch import PagedBatch
+from tierstore.adapters.huggingface.prefix import Arrival
 from tierstore.adapters.huggingface.request import PageGroups
 from tierstore.adapters.huggingface.sequence import PagedSequence
 from tierstore.lease import Lease

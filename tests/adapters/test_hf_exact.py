@@ -16,8 +16,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from tests.adapters.test_hf_windows import WINDOW, tiny_mistral
 from tests.adapters.tiny import PAGE, generate, open_store, plain, random_prompt, tiny_llama
 from tests.support.pages import PATIENCE_S, page_tensor
-from tierstore.adapters.huggingface import ATTENTION, PrefixCache, TierStoreCache, opening, sequence
-from tierstore.adapters.huggingface.opening import ROLLBACK, Tail
+from tierstore.adapters.huggingface import ATTENTION, PrefixCache, TierStoreCache, prefix, sequence
+from tierstore.adapters.huggingface.prefix import ROLLBACK, Tail
 from tierstore.lease import Lease
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
@@ -270,7 +270,7 @@ def test_whatever_is_said_to_be_exact_is_what_the_model_computes(
 
 
 def half_pages_are_copied_as_they_are(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(opening, "_copy_half_page", _with_any_page(opening._copy_half_page))
+    patch.setattr(prefix, "_copy_half_page", _with_any_page(prefix._copy_half_page))
 
 
 def tails_are_exact(patch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from tests.adapters.tiny import (
     strong,
 )
 from tierstore.adapters.huggingface import TierStoreCache, cache_argument, page_spec, page_specs
-from tierstore.adapters.huggingface.opening import ROLLBACK
+from tierstore.adapters.huggingface.prefix import ROLLBACK
 from tierstore.types import Tier
 
 WINDOW = 16

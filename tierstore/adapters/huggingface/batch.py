@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tierstore.adapters.huggingface.opening import Tail
+from tierstore.adapters.huggingface.prefix import Tail
 from tierstore.adapters.huggingface.request import Terms
 from tierstore.adapters.huggingface.sequence import PagedSequence
 from tierstore.block_table import NO_PAGE, PrivateSlots

@@ -22,8 +22,8 @@ from tierstore.adapters.huggingface.checks import (
 )
 from tierstore.adapters.huggingface.draft import DraftModel
 from tierstore.adapters.huggingface.identity import weights_now
-from tierstore.adapters.huggingface.opening import Tail, given_back
 from tierstore.adapters.huggingface.paged_cache import PagedCache
+from tierstore.adapters.huggingface.prefix import Tail, given_back
 from tierstore.adapters.huggingface.request import PageGroups, Storing, Terms, root_of, unpadded
 from tierstore.adapters.huggingface.weights import plain_model
 from tierstore.keys import Extra

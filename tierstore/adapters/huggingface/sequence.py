@@ -11,17 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tierstore.adapters.huggingface.arrival import Arrival
-from tierstore.adapters.huggingface.holding import Holding
-from tierstore.adapters.huggingface.opening import (
+from tierstore.adapters.huggingface.page_keys import PageKeys
+from tierstore.adapters.huggingface.prefix import (
     ROLLBACK,
+    Arrival,
+    Holding,
     Tail,
     common_prefix,
     first_needed,
     open_prefix,
+    prefixes_of,
 )
-from tierstore.adapters.huggingface.page_keys import PageKeys
-from tierstore.adapters.huggingface.prefixes import prefixes_of
 from tierstore.adapters.huggingface.request import Terms
 from tierstore.adapters.huggingface.written import Written, agreed
 from tierstore.block_table import BlockTable, PrivateSlots

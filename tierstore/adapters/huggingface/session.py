@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from tierstore.adapters.huggingface.cache import TierStoreCache, cache_argument
-from tierstore.adapters.huggingface.opening import Tail, give_back
+from tierstore.adapters.huggingface.prefix import Tail, give_back
 from tierstore.adapters.huggingface.weights import plain_model
 from tierstore.arguments import require_seconds, whole
 from tierstore.errors import CapacityError, StoreClosed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tierstore.adapters.huggingface.opening import common_prefix
+from tierstore.adapters.huggingface.prefix import common_prefix
 
 
 @dataclass(slots=True)
