@@ -10,8 +10,8 @@ writes nothing: so a fully stored prompt computes its last token and leaves its 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from tierstore.adapters.huggingface.page_keys import PageKeys
 from tierstore.adapters.huggingface.prefix import (
     ROLLBACK,
     Arrival,
@@ -23,10 +23,63 @@ from tierstore.adapters.huggingface.prefix import (
     prefixes_of,
 )
 from tierstore.adapters.huggingface.request import Terms
-from tierstore.adapters.huggingface.written import Written, agreed
 from tierstore.block_table import BlockTable, PrivateSlots
 from tierstore.errors import StoreClosed
 from tierstore.types import PageKey, Tier
+
+
+class PageKeys:
+    """Of one sequence. Not thread-safe, as the sequence."""
+
+    def __init__(self, terms: Terms, prompt: Sequence[int] = (), keys: Sequence[PageKey] = ()) -> None:
+        """``prompt``: that it was opened for, and ``keys`` of its full pages."""
+        self._terms = terms
+        self._prompt = prompt
+        self._of_prompt = keys
+        self._made: list[PageKey] = []
+
+    def to(self, stop: int, known: Sequence[int]) -> list[PageKey]:
+        """The keys of the first ``stop`` pages of the ``known`` tokens, which fill them."""
+        if len(self._made) < stop:
+            tokens = known[: stop * self._terms.pages.page_size]
+            if len(self._of_prompt) >= stop and tokens == self._prompt[: len(tokens)]:
+                return list(self._of_prompt[:stop])
+            self._made = self._terms.store.keys(tokens, salt=self._terms.salt, extra=self._terms.extra)
+        return self._made[:stop]
+
+    def cut(self, pages: int) -> None:
+        """The tokens of all pages but the first are others from now on."""
+        del self._made[pages:]
+
+    def copy(self) -> PageKeys:
+        """The same for a fork."""
+        other = PageKeys(self._terms, self._prompt, self._of_prompt)
+        other._made = list(self._made)
+        return other
+
+
+@dataclass(slots=True)
+class Written:
+    """What one model has written: K/V of the first ``held`` tokens, of which the first ``len(tokens)`` are known."""
+
+    held: int = 0
+    tokens: list[int] = field(default_factory=list)
+    fed: int = 0
+    """Where its last forward pass ended."""
+
+    def cut(self, num_tokens: int) -> None:
+        """Only the first ``num_tokens`` count."""
+        self.held, self.fed = min(self.held, num_tokens), min(self.fed, num_tokens)
+        del self.tokens[num_tokens:]
+
+
+def agreed(models: Sequence[Written]) -> int:
+    """Tokens from the first that are known, and whose K/V every model has written."""
+    known = models[0].tokens
+    stop = min(min(each.held, len(each.tokens)) for each in models)
+    if all(each.tokens[:stop] == known[:stop] for each in models[1:]):
+        return stop
+    return min(stop, *(common_prefix(each.tokens, known) for each in models[1:]))
 
 
 class PagedSequence:
