@@ -24,9 +24,9 @@ from tests.adapters.tiny import (
     random_prompt,
     tiny_llama,
 )
-from tierstore.adapters.huggingface import TierStoreCache, attention, on_card, paged_cache
+from tierstore.adapters.huggingface import TierStoreCache, attention, paged_cache
+from tierstore.adapters.huggingface.attention import Plans
 from tierstore.adapters.huggingface.batch import Span
-from tierstore.adapters.huggingface.on_card import Plans
 from tierstore.gpu.attention.paged import PagedDecode
 
 
@@ -91,7 +91,7 @@ def plan_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def page_is_full(patch: pytest.MonkeyPatch) -> None:
-    plan = on_card._plan
+    plan = attention._plan
 
     def wrong(planned: Any, spans: list[Span], kind: Any, page_size: int) -> Any:
         longer = [Span(s.start, -(-s.stop // page_size) * page_size, s.slots, s.pages) for s in spans]
@@ -101,17 +101,17 @@ def page_is_full(patch: pytest.MonkeyPatch) -> None:
         ]
         return plan(planned, spans, kind, page_size)
 
-    patch.setattr(on_card, "_plan", wrong)
+    patch.setattr(attention, "_plan", wrong)
 
 
 def pages_are_in_another_order(patch: pytest.MonkeyPatch) -> None:
-    plan = on_card._plan
+    plan = attention._plan
 
     def wrong(planned: Any, spans: list[Span], kind: Any, page_size: int) -> Any:
         spans = [Span(s.start, s.stop, s.slots, np.roll(s.pages, 1)) for s in spans]
         return plan(planned, spans, kind, page_size)
 
-    patch.setattr(on_card, "_plan", wrong)
+    patch.setattr(attention, "_plan", wrong)
 
 
 def one_token_more_in_sight(patch: pytest.MonkeyPatch) -> None:

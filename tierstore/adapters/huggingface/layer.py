@@ -10,9 +10,8 @@ from typing import Any, Protocol
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from tierstore.adapters.huggingface.attention import HANDLE, Handed
+from tierstore.adapters.huggingface.attention import HANDLE, Handed, Plans
 from tierstore.adapters.huggingface.batch import Span
-from tierstore.adapters.huggingface.on_card import Plans
 
 
 class LayerOwner(Protocol):

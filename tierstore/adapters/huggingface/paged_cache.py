@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from tierstore.adapters.huggingface.attention import ATTENTION, Handed, version_of
+from tierstore.adapters.huggingface.attention import ATTENTION, Handed, Plans, version_of
 from tierstore.adapters.huggingface.batch import PagedBatch, Places, Span
 from tierstore.adapters.huggingface.checks import (
     check_mask,
@@ -30,7 +30,6 @@ from tierstore.adapters.huggingface.feeding import (
 )
 from tierstore.adapters.huggingface.identity import kv_shape
 from tierstore.adapters.huggingface.layer import TierStoreLayer
-from tierstore.adapters.huggingface.on_card import Plans
 from tierstore.adapters.huggingface.whole_prompt import show_prompts
 
 ROPE_STATE = "rope_deltas"
