@@ -14,13 +14,13 @@ import torch
 from transformers import PreTrainedModel
 
 from tierstore.adapters.huggingface.batch import PagedBatch
-from tierstore.adapters.huggingface.checks import (
+from tierstore.adapters.huggingface.draft import DraftModel
+from tierstore.adapters.huggingface.forward_args import (
     check_pages,
     check_tokens,
     checked_shape,
     common_window,
 )
-from tierstore.adapters.huggingface.draft import DraftModel
 from tierstore.adapters.huggingface.identity import weights_now
 from tierstore.adapters.huggingface.paged_cache import PagedCache
 from tierstore.adapters.huggingface.prefix import Tail, given_back

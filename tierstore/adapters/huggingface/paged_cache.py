@@ -13,18 +13,16 @@ from transformers.cache_utils import Cache
 
 from tierstore.adapters.huggingface.attention import ATTENTION, Handed, Plans, version_of
 from tierstore.adapters.huggingface.batch import PagedBatch, Places, Span
-from tierstore.adapters.huggingface.checks import (
+from tierstore.adapters.huggingface.forward_args import (
     check_mask,
     check_positions,
     check_weights,
     checked_inputs,
-    is_text_alone,
-)
-from tierstore.adapters.huggingface.feeding import (
     fed_again,
     fed_shape,
     fed_tokens,
     from_column,
+    is_text_alone,
     last_columns,
     with_tokens_before,
 )
