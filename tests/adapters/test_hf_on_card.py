@@ -24,7 +24,8 @@ from tests.adapters.tiny import (
     random_prompt,
     tiny_llama,
 )
-from tierstore.adapters.huggingface import TierStoreCache, attention, paged_cache
+from tierstore.adapters.huggingface import TierStoreCache, attention
+from tierstore.adapters.huggingface import cache as paged_cache
 from tierstore.adapters.huggingface.attention import Plans
 from tierstore.adapters.huggingface.batch import Span
 from tierstore.gpu.attention.paged import PagedDecode

@@ -19,7 +19,7 @@ from tierstore.adapters.huggingface import (
     cache_argument,
     page_specs,
 )
-from tierstore.adapters.huggingface.layer import TierStoreLayer
+from tierstore.adapters.huggingface.cache import TierStoreLayer
 from tierstore.config import load_config
 from tierstore.store import TierStore
 

@@ -1,4 +1,8 @@
-"""The cache that a user makes. Its K and V are in the store's pages and nowhere else."""
+"""The cache that transformers sees. Its K and V are in the store's pages and nowhere else.
+
+A user makes ``TierStoreCache``. ``PagedCache`` is what one model sees of a batch, ``TierStoreLayer`` what one layer
+sees, and ``DraftModel`` gives assisted decoding a second model whose K and V are in the same pages.
+"""
 
 # transformers leaves its own base classes untyped:
 # mypy: allow-untyped-calls
@@ -8,27 +12,500 @@ import inspect
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Protocol, Self
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
 
-from tierstore.adapters.huggingface.batch import PagedBatch
-from tierstore.adapters.huggingface.draft import DraftModel
+from tierstore.adapters.huggingface.attention import ATTENTION, HANDLE, Handed, Plans, version_of
+from tierstore.adapters.huggingface.batch import PagedBatch, Places, Span
 from tierstore.adapters.huggingface.forward_args import (
+    check_mask,
     check_pages,
+    check_positions,
     check_tokens,
+    check_weights,
+    checked_inputs,
     checked_shape,
     common_window,
+    fed_again,
+    fed_shape,
+    fed_tokens,
+    from_column,
+    is_text_alone,
+    last_columns,
+    with_tokens_before,
 )
-from tierstore.adapters.huggingface.identity import weights_now
-from tierstore.adapters.huggingface.paged_cache import PagedCache
+from tierstore.adapters.huggingface.identity import kv_shape, weights_now
 from tierstore.adapters.huggingface.prefix import Tail, given_back
 from tierstore.adapters.huggingface.request import PageGroups, Storing, Terms, root_of, unpadded
 from tierstore.adapters.huggingface.weights import plain_model
+from tierstore.adapters.huggingface.whole_prompt import show_prompts
 from tierstore.keys import Extra
 from tierstore.store import TierStore
 from tierstore.types import Tier
+
+
+class LayerOwner(Protocol):
+    """The cache that a layer belongs to."""
+
+    spans: Sequence[Span]
+    plans: Plans
+    unread: bool
+    handed: tuple[int, Handed] | None
+    """The layer that was written last, and what its ``update`` returned."""
+
+    def write(
+        self, layer: TierStoreLayer, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None
+    ) -> None:
+        """Place new K/V."""
+        ...
+
+    def check_padding(self, mask: torch.Tensor | None) -> None:
+        """Raise ValueError for a mask of other padding."""
+        ...
+
+    @property
+    def columns(self) -> int:
+        """Columns fed so far."""
+        ...
+
+
+class TierStoreLayer(CacheLayerMixin):
+    """One model layer's handle. ``keys`` and ``values`` stay None for ever."""
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(
+        self,
+        owner: LayerOwner,
+        position: int,
+        pages: torch.Tensor,
+        place: tuple[int, int],
+        window: int | None,
+    ) -> None:
+        """Layer ``position`` of the model, in ``place``: of a KV group, with these ``pages``, a layer."""
+        super().__init__()
+        self.position = position
+        self.place = place
+        self.window = window
+        self._owner = owner
+        self._pages = pages
+
+    @property
+    def layer_pages(self) -> torch.Tensor:
+        """This layer of all pages: ``[num_slots, 2, page_size, num_kv_heads, head_dim]``."""
+        return self._pages[:, self.place[1]]
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        """What the forward pass under way computes, row by row."""
+        return self._owner.spans
+
+    @property
+    def plans(self) -> Plans:
+        """The card's kernels, as planned for the forward pass under way."""
+        return self._owner.plans
+
+    @property
+    def handed(self) -> Handed | None:
+        """What the last ``update`` of this layer returned; None once another layer has been written."""
+        last = self._owner.handed
+        return None if last is None or last[0] != self.position else last[1]
+
+    def check_mask(self, mask: torch.Tensor | None) -> None:
+        """Raise ValueError for a mask that hides anything but the padding."""
+        self._owner.check_padding(mask)
+
+    def mark_read(self) -> None:
+        """The attention function says that it reads this layer from the pages."""
+        self._owner.unread = False
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write K and V of the new tokens, ``[rows, num_kv_heads, q, head_dim]`` each, into the pages; return them.
+
+        Puts this handle into the attention call's keywords, so that "tierstore" attention reads the rest itself. It
+        reads pages: so it refuses any K and V but the objects returned here (``handed``).
+        Raises ValueError for wrong use, CapacityError if HBM has no room; then nothing was written.
+        """
+        attention: dict[str, Any] | None = kwargs.get("kwargs")
+        if attention is None:
+            raise ValueError(
+                "this model does not hand its attention keywords to the cache: TierStoreCache cannot serve it"
+            )
+        self._owner.write(self, key_states, value_states, attention.get("position_ids"))
+        attention[HANDLE] = self
+        handed = Handed.of(key_states, value_states)
+        self._owner.handed = self.position, handed
+        return handed.keys, handed.values
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the pages exist."""
+
+    def get_seq_length(self) -> int:
+        """Columns in the cache: tokens, and the padding before them."""
+        return self._owner.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of K/V for a mask."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: no maximum of its own; HBM's capacity ends in CapacityError."""
+        return -1
+
+
+ROPE_STATE = "rope_deltas"
+"""The attribute in which transformers' models of images and text keep positions between calls."""
+
+
+class PagedCache(Cache):
+    """What one model sees of a batch of sequences in the store's pages. For one thread at a time."""
+
+    def __init__(self, batch: PagedBatch, model: PreTrainedModel, number: int, first_group: int) -> None:
+        """``number``: which of the models that share the pages; ``first_group``: the first of its KV groups."""
+        shape = kv_shape(model.config)
+        self.batch = batch
+        self.spans: Sequence[Span] = ()
+        self.plans = Plans(batch.terms.pages.device)
+        self.unread = False
+        self.handed: tuple[int, Handed] | None = None
+        self._number = number
+        self._model = model
+        self._trains = model.training
+        self._next_layer = 0
+        self._width = 0
+        self._fed: list[list[int]] | None = None
+        self._places: Places | None = None
+        self._closed = False
+        self._seen = False
+        self._masks: list[tuple[torch.Tensor | None, int]] = []
+        self._positions: list[torch.Tensor] = []
+        """Masks and positions of the pass under way that have been checked."""
+        self._asked = 0
+        """Columns that the pass under way is to give an answer for; it may be fed more."""
+        groups = batch.terms.pages.groups[first_group:]
+        layers: list[Any] = [
+            TierStoreLayer(
+                self,
+                i,
+                groups[place.group],
+                (first_group + place.group, place.index),
+                shape.windows[place.group],
+            )
+            for i, place in enumerate(shape.places)
+        ]
+        super().__init__(layers=layers)
+        show_prompts(model)
+        base = model.base_model
+        self._hooks = [
+            model.register_forward_pre_hook(self._check_inputs, with_kwargs=True),
+            base.register_forward_pre_hook(self._see_tokens, with_kwargs=True),
+            base.register_forward_hook(self._end_pass, with_kwargs=True),
+        ]
+        # Models of images and text compute positions on their way down: those that arrive count.
+        parts = [base] if is_text_alone(model.config) else list(base.modules())
+        self._hooks += [
+            each.register_forward_pre_hook(self._see_positions, with_kwargs=True)
+            for each in parts
+            if isinstance(each, PreTrainedModel)
+        ]
+        self._stateful = [each for each in parts if ROPE_STATE in vars(each)]
+        self._forget_positions()
+
+    @property
+    def columns(self) -> int:
+        """Columns fed so far: tokens, and the padding before them."""
+        return self.batch.columns[self._number]
+
+    def write(
+        self, layer: TierStoreLayer, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None
+    ) -> None:
+        """Called by the layers in order: wait for the layer's pages, place new K/V. Layer 0 makes room first."""
+        if layer.position == 0:
+            self._begin(layer, keys, values, positions)
+        else:
+            self._check_read()
+        if layer.position != self._next_layer:
+            raise ValueError(
+                f"layer {layer.position} wrote K and V when layer {self._next_layer} was due: TierStoreCache serves "
+                "models that run each of their layers once, in order"
+            )
+        heads, dim = layer.layer_pages.shape[3:]
+        for name, given in (("K", keys), ("V", values)):
+            if (given.shape[1], given.shape[3]) != (heads, dim):
+                raise ValueError(
+                    f"layer {layer.position} computes {name} of {given.shape[1]} heads of {given.shape[3]}, the pages "
+                    f"hold {heads} heads of {dim}, as the model's configuration says: TierStoreCache cannot serve it"
+                )
+        self.batch.await_layer(*layer.place)
+        to = self._places
+        assert to is not None
+        pages = layer.layer_pages
+        pages[to.slots, 0, to.offsets] = keys[to.rows, :, to.columns]
+        pages[to.slots, 1, to.offsets] = values[to.rows, :, to.columns]
+        self.unread = True
+        self._next_layer = layer.position + 1
+
+    def check_padding(self, mask: torch.Tensor | None) -> None:
+        """Raise ValueError for a mask that hides anything but the padding this cache was made for."""
+        version = 0 if mask is None else version_of(mask)
+        if any(mask is each and version == then for each, then in self._masks):
+            return
+        check_mask(mask, self.batch.paddings)
+        self._masks.append((mask, version))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens; transformers passes a count that is zero or negative."""
+        count = int(tokens_to_remove)
+        if count > 0:
+            raise ValueError(f"crop takes the negative count of tokens to remove, not {count}")
+        if count:
+            self.batch.crop(self._number, -count)
+
+    def reset(self) -> None:
+        """Forget every token."""
+        if self._number == 0:
+            self.batch.reset()
+        else:
+            self.batch.crop(self._number, self.columns)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row ``i`` becomes what row ``beam_idx[i]`` is: pages are shared, none is copied."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row comes ``repeats`` times; pages are shared."""
+        self.batch.expand(len(self.batch.rows) * repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows, by number or by a mask of booleans. IndexError for a row that there is not."""
+        self.batch.select(torch.arange(len(self.batch.rows))[indices.cpu()].tolist())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Refused: TypeError."""
+        raise TypeError(
+            "a TierStoreCache cannot be copied: open another one for the prompt, what is stored is shared"
+        )
+
+    def close(self) -> None:
+        """Take part in no forward pass any more. Idempotent."""
+        self._closed = True
+        for hook in self._hooks:
+            hook.remove()
+
+    def expect_prompt(self, input_ids: torch.Tensor) -> None:
+        """Raise ValueError if ``generate`` is given another prompt than this cache was made for."""
+        if self.columns and not self._is_prompt(input_ids):
+            self._expect(input_ids.tolist(), 0)
+        self.batch.terms.store.poll()
+
+    def _is_prompt(self, input_ids: torch.Tensor) -> bool:
+        """Whether these are certainly the prompts, for less than it takes to look at each token."""
+        return False
+
+    def _see_tokens(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before each forward pass of the model that was given this cache: remember the tokens it is fed.
+
+        Assisted decoding feeds a warm cache the whole prompt again: what the cache holds is left out here. What it was
+        to hold and did not come is fed before the rest.
+        """
+        if not self._is_given(args, kwargs):
+            return None
+        kwargs = checked_inputs(module, args, kwargs)
+        self._masks, self._positions = [], []
+        first = self.columns
+        if fed_again(args, kwargs, self.columns, self.batch.paddings):
+            self._expect(fed_tokens(args, kwargs), 0)
+            args, kwargs = from_column(args, kwargs, self.columns)
+        self._fed = fed_tokens(args, kwargs)
+        if self._fed is not None:
+            self._forget_positions()
+        # Where rows part, pages are copied before the first layer is computed.
+        alone = self._fed is not None and len(self._fed) == len(self.batch.rows)
+        if not (alone and self.batch.comes()):
+            self.batch.settle()
+        self._asked = 0
+        if self.batch.behind:
+            args, kwargs = self._feed_owed(module, args, kwargs)
+            self._fed, first = fed_tokens(args, kwargs), self.columns
+        self._expect(self._fed, first)
+        self._seen = True
+        return args, kwargs
+
+    def _end_pass(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """After each forward pass: what it read has to have come, else it is done again; full pages are sealed."""
+        if not self._is_given(args, kwargs):
+            return None
+        self._check_read()
+        self.handed = None
+        if self._next_layer != len(self.layers):
+            raise ValueError(
+                f"{type(module).__name__} wrote K and V of {self._next_layer} layers, its configuration says "
+                f"{len(self.layers)}: TierStoreCache cannot serve it"
+            )
+        # Before anything is sealed: what this pass computed must be of the weights that the keys name.
+        check_weights(self._model, self.batch.terms.weights[self._number])
+        asked = self._asked
+        if self.batch.settle():
+            return module(*args, **kwargs)
+        self.batch.finish(self._number, self._width, self._fed)
+        self._fed, self._next_layer = None, 0
+        return last_columns(output, asked, self._width) if asked else None
+
+    def _check_inputs(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before each call of the whole model: refuse what K and V would depend on besides the tokens."""
+        return (args, checked_inputs(module, args, kwargs)) if self._is_given(args, kwargs) else None
+
+    def _see_positions(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the model, and the text model in it, runs: refuse positions that are not those of the tokens."""
+        positions = kwargs.get("position_ids")
+        if isinstance(positions, torch.Tensor) and self._is_given(args, kwargs):
+            self._check_positions(positions)
+
+    def _check_positions(self, positions: torch.Tensor) -> None:
+        """Check each tensor once a pass: comparing waits for the card."""
+        if any(positions is each for each in self._positions):
+            return
+        rows = positions.shape[-2] if positions.ndim > 1 else 1
+        times, odd = divmod(rows, len(self.batch.paddings))
+        paddings = self.batch.paddings
+        if times > 1 and not odd:
+            # Rows that are about to be repeated (``PagedBatch.expand``).
+            paddings = [padding for padding in paddings for _ in range(times)]
+        try:
+            check_positions(positions, paddings, self.columns)
+        except ValueError as error:
+            if not self._stateful:
+                raise
+            raise ValueError(
+                f"{error}. {type(self._stateful[0]).__name__} keeps the positions of its last request with images: "
+                "open a TierStoreCache after that request, not before"
+            ) from None
+        self._positions.append(positions)
+
+    def _check_read(self) -> None:
+        if self.unread:
+            raise ValueError(
+                f'load the model with attn_implementation="{ATTENTION}": its pages were written, not read. If it was, '
+                "its attention is its own, and TierStoreCache cannot serve it"
+            )
+
+    def _forget_positions(self) -> None:
+        """Drop the positions that a model of images and text keeps from the request before this one.
+
+        Qwen2.5-VL and its relatives keep ``rope_deltas``, by which an image shifts all later positions, and add them
+        to the positions of any request that begins with a warm cache.
+        """
+        for module in self._stateful:
+            setattr(module, ROPE_STATE, None)
+
+    def _is_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return any(each is self for each in (*args, *kwargs.values()))
+
+    def _feed_owed(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same call with what was to be held and did not come; only for the columns given now is it answered."""
+        rows, self._asked = fed_shape(args, kwargs)
+        device = self.batch.terms.pages.device
+        tokens, positions = (torch.tensor(each, device=device) for each in self.batch.owed(rows))
+        assert isinstance(module, PreTrainedModel)
+        return with_tokens_before(args, kwargs, tokens, positions, module.get_input_embeddings())
+
+    def _expect(self, tokens: list[list[int]] | None, first_column: int) -> None:
+        if tokens and not tokens[0]:
+            raise ValueError(
+                f"the cache holds {self.columns} columns already, all that it is given: crop or reset it"
+            )
+        if tokens:
+            self.batch.expect(tokens, first_column)
+
+    def _begin(
+        self, layer: TierStoreLayer, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None
+    ) -> None:
+        """Refuse what would give wrong answers in silence, then make room for the new columns."""
+        if self._closed:
+            raise ValueError("this TierStoreCache is closed")
+        if not self._seen:
+            raise ValueError("this TierStoreCache was made for another model than the one that runs")
+        self._seen = False
+        if keys.requires_grad or values.requires_grad:
+            raise ValueError("pages keep no gradients: run the model under torch.no_grad()")
+        if self._model.training and not self._trains:
+            raise ValueError(
+                "the model was switched to training mode since this TierStoreCache was made: call model.eval()"
+            )
+        pages, width = layer.layer_pages, keys.shape[2]
+        for given in (keys, values):
+            if given.dtype != pages.dtype or given.device != pages.device:
+                raise ValueError(
+                    f"the model computes {given.dtype} on {given.device}, the pages hold {pages.dtype} on "
+                    f"{pages.device}"
+                )
+        device = pages.device.type
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != pages.dtype:
+            raise ValueError(
+                f"the model runs under torch.autocast in {torch.get_autocast_dtype(device)}, the pages hold K and V "
+                f"computed in {pages.dtype}: run it without autocast"
+            )
+        self.batch.expand(keys.shape[0])
+        if positions is not None and positions.ndim > 1:
+            self._check_positions(positions)
+        elif not self._positions and any(self.batch.paddings):
+            # Without positions a model counts columns, padding too; K in the pages is that of tokens counted alone.
+            raise ValueError(
+                f"a padded batch ({list(self.batch.paddings)} columns on the left) was fed without position_ids, and "
+                f"{type(self._model).__name__} shows none to its attention: give position_ids, as generate does"
+            )
+        if self._fed is not None and [len(row) for row in self._fed] != [width] * keys.shape[0]:
+            self._fed = None
+        self._width = width
+        self.spans, self._places = self.batch.begin(self._number, width, self._fed)
+        self.plans.renew()
+        self.unread, self._next_layer = False, 0
+
+
+class DraftModel:
+    """What ``generate`` takes as ``assistant_model``; everything but ``generate`` is the draft model's own."""
+
+    def __init__(self, model: PreTrainedModel, cache: Cache, argument: str) -> None:
+        """``argument``: the name under which ``model`` takes ``cache``."""
+        self.cache: Any = cache
+        self._model: Any = model
+        self._argument = argument
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own ``generate``, with the cache that it would otherwise make for itself.
+
+        And with the mask of the model it drafts for, which does not hand it on: a pad token within the text is text.
+        """
+        given = {"cache", "past_key_values"} & set(kwargs)
+        ids = kwargs.get("input_ids")
+        if isinstance(ids, torch.Tensor) and kwargs.get("attention_mask") is None:
+            kwargs["attention_mask"] = self._mask(ids)
+        return self._model.generate(*args, **kwargs, **({} if given else {self._argument: self.cache}))
+
+    def _mask(self, ids: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones_like(ids)
+        for row, padding in zip(mask, self.cache.batch.paddings, strict=True):
+            row[:padding] = 0
+        return mask
 
 
 def cache_argument(model: PreTrainedModel) -> str:
