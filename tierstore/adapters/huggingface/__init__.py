@@ -18,8 +18,7 @@ from __future__ import annotations
 from tierstore.adapters.huggingface.attention import ATTENTION
 from tierstore.adapters.huggingface.cache import TierStoreCache, cache_argument
 from tierstore.adapters.huggingface.identity import model_identity, page_spec, page_specs
-from tierstore.adapters.huggingface.prefix_cache import PrefixCache
-from tierstore.adapters.huggingface.session import Session, Turn
+from tierstore.adapters.huggingface.session import PrefixCache, Session, Turn
 
 __all__ = [
     "ATTENTION",
