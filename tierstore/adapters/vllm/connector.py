@@ -20,6 +20,7 @@ from tierstore.adapters.vllm import versions
 from tierstore.adapters.vllm.deployment import Deployment
 from tierstore.adapters.vllm.local import local_tokens
 from tierstore.adapters.vllm.messages import Orders
+from tierstore.adapters.vllm.scheduling import SchedulerHalf
 from tierstore.adapters.vllm.steps import Steps
 from tierstore.adapters.vllm.wire import HelloMetadata, Hybrid, Metadata, TransferResults, WorkerMetadata
 from tierstore.adapters.vllm.working import WorkerHalf
@@ -54,7 +55,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
             self._deployment.tell(self._kv_transfer_config)
             self._steps = Steps(self._deployment.groups)
             self._pool: Any = None
-            self._scheduler = self._deployment.scheduler_half()
+            self._scheduler = SchedulerHalf.of(self._deployment)
 
     # -- about this connector -----------------------------------------------------------------------------------
 

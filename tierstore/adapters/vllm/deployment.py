@@ -1,4 +1,4 @@
-"""One engine as it is deployed: what vLLM's configuration says of it, and the connector's halves built for it."""
+"""One engine as it is deployed: what vLLM's configuration says of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from tierstore.adapters.vllm import versions
 from tierstore.adapters.vllm.geometry import geometry
 from tierstore.adapters.vllm.groups import Groups, groups_of
 from tierstore.adapters.vllm.identity import identity
-from tierstore.adapters.vllm.scheduling import SchedulerHalf
 from tierstore.adapters.vllm.served import (
     device_of,
     memory_may_go,
@@ -78,19 +77,6 @@ class Deployment:
     def with_adapter(self, adapter: Adapter) -> Sequence[bytes]:
         """The namespaces of the keys of requests with this LoRA adapter."""
         return self.groups.namespaces(f"{self.identity} lora {adapter.digest} {self.lora}")
-
-    def scheduler_half(self) -> SchedulerHalf:
-        """The scheduler's half, inert until it has met the workers."""
-        return SchedulerHalf(
-            self.settings.of_rank(self.world_size, self.replica, "cpu"),
-            self.groups,
-            self.groups.namespaces(self.identity),
-            with_adapter=self.with_adapter,
-            load_timeout_s=self.settings.load_timeout_s,
-            put_off_s=self.settings.put_off_s,
-            load=self.settings.load,
-            events=self.events,
-        )
 
     def of_rank(self, tensors: Sequence[torch.Tensor], rank: int) -> tuple[StoreConfig, Geometry]:
         """What the half of worker ``rank`` opens: its share of the tiers, and the engine's ``tensors`` as pages.

@@ -22,6 +22,7 @@ from tierstore.adapters.vllm.told import told_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from tierstore.adapters.vllm.deployment import Deployment
     from tierstore.adapters.vllm.groups import Groups
     from tierstore.adapters.vllm.identity import Adapter
     from tierstore.adapters.vllm.messages import Hello, Report
@@ -63,6 +64,21 @@ class SchedulerHalf:
         self._figures: Figures | None = None
         self._number = 0
         self._moved = monotonic()
+
+    @classmethod
+    def of(cls, deployment: Deployment) -> SchedulerHalf:
+        """Return the scheduler's half of a deployment, inert until it has met the workers."""
+        settings, groups = deployment.settings, deployment.groups
+        return cls(
+            settings.of_rank(deployment.world_size, deployment.replica, "cpu"),
+            groups,
+            groups.namespaces(deployment.identity),
+            with_adapter=deployment.with_adapter,
+            load_timeout_s=settings.load_timeout_s,
+            put_off_s=settings.put_off_s,
+            load=settings.load,
+            events=deployment.events,
+        )
 
     def meet(self, hellos: Sequence[Hello]) -> None:
         """All workers are open. ConfigError unless they have opened the same."""
