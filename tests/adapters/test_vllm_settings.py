@@ -13,7 +13,7 @@ import pytest
 from tests.adapters import vllm_stub as stub
 from tests.adapters.vllm_engine import Engine
 from tests.adapters.vllm_stub import HOST
-from tierstore.adapters.vllm import served, versions
+from tierstore.adapters.vllm import compat, served
 from tierstore.adapters.vllm.deployment import Deployment
 from tierstore.adapters.vllm.settings import Settings
 from tierstore.errors import ConfigError
@@ -129,8 +129,8 @@ def test_hashes_that_the_next_process_would_not_have_are_told_of(
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     if seed is not None:
         monkeypatch.setenv("PYTHONHASHSEED", seed)
-    assert versions.hashes_last() is last
-    served.tell_of_hashes(versions.hashes_last())
+    assert compat.hashes_last() is last
+    served.tell_of_hashes(compat.hashes_last())
     assert ("PYTHONHASHSEED" in caplog.text) is not last
 
 

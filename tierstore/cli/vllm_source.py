@@ -9,7 +9,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from tierstore.adapters.vllm.versions import NEWEST, OLDEST
+from tierstore.adapters.vllm.compat import NEWEST, OLDEST
 from tierstore.cli.checks import Check
 
 Method = ast.FunctionDef | ast.AsyncFunctionDef

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from tierstore.adapters.vllm import versions
+from tierstore.adapters.vllm import compat
 from tierstore.adapters.vllm.deployment import Deployment
 from tierstore.adapters.vllm.local import local_tokens
 from tierstore.adapters.vllm.messages import Orders
@@ -74,7 +74,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         """All layers of a block side by side on a card, as vLLM 0.32 and later can have it; what the user names."""
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         layout: str | None = extra.get("layout")
-        return layout or versions.preferred_layout()
+        return layout or compat.preferred_layout()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -114,7 +114,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """Of the tokens being loaded, how many come from memory and how many from disk."""
-        return versions.hit_sources(self._scheduler.sources(request, num_external_tokens))
+        return compat.hit_sources(self._scheduler.sources(request, num_external_tokens))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """The orders of one step."""
@@ -149,7 +149,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         """Blocks that became readable in memory (CPU) or on disk (STORAGE), and those that went."""
         if self._scheduler.events is None:
             return ()
-        return versions.kv_events(self._scheduler.events.take())
+        return compat.kv_events(self._scheduler.events.take())
 
     def get_kv_connector_stats(self) -> Any:
         """What was counted lately; None: nothing, or on a worker."""
@@ -279,7 +279,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
 
     def _workers_here(self) -> list[WorkerHalf]:
         """The workers' halves that live in this process: all, or none."""
-        found = versions.connectors_here()
+        found = compat.connectors_here()
         return [c._worker for c in found if isinstance(c, TierStoreConnector) and c._worker is not None]
 
     def _rank(self) -> int:

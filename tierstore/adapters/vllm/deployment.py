@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tierstore.adapters.vllm import versions
+from tierstore.adapters.vllm import compat
 from tierstore.adapters.vllm.geometry import geometry
 from tierstore.adapters.vllm.groups import Groups, groups_of
 from tierstore.adapters.vllm.identity import identity
@@ -52,7 +52,7 @@ class Deployment:
     @classmethod
     def of(cls, vllm_config: Any, transfer_config: Any, kv_cache_config: Any) -> Deployment:
         """ConfigError for a configuration or a vLLM that does not go together with this connector."""
-        versions.require_tested()
+        compat.require_tested()
         settings = Settings.of(transfer_config.kv_connector_extra_config)
         require_served(vllm_config)
         parallel = vllm_config.parallel_config
@@ -72,7 +72,7 @@ class Deployment:
         """Warnings of what works, and not as the user may think."""
         tell_of_policy(transfer_config)
         if self.settings.config.nvme is not None:
-            tell_of_hashes(versions.hashes_last())
+            tell_of_hashes(compat.hashes_last())
 
     def with_adapter(self, adapter: Adapter) -> Sequence[bytes]:
         """The namespaces of the keys of requests with this LoRA adapter."""

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tierstore.adapters.vllm import versions
+from tierstore.adapters.vllm import compat
 from tierstore.adapters.vllm.keys import KeyChain, namespace
 from tierstore.errors import ConfigError
 
@@ -111,7 +111,7 @@ def groups_of(kv_cache_config: Any) -> Groups:
     """The groups of vLLM's ``KVCacheConfig``; ConfigError naming the layers of a kind that is not served."""
     found = kv_cache_config.kv_cache_groups
     sizes = [group.kv_cache_spec.block_size for group in found]
-    hash_size = versions.hash_block_size(kv_cache_config) or math.gcd(*sizes)
+    hash_size = compat.hash_block_size(kv_cache_config) or math.gcd(*sizes)
     return Groups(tuple(_group(number, group, hash_size) for number, group in enumerate(found)))
 
 
@@ -119,8 +119,8 @@ def _group(number: int, group: Any, hash_size: int) -> Group:
     spec = group.kv_cache_spec
     layers = tuple(group.layer_names)
     size: int = spec.block_size
-    windows = {_sight(each, layers) for each in versions.layer_specs(spec)}
-    if len(windows) != 1 or not versions.is_transferred(group):
+    windows = {_sight(each, layers) for each in compat.layer_specs(spec)}
+    if len(windows) != 1 or not compat.is_transferred(group):
         raise _not_served(spec, layers)
     ((window, chunk),) = windows
     return Group(number, size, size // hash_size, window, chunk, layers)
@@ -133,7 +133,7 @@ def _sight(spec: Any, layers: tuple[str, ...]) -> tuple[int | None, int | None]:
     if kind in _FULL:
         return None, None
     if kind == _WINDOW:
-        return versions.sliding_window(spec), None
+        return compat.sliding_window(spec), None
     if kind == _CHUNK:
         return None, spec.attention_chunk_size
     raise _not_served(spec, layers)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
-from tierstore.adapters.vllm import versions
+from tierstore.adapters.vllm import compat
 from tierstore.types import Hint
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ NOTHING = Told()
 def told_of(request: object) -> Told:
     """What came with a request of vLLM; of actions of one kind the last counts."""
     told = NOTHING
-    for action in versions.hint_actions(request):
+    for action in compat.hint_actions(request):
         if action.action_type.startswith(PREFIX):
             try:
                 told = _with(told, action)

@@ -1,4 +1,4 @@
-"""What differs between the versions of vLLM that this connector is tested with."""
+"""Differences between the vLLM versions that this connector supports, and the range of tested versions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from tierstore.adapters.vllm.events import Change
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("tierstore.adapters.vllm.versions")
 
 OLDEST, NEWEST = (0, 26), (0, 33)
 
