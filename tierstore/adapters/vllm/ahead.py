@@ -11,13 +11,13 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
-from tierstore.adapters.vllm.told import NOTHING
+from tierstore.adapters.vllm.hints import NOTHING
 from tierstore.types import Hint, HintResult, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tierstore.adapters.vllm.told import Told
+    from tierstore.adapters.vllm.hints import Told
     from tierstore.store import TierStore
     from tierstore.types import PageKey
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from tierstore.adapters.vllm.hints import NOTHING, Told
 from tierstore.adapters.vllm.keys import Hashed, KeyChain
-from tierstore.adapters.vllm.told import NOTHING, Told
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

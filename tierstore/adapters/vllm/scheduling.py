@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from tierstore.adapters.vllm.events import Events
 from tierstore.adapters.vllm.figures import Figures
+from tierstore.adapters.vllm.hints import told_of
 from tierstore.adapters.vllm.identity import Adapters
 from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.pace import Pace
 from tierstore.adapters.vllm.plans import into
 from tierstore.adapters.vllm.requests import Known, Request, Step
 from tierstore.adapters.vllm.tiers import Terms, Tiers
-from tierstore.adapters.vllm.told import told_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

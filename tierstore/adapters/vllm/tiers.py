@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from tierstore.adapters.vllm.ahead import Ahead
 from tierstore.adapters.vllm.choosing import Measured
 from tierstore.adapters.vllm.filling import Filling
+from tierstore.adapters.vllm.hints import Afterwards
 from tierstore.adapters.vllm.loading import Loading
 from tierstore.adapters.vllm.offers import Offers
 from tierstore.adapters.vllm.storing import Storing
-from tierstore.adapters.vllm.told import Afterwards
 from tierstore.apart import Ranks, assemble_apart
 from tierstore.config import PrefetchConfig
 from tierstore.errors import ConfigError

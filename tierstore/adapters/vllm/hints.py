@@ -1,8 +1,8 @@
-"""What an orchestrator says of a request's pages in vLLM's ``kv_hints``, taken as hints of the store.
+"""Hints that arrive with a request in vLLM's ``kv_hints``, translated into hints of the store.
 
 An envelope of actions may come with a request; a component takes the actions that are its own. Ours are of version "1":
 ``tierstore.will_need`` with ``deadline_s`` and ``priority``, ``tierstore.retain`` with ``ttl_s`` and ``priority``,
-``tierstore.wont_need``. One that cannot be read is logged and left: it fails no request.
+``tierstore.wont_need``. An action that cannot be read is logged and skipped; it never fails the request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tierstore.store import TierStore
     from tierstore.types import PageKey
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("tierstore.adapters.vllm.told")
 
 PREFIX = "tierstore."
 VERSION = "1"
