@@ -14,7 +14,7 @@ from tests.adapters import vllm_stub as stub
 from tests.adapters.vllm_engine import DOCUMENT, IN, OUT, Engine
 from tests.adapters.vllm_stub import HOST
 from tierstore.adapters.vllm import working
-from tierstore.adapters.vllm.geometry import geometry
+from tierstore.adapters.vllm.kv_layout import geometry
 from tierstore.adapters.vllm.messages import Orders, Report
 from tierstore.adapters.vllm.pace import Pace
 from tierstore.adapters.vllm.requests import Step

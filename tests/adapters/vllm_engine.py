@@ -26,7 +26,7 @@ from tests.adapters import vllm_stub as stub
 from tests.adapters.vllm_pool import BLOCK, FULL, Kind, Pool, Tables, hashes_of
 from tests.support.bench import WiredMover
 from tests.support.stalls import Gate, GatedCopies, GatedRecords
-from tierstore.adapters.vllm.geometry import Geometry
+from tierstore.adapters.vllm.kv_layout import Geometry
 from tierstore.adapters.vllm.working import WorkerHalf
 from tierstore.assembly import Parts, assemble
 from tierstore.config import StoreConfig

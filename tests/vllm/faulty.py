@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tierstore.adapters.vllm.connector import TierStoreConnector
-from tierstore.adapters.vllm.geometry import Geometry
+from tierstore.adapters.vllm.kv_layout import Geometry
 from tierstore.adapters.vllm.messages import Report
 from tierstore.adapters.vllm.working import WorkerHalf
 from tierstore.config import StoreConfig

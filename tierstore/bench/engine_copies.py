@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from tierstore.adapters.vllm.geometry import Geometry, geometry
+from tierstore.adapters.vllm.kv_layout import Geometry, geometry
 from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.settings import Settings
 from tierstore.adapters.vllm.working import WorkerHalf

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tierstore.adapters.vllm import compat
-from tierstore.adapters.vllm.geometry import geometry
 from tierstore.adapters.vllm.groups import Groups, groups_of
 from tierstore.adapters.vllm.identity import identity
+from tierstore.adapters.vllm.kv_layout import geometry
 from tierstore.adapters.vllm.served import (
     device_of,
     memory_may_go,
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tierstore.adapters.vllm.geometry import Geometry
     from tierstore.adapters.vllm.identity import Adapter
+    from tierstore.adapters.vllm.kv_layout import Geometry
     from tierstore.config import StoreConfig
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from tierstore.adapters.vllm.geometry import Geometry
+    from tierstore.adapters.vllm.kv_layout import Geometry
     from tierstore.apart import Record
     from tierstore.assembly import Parts
     from tierstore.config import StoreConfig
