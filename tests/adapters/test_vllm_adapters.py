@@ -12,7 +12,7 @@ import pytest
 
 from tests.adapters.vllm_engine import DOCUMENT, Engine
 from tests.adapters.vllm_stub import LoRARequest
-from tierstore.adapters.vllm.identity import Adapters, adapters_digest
+from tierstore.adapters.vllm.keys import Adapters, adapters_digest
 from tierstore.errors import ConfigError
 
 REUSED = 8

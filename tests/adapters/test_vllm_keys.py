@@ -12,8 +12,7 @@ import torch
 
 from tests.adapters import vllm_stub as stub
 from tierstore.adapters.vllm import keys as keys_module
-from tierstore.adapters.vllm.identity import identity, weights_digest
-from tierstore.adapters.vllm.keys import KeyChain, namespace, page_keys
+from tierstore.adapters.vllm.keys import KeyChain, identity, namespace, page_keys, weights_digest
 from tierstore.types import PageKey
 
 

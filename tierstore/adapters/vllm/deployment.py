@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierstore.adapters.vllm import compat
 from tierstore.adapters.vllm.groups import Groups, groups_of
-from tierstore.adapters.vllm.identity import identity
+from tierstore.adapters.vllm.keys import identity
 from tierstore.adapters.vllm.kv_layout import geometry
 from tierstore.adapters.vllm.served import (
     device_of,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tierstore.adapters.vllm.identity import Adapter
+    from tierstore.adapters.vllm.keys import Adapter
     from tierstore.adapters.vllm.kv_layout import Geometry
     from tierstore.config import StoreConfig
 

@@ -11,7 +11,7 @@ from tierstore.adapters.vllm.keys import Hashed, KeyChain
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tierstore.adapters.vllm.identity import Adapter
+    from tierstore.adapters.vllm.keys import Adapter
     from tierstore.adapters.vllm.plans import Plan
     from tierstore.types import PageKey
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tierstore.adapters.vllm.events import Events
 from tierstore.adapters.vllm.figures import Figures
 from tierstore.adapters.vllm.hints import told_of
-from tierstore.adapters.vllm.identity import Adapters
+from tierstore.adapters.vllm.keys import Adapters
 from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.pace import Pace
 from tierstore.adapters.vllm.plans import into
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from tierstore.adapters.vllm.deployment import Deployment
     from tierstore.adapters.vllm.groups import Groups
-    from tierstore.adapters.vllm.identity import Adapter
+    from tierstore.adapters.vllm.keys import Adapter
     from tierstore.adapters.vllm.messages import Hello, Report
     from tierstore.adapters.vllm.settings import Load
     from tierstore.config import StoreConfig
