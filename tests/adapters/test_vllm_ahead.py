@@ -11,8 +11,8 @@ from tests.adapters.vllm_engine import DOCUMENT, Engine
 from tests.adapters.vllm_pool import hashes_of
 from tests.adapters.vllm_stub import HOST
 from tierstore.adapters.vllm import offers
-from tierstore.adapters.vllm.groups import Group, Groups
 from tierstore.adapters.vllm.keys import KeyChain
+from tierstore.adapters.vllm.kv_groups import Group, Groups
 from tierstore.adapters.vllm.local import local_tokens
 from tierstore.types import Tier
 

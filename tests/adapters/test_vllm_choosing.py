@@ -14,7 +14,7 @@ from tests.support.pages import chain
 from tierstore.adapters.vllm import choosing
 from tierstore.adapters.vllm.ahead import Ahead
 from tierstore.adapters.vllm.choosing import Measured, worth_loading
-from tierstore.adapters.vllm.groups import Group
+from tierstore.adapters.vllm.kv_groups import Group
 from tierstore.adapters.vllm.pace import Pace
 from tierstore.adapters.vllm.plans import Plan, Span
 from tierstore.directory.residency import Residency, TierTable

@@ -9,7 +9,7 @@ from typing import Any
 from tests.support.events import ManualEvent
 from tests.support.pages import chain
 from tierstore.adapters.vllm.feed import Feed
-from tierstore.adapters.vllm.groups import Group, Groups
+from tierstore.adapters.vllm.kv_groups import Group, Groups
 from tierstore.adapters.vllm.messages import Catalogue, Report
 from tierstore.adapters.vllm.steps import Steps
 from tierstore.mover import Mover

@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.planting import Plants
 from tierstore.adapters.vllm import filling, loading, plans, scheduling
-from tierstore.adapters.vllm.groups import Group, Groups
 from tierstore.adapters.vllm.keys import namespace
+from tierstore.adapters.vllm.kv_groups import Group, Groups
 from tierstore.adapters.vllm.loading import Loading
 from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.plans import into
@@ -237,7 +237,7 @@ def a_hit_counts_without_its_windows(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_a_window_gave_back_is_stored(patch: pytest.MonkeyPatch) -> None:
-    """Not among ``PLANTED``: some 2,000 walks of the machine did not meet it. ``test_vllm_groups`` does."""
+    """Not among ``PLANTED``: some 2,000 walks of the machine did not meet it. ``test_vllm_kv_groups`` does."""
     patch.setattr(Group, "first_needed", lambda self, tokens: 0)
     patch.setattr(filling, "NULL_BLOCK", -1)
 

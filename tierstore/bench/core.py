@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import lmdb
 
-from tierstore.adapters.vllm.groups import Group, Groups
+from tierstore.adapters.vllm.kv_groups import Group, Groups
 from tierstore.adapters.vllm.messages import Hello, Report
 from tierstore.adapters.vllm.requests import Step
 from tierstore.adapters.vllm.scheduling import SchedulerHalf

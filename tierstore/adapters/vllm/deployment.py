@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tierstore.adapters.vllm import compat
-from tierstore.adapters.vllm.groups import Groups, groups_of
 from tierstore.adapters.vllm.keys import identity
+from tierstore.adapters.vllm.kv_groups import Groups, groups_of
 from tierstore.adapters.vllm.kv_layout import geometry
 from tierstore.adapters.vllm.served import (
     device_of,

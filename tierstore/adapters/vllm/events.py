@@ -14,7 +14,7 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tierstore.adapters.vllm.groups import Group
+    from tierstore.adapters.vllm.kv_groups import Group
     from tierstore.types import PageKey
 
 _MOST_COMING = 1 << 16

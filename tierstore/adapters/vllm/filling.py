@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tierstore.adapters.vllm.groups import NULL_BLOCK
+from tierstore.adapters.vllm.kv_groups import NULL_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierstore.adapters.vllm.events import Events
-    from tierstore.adapters.vllm.groups import Group, Groups
+    from tierstore.adapters.vllm.kv_groups import Group, Groups
     from tierstore.adapters.vllm.requests import Known, Step
     from tierstore.adapters.vllm.storing import Storing
     from tierstore.store import TierStore

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tierstore.adapters.vllm.groups import Groups
+    from tierstore.adapters.vllm.kv_groups import Groups
 
 
 class Pool(Protocol):

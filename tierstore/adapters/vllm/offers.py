@@ -13,7 +13,7 @@ from tierstore.adapters.vllm.requests import Verdict
 if TYPE_CHECKING:
     from tierstore.adapters.vllm.ahead import Ahead
     from tierstore.adapters.vllm.choosing import Costs
-    from tierstore.adapters.vllm.groups import Groups
+    from tierstore.adapters.vllm.kv_groups import Groups
     from tierstore.adapters.vllm.plans import Plan
     from tierstore.adapters.vllm.requests import Known
     from tierstore.store import TierStore

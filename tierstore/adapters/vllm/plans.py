@@ -10,14 +10,14 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tierstore.adapters.vllm.groups import NULL_BLOCK
+from tierstore.adapters.vllm.kv_groups import NULL_BLOCK
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tierstore.adapters.vllm.groups import Group, Groups
     from tierstore.adapters.vllm.keys import KeyChain
+    from tierstore.adapters.vllm.kv_groups import Group, Groups
     from tierstore.types import Match, PageKey
 
     Find = Callable[[Sequence[PageKey]], Match]

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from tierstore.adapters.vllm.deployment import Deployment
-    from tierstore.adapters.vllm.groups import Groups
     from tierstore.adapters.vllm.keys import Adapter
+    from tierstore.adapters.vllm.kv_groups import Groups
     from tierstore.adapters.vllm.messages import Hello, Report
     from tierstore.adapters.vllm.settings import Load
     from tierstore.config import StoreConfig

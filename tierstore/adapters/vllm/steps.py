@@ -9,7 +9,7 @@ from tierstore.adapters.vllm.requests import Step
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tierstore.adapters.vllm.groups import Groups
+    from tierstore.adapters.vllm.kv_groups import Groups
 
 
 class Steps:

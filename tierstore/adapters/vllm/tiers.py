@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierstore.adapters.vllm.events import Events
-    from tierstore.adapters.vllm.groups import Groups
+    from tierstore.adapters.vllm.kv_groups import Groups
     from tierstore.adapters.vllm.messages import Hello
     from tierstore.adapters.vllm.pace import Pace
     from tierstore.adapters.vllm.settings import Load
