@@ -15,9 +15,8 @@ from tierstore.adapters.vllm.kv_groups import Group, Groups
 from tierstore.adapters.vllm.loading import Loading
 from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.plans import into
-from tierstore.adapters.vllm.requests import Step
+from tierstore.adapters.vllm.requests import Step, Steps
 from tierstore.adapters.vllm.scheduling import SchedulerHalf
-from tierstore.adapters.vllm.steps import Steps
 from tierstore.adapters.vllm.storing import Storing
 from tierstore.adapters.vllm.working import WorkerHalf
 from tierstore.apart import Ranks

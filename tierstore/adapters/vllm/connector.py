@@ -20,8 +20,8 @@ from tierstore.adapters.vllm import compat
 from tierstore.adapters.vllm.deployment import Deployment
 from tierstore.adapters.vllm.local import local_tokens
 from tierstore.adapters.vllm.messages import Orders
+from tierstore.adapters.vllm.requests import Steps
 from tierstore.adapters.vllm.scheduling import SchedulerHalf
-from tierstore.adapters.vllm.steps import Steps
 from tierstore.adapters.vllm.wire import HelloMetadata, Hybrid, Metadata, TransferResults, WorkerMetadata
 from tierstore.adapters.vllm.working import WorkerHalf
 from tierstore.errors import ConfigError
