@@ -6,8 +6,8 @@ import pytest
 
 from tests.adapters.vllm_engine import DOCUMENT, Engine
 from tests.adapters.vllm_stub import HOST
-from tierstore.adapters.vllm import pace as pace_module
-from tierstore.adapters.vllm.pace import Pace
+from tierstore.adapters.vllm import costs as pace_module
+from tierstore.adapters.vllm.costs import Pace
 from tierstore.adapters.vllm.requests import Step
 
 EACH, BEFORE = 3e-5, 4e-10

@@ -6,13 +6,13 @@ import math
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from tierstore.adapters.vllm.choosing import worth_loading
+from tierstore.adapters.vllm.costs import worth_loading
 from tierstore.adapters.vllm.plans import longest
 from tierstore.adapters.vllm.requests import Verdict
 
 if TYPE_CHECKING:
     from tierstore.adapters.vllm.ahead import Ahead
-    from tierstore.adapters.vllm.choosing import Costs
+    from tierstore.adapters.vllm.costs import Costs
     from tierstore.adapters.vllm.kv_groups import Groups
     from tierstore.adapters.vllm.plans import Plan
     from tierstore.adapters.vllm.requests import Known

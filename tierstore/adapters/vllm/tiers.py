@@ -10,7 +10,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from tierstore.adapters.vllm.ahead import Ahead
-from tierstore.adapters.vllm.choosing import Measured
+from tierstore.adapters.vllm.costs import Measured
 from tierstore.adapters.vllm.filling import Filling
 from tierstore.adapters.vllm.hints import Afterwards
 from tierstore.adapters.vllm.loading import Loading
@@ -27,10 +27,10 @@ from tierstore.wakeup import Wakeup
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tierstore.adapters.vllm.costs import Pace
     from tierstore.adapters.vllm.events import Events
     from tierstore.adapters.vllm.kv_groups import Groups
     from tierstore.adapters.vllm.messages import Hello
-    from tierstore.adapters.vllm.pace import Pace
     from tierstore.adapters.vllm.settings import Load
     from tierstore.assembly import Parts
     from tierstore.config import StoreConfig

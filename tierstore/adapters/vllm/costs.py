@@ -1,8 +1,9 @@
-"""Which pages of a hit are worth loading: those with which the request is done with its prompt first.
+"""What loading and computing cost on this machine, and how much of a hit is therefore worth loading.
 
-A request computes nothing while it loads, and what follows a page that is not loaded is computed. Each token takes
-longer to compute than the one before it, each page of a run on disk as long to read: so of such a run either all are
-worth it or none, and a hit ends before one, or is loaded whole.
+A request computes nothing while it loads, and every token behind the last loaded page is computed. Each token takes
+longer to compute than the one before it; each page of a run on disk takes as long to read as the others. So either
+all pages of such a run are worth loading or none, and a hit ends before a run or is loaded whole.
+``Measured`` learns the disk's rate from the store's traffic, ``Pace`` the engine's rate from its own steps.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from tierstore.adapters.vllm.pace import Pace
     from tierstore.adapters.vllm.plans import Plan
+    from tierstore.adapters.vllm.requests import Step
     from tierstore.directory.transfers import Traffic
     from tierstore.types import PageKey
 
@@ -29,7 +30,7 @@ _LEAST_S = 0.05
 """Less reading is a beginning and an end."""
 _MOST_S = 0.25
 """Of a longer time between two looks nobody knows how much went by in reading."""
-_KEPT = 0.8
+_READS_KEPT = 0.8
 """Weight of what was known of the disk before."""
 
 
@@ -130,7 +131,7 @@ class Measured:
         if self._new.pages and self._new.seconds >= _LEAST_S:
             known = self._known if self._is_fresh(now) else _NOTHING
             self._known = _Read(
-                known.pages * _KEPT + self._new.pages, known.seconds * _KEPT + self._new.seconds
+                known.pages * _READS_KEPT + self._new.pages, known.seconds * _READS_KEPT + self._new.seconds
             )
             self._known_at, self._new = now, _NOTHING
 
@@ -180,3 +181,80 @@ def _ends(plan: Plan) -> Iterator[_End]:
 def _changes(tiers: Sequence[Tier]) -> list[int]:
     """Where runs of pages on disk, and of others, begin."""
     return [i for i, tier in enumerate(tiers) if not i or (tier == Tier.NVME) != (tiers[i - 1] == Tier.NVME)]
+
+
+_LEAST_TOKENS = 512
+"""Smaller steps take the time of their launches."""
+_OF_A_PROMPT = 16
+"""A request with fewer tokens in a step is being answered."""
+_MOSTLY = 0.9
+_STEPS_KEPT = 0.9
+"""Weight of what was known before a step, against that step."""
+_MOST_UNDER_WAY = 64
+_SPREAD = 1e-3
+"""Contexts that vary less than that, squared, of their mean's square say nothing of what context costs."""
+
+
+class _Step(NamedTuple):
+    ordered: float
+    tokens: int
+    context: float
+
+
+class Pace:
+    """Seconds of computing. Steps end in the order in which they were ordered, whether or not they are told of.
+
+    The first one does not count: it compiles and allocates.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: dict[int, _Step] = {}
+        self._ended = 0.0
+        self._warm = False
+        self._weight = self._x = self._xx = self._y = self._xy = 0.0
+
+    def ordered(self, number: int, steps: Sequence[Step], now: float) -> bool:
+        """Step ``number`` is about to run; whether it says something, so that its end is to be told."""
+        prompts = [step for step in steps if step.scheduled >= _OF_A_PROMPT]
+        tokens = sum(step.scheduled for step in prompts)
+        if tokens < _LEAST_TOKENS or tokens < _MOSTLY * sum(step.scheduled for step in steps):
+            return False
+        context = sum(step.scheduled * (step.computed + step.scheduled / 2) for step in prompts) / tokens
+        self._under_way[number] = _Step(now, tokens, context)
+        if len(self._under_way) > _MOST_UNDER_WAY:
+            del self._under_way[next(iter(self._under_way))]
+        return True
+
+    def ended(self, number: int, now: float) -> None:
+        """Step ``number`` has ended. It ran from its order on, or from the end of the one before."""
+        step = self._under_way.pop(number, None)
+        if step is not None:
+            begin = max(step.ordered, self._ended)
+            if self._warm and now > begin:
+                self._learn(step.tokens, step.context, (now - begin) / step.tokens)
+            self._warm = True
+        self._ended = now
+
+    def seconds(self, start: int, end: int) -> float | None:
+        """To compute the tokens from ``start`` to ``end`` of a prompt; None: not known yet."""
+        if not self._weight:
+            return None
+        each, before = self._line()
+        return each * (end - start) + before * (end * end - start * start) / 2
+
+    def _learn(self, weight: float, context: float, token_s: float) -> None:
+        self._weight = self._weight * _STEPS_KEPT + weight
+        self._x = self._x * _STEPS_KEPT + weight * context
+        self._xx = self._xx * _STEPS_KEPT + weight * context * context
+        self._y = self._y * _STEPS_KEPT + weight * token_s
+        self._xy = self._xy * _STEPS_KEPT + weight * context * token_s
+
+    def _line(self) -> tuple[float, float]:
+        """Neither is below zero: no prompt is computed in less than no time."""
+        mean, mean_y = self._x / self._weight, self._y / self._weight
+        spread = self._xx / self._weight - mean * mean
+        if spread <= _SPREAD * mean * mean:
+            return mean_y, 0.0
+        before = max(0.0, (self._xy / self._weight - mean * mean_y) / spread)
+        each = mean_y - before * mean
+        return (each, before) if each >= 0 else (0.0, self._xy / self._xx)
