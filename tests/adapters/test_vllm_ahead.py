@@ -10,10 +10,10 @@ import pytest
 from tests.adapters.vllm_engine import DOCUMENT, Engine
 from tests.adapters.vllm_pool import hashes_of
 from tests.adapters.vllm_stub import HOST
-from tierstore.adapters.vllm import offers
+from tierstore.adapters.vllm import hit
+from tierstore.adapters.vllm.hit import local_tokens
 from tierstore.adapters.vllm.keys import KeyChain
 from tierstore.adapters.vllm.kv_groups import Group, Groups
-from tierstore.adapters.vllm.local import local_tokens
 from tierstore.types import Tier
 
 
@@ -133,7 +133,7 @@ def test_a_request_is_put_off_so_long_and_then_loads_from_where_its_pages_are(
         records.hold((Tier.NVME, Tier.HOST))
     engine.pace = 0.0
     now = 1000.0
-    monkeypatch.setattr(offers, "monotonic", lambda: now)
+    monkeypatch.setattr(hit, "monotonic", lambda: now)
     request = engine.requests[engine.add(DOCUMENT, 2)]
     offer = engine.scheduler.get_num_new_matched_tokens
     assert offer(request, 0) == (None, False)

@@ -16,8 +16,8 @@ from tests.adapters import vllm_planted
 from tests.adapters import vllm_stub as stub
 from tests.adapters.vllm_engine import DOCUMENT, Engine
 from tests.adapters.vllm_pool import BLOCK, Kind, Pool
+from tierstore.adapters.vllm.hit import into, longest
 from tierstore.adapters.vllm.kv_groups import Group, Groups, groups_of
-from tierstore.adapters.vllm.plans import into, longest
 from tierstore.errors import ConfigError
 from tierstore.types import Match, PageKey, Tier
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.support.planting import Plants
-from tierstore.adapters.vllm import filling, loading, plans, scheduling
+from tierstore.adapters.vllm import filling, hit, loading, scheduling
+from tierstore.adapters.vllm.hit import into
 from tierstore.adapters.vllm.keys import namespace
 from tierstore.adapters.vllm.kv_groups import Group, Groups
 from tierstore.adapters.vllm.loading import Loading
 from tierstore.adapters.vllm.messages import Orders
-from tierstore.adapters.vllm.plans import into
 from tierstore.adapters.vllm.requests import Step, Steps
 from tierstore.adapters.vllm.scheduling import SchedulerHalf
 from tierstore.adapters.vllm.storing import Storing
@@ -231,7 +231,7 @@ def a_hit_counts_without_its_windows(patch: pytest.MonkeyPatch) -> None:
         }
         return [page for page in found if page[2] not in windows] or found
 
-    patch.setattr(plans, "_windows", lambda groups, chains, start, end, find: [])
+    patch.setattr(hit, "_windows", lambda groups, chains, start, end, find: [])
     patch.setattr(scheduling, "into", wrong)
 
 

@@ -17,7 +17,7 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from tierstore.adapters.vllm.plans import Plan
+    from tierstore.adapters.vllm.hit import Plan
     from tierstore.adapters.vllm.requests import Step
     from tierstore.directory.transfers import Traffic
     from tierstore.types import PageKey

@@ -14,9 +14,9 @@ from tierstore.adapters.vllm.keys import Hashed, KeyChain
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tierstore.adapters.vllm.hit import Plan
     from tierstore.adapters.vllm.keys import Adapter
     from tierstore.adapters.vllm.kv_groups import Groups
-    from tierstore.adapters.vllm.plans import Plan
     from tierstore.types import PageKey
 
 

@@ -13,8 +13,8 @@ from tierstore.adapters.vllm.ahead import Ahead
 from tierstore.adapters.vllm.costs import Measured
 from tierstore.adapters.vllm.filling import Filling
 from tierstore.adapters.vllm.hints import Afterwards
+from tierstore.adapters.vllm.hit import Offers
 from tierstore.adapters.vllm.loading import Loading
-from tierstore.adapters.vllm.offers import Offers
 from tierstore.adapters.vllm.storing import Storing
 from tierstore.apart import Ranks, assemble_apart
 from tierstore.config import PrefetchConfig

@@ -1,23 +1,34 @@
-"""How far a request can be loaded when every group must have what it needs, and which pages that takes.
+"""How many tokens of a prompt the connector answers to vLLM, and which pages that takes.
 
-A group of full attention needs all blocks up to the hit's end, a window only those that the next token sees. So the
-hit is the longest at whose end all windows are there, within what full attention has.
+``Offers.of`` gives the number: looked up once and repeated, however often vLLM asks. ``longest`` finds the hit. A
+group of full attention needs all blocks up to the hit's end, a sliding window only those that the next token sees;
+the hit is the longest at whose end all windows are there, within what full attention has. ``costs`` may shorten it.
+``into`` names the pages and blocks of a hit that vLLM has taken; ``local_tokens`` says what vLLM holds itself.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from time import monotonic
+from typing import TYPE_CHECKING, Protocol
 
+from tierstore.adapters.vllm.costs import worth_loading
 from tierstore.adapters.vllm.kv_groups import NULL_BLOCK
+from tierstore.adapters.vllm.requests import Verdict
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from tierstore.adapters.vllm.ahead import Ahead
+    from tierstore.adapters.vllm.costs import Costs
     from tierstore.adapters.vllm.keys import KeyChain
     from tierstore.adapters.vllm.kv_groups import Group, Groups
+    from tierstore.adapters.vllm.requests import Known
+    from tierstore.store import TierStore
     from tierstore.types import Match, PageKey
 
     Find = Callable[[Sequence[PageKey]], Match]
@@ -149,3 +160,110 @@ def _windows(
 def _cut(span: Span, end: int) -> Span:
     pages = max(0, end // span.group.block_size - span.first)
     return Span(span.group, span.first, span.keys[:pages], span.tiers[:pages])
+
+
+_VERDICT_ASKS = 64
+"""How often a verdict is repeated before pages are looked up again: a request that waits for room asks every step."""
+
+
+class Offers:
+    """Lookups in a store. ``put_off_s``: so long a request waits for what ``ahead`` brings up from disk. ``costs``:
+    pages are left where they are if computing is quicker, and nobody else wants the engine; None: never.
+    """
+
+    def __init__(
+        self,
+        store: TierStore,
+        groups: Groups,
+        ahead: Ahead | None,
+        put_off_s: float,
+        costs: Costs | None = None,
+    ) -> None:
+        self.left = 0
+        """Pages that were left where they were."""
+        self._store = store
+        self._groups = groups
+        self._ahead = ahead
+        self._put_off_s = put_off_s
+        self._costs = costs
+
+    def of(self, known: Known, computed: int, others: int = 0) -> int | None:
+        """Tokens beyond ``computed``; None: ask again. ``others``: requests that want the engine meanwhile."""
+        return None if self._put_off(known) else self._verdict(known, computed, others).plan.tokens
+
+    def wanted(self, known: Known, local: int) -> tuple[list[PageKey], int]:
+        """The pages of the longest hit, and how many of them lie within the first ``local`` tokens."""
+        if self._groups.whole:
+            size = self._groups.unit
+            return known.chains[0].first((known.request.num_tokens - 1) // size), local // size
+        pages = self._plan(known, 0).keys
+        return [key for _, key in pages], sum(1 for end, _ in pages if end <= local)
+
+    def _verdict(self, known: Known, computed: int, others: int) -> Verdict:
+        verdict, tokens = known.verdict, known.request.num_tokens
+        if (
+            verdict is None
+            or (verdict.tokens, verdict.computed) != (tokens, computed)
+            or verdict.asked >= _VERDICT_ASKS
+            or verdict.stale
+        ):
+            plan = self._plan(known, computed)
+            if self._costs is not None and not others:
+                plan = self._worth(known, plan, self._costs)
+            verdict = known.verdict = Verdict(tokens, computed, plan)
+        verdict.asked += 1
+        return verdict
+
+    def _put_off(self, known: Known) -> bool:
+        """Whether the request is to wait in vLLM's queue; where it has waited its pages are looked up anew."""
+        if not self._put_off_s or self._ahead is None or known.put_off == math.inf:
+            return False
+        now = monotonic()
+        since = known.put_off = now if known.put_off is None else known.put_off
+        if now - since < self._put_off_s and self._ahead.coming(known.request.request_id):
+            return True
+        known.put_off, known.verdict = math.inf, None
+        return False
+
+    def _worth(self, known: Known, plan: Plan, costs: Costs) -> Plan:
+        """What of it is loaded; the rest is brought up behind."""
+        loaded = plan.up_to(worth_loading(plan, known.request.num_tokens, costs))
+        if loaded.tokens < plan.tokens:
+            if not known.left:
+                self.left += plan.pages - loaded.pages
+            known.left = True
+            if self._ahead is not None:
+                self._ahead.behind(known.request.request_id)
+        return loaded
+
+    def _plan(self, known: Known, computed: int) -> Plan:
+        """The longest hit; at least one token is left to compute."""
+        limit = known.request.num_tokens - 1
+        if known.limit is not None:
+            limit = min(limit, known.limit)
+        return longest(self._groups, known.chains, computed, limit, self._store.match)
+
+
+class Pool(Protocol):
+    """What is read of vLLM's block pool."""
+
+    def get_cached_block(self, block_hash: bytes, group_ids: list[int]) -> object | None:
+        """The blocks with this hash, one a group; None: not all of the groups have one."""
+        ...
+
+
+def local_tokens(pool: Pool, groups: Groups, block_hashes: Sequence[bytes]) -> int:
+    """Tokens of the request that the engine holds now, as the first group of full attention has it.
+
+    vLLM reuses a prompt's last blocks first, so its end is looked for by halves: where a block before it is gone all
+    the same, pages behind that one come up only when they are asked for. Windows alone count as nothing.
+    """
+    group = groups.spine
+    if group is None:
+        return 0
+    hashes = block_hashes[group.stride - 1 :: group.stride]
+
+    def gone(block_hash: bytes) -> bool:
+        return not pool.get_cached_block(block_hash, [group.number])
+
+    return bisect_left(hashes, True, key=gone) * group.block_size
