@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.adapters.vllm_engine import DOCUMENT, Engine
 from tests.support.pages import chain
 from tierstore.adapters.vllm import costs as choosing
-from tierstore.adapters.vllm.ahead import Ahead
 from tierstore.adapters.vllm.costs import Measured, Pace, worth_loading
 from tierstore.adapters.vllm.hit import Plan, Span
 from tierstore.adapters.vllm.kv_groups import Group
+from tierstore.adapters.vllm.loads import Ahead
 from tierstore.directory.residency import Residency, TierTable
 from tierstore.directory.transfers import Move, Traffic
 from tierstore.policy import make_policy

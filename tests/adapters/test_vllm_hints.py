@@ -14,8 +14,8 @@ from tests.adapters import vllm_engine
 from tests.adapters.test_vllm_ahead import only_on_disk
 from tests.adapters.vllm_engine import DOCUMENT, Engine
 from tests.adapters.vllm_stub import HOST
-from tierstore.adapters.vllm.ahead import Ahead
 from tierstore.adapters.vllm.hints import NOTHING, Told, told_of
+from tierstore.adapters.vllm.loads import Ahead
 from tierstore.types import PageKey, Tier
 
 OTHER = [2, *DOCUMENT[1:]]

@@ -9,7 +9,7 @@ from tests.adapters import vllm_planted
 from tests.adapters.vllm_engine import DOCUMENT, IN, OUT, Engine, Request
 from tests.adapters.vllm_stub import HOST
 from tests.support.planting import Plant
-from tierstore.adapters.vllm import loading
+from tierstore.adapters.vllm import loads
 from tierstore.types import Match, PageKey, Tier
 
 
@@ -48,8 +48,8 @@ def test_a_request_whose_load_failed_is_not_offered_the_same_again() -> None:
 
 def require_gone_on_from_what_arrived(page: int, pieces: int, patch: pytest.MonkeyPatch) -> None:
     """The load of four pages, so many at a time, in which one page fails: every cell that is read is checked."""
-    patch.setattr(loading, "MOST_A_STEP", pieces)
-    patch.setattr(loading, "MOST_IF_IDLE", pieces)
+    patch.setattr(loads, "MOST_A_STEP", pieces)
+    patch.setattr(loads, "MOST_IF_IDLE", pieces)
     engine = Engine(HOST)
     try:
         engine.add(DOCUMENT, 2)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.support.planting import Plants
-from tierstore.adapters.vllm import filling, hit, loading, scheduling
+from tierstore.adapters.vllm import filling, hit, loads, scheduling
 from tierstore.adapters.vllm.hit import into
 from tierstore.adapters.vllm.keys import namespace
 from tierstore.adapters.vllm.kv_groups import Group, Groups
-from tierstore.adapters.vllm.loading import Loading
+from tierstore.adapters.vllm.loads import Loading
 from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.requests import Step, Steps
 from tierstore.adapters.vllm.scheduling import SchedulerHalf
@@ -121,13 +121,13 @@ def the_first_bad_block_is_not_told(patch: pytest.MonkeyPatch) -> None:
 def a_gap_in_a_load_is_not_seen(patch: pytest.MonkeyPatch) -> None:
     """Not among ``PLANTED``: 2,000 walks of the machine did not meet it. ``test_vllm_requests`` does."""
 
-    def blind(load: loading.Load) -> None:
+    def blind(load: loads.Load) -> None:
         while load.leases and load.leases[0].wait(0) is not LeaseState.PENDING:
             lease = load.leases.popleft()
             lease.release()
             load.arrived += lease.num_pages
 
-    patch.setattr(loading, "_end_pieces", blind)
+    patch.setattr(loads, "_end_pieces", blind)
     settle = Loading.settle
 
     def wrong(self: Loading) -> list[Any]:

@@ -23,10 +23,10 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tierstore.adapters.vllm.ahead import Ahead
     from tierstore.adapters.vllm.costs import Costs
     from tierstore.adapters.vllm.keys import KeyChain
     from tierstore.adapters.vllm.kv_groups import Group, Groups
+    from tierstore.adapters.vllm.loads import Ahead
     from tierstore.adapters.vllm.requests import Known
     from tierstore.store import TierStore
     from tierstore.types import Match, PageKey

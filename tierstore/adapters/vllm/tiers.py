@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from tierstore.adapters.vllm.ahead import Ahead
 from tierstore.adapters.vllm.costs import Measured
 from tierstore.adapters.vllm.filling import Filling
 from tierstore.adapters.vllm.hints import Afterwards
 from tierstore.adapters.vllm.hit import Offers
-from tierstore.adapters.vllm.loading import Loading
+from tierstore.adapters.vllm.loads import Ahead, Loading
 from tierstore.adapters.vllm.storing import Storing
 from tierstore.apart import Ranks, assemble_apart
 from tierstore.config import PrefetchConfig
