@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.planting import Plants
-from tierstore.adapters.vllm import filling, hit, loads, scheduling
+from tierstore.adapters.vllm import hit, loads, scheduling, stores
 from tierstore.adapters.vllm.hit import into
 from tierstore.adapters.vllm.keys import namespace
 from tierstore.adapters.vllm.kv_groups import Group, Groups
@@ -17,7 +17,7 @@ from tierstore.adapters.vllm.loads import Loading
 from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.requests import Step, Steps
 from tierstore.adapters.vllm.scheduling import SchedulerHalf
-from tierstore.adapters.vllm.storing import Storing
+from tierstore.adapters.vllm.stores import Storing
 from tierstore.adapters.vllm.working import WorkerHalf
 from tierstore.apart import Ranks
 from tierstore.types import Ack, LeaseState, PageKey
@@ -238,7 +238,7 @@ def a_hit_counts_without_its_windows(patch: pytest.MonkeyPatch) -> None:
 def what_a_window_gave_back_is_stored(patch: pytest.MonkeyPatch) -> None:
     """Not among ``PLANTED``: some 2,000 walks of the machine did not meet it. ``test_vllm_kv_groups`` does."""
     patch.setattr(Group, "first_needed", lambda self, tokens: 0)
-    patch.setattr(filling, "NULL_BLOCK", -1)
+    patch.setattr(stores, "NULL_BLOCK", -1)
 
 
 @PLANTED.bug

@@ -10,11 +10,10 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from tierstore.adapters.vllm.costs import Measured
-from tierstore.adapters.vllm.filling import Filling
 from tierstore.adapters.vllm.hints import Afterwards
 from tierstore.adapters.vllm.hit import Offers
 from tierstore.adapters.vllm.loads import Ahead, Loading
-from tierstore.adapters.vllm.storing import Storing
+from tierstore.adapters.vllm.stores import Filling, Storing
 from tierstore.apart import Ranks, assemble_apart
 from tierstore.config import PrefetchConfig
 from tierstore.errors import ConfigError

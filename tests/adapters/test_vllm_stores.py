@@ -10,8 +10,8 @@ from tests.adapters import vllm_planted as planted
 from tests.adapters.vllm_engine import DOCUMENT, OUT, Engine
 from tests.support.pages import chain
 from tests.support.planting import Plant
-from tierstore.adapters.vllm import storing as storing_module
-from tierstore.adapters.vllm.storing import Storing
+from tierstore.adapters.vllm import stores as storing_module
+from tierstore.adapters.vllm.stores import Storing
 from tierstore.types import PageKey, Tier
 
 
