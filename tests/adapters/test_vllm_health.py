@@ -11,7 +11,7 @@ import pytest
 from tests.adapters.vllm_engine import DOCUMENT, Engine
 from tests.adapters.vllm_stub import HOST
 from tests.support.waiting import wait_for
-from tierstore.adapters.vllm import figures
+from tierstore.adapters.vllm import metrics
 from tierstore.adapters.vllm.messages import Hello, Report
 from tierstore.metrics import RankHealth
 from tierstore.types import Ack, Tier
@@ -40,7 +40,7 @@ class Pinner:
 
 @pytest.fixture(autouse=True)
 def _figures_at_every_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "_EVERY_S", 0.0)
+    monkeypatch.setattr(metrics, "_EVERY_S", 0.0)
 
 
 def _engine(**more: Any) -> Engine:
@@ -171,5 +171,5 @@ def test_an_engine_of_one_rank_has_the_same_keys() -> None:
 
 
 def test_a_line_of_the_log_names_ranks_that_are_not_well() -> None:
-    words = figures.in_words({"unpinned_bytes": {"0": 0.0, "1": 2e9}, "slow_copies": {"0": 0.0, "1": 1.0}})
+    words = metrics.in_words({"unpinned_bytes": {"0": 0.0, "1": 2e9}, "slow_copies": {"0": 0.0, "1": 1.0}})
     assert words == {"Host memory not pinned on rank 1 (MB)": 2000.0, "Slow copies on ranks": 1}

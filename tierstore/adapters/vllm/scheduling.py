@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from tierstore.adapters.vllm.costs import Pace
 from tierstore.adapters.vllm.events import Events
-from tierstore.adapters.vllm.figures import Figures
 from tierstore.adapters.vllm.hints import told_of
 from tierstore.adapters.vllm.hit import into
 from tierstore.adapters.vllm.keys import Adapters
 from tierstore.adapters.vllm.messages import Orders
+from tierstore.adapters.vllm.metrics import Figures
 from tierstore.adapters.vllm.requests import Known, Request, Step
 from tierstore.adapters.vllm.tiers import Terms, Tiers
 

@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from tierstore.adapters.vllm.figures import FIGURES, in_words, summed
+from tierstore.adapters.vllm.metrics import FIGURES, in_words, summed
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Counters of the scheduler's half for vLLM's log and its Prometheus endpoint: what was added since the last look."""
+"""Counters and gauges of the scheduler's half, as increments since the last read, for vLLM's log and Prometheus."""
 
 from __future__ import annotations
 

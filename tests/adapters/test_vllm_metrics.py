@@ -6,14 +6,14 @@ import pytest
 
 from tests.adapters.vllm_engine import DOCUMENT, Engine
 from tests.adapters.vllm_stub import HOST
-from tierstore.adapters.vllm import figures
+from tierstore.adapters.vllm import metrics
 
 
 def test_figures_are_what_was_added_and_add_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(figures, "monotonic", lambda: now[0])
+    monkeypatch.setattr(metrics, "monotonic", lambda: now[0])
     total: dict[str, dict[str, float]] = {"hits_pages": {"HOST": 3.0}, "pages": {"HOST,free": 5.0}}
-    taker = figures.Figures(lambda: total)
+    taker = metrics.Figures(lambda: total)
     first = taker.take()
     assert first == total
     total = {"hits_pages": {"HOST": 4.0, "NVME": 2.0}, "pages": {"HOST,free": 1.0}, "lock": {"x": 1.0}}
@@ -22,14 +22,14 @@ def test_figures_are_what_was_added_and_add_up_again(monkeypatch: pytest.MonkeyP
     second = taker.take()
     assert second == {"hits_pages": {"HOST": 1.0, "NVME": 2.0}, "pages": {"HOST,free": 1.0}}
     assert first is not None
-    both = figures.summed(first, second)
+    both = metrics.summed(first, second)
     assert both == {"hits_pages": {"HOST": 4.0, "NVME": 2.0}, "pages": {"HOST,free": 1.0}}
     now[0] = 3.0
     assert taker.take() is None  # nothing new
 
 
 def test_a_line_of_the_log_says_what_moved_and_how_fast() -> None:
-    words = figures.in_words(
+    words = metrics.in_words(
         {
             "hits_pages": {"NVME": 7.0},
             "transfer_bytes": {"HBM,HOST": 2e9},
