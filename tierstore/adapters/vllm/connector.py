@@ -161,7 +161,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
         """The same in vLLM's form."""
-        from tierstore.adapters.vllm.stats import TierStoreStats
+        from tierstore.adapters.vllm.prometheus import TierStoreStats
 
         return TierStoreStats(data=data or {})
 
@@ -170,7 +170,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> Any:
         """Its metrics, ``vllm:tierstore_*``."""
-        from tierstore.adapters.vllm.stats import TierStorePrometheus
+        from tierstore.adapters.vllm.prometheus import TierStorePrometheus
 
         return TierStorePrometheus(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 

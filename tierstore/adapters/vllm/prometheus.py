@@ -1,4 +1,7 @@
-"""``figures`` under vLLM's names: aggregated between log lines, and exported to Prometheus as ``vllm:tierstore_*``."""
+"""``metrics`` as the classes that vLLM asks for: aggregated between log lines, and exported as ``vllm:tierstore_*``.
+
+Needs vLLM to be imported; ``metrics`` does not.
+"""
 
 from __future__ import annotations
 
