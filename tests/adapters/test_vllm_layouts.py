@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tierstore.adapters.vllm.config import Settings
 from tierstore.adapters.vllm.kv_layout import geometry
-from tierstore.adapters.vllm.settings import Settings
 from tierstore.adapters.vllm.working import WorkerHalf
 from tierstore.errors import ConfigError
 from tierstore.gpu.geometry import LayerGroups

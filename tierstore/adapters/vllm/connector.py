@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tierstore.adapters.vllm import compat
-from tierstore.adapters.vllm.deployment import Deployment
+from tierstore.adapters.vllm.config import Deployment
 from tierstore.adapters.vllm.hit import local_tokens
 from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.requests import Steps

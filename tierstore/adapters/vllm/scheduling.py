@@ -22,11 +22,10 @@ from tierstore.adapters.vllm.tiers import Terms, Tiers
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from tierstore.adapters.vllm.deployment import Deployment
+    from tierstore.adapters.vllm.config import Deployment, Load
     from tierstore.adapters.vllm.keys import Adapter
     from tierstore.adapters.vllm.kv_groups import Groups
     from tierstore.adapters.vllm.messages import Hello, Report
-    from tierstore.adapters.vllm.settings import Load
     from tierstore.config import StoreConfig
     from tierstore.types import Tier
 

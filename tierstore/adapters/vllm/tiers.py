@@ -25,11 +25,11 @@ from tierstore.wakeup import Wakeup
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tierstore.adapters.vllm.config import Load
     from tierstore.adapters.vllm.costs import Pace
     from tierstore.adapters.vllm.events import Events
     from tierstore.adapters.vllm.kv_groups import Groups
     from tierstore.adapters.vllm.messages import Hello
-    from tierstore.adapters.vllm.settings import Load
     from tierstore.assembly import Parts
     from tierstore.config import StoreConfig
     from tierstore.directory.transfers import Traffic

@@ -13,9 +13,9 @@ import pytest
 from tests.adapters import vllm_stub as stub
 from tests.adapters.vllm_engine import Engine
 from tests.adapters.vllm_stub import HOST
-from tierstore.adapters.vllm import compat, served
-from tierstore.adapters.vllm.deployment import Deployment
-from tierstore.adapters.vllm.settings import Settings
+from tierstore.adapters.vllm import compat
+from tierstore.adapters.vllm import config as served
+from tierstore.adapters.vllm.config import Deployment, Settings
 from tierstore.errors import ConfigError
 
 
