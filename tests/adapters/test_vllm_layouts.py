@@ -7,7 +7,7 @@ import torch
 
 from tierstore.adapters.vllm.config import Settings
 from tierstore.adapters.vllm.kv_layout import geometry
-from tierstore.adapters.vllm.working import WorkerHalf
+from tierstore.adapters.vllm.worker import WorkerHalf
 from tierstore.errors import ConfigError
 from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.pool import EnginePool

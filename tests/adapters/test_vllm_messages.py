@@ -8,10 +8,10 @@ from typing import Any
 
 from tests.support.events import ManualEvent
 from tests.support.pages import chain
-from tierstore.adapters.vllm.feed import Feed
 from tierstore.adapters.vllm.kv_groups import Group, Groups
 from tierstore.adapters.vllm.messages import Catalogue, Report
 from tierstore.adapters.vllm.requests import Steps
+from tierstore.adapters.vllm.worker import Feed
 from tierstore.mover import Mover
 from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
 from tierstore.wakeup import Wakeup

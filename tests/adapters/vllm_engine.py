@@ -27,7 +27,7 @@ from tests.adapters.vllm_pool import BLOCK, FULL, Kind, Pool, Tables, hashes_of
 from tests.support.bench import WiredMover
 from tests.support.stalls import Gate, GatedCopies, GatedRecords
 from tierstore.adapters.vllm.kv_layout import Geometry
-from tierstore.adapters.vllm.working import WorkerHalf
+from tierstore.adapters.vllm.worker import WorkerHalf
 from tierstore.assembly import Parts, assemble
 from tierstore.config import StoreConfig
 from tierstore.host.arena import HostArena

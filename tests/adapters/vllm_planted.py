@@ -18,7 +18,7 @@ from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.requests import Step, Steps
 from tierstore.adapters.vllm.scheduling import SchedulerHalf
 from tierstore.adapters.vllm.stores import Storing
-from tierstore.adapters.vllm.working import WorkerHalf
+from tierstore.adapters.vllm.worker import WorkerHalf
 from tierstore.apart import Ranks
 from tierstore.types import Ack, LeaseState, PageKey
 

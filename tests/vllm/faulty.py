@@ -9,7 +9,7 @@ from typing import Any
 from tierstore.adapters.vllm.connector import TierStoreConnector
 from tierstore.adapters.vllm.kv_layout import Geometry
 from tierstore.adapters.vllm.messages import Report
-from tierstore.adapters.vllm.working import WorkerHalf
+from tierstore.adapters.vllm.worker import WorkerHalf
 from tierstore.config import StoreConfig
 from tierstore.types import Ack, Erase, Failure, Tier, Transfer
 

@@ -19,7 +19,7 @@ import torch
 from tierstore.adapters.vllm.config import Settings
 from tierstore.adapters.vllm.kv_layout import Geometry, geometry
 from tierstore.adapters.vllm.messages import Orders
-from tierstore.adapters.vllm.working import WorkerHalf
+from tierstore.adapters.vllm.worker import WorkerHalf
 from tierstore.bench.engine_tensors import LAYOUTS, tensors_of
 from tierstore.bench.link import device_of, settle
 from tierstore.directory.transfers import BATCH_PAGES

@@ -13,14 +13,14 @@ import torch
 from tests.adapters import vllm_stub as stub
 from tests.adapters.vllm_engine import DOCUMENT, IN, OUT, Engine
 from tests.adapters.vllm_stub import HOST
-from tierstore.adapters.vllm import working
+from tierstore.adapters.vllm import worker as working
 from tierstore.adapters.vllm.config import Settings
 from tierstore.adapters.vllm.costs import Pace
 from tierstore.adapters.vllm.kv_layout import geometry
 from tierstore.adapters.vllm.messages import Orders, Report
 from tierstore.adapters.vllm.requests import Step
 from tierstore.adapters.vllm.tiers import measured
-from tierstore.adapters.vllm.working import WorkerHalf
+from tierstore.adapters.vllm.worker import WorkerHalf
 from tierstore.nvme.probe import Rates
 from tierstore.types import Tier
 
