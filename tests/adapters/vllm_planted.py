@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from tests.support.planting import Plants
-from tierstore.adapters.vllm import hit, loads, scheduling, stores
+from tierstore.adapters.vllm import hit, loads, scheduler, stores
 from tierstore.adapters.vllm.hit import into
 from tierstore.adapters.vllm.keys import namespace
 from tierstore.adapters.vllm.kv_groups import Group, Groups
 from tierstore.adapters.vllm.loads import Loading
 from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.requests import Step, Steps
-from tierstore.adapters.vllm.scheduling import SchedulerHalf
+from tierstore.adapters.vllm.scheduler import SchedulerHalf
 from tierstore.adapters.vllm.stores import Storing
 from tierstore.adapters.vllm.worker import WorkerHalf
 from tierstore.apart import Ranks
@@ -232,7 +232,7 @@ def a_hit_counts_without_its_windows(patch: pytest.MonkeyPatch) -> None:
         return [page for page in found if page[2] not in windows] or found
 
     patch.setattr(hit, "_windows", lambda groups, chains, start, end, find: [])
-    patch.setattr(scheduling, "into", wrong)
+    patch.setattr(scheduler, "into", wrong)
 
 
 def what_a_window_gave_back_is_stored(patch: pytest.MonkeyPatch) -> None:

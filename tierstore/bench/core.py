@@ -22,7 +22,7 @@ import lmdb
 from tierstore.adapters.vllm.kv_groups import Group, Groups
 from tierstore.adapters.vllm.messages import Hello, Report
 from tierstore.adapters.vllm.requests import Step
-from tierstore.adapters.vllm.scheduling import SchedulerHalf
+from tierstore.adapters.vllm.scheduler import SchedulerHalf
 from tierstore.bench.measurement import Row, best_of
 from tierstore.config import load_config
 from tierstore.directory.residency import Residency, TierTable

@@ -21,7 +21,7 @@ from tierstore.adapters.vllm.config import Deployment
 from tierstore.adapters.vllm.hit import local_tokens
 from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.requests import Steps
-from tierstore.adapters.vllm.scheduling import SchedulerHalf
+from tierstore.adapters.vllm.scheduler import SchedulerHalf
 from tierstore.adapters.vllm.wire import HelloMetadata, Hybrid, Metadata, TransferResults, WorkerMetadata
 from tierstore.adapters.vllm.worker import WorkerHalf
 from tierstore.errors import ConfigError
