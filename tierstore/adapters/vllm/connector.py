@@ -1,13 +1,15 @@
 """``TierStoreConnector``: vLLM's names for what the two halves do. It translates, and decides nothing.
 
-Tested with vLLM 0.32; vLLM calls its connectors' interface experimental.
+Also the wrappings in which ``messages`` travel between vLLM's processes. Tested with vLLM 0.32; vLLM calls its
+connectors' interface experimental.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -19,10 +21,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from tierstore.adapters.vllm import compat
 from tierstore.adapters.vllm.config import Deployment
 from tierstore.adapters.vllm.hit import local_tokens
-from tierstore.adapters.vllm.messages import Orders
+from tierstore.adapters.vllm.messages import Hello, Orders, Report
 from tierstore.adapters.vllm.requests import Steps
 from tierstore.adapters.vllm.scheduler import SchedulerHalf
-from tierstore.adapters.vllm.wire import HelloMetadata, Hybrid, Metadata, TransferResults, WorkerMetadata
 from tierstore.adapters.vllm.worker import WorkerHalf
 from tierstore.errors import ConfigError
 
@@ -30,6 +31,38 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import torch
+
+TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
+"""How vLLM is told by request what has come and what has failed; None before 0.32."""
+
+Hybrid: Any = object if TransferResults is None else base.SupportsHMA
+"""Claims several KV groups, where a failed load can be told in spite of them."""
+
+
+@dataclass
+class Metadata(KVConnectorMetadata):  # type: ignore[misc]
+    """What travels to the workers with each step."""
+
+    orders: Orders
+
+
+@dataclass
+class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What travels back."""
+
+    report: Report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Of two ranks."""
+        assert isinstance(other, WorkerMetadata)
+        return WorkerMetadata(self.report.merged(other.report))
+
+
+@dataclass
+class HelloMetadata(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What a worker says once."""
+
+    hello: Hello
 
 
 class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
