@@ -9,7 +9,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.adapters.chunk_machine import ChunkMachine
 from tests.support import planting
 from tests.support.planting import SEARCH, Bug
-from tierstore.adapters import chunks
+from tierstore.adapters.vllm import chunks
 
 BUGS = [
     Bug("what is read leaves", "            if key in self._reading:\n                continue\n", ""),

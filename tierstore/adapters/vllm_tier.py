@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from tierstore.adapters.chunks import Chunks, Done, is_whole
+from tierstore.adapters.vllm.chunks import Chunks, Done, is_whole
 from tierstore.adapters.vllm.keys import adapters_digest, weights_digest
 from tierstore.config import NvmeConfig, load_config
 from tierstore.errors import ConfigError
