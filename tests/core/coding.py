@@ -13,8 +13,8 @@ from tierstore.codecs import LOSSY
 from tierstore.codecs.places import Places
 from tierstore.errors import IntegrityError
 from tierstore.gpu import geometry
-from tierstore.gpu.coding import Call, Coder
 from tierstore.gpu.pool import EnginePages, EnginePool
+from tierstore.gpu.quant.coder import Call, Coder
 from tierstore.layout import PageLayout
 
 FILL = 0xA5

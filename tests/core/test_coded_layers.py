@@ -25,9 +25,9 @@ from tierstore.codecs.held import Held, Packer
 from tierstore.gpu import coded_path, geometry
 from tierstore.gpu.coded import Coded, PayloadSlabs
 from tierstore.gpu.coded_layers import parts_of
-from tierstore.gpu.coding import Coder
 from tierstore.gpu.geometry import Cut, LayerGroups
 from tierstore.gpu.pool import EnginePages, EnginePool
+from tierstore.gpu.quant.coder import Coder
 from tierstore.layout import PageLayout
 
 NAMES = [name for name, codec in LOSSY.items() if not codec.zstd]

@@ -20,8 +20,9 @@ from tests.core.coding import Bench
 from tests.core.interpreted import KERNELS, NUMBERS, interpreted, source_of
 from tests.support.planting import Bug, write
 from tierstore.codecs import LOSSY, fixed_nbytes
-from tierstore.gpu import coding, geometry
+from tierstore.gpu import geometry
 from tierstore.gpu.pool import EnginePages
+from tierstore.gpu.quant import coder
 from tierstore.layout import PageLayout
 
 NAMES = [name for name, codec in LOSSY.items() if not codec.zstd]
@@ -99,7 +100,7 @@ def test_pages_of_any_size_are_coded_as_on_the_cpu(
 
 
 def test_groups_longer_than_a_program_holds_are_coded_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coding, "BLOCK", 32)
+    monkeypatch.setattr(coder, "BLOCK", 32)
     layout = PageLayout.of(spec_of("bfloat16", 1, 35, 1, 70, 0, "mla"))
     for name in ("int8", "fp8", "k8v4"):
         bench = Bench(name, layout, some_pages(layout, frozenset({"outliers"}), 1), KERNELS_HERE)

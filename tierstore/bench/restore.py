@@ -30,11 +30,11 @@ from tierstore.gpu import geometry
 from tierstore.gpu.coded import DOWN_NBYTES, UP_NBYTES, Coded, LayerCoder, PayloadSlabs
 from tierstore.gpu.coded_layers import parts_of
 from tierstore.gpu.coded_path import CUTS
-from tierstore.gpu.coding import Coder
 from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.device import CpuDevice
 from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.layer_events import NOT_YET, Arriving
+from tierstore.gpu.quant.coder import Coder
 from tierstore.gpu.routes import Straight
 from tierstore.layout import PageLayout
 from tierstore.metrics import Metrics

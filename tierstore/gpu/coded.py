@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from tierstore.gpu.coding import Call
+from tierstore.gpu.quant.coder import Call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tierstore.gpu.coding import Coder
     from tierstore.gpu.geometry import LayerGroups
+    from tierstore.gpu.quant.coder import Coder
     from tierstore.gpu.routes import Route
 
 UP_NBYTES = 192 << 20

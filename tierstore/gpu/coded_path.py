@@ -14,10 +14,10 @@ from tierstore.codecs import LOSSY
 from tierstore.gpu import geometry
 from tierstore.gpu.coded import DOWN_NBYTES, UP_NBYTES, Coded, LayerCoder, PayloadSlabs, Saves, TorchCard
 from tierstore.gpu.coded_layers import parts_of
-from tierstore.gpu.coding import Call, Coder
 from tierstore.gpu.geometry import Cut, LayerGroups, Segments
 from tierstore.gpu.mapped import UP, Fetcher, Mapped, table_of
 from tierstore.gpu.pool import CudaPool, EnginePool
+from tierstore.gpu.quant.coder import Call, Coder
 from tierstore.gpu.routes import SIZES, Choice, Kernel, Option, Straight, rates_of
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tierstore.codecs.places import Places
-from tierstore.gpu.coding import FP8, WORDS, blocks, power, runs_of, strides_of
+from tierstore.gpu.quant.coder import FP8, WORDS, blocks, power, runs_of, strides_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from tierstore.codecs.kinds import Lossy
     from tierstore.gpu.coded import Card, Saves
-    from tierstore.gpu.coding import Constants, Run
     from tierstore.gpu.geometry import LayerGroups, Lot
+    from tierstore.gpu.quant.coder import Constants, Run
     from tierstore.layout import PageLayout
 
 
