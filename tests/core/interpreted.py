@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -11,51 +9,29 @@ from types import ModuleType
 import triton
 from triton.language import standard
 
-NUMBERS, KERNELS = "tierstore.gpu.coding_numbers", "tierstore.gpu.coding_kernels"
-FETCHING = "tierstore.gpu.mapped_kernel"
 
-
-def interpreted(instead: Mapping[str, Path] | None = None) -> ModuleType:
-    """A second ``coding_kernels`` whose kernels are interpreted; the first stays as it is, imported or not.
-
-    ``instead``: files to take for one of the two modules, which must stay there as long as the kernels are used.
-    """
-    return _interpreted(KERNELS, instead or {})
-
-
-def interpreted_fetching(instead: Mapping[str, Path] | None = None) -> ModuleType:
-    """The same of ``mapped_kernel``."""
-    return _interpreted(FETCHING, instead or {})
-
-
-def _interpreted(wanted: str, instead: Mapping[str, Path]) -> ModuleType:
-    before = {name: sys.modules.pop(name, None) for name in (NUMBERS, wanted)}
-    try:
-        with triton.knobs.runtime.scope():
-            triton.knobs.runtime.interpret = True
-            numbers, kernels = (_load(name, instead.get(name)) for name in (NUMBERS, wanted))
-    finally:
-        for name, module in before.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
-    for module in (numbers, kernels):  # the interpreter reduces these two by NumPy, others number by number
-        vars(module).update(larger=standard._elementwise_max, smaller=standard._elementwise_min)
-    return kernels
-
-
-def source_of(name: str) -> str:
-    """Of one of the two modules."""
-    spec = find_spec(name)
+def _file() -> Path:
+    spec = find_spec("tierstore.gpu.quant.codec_kernels")
     assert spec is not None
     assert spec.origin is not None
-    return Path(spec.origin).read_text(encoding="utf-8")
+    return Path(spec.origin)
 
 
-def _load(name: str, path: Path | None) -> ModuleType:
-    spec = find_spec(name) if path is None else spec_from_file_location(name, path)
+KERNELS = _file()
+
+
+def interpreted(path: Path = KERNELS) -> ModuleType:
+    """A second ``codec_kernels`` whose kernels are interpreted; the first stays as it is, imported or not.
+
+    ``path``: the file to take for it, which must stay there as long as the kernels are used.
+    """
+    spec = spec_from_file_location("codec_kernels_interpreted", path)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[name] = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = module_from_spec(spec)
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        spec.loader.exec_module(module)
+    # The interpreter reduces these two by NumPy, others number by number.
+    vars(module).update(larger=standard._elementwise_max, smaller=standard._elementwise_min)
     return module

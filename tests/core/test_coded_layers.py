@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 pytest.importorskip("triton")
 
 from tests.codecs.holding import FLOATS, Bytes, decoded, page_like_kv, spec_of
-from tests.core.test_coding import KERNELS_HERE
-from tierstore import gpu
+from tests.core.test_codec_kernels import KERNELS_HERE
 from tierstore.codecs import LOSSY
 from tierstore.codecs.held import Held, Packer
-from tierstore.gpu import coded_path, geometry
+from tierstore.gpu import coded_path, geometry, quant
 from tierstore.gpu.coded import Coded, PayloadSlabs
 from tierstore.gpu.coded_layers import parts_of
 from tierstore.gpu.geometry import Cut, LayerGroups
@@ -134,8 +133,8 @@ def open_bench(
 ) -> Bench:
     layout = layout_of(dtype)
     held = Held.of(name, layout)
-    patch.setattr(gpu, "coding_kernels", KERNELS_HERE, raising=False)
-    patch.setitem(sys.modules, "tierstore.gpu.coding_kernels", KERNELS_HERE)
+    patch.setattr(quant, "codec_kernels", KERNELS_HERE, raising=False)
+    patch.setitem(sys.modules, "tierstore.gpu.quant.codec_kernels", KERNELS_HERE)
     patch.setattr(torch.cuda, "device", lambda device: nullcontext())
     patch.setattr(Coder, "compile_decoding", lambda self, call: None)
     patch.setattr(coded_path, "_any_call", lambda held, device: None)

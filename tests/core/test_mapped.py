@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from tests.codecs.holding import FEATURES, Bytes, decoded, encoded, page_like_kv, spec_of
 from tests.core import virtual_link
-from tests.core.interpreted import FETCHING, interpreted_fetching, source_of
+from tests.core.interpreted import KERNELS, interpreted
 from tests.support.planting import Bug, write
 from tierstore.codecs import LOSSY
 from tierstore.codecs.held import Held
@@ -28,7 +28,7 @@ from tierstore.gpu.mapped import Fetcher, Grid, Mapped
 from tierstore.gpu.pool import EnginePages, EnginePool
 from tierstore.layout import PageLayout
 
-FETCHING_HERE = interpreted_fetching()
+FETCHING_HERE = interpreted()
 NAMES = [name for name, codec in LOSSY.items() if not codec.zstd]
 SMALL = Grid(3, 4, 1024, 2048, 1)
 """Several tiles a plane, several turns a tile, several tiles a program."""
@@ -291,11 +291,21 @@ BUGS = [
         "layer * SIDES, row + ROWS, here",
         "layer * SIDES, row, here",
     ),
-    Bug("both numbers of a byte are the low one", "(found >> (4 * part))", "(found >> 0)"),
-    Bug("tokens that are not there are written", "mask = inside & (i < NUMBERS)", "mask = inside"),
+    Bug(
+        "both numbers of a byte are the low one",
+        "                    code = (found >> (4 * part))",
+        "                    code = (found >> 0)",
+    ),
+    Bug(
+        "tokens that are not there are written",
+        "                mask = inside & (i < NUMBERS)",
+        "                mask = inside",
+    ),
     Bug("another page is blamed", "tl.store(flags + page +", "tl.store(flags + pages - 1 - page +"),
     Bug(
-        "scales are taken as they are", "bad = mask & (stored > MOST_SCALE)", "bad = mask & (stored > 0xFFFF)"
+        "scales are taken as they are",
+        "                bad = mask & (stored > MOST_SCALE)",
+        "                bad = mask & (stored > 0xFFFF)",
     ),
 ]
 
@@ -306,6 +316,6 @@ def test_the_kernel_as_it_is_is_right() -> None:
 
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_noticed(bug: Bug, tmp_path: Path) -> None:
-    kernels = interpreted_fetching({FETCHING: write(source_of(FETCHING), bug, tmp_path)})
+    kernels = interpreted(write(KERNELS.read_text(encoding="utf-8"), bug, tmp_path))
     with pytest.raises(AssertionError):
         require_all_right(kernels)

@@ -22,11 +22,12 @@ from tests.store.secret_machine import SecretMachine
 from tests.support import bench as benches
 from tests.support import pages
 from tests.support.pages import PATIENCE_S, chain, page_tensor, tiers
-from tierstore import codecs, gpu
+from tierstore import codecs
 from tierstore.codecs import LOSSY
-from tierstore.gpu import coded_path, coding_kernels
+from tierstore.gpu import coded_path, quant
 from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.pool import EnginePages
+from tierstore.gpu.quant import codec_kernels
 from tierstore.layout import PageLayout
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageSpec, Tier
@@ -55,7 +56,7 @@ def test_payloads_and_pages_are_those_of_the_cpu(name: str, dtype: str) -> None:
     layout = many_groups(dtype)
     for features in ([], FEATURES, ["subnormals", "tiny"], ["zeros", "outliers", "extremes"]):
         found = [page_like_kv(layout, seed, frozenset(features)) for seed in range(3)]
-        bench = Bench(name, layout, found, coding_kernels, "cuda:0")
+        bench = Bench(name, layout, found, codec_kernels, "cuda:0")
         bench.own_slots()
         bench.require_same()
 
@@ -67,7 +68,7 @@ def test_an_engines_tensors_are_coded_in_place_whatever_their_strides(name: str,
     spec = spec_of("bfloat16", 3, 32, 2, 64)
     layout = PageLayout.of(spec)
     found = [page_like_kv(layout, seed, frozenset({"outliers"})) for seed in range(3)]
-    bench = Bench(name, layout, found, coding_kernels, "cuda:0")
+    bench = Bench(name, layout, found, codec_kernels, "cuda:0")
     sizes = dict(zip("BKNHD", (3, *spec.shape[1:]), strict=True))
     shape = [sizes[letter] for letter in letters]
     tensors = [torch.zeros(shape, dtype=torch.bfloat16, device="cuda:0") for _ in range(3)]
@@ -211,8 +212,8 @@ def test_no_sequence_of_calls_breaks_a_promise(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_triton_the_cpu_codes_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, coding_kernels.__name__, None)
-    monkeypatch.delattr(gpu, "coding_kernels")
+    monkeypatch.setitem(sys.modules, codec_kernels.__name__, None)
+    monkeypatch.delattr(quant, "codec_kernels")
     config = tiers(4, 8, page_nbytes=SPEC.page_nbytes, host_more={"codec": "int8"})
     with TierStore.open(config, SPEC) as opened:
         hbm = opened.stats()["hbm"]

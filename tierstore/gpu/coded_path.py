@@ -91,8 +91,8 @@ def _slabs(
 
 def _fetcher(pool: OwnPool | EnginePool, held: Held, card: TorchCard, device: torch.device) -> Fetcher | None:
     """None where such kernels cannot decode these pages, or slowly, or triton cannot compile them."""
-    from tierstore.gpu import coding_kernels
-    from tierstore.gpu.mapped_kernel import fetch
+    from tierstore.gpu.quant import codec_kernels
+    from tierstore.gpu.quant.codec_kernels import fetch
 
     codec, found = LOSSY[held.codec], _lots(pool, held)
     if found is None or not Fetcher.suits(codec, held.layout):
@@ -103,7 +103,7 @@ def _fetcher(pool: OwnPool | EnginePool, held: Held, card: TorchCard, device: to
     try:
         with torch.cuda.device(device):
             fetcher.compile(*table_of(card, 1))
-    except coding_kernels.REFUSALS as error:
+    except codec_kernels.REFUSALS as error:
         _log.warning("host.codec %s: pages come through slabs: triton cannot compile: %s", held.codec, error)
         return None
     return fetcher
@@ -111,18 +111,18 @@ def _fetcher(pool: OwnPool | EnginePool, held: Held, card: TorchCard, device: to
 
 def _coder(pool: OwnPool | EnginePool, held: Held, device: torch.device) -> Coder | str:
     try:
-        from tierstore.gpu import coding_kernels
+        from tierstore.gpu.quant import codec_kernels
     except ImportError:
         return "triton is missing"
     own = pool.bytes if isinstance(pool, CudaPool) else None
     found = _lots(pool, held)
     if found is None:
         return "the layers of the engine differ in strides"
-    coder = Coder(LOSSY[held.codec], held.layout, found, own, held.slot_nbytes, coding_kernels)
+    coder = Coder(LOSSY[held.codec], held.layout, found, own, held.slot_nbytes, codec_kernels)
     try:
         with torch.cuda.device(device):
             coder.compile(_any_call(held, device))
-    except coding_kernels.REFUSALS as error:
+    except codec_kernels.REFUSALS as error:
         return f"triton cannot compile its kernels: {error}"
     return coder
 
@@ -138,7 +138,7 @@ def _by_layers(
     pool: OwnPool | EnginePool, held: Held, slabs: PayloadSlabs, driver: Driver, device: torch.device
 ) -> tuple[LayerGroups | None, list[LayerCoder]]:
     """Loads by layers, where pages are large and all of them is encoded; else none."""
-    from tierstore.gpu import coding_kernels
+    from tierstore.gpu.quant import codec_kernels
 
     found = _lots(pool, held)
     layers = LayerGroups.by_shares(held.layout, CUTS)
@@ -148,11 +148,11 @@ def _by_layers(
     groups = []
     for part in parts:
         lot = replace(found[0], deltas=found[0].deltas[part.first : part.end])
-        coder = Coder(LOSSY[held.codec], part.layout, (lot,), None, part.stride, coding_kernels)
+        coder = Coder(LOSSY[held.codec], part.layout, (lot,), None, part.stride, codec_kernels)
         try:
             with torch.cuda.device(device):
                 coder.compile_decoding(_any_call(held, device))
-        except coding_kernels.REFUSALS as error:
+        except codec_kernels.REFUSALS as error:
             _log.warning("host.codec %s: pages come whole: triton cannot compile: %s", held.codec, error)
             return None, []
         carry = [
