@@ -22,10 +22,11 @@ from tests.support.planting import Bug, write
 from tierstore.codecs import LOSSY
 from tierstore.codecs.held import Held
 from tierstore.errors import IntegrityError
-from tierstore.gpu import coded_path, cuda_engine, geometry
+from tierstore.gpu import cuda_engine, geometry
 from tierstore.gpu.geometry import LayerGroups
-from tierstore.gpu.mapped import Fetcher, Grid, Mapped
 from tierstore.gpu.pool import EnginePages, EnginePool
+from tierstore.gpu.quant import encoded_routes
+from tierstore.gpu.quant.encoded_routes import Fetcher, Grid, Mapped
 from tierstore.layout import PageLayout
 
 FETCHING_HERE = interpreted()
@@ -238,7 +239,7 @@ class NoPieces(virtual_link.Link):
 
     def __init__(self, clock: virtual_link.Clock, held: Held, processor: virtual_link.Processor) -> None:
         super().__init__(clock, held, processor)
-        self.layers = LayerGroups.by_shares(held.layout, coded_path.MAPPED_CUTS)
+        self.layers = LayerGroups.by_shares(held.layout, encoded_routes.MAPPED_CUTS)
         self.group_pieces = 0
         self._sizes = self.layers.divide(held.payload_nbytes)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.core.test_coded import Event, Stream
+from tests.core.test_encoded_routes import Event, Stream
 from tests.support import planting
 from tests.support.planting import Bug
 from tierstore.gpu import geometry, staging

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from tierstore.codecs.held import Held
 from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.gpu import schedule
-from tierstore.gpu.coded_layers import parts_of
-from tierstore.gpu.coded_path import CUTS
 from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.layer_events import HERE, Arriving
+from tierstore.gpu.quant.encoded_routes import CUTS, parts_of
 from tierstore.gpu.routes import WholePages
 from tierstore.layout import PageLayout
 from tierstore.types import PageKey, PageSpec, Tier, Transfer

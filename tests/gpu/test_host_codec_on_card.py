@@ -24,10 +24,10 @@ from tests.support import pages
 from tests.support.pages import PATIENCE_S, chain, page_tensor, tiers
 from tierstore import codecs
 from tierstore.codecs import LOSSY
-from tierstore.gpu import coded_path, quant
+from tierstore.gpu import quant
 from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.pool import EnginePages
-from tierstore.gpu.quant import codec_kernels
+from tierstore.gpu.quant import codec_kernels, encoded_routes
 from tierstore.layout import PageLayout
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageSpec, Tier
@@ -105,9 +105,9 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """Slabs of three pages: transfers take turns."""
     codec, _, slabs = request.param.partition(" ")
     for way in ("UP_NBYTES", "DOWN_NBYTES"):
-        monkeypatch.setattr(coded_path, way, 3 * SPEC.page_nbytes)
+        monkeypatch.setattr(encoded_routes, way, 3 * SPEC.page_nbytes)
     if not slabs:
-        monkeypatch.setattr(coded_path, "MAPPED_NBYTES", 0)
+        monkeypatch.setattr(encoded_routes, "MAPPED_NBYTES", 0)
     config = tiers(16, 40, page_nbytes=SPEC.page_nbytes, host_more={"codec": codec})
     opened = benches.open_bench(config, SPEC, pump=True)
     yield opened
@@ -145,7 +145,7 @@ def test_a_stores_pages_go_down_and_up_as_the_cpu_codes_them_by_kernels(store: b
     hbm = store.store.stats()["hbm"]
     assert isinstance(hbm, dict)
     assert hbm["copies"].startswith(f"{codec} on the card")
-    assert ("from host memory" in hbm["copies"]) is (coded_path.MAPPED_NBYTES == 0)
+    assert ("from host memory" in hbm["copies"]) is (encoded_routes.MAPPED_NBYTES == 0)
     assert isinstance(store.copies.inner, CudaCopyEngine)
 
 

@@ -27,14 +27,20 @@ from tierstore.codecs import LOSSY
 from tierstore.codecs.held import Held
 from tierstore.config import load_config
 from tierstore.gpu import geometry
-from tierstore.gpu.coded import DOWN_NBYTES, UP_NBYTES, Coded, LayerCoder, PayloadSlabs
-from tierstore.gpu.coded_layers import parts_of
-from tierstore.gpu.coded_path import CUTS
 from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.device import CpuDevice
 from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.layer_events import NOT_YET, Arriving
 from tierstore.gpu.quant.coder import Coder
+from tierstore.gpu.quant.encoded_routes import (
+    CUTS,
+    DOWN_NBYTES,
+    UP_NBYTES,
+    Coded,
+    LayerCoder,
+    PayloadSlabs,
+    parts_of,
+)
 from tierstore.gpu.routes import Straight
 from tierstore.layout import PageLayout
 from tierstore.metrics import Metrics
@@ -359,7 +365,7 @@ class Rig:
         return Straight(geometry.pool_segments(0, layout), cast("Any", self.driver), layers, groups)
 
     def _coded(self, layout: PageLayout, held: Held) -> Route:
-        """As ``coded_path`` makes it for slots of our own."""
+        """As ``encoded_routes.coded`` makes it for slots of our own."""
         card: Any = PaperCard()
         driver: Any = self.driver
         kernels: Any = _Kernels(self.kernels)

@@ -13,13 +13,13 @@ import torch
 
 from tierstore.errors import ConfigError
 from tierstore.gpu import routes
-from tierstore.gpu.coded_path import coded
 from tierstore.gpu.cpu_engine import CpuCopyEngine, HostBytes
 from tierstore.gpu.cuda_engine import CudaCopyEngine, PinnedHost
 from tierstore.gpu.driver import CudaPinner, Driver, DriverError
 from tierstore.gpu.geometry import MOST_GROUPS, LayerGroups
 from tierstore.gpu.layer_events import AllOf, StreamEvent
 from tierstore.gpu.pool import CpuPool, CudaPool, EnginePool
+from tierstore.gpu.quant.encoded_routes import coded
 from tierstore.gpu.routes import Choice
 
 if TYPE_CHECKING:

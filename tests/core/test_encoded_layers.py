@@ -21,12 +21,12 @@ from tests.codecs.holding import FLOATS, Bytes, decoded, page_like_kv, spec_of
 from tests.core.test_codec_kernels import KERNELS_HERE
 from tierstore.codecs import LOSSY
 from tierstore.codecs.held import Held, Packer
-from tierstore.gpu import coded_path, geometry, quant
-from tierstore.gpu.coded import Coded, PayloadSlabs
-from tierstore.gpu.coded_layers import parts_of
+from tierstore.gpu import geometry, quant
 from tierstore.gpu.geometry import Cut, LayerGroups
 from tierstore.gpu.pool import EnginePages, EnginePool
+from tierstore.gpu.quant import encoded_routes
 from tierstore.gpu.quant.coder import Coder
+from tierstore.gpu.quant.encoded_routes import Coded, PayloadSlabs, parts_of
 from tierstore.layout import PageLayout
 
 NAMES = [name for name, codec in LOSSY.items() if not codec.zstd]
@@ -137,17 +137,17 @@ def open_bench(
     patch.setitem(sys.modules, "tierstore.gpu.quant.codec_kernels", KERNELS_HERE)
     patch.setattr(torch.cuda, "device", lambda device: nullcontext())
     patch.setattr(Coder, "compile_decoding", lambda self, call: None)
-    patch.setattr(coded_path, "_any_call", lambda held, device: None)
-    patch.setattr(coded_path, "CUTS", [Cut(shares, 1)])
+    patch.setattr(encoded_routes, "_any_call", lambda held, device: None)
+    patch.setattr(encoded_routes, "CUTS", [Cut(shares, 1)])
     pool: Own | EnginePool = engine_pool(layout) if engine else Own(layout)
     if isinstance(pool, Own):
         found = pool.lots
-        patch.setattr(coded_path, "_lots", lambda pool, held: found)
+        patch.setattr(encoded_routes, "_lots", lambda pool, held: found)
     slabs, driver = (
         PayloadSlabs(layout.blob_nbytes, held.slot_nbytes, 2 * layout.blob_nbytes, Card()),
         Driver(),
     )
-    layers, groups = coded_path._by_layers(pool, held, slabs, driver, CPU)  # type: ignore[arg-type]
+    layers, groups = encoded_routes._by_layers(pool, held, slabs, driver, CPU)  # type: ignore[arg-type]
     nothing: Any = None
     side: Any = (Stream(), Stream())
     route = Coded(name, nothing, (slabs, nothing), (slabs, nothing), side, Card(), layers, groups)
@@ -212,7 +212,7 @@ def test_the_pieces_of_all_groups_are_the_payload() -> None:
     """Of an 8B model's pages: two groups, the second the smaller one, and four pieces in each."""
     layout = PageLayout.of(spec_of("bfloat16", 32, 64, 8, 128))
     held = Held.of("int8", layout)
-    parts = parts_of(held, LayerGroups.by_shares(layout, coded_path.CUTS))
+    parts = parts_of(held, LayerGroups.by_shares(layout, encoded_routes.CUTS))
     assert [(part.first, part.end) for part in parts] == [(0, 20), (20, 32)]
     assert [len(part.pieces) for part in parts] == [4, 4]
     pieces = sorted((there, nbytes) for part in parts for _, there, nbytes in part.pieces)
@@ -225,4 +225,4 @@ def test_the_pieces_of_all_groups_are_the_payload() -> None:
 def test_pages_whose_parts_would_be_small_pieces_go_whole(tokens: int, groups: int) -> None:
     """Of an 8B model, 2 to 16 MiB."""
     layout = PageLayout.of(spec_of("bfloat16", 32, tokens, 8, 128))
-    assert len(LayerGroups.by_shares(layout, coded_path.CUTS)) == groups
+    assert len(LayerGroups.by_shares(layout, encoded_routes.CUTS)) == groups

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tests.support import planting
 from tests.support.planting import Bug
-from tierstore.gpu import coded
+from tierstore.gpu.quant import encoded_routes
 
 STRIDE = 16
 SLOTS, SLAB_PAGES = 24, 3
@@ -207,16 +207,16 @@ BUGS = [
 
 
 def test_pages_are_right_in_whatever_order_streams_run() -> None:
-    require_all_right(coded)
+    require_all_right(encoded_routes)
 
 
 def test_the_next_slab_is_filled_while_one_crosses_the_link() -> None:
-    require_two_in_turn(coded)
+    require_two_in_turn(encoded_routes)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_noticed(bug: Bug) -> None:
-    planted = planting.load(coded, bug)
+    planted = planting.load(encoded_routes, bug)
     require = require_two_in_turn if bug.name == "one slab is all there is" else require_all_right
     with pytest.raises(AssertionError):
         require(planted)
