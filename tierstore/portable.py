@@ -14,10 +14,10 @@ from tierstore.errors import ArchiveError, CapacityError, ConfigError, Integrity
 from tierstore.keys import EXACT
 from tierstore.nvme.archive.form import Description
 from tierstore.nvme.archive.reading import Imported, read_archive
-from tierstore.nvme.archive.records import Record, Taken
+from tierstore.nvme.archive.records import Taken
 from tierstore.nvme.archive.writing import Exported, write_archive
 from tierstore.nvme.coding import Decoders
-from tierstore.nvme.lending import Memory
+from tierstore.nvme.lending import Memory, Record
 from tierstore.slots import require_key_list
 from tierstore.types import LeaseState, Tier
 

@@ -24,7 +24,8 @@ from tests.support.pages import SPEC, chain
 from tierstore.errors import ArchiveError
 from tierstore.layout import PageLayout
 from tierstore.nvme.archive import form, reading
-from tierstore.nvme.archive.records import Record, Taken
+from tierstore.nvme.archive.records import Taken
+from tierstore.nvme.lending import Record
 from tierstore.types import PageSpec
 
 

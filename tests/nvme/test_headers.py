@@ -13,8 +13,7 @@ import pytest
 
 from tests.nvme.rig import LAYOUT, PATIENCE_S, Rig, data_file, key, page
 from tierstore.nvme import entry
-from tierstore.nvme.headers import PageHeaders
-from tierstore.nvme.records import InlineRecords
+from tierstore.nvme.headers import InlineRecords, PageHeaders
 from tierstore.nvme.walk import walk
 
 COUNT = 60

@@ -157,7 +157,7 @@ def test_a_move_that_the_disk_refuses_loses_no_record_and_no_room(
         copied.append(len(planned))
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(holes, "copy", refused)
+    monkeypatch.setattr("tierstore.nvme.extent_space.copy_records", refused)
     chance = random.Random(3)
     for number in NOISE[:300]:
         while sum(held.values()) + rig.tier.record_nbytes > rig.tier.budget_nbytes:

@@ -41,12 +41,12 @@ from tierstore.nvme.entry import (
 from tierstore.nvme.environment import Environment
 from tierstore.nvme.extent_records import ExtentRecords, slots_of
 from tierstore.nvme.extent_space import ExtentSpace
-from tierstore.nvme.extents import ExtentFiles
-from tierstore.nvme.fetching import ExtentBytes, InlineBytes, RecordBytes
-from tierstore.nvme.headers import PageHeaders
+from tierstore.nvme.extents import ExtentBytes, ExtentFiles
+from tierstore.nvme.fetching import RecordBytes
+from tierstore.nvme.headers import InlineBytes, InlineRecords, PageHeaders, numbers_hold
 from tierstore.nvme.home import FULL, free_nbytes, least_free_nbytes
 from tierstore.nvme.reading import RecordReader
-from tierstore.nvme.records import InlineRecords, Page, Records, numbers_hold
+from tierstore.nvme.records import Page, Records
 from tierstore.nvme.sealing import Sealer
 from tierstore.nvme.sizing import Sizing
 from tierstore.nvme.slots import Place

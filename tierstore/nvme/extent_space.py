@@ -15,7 +15,7 @@ from tierstore.nvme import holes
 from tierstore.nvme.direct import BLOCK
 from tierstore.nvme.entry import LOCATION, NBYTES, slot_blocks
 from tierstore.nvme.extent_records import ExtentRecords
-from tierstore.nvme.extents import ExtentFiles
+from tierstore.nvme.extents import ExtentFiles, copy_records
 from tierstore.nvme.slots import Place, Slots, sorted_by_extent
 from tierstore.types import PageKey
 
@@ -102,7 +102,7 @@ class ExtentSpace:
 
     def _move(self, planned: Sequence[holes.Move]) -> None:
         try:
-            holes.copy(self._files, planned)
+            copy_records(self._files, planned)
         except BaseException:
             self._slots.free([move.new for move in planned])
             raise

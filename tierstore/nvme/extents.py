@@ -20,7 +20,12 @@ from tierstore.codec import HEAD_NBYTES
 from tierstore.errors import IntegrityError
 from tierstore.nvme import home
 from tierstore.nvme.direct import BLOCK, aligned, is_aligned, padded, set_direct
-from tierstore.nvme.slots import Place
+from tierstore.nvme.entry import slot_blocks, unpack
+from tierstore.nvme.environment import Environment
+from tierstore.nvme.fetching import TRIES, Fetched, MovedError, look_again, lookup, memory_for
+from tierstore.nvme.holes import Move
+from tierstore.nvme.slots import Place, Slots
+from tierstore.types import PageKey
 
 PREFIX = b"TierStore extent"
 """In front of a head, where LMDB has its page header."""
@@ -177,3 +182,47 @@ def _write_all(fd: int, buffers: deque[NDArray[np.uint8]], offset: int) -> None:
 def _require(got: int, nbytes: int) -> None:
     if got < BLOCK + nbytes:
         raise IntegrityError(f"{got} bytes where the record has {BLOCK + nbytes}")
+
+
+class ExtentBytes:
+    """Of records in extent files, whose slots are pinned while they are read. ``close`` closes the files."""
+
+    def __init__(self, env: Environment, files: ExtentFiles, slots: Slots) -> None:
+        self._env = env
+        self._files = files
+        self._slots = slots
+
+    def fetch(
+        self,
+        key: PageKey,
+        out: NDArray[np.uint8],
+        scratch: NDArray[np.uint8],
+        held: int | None,
+    ) -> Fetched:
+        raw = lookup(self._env, key)
+        for _ in range(TRIES):
+            entry = unpack(key, raw)
+            body, payload = memory_for(entry, out, scratch, held)
+            place = Place(entry.extent, entry.block, slot_blocks(entry.nbytes))
+            try:
+                with self._slots.pinned(place):  # nothing new is put there while the disk works
+                    self._files.read(place, body, scratch)
+            except (IntegrityError, OSError) as error:
+                raw = look_again(self._env, key, raw, error)
+            else:
+                return Fetched(payload, raw, entry.generation)
+        raise MovedError(f"replaced {TRIES} times while it was read")
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def copy_records(files: ExtentFiles, planned: Sequence[Move]) -> None:
+    """Write the records into their new slots, byte for byte and durably; the old ones stay. OSError, IntegrityError."""
+    longest = max(move.old.blocks for move in planned)
+    body, head = aligned((longest - 1) * BLOCK), aligned(BLOCK)
+    for old, new in planned:
+        payload = body[: (old.blocks - 1) * BLOCK]
+        files.read(old, payload, head)
+        files.write([new], [(head, payload)])
+    files.sync([move.new for move in planned])

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tierstore.nvme.direct import BLOCK, aligned
-from tierstore.nvme.extents import ExtentFiles
 from tierstore.nvme.slots import Place, Slots
 
 Spans = Sequence[tuple[int, int]]
@@ -57,17 +55,6 @@ def moves(
         yield planned
     finally:
         slots.free(held)
-
-
-def copy(files: ExtentFiles, planned: Sequence[Move]) -> None:
-    """Write the records into their new slots, byte for byte and durably; the old ones stay. OSError, IntegrityError."""
-    longest = max(move.old.blocks for move in planned)
-    body, head = aligned((longest - 1) * BLOCK), aligned(BLOCK)
-    for old, new in planned:
-        payload = body[: (old.blocks - 1) * BLOCK]
-        files.read(old, payload, head)
-        files.write([new], [(head, payload)])
-    files.sync([move.new for move in planned])
 
 
 def _targets(slots: Slots, records: Sequence[Place]) -> list[Move]:

@@ -15,8 +15,9 @@ from tierstore.nvme import home
 from tierstore.nvme.check import examine
 from tierstore.nvme.entry import MAX_DBS
 from tierstore.nvme.environment import Environment
-from tierstore.nvme.extents import ExtentFiles
-from tierstore.nvme.fetching import ExtentBytes, InlineBytes, RecordBytes
+from tierstore.nvme.extents import ExtentBytes, ExtentFiles
+from tierstore.nvme.fetching import RecordBytes
+from tierstore.nvme.headers import InlineBytes
 from tierstore.nvme.lock import FileLock, reading, watched
 from tierstore.nvme.reading import RecordReader
 from tierstore.nvme.slots import Slots

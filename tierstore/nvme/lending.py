@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from threading import Condition
+from typing import NamedTuple
 
 import lmdb
+import numpy as np
+from numpy.typing import NDArray
 
 from tierstore import codec
 from tierstore.errors import IntegrityError
-from tierstore.nvme.archive.records import Lent, Record
 from tierstore.nvme.direct import aligned
 from tierstore.nvme.fetching import MovedError
 from tierstore.nvme.reading import RecordReader, scratch_for
@@ -80,3 +82,19 @@ class Lender:
         with self._ended:
             self._closed = True
             return self._ended.wait_for(lambda: not self._reading, timeout_s)
+
+
+class Lent(NamedTuple):
+    """Memory that a record is read to: as ``RecordReader.fetch`` wants it."""
+
+    page: NDArray[np.uint8]
+    scratch: NDArray[np.uint8]
+
+
+class Record(NamedTuple):
+    """A record, checked: ``raw`` is its head as bytes, ``payload`` flat uint8, in ``lent`` where that is not None."""
+
+    head: codec.Head
+    raw: bytes
+    payload: NDArray[np.uint8]
+    lent: Lent | None = None

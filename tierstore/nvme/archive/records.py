@@ -11,26 +11,11 @@ from numpy.typing import NDArray
 from tierstore import codec
 from tierstore.errors import IntegrityError
 from tierstore.nvme.archive.form import CHECKSUM, Description, Item
+from tierstore.nvme.lending import Record
 from tierstore.types import PageKey
 
 Progress = Callable[[int, int], None]
 """Called on the event loop's thread with the pages done so far and their total."""
-
-
-class Lent(NamedTuple):
-    """Memory that a record is read to: as ``RecordReader.fetch`` wants it."""
-
-    page: NDArray[np.uint8]
-    scratch: NDArray[np.uint8]
-
-
-class Record(NamedTuple):
-    """A record, checked: ``raw`` is its head as bytes, ``payload`` flat uint8, in ``lent`` where that is not None."""
-
-    head: codec.Head
-    raw: bytes
-    payload: NDArray[np.uint8]
-    lent: Lent | None = None
 
 
 class Taken(NamedTuple):
