@@ -18,7 +18,7 @@ from tierstore.nvme.environment import Environment
 from tierstore.nvme.extents import ExtentBytes, ExtentFiles
 from tierstore.nvme.fetching import RecordBytes
 from tierstore.nvme.headers import InlineBytes
-from tierstore.nvme.lock import FileLock, reading, watched
+from tierstore.nvme.home import FileLock, reading, watched
 from tierstore.nvme.reading import RecordReader
 from tierstore.nvme.slots import Slots
 from tierstore.nvme.tombstones import RETIRED_KEY, Tombstones, retired

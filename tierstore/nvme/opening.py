@@ -20,7 +20,7 @@ from tierstore.nvme import direct, home, probe
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.check import examine
 from tierstore.nvme.coding import Coding
-from tierstore.nvme.lock import FileLock
+from tierstore.nvme.home import FileLock
 from tierstore.nvme.sizing import EXTENTS_FROM, Sizing, size, size_extents
 
 _log = logging.getLogger(__name__)

@@ -22,9 +22,9 @@ from tierstore.nvme.archive.matching import require_same
 from tierstore.nvme.archive.records import Taken
 from tierstore.nvme.check import examine
 from tierstore.nvme.coding import Coding
+from tierstore.nvme.home import reading
 from tierstore.nvme.inspection import open_reader
 from tierstore.nvme.lending import Memory, Record, read_record
-from tierstore.nvme.lock import reading
 from tierstore.nvme.opening import OpenShard, open_shard
 from tierstore.nvme.reading import RecordReader
 from tierstore.nvme.records import Page
