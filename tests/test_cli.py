@@ -20,7 +20,7 @@ from tierstore.cli import probes
 from tierstore.cli.app import app
 from tierstore.config import config_schema, load_config
 from tierstore.keys import page_keys
-from tierstore.nvme import direct
+from tierstore.nvme import direct_io
 from tierstore.nvme.tier import NvmeTier
 from tierstore.store import TierStore
 from tierstore.types import PageKey, PageSpec, Tier, Transfer
@@ -75,7 +75,7 @@ def test_doctor_names_what_the_machine_gives(tmp_path: Path) -> None:
 
 
 def test_doctor_says_what_auto_finds_of_the_disk(tmp_path: Path) -> None:
-    if not direct.works(tmp_path):
+    if not direct_io.works(tmp_path):
         pytest.skip("no O_DIRECT here")
     checks = {check.name: check.value for check in probes.disk_speed(tmp_path)}
     assert re.fullmatch(r"[0-9.]+ GB/s; nvme.payload auto: (lmdb|extents)", checks["disk writes"])

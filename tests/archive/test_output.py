@@ -13,7 +13,7 @@ import pytest
 
 from tierstore.nvme.archive import output
 from tierstore.nvme.archive.output import Output
-from tierstore.nvme.direct import BLOCK
+from tierstore.nvme.direct_io import BLOCK
 
 STAGED = 4 * BLOCK
 

@@ -28,7 +28,7 @@ from tests.nvme.rig import (
 )
 from tierstore.errors import ConfigError, IntegrityError
 from tierstore.nvme import entry
-from tierstore.nvme.direct import aligned
+from tierstore.nvme.direct_io import aligned
 from tierstore.nvme.inspection import inspect, purge, verify
 from tierstore.types import Failure
 

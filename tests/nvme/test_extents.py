@@ -18,8 +18,8 @@ from tests.nvme.rig import (
     key,
     page,
 )
-from tierstore.nvme import direct
-from tierstore.nvme.direct import BLOCK, aligned, is_aligned
+from tierstore.nvme import direct_io
+from tierstore.nvme.direct_io import BLOCK, aligned, is_aligned
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_pages_anywhere_in_memory_go_out_and_come_back(
 ) -> None:
     """By way of an aligned copy where they cannot go as they are, and through the page cache on other disks."""
     if not works:
-        monkeypatch.setattr(direct, "works", lambda directory: False)
+        monkeypatch.setattr(direct_io, "works", lambda directory: False)
     rig = Rig(tmp_path / "home", page_nbytes=nbytes, payload="extents")
     pages = [aligned(nbytes + shift)[shift : shift + nbytes] for _ in range(4)]
     for number, each in enumerate(pages):

@@ -19,7 +19,7 @@ from tests.nvme.rig import (
 )
 from tests.nvme.watch import Calls
 from tests.support.sick_disk import Failing
-from tierstore.nvme import direct, opening, probe
+from tierstore.nvme import direct_io, opening, probe
 from tierstore.nvme.inspection import inspect, purge, verify
 from tierstore.nvme.sizing import EXTENTS_FROM
 
@@ -28,7 +28,7 @@ from tierstore.nvme.sizing import EXTENTS_FROM
 def test_stats_say_whether_the_disk_is_read_directly(tmp_path: Path, payload: str) -> None:
     (tmp_path / "probe").mkdir()
     rig = Rig(tmp_path / "home", payload=payload)
-    assert rig.tier.stats()["o_direct"] is direct.works(tmp_path / "probe")
+    assert rig.tier.stats()["o_direct"] is direct_io.works(tmp_path / "probe")
     assert list((tmp_path / "probe").iterdir()) == []
     rig.close()
 
@@ -143,7 +143,7 @@ def test_the_fewest_threads_that_read_nearly_as_fast_as_any_are_enough(
 
 
 def test_the_probe_leaves_nothing_behind(tmp_path: Path) -> None:
-    if not direct.works(tmp_path):
+    if not direct_io.works(tmp_path):
         pytest.skip("no O_DIRECT here")
     rates = probe.ask(tmp_path, PAGE)
     assert rates.write > 0
@@ -153,7 +153,7 @@ def test_the_probe_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_the_probe_tells_of_reads_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not direct.works(tmp_path):
+    if not direct_io.works(tmp_path):
         pytest.skip("no O_DIRECT here")
     monkeypatch.setattr(probe, "os", Calls(preadv=Failing()))
     with pytest.raises(OSError, match="Input/output error"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.nvme import extents
-from tierstore.nvme.direct import BLOCK
+from tierstore.nvme.direct_io import BLOCK
 from tierstore.nvme.slots import Place
 
 Block = tuple[int, int]

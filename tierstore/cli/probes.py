@@ -171,7 +171,7 @@ def disk(path: Path, place: Path) -> Check:
 
 def direct_io(place: Path) -> Check:
     """The NVMe tier's own self-test, in a probe file."""
-    from tierstore.nvme.direct import round_trip
+    from tierstore.nvme.direct_io import round_trip
 
     try:
         handle, name = tempfile.mkstemp(prefix=".tierstore-probe-", dir=place)

@@ -28,7 +28,7 @@ from tierstore import codec
 from tierstore.codecs import LOSS_CLASSES
 from tierstore.errors import IntegrityError
 from tierstore.nvme.coding import Coding
-from tierstore.nvme.direct import BLOCK
+from tierstore.nvme.direct_io import BLOCK
 from tierstore.nvme.entry import (
     ENTRY_NBYTES,
     LOCATION,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.errors import IntegrityError
-from tierstore.nvme.direct import BLOCK
+from tierstore.nvme.direct_io import BLOCK
 from tierstore.nvme.entry import Entry, slot_blocks, unpack
 from tierstore.nvme.extents import ExtentFiles
 from tierstore.nvme.records import Page, Written

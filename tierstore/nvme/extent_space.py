@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.nvme import holes
-from tierstore.nvme.direct import BLOCK
+from tierstore.nvme.direct_io import BLOCK
 from tierstore.nvme.entry import LOCATION, NBYTES, slot_blocks
 from tierstore.nvme.extent_records import ExtentRecords
 from tierstore.nvme.extents import ExtentFiles, copy_records

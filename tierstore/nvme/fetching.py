@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tierstore import codec
 from tierstore.errors import IntegrityError
-from tierstore.nvme.direct import BLOCK, padded
+from tierstore.nvme.direct_io import BLOCK, padded
 from tierstore.nvme.entry import Entry
 from tierstore.nvme.environment import Environment
 from tierstore.types import PageKey

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tierstore import codec
 from tierstore.errors import IntegrityError
 from tierstore.nvme.coding import Coding
-from tierstore.nvme.direct import BLOCK, is_aligned, set_direct
+from tierstore.nvme.direct_io import BLOCK, is_aligned, set_direct
 from tierstore.nvme.entry import Entry, unpack
 from tierstore.nvme.environment import Environment
 from tierstore.nvme.fetching import HEAD, TRIES, Fetched, MovedError, look_again, lookup, memory_for

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tierstore import codec
 from tierstore.errors import IntegrityError
-from tierstore.nvme.direct import aligned
+from tierstore.nvme.direct_io import aligned
 from tierstore.nvme.fetching import MovedError
 from tierstore.nvme.reading import RecordReader, scratch_for
 from tierstore.types import PageKey

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import lmdb
 
 from tierstore.errors import ConfigError, IntegrityError
-from tierstore.nvme import direct, home, probe
+from tierstore.nvme import direct_io, home, probe
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.check import examine
 from tierstore.nvme.coding import Coding
@@ -88,7 +88,7 @@ def open_shard(
     try:
         marker, sizing, shortage = _prepare(directory, marker, payload, ask=readers is None)
         readers = readers or marker.readers or DEFAULT_READERS
-        works = direct.works(directory)
+        works = direct_io.works(directory)
         opened = partial(
             Catalogue,
             directory,

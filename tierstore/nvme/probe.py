@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128_digest
 
-from tierstore.nvme.direct import BLOCK, aligned, padded, probe_file, set_direct
+from tierstore.nvme.direct_io import BLOCK, aligned, padded, probe_file, set_direct
 
 NBYTES = 32 << 20
 """What is written, and then read at random."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierstore.nvme.direct import BLOCK, aligned, padded, set_direct
+from tierstore.nvme.direct_io import BLOCK, aligned, padded, set_direct
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
