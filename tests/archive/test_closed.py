@@ -25,10 +25,10 @@ from tierstore.nvme.archive.closed import open_sink, open_source, shards_of
 from tierstore.nvme.archive.form import Description
 from tierstore.nvme.archive.reading import Imported, read_archive, read_contents
 from tierstore.nvme.archive.writing import Exported, write_archive
+from tierstore.nvme.capacity import size, size_extents
 from tierstore.nvme.catalogue import Catalogue, Page
 from tierstore.nvme.inspection import verify
 from tierstore.nvme.lending import Record
-from tierstore.nvme.sizing import size, size_extents
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, PageSpec
 

@@ -24,7 +24,7 @@ BUGS = {
         "test_extent_space.py::test_a_page_erased_between_look_up_and_pin_is_a_miss_not_damage",
     ),
     "the budget counts no catalogue": (
-        "sizing.py",
+        "capacity.py",
         "num_slots = max(0, capacity - files - working) // (slot + share)",
         "num_slots = capacity // slot",
         "test_extent_space.py::test_room_is_used_again_without_growth",

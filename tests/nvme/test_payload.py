@@ -20,8 +20,8 @@ from tests.nvme.rig import (
 from tests.nvme.watch import Calls
 from tests.support.sick_disk import Failing
 from tierstore.nvme import direct_io, opening, probe
+from tierstore.nvme.capacity import EXTENTS_FROM
 from tierstore.nvme.inspection import inspect, purge, verify
-from tierstore.nvme.sizing import EXTENTS_FROM
 
 
 @pytest.mark.parametrize("payload", ["lmdb", "extents"])

@@ -15,10 +15,10 @@ import pytest
 
 from tests.nvme.rig import CAPACITY, PAGE, PATIENCE_S, blank, key, page
 from tierstore.nvme.acks import Outbox
+from tierstore.nvme.capacity import Sizing, size
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.coding import Coding
 from tierstore.nvme.direct_io import BLOCK
-from tierstore.nvme.sizing import Sizing, size
 from tierstore.nvme.work import EraseWork, SyncWork, WorkQueue
 from tierstore.nvme.writer import Writer
 from tierstore.types import Ack, Failure, Tier, Transfer

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from tierstore import codec
 from tierstore.errors import IntegrityError
+from tierstore.nvme.capacity import Sizing
 from tierstore.nvme.coding import Coding
 from tierstore.nvme.direct_io import BLOCK, is_aligned, set_direct
 from tierstore.nvme.entry import Entry, unpack
@@ -30,7 +31,6 @@ from tierstore.nvme.environment import Environment
 from tierstore.nvme.fetching import HEAD, TRIES, Fetched, MovedError, look_again, lookup, memory_for
 from tierstore.nvme.home import DATA_FILE
 from tierstore.nvme.records import Page, Written
-from tierstore.nvme.sizing import Sizing
 from tierstore.types import PageKey
 
 _log = logging.getLogger(__name__)

@@ -17,11 +17,11 @@ import lmdb
 
 from tierstore.errors import ConfigError, IntegrityError
 from tierstore.nvme import direct_io, home, probe
+from tierstore.nvme.capacity import EXTENTS_FROM, Sizing, size, size_extents
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.check import examine
 from tierstore.nvme.coding import Coding
 from tierstore.nvme.home import FileLock
-from tierstore.nvme.sizing import EXTENTS_FROM, Sizing, size, size_extents
 
 _log = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from tierstore import codec
 from tierstore.codecs import PageEncoder
+from tierstore.nvme.capacity import Sizing
 from tierstore.nvme.coding import Coding
 from tierstore.nvme.direct_io import BLOCK, aligned, is_aligned
 from tierstore.nvme.extents import PREFIX
 from tierstore.nvme.records import Page
-from tierstore.nvme.sizing import Sizing
 
 _CHUNK_NBYTES = 8 << 20
 _MOST_THREADS = 4

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.nvme.acks import Job, Outbox, Outcome, failed
+from tierstore.nvme.capacity import Sizing
 from tierstore.nvme.catalogue import Catalogue, Page
 from tierstore.nvme.environment import STALE
 from tierstore.nvme.refusal import Refusal
-from tierstore.nvme.sizing import Sizing
 from tierstore.nvme.work import Batch, EraseWork, SyncWork, WorkQueue
 from tierstore.types import Ack, Failure, PageKey, Transfer
 
