@@ -66,7 +66,7 @@ BUGS = {
         "test_extent_trouble.py::test_the_bytes_before_a_head_are_compared_too",
     ),
     "the other payload's files stay": (
-        "opening.py",
+        "shard.py",
         "        _empty(directory)\n    return payload\n",
         "    return payload\n",
         "test_payload.py::test_the_other_payload_starts_anew_with_one_warning_and_auto_keeps_what_is_there",

@@ -19,7 +19,7 @@ from tests.nvme.rig import FINGERPRINT, LAYOUT, PATIENCE_S, Rig, data_file, key,
 from tests.nvme.tree_damage import DAMAGES, Hurt, name_twice
 from tierstore import codec
 from tierstore.errors import ConfigError
-from tierstore.nvme import catalogue, entry, opening, pagecount
+from tierstore.nvme import catalogue, entry, pagecount, shard
 from tierstore.nvme import walk as walking
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.environment import Environment
@@ -144,7 +144,7 @@ def test_what_breaks_in_lmdb_though_the_walk_passed_it_sets_the_directory_aside(
             raise errors.pop()
         return Catalogue(*args, **kwargs)
 
-    monkeypatch.setattr(opening, "Catalogue", once_broken)
+    monkeypatch.setattr(shard, "Catalogue", once_broken)
     Rig(home).close()
     assert len(list(home.glob("*.damaged-*"))) == 1
 

@@ -19,7 +19,8 @@ from tests.nvme.rig import (
 )
 from tests.nvme.watch import Calls
 from tests.support.sick_disk import Failing
-from tierstore.nvme import direct_io, opening, probe
+from tierstore.nvme import direct_io, probe
+from tierstore.nvme import shard as opening
 from tierstore.nvme.capacity import EXTENTS_FROM
 from tierstore.nvme.inspection import inspect, purge, verify
 

@@ -22,9 +22,9 @@ from tierstore.nvme import home
 from tierstore.nvme.acks import Outbox
 from tierstore.nvme.coding import Coding
 from tierstore.nvme.lending import Lender
-from tierstore.nvme.opening import OpenShard, open_shard
 from tierstore.nvme.patience import Patience
 from tierstore.nvme.readers import Readers
+from tierstore.nvme.shard import OpenShard, open_shard
 from tierstore.nvme.work import SyncWork
 from tierstore.nvme.writer import Writer
 from tierstore.types import Ack, PageKey, Transfer

@@ -25,9 +25,9 @@ from tierstore.nvme.coding import Coding
 from tierstore.nvme.home import reading
 from tierstore.nvme.inspection import open_reader
 from tierstore.nvme.lending import Memory, Record, read_record
-from tierstore.nvme.opening import OpenShard, open_shard
 from tierstore.nvme.reading import RecordReader
 from tierstore.nvme.records import Page
+from tierstore.nvme.shard import OpenShard, open_shard
 from tierstore.types import PageKey, PageSpec
 
 

@@ -1,4 +1,4 @@
-"""From a path to an environment that may be used: home, lock, room, examination, and a fresh start after damage."""
+"""Open one sub-directory of a home: lock it, see that it has room, have it examined, and start afresh after damage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tierstore.nvme.check import examine
 from tierstore.nvme.coding import Coding
 from tierstore.nvme.home import FileLock
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("tierstore.nvme.opening")
 
 DEFAULT_READERS = 2
 """Where the disk was not asked."""
