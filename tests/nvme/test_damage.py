@@ -20,8 +20,8 @@ import pytest
 from tests.nvme import rig as rig_module
 from tests.nvme.rig import CAPACITY, FINGERPRINT, PAGE, Rig, change, data_file, find, key, page
 from tierstore import codec
-from tierstore.nvme import check, entry
-from tierstore.nvme.check import walk_apart
+from tierstore.nvme import entry, examination
+from tierstore.nvme.examination import walk_apart
 from tierstore.nvme.walk import walk
 from tierstore.types import Failure
 
@@ -141,7 +141,7 @@ SUICIDE = "import os, signal; print('walking', flush=True); os.kill(os.getpid(),
 @both
 def test_a_walk_that_ends_in_a_signal_costs_a_child(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(check, "_PROGRAM", SUICIDE)
+        patch.setattr(examination, "_PROGRAM", SUICIDE)
         rig = Rig(home)
     assert list(rig.tier.records()) == []
     [aside] = home.glob("*.damaged-1")

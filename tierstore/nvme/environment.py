@@ -18,8 +18,8 @@ from typing import Any, Generic, Literal, TypeVar, overload
 
 import lmdb
 
-from tierstore.nvme.check import fault_of_length
 from tierstore.nvme.entry import CATALOGUE_DB, META_DB, PAGES_DB
+from tierstore.nvme.examination import fault_of_length
 from tierstore.nvme.home import DATA_FILE
 
 _AnyBytes = TypeVar("_AnyBytes", bytes, memoryview)

@@ -12,9 +12,9 @@ import lmdb
 
 from tierstore.codec import fingerprint_digest
 from tierstore.nvme import home
-from tierstore.nvme.check import examine
 from tierstore.nvme.entry import MAX_DBS
 from tierstore.nvme.environment import Environment
+from tierstore.nvme.examination import examine
 from tierstore.nvme.extents import ExtentBytes, ExtentFiles
 from tierstore.nvme.fetching import RecordBytes
 from tierstore.nvme.headers import InlineBytes

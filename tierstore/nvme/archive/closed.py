@@ -20,8 +20,8 @@ from tierstore.nvme import home
 from tierstore.nvme.archive.form import Description
 from tierstore.nvme.archive.matching import require_same
 from tierstore.nvme.archive.records import Taken
-from tierstore.nvme.check import examine
 from tierstore.nvme.coding import Coding
+from tierstore.nvme.examination import examine
 from tierstore.nvme.home import reading
 from tierstore.nvme.inspection import open_reader
 from tierstore.nvme.lending import Memory, Record, read_record
