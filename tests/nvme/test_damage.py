@@ -22,7 +22,7 @@ from tests.nvme.rig import CAPACITY, FINGERPRINT, PAGE, Rig, change, data_file, 
 from tierstore import codec
 from tierstore.nvme import entry, examination
 from tierstore.nvme.examination import walk_apart
-from tierstore.nvme.walk import walk
+from tierstore.nvme.tree import walk
 from tierstore.types import Failure
 
 ROOT = Path(__file__).parents[2]

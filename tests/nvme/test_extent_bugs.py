@@ -108,7 +108,7 @@ BUGS = {
         "test_encoded.py::test_batches_of_several_chunks_are_encoded_by_several_threads_and_each_encoder_by_one_at_a_time",
     ),
     "places are not checked before an open": (
-        "walk.py",
+        "tree.py",
         "if end > ends.get(first >> 32, 0):",
         "if False:",
         "test_extent_trouble.py::test_an_extent_file_cut_or_missing_at_open_sets_the_directory_aside",

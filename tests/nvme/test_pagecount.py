@@ -19,11 +19,11 @@ from tests.nvme.rig import FINGERPRINT, LAYOUT, PATIENCE_S, Rig, data_file, key,
 from tests.nvme.tree_damage import DAMAGES, Hurt, name_twice
 from tierstore import codec
 from tierstore.errors import ConfigError
-from tierstore.nvme import catalogue, entry, pagecount, shard
-from tierstore.nvme import walk as walking
+from tierstore.nvme import catalogue, entry, shard, tree
+from tierstore.nvme import tree as walking
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.environment import Environment
-from tierstore.nvme.walk import walk
+from tierstore.nvme.tree import walk
 
 both = pytest.mark.usefixtures("payload")
 
@@ -202,7 +202,7 @@ def test_a_walk_reads_no_value(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
         db = env.open_db(entry.CATALOGUE_DB, create=False)
         with env.begin() as txn:
             first = {entry.unpack(*item).page_number for item in txn.cursor(db=db)}
-    monkeypatch.setattr(pagecount, "os", Os)
+    monkeypatch.setattr(tree, "os", Os)
     assert fault(home) is None
     assert len(first) > 50
     assert read

@@ -14,44 +14,44 @@ FOUND = "test_pagecount.py::test_what_lmdb_would_stumble_over_is_found"
 
 BUGS = {
     "the free list is not gone through": (
-        "walk.py",
+        "tree.py",
         "    count.free_list()\n",
         "",
         "test_pagecount.py::test_damage_of_the_free_list_sets_the_directory_aside_and_ends_no_process",
     ),
     "small trees are not gone through": (
-        "walk.py",
+        "tree.py",
         '        count.small(tree, name.decode(errors="replace"))\n',
         "        pass\n",
         FOUND,
     ),
     "an entry's page is not compared": (
-        "walk.py",
+        "tree.py",
         "value[1:] != (_HEAD_NBYTES + stored, number)",
         "value.page != number",
         "test_pagecount.py::test_every_bit_of_a_leaf_that_means_something_is_looked_at",
     ),
-    "flags of a page are not all compared": ("pagecount.py", "flags != kind", "not flags & kind", FOUND),
+    "flags of a page are not all compared": ("tree.py", "flags != kind", "not flags & kind", FOUND),
     "a node's flags are not compared": (
-        "pagecount.py",
+        "tree.py",
         "any(raw[at : at + NODE.size] != _ENTRY_NODE for at in steps)",
         "any(raw[at : at + 4] != _ENTRY_NODE[:4] for at in steps)",
         FOUND,
     ),
     "pages of values are nobody's": (
-        "pagecount.py",
+        "tree.py",
         "                    self._take(first, self._length(nbytes), name)\n                count += 1",
         "                count += 1",
         "test_pagecount.py::test_a_free_list_that_names_a_page_of_a_value_is_found",
     ),
     "a large value has only the pages it needs": (
-        "pagecount.py",
+        "tree.py",
         "or more < 0:",
         "or more != 0:",
         "test_pagecount.py::test_a_value_that_lmdb_shortened_in_place_passes_with_all_its_pages",
     ),
-    "borders are not compared": ("pagecount.py", "keys[0] >= part.low and", "True or", FOUND),
-    "records are not counted": ("pagecount.py", "if count != tree.entries:", "if False:", FOUND),
+    "borders are not compared": ("tree.py", "keys[0] >= part.low and", "True or", FOUND),
+    "records are not counted": ("tree.py", "if count != tree.entries:", "if False:", FOUND),
     "trees are made one after the other": (
         "environment.py",
         "with env.begin(write=True) as txn:  # all or none, also after a kill",

@@ -12,7 +12,7 @@ import pytest
 
 from tests.nvme.rig import CAPACITY, Rig, data_file, key
 from tierstore.nvme import entry
-from tierstore.nvme.rawtree import prefetch, read_meta
+from tierstore.nvme.tree import prefetch, read_meta
 
 NAMES = (entry.CATALOGUE_DB, entry.PAGES_DB)
 

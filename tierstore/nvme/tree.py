@@ -1,25 +1,173 @@
-"""LMDB's file counted through by hand, with ``pread`` alone, before it is mapped: each page belongs to one thing.
+"""LMDB's file read by hand, with ``pread`` alone, before it is mapped: nothing here can end in a signal.
 
-LMDB trusts what it finds: a wrong page number in its free list or in a node, or a node that is longer than it is, ends
-a later commit in SIGABRT, SIGBUS or SIGSEGV, or makes it write over a live tree. Here each page is given to the tree,
-the value or the free list that names it; one that is named twice, or is not what it is named for, is damage. Pages
-that nobody names are harmless: LMDB leaves some. Large values of page records are not looked at, which would cost a
-read each: ``headers`` mends their page headers before LMDB needs them.
+``python -m tierstore.nvme.tree DIRECTORY lmdb|extents`` is the child process that ``examination`` starts. Exit code
+0: every page of LMDB's file belongs to one thing, every record of the catalogue is intact, and each has a place of
+its own, a value that LMDB keeps under its key or a slot in the extent files. Anything else, a signal included: the
+directory must not be opened.
 
-No third library; layouts of LMDB 0.9 on 64 bits, little endian.
+LMDB trusts what it finds: a wrong page number in its free list or in a node, or a node that is longer than it is,
+ends a later commit in SIGABRT, SIGBUS or SIGSEGV, or makes it write over a live tree. Here each page is given to the
+tree, the value or the free list that names it; a page that is named twice, or is not what it is named for, is damage.
+Pages that nobody names are harmless: LMDB leaves some. Large values of page records are not looked at, which would
+cost a read each (LMDB's own cursor reads the first page of each value): ``lmdb_pages`` mends their page headers
+before LMDB needs them.
+
+Standard library and xxhash only, so that the child starts fast; layouts of LMDB 0.9 on 64 bits, little endian.
 """
 
 from __future__ import annotations
 
 import os
 import struct
+import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise, repeat
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Self
 
-from tierstore.nvme.entry import ENTRY_NBYTES
-from tierstore.nvme.rawtree import HEADER, NO_PAGE, NODE, TREE_NBYTES, Meta, Tree
+from xxhash import xxh3_64_digest
+
+from tierstore.nvme.entry import (
+    BODY_NBYTES,
+    CATALOGUE_DB,
+    ENTRY_NBYTES,
+    LOCATION,
+    NBYTES,
+    PAGE_NUMBER,
+    PAGES_DB,
+    STORED_NBYTES,
+    slot_blocks,
+)
+from tierstore.nvme.home import DATA_FILE, extent_sizes
+
+HEADER = struct.Struct("<QHHHH")  # page number, pad, flags, lower, upper
+NODE = struct.Struct("<HHHH")  # two halves of a size or a page number, flags (its upper part), key length
+NO_PAGE = (1 << 64) - 1
+
+_TREE = struct.Struct("<IHHQQQQQ")  # pad, flags, depth, branch, leaf and overflow pages, entries, root
+TREE_NBYTES = _TREE.size
+
+_META = struct.Struct(f"<IIQQ{TREE_NBYTES}s{TREE_NBYTES}sQQ")
+"""Magic, version, address, size, free list and tree of trees, last page, transaction."""
+
+_MAGIC, _VERSION = 0xBEEFC0DE, 1
+_PAGE_SIZES = tuple(1 << power for power in range(9, 17))
+_GAP = 4  # pages between two wanted ones that are read along with them
+_MAX_DEPTH = 16
+
+
+class Tree(NamedTuple):
+    """What LMDB knows of a tree; ``pad`` is the block size in the free list's, ``root`` NO_PAGE in an empty one's."""
+
+    pad: int
+    flags: int
+    depth: int
+    branches: int
+    leaves: int
+    large: int
+    entries: int
+    root: int
+
+    @classmethod
+    def of(cls, raw: bytes) -> Self:
+        """From its TREE_NBYTES bytes."""
+        return cls._make(_TREE.unpack(raw))
+
+
+class Meta(NamedTuple):
+    """The newest meta page: block size, bytes up to the end of the last page, the tree of trees and the free list."""
+
+    block: int
+    end: int
+    main: bytes
+    free: bytes
+    transaction: int
+
+
+def read_meta(fd: int) -> Meta | None:
+    """The newest of the two meta pages, or None if one of them cannot be read."""
+    start = HEADER.size
+    first = os.pread(fd, start + _META.size, 0)
+    if len(first) < start + _META.size:
+        return None
+    block = int.from_bytes(first[start + 24 : start + 28], "little")
+    if block not in _PAGE_SIZES:
+        return None
+    metas = []
+    for raw in (first, os.pread(fd, start + _META.size, block)):
+        if len(raw) < start + _META.size:
+            return None
+        magic, version, _, _, free, main, last, transaction = _META.unpack_from(raw, start)
+        if magic != _MAGIC or version != _VERSION:
+            return None
+        metas.append(Meta(block, (last + 1) * block, main, free, transaction))
+    return max(metas, key=lambda meta: meta.transaction)
+
+
+def prefetch(fd: int, names: Iterable[bytes]) -> int:
+    """Ask the kernel to read the pages of the named trees ahead, all at once; how many pages were asked for.
+
+    A cold walk waits for one page at a time; asked for together they come at the disk's full rate.
+    """
+    meta = read_meta(fd)
+    if meta is None:
+        return 0
+    asked = 0
+    wanted = set(names)
+    for name, tree in list(_named_trees(fd, meta.block, Tree.of(meta.main).root)):
+        if name in wanted:
+            asked += _prefetch_tree(fd, meta, Tree.of(tree))
+    return asked
+
+
+def _prefetch_tree(fd: int, meta: Meta, tree: Tree) -> int:
+    level, asked = [tree.root], 0
+    for below in range(min(tree.depth, _MAX_DEPTH) - 1, -1, -1):
+        level = sorted({number for number in level if 0 < number < meta.end // meta.block})
+        asked += len(level)
+        _will_need(fd, meta.block, level)
+        if below:
+            level = [child for number in level for child in _children(fd, meta.block, number)]
+    return asked
+
+
+def _will_need(fd: int, block: int, pages: list[int]) -> None:
+    """``pages`` ascending; near ones are asked for in one piece."""
+    if not pages:
+        return
+    first = pages[0]
+    for page, following in pairwise([*pages, pages[-1] + _GAP + 2]):
+        if following - page > _GAP:
+            os.posix_fadvise(fd, first * block, (page - first + 1) * block, os.POSIX_FADV_WILLNEED)
+            first = following
+
+
+def _children(fd: int, block: int, number: int) -> Iterator[int]:
+    for _, low, high, top, _ in _nodes(os.pread(fd, block, number * block)):
+        yield low | high << 16 | top << 32
+
+
+def _named_trees(fd: int, block: int, number: int) -> Iterator[tuple[bytes, bytes]]:
+    """Name and tree of each node of the main leaf; our few names fit on one."""
+    raw = os.pread(fd, block, number * block) if number < 1 << 40 else b""
+    for offset, _, _, _, length in _nodes(raw):
+        name = raw[offset + NODE.size : offset + NODE.size + length]
+        tree = raw[offset + NODE.size + length : offset + NODE.size + length + TREE_NBYTES]
+        if len(tree) == TREE_NBYTES:
+            yield name, tree
+
+
+def _nodes(raw: bytes) -> Iterator[tuple[int, int, int, int, int]]:
+    """Offset and the four fields of each node of a page; none of a page that is cut or makes no sense."""
+    if len(raw) < HEADER.size:
+        return
+    lower = HEADER.unpack_from(raw)[3]
+    for at in range(HEADER.size, min(lower, len(raw) - 1), 2):
+        offset = int.from_bytes(raw[at : at + 2], "little")
+        if offset + NODE.size <= len(raw):
+            yield (offset, *NODE.unpack_from(raw, offset))
+
 
 KEY_NBYTES = 36
 NO_TREE = Tree(0, 0, 0, 0, 0, 0, 0, NO_PAGE)
@@ -260,3 +408,132 @@ def _check_order(keys: list[bytes], part: _Part, name: str) -> None:
 def _check_count(count: int, tree: Tree, name: str) -> None:
     if count != tree.entries:
         raise Damaged(f"the {name} has {count} records and not {tree.entries}")
+
+
+_BLOCK = 4096
+_HEAD_NBYTES = 4080  # of a record in LMDB: codec.HEAD_NBYTES, whose module imports numpy
+_SUMMED = KEY_NBYTES + BODY_NBYTES
+
+
+def walk(directory: str, payload: str) -> int | str:
+    """Go through the environment in ``directory``, changing nothing: its number of records, or what is wrong."""
+    fd = os.open(os.path.join(directory, DATA_FILE), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _walk(fd, Path(directory), payload)
+    except Damaged as damage:
+        return str(damage)
+    finally:
+        os.close(fd)
+
+
+def _walk(fd: int, directory: Path, payload: str) -> int:
+    meta = read_meta(fd)
+    if meta is None:
+        raise Damaged("its meta pages cannot be read")
+    prefetch(fd, (CATALOGUE_DB, PAGES_DB))
+    count = PageCount(fd, meta)
+    trees = count.trees()
+    catalogue, pages = (trees.pop(name, NO_TREE) for name in (CATALOGUE_DB, PAGES_DB))
+    records = _intact(count.entries(catalogue, "catalogue"))
+    values = _Values(count.values(pages, "pages"))
+    if payload == "extents":
+        _check_slots(records, directory)
+    else:
+        _check_values(records, values)
+    values.check_ended()
+    for name, tree in trees.items():
+        count.small(tree, name.decode(errors="replace"))
+    count.free_list()
+    return catalogue.entries
+
+
+def _intact(records: Iterator[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    """Key and entry of each record, which is not damaged."""
+    digest = xxh3_64_digest  # a million turns: no attribute look-ups
+    for record in records:
+        if digest(record[:_SUMMED]) != record[_SUMMED:]:
+            raise Damaged(f"catalogue record of {record[:KEY_NBYTES].hex()} differs from its checksum")
+        yield record[:KEY_NBYTES], record[KEY_NBYTES:]
+
+
+class _Values:
+    """What LMDB keeps under keys, to be asked for in their order."""
+
+    def __init__(self, values: Iterator[Value]) -> None:
+        self._values = values
+        self._next = next(values, None)
+
+    def of(self, key: bytes) -> Value | None:
+        """The value under ``key``. Damaged if there is one under a key before it that nobody asked for."""
+        found = self._next
+        if found is None or found.key > key:
+            return None
+        if found.key < key:
+            raise Damaged(f"the page of {found.key.hex()} has no catalogue record")
+        self._next = next(self._values, None)
+        return found
+
+    def check_ended(self) -> None:
+        """Damaged if there are more."""
+        if self._next is not None:
+            raise Damaged(f"the page of {self._next.key.hex()} has no catalogue record")
+
+
+def _check_values(records: Iterator[tuple[bytes, bytes]], values: _Values) -> None:
+    """Every entry names the page where LMDB keeps the value under its key, if it names one."""
+    for key, raw in records:
+        if any(raw[LOCATION]):
+            raise Damaged(f"catalogue record of {key.hex()} names an extent file where there are none")
+        value = values.of(key)
+        number = int.from_bytes(raw[PAGE_NUMBER], "little")
+        stored = int.from_bytes(raw[STORED_NBYTES], "little")
+        if number and (value is None or value[1:] != (_HEAD_NBYTES + stored, number)):
+            raise Damaged(f"catalogue record of {key.hex()} names a page that is not its own")
+
+
+def _check_slots(records: Iterator[tuple[bytes, bytes]], directory: Path) -> None:
+    """Every entry names a slot of its own."""
+    spans = []
+    for key, raw in records:
+        first = int.from_bytes(raw[LOCATION], "little")
+        blocks = slot_blocks(int.from_bytes(raw[NBYTES], "little"))
+        if (blocks - 1) * _BLOCK < int.from_bytes(raw[STORED_NBYTES], "little"):
+            raise Damaged(f"catalogue record of {key.hex()} has a slot that is too short")
+        spans.append((first, first + blocks))
+    _check_apart(spans, directory)
+
+
+def _check_apart(spans: list[tuple[int, int]], directory: Path) -> None:
+    """That these blocks (extent << 32 | block), first and end, are there, and no two are the same."""
+    spans.sort()
+    ends = {number: (number << 32) + nbytes // _BLOCK for number, nbytes in extent_sizes(directory).items()}
+    before = 0
+    for first, end in spans:
+        block, number = first & 0xFFFFFFFF, first >> 32
+        if first < before:
+            raise Damaged(f"two records at block {block} of extent file {number}")
+        before = end
+        if end > ends.get(first >> 32, 0):
+            raise Damaged(f"a record at block {block} of extent file {number}, which is missing or cut")
+
+
+def main() -> int:
+    """Exit code 0 with the number of records on stdout, or another with the fault at the end of stderr.
+
+    Whatever goes wrong after the first line of stdout is the directory's fault, before it this program's.
+    """
+    sys.stdout.write("walking\n")
+    sys.stdout.flush()
+    try:
+        found = walk(sys.argv[1], sys.argv[2])
+    except OSError as error:
+        found = str(error)
+    if isinstance(found, str):
+        sys.stderr.write(found)
+        return 3
+    sys.stdout.write(str(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
