@@ -41,9 +41,9 @@ from tierstore import codec
 from tierstore.codecs import encoder
 from tierstore.codecs.held import Held
 from tierstore.layout import PageLayout
+from tierstore.nvme.allocator import Place
 from tierstore.nvme.entry import slot_blocks, unpack
 from tierstore.nvme.extent_records import ExtentRecords
-from tierstore.nvme.slots import Place
 from tierstore.types import Failure
 
 NUMBERS = 14

@@ -12,7 +12,7 @@ from tests.support.planting import Bug
 
 BUGS = {
     "pins are ignored": (
-        "slots.py",
+        "allocator.py",
         "if self._pins[place] > 0:",
         "if False:",
         "test_extent_space.py::test_a_slot_that_is_still_read_is_not_written_again",
@@ -90,13 +90,13 @@ BUGS = {
         "test_holes.py::test_a_move_that_the_disk_refuses_loses_no_record_and_no_room",
     ),
     "what is free of a window is taken meanwhile": (
-        "holes.py",
+        "allocator.py",
         "            held += pieces\n",
         "            slots.free(pieces)\n",
         "test_holes.py::test_moves_make_room_and_touch_nothing_else",
     ),
     "blocks that nobody names are moved over": (
-        "holes.py",
+        "allocator.py",
         "if known == window.place.blocks:",
         "if True:",
         "test_holes.py::test_moves_make_room_and_touch_nothing_else",

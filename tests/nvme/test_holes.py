@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from tests.nvme.rig import LAYOUT, PATIENCE_S, on_disk, wait_until_writable
 from tests.nvme.test_encoded import NBYTES, NOISE, ExpRig
-from tierstore.nvme import holes
+from tierstore.nvme import allocator
+from tierstore.nvme.allocator import FreeRuns, Place, Slots
 from tierstore.nvme.extent_records import ExtentRecords
-from tierstore.nvme.runs import FreeRuns
-from tierstore.nvme.slots import Place, Slots
 from tierstore.types import Failure
 
 CAPACITY = 6 << 20
@@ -79,7 +78,7 @@ def test_moves_make_room_and_touch_nothing_else(data: st.DataObject) -> None:
     taken = {Place(number, *span) for number, spans in named.items() for span in spans} | set(hidden)
     free = slots.num_free
     extents = {number: (60, spans) for number, spans in named.items()}
-    with holes.moves(slots, extents, LONGEST, 2) as planned:
+    with allocator.moves(slots, extents, LONGEST, 2) as planned:
         olds, news = {move.old for move in planned}, [move.new for move in planned]
         assert olds <= taken - set(hidden)
         assert all(move.old.blocks == move.new.blocks for move in planned)
@@ -153,7 +152,7 @@ def test_a_move_that_the_disk_refuses_loses_no_record_and_no_room(
     held = fill(rig, range(1000))
     copied: list[int] = []
 
-    def refused(files: object, planned: list[holes.Move]) -> None:
+    def refused(files: object, planned: list[allocator.Move]) -> None:
         copied.append(len(planned))
         raise OSError(5, "Input/output error")
 

@@ -87,12 +87,12 @@ EXTENT_BUGS = {
     ),
     "generation not compared": ("codec.py", "if found.generation != generation:", "if False:"),
     "the free list is empty of what is used": (
-        "nvme/slots.py",
+        "nvme/allocator.py",
         "ends = [0, *(first + length for first, length in used)]",
         "used = []; ends = [0]",
     ),
     "the free list is one slot off": (
-        "nvme/slots.py",
+        "nvme/allocator.py",
         "ends = [0, *(first + length for first, length in used)]",
         "used = [(max(0, first - 1), length) for first, length in used]; ends = [0, *(a + n for a, n in used)]",
     ),

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from tierstore import codec
 from tierstore.codecs import LOSS_CLASSES
 from tierstore.errors import IntegrityError
+from tierstore.nvme.allocator import Place
 from tierstore.nvme.capacity import Sizing
 from tierstore.nvme.coding import Coding
 from tierstore.nvme.direct_io import BLOCK
@@ -49,7 +50,6 @@ from tierstore.nvme.home import FULL, free_nbytes, least_free_nbytes
 from tierstore.nvme.reading import RecordReader
 from tierstore.nvme.records import Page, Records
 from tierstore.nvme.sealing import Sealer
-from tierstore.nvme.slots import Place
 from tierstore.nvme.tombstones import RETIRED_KEY, Tombstones, retired, stamp
 from tierstore.types import PageKey
 

@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.errors import IntegrityError
+from tierstore.nvme.allocator import Place, Slots, sorted_by_extent
 from tierstore.nvme.capacity import Sizing
 from tierstore.nvme.direct_io import BLOCK
 from tierstore.nvme.entry import Entry, slot_blocks, unpack
 from tierstore.nvme.extents import ExtentFiles
 from tierstore.nvme.records import Page, Written
 from tierstore.nvme.sealing import Sealed, Sealer
-from tierstore.nvme.slots import Place, Slots, sorted_by_extent
 from tierstore.types import PageKey
 
 

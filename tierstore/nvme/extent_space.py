@@ -11,12 +11,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.nvme import holes
+from tierstore.nvme import allocator
+from tierstore.nvme.allocator import Place, Slots, sorted_by_extent
 from tierstore.nvme.direct_io import BLOCK
 from tierstore.nvme.entry import LOCATION, NBYTES, slot_blocks
 from tierstore.nvme.extent_records import ExtentRecords
 from tierstore.nvme.extents import ExtentFiles, copy_records
-from tierstore.nvme.slots import Place, Slots, sorted_by_extent
 from tierstore.types import PageKey
 
 
@@ -95,12 +95,12 @@ class ExtentSpace:
         extents = {
             number: (nbytes // BLOCK, spans.get(number, [])) for number, nbytes in self._files.sizes.items()
         }
-        with holes.moves(self._slots, extents, self._longest, count) as planned:
+        with allocator.moves(self._slots, extents, self._longest, count) as planned:
             if planned:
                 self._move(planned)
         return bool(planned)
 
-    def _move(self, planned: Sequence[holes.Move]) -> None:
+    def _move(self, planned: Sequence[allocator.Move]) -> None:
         try:
             copy_records(self._files, planned)
         except BaseException:

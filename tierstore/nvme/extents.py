@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 from tierstore.codec import HEAD_NBYTES
 from tierstore.errors import IntegrityError
 from tierstore.nvme import home
+from tierstore.nvme.allocator import Move, Place, Slots
 from tierstore.nvme.direct_io import BLOCK, aligned, is_aligned, padded, set_direct
 from tierstore.nvme.entry import slot_blocks, unpack
 from tierstore.nvme.environment import Environment
 from tierstore.nvme.fetching import TRIES, Fetched, MovedError, look_again, lookup, memory_for
-from tierstore.nvme.holes import Move
-from tierstore.nvme.slots import Place, Slots
 from tierstore.types import PageKey
 
 PREFIX = b"TierStore extent"

@@ -12,6 +12,7 @@ import lmdb
 
 from tierstore.codec import fingerprint_digest
 from tierstore.nvme import home
+from tierstore.nvme.allocator import Slots
 from tierstore.nvme.entry import MAX_DBS
 from tierstore.nvme.environment import Environment
 from tierstore.nvme.examination import examine
@@ -20,7 +21,6 @@ from tierstore.nvme.fetching import RecordBytes
 from tierstore.nvme.headers import InlineBytes
 from tierstore.nvme.home import FileLock, reading, watched
 from tierstore.nvme.reading import RecordReader
-from tierstore.nvme.slots import Slots
 from tierstore.nvme.tombstones import RETIRED_KEY, Tombstones, retired
 from tierstore.types import PageKey
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import codec
+from tierstore.nvme.allocator import Place
 from tierstore.nvme.entry import Entry
-from tierstore.nvme.slots import Place
 from tierstore.types import PageKey
 
 
