@@ -22,7 +22,7 @@ BUGS = {
     "fingerprint not compared": ("codec.py", "if found.fingerprint != fingerprint:", "if False:"),
     "erase skipped": ("nvme/catalogue.py", "txn.delete(key, db=self._env.catalogue)", "pass"),
     "erase moved before a write of its key": (
-        "nvme/work.py",
+        "nvme/writer.py",
         "if not written.isdisjoint(item.keys):",
         "if False:",
     ),

@@ -19,8 +19,7 @@ from tierstore.nvme.capacity import Sizing, size
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.coding import Coding
 from tierstore.nvme.direct_io import BLOCK
-from tierstore.nvme.work import EraseWork, SyncWork, WorkQueue
-from tierstore.nvme.writer import Writer
+from tierstore.nvme.writer import EraseWork, SyncWork, WorkQueue, Writer
 from tierstore.types import Ack, Failure, Tier, Transfer
 
 HOLD = """

@@ -25,8 +25,7 @@ from tierstore.nvme.lending import Lender
 from tierstore.nvme.patience import Patience
 from tierstore.nvme.readers import Readers
 from tierstore.nvme.shard import OpenShard, open_shard
-from tierstore.nvme.work import SyncWork
-from tierstore.nvme.writer import Writer
+from tierstore.nvme.writer import SyncWork, Writer
 from tierstore.types import Ack, PageKey, Transfer
 
 _log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The one writer thread: group commit, erases first, and what to do when the disk refuses."""
+"""The one writer thread: its queue, group commit with erases first, and what to do when the disk refuses or hangs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import errno
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -20,11 +22,156 @@ from tierstore.nvme.acks import Job, Outbox, Outcome, failed
 from tierstore.nvme.capacity import Sizing
 from tierstore.nvme.catalogue import Catalogue, Page
 from tierstore.nvme.environment import STALE
-from tierstore.nvme.refusal import Refusal
-from tierstore.nvme.work import Batch, EraseWork, SyncWork, WorkQueue
 from tierstore.types import Ack, Failure, PageKey, Transfer
 
-_log = logging.getLogger(__name__)
+
+@dataclass(slots=True)
+class EraseWork:
+    """Records to remove: the keys, in order."""
+
+    keys: dict[PageKey, None]
+
+
+@dataclass(slots=True)
+class SyncWork:
+    """A mark in the queue. ``done`` is set when everything before it is settled.
+
+    ``synced``: every write before it that succeeded is durable. ``ok``: every erase too.
+    """
+
+    done: threading.Event = field(default_factory=threading.Event)
+    synced: bool = False
+    ok: bool = False
+
+
+@dataclass(slots=True)
+class Batch:
+    """``erases`` come first, then ``writes`` (job, index of its page), then ``sync``."""
+
+    erases: list[PageKey] = field(default_factory=list)
+    writes: list[tuple[Job, int]] = field(default_factory=list)
+    sync: SyncWork | None = None
+
+
+class WorkQueue:
+    """First in, first out, as far as anyone can see. Not thread-safe: the writer's lock guards it."""
+
+    def __init__(self, batch_pages: int) -> None:
+        self.batch_pages = batch_pages
+        """Pages of the next batch at most."""
+        self._items: deque[Job | EraseWork | SyncWork] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    @property
+    def num_erases(self) -> int:
+        """Records that queued erases name, each once."""
+        return len(set[PageKey]().union(*(item.keys for item in self._items if isinstance(item, EraseWork))))
+
+    def add(self, item: Job | EraseWork | SyncWork) -> None:
+        """Queue at the end. An erase right behind another becomes a part of it: a queue that stands still is bounded
+        by the pages there are.
+        """
+        last = self._items[-1] if self._items else None
+        if isinstance(item, EraseWork) and isinstance(last, EraseWork):
+            last.keys.update(item.keys)
+        else:
+            self._items.append(item)
+
+    def take_jobs(self) -> list[Job]:
+        """Every queued write, of which nothing is done any more."""
+        jobs = [item for item in self._items if isinstance(item, Job)]
+        self._items = deque(item for item in self._items if not isinstance(item, Job))
+        return jobs
+
+    def take(self) -> Batch:
+        """The next batch, at most ``batch_pages`` pages and one sync mark.
+
+        An erase moves ahead of writes of other keys queued before it, never ahead of one of its own.
+        """
+        batch = Batch()
+        written: set[PageKey] = set()
+        while self._items and batch.sync is None:
+            item = self._items[0]
+            if isinstance(item, SyncWork):
+                batch.sync = item
+            elif isinstance(item, EraseWork):
+                if not written.isdisjoint(item.keys):
+                    break
+                batch.erases.extend(item.keys)
+            elif not self._take_pages(item, batch, written):
+                break
+            self._items.popleft()
+        return batch
+
+    def take_erases(self, written: set[PageKey]) -> list[PageKey]:
+        """Every queued erase that may come before the rest: none of its keys in ``written`` or in a write before it."""
+        taken: list[PageKey] = []
+        kept: deque[Job | EraseWork | SyncWork] = deque()
+        blocked = set(written)
+        for item in self._items:
+            if isinstance(item, Job):
+                blocked.update(item.transfer.keys)
+            elif isinstance(item, EraseWork) and blocked.isdisjoint(item.keys):
+                taken.extend(item.keys)
+                continue
+            kept.append(item)
+        self._items = kept
+        return taken
+
+    def _take_pages(self, job: Job, batch: Batch, written: set[PageKey]) -> bool:
+        """Move pages of ``job`` into ``batch``; whether it was the last of them."""
+        room = self.batch_pages - len(batch.writes)
+        end = min(len(job.pages), job.next + room)
+        batch.writes.extend((job, index) for index in range(job.next, end))
+        written.update(job.transfer.keys[job.next : end])
+        job.next = end
+        return end == len(job.pages)
+
+
+_refusal_log = logging.getLogger("tierstore.nvme.refusal")
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 30.0
+
+
+class Refusal:
+    """A disk that refuses writes: why, and when to try again. The writer's thread only; ``active`` from any."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.failure = Failure.IO_ERROR
+        self._pause_s = _FIRST_PAUSE_S
+        self._again = 0.0
+        self._told = False
+
+    def begin(self, error: lmdb.Error | OSError | str, failure: Failure) -> None:
+        """The disk refused; the pause before the next try doubles. Warns once until a page is written."""
+        if not self._told:
+            _refusal_log.warning("the NVMe tier is read-only until the disk takes writes again: %s", error)
+        self._told = self.active = True
+        self.failure = failure
+        self._again = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+    def end(self) -> None:
+        """A write succeeded."""
+        self.active = False
+
+    def forget(self) -> None:
+        """Pages were written: the trouble is over."""
+        if self._told:
+            _refusal_log.info("the NVMe tier takes writes again")
+        self.active = self._told = False
+        self._pause_s = _FIRST_PAUSE_S
+
+    def remaining_s(self) -> float:
+        """Seconds until the next try."""
+        return max(0.0, self._again - time.monotonic())
+
+
+_log = logging.getLogger("tierstore.nvme.writer")
 
 _Result = TypeVar("_Result")
 
