@@ -12,7 +12,7 @@ import pytest
 
 from tests.nvme.rig import PATIENCE_S, Rig
 from tests.support.sick_disk import Hanging
-from tierstore.nvme.patience import Patience
+from tierstore.nvme.tier import Patience
 
 
 def test_it_looks_on_after_an_error_and_never_once_it_is_closed(caplog: pytest.LogCaptureFixture) -> None:
