@@ -16,7 +16,7 @@ from tierstore.errors import ConfigError
 from tierstore.gpu.device import require_device
 from tierstore.host.memory import available_nbytes
 from tierstore.layout import PageLayout
-from tierstore.nvme.coding import allowed_over
+from tierstore.nvme.record import allowed_over
 
 if TYPE_CHECKING:
     from tierstore.config import StoreConfig

@@ -14,9 +14,8 @@ from tests.nvme.rig import CAPACITY, LAYOUT, PAGE, PATIENCE_S, Rig, change, find
 from tests.nvme.test_encoded import NBYTES, ExpRig
 from tierstore.nvme import readers
 from tierstore.nvme.checking import Checkers
-from tierstore.nvme.coding import Coding, Decoders
-from tierstore.nvme.fetching import Fetched
 from tierstore.nvme.reading import RecordReader
+from tierstore.nvme.record import Coding, Decoders, Fetched
 from tierstore.types import Failure, PageKey
 
 pytestmark = pytest.mark.usefixtures("payload")

@@ -101,7 +101,7 @@ EXTENT_BUGS = {
 
 HELD_BUGS = {
     "what is held is taken for a page": (
-        "nvme/coding.py",
+        "nvme/record.py",
         'return payload.nbytes if self.held == "none" or self.layout is None else self.layout.blob_nbytes',
         "return payload.nbytes",
     ),
@@ -111,7 +111,7 @@ HELD_BUGS = {
         "pages",
     ),
     "the whole view is taken for the payload": (
-        "nvme/fetching.py",
+        "nvme/record.py",
         "return out[: padded(stored)], out[:stored]",
         "return out[: padded(stored)], out[: padded(stored)]",
     ),

@@ -29,7 +29,6 @@ from tierstore.codecs import LOSS_CLASSES
 from tierstore.errors import IntegrityError
 from tierstore.nvme.allocator import Place
 from tierstore.nvme.capacity import Sizing
-from tierstore.nvme.coding import Coding
 from tierstore.nvme.direct_io import BLOCK
 from tierstore.nvme.entry import (
     ENTRY_NBYTES,
@@ -44,11 +43,10 @@ from tierstore.nvme.environment import Environment
 from tierstore.nvme.extent_records import ExtentRecords, slots_of
 from tierstore.nvme.extent_space import ExtentSpace
 from tierstore.nvme.extents import ExtentBytes, ExtentFiles
-from tierstore.nvme.fetching import RecordBytes
 from tierstore.nvme.headers import InlineBytes, InlineRecords, PageHeaders, numbers_hold
 from tierstore.nvme.home import FULL, free_nbytes, least_free_nbytes
 from tierstore.nvme.reading import RecordReader
-from tierstore.nvme.records import Page, Records
+from tierstore.nvme.record import Coding, Page, RecordBytes, Records
 from tierstore.nvme.sealing import Sealer
 from tierstore.nvme.tombstones import RETIRED_KEY, Tombstones, retired, stamp
 from tierstore.types import PageKey

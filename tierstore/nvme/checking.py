@@ -13,8 +13,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.nvme.coding import Coding, Decoders
 from tierstore.nvme.reading import scratch_for
+from tierstore.nvme.record import Coding, Decoders
 from tierstore.threads import start_all
 
 Task = Callable[[Decoders], None]

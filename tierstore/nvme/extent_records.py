@@ -21,7 +21,7 @@ from tierstore.nvme.capacity import Sizing
 from tierstore.nvme.direct_io import BLOCK
 from tierstore.nvme.entry import Entry, slot_blocks, unpack
 from tierstore.nvme.extents import ExtentFiles
-from tierstore.nvme.records import Page, Written
+from tierstore.nvme.record import Page, Written
 from tierstore.nvme.sealing import Sealed, Sealer
 from tierstore.types import PageKey
 

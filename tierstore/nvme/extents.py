@@ -23,7 +23,7 @@ from tierstore.nvme.allocator import Move, Place, Slots
 from tierstore.nvme.direct_io import BLOCK, aligned, is_aligned, padded, set_direct
 from tierstore.nvme.entry import slot_blocks, unpack
 from tierstore.nvme.environment import Environment
-from tierstore.nvme.fetching import TRIES, Fetched, MovedError, look_again, lookup, memory_for
+from tierstore.nvme.record import TRIES, Fetched, MovedError, look_again, lookup, memory_for
 from tierstore.types import PageKey
 
 PREFIX = b"TierStore extent"

@@ -24,13 +24,22 @@ from numpy.typing import NDArray
 from tierstore import codec
 from tierstore.errors import IntegrityError
 from tierstore.nvme.capacity import Sizing
-from tierstore.nvme.coding import Coding
 from tierstore.nvme.direct_io import BLOCK, is_aligned, set_direct
 from tierstore.nvme.entry import Entry, unpack
 from tierstore.nvme.environment import Environment
-from tierstore.nvme.fetching import HEAD, TRIES, Fetched, MovedError, look_again, lookup, memory_for
 from tierstore.nvme.home import DATA_FILE
-from tierstore.nvme.records import Page, Written
+from tierstore.nvme.record import (
+    HEAD,
+    TRIES,
+    Coding,
+    Fetched,
+    MovedError,
+    Page,
+    Written,
+    look_again,
+    lookup,
+    memory_for,
+)
 from tierstore.types import PageKey
 
 _log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from tierstore import codec
 from tierstore.errors import IntegrityError
 from tierstore.nvme.direct_io import aligned
-from tierstore.nvme.fetching import MovedError
 from tierstore.nvme.reading import RecordReader, scratch_for
+from tierstore.nvme.record import MovedError
 from tierstore.types import PageKey
 
 NOT_FOUND = "not found"

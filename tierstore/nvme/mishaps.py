@@ -9,8 +9,7 @@ import lmdb
 
 from tierstore.errors import IntegrityError
 from tierstore.nvme.acks import Outbox
-from tierstore.nvme.coding import UnfitError
-from tierstore.nvme.fetching import MovedError
+from tierstore.nvme.record import MovedError, UnfitError
 from tierstore.types import Failure, PageKey
 
 _log = logging.getLogger(__name__)

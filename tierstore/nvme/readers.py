@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 from tierstore.nvme.acks import Job, Outbox, Outcome, Shares, failed
 from tierstore.nvme.breaker import Breaker, Circuit
 from tierstore.nvme.checking import Checkers
-from tierstore.nvme.coding import Coding, Decoders
-from tierstore.nvme.fetching import Fetched
 from tierstore.nvme.mishaps import Mishaps
 from tierstore.nvme.reading import RecordReader, scratch_for
+from tierstore.nvme.record import Coding, Decoders, Fetched
 from tierstore.threads import start_all
 from tierstore.types import Failure, Transfer
 

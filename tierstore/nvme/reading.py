@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 
 from tierstore import codec
 from tierstore.errors import IntegrityError
-from tierstore.nvme.coding import Decoders
 from tierstore.nvme.direct_io import BLOCK, aligned, padded
 from tierstore.nvme.entry import loss_class, summary, unpack
 from tierstore.nvme.environment import Environment
-from tierstore.nvme.fetching import HEAD, TRIES, Fetched, MovedError, RecordBytes, lookup
+from tierstore.nvme.record import HEAD, TRIES, Decoders, Fetched, MovedError, RecordBytes, lookup
 from tierstore.types import PageKey
 
 

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from tierstore import codec
 from tierstore.codecs import PageEncoder
 from tierstore.nvme.capacity import Sizing
-from tierstore.nvme.coding import Coding
 from tierstore.nvme.direct_io import BLOCK, aligned, is_aligned
 from tierstore.nvme.extents import PREFIX
-from tierstore.nvme.records import Page
+from tierstore.nvme.record import Coding, Page
 
 _CHUNK_NBYTES = 8 << 20
 _MOST_THREADS = 4

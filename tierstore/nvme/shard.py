@@ -19,9 +19,9 @@ from tierstore.errors import ConfigError, IntegrityError
 from tierstore.nvme import direct_io, home, probe
 from tierstore.nvme.capacity import EXTENTS_FROM, Sizing, size, size_extents
 from tierstore.nvme.catalogue import Catalogue
-from tierstore.nvme.coding import Coding
 from tierstore.nvme.examination import examine
 from tierstore.nvme.home import FileLock
+from tierstore.nvme.record import Coding
 
 _log = logging.getLogger("tierstore.nvme.opening")
 

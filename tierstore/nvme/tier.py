@@ -21,9 +21,9 @@ from tierstore.errors import StoreClosed
 from tierstore.layout import PageLayout
 from tierstore.nvme import home
 from tierstore.nvme.acks import Outbox
-from tierstore.nvme.coding import Coding
 from tierstore.nvme.lending import Lender
 from tierstore.nvme.readers import Readers
+from tierstore.nvme.record import Coding
 from tierstore.nvme.shard import OpenShard, open_shard
 from tierstore.nvme.writer import SyncWork, Writer
 from tierstore.types import Ack, PageKey, Transfer

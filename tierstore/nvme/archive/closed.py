@@ -20,13 +20,12 @@ from tierstore.nvme import home
 from tierstore.nvme.archive.form import Description
 from tierstore.nvme.archive.matching import require_same
 from tierstore.nvme.archive.records import Taken
-from tierstore.nvme.coding import Coding
 from tierstore.nvme.examination import examine
 from tierstore.nvme.home import reading
 from tierstore.nvme.inspection import open_reader
 from tierstore.nvme.lending import Memory, Record, read_record
 from tierstore.nvme.reading import RecordReader
-from tierstore.nvme.records import Page
+from tierstore.nvme.record import Coding, Page
 from tierstore.nvme.shard import OpenShard, open_shard
 from tierstore.types import PageKey, PageSpec
 

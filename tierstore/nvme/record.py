@@ -1,0 +1,296 @@
+"""How pages become records and records become pages, and what the two places of records must answer.
+
+Memory holds pages as they are, or encoded (``host.codec``); what is encoded there goes to disk as it is, or with its
+codes compressed as well. Encoders and decoders serve one thread: whoever has a thread makes its own.
+
+Record bytes are in LMDB (``lmdb_pages``) or in extent files (``extents``). Both answer ``Records``, the calls of the
+``Catalogue`` that writes: ``write`` before its transaction, ``replaced``, then ``entry`` or ``erased`` of a key
+within it, then ``settle`` if it was committed, ``undo`` if not, ``doubt`` if nobody knows. Both answer
+``RecordBytes``, the call of the ``RecordReader``: the catalogue's entry says where a record is, and ``preadv``
+fetches it from there straight into the caller's page, past the page cache where it may: a cut or unreadable file is
+an error there, where a mapped read would be a signal. The read transaction of the lookup ends before the read begins:
+an open transaction keeps LMDB from using freed pages again, and a read that hangs would fill the map. So a record in
+LMDB may be overwritten while it is read. Its checksum, key and generation show that, and the reader looks the key up
+again. A slot in an extent file is pinned while it is read: no new record is written there, though one may have been
+between the lookup and the pin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import lmdb
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore import codec, codecs
+from tierstore import codec as records
+from tierstore.codec import CODECS, NAMES, Codec, Head
+from tierstore.codecs import LOSSY, PageDecoder, PageEncoder
+from tierstore.codecs.frames import Spreader, Squeezer
+from tierstore.codecs.held import Held, Packer
+from tierstore.errors import IntegrityError
+from tierstore.layout import PageLayout
+from tierstore.nvme.allocator import Place
+from tierstore.nvme.direct_io import BLOCK, padded
+from tierstore.nvme.entry import Entry
+from tierstore.nvme.environment import Environment
+from tierstore.types import PageKey
+
+Bytes = NDArray[np.uint8]
+
+
+class UnfitError(IntegrityError):
+    """The page is what was written, and memory cannot hold it in its form."""
+
+
+def allowed_over(held: str) -> tuple[str, ...]:
+    """The codecs that pages held so may be written with."""
+    return tuple(name for name in ("none", held, f"{held}+zstd") if name == "none" or name in LOSSY)
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """``name``: of the codec that pages are written with. ``layout``: of the pages, without which none is encoded, and
+    no encoded one can be read. ``held``: the codec that pages are encoded with in memory already.
+    """
+
+    name: str = "none"
+    layout: PageLayout | None = None
+    held: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.layout is None and (self.name, self.held) != ("none", "none"):
+            raise ValueError(f"codec is {self.name!r}; allowed with the layout of the pages")
+        if self.held != "none" and self.name not in allowed_over(self.held):
+            raise ValueError(f"codec is {self.name!r}; allowed: {', '.join(allowed_over(self.held))}")
+
+    @property
+    def form(self) -> Held | None:
+        """How memory holds a page; None: as it is."""
+        return None if self.held == "none" or self.layout is None else Held.of(self.held, self.layout)
+
+    @property
+    def on_disk(self) -> str:
+        """The codec that records are of, but for pages that it does not make smaller."""
+        return self.held if self.name == "none" else self.name
+
+    @property
+    def changes(self) -> bool:
+        """Whether a record's payload is another than what memory holds."""
+        return self.name not in ("none", self.held)
+
+    @property
+    def plain(self) -> Codec:
+        """What a record says whose payload is the page as memory holds it."""
+        return CODECS[self.held]
+
+    def raw_nbytes(self, payload: Bytes) -> int:
+        """Length of the page that memory holds as ``payload``."""
+        return payload.nbytes if self.held == "none" or self.layout is None else self.layout.blob_nbytes
+
+    def encoder(self) -> PageEncoder | None:
+        """For one thread, of pages as memory holds them; None: they are stored so."""
+        if self.layout is None or not self.changes:
+            return None
+        if self.held == "none":
+            return codecs.encoder(self.name, self.layout)
+        return Squeezer(LOSSY[self.name], self.layout)
+
+    def decoders(self) -> Decoders:
+        """For one thread."""
+        return Decoders(self.layout, self.form)
+
+
+class Decoders:
+    """What turns records into pages as memory holds them, for one thread; each part is made when it is first needed."""
+
+    def __init__(self, layout: PageLayout | None, form: Held | None = None) -> None:
+        self._layout = layout
+        self._form = form
+        self._plain = Codec.NONE if form is None else CODECS[form.codec]
+        self._made: dict[Codec, PageDecoder | None] = {}
+        self._spreader: Spreader | None = None
+        self._packer: Packer | None = None
+
+    def of(self, codec: Codec) -> PageDecoder | None:
+        """What decodes payloads of ``codec``; None where nobody knows the pages' layout."""
+        if self._layout is None or codec is Codec.NONE:
+            return None
+        if codec not in self._made:
+            self._made[codec] = codecs.decoder(NAMES[codec], self._layout)
+        return self._made[codec]
+
+    def fill(self, head: Head, payload: Bytes, out: Bytes) -> None:
+        """Fill ``out``, a page or a slot's view, from the payload of a record that was verified.
+
+        A payload that is as memory holds it is the beginning of ``out`` already. IntegrityError if it is no page of
+        this length, or there is no decoder of its codec; UnfitError if memory cannot hold it. ``out`` may
+        hold anything then.
+        """
+        there = np.may_share_memory(payload, out)
+        if head.codec is self._plain:
+            self._require_length(head, out)
+            assert there, "what memory holds is read to where it is held"
+        elif self._form is None:
+            records.decode(head, payload.copy() if there else payload, out, self.of(head.codec))
+        else:
+            self._repack(self._form, head, payload.copy() if there else payload, out)
+
+    def _require_length(self, head: Head, out: Bytes) -> None:
+        wanted = out.nbytes if self._form is None else self._form.layout.blob_nbytes
+        stored = out.nbytes if self._form is None else self._form.payload_nbytes
+        if (head.raw_nbytes, head.stored_nbytes) != (wanted, stored):
+            raise IntegrityError(f"record of a page of {head.raw_nbytes} bytes, not {wanted}")
+
+    def _repack(self, form: Held, head: Head, payload: Bytes, slot: Bytes) -> None:
+        squeezed = f"{form.codec}+zstd"
+        if head.raw_nbytes == form.layout.blob_nbytes and NAMES[head.codec] == squeezed:
+            self._spreader = self._spreader or Spreader(LOSSY[squeezed], form.layout)
+            self._spreader.decode(payload, slot)
+            return
+        self._packer = self._packer or Packer(form)
+        page = self._packer.page
+        records.decode(head, payload, page, self.of(head.codec))
+        if not self._packer.pack(page, slot):
+            raise UnfitError(f"numbers that {form.codec!r}, the codec of host memory, cannot state")
+
+
+class Page(NamedTuple):
+    """One page to store; ``payload`` flat uint8. ``head``: of a record that is stored as it is, payload and codec."""
+
+    key: PageKey
+    parent: PageKey | None
+    payload: NDArray[np.uint8]
+    head: codec.Head | None = None
+
+
+class Written(NamedTuple):
+    """Where a page's bytes are already. Nothing of it means anything in LMDB, which gets them in the transaction."""
+
+    place: Place = Place(0, 0, 0)
+    generation: int = 0
+    stored_nbytes: int = 0
+
+
+class Records(Protocol):
+    """What a catalogue asks of the place of its records."""
+
+    def write(self, pages: Sequence[Page]) -> Sequence[Written | None]:
+        """Put the bytes on disk, durably, before any entry says so; None for a page for which there is no place.
+
+        If it raises nothing is kept.
+        """
+        ...
+
+    def entry(self, txn: lmdb.Transaction[memoryview], page: Page, written: Written) -> Entry:
+        """The entry of a page."""
+        ...
+
+    def replaced(self, key: PageKey, old: bytes | None) -> None:
+        """The transaction will replace or remove this entry, or make one where there is none. OSError: it must not."""
+        ...
+
+    def erased(self, txn: lmdb.Transaction[memoryview], key: PageKey) -> None:
+        """The transaction removes this record."""
+        ...
+
+    def settle(self) -> None:
+        """The transaction is committed."""
+        ...
+
+    def undo(self) -> None:
+        """The transaction is certainly not committed."""
+        ...
+
+    def doubt(self) -> None:
+        """The transaction raised: it may be committed or not."""
+        ...
+
+    def in_doubt(self, key: PageKey) -> bool:
+        """Whether something is kept for a record since its last transaction raised, until the next one with it."""
+        ...
+
+    def close(self) -> None:
+        """End its thread. No call may follow."""
+        ...
+
+
+HEAD = slice(BLOCK - codec.HEAD_NBYTES, BLOCK)
+"""Where a record's head is in the scratch that it was fetched with."""
+
+TRIES = 4
+"""Lookups of a key whose record is replaced or moved again and again."""
+
+
+class MovedError(Exception):
+    """The record was replaced or moved during every try to read it: that says nothing of the record."""
+
+
+class Fetched(NamedTuple):
+    """A record's bytes as they were found, unchecked: its payload, and the catalogue entry that led to it."""
+
+    payload: NDArray[np.uint8]
+    raw: bytes
+    generation: int
+
+
+class RecordBytes(Protocol):
+    """Fetches the bytes of a record, unchecked."""
+
+    def fetch(
+        self,
+        key: PageKey,
+        out: NDArray[np.uint8],
+        scratch: NDArray[np.uint8],
+        held: int | None,
+    ) -> Fetched:
+        """Fill ``out`` with a payload as long as it, or its beginning with one of ``held`` bytes, ``scratch`` behind
+        BLOCK with any other, and ``scratch`` up to BLOCK with the head.
+
+        KeyError, IntegrityError, OSError, MovedError, lmdb.Error as ``RecordReader.fetch`` raises them.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close what it opened."""
+        ...
+
+
+def lookup(env: Environment, key: PageKey) -> bytes:
+    """The catalogue's entry of ``key`` now, as it is stored. KeyError if there is none."""
+    raw = env.entry(key)
+    if raw is None:
+        raise KeyError(key)
+    return raw
+
+
+def look_again(env: Environment, key: PageKey, raw: bytes, error: Exception) -> bytes:
+    """The entry of a key whose read failed with ``error``, which is raised if the entry is still ``raw``."""
+    again = lookup(env, key)
+    if again == raw:
+        raise error
+    return again
+
+
+def memory_for(
+    entry: Entry, out: NDArray[np.uint8], scratch: NDArray[np.uint8], held: int | None
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Where a record's payload is to be read to, and the part of it that is payload.
+
+    IntegrityError for one longer than a page. One that is neither as long as memory holds it is another codec's, or of
+    a page of another length: its head tells.
+    """
+    stored = entry.stored_nbytes
+    if stored == out.nbytes:
+        return out, out
+    if stored == held and stored < out.nbytes:
+        return out[: padded(stored)], out[:stored]
+    if stored > out.nbytes and (held is None or stored > scratch.nbytes - BLOCK):
+        raise IntegrityError(f"record of {stored} bytes for a page of {out.nbytes}")
+    body = scratch[BLOCK : BLOCK + padded(stored)]
+    if body.nbytes < stored:
+        raise ValueError(f"scratch of {scratch.nbytes} bytes is too small for a page of {out.nbytes}")
+    return body, body[:stored]
