@@ -8,7 +8,7 @@ import pytest
 
 from tests.nvme import rig
 from tests.nvme.watch import Calls
-from tierstore.nvme import extents, headers
+from tierstore.nvme import extents, lmdb_pages
 
 
 @pytest.fixture(params=rig.PAYLOADS)
@@ -23,7 +23,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Replaces system calls that move pages, by name, all but LMDB's own; without any, all are the system's again."""
 
     def replace(**calls: Callable[..., object]) -> None:
-        for module in (extents, headers):
+        for module in (extents, lmdb_pages):
             monkeypatch.setattr(module, "os", Calls(**calls))
 
     return replace

@@ -13,7 +13,7 @@ import pytest
 
 from tests.nvme.rig import LAYOUT, PATIENCE_S, Rig, data_file, key, page
 from tierstore.nvme import entry
-from tierstore.nvme.headers import InlineRecords, PageHeaders
+from tierstore.nvme.lmdb_pages import InlineRecords, PageHeaders
 from tierstore.nvme.tree import walk
 
 COUNT = 60

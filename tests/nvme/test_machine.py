@@ -32,7 +32,7 @@ BUGS = {
         "self._settle(batch, [1] * len(batch.writes)); self._serve(batch); batch.writes.clear(); outcomes = []",
     ),
     "an old record is not replaced": (
-        "nvme/headers.py",
+        "nvme/lmdb_pages.py",
         ".data, db=self._env.pages)",
         ".data, overwrite=False, db=self._env.pages)",
     ),
@@ -50,7 +50,7 @@ BUGS = {
         ),
     ),
     "parent lost": (
-        "nvme/headers.py",
+        "nvme/lmdb_pages.py",
         "parent=page.parent,\n            nbytes=self._sizing.cost",
         "parent=None,\n            nbytes=self._sizing.cost",
     ),

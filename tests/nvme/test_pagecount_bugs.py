@@ -59,19 +59,19 @@ BUGS = {
         "test_pagecount.py::test_a_new_directory_has_all_its_trees_or_none",
     ),
     "headers are not mended": (
-        "headers.py",
+        "lmdb_pages.py",
         "        if entry.page_number:\n",
         "        if False:\n",
         "test_headers.py::test_a_header_that_says",
     ),
     "a header is mended that is not on disk yet": (
-        "headers.py",
+        "lmdb_pages.py",
         "if old is None or key in self._fresh:",
         "if old is None:",
         "test_headers.py::test_a_page_written_twice_in_a_transaction_has_the_pages_that_it_needs",
     ),
     "a shorter value keeps the pages of a longer one": (
-        "headers.py",
+        "lmdb_pages.py",
         "if page.key in self._fresh:",
         "if False:",
         "test_headers.py::test_a_page_written_twice_in_a_transaction_has_the_pages_that_it_needs",

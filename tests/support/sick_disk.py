@@ -13,7 +13,7 @@ import pytest
 
 from tests.nvme.watch import Calls
 from tests.support.waiting import wait_for
-from tierstore.nvme import extents, headers
+from tierstore.nvme import extents, lmdb_pages
 from tierstore.nvme.tier import NvmeTier
 from tierstore.store import TierStore
 
@@ -73,7 +73,7 @@ class Failing:
 
 def replace_preadv(monkeypatch: pytest.MonkeyPatch, preadv: Hanging | Slow | Failing | None) -> None:
     """The tier's page reads go through ``preadv`` from now on; None: through the system's again."""
-    for module in (extents, headers):
+    for module in (extents, lmdb_pages):
         monkeypatch.setattr(module, "os", os if preadv is None else Calls(preadv=preadv))
 
 

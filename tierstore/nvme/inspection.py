@@ -17,8 +17,8 @@ from tierstore.nvme.entry import MAX_DBS
 from tierstore.nvme.environment import Environment
 from tierstore.nvme.examination import examine
 from tierstore.nvme.extents import ExtentBytes, ExtentFiles
-from tierstore.nvme.headers import InlineBytes
 from tierstore.nvme.home import FileLock, reading, watched
+from tierstore.nvme.lmdb_pages import InlineBytes
 from tierstore.nvme.reading import RecordReader
 from tierstore.nvme.record import RecordBytes
 from tierstore.nvme.tombstones import RETIRED_KEY, Tombstones, retired

@@ -1,9 +1,13 @@
-"""The page headers of large values in LMDB's file, mended before LMDB frees what they name.
+"""Page bytes in LMDB: records as values beside the catalogue, read at their page number past LMDB's map.
+
+While a record is written its page number is taken from LMDB's page header and kept in the entry; a self-test shows
+whether that holds with this LMDB. Records whose entry has no page number are copied out of LMDB's map, inside the
+transaction. No memoryview of LMDB's leaves a method.
 
 LMDB frees as many pages as the header of a value says, from the page that it says; one that changed on disk ends that
 in transactions that fail for good, in a signal, or in a live page that is written over. Nothing else reads these
 headers, and what they must say follows from the catalogue's entry, which has a checksum of its own and agrees with
-LMDB's tree: ``walk`` saw to it. So a wrong one is written anew.
+LMDB's tree: ``tree`` saw to it. So a wrong header is written anew before LMDB frees what it names.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ from tierstore.nvme.record import (
 )
 from tierstore.types import PageKey
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("tierstore.nvme.headers")
 
 _HEADER = struct.Struct("<QHHI")  # page number, pad, flags, pages
 _LARGE = 4
