@@ -43,7 +43,7 @@ from tierstore.codecs.held import Held
 from tierstore.layout import PageLayout
 from tierstore.nvme.allocator import Place
 from tierstore.nvme.entry import slot_blocks, unpack
-from tierstore.nvme.extent_records import ExtentRecords
+from tierstore.nvme.extents import ExtentRecords
 from tierstore.types import Failure
 
 NUMBERS = 14

@@ -18,7 +18,7 @@ from tierstore.codec import HEAD_NBYTES
 from tierstore.codecs import exp
 from tierstore.codecs.exp import Encoder, Geometry
 from tierstore.layout import PageLayout
-from tierstore.nvme import sealing
+from tierstore.nvme import extents
 from tierstore.nvme.inspection import verify
 from tierstore.types import Ack, Failure
 
@@ -271,7 +271,7 @@ def test_batches_of_several_chunks_are_encoded_by_several_threads_and_each_encod
                 busy.discard(id(self))
 
     monkeypatch.setattr(exp, "Encoder", Watched)
-    monkeypatch.setattr(sealing, "_CHUNK_NBYTES", 4 * NBYTES)
+    monkeypatch.setattr(extents, "_CHUNK_NBYTES", 4 * NBYTES)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     rig = ExpRig(
         tmp_path / "home",

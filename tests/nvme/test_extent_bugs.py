@@ -30,19 +30,19 @@ BUGS = {
         "test_extent_space.py::test_room_is_used_again_without_growth",
     ),
     "files above the capacity stay": (
-        "extent_space.py",
+        "extents.py",
         "                self._files.remove(number)\n",
         "                pass\n",
         "test_extent_space.py::test_a_lower_capacity_gives_back_the_last_files_and_drops_only_what_was_in_them",
     ),
     "entries of files given back stay": (
-        "extent_space.py",
+        "extents.py",
         "            self._entries.erase(lost[start : start + self._erase_keys])\n",
         "            pass\n",
         "test_extent_space.py::test_a_lower_capacity_gives_back_the_last_files_and_drops_only_what_was_in_them",
     ),
     "slots in doubt are forgotten": (
-        "extent_records.py",
+        "extents.py",
         "self._doubts.setdefault(key, set()).update(places)",
         "pass",
         "test_extent_space.py::test_no_slot_is_lost_whether_a_commit_that_failed_came_about_or_not",
@@ -84,7 +84,7 @@ BUGS = {
         "test_holes.py::test_long_records_find_room_in_a_tier_full_of_short_ones",
     ),
     "a move that failed keeps its new slots": (
-        "extent_space.py",
+        "extents.py",
         "            self._slots.free([move.new for move in planned])\n            raise",
         "            raise",
         "test_holes.py::test_a_move_that_the_disk_refuses_loses_no_record_and_no_room",
@@ -102,7 +102,7 @@ BUGS = {
         "test_holes.py::test_moves_make_room_and_touch_nothing_else",
     ),
     "an encoder serves two chunks at once": (
-        "sealing.py",
+        "extents.py",
         "            return self._coding.encoder()\n",
         "            return self.__dict__.setdefault('_one', self._coding.encoder())\n",
         "test_encoded.py::test_batches_of_several_chunks_are_encoded_by_several_threads_and_each_encoder_by_one_at_a_time",

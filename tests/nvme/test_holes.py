@@ -14,7 +14,7 @@ from tests.nvme.rig import LAYOUT, PATIENCE_S, on_disk, wait_until_writable
 from tests.nvme.test_encoded import NBYTES, NOISE, ExpRig
 from tierstore.nvme import allocator
 from tierstore.nvme.allocator import FreeRuns, Place, Slots
-from tierstore.nvme.extent_records import ExtentRecords
+from tierstore.nvme.extents import ExtentRecords
 from tierstore.types import Failure
 
 CAPACITY = 6 << 20
@@ -156,7 +156,7 @@ def test_a_move_that_the_disk_refuses_loses_no_record_and_no_room(
         copied.append(len(planned))
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("tierstore.nvme.extent_space.copy_records", refused)
+    monkeypatch.setattr("tierstore.nvme.extents.copy_records", refused)
     chance = random.Random(3)
     for number in NOISE[:300]:
         while sum(held.values()) + rig.tier.record_nbytes > rig.tier.budget_nbytes:

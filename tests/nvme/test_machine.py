@@ -65,17 +65,17 @@ LATE = """
 EXTENT_BUGS = {
     "a failed write leaves the old record": BUGS["a failed write leaves the old record"],
     "parent lost": (
-        "nvme/extent_records.py",
+        "nvme/extents.py",
         "parent=page.parent,\n            nbytes=self._sizing.cost",
         "parent=None,\n            nbytes=self._sizing.cost",
     ),
     "slots of the last batch count as free": (
-        "nvme/extent_records.py",
+        "nvme/extents.py",
         "self._files.sync(_places(written))",
         "self._files.sync(_places(written)); self._slots.free(_places(written))",
     ),
     "a slot is lost when its record goes": (
-        "nvme/extent_records.py",
+        "nvme/extents.py",
         "self._doubts.pop(key, None)\n            self._slots.free(places)",
         "self._doubts.pop(key, None)",
     ),
