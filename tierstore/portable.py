@@ -16,7 +16,7 @@ from tierstore.nvme.archive.form import Description
 from tierstore.nvme.archive.reading import Imported, read_archive
 from tierstore.nvme.archive.records import Taken
 from tierstore.nvme.archive.writing import Exported, write_archive
-from tierstore.nvme.lending import Memory, Record
+from tierstore.nvme.reader import Memory, Record
 from tierstore.nvme.record import Decoders
 from tierstore.slots import require_key_list
 from tierstore.types import LeaseState, Tier

@@ -19,7 +19,7 @@ from tierstore.nvme.archive.form import Description
 from tierstore.nvme.archive.reading import Imported, read_archive
 from tierstore.nvme.archive.records import Taken
 from tierstore.nvme.archive.writing import Exported, write_archive
-from tierstore.nvme.lending import Record
+from tierstore.nvme.reader import Record
 from tierstore.types import PageKey
 
 T = TypeVar("T")

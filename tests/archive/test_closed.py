@@ -28,7 +28,7 @@ from tierstore.nvme.archive.writing import Exported, write_archive
 from tierstore.nvme.capacity import size, size_extents
 from tierstore.nvme.catalogue import Catalogue, Page
 from tierstore.nvme.inspection import verify
-from tierstore.nvme.lending import Record
+from tierstore.nvme.reader import Record
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, PageSpec
 

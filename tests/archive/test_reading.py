@@ -25,7 +25,7 @@ from tierstore.errors import ArchiveError
 from tierstore.layout import PageLayout
 from tierstore.nvme.archive import form, reading
 from tierstore.nvme.archive.records import Taken
-from tierstore.nvme.lending import Record
+from tierstore.nvme.reader import Record
 from tierstore.types import PageSpec
 
 

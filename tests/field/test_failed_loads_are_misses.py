@@ -32,7 +32,7 @@ from tests.support.stalls import IN, UP
 from tierstore.gpu.geometry import Part
 from tierstore.gpu.pool import CpuPool
 from tierstore.nvme import entry
-from tierstore.nvme.reading import RecordReader
+from tierstore.nvme.reader import RecordReader
 from tierstore.nvme.record import Decoders, Fetched
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from tests.nvme.rig import CAPACITY, LAYOUT, PAGE, PATIENCE_S, Rig, change, find, page
 from tests.nvme.test_encoded import NBYTES, ExpRig
-from tierstore.nvme import readers
-from tierstore.nvme.checking import Checkers
-from tierstore.nvme.reading import RecordReader
+from tierstore.nvme import reader
+from tierstore.nvme.reader import Checkers, RecordReader
 from tierstore.nvme.record import Coding, Decoders, Fetched
 from tierstore.types import Failure, PageKey
 
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("payload")
 
 @pytest.fixture(autouse=True)
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "_WORTH_CHECKING_APART", 0)
+    monkeypatch.setattr(reader, "_WORTH_CHECKING_APART", 0)
 
 
 @pytest.fixture

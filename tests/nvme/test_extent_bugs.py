@@ -18,7 +18,7 @@ BUGS = {
         "test_extent_space.py::test_a_slot_that_is_still_read_is_not_written_again",
     ),
     "a record that went under its read counts as damage": (
-        "reading.py",
+        "reader.py",
         "if lookup(self._env, key) == fetched.raw:",
         "if True:",
         "test_extent_space.py::test_a_page_erased_between_look_up_and_pin_is_a_miss_not_damage",

@@ -16,7 +16,7 @@ from tests.support.sick_disk import Failing, Hanging, ask_again, hold_clock, tim
 from tests.support.waiting import wait_for
 from tierstore.nvme.breaker import LIMIT
 from tierstore.nvme.catalogue import Catalogue, Page
-from tierstore.nvme.lending import Record
+from tierstore.nvme.reader import Record
 from tierstore.types import Failure
 
 Replace = Callable[..., None]

@@ -25,7 +25,7 @@ from tierstore.keys import namespace
 from tierstore.layout import PageLayout
 from tierstore.nvme.archive import closed, reading
 from tierstore.nvme.direct_io import aligned
-from tierstore.nvme.reading import scratch_for
+from tierstore.nvme.reader import scratch_for
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, PageSpec, Tier
 

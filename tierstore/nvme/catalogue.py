@@ -43,7 +43,7 @@ from tierstore.nvme.environment import Environment
 from tierstore.nvme.extents import ExtentBytes, ExtentFiles, ExtentRecords, ExtentSpace, Sealer, slots_of
 from tierstore.nvme.home import FULL, free_nbytes, least_free_nbytes
 from tierstore.nvme.lmdb_pages import InlineBytes, InlineRecords, PageHeaders, numbers_hold
-from tierstore.nvme.reading import RecordReader
+from tierstore.nvme.reader import RecordReader
 from tierstore.nvme.record import Coding, Page, RecordBytes, Records
 from tierstore.nvme.tombstones import RETIRED_KEY, Tombstones, retired, stamp
 from tierstore.types import PageKey

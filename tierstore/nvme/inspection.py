@@ -19,7 +19,7 @@ from tierstore.nvme.examination import examine
 from tierstore.nvme.extents import ExtentBytes, ExtentFiles
 from tierstore.nvme.home import FileLock, reading, watched
 from tierstore.nvme.lmdb_pages import InlineBytes
-from tierstore.nvme.reading import RecordReader
+from tierstore.nvme.reader import RecordReader
 from tierstore.nvme.record import RecordBytes
 from tierstore.nvme.tombstones import RETIRED_KEY, Tombstones, retired
 from tierstore.types import PageKey

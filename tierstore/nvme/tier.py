@@ -21,8 +21,7 @@ from tierstore.errors import StoreClosed
 from tierstore.layout import PageLayout
 from tierstore.nvme import home
 from tierstore.nvme.acks import Outbox
-from tierstore.nvme.lending import Lender
-from tierstore.nvme.readers import Readers
+from tierstore.nvme.reader import Lender, Readers
 from tierstore.nvme.record import Coding
 from tierstore.nvme.shard import OpenShard, open_shard
 from tierstore.nvme.writer import SyncWork, Writer

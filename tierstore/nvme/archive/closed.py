@@ -23,8 +23,7 @@ from tierstore.nvme.archive.records import Taken
 from tierstore.nvme.examination import examine
 from tierstore.nvme.home import reading
 from tierstore.nvme.inspection import open_reader
-from tierstore.nvme.lending import Memory, Record, read_record
-from tierstore.nvme.reading import RecordReader
+from tierstore.nvme.reader import Memory, Record, RecordReader, read_record
 from tierstore.nvme.record import Coding, Page
 from tierstore.nvme.shard import OpenShard, open_shard
 from tierstore.types import PageKey, PageSpec

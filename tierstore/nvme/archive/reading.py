@@ -21,7 +21,7 @@ from tierstore.nvme.archive import form
 from tierstore.nvme.archive.matching import require_same
 from tierstore.nvme.archive.records import Progress, Sink, checked
 from tierstore.nvme.archive.threads import ahead, most_ahead, whole
-from tierstore.nvme.lending import Record
+from tierstore.nvme.reader import Record
 from tierstore.types import PageKey
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tierstore import codec
 from tierstore.errors import IntegrityError
 from tierstore.nvme.archive.form import CHECKSUM, Description, Item
-from tierstore.nvme.lending import Record
+from tierstore.nvme.reader import Record
 from tierstore.types import PageKey
 
 Progress = Callable[[int, int], None]

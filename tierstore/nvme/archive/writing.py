@@ -17,7 +17,7 @@ from tierstore.nvme.archive import form
 from tierstore.nvme.archive.draft import Draft
 from tierstore.nvme.archive.records import Progress, Source
 from tierstore.nvme.archive.threads import ahead, most_ahead, whole
-from tierstore.nvme.lending import Record
+from tierstore.nvme.reader import Record
 from tierstore.types import PageKey
 
 if TYPE_CHECKING:
