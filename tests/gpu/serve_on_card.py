@@ -29,10 +29,10 @@ from tierstore.bench.measurement import at_rest
 from tierstore.bench.ttft import SHAPES, random_model
 from tierstore.config import load_config
 from tierstore.serve.app import Server, make_app
+from tierstore.serve.auth import Tenants
 from tierstore.serve.engine import Engine
 from tierstore.serve.library import Library
 from tierstore.serve.model import Reader
-from tierstore.serve.tenants import Tenants
 from tierstore.store import TierStore
 from tierstore.types import PageKey, Tier
 

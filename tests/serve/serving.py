@@ -17,9 +17,9 @@ from tests.adapters.tiny import open_store
 from tests.serve.small import reader
 from tests.support.pages import PATIENCE_S
 from tierstore.serve.app import Server, make_app
+from tierstore.serve.auth import Tenants
 from tierstore.serve.engine import Engine
 from tierstore.serve.library import Library
-from tierstore.serve.tenants import Tenants
 from tierstore.store import TierStore
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Who was it?"}], "max_tokens": 6, "seed": 1}

@@ -21,10 +21,9 @@ from tests.serve.serving import CHAT, COMPLETION, Serving, events, serving
 from tests.serve.small import reader
 from tests.support.pages import PATIENCE_S
 from tierstore.errors import ConfigError
+from tierstore.serve.auth import MAX_BODY, Tenants
 from tierstore.serve.engine import Engine
-from tierstore.serve.gate import MAX_BODY
 from tierstore.serve.request import Ask
-from tierstore.serve.tenants import Tenants
 
 ANNE, BOB = "anne's key", "bob's key"
 TENANTS = {"anne": [sha256(ANNE.encode()).hexdigest()], "bob": [sha256(BOB.encode()).hexdigest().upper()]}

@@ -23,8 +23,8 @@ from tierstore.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tierstore.serve.auth import Tenants
     from tierstore.serve.model import Reader
-    from tierstore.serve.tenants import Tenants
 
 PAGE_SIZE = 64
 """Tokens of a page where the configuration names no number."""
@@ -71,7 +71,7 @@ def serve(
     """
     with refusals(as_json), ExitStack() as stack:
         _require_extras()
-        from tierstore.serve.tenants import Tenants
+        from tierstore.serve.auth import Tenants
 
         tenants = Tenants() if keys is None else Tenants.load(keys)
         settings = _settings(config)

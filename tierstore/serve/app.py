@@ -16,15 +16,14 @@ from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.concurrency import run_in_threadpool
 
+from tierstore.serve.auth import Gate, Hosts, Tenants
 from tierstore.serve.completions import completion_routes
 from tierstore.serve.engine import Engine
 from tierstore.serve.errors import answer_faults
-from tierstore.serve.gate import Gate, Hosts
 from tierstore.serve.library import Library
 from tierstore.serve.model import Reader
 from tierstore.serve.questions import document_routes
 from tierstore.serve.reading import Readings
-from tierstore.serve.tenants import Tenants
 from tierstore.store import TierStore
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
