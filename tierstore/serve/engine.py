@@ -1,22 +1,262 @@
-"""The thread that owns the model: several requests in turn, a chunk of a prompt or a token of an answer at a time."""
+"""The thread that owns the model, its queue, and the requests that run on it.
 
+Several requests run in turn, a chunk of a prompt or a token of an answer at a time. They start in the order in which
+they came; those that wait are hints, so that their pages come up from disk before they start.
+"""
+
+# transformers leaves some of its functions untyped:
+# mypy: allow-untyped-calls
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from threading import Condition, Thread
+from threading import Event as Flag
 from time import monotonic
+from typing import Any
 
+import numpy as np
+import torch
+
+from prefetch import Waiting
+from tierstore.adapters.huggingface import TierStoreCache, cache_argument
 from tierstore.adapters.huggingface.request import PageGroups
 from tierstore.errors import StoreClosed, TierStoreError
+from tierstore.lease import Lease
 from tierstore.serve.metrics import Figures
 from tierstore.serve.model import Reader
-from tierstore.serve.queue import Asked, Line
-from tierstore.serve.request import Ask, BusyError, Event, Failed, RefusedError
-from tierstore.serve.running import Running
+from tierstore.serve.request import (
+    Ask,
+    BusyError,
+    Done,
+    Event,
+    Failed,
+    FinishReason,
+    Piece,
+    Read,
+    RefusedError,
+    Usage,
+)
+from tierstore.serve.sampling import Sampler, Spelling
 from tierstore.store import TierStore
-from tierstore.types import PageKey
+from tierstore.types import LeaseState, PageKey, Tier
+
+_numbers = count()
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A request that waits or is under way. ``pages``: HBM slots that it may need at once, at most.
+
+    ``ended``: set once the engine holds nothing of it any more.
+    """
+
+    ask: Ask
+    tell: Callable[[Event], None]
+    keys: Sequence[PageKey]
+    pages: int
+    asked_at: float
+    """By ``monotonic``."""
+    cancelled: Flag = field(default_factory=Flag)
+    ended: Flag = field(default_factory=Flag)
+    name: str = field(default_factory=lambda: f"{next(_numbers)}")
+
+
+class Line:
+    """The requests that wait. Hints tell an attached prefetcher who is how far from its start. One thread at a time."""
+
+    def __init__(self, store: TierStore) -> None:
+        self._line: deque[Asked] = deque()
+        self._hints = Waiting(store, name="serve")
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def add(self, asked: Asked) -> None:
+        """At the end."""
+        self._line.append(asked)
+        self._hints.add(asked.name, asked.keys)
+
+    def take(self, room: int) -> Asked | None:
+        """Who starts now, no longer waiting: the first, if ``room`` HBM pages are enough for it. Nobody passes it."""
+        if not self._line or self._line[0].pages > room:
+            return None
+        asked = self._line.popleft()
+        self._hints.started(asked.name)
+        return asked
+
+    def drop_cancelled(self) -> list[Asked]:
+        """Those that were cancelled, no longer waiting."""
+        found = [asked for asked in self._line if asked.cancelled.is_set()]
+        for asked in found:
+            self._line.remove(asked)
+            self._hints.withdraw(asked.name)
+            asked.ended.set()
+        return found
+
+    def drop_all(self) -> list[Asked]:
+        """All of them, no longer waiting."""
+        found = list(self._line)
+        self._line.clear()
+        self._hints.close()
+        return found
+
+
+class Coming:
+    """A lease on what is on disk; none where nothing is: host memory comes layer by layer while the model computes.
+
+    One thread at a time. ``close`` gives the pages back.
+    """
+
+    def __init__(self, store: TierStore, keys: Sequence[PageKey]) -> None:
+        """Has the pages brought up; waits for nothing."""
+        on_disk = Tier.NVME in store.match(keys).tiers
+        self._lease: Lease | None = store.acquire(keys) if on_disk else None
+
+    @property
+    def here(self) -> bool:
+        """Whether all has come that will. What failed to come is not there, and will be computed."""
+        return self._lease is None or self._lease.wait(0.0, written=False) is not LeaseState.PENDING
+
+    def origins(self, page_size: int) -> Counter[Tier]:
+        """Tokens in the pages that came, by the tier they were found in. HBM has them now, and does not say."""
+        found = Counter(self._lease.tiers) if self._lease is not None else Counter[Tier]()
+        return Counter({tier: count * page_size for tier, count in found.items()})
+
+    def close(self) -> None:
+        """Idempotent."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            with suppress(StoreClosed):
+                lease.release()
+
+
+_ROOM_S = 0.1
+"""Seconds that a request waits for HBM pages that are being saved: all other answers wait as long."""
+
+
+class Running:
+    """A request that has started. For the engine's thread; ``close`` gives back what it holds."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        store: TierStore,
+        ask: Ask,
+        keys: Sequence[PageKey],
+        tell: Callable[[Event], None],
+        *,
+        asked_at: float,
+        chunk: int,
+    ) -> None:
+        """Begins to bring its stored prefix up. ``asked_at`` by ``monotonic``."""
+        self._reader, self._store, self._ask, self._tell, self._chunk = reader, store, ask, tell, chunk
+        self._asked_at, self._began_at = asked_at, monotonic()
+        self._first_at: float | None = None
+        self._ends = reader.ends
+        self._tokens: list[int] = []
+        self._device = reader.model.device
+        self._sampler = Sampler(ask.sampling, self._device)
+        self._spelling = Spelling(reader.tokenizer, ask.prompt, ask.stop)
+        self._reused: dict[str, int] = {}
+        self._given: dict[str, TierStoreCache] = {}
+        self._coming = Coming(store, keys)
+        self._cache: TierStoreCache | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether a step would do nothing yet: its pages are still on their way from disk."""
+        return self._cache is None and not self._coming.here
+
+    def step(self) -> Usage | None:
+        """Compute one chunk of the prompt, or one token of the answer. What it took, once all is told."""
+        if self.waits:
+            return None
+        there = (self._cache or self._open()).get_seq_length()
+        with torch.inference_mode():
+            if there < len(self._ask.prompt):
+                return self._read(there)
+            return self._go_on(self._tokens[-1:])
+
+    def close(self) -> None:
+        """Full pages stay in the store. Idempotent."""
+        self._coming.close()
+        if self._cache is not None:
+            self._cache.close()
+
+    def _open(self) -> TierStoreCache:
+        """The pages that came, and what host memory and HBM have of the rest."""
+        model = self._reader.model
+        # By way of numpy: torch itself takes 40 ms for a tuple of 131,072 numbers.
+        prompt = torch.from_numpy(np.array(self._ask.prompt, dtype=np.int64))
+        self._cache = cache = TierStoreCache(
+            self._store, prompt, model=model, salt=self._ask.salt, wait_for_room_s=_ROOM_S
+        )
+        self._given[cache_argument(model)] = cache
+        reused, came = cache.reused_by_tier, self._coming.origins(PageGroups(self._store).page_size)
+        for tier in (Tier.HOST, Tier.NVME):
+            moved = min(came[tier], reused[Tier.HBM])
+            reused[Tier.HBM] -= moved
+            reused[tier] += moved
+        self._reused = {tier.name: count for tier, count in reused.items() if count}
+        self._coming.close()
+        self._tell(Read(cache.get_seq_length()))
+        return cache
+
+    def _read(self, first: int) -> Usage | None:
+        part = self._ask.prompt[first : first + self._chunk]
+        if first + len(part) == len(self._ask.prompt) and self._ask.max_tokens:
+            return self._go_on(list(part))
+        self._forward(list(part))
+        self._tell(Read(first + len(part)))
+        if first + len(part) < len(self._ask.prompt):
+            return None
+        self._first_at = monotonic()
+        return self._done("length")
+
+    def _go_on(self, part: list[int]) -> Usage | None:
+        """The next token, after these."""
+        token = self._sampler.choose(self._forward(part))
+        if self._first_at is None:
+            self._first_at = monotonic()
+            self._tell(Read(len(self._ask.prompt)))
+        self._tokens.append(token)
+        if token in self._ends:
+            return self._done("stop")
+        text = self._spelling.add(token)
+        if text:
+            self._tell(Piece(text))
+        if self._spelling.stopped:
+            return self._done("stop")
+        return self._done("length") if len(self._tokens) == self._ask.max_tokens else None
+
+    def _forward(self, part: list[int]) -> torch.Tensor:
+        """Logits after the last of these tokens, ``[1, vocabulary]``."""
+        given: Any = torch.tensor([part], device=self._device)
+        found: torch.Tensor = self._reader.model(given, logits_to_keep=1, **self._given).logits[:, -1]
+        return found
+
+    def _done(self, reason: FinishReason) -> Usage:
+        rest = self._spelling.end()
+        if rest:
+            self._tell(Piece(rest))
+        assert self._first_at is not None
+        usage = Usage(
+            prompt_tokens=len(self._ask.prompt),
+            completion_tokens=len(self._tokens),
+            reused=self._reused,
+            waited_s=self._began_at - self._asked_at,
+            ttft_s=self._first_at - self._asked_at,
+            total_s=monotonic() - self._asked_at,
+        )
+        self._tell(Done(reason, usage))
+        return usage
+
 
 _LOOK_S = 0.002
 """How often pages from disk are looked for while nothing is computed."""
@@ -27,7 +267,7 @@ _SPARE = 1
 _CPU_CHUNK, _CARD_CHUNK = 256, 4096
 CLOSING = "the server is closing"
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("tierstore.serve.engine")
 
 
 class Ticket:
