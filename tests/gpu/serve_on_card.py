@@ -30,8 +30,8 @@ from tierstore.bench.ttft import SHAPES, random_model
 from tierstore.config import load_config
 from tierstore.serve.app import Server, make_app
 from tierstore.serve.auth import Tenants
+from tierstore.serve.documents import Library
 from tierstore.serve.engine import Engine
-from tierstore.serve.library import Library
 from tierstore.serve.model import Reader
 from tierstore.store import TierStore
 from tierstore.types import PageKey, Tier

@@ -18,8 +18,8 @@ from tests.serve.small import reader
 from tests.support.pages import PATIENCE_S
 from tierstore.serve.app import Server, make_app
 from tierstore.serve.auth import Tenants
+from tierstore.serve.documents import Library
 from tierstore.serve.engine import Engine
-from tierstore.serve.library import Library
 from tierstore.store import TierStore
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Who was it?"}], "max_tokens": 6, "seed": 1}

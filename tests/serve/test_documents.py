@@ -18,7 +18,7 @@ from tests.serve.serving import Serving, events, serving
 from tests.serve.small import reader
 from tests.support.pages import PATIENCE_S
 from tests.support.waiting import wait_for
-from tierstore.serve.library import Document, Library
+from tierstore.serve.documents import Document, Library
 
 TEXT = "The ship sailed at dawn, and nobody saw it leave the harbour. " * 3
 OTHER = "Nobody had ever seen the lighthouse by day, or so it was said. " * 3

@@ -18,9 +18,8 @@ from tests.serve.serving import COMPLETION, Serving, serving
 from tests.serve.small import GREEDY, ask, ids_of, reader
 from tests.support.pages import PATIENCE_S
 from tests.support.waiting import wait_for
+from tierstore.serve.documents import Library, Reading
 from tierstore.serve.engine import Engine
-from tierstore.serve.library import Library
-from tierstore.serve.reading import Reading
 from tierstore.serve.request import Ask, BusyError, Event
 from tierstore.types import PageKey
 

@@ -131,8 +131,8 @@ def _run(
     from prefetch import Prefetcher
     from tierstore.adapters.huggingface import page_specs
     from tierstore.serve.app import Server, make_app
+    from tierstore.serve.documents import Library
     from tierstore.serve.engine import Engine
-    from tierstore.serve.library import Library
     from tierstore.store import TierStore
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")

@@ -18,12 +18,11 @@ from starlette.concurrency import run_in_threadpool
 
 from tierstore.serve.auth import Gate, Hosts, Tenants
 from tierstore.serve.completions import completion_routes
+from tierstore.serve.documents import Library, Readings
 from tierstore.serve.engine import Engine
 from tierstore.serve.errors import answer_faults
-from tierstore.serve.library import Library
 from tierstore.serve.model import Reader
 from tierstore.serve.questions import document_routes
-from tierstore.serve.reading import Readings
 from tierstore.store import TierStore
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")

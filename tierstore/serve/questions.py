@@ -11,11 +11,10 @@ from fastapi.responses import Response
 from starlette.concurrency import run_in_threadpool
 
 from tierstore.serve.answers import respond, room
+from tierstore.serve.documents import Document, Library, NotErasedError, Reading, Readings
 from tierstore.serve.engine import Engine
 from tierstore.serve.errors import FaultError
-from tierstore.serve.library import Document, Library
 from tierstore.serve.model import Reader
-from tierstore.serve.reading import NotErasedError, Reading, Readings
 from tierstore.serve.request import Ask
 from tierstore.serve.schemas import DocumentRequest, QuestionRequest
 from tierstore.serve.shapes import About
