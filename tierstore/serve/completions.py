@@ -8,13 +8,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from starlette.concurrency import run_in_threadpool
 
-from tierstore.serve.answers import respond, room
 from tierstore.serve.engine import Engine
 from tierstore.serve.errors import FaultError
 from tierstore.serve.model import Reader
 from tierstore.serve.request import Ask
 from tierstore.serve.schemas import ChatRequest, Completing, CompletionRequest
-from tierstore.serve.shapes import Chat, Completion
+from tierstore.serve.stream import Chat, Completion, respond, room
 
 COMPLETION_TOKENS = 16
 """Of a completion that asks for no number, as OpenAI has it; fewer where the model or HBM has no room for them."""

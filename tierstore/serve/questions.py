@@ -10,14 +10,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from starlette.concurrency import run_in_threadpool
 
-from tierstore.serve.answers import respond, room
 from tierstore.serve.documents import Document, Library, NotErasedError, Reading, Readings
 from tierstore.serve.engine import Engine
 from tierstore.serve.errors import FaultError
 from tierstore.serve.model import Reader
 from tierstore.serve.request import Ask
 from tierstore.serve.schemas import DocumentRequest, QuestionRequest
-from tierstore.serve.shapes import About
+from tierstore.serve.stream import About, respond, room
 
 ANSWER_TOKENS = 256
 """Of an answer that asks for no number; fewer where the model or HBM has no room for them."""

@@ -1,0 +1,342 @@
+"""Answers over HTTP, whole or as server-sent events, in OpenAI's two shapes or that of an answer about a document.
+
+What the engine tells of one request comes from its thread to the event loop that the client hangs on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from secrets import token_hex
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.types import Receive, Scope, Send
+
+from tierstore.serve.engine import CLOSING, Engine
+from tierstore.serve.errors import ClosingError, DeletedError, FailedError, GoneError, error_body
+from tierstore.serve.request import Ask, Done, Event, Failed, FinishReason, Piece, Read, Usage
+
+if TYPE_CHECKING:
+    from tierstore.serve.engine import Ticket
+
+DELETED = "the document was deleted"
+
+
+def failure(event: Failed) -> FailedError:
+    """The error that a request ends with which has not been answered yet."""
+    if event.why == DELETED:
+        return DeletedError(event.why)
+    return ClosingError(event.why) if event.why == CLOSING else FailedError(event.why)
+
+
+class Listener:
+    """The events of one request, once each, until the client goes away. For one task of one event loop.
+
+    ``end`` must be called: it cancels what has not ended.
+    """
+
+    def __init__(self, events: asyncio.Queue[Event | None], ticket: Ticket, receive: Receive) -> None:
+        self._events, self._ticket, self._loop = events, ticket, asyncio.get_running_loop()
+        self._first: Piece | Done | None = None
+        self._watch = asyncio.create_task(self._wait_for_the_end(receive))
+
+    @classmethod
+    async def begin(cls, engine: Engine, ask: Ask, receive: Receive) -> Listener:
+        """Ask the engine. ``receive`` tells of the client, which has sent all it had. Raises what ``submit`` raises."""
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event | None]()
+
+        def tell(event: Event) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+        return cls(events, await run_in_threadpool(engine.submit, ask, tell), receive)
+
+    def end(self) -> None:
+        """Nothing is computed any more for this request. Idempotent."""
+        self._watch.cancel()
+        self._ticket.cancel()
+
+    def withdraw(self) -> None:
+        """Its document is deleted: it ends with an error, soon. Any thread."""
+        self._ticket.cancel()
+        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(self._events.put_nowait, Failed(DELETED))
+
+    def wait(self) -> None:
+        """Until no page of it is on its way into the store. Any thread but the loop's."""
+        self._ticket.wait()
+
+    async def first(self) -> None:
+        """Waits for the first piece, or the end without one. FailedError, or GoneError without a client."""
+        event = await self._next()
+        if isinstance(event, Failed):
+            raise failure(event)
+        self._first = event
+
+    async def __aiter__(self) -> AsyncIterator[Piece | Done | Failed]:
+        """Pieces, and the end; after ``first``, from there. GoneError once there is no client."""
+        event: Piece | Done | Failed = await self._next() if self._first is None else self._first
+        while isinstance(event, Piece):
+            yield event
+            event = await self._next()
+        yield event
+
+    async def _next(self) -> Piece | Done | Failed:
+        while isinstance(event := await self._events.get(), Read):
+            pass
+        if event is None:
+            raise GoneError
+        return event
+
+    async def _wait_for_the_end(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._events.put_nowait(None)
+
+
+class Shape(Protocol):
+    """How one answer looks: whole as JSON, or as frames of a stream."""
+
+    def whole(self, text: str, done: Done) -> dict[str, Any]:
+        """All of it."""
+
+    def opening(self) -> Iterator[str]:
+        """Frames before the first piece."""
+
+    def piece(self, text: str) -> str:
+        """The frame of a piece."""
+
+    def closing(self, done: Done) -> Iterator[str]:
+        """Frames after the last piece."""
+
+    def failure(self, why: str) -> str:
+        """The last frame of a stream that fails."""
+
+
+def room(engine: Engine, prompt: int, most: int) -> int:
+    """Tokens of an answer whose length nobody gave: ``most``, or what there is room for after ``prompt`` tokens.
+
+    Without room for even one it is one: the engine says what is too long.
+    """
+    return max(1, min(most, engine.max_tokens - prompt))
+
+
+async def respond(
+    engine: Engine,
+    ask: Ask,
+    shape: Shape,
+    receive: Receive,
+    *,
+    stream: bool,
+    taken: Callable[[Listener], None] | None = None,
+) -> Response:
+    """Ask, and answer; whose client goes away is cancelled.
+
+    The status is settled with the first piece: what ends a request before it is raised here. ``taken`` is told, in a
+    thread, whose events these are.
+    """
+    listener = await Listener.begin(engine, ask, receive)
+    try:
+        if taken is not None:
+            await run_in_threadpool(taken, listener)
+        await listener.first()
+        if not stream:
+            return JSONResponse(await _whole(listener, shape))
+    except BaseException:
+        listener.end()
+        raise
+    return _Stream(listener, shape)
+
+
+async def _whole(listener: Listener, shape: Shape) -> dict[str, Any]:
+    text = ""
+    async for event in listener:
+        match event:
+            case Piece(piece):
+                text += piece
+            case Failed():
+                raise failure(event)
+            case Done():
+                listener.end()
+                return shape.whole(text, event)
+    raise AssertionError("the engine tells how a request ends")
+
+
+class _Stream(StreamingResponse):
+    """Ends its listener however it ends itself: a generator that nobody began could not."""
+
+    def __init__(self, listener: Listener, shape: Shape) -> None:
+        super().__init__(
+            _frames(listener, shape), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+        self._listener = listener
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._listener.end()
+
+
+async def _frames(listener: Listener, shape: Shape) -> AsyncIterator[str]:
+    for frame in shape.opening():
+        yield frame
+    try:
+        async for event in listener:
+            match event:
+                case Piece(text):
+                    yield shape.piece(text)
+                case Done():
+                    for frame in shape.closing(event):
+                        yield frame
+                case Failed(why):
+                    yield shape.failure(why)
+    except GoneError:
+        return
+
+
+_DONE = "data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer to ``POST /v1/completions``. ``with_usage``: a stream ends with a chunk that has it."""
+
+    model: str
+    with_usage: bool = False
+    id: str = field(default_factory=lambda: f"cmpl-{token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, text: str, done: Done) -> dict[str, Any]:
+        """All of it."""
+        return self._object("text_completion", [_text(text, done.reason)]) | {"usage": _usage(done.usage)}
+
+    def opening(self) -> Iterator[str]:
+        """Nothing."""
+        yield from ()
+
+    def piece(self, text: str) -> str:
+        """A chunk with a piece."""
+        return self._chunk([_text(text, None)])
+
+    def closing(self, done: Done) -> Iterator[str]:
+        """Why it ended, its usage if that was asked for, and OpenAI's mark of the end."""
+        yield self._chunk([_text("", done.reason)])
+        yield from self._end(done)
+
+    def failure(self, why: str) -> str:
+        """An error, and no mark of the end."""
+        return _data(error_body(500, why))
+
+    _streamed = "text_completion"
+
+    def _end(self, done: Done) -> Iterator[str]:
+        if self.with_usage:
+            yield _data(self._object(self._streamed, []) | {"usage": _usage(done.usage)})
+        yield _DONE
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> str:
+        usage = {"usage": None} if self.with_usage else {}
+        return _data(self._object(self._streamed, choices) | usage)
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+
+@dataclass(frozen=True)
+class Chat(Completion):
+    """An answer to ``POST /v1/chat/completions``."""
+
+    id: str = field(default_factory=lambda: f"chatcmpl-{token_hex(12)}")
+
+    _streamed = "chat.completion.chunk"
+
+    def whole(self, text: str, done: Done) -> dict[str, Any]:
+        """All of it."""
+        message = {"role": "assistant", "content": text, "refusal": None}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": done.reason}
+        return self._object("chat.completion", [choice]) | {"usage": _usage(done.usage)}
+
+    def opening(self) -> Iterator[str]:
+        """Whose message it is."""
+        yield self._chunk([_delta({"role": "assistant", "content": "", "refusal": None}, None)])
+
+    def piece(self, text: str) -> str:
+        """A chunk with a piece."""
+        return self._chunk([_delta({"content": text}, None)])
+
+    def closing(self, done: Done) -> Iterator[str]:
+        """Why it ended, its usage if that was asked for, and OpenAI's mark of the end."""
+        yield self._chunk([_delta({}, done.reason)])
+        yield from self._end(done)
+
+
+@dataclass(frozen=True)
+class About:
+    """An answer about a document. ``waited_s``: seconds from the question to the asking, for the document's reading."""
+
+    waited_s: float = 0.0
+
+    def whole(self, text: str, done: Done) -> dict[str, Any]:
+        """All of it."""
+        return {"answer": text} | self._end(done)
+
+    def opening(self) -> Iterator[str]:
+        """Nothing."""
+        yield from ()
+
+    def piece(self, text: str) -> str:
+        """An event ``piece``."""
+        return _event("piece", {"text": text})
+
+    def closing(self, done: Done) -> Iterator[str]:
+        """An event ``done``."""
+        yield _event("done", self._end(done))
+
+    def failure(self, why: str) -> str:
+        """An event ``error``."""
+        return _event("error", error_body(500, why))
+
+    def _end(self, done: Done) -> dict[str, Any]:
+        usage, wait = done.usage, self.waited_s
+        usage = replace(
+            usage, waited_s=usage.waited_s + wait, ttft_s=usage.ttft_s + wait, total_s=usage.total_s + wait
+        )
+        return {"finish_reason": done.reason, "usage": asdict(usage)}
+
+
+def _text(text: str, reason: FinishReason | None) -> dict[str, Any]:
+    return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+
+
+def _delta(delta: dict[str, Any], reason: FinishReason | None) -> dict[str, Any]:
+    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.reused_tokens},
+    }
+
+
+def _data(value: dict[str, Any]) -> str:
+    """In ASCII: some clients take U+2028 for the end of a line."""
+    return f"data: {json.dumps(value)}\n\n"
+
+
+def _event(name: str, value: dict[str, Any]) -> str:
+    return f"event: {name}\n{_data(value)}"
