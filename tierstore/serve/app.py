@@ -17,12 +17,11 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.concurrency import run_in_threadpool
 
 from tierstore.serve.auth import Gate, Hosts, Tenants
-from tierstore.serve.completions import completion_routes
 from tierstore.serve.documents import Library, Readings
 from tierstore.serve.engine import Engine
 from tierstore.serve.errors import answer_faults
 from tierstore.serve.model import Reader
-from tierstore.serve.questions import document_routes
+from tierstore.serve.routes import completion_routes, document_routes
 from tierstore.store import TierStore
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
