@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from tierstore.cli import probes
+from tierstore.cli import doctor
 from tierstore.cli.app import app
 from tierstore.config import config_schema, load_config
 from tierstore.keys import page_keys
@@ -77,7 +77,7 @@ def test_doctor_names_what_the_machine_gives(tmp_path: Path) -> None:
 def test_doctor_says_what_auto_finds_of_the_disk(tmp_path: Path) -> None:
     if not direct_io.works(tmp_path):
         pytest.skip("no O_DIRECT here")
-    checks = {check.name: check.value for check in probes.disk_speed(tmp_path)}
+    checks = {check.name: check.value for check in doctor.disk_speed(tmp_path)}
     assert re.fullmatch(r"[0-9.]+ GB/s; nvme.payload auto: (lmdb|extents)", checks["disk writes"])
     assert re.fullmatch(r"[0-9.]+ GB/s; nvme.readers auto: [1248]", checks["disk reads"])
     assert list(tmp_path.iterdir()) == []
@@ -114,28 +114,28 @@ def test_doctor_says_whether_memory_gets_huge_pages(
 ) -> None:
     file = tmp_path / "enabled"
     file.write_text(allowed, encoding="ascii")
-    check = probes.huge_pages(file)
+    check = doctor.huge_pages(file)
     assert (check.value, check.state) == (value, state)
     assert state == "ok" or str(file) in check.why
 
 
 def test_doctor_says_that_a_kernel_has_no_huge_pages(tmp_path: Path) -> None:
-    check = probes.huge_pages(tmp_path / "enabled")
+    check = doctor.huge_pages(tmp_path / "enabled")
     assert (check.value, check.state) == ("none", "note")
     assert "small pages" in check.why
 
 
 def test_a_machine_without_a_gpu_is_told_to_use_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    (check,) = probes.cuda()
+    (check,) = doctor.cuda()
     assert check.state == "note"
     assert "hbm.device must be cpu" in check.why
 
 
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "PACKAGES", ("no-such-package-here",))
-    monkeypatch.setattr(probes, "PACKAGES_OF_EXTRAS", {"no-such-package-either": "hf"})
-    core, _, optional = probes.packages()
+    monkeypatch.setattr(doctor, "PACKAGES", ("no-such-package-here",))
+    monkeypatch.setattr(doctor, "PACKAGES_OF_EXTRAS", {"no-such-package-either": "hf"})
+    core, _, optional = doctor.packages()
     assert (core.name, core.state) == ("no-such-package-here", "fail")
     assert (optional.name, optional.state) == ("no-such-package-either", "note")
     assert ".[hf]" in optional.why

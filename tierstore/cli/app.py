@@ -22,9 +22,9 @@ from tierstore.cli.bench_hints import hints
 from tierstore.cli.bench_overlap import overlap
 from tierstore.cli.bench_prefetch import prefetch
 from tierstore.cli.bench_ttft import ttft
-from tierstore.cli.checks import tell
 from tierstore.cli.compare import compare
 from tierstore.cli.data import inspect, purge, verify
+from tierstore.cli.doctor import tell
 from tierstore.cli.output import REFUSED, Json, print_json, said
 from tierstore.cli.plan import plan
 from tierstore.cli.replay import replay
@@ -100,6 +100,6 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Say what this machine gives, what would not work, and why. Exit code 1 if nothing would work."""
-    from tierstore.cli.probes import every_check  # torch loads here, not for each command
+    from tierstore.cli.doctor import every_check  # torch loads here, not for each command
 
     tell(list(every_check(path.expanduser().absolute())), as_json)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli.checks import tell
+from tierstore.cli.doctor import tell
 from tierstore.cli.output import Json, refusals
 from tierstore.errors import ConfigError
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tierstore.adapters.vllm.compat import NEWEST, OLDEST
-from tierstore.cli.checks import Check
+from tierstore.cli.doctor import Check
 
 Method = ast.FunctionDef | ast.AsyncFunctionDef
 
