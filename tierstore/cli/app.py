@@ -23,8 +23,8 @@ from tierstore.cli.bench_overlap import overlap
 from tierstore.cli.bench_prefetch import prefetch
 from tierstore.cli.bench_ttft import ttft
 from tierstore.cli.compare import compare
-from tierstore.cli.data import inspect, purge, verify
 from tierstore.cli.doctor import tell
+from tierstore.cli.inspect import inspect, purge, verify
 from tierstore.cli.output import REFUSED, Json, print_json, said
 from tierstore.cli.plan import plan
 from tierstore.cli.replay import replay
