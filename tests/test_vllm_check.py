@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.test_cli import last_line, tierstore
-from tierstore.cli import vllm_source
-from tierstore.cli.vllm_source import every_check
+from tierstore.cli import vllm_check
+from tierstore.cli.vllm_check import every_check
 
-OURS = Path(vllm_source.__file__).parents[1] / "adapters"
+OURS = Path(vllm_check.__file__).parents[1] / "adapters"
 
 
 def signature(method: ast.FunctionDef) -> str:
