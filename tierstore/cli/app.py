@@ -13,15 +13,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from tierstore.cli.archive import export, import_
-from tierstore.cli.bench import bench
-from tierstore.cli.bench_attention import attention
-from tierstore.cli.bench_card import arena, copy
-from tierstore.cli.bench_codec import codec
+from tierstore.cli.bench import arena, attention, bench, codec, copy, overlap, prefetch, ttft
 from tierstore.cli.bench_engine import engine
 from tierstore.cli.bench_hints import hints
-from tierstore.cli.bench_overlap import overlap
-from tierstore.cli.bench_prefetch import prefetch
-from tierstore.cli.bench_ttft import ttft
 from tierstore.cli.compare import compare
 from tierstore.cli.doctor import tell
 from tierstore.cli.inspect import inspect, purge, verify

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress, TaskID, TextColumn, track
 from rich.table import Table
 
 from tierstore.cli.output import (
@@ -20,15 +25,31 @@ from tierstore.cli.output import (
     refusals,
     require_folder,
     require_memory,
+    require_place,
     size_of,
     wide_console,
 )
+from tierstore.cli.replay import _files
+from tierstore.demo.given import require_texts
+from tierstore.demo.model import ALLOWED, SMOLLM2
 from tierstore.errors import ConfigError
-from tierstore.units import MOST_READERS, format_size
+from tierstore.units import MOST_READERS, format_size, parse_size
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tierstore.bench.attention import AttentionRow
+    from tierstore.bench.codec import Sample
+    from tierstore.bench.copy import CopyRow
+    from tierstore.bench.fidelity import CodecRow, Distance
+    from tierstore.bench.link import Direction
+    from tierstore.bench.link import Path as LinkPath
     from tierstore.bench.measurement import Row
     from tierstore.bench.nvme import DiskRow, Stalls
+    from tierstore.bench.overlap import BesideRow, OverlapRow
+    from tierstore.bench.prefetch import PrefetchRow
+    from tierstore.bench.reading import Reader
+    from tierstore.bench.ttft import TtftRow
 
 PAYLOADS = ["lmdb", "extents"]
 """Where the tier may keep page bytes."""
@@ -98,7 +119,7 @@ def core(
         progress.print(f"a catalogue of {records} records")
         for payload in ("lmdb", "extents"):
             found += catalogue.reopen(records, Path(folder) / f"reopened-{payload}", payload)
-    _show(measurement.device(), found, as_json)
+    _show_core(measurement.device(), found, as_json)
 
 
 @bench.command()
@@ -212,7 +233,673 @@ def table_of(title: str, found: Sequence[Row]) -> Table:
     return table
 
 
-def _show(device: str, found: list[Row], as_json: bool) -> None:
+def _show_core(device: str, found: list[Row], as_json: bool) -> None:
     Console().print(table_of(device, found))
     if as_json:
         print_json({"device": device, "rows": [row.plain() for row in found]})
+
+
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N, as in hbm.device.")]
+
+
+def copy(
+    device: Device = "cuda:0",
+    pieces: Annotated[
+        str, typer.Option(help="Sizes of a page, with commas; multiples of 4 KiB.")
+    ] = "8MiB,2MiB,64KiB,32KiB,4KiB",
+    batch: Annotated[str, typer.Option(help="Bytes of a batch.")] = "4GiB",
+    contiguous: Annotated[str, typer.Option(help="Bytes of the contiguous copy beside it.")] = "1GiB",
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of copies; the median counts.")] = 5,
+    small: Annotated[
+        str, typer.Option(help="Pieces up to this go by the copy kernel too, and as an engine's layers.")
+    ] = "128KiB",
+    codec: Annotated[
+        str,
+        typer.Option(
+            help="A host.codec: pages that are held with it, beside the same pages held as they are. Sizes of whole "
+            "tokens of an 8B model only: multiples of 128 KiB."
+        ),
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Scattered pages between HBM and page-locked memory, as a share of one contiguous copy in the same process."""
+    if codec:
+        _coded_copies(device, codec, pieces, batch, contiguous, pairs, as_json)
+        return
+    from tierstore.bench.copy import copy_rows, host_nbytes
+    from tierstore.bench.link import Ceiling, device_of, require_piece
+
+    found: list[CopyRow] = []
+    with refusals(as_json):
+        sizes = [size_of("--pieces", size) for size in pieces.split(",")]
+        for piece in sizes:
+            require_piece(piece)
+        nbytes, most = size_of("--batch", batch), size_of("--small", small)
+        block = size_of("--contiguous", contiguous)
+        device_of(device)
+        require_memory({"--batch": nbytes, "--contiguous": block}, host_nbytes(device, nbytes, block))
+        ceiling = Ceiling(device, block)
+        for piece in sizes:
+            progress.print(f"pages of {format_size(piece)}")
+            found += copy_rows(device, piece, nbytes, pairs, "straight", ceiling)
+            if piece <= most:
+                if device != "cpu":
+                    found += copy_rows(device, piece, nbytes, pairs, "kernel", ceiling)
+                found += copy_rows(device, piece, nbytes, pairs, "slab", ceiling)
+    name = name_of(device)
+    _show_copies(found, name)
+    if as_json:
+        print_json({"device": name, "rows": [row.plain() for row in found]})
+
+
+def _show_copies(found: list[CopyRow], title: str) -> None:
+    header = ("way", "page", "pages", "GB/s", "ceiling", "ratio", "path", "submit ms")
+    table = Table(*header, box=None, title=title)
+    for row in found:
+        rates = (f"{row.gbps:.2f}", f"{row.ceiling_gbps:.2f}", f"{row.ratio:.3f}")
+        size, number = format_size(row.piece_bytes), str(row.num_pieces)
+        table.add_row(row.direction, size, number, *rates, row.path, f"{row.submit_ms:.1f}")
+    wide_console().print(table)
+
+
+def _coded_copies(
+    device: str, codec: str, pieces: str, batch: str, contiguous: str, pairs: int, as_json: bool
+) -> None:
+    from tierstore.bench.copy import TOKEN_NBYTES, CodedRow, coded_rows, require_codec
+    from tierstore.bench.copy import coded_host_nbytes as host_nbytes
+    from tierstore.bench.link import Ceiling, device_of
+
+    found: list[CodedRow] = []
+    with refusals(as_json):
+        given = [size_of("--pieces", size) for size in pieces.split(",")]
+        sizes, nbytes = [size for size in given if size % TOKEN_NBYTES == 0], size_of("--batch", batch)
+        if not sizes:
+            raise ConfigError(f"--pieces {pieces}; allowed with --codec: multiples of {TOKEN_NBYTES} bytes")
+        require_codec(codec)
+        block = size_of("--contiguous", contiguous)
+        device_of(device)
+        require_memory({"--batch": nbytes, "--contiguous": block}, host_nbytes(device, nbytes, block))
+        ceiling = Ceiling(device, block)
+        for size in sizes:
+            progress.print(f"pages of {format_size(size)}")
+            found += coded_rows(device, codec, size, nbytes, pairs, ceiling)
+    name = name_of(device)
+    header = ("way", "page", "pages", "payload", "GB/s", "as they are", "ratio", "ceiling", "error", "path")
+    table = Table(*header, box=None, title=f"{name}, {codec}")
+    for row in found:
+        sizes_of = (format_size(row.piece_bytes), str(row.num_pieces), format_size(row.payload_bytes))
+        rates = (f"{row.gbps:.2f}", f"{row.plain_gbps:.2f}", f"{row.ratio:.3f}", f"{row.ceiling_gbps:.2f}")
+        table.add_row(row.direction, *sizes_of, *rates, f"{row.rel_error:.4f}", row.path)
+    wide_console().print(table)
+    if as_json:
+        print_json({"device": name, "rows": [row.plain() for row in found]})
+
+
+def arena(
+    device: Device = "cuda:0",
+    size: Annotated[
+        str, typer.Option(help="Bytes; as much as 64 GiB or half of the free memory if empty.")
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """How soon page-locked host memory can be used, beside torch's own."""
+    from tierstore.bench.arena import arena_rows, default_nbytes
+
+    with refusals(as_json):
+        nbytes = size_of("--size", size) if size else default_nbytes()
+        require_memory({"--size": nbytes}, nbytes)
+        found = arena_rows(device, nbytes)
+    name = name_of(device)
+    table = Table("what", "found", "", "goal", "", box=None, header_style="bold", title=name)
+    for row in found:
+        table.add_row(row.what, f"{row.value:.3f}", row.unit, row.goal_text, "" if row.ok else "missed")
+    Console().print(table)
+    if as_json:
+        print_json({"device": name, "rows": [row.plain() for row in found]})
+
+
+def name_of(device: str) -> str:
+    import torch
+
+    from tierstore.bench import measurement
+
+    return measurement.device() if device == "cpu" else torch.cuda.get_device_name(device)
+
+
+def attention(
+    device: Device = "cuda:0",
+    context: Annotated[
+        int, typer.Option(min=1, help="Tokens in pages, of all sequences of a batch.")
+    ] = 131072,
+    batches: Annotated[str, typer.Option(help="Sequences that decode together, with commas.")] = "1,16",
+    suffixes: Annotated[str, typer.Option(help="New tokens over them, with commas.")] = "64,4096",
+    layers: Annotated[int, typer.Option(min=1, help="Layers of a page, and of a decoding step.")] = 32,
+    filled: Annotated[int, typer.Option(min=1, help="Layers that new tokens go through in one run.")] = 4,
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page, of 4 KiB a token and layer.")] = 64,
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of runs; the median counts.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Attention of an 8B model over pages, as a share of SDPA's best kernel over contiguous K and V in this process."""
+    from tierstore.bench.attention import Pool, decode_row, prefill_row
+
+    found: list[AttentionRow] = []
+    with refusals(as_json):
+        together, new = _numbers("--batches", batches), _numbers("--suffixes", suffixes)
+        if max(together, default=1) > context:
+            raise ConfigError(
+                f"--batches {batches}; allowed: up to --context, {context}: a token each at least"
+            )
+        rounded = (batch * -(-(context // batch) // page_size) * page_size for batch in together)
+        pool = Pool(device, max([context + max(new, default=0), *rounded]), layers, page_size)
+        for batch in together:
+            progress.print(f"decoding {batch} of {context // batch} tokens")
+            found.append(decode_row(pool, batch, context // batch, pairs))
+        for queries in new:
+            progress.print(f"{queries} new tokens over {context}")
+            found.append(prefill_row(pool, context, queries, min(filled, layers), pairs))
+    name = name_of(device)
+    _show_attention(name, found)
+    if as_json:
+        print_json({"device": name, "rows": [row.plain() for row in found]})
+
+
+def _numbers(option: str, words: str) -> list[int]:
+    try:
+        found = [int(word) for word in words.split(",") if word.strip()]
+    except ValueError:
+        found = [0]
+    if not all(number >= 1 for number in found):
+        raise ConfigError(f"{option} {words}; allowed: numbers of at least 1, with commas between")
+    return found
+
+
+def _show_attention(name: str, rows: list[AttentionRow]) -> None:
+    header = (
+        "what",
+        "batch",
+        "context",
+        "new",
+        "ms/layer",
+        "SDPA",
+        "ratio",
+        "TB/s",
+        "TFLOP/s",
+        "error",
+        "by",
+    )
+    table = Table(*header, "memory", box=None, title=name)
+    for row in rows:
+        sizes = (str(row.batch), str(row.context), str(row.queries))
+        times = (f"{row.ms:.3f}", f"{row.ceiling_ms:.3f} {row.ceiling}", f"{row.ratio:.3f}")
+        rates = (f"{row.tbps:.3f}", f"{row.tflops:.0f}", f"{row.rel_error:.1e}", row.backend)
+        table.add_row(row.what, *sizes, *times, *rates, f"{row.memory_layers:.2f}")
+    wide_console().print(table)
+
+
+LICENCES = ("GPL-3", "GFDL-1.3", "MPL-2.0")
+"""The texts that are read where there are no others: 7.6K, 5.2K and 3.7K tokens of SmolLM2."""
+
+
+def codec(
+    model: Annotated[
+        str | None,
+        typer.Option(help=f"{ALLOWED}. If not given: smollm2 if it is prepared, else no model."),
+    ] = None,
+    docs: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text files or folders instead of three of this machine's licences."),
+    ] = None,
+    texts: Annotated[
+        int, typer.Option(min=1, help="How many texts; with more than 3 also others of this machine.")
+    ] = 3,
+    prefix: Annotated[int, typer.Option(min=1, help="Tokens of each text whose KV is encoded.")] = 2048,
+    following: Annotated[int, typer.Option(min=1, help="Tokens after them that the model reads.")] = 256,
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page.")] = 64,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of the first text for the figures of exp.")
+    ] = 3072,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=3600.0, callback=finite, help="Of one run with one thread, or two; there are 252."
+        ),
+    ] = 0.1,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw ratio against divergence into this file: .png, .svg, .pdf.")
+    ] = None,
+    synthetic: Annotated[bool, typer.Option("--synthetic", help="Made-up pages, no model.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Each codec on real KV: ratio, rates a core, error, and how far a model's next tokens move; then exp in detail.
+
+    Without a model the pages are made up, and what a model would say is left out.
+    """
+    from tierstore.bench import codec as measured
+    from tierstore.bench import measurement
+
+    before = measurement.load_average()
+    with refusals(as_json):
+        _plottable(plot)
+        require_texts(docs or [])
+        folder = None if synthetic else _folder(model)
+        if folder is None:
+            sample, names, floor, found = _made_up(tokens, page_size)
+        else:
+            sample, names, floor, found = _of_model(
+                folder, docs or [], texts, (prefix, following, page_size, tokens)
+            )
+        progress.print(f"exp in detail: {sample.source}")
+        details = measured.codec_rows(sample, seconds)
+        progress.print("two threads against one")
+        scaling = measured.scaling_rows(sample, seconds)
+        if plot is not None:
+            _draw(found, floor, f"{sample.spec.model}: {', '.join(names)}", plot)
+    facts = {"source": sample.source, "texts": names, "load_average": [before, measurement.load_average()]}
+    _show_codecs(
+        measurement.device(), found, floor, {"exp in detail": details, "lossy": scaling}, facts, as_json
+    )
+
+
+def _plottable(plot: Path | None) -> None:
+    if plot is None:
+        return
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: in the checkout pip install -e '.[plot]'")
+    require_place("--plot", plot)
+
+
+def _draw(found: list[CodecRow], floor: Distance | None, source: str, plot: Path) -> None:
+    from tierstore.bench.plot import draw
+
+    if floor is None:
+        raise ConfigError("--plot needs a model: made-up pages move none")
+    try:
+        draw(found, floor.kl, source, plot)
+    except ValueError as error:
+        raise ConfigError(f"--plot {plot}: {error}") from error
+
+
+def _folder(model: str | None) -> Path | None:
+    """The model's folder; None where none was asked for and none is prepared."""
+    from tierstore.demo.model import ModelError, is_prepared, model_folder, prepared_folder
+
+    if model is None:
+        folder = prepared_folder(SMOLLM2)
+        return folder if is_prepared(folder) else None
+    try:
+        return model_folder(model, progress.print)
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _made_up(tokens: int, page_size: int) -> tuple[Sample, list[str], None, list[CodecRow]]:
+    from tierstore.bench import codec as kv
+    from tierstore.bench import fidelity
+
+    sample = kv.synthetic(tokens, page_size)
+    progress.print(f"{len(sample.pages)} pages of {sample.spec.page_nbytes} bytes: {sample.source}")
+    found = [fidelity.codec_row(name, sample.spec, [sample.pages]) for name in fidelity.NAMES]
+    return sample, [], None, found
+
+
+def _of_model(
+    folder: Path, docs: list[Path], count: int, sizes: tuple[int, int, int, int]
+) -> tuple[Sample, list[str], Distance, list[CodecRow]]:
+    from tierstore.bench import codec as kv
+    from tierstore.bench import fidelity
+    from tierstore.bench.reading import Reader
+
+    prefix, following, page_size, tokens = sizes
+    progress.print(f"{folder.name}: loading")
+    reader = Reader(folder)
+    texts = _texts(reader, docs, count, prefix + following)
+    try:
+        read = list(fidelity.read(reader, texts.values(), prefix, following, page_size))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    cases, floors = [case for case, _ in read], [found for _, found in read]
+    floor, spread = fidelity.mean(floors), fidelity.standard_error([each.kl for each in floors])
+    progress.print(f"{', '.join(texts)}: {prefix} tokens each, then {following}")
+    progress.print(f"floor, read in pieces of {fidelity.PIECE}: KL {floor.kl:.2e} +- {spread:.1e}")
+    found = []
+    for name in fidelity.NAMES:
+        found.append(fidelity.codec_row(name, cases[0].spec, [case.pages for case in cases], reader, cases))
+        progress.print(f"{name}: ratio {found[-1].ratio:.3f}, KL {found[-1].kl:.2e}")
+    first, text = next(iter(texts.items()))
+    return kv.sample(reader, first, text, tokens, page_size), list(texts), floor, found
+
+
+def _texts(reader: Reader, docs: list[Path], count: int, tokens: int) -> dict[str, str]:
+    """Texts by their names: three licences, or what is found, in ``docs`` or on this machine."""
+    from tierstore.demo.documents import COMMON_LICENCES, DocumentError, find_documents
+
+    files = [COMMON_LICENCES / name for name in LICENCES]
+    if not docs and count <= len(files) and all(file.is_file() for file in files):
+        return {file.name: file.read_text(encoding="utf-8") for file in files[:count]}
+    try:
+        found = find_documents(reader.tokenizer, count, tokens, 2 * tokens, docs)
+    except DocumentError as error:
+        raise ConfigError(str(error)) from error
+    return {document.name: document.text for document in found}
+
+
+def _show_codecs(
+    device: str,
+    found: list[CodecRow],
+    floor: Distance | None,
+    details: Mapping[str, list[Row]],
+    facts: Mapping[str, object],
+    as_json: bool,
+) -> None:
+    from tierstore.bench.fidelity import GOALS, Goal
+
+    kl = None if floor is None else floor.kl
+    columns = ("codec", "ratio", "encode MB/s", "decode MB/s", "error K", "error V", "KL", "top-1")
+    table = Table(*columns, "ratio >=", "KL <=", "", box=None, header_style="bold", title=device)
+    for row in found:
+        moved = ("", "") if row.kl is None else (f"{row.kl:.2e} +- {row.kl_error:.0e}", f"{row.top1:.3f}")
+        rates = (f"{row.ratio:.3f}", f"{row.encode_mbps:.0f}", f"{row.decode_mbps:.0f}")
+        goal = GOALS.get(row.codec, Goal(0))
+        most = goal.most(kl)
+        goals = (f"{goal.ratio:g}" if goal.ratio else "", "" if most is None else f"{most:.2e}")
+        errors = (f"{row.rel_error_k:.4f}", f"{row.rel_error_v:.4f}")
+        table.add_row(row.codec, *rates, *errors, *moved, *goals, "" if row.meets(kl) else "missed")
+    console = wide_console()
+    console.print(table)
+    if floor is not None:
+        console.print(f"floor, the same tokens read in pieces: KL {floor.kl:.2e}, top-1 {floor.top1:.3f}")
+    for title, told in details.items():
+        console.print(table_of(title, told))
+    for name, value in facts.items():
+        console.print(f"{name.replace('_', ' ')}: {value}")
+    if as_json:
+        rows = [row.plain() for row in found]
+        floor_told = None if floor is None else floor._asdict()
+        exp, lossy = ([row.plain() for row in told] for told in details.values())
+        print_json({"device": device, **facts, "floor": floor_told, "rows": rows, "exp": exp, "lossy": lossy})
+
+
+_WAYS: tuple[tuple[LinkPath, str, tuple[Direction, ...]], ...] = (
+    ("straight", "2MiB", ("h2d", "d2h", "both")),
+    ("kernel", "32KiB", ("h2d", "d2h")),
+    ("slab", "32KiB", ("h2d", "d2h")),
+)
+
+
+def overlap(
+    device: Device = "cuda:0",
+    restored: Annotated[str, typer.Option(help="Bytes of the lease that is restored.")] = "16GiB",
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens of its pages, of 128 KiB a token.")] = 64,
+    layers: Annotated[int, typer.Option(min=1, max=256, help="Layers of its pages, a power of two.")] = 32,
+    compute: Annotated[str, typer.Option(help="Lengths of compute, as parts of copying.")] = "0.8,1,1.25",
+    matrix: Annotated[int, typer.Option(min=8, help="Side of the square matrices multiplied.")] = 4096,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, or pairs; the median counts.")] = 5,
+    read: Annotated[str, typer.Option(help="Bytes that the kernels beside the copies move.")] = "4GiB",
+    times: Annotated[int, typer.Option(min=3, help="How often they do, while a batch streams.")] = 20,
+    batch: Annotated[str, typer.Option(help="Bytes of that batch.")] = "4GiB",
+    as_json: Json = False,
+) -> None:
+    """Compute beside streaming: a lease restored layer by layer, and memory-bound kernels beside each way to copy."""
+    from tierstore.bench.link import device_of
+    from tierstore.bench.overlap import host_nbytes, overlap_rows, pages_of
+
+    with refusals(as_json):
+        lease, reading = size_of("--restored", restored), size_of("--read", read)
+        streamed, parts = size_of("--batch", batch), _parts_of(compute)
+        spec = pages_of(layers, page_size)
+        device_of(device)
+        require_memory({"--restored": lease}, host_nbytes(device, lease))
+        beside_nbytes = 2 * (reading + streamed) if device == "cpu" else streamed
+        require_memory({"--read": reading, "--batch": streamed}, beside_nbytes)
+        progress.print("a lease restored under compute")
+        hidden = overlap_rows(device, spec, lease, rounds, matrix, parts)
+        beside = _beside(device, reading, times, streamed, rounds)
+    name = name_of(device)
+    _show_overlap(name, hidden, beside)
+    if as_json:
+        print_json(
+            {"device": name, "rows": [*(row.plain() for row in hidden), *(row.plain() for row in beside)]}
+        )
+
+
+def _parts_of(text: str) -> list[float]:
+    """ConfigError unless it is numbers above 0."""
+    with suppress(ValueError):
+        found = [float(part) for part in text.split(",")]
+        if all(0 < part < inf for part in found):
+            return found
+    raise ConfigError(f"--compute {text}; allowed: numbers above 0, with commas")
+
+
+def _beside(device: str, read: int, times: int, batch: int, pairs: int) -> list[BesideRow]:
+    from tierstore.bench.link import Ceiling
+    from tierstore.bench.overlap import Contiguous, Copying, Pages, Reading, beside_row
+
+    kernels = (Reading(device, read), Copying(device, read))
+    ceiling = Ceiling(device, batch // 4)
+    directions: tuple[Direction, ...] = ("h2d", "d2h", "both")
+    block = Contiguous(ceiling, 4)
+    found = [beside_row(kernel, block, d, times, pairs) for kernel in kernels for d in directions]
+    del block, ceiling
+    for path, size, ways in _WAYS:
+        if device == "cpu" and path == "kernel":
+            continue
+        progress.print(f"kernels beside pages, {path}")
+        pages = Pages(device, parse_size(size), batch, path)
+        try:
+            found += [beside_row(kernel, pages, d, times, pairs) for kernel in kernels for d in ways]
+        finally:
+            pages.rig.close()
+    return found
+
+
+def _show_overlap(name: str, hidden: list[OverlapRow], beside: list[BesideRow]) -> None:
+    console = wide_console()
+    columns = ("compute ms", "beside a block", "copy ms", "both ms", "first layer", "GB/s")
+    found = Table("compute / copy", *columns, "overlap", "reachable", "ideal", box=None, title=name)
+    for row in hidden:
+        times = (row.compute_ms, row.beside_ms, row.copy_ms, row.both_ms, row.first_layer_ms, row.gbps)
+        parts = (f"{x:.3f}" for x in (row.overlap, row.reachable, row.ideal))
+        found.add_row(f"{row.wanted:g}", *(f"{x:.1f}" for x in times), *parts)
+    console.print(found)
+    console.print(
+        f"{hidden[0].num_pages} pages of {format_size(hidden[0].page_bytes)} in {hidden[0].groups} layer groups"
+    )
+    table = Table(
+        "kernel", "beside", "way", "piece", "slower by", "share of HBM", "GB/s", "alone TB/s", box=None
+    )
+    for one in beside:
+        shares = (f"{one.slowdown:.1%}", f"{one.share:.1%}")
+        rates = (f"{one.gbps:.1f}", f"{one.alone_tbps:.2f}")
+        table.add_row(one.kernel, one.way, one.direction, format_size(one.piece_bytes), *shares, *rates)
+    console.print(table)
+
+
+def prefetch(
+    traces: Annotated[
+        list[Path],
+        typer.Argument(help="Trace files: .jsonl (Mooncake), .json (kv-cache-tester); or folders."),
+    ],
+    hbm: Annotated[str, typer.Option(help="Bytes of KV in HBM.")] = "40GiB",
+    host: Annotated[str, typer.Option(help="Bytes in host memory.")] = "100GiB",
+    nvme: Annotated[str, typer.Option(help="Bytes on NVMe.")] = "1TiB",
+    disk: Annotated[str, typer.Option(help="Bytes a second from NVMe.")] = "6GB",
+    link: Annotated[str, typer.Option(help="Bytes a second into HBM.")] = "54GB",
+    token: Annotated[str, typer.Option(help="Bytes of KV a token.")] = "128KiB",
+    utilisation: Annotated[
+        list[float] | None,
+        typer.Option(min=0.01, max=1.0, callback=finite, help="May be repeated. .7 and .9 if not given."),
+    ] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="Only the first so many of each trace.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Requests of a trace, first come, first served, with loads that start never, on look-up, on hints, or foreseen.
+
+    The server prefills one request at a time, in the time measured of an 8B model on an H200, and decodes 32 at a time.
+    """
+    from tierstore.bench.prefetch import Capacities, first, prefetch_rows
+    from tierstore.replay.traces import read_traces
+
+    rows: list[PrefetchRow] = []
+    with refusals(as_json):
+        capacities = Capacities(
+            hbm=size_of("--hbm", hbm),
+            host=size_of("--host", host),
+            nvme=size_of("--nvme", nvme),
+            nvme_bytes_per_s=size_of("--disk", disk),
+            link_bytes_per_s=size_of("--link", link),
+            token_nbytes=size_of("--token", token),
+        )
+        levels = utilisation or [0.7, 0.9]
+        for trace in read_traces(list(_files(traces))):
+            part = replace(trace, requests=tuple(first(trace, requests)))
+            columns = (*Progress.get_default_columns()[:3], TextColumn("{task.fields[doing]}"))
+            with Progress(
+                *columns, console=progress, transient=True, disable=not progress.is_interactive
+            ) as bar:
+                total = len(part.requests) * (1 + 4 * len(levels))
+                task = bar.add_task(trace.name, total=total, doing="")
+                step = partial(_step, bar, task)
+                rows += prefetch_rows(part, capacities, levels, step)
+    _show_prefetch(rows)
+    if as_json:
+        print_json({"rows": [row.plain() for row in rows]})
+
+
+def _step(bar: Progress, task: TaskID, doing: str, served: int) -> None:
+    bar.update(task, advance=served, doing=doing)
+
+
+def _show_prefetch(rows: Sequence[PrefetchRow]) -> None:
+    table = Table("trace", "use", "policy", box=None, header_style="bold")
+    for name in ("stall mean", "p99", "of on-lookup", "", "TTFT mean", "p99", "wasted"):
+        table.add_column(name, justify="right")
+    base = {(r.trace, r.utilisation): r for r in rows if r.policy == "on-lookup"}
+    for row in rows:
+        other = base[row.trace, row.utilisation]
+        table.add_row(
+            row.trace,
+            f"{row.utilisation:g}",
+            row.policy,
+            f"{row.stall_mean_s:.4f}",
+            f"{row.stall_p99_s:.3f}",
+            _ratio(row.stall_mean_s, other.stall_mean_s),
+            _ratio(row.stall_p99_s, other.stall_p99_s),
+            f"{row.ttft_mean_s:.2f}",
+            f"{row.ttft_p99_s:.2f}",
+            f"{row.wasted:.1%}",
+        )
+    wide_console().print(table)
+
+
+def _ratio(found: float, base: float) -> str:
+    return f"{found / base:.2f}" if base else "-"
+
+
+MOST = 1 << 24
+"""Tokens: what memory has no room for is refused by the store, but the tokens themselves are made before it."""
+
+
+def ttft(
+    device: Device = "cuda:0",
+    shape: Annotated[str, typer.Option(help="llama-3.1-8b, or tiny; weights are random.")] = "llama-3.1-8b",
+    prefix: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens of the stored prefix.")] = 131072,
+    question: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens that follow it.")] = 64,
+    page_size: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens of a page.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Answers from each tier; the median counts.")] = 5,
+    chunk: Annotated[
+        str,
+        typer.Option(
+            help="Tokens computed at a time where nothing is stored, several sizes with commas; empty: 65536, or "
+            "16384 where the device has no room for so many."
+        ),
+    ] = "",
+    host_codecs: Annotated[str, typer.Option(help="Codecs of host memory besides none.")] = "int8",
+    disk_codecs: Annotated[str, typer.Option(help="Codecs of the disk, with commas.")] = "none,exp,int8",
+    disk_prefix: Annotated[
+        int, typer.Option(min=0, max=MOST, help="Tokens of the prefix on disk; 0: as above.")
+    ] = 0,
+    readers: Annotated[int, typer.Option(min=1, max=64, help="Threads that read the disk.")] = 8,
+    dir_: Annotated[
+        Path | None,
+        typer.Option("--dir", help="A folder on the disk; the system's for temporary files if empty."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """How soon an answer over a long stored prefix begins, beside what moving its bytes takes, and computing it."""
+    from tierstore.bench.ttft import SHAPES, Ask, Bench
+
+    found: list[TtftRow] = []
+    with refusals(as_json):
+        if shape not in SHAPES:
+            raise ConfigError(f"--shape {shape}; allowed: {', '.join(SHAPES)}")
+        for option, tokens in (("--prefix", prefix), ("--disk-prefix", disk_prefix)):
+            if 0 < tokens < page_size:
+                raise ConfigError(f"{option} {tokens}; allowed: a page of {page_size} tokens or more")
+        if dir_ is not None:
+            require_folder("--dir", dir_)
+        chunks = _chunks_of(chunk)
+        ask = Ask(
+            device=device, shape=shape, prefix=prefix, question=question, page_size=page_size, rounds=rounds
+        )
+        ask.require_room(disk_prefix)
+        chunks = chunks or [ask.chunk(disk_prefix)]
+        progress.print("a model of random weights")
+        bench = Bench(ask)
+        for row in bench.memory_rows(chunks):
+            _tell_ttft(row, found)
+        for codec in _names(host_codecs):
+            _tell_ttft(bench.coded_row(codec), found)
+        with TemporaryDirectory(prefix="tierstore-ttft-", dir=dir_) as place:
+            for codec in _names(disk_codecs):
+                _tell_ttft(bench.disk_row(codec, disk_prefix or prefix, Path(place) / codec, readers), found)
+    name = name_of(device)
+    _show_ttft(name, found)
+    if as_json:
+        print_json({"device": name, "parameters": bench.parameters, "rows": [row.plain() for row in found]})
+
+
+def _chunks_of(words: str) -> list[int]:
+    """ConfigError unless all are numbers of tokens."""
+    names = _names(words)
+    if not all(name.isascii() and name.isdigit() and 0 < int(name) <= MOST for name in names):
+        raise ConfigError(f"--chunk {words}; allowed: numbers of tokens from 1 to {MOST}, with commas")
+    return [int(name) for name in names]
+
+
+def _names(words: str) -> list[str]:
+    return [word.strip() for word in words.split(",") if word.strip()]
+
+
+def _tell_ttft(row: TtftRow, found: list[TtftRow]) -> None:
+    found.append(row)
+    beside = f", {row.ratio:.3f} of the {row.floor}'s {row.floor_ms:.1f} ms" if row.ratio else ""
+    progress.print(f"{row.tier} {row.codec}: {row.ttft_ms:.1f} ms{beside}")
+
+
+def _show_ttft(name: str, found: list[TtftRow]) -> None:
+    table = Table(
+        "from", "codec", "tokens", "first token ms", "least", "most", "request ms", "moved", "floor ms", "of",
+        "GB/s", "ratio", "same token", "error", box=None, title=name,
+    )  # fmt: skip
+    for row in found:
+        times = (f"{x:.1f}" for x in (row.ttft_ms, row.least_ms, row.most_ms, row.request_ms))
+        floor = (f"{row.floor_ms:.1f}", row.floor, f"{row.ceiling_gbps:.2f}", f"{row.ratio:.3f}")
+        rest = (str(row.same_token), f"{row.rel_error:.4f}")
+        table.add_row(row.tier, row.codec, str(row.prefix), *times, format_size(row.nbytes), *floor, *rest)
+    console = wide_console()
+    console.print(table)
+    by_way = {(row.tier, row.codec): row.ttft_ms for row in found}
+    whole, every = by_way.get(("HOST", "none")), [row for row in found if row.tier == "none"]
+    for row in every:
+        console.print(
+            f"computed {row.chunk} tokens at a time: {row.ttft_ms:.0f} ms, {row.tflops:.0f} TFLOP/s, once"
+        )
+    computed = min(every, key=lambda row: row.ttft_ms, default=None)
+    if computed is not None:
+        for (tier, codec), taken in by_way.items():
+            if tier != "none":
+                console.print(f"{tier} {codec}: {computed.ttft_ms / taken:.1f} times sooner")
+    for (tier, codec), taken in by_way.items():
+        if whole and tier == "HOST" and codec != "none":
+            console.print(f"HOST {codec}: {taken / whole:.3f} of HOST none")

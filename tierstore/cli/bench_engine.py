@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 from rich.table import Table
 
-from tierstore.cli.bench_card import Device, name_of
+from tierstore.cli.bench import Device, name_of
 from tierstore.cli.output import Json, print_json, progress, refusals, require_memory, wide_console
 from tierstore.errors import ConfigError
 from tierstore.units import format_size

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from tierstore.cli.bench_card import name_of
+from tierstore.cli.bench import name_of
 from tierstore.cli.output import Json, print_json, progress, refusals, require_folder, wide_console
 from tierstore.demo.given import require_texts
 from tierstore.errors import ConfigError
