@@ -14,15 +14,13 @@ import typer
 
 from tierstore.cli.archive import export, import_
 from tierstore.cli.bench import arena, attention, bench, codec, copy, overlap, prefetch, ttft
-from tierstore.cli.bench_engine import engine
-from tierstore.cli.bench_hints import hints
-from tierstore.cli.compare import compare
 from tierstore.cli.doctor import tell
 from tierstore.cli.inspect import inspect, purge, verify
 from tierstore.cli.output import REFUSED, Json, print_json, said
 from tierstore.cli.plan import plan
 from tierstore.cli.replay import replay
 from tierstore.cli.serve import serve
+from tierstore.cli.studies import compare, engine, hints
 from tierstore.cli.vllm_check import vllm_check
 from tierstore.config import config_schema
 from tierstore.demo.command import demo

@@ -1,20 +1,170 @@
-"""``bench hints``: how soon a document answers that lies below HBM, with a hint in time, a late one, and none."""
+"""The commands whose work is in ``benchmarks/`` of a checkout: ``compare``, ``bench engine`` and ``bench hints``."""
 
 from __future__ import annotations
 
 import tempfile
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 
-from tierstore.cli.bench import name_of
-from tierstore.cli.output import Json, print_json, progress, refusals, require_folder, wide_console
-from tierstore.demo.given import require_texts
+from tierstore.cli.bench import Device, name_of
+from tierstore.cli.output import (
+    Json,
+    print_json,
+    progress,
+    refusals,
+    require_folder,
+    require_memory,
+    wide_console,
+)
+from tierstore.demo.given import made_folder, require_texts
+from tierstore.demo.model import ALLOWED, KNOWN, short_name
 from tierstore.errors import ConfigError
 from tierstore.units import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tierstore.bench.engine_copies import EngineRow
+    from tierstore.bench.engine_tensors import Layout
+    from tierstore.compare.judging import Row
+
+WIDE = 130
+"""Columns of the table where there is no terminal to ask."""
+
+
+def compare(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{ALLOWED}; may be repeated. All known ones if not given."),
+    ] = None,
+    docs: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text files or folders to read instead of this machine's licences."),
+    ] = None,
+    place: Annotated[
+        Path | None, typer.Option("--dir", help="Where the disk tier goes; a folder in it comes and goes.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="Where the models compute and HBM is: cpu, cuda or cuda:N, as in hbm.device.")
+    ] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Real models answer over the store as without it: greedy, batches, samples, beams, drafts, chunks, rollbacks.
+
+    Each answer is held against transformers' own cache, token by token, in float32, and what the model
+    computed against what was not reused. Prepares the models on first use. Exit code 1 if a case differs.
+    """
+    console = Console(stderr=as_json)
+    if not console.is_terminal:
+        console.width = WIDE
+    found: list[Row] = []
+    with refusals(as_json):
+        if find_spec("transformers") is None:
+            raise ConfigError("compare needs transformers: in the checkout pip install -e '.[hf]'")
+        if device != "cpu":
+            from tierstore.gpu.device import require_device
+
+            require_device(device)
+        require_texts(docs or [])
+        from tierstore.demo.model import default_cache_dir
+
+        home = made_folder(place or default_cache_dir())
+        with Status("starting", console=console) as status:
+
+            def say(line: str) -> None:
+                status.update(line)
+                console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+            for name in model or KNOWN:
+                found += _compare(name, docs or [], home, device, say)
+    from tierstore.compare import report
+
+    report.show(console, found)
+    if as_json:
+        print_json(report.as_json(found))
+    raise typer.Exit(0 if report.all_held(found) else 1)
+
+
+def _compare(
+    name: str, docs: list[Path], home: Path, device: str, say: Callable[[str], None]
+) -> Iterator[Row]:
+    """The rows of one model; what cannot be prepared is a ConfigError."""
+    from tierstore.compare import cases, prompts
+    from tierstore.compare.subject import Subject, load_tokenizer
+    from tierstore.demo.documents import DocumentError
+    from tierstore.demo.model import ModelError, model_folder
+
+    sizes = prompts.Sizes()
+    try:
+        folder = model_folder(name, say)
+        say(f"{folder.name}: loading")
+        texts = prompts.read_texts(load_tokenizer(folder), sizes, docs)
+        subject = Subject.load(short_name(name) or folder.name, folder, device)
+    except (ModelError, DocumentError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    with TemporaryDirectory(prefix="tierstore-compare-", dir=home) as scratch:
+        yield from cases.compare(subject, texts, sizes, Path(scratch), say)
+
+
+def engine(
+    device: Device = "cuda:0",
+    blocks: Annotated[int, typer.Option(min=2, help="Blocks of a batch.")] = 2048,
+    layouts: Annotated[
+        str, typer.Option(help="Physical orders, with commas; all that vLLM has had if empty.")
+    ] = "",
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 32,
+    heads: Annotated[int, typer.Option(min=1, help="Its KV heads.")] = 8,
+    dim: Annotated[int, typer.Option(min=1, help="Their dimension.")] = 128,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 16,
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of copies; the median counts.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """An engine's blocks out and back by the connector's worker, as a share of one contiguous copy of as many bytes."""
+    from tierstore.bench.engine_copies import engine_rows, host_nbytes
+    from tierstore.bench.engine_tensors import LAYOUTS, Shape
+    from tierstore.bench.link import Ceiling, device_of
+
+    found: list[EngineRow] = []
+    with refusals(as_json):
+        shape = Shape(layers, heads, dim, block_size)
+        wanted = _layouts_of(layouts) if layouts else LAYOUTS
+        device_of(device)
+        require_memory({"--blocks": blocks * shape.block_nbytes}, host_nbytes(device, shape, blocks))
+        ceiling = Ceiling(device, blocks * shape.block_nbytes)
+        for layout in wanted:
+            progress.print(f"layout {layout}")
+            found += engine_rows(device, shape, blocks, pairs, ceiling, [layout])
+    name = name_of(device)
+    header = ("layout", "way", "piece", "pieces", "GB/s", "ceiling", "ratio", "worker ms", "share", "path")
+    table = Table(*header, box=None, title=name)
+    for row in found:
+        rates = (f"{row.gbps:.2f}", f"{row.ceiling_gbps:.2f}", f"{row.ratio:.3f}")
+        worker = (f"{row.worker_ms:.1f}", f"{row.worker_share:.3f}")
+        sizes = (format_size(row.piece_bytes), str(row.num_pieces))
+        table.add_row(row.layout, row.direction, *sizes, *rates, *worker, row.path)
+    wide_console().print(table)
+    if as_json:
+        print_json({"device": name, "rows": [row.plain() for row in found]})
+
+
+def _layouts_of(text: str) -> list[Layout]:
+    """ConfigError for a name that is none."""
+    from tierstore.bench.engine_tensors import LAYOUTS
+
+    names = text.split(",")
+    for name in names:
+        if name not in LAYOUTS:
+            raise ConfigError(f"--layouts {name}; allowed: {', '.join(LAYOUTS)}")
+    return cast("list[Layout]", names)
+
 
 if TYPE_CHECKING:
     from collections.abc import Callable
