@@ -23,7 +23,7 @@ from tierstore.bench.measurement import Row
 from tierstore.bench.reading import Reader
 from tierstore.cli.app import app
 from tierstore.codecs import LOSSY
-from tierstore.types import PageSpec
+from tierstore.layout import PageSpec
 
 
 def tiny_model(folder: Path) -> Path:

@@ -25,9 +25,10 @@ from tierstore.adapters.huggingface import ATTENTION, TierStoreCache, cache_argu
 from tierstore.cli.app import app
 from tierstore.config import load_config
 from tierstore.demo.session import Session
+from tierstore.layout import PageSpec
 from tierstore.nvme.archive.reading import read_contents
 from tierstore.store import TierStore
-from tierstore.types import PageKey, PageSpec
+from tierstore.types import PageKey
 
 OTHER = PageSpec(num_layers=2, page_size=4, num_kv_heads=2, head_dim=8, dtype="float16", model="other")
 KEYS = chain(6)

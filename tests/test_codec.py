@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from tierstore import codec, codecs
 from tierstore.codecs.exp import Decoder, Encoder, Geometry, Group
 from tierstore.errors import IntegrityError
-from tierstore.layout import PageLayout
-from tierstore.types import PageKey, PageSpec
+from tierstore.layout import PageLayout, PageSpec
+from tierstore.types import PageKey
 
 FINGERPRINT = codec.fingerprint_digest("a model")
 KEY = PageKey(bytes(range(36)))

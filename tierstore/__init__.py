@@ -21,9 +21,10 @@ if TYPE_CHECKING:
         TransferError,
     )
     from tierstore.gpu.pool import EnginePages
+    from tierstore.layout import PageSpec
     from tierstore.lease import Lease
     from tierstore.store import TierStore
-    from tierstore.types import FlushResult, Hint, HintResult, LeaseState, Match, PageKey, PageSpec, Tier
+    from tierstore.types import FlushResult, Hint, HintResult, LeaseState, Match, PageKey, Tier
 
 __all__ = [
     "ArchiveError",
@@ -62,6 +63,7 @@ _ROOMS: dict[str, tuple[str, ...]] = {
         "TransferError",
     ),
     "tierstore.gpu.pool": ("EnginePages",),
+    "tierstore.layout": ("PageSpec",),
     "tierstore.lease": ("Lease",),
     "tierstore.store": ("TierStore",),
     "tierstore.types": (
@@ -71,7 +73,6 @@ _ROOMS: dict[str, tuple[str, ...]] = {
         "LeaseState",
         "Match",
         "PageKey",
-        "PageSpec",
         "Tier",
     ),
 }

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
-from tierstore.types import PageKey, PageSpec
+from tierstore.layout import PageSpec
+from tierstore.types import PageKey
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -2,11 +2,94 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from hashlib import sha256
+from math import prod
+from typing import Literal
 
-from tierstore.types import ALIGNMENT, PageSpec
+DTYPE_NBYTES: dict[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+"""The dtypes a page may have, by torch's names, and the bytes of one element."""
+
+ALIGNMENT = 4096
+"""Every blob of a page starts on this boundary, in every tier: a page is one DMA, one direct-I/O extent."""
+
+LAYOUT_VERSION = 1
+"""Part of every fingerprint: bytes of another layout are never read as this one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageSpec:
+    """Geometry and identity of the pages of one KV group on one shard.
+
+    ``kind``: "mha" (K and V per head; also GQA and MQA), "mla" (one latent plane) or "state" (one state a
+    page). ``dtype`` is torch's name of it. ``model`` must change whenever equal tokens would give other KV in the same
+    shard: weights, revision, adapters, quantisation, and how the model is spread over its shards ("tp=4").
+    """
+
+    kind: Literal["mha", "mla", "state"] = "mha"
+    num_layers: int
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    group: int = 0
+    shard: int = 0
+    model: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str):
+            raise ValueError(f"PageSpec.model is {self.model!r}; allowed: a string")
+        if self.kind not in ("mha", "mla", "state"):
+            raise ValueError(f"PageSpec.kind is {self.kind!r}; allowed: 'mha', 'mla', 'state'")
+        if self.dtype not in DTYPE_NBYTES:
+            raise ValueError(f"PageSpec.dtype is {self.dtype!r}; allowed: {', '.join(sorted(DTYPE_NBYTES))}")
+        for name in ("num_layers", "page_size", "num_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"PageSpec.{name} is {value!r}; allowed: an integer of at least 1")
+        for name in ("group", "shard"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 16:
+                raise ValueError(f"PageSpec.{name} is {value!r}; allowed: an integer of 0 to 65535")
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """``[num_layers, planes, tokens, num_kv_heads, head_dim]``; planes is 2 (K, V) for "mha", else 1."""
+        planes = 2 if self.kind == "mha" else 1
+        tokens = 1 if self.kind == "state" else self.page_size
+        return (self.num_layers, planes, tokens, self.num_kv_heads, self.head_dim)
+
+    @property
+    def page_nbytes(self) -> int:
+        """Payload bytes of one page."""
+        return prod(self.shape) * DTYPE_NBYTES[self.dtype]
+
+    @property
+    def layer_nbytes(self) -> int:
+        """Payload bytes of one layer of one page."""
+        return self.page_nbytes // self.num_layers
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of everything but the shard: equal fingerprints mean interchangeable bytes."""
+        parts = [f"tierstore-layout-{LAYOUT_VERSION}"]
+        parts += [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name != "shard"]
+        digest = hashlib.sha256()
+        for part in parts:
+            raw = part.encode("utf-8", "surrogatepass")
+            digest.update(len(raw).to_bytes(8, "little") + raw)
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 
     from tierstore.gpu.pool import EnginePages, GroupedPages
     from tierstore.keys import Extra, TokenIds
+    from tierstore.layout import PageSpec
     from tierstore.nvme.archive.reading import Imported
     from tierstore.nvme.archive.records import Progress as Shown
     from tierstore.nvme.archive.writing import Exported
-    from tierstore.types import Event, FlushResult, Hint, HintResult, PageKey, PageSpec, Promoted, Tier
+    from tierstore.types import Event, FlushResult, Hint, HintResult, PageKey, Promoted, Tier
 
 
 class TierStore:

@@ -20,7 +20,7 @@ from tests.archive.rig import Shelf, exported, imported, run
 from tests.support.pages import PATIENCE_S, chain, nvme_capacity, page_tensor, tiers
 from tierstore.codec import Codec
 from tierstore.errors import ArchiveError, ConfigError, TransferError
-from tierstore.layout import PageLayout
+from tierstore.layout import PageLayout, PageSpec
 from tierstore.nvme.archive.closed import open_sink, open_source, shards_of
 from tierstore.nvme.archive.form import Description
 from tierstore.nvme.archive.reading import Imported, read_archive, read_contents
@@ -30,7 +30,7 @@ from tierstore.nvme.catalogue import Catalogue, Page
 from tierstore.nvme.inspection import verify
 from tierstore.nvme.reader import Record
 from tierstore.store import TierStore
-from tierstore.types import LeaseState, PageKey, PageSpec
+from tierstore.types import LeaseState, PageKey
 
 SPEC = PageSpec(num_layers=2, page_size=16, num_kv_heads=2, head_dim=64, dtype="bfloat16", model="closed@1")
 LAYOUT = PageLayout.of(SPEC)

@@ -15,8 +15,9 @@ from tests.campaign.turns import Look, Subject, Turn, disk_nbytes
 from tests.support.pages import PATIENCE_S, chain, read, read_soon, require_nothing_held
 from tests.support.pages import fill as fill_pages
 from tierstore.config import load_config
+from tierstore.layout import PageSpec
 from tierstore.store import TierStore
-from tierstore.types import PageKey, PageSpec, Tier
+from tierstore.types import PageKey, Tier
 
 SPACE = 120
 _HBM, _HOST = 8, 12

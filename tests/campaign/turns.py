@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from tests.nvme import rig
 from tests.nvme.rig import key, page
-from tierstore.layout import PageLayout
-from tierstore.types import PageKey, PageSpec
+from tierstore.layout import PageLayout, PageSpec
+from tierstore.types import PageKey
 
 PLANTS = ("early", "stale", "greedy disk")
 """Lies a victim may be told to tell: a sync that was none, a version that is another's, a capacity that is larger."""

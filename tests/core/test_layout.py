@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.layout import PageLayout
-from tierstore.types import ALIGNMENT, PageSpec
+from tierstore.layout import ALIGNMENT, PageLayout, PageSpec
 
 
 def spec(**changes: Any) -> PageSpec:

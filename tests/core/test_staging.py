@@ -16,8 +16,7 @@ from tests.support import planting
 from tests.support.planting import Bug
 from tierstore.gpu import geometry, staging
 from tierstore.gpu.geometry import LayerGroups, Segments
-from tierstore.layout import PageLayout
-from tierstore.types import PageSpec
+from tierstore.layout import PageLayout, PageSpec
 
 LAYOUT = PageLayout.of(
     [

@@ -12,9 +12,9 @@ import pytest
 from tests.support.pages import SPEC, tier_stats, tiers
 from tierstore.gpu.pool import CpuPool
 from tierstore.host.arena import HostArena
-from tierstore.layout import PageLayout
+from tierstore.layout import PageLayout, PageSpec
 from tierstore.store import TierStore
-from tierstore.types import PageSpec, Tier
+from tierstore.types import Tier
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -24,7 +24,8 @@ from pathlib import Path
 import torch
 from tierstore.config import load_config
 from tierstore.store import TierStore
-from tierstore.types import PageSpec, Tier
+from tierstore.types import Tier
+from tierstore.layout import PageSpec
 
 def resident():
     lines = Path("/proc/self/status").read_text().splitlines()

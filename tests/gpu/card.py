@@ -8,8 +8,9 @@ from tests.support.bench import Bench
 from tests.support.pages import page_tensor, tiers
 from tierstore.config import StoreConfig
 from tierstore.gpu.cuda_engine import CudaCopyEngine
+from tierstore.layout import PageSpec
 from tierstore.store import TierStore
-from tierstore.types import PageKey, PageSpec, Tier
+from tierstore.types import PageKey, Tier
 
 SPEC = PageSpec(num_layers=4, page_size=64, num_kv_heads=4, head_dim=64, dtype="bfloat16", model="card")
 """Pages of 256 KiB: copies take long enough to be overtaken."""

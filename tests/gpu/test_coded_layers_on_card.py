@@ -14,8 +14,8 @@ from tests.support.bench import open_bench
 from tests.support.pages import PATIENCE_S, chain, page_tensor, tiers
 from tierstore.codecs import LOSSY
 from tierstore.codecs.held import Held, Packer
-from tierstore.layout import PageLayout
-from tierstore.types import LeaseState, PageSpec, Tier
+from tierstore.layout import PageLayout, PageSpec
+from tierstore.types import LeaseState, Tier
 
 pytestmark = pytest.mark.gpu
 

@@ -28,9 +28,9 @@ from tierstore.gpu import quant
 from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.pool import EnginePages
 from tierstore.gpu.quant import codec_kernels, encoded_routes
-from tierstore.layout import PageLayout
+from tierstore.layout import PageLayout, PageSpec
 from tierstore.store import TierStore
-from tierstore.types import LeaseState, PageSpec, Tier
+from tierstore.types import LeaseState, Tier
 
 pytestmark = pytest.mark.gpu
 

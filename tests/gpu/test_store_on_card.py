@@ -29,8 +29,9 @@ from tierstore.errors import ConfigError
 from tierstore.gpu import routes
 from tierstore.gpu.pool import GroupedPages
 from tierstore.gpu.routes import SIZES, Direction, Point, Rates, Way
+from tierstore.layout import PageSpec
 from tierstore.store import TierStore
-from tierstore.types import LeaseState, PageSpec, Tier
+from tierstore.types import LeaseState, Tier
 
 pytestmark = pytest.mark.gpu
 

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.codecs.held import Held
-from tierstore.layout import PageLayout
+from tierstore.layout import PageLayout, PageSpec
 from tierstore.nvme.tier import NvmeTier
-from tierstore.types import Ack, PageKey, PageSpec, Tier, Transfer
+from tierstore.types import Ack, PageKey, Tier, Transfer
 
 PAGE = 8192
 CAPACITY = 4 << 20

@@ -11,8 +11,9 @@ import torch
 
 from tests.support.pages import PATIENCE_S, chain, page_tensor, tier_stats
 from tierstore.config import load_config
+from tierstore.layout import PageSpec
 from tierstore.store import TierStore
-from tierstore.types import LeaseState, PageKey, PageSpec, Tier
+from tierstore.types import LeaseState, PageKey, Tier
 
 SPEC = PageSpec(num_layers=4, page_size=16, num_kv_heads=2, head_dim=64, dtype="bfloat16", model="encoded")
 

@@ -22,12 +22,12 @@ from tierstore.config import load_config
 from tierstore.errors import ConfigError
 from tierstore.gpu.pool import EnginePages
 from tierstore.keys import namespace
-from tierstore.layout import PageLayout
+from tierstore.layout import PageLayout, PageSpec
 from tierstore.nvme.archive import closed, reading
 from tierstore.nvme.direct_io import aligned
 from tierstore.nvme.reader import scratch_for
 from tierstore.store import TierStore
-from tierstore.types import LeaseState, PageKey, PageSpec, Tier
+from tierstore.types import LeaseState, PageKey, Tier
 
 SPEC = PageSpec(num_layers=4, page_size=64, num_kv_heads=2, head_dim=64, dtype="bfloat16", model="host codec")
 LAYOUT = PageLayout.of(SPEC)

@@ -16,8 +16,9 @@ from tests.support.pages import PATIENCE_S, chain, page_tensor, tier_stats, tier
 from tests.support.stalls import IN
 from tierstore.codecs import LOSSY
 from tierstore.config import load_config
+from tierstore.layout import PageSpec
 from tierstore.store import TierStore
-from tierstore.types import Hint, LeaseState, PageKey, PageSpec, Tier
+from tierstore.types import Hint, LeaseState, PageKey, Tier
 
 SPEC = PageSpec(num_layers=4, page_size=64, num_kv_heads=2, head_dim=64, dtype="bfloat16", model="lossy")
 

@@ -26,8 +26,9 @@ from tests.support.pages import (
     write,
 )
 from tierstore.gpu.pool import EnginePages
+from tierstore.layout import PageSpec
 from tierstore.store import TierStore
-from tierstore.types import Hint, LeaseState, PageKey, PageSpec, Tier
+from tierstore.types import Hint, LeaseState, PageKey, Tier
 
 LARGE = PageSpec(num_layers=2, page_size=16, num_kv_heads=8, head_dim=128, dtype="float16", model="test")
 """Few pages of these fill the smallest disk."""

@@ -12,10 +12,10 @@ from tierstore.assembly import Parts, assemble
 from tierstore.config import StoreConfig
 from tierstore.directory.directory import Directory
 from tierstore.gpu.cpu_engine import CopyEngine
-from tierstore.layout import PageLayout
+from tierstore.layout import PageLayout, PageSpec
 from tierstore.mover import Mover
 from tierstore.store import TierStore
-from tierstore.types import Ack, Erase, PageSpec, Transfer
+from tierstore.types import Ack, Erase, Transfer
 from tierstore.wakeup import Wakeup
 
 

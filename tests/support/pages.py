@@ -15,10 +15,10 @@ from tierstore import codecs
 from tierstore.codec import record_nbytes
 from tierstore.config import StoreConfig, load_config
 from tierstore.gpu.pool import GroupedPages
-from tierstore.layout import PageLayout
+from tierstore.layout import DTYPE_NBYTES, PageLayout, PageSpec
 from tierstore.lease import Lease
 from tierstore.store import TierStore
-from tierstore.types import DTYPE_NBYTES, LeaseState, PageKey, PageSpec, Tier
+from tierstore.types import LeaseState, PageKey, Tier
 
 PATIENCE_S = 60.0
 

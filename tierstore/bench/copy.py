@@ -22,8 +22,8 @@ from tierstore.codecs.places import Places
 from tierstore.errors import ConfigError
 from tierstore.gpu.device import Between, open_device
 from tierstore.gpu.pool import GroupedPages
-from tierstore.layout import PageLayout
-from tierstore.types import PageSpec, Tier
+from tierstore.layout import PageLayout, PageSpec
+from tierstore.types import Tier
 
 if TYPE_CHECKING:
     from typing import Literal

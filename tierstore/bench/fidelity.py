@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierstore.bench.reading import Reader
-    from tierstore.types import PageSpec
+    from tierstore.layout import PageSpec
 
     Bytes = NDArray[np.uint8]
 

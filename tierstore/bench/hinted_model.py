@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tierstore.adapters.huggingface.request import Storing
+    from tierstore.layout import PageSpec
     from tierstore.store import TierStore
-    from tierstore.types import PageSpec
 
 QUESTION = 16
 """Tokens of a question."""

@@ -10,8 +10,8 @@ import torch
 from tierstore.bench.hinted import PATIENCE_S, Answer
 from tierstore.config import load_config
 from tierstore.gpu.pool import GroupedPages
+from tierstore.layout import PageSpec
 from tierstore.store import TierStore
-from tierstore.types import PageSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -26,8 +26,9 @@ from tierstore.bench.link import Ceiling, Rig, device_of, settle
 from tierstore.config import load_config
 from tierstore.errors import ConfigError
 from tierstore.gpu.pool import GroupedPages
+from tierstore.layout import PageSpec
 from tierstore.store import TierStore
-from tierstore.types import LeaseState, PageKey, PageSpec, Tier
+from tierstore.types import LeaseState, PageKey, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore.buffers import buffer
-from tierstore.types import ALIGNMENT
+from tierstore.layout import ALIGNMENT
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,9 +17,9 @@ from tierstore.cli.output import progress
 from tierstore.demo.model import ModelError, model_folder
 from tierstore.errors import ConfigError
 from tierstore.keys import namespace, page_keys
-from tierstore.layout import PageLayout
+from tierstore.layout import DTYPE_NBYTES, PageLayout
 from tierstore.nvme.archive.closed import ClosedSource, Shard
-from tierstore.types import DTYPE_NBYTES, PageKey
+from tierstore.types import PageKey
 
 _GOES_ON = ("\n\nWhat", "\n\n1", " and")
 """Ways for a prompt to go on after a document: what they change of its tokens is no page of the document."""

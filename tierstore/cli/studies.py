@@ -170,8 +170,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tierstore.bench.hinted import HintRow, Library, Round
+    from tierstore.layout import PageSpec
     from tierstore.store import TierStore
-    from tierstore.types import PageSpec, Tier
+    from tierstore.types import Tier
 
     Opened = Callable[[PageSpec, int, Tier], TierStore]
     """A store for a document of so many pages that lies in the tier."""

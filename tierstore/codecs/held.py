@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore import codecs
-from tierstore.types import ALIGNMENT
+from tierstore.layout import ALIGNMENT
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -28,8 +28,9 @@ from tierstore.adapters.huggingface import (
     model_identity,
     page_spec,
 )
+from tierstore.layout import PageSpec
 from tierstore.store import TierStore
-from tierstore.types import PageSpec, Tier
+from tierstore.types import Tier
 
 NEAR_TIE = 1e-4
 """A top-2 logit gap of the plain run below this: float32 rounding may decide either way."""

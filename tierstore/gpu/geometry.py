@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tierstore.types import DTYPE_NBYTES
+from tierstore.layout import DTYPE_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ import torch
 from tierstore.buffers import buffer
 from tierstore.errors import ConfigError
 from tierstore.gpu import geometry
-from tierstore.types import ALIGNMENT, DTYPE_NBYTES, PageSpec
+from tierstore.layout import ALIGNMENT, DTYPE_NBYTES, PageSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

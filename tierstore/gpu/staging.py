@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tierstore.gpu.pool import slots_view
-from tierstore.types import DTYPE_NBYTES
+from tierstore.layout import DTYPE_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

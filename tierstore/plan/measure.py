@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128_digest
 
 from tierstore.buffers import buffer
-from tierstore.types import ALIGNMENT
+from tierstore.layout import ALIGNMENT
 from tierstore.units import format_size
 
 _SCRATCH_NBYTES = 256 << 20

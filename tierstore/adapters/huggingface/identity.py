@@ -11,9 +11,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tierstore.adapters.huggingface.weights import State, Weights, plain_model, weights_of
-from tierstore.layout import PageLayout
+from tierstore.layout import PageLayout, PageSpec
 from tierstore.store import TierStore
-from tierstore.types import PageSpec
 
 # The identities of the models, by the fingerprint of the pages that were described for them.
 _given: dict[str, tuple[str, ...]] = {}

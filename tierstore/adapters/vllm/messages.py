@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tierstore.apart import Record
-    from tierstore.types import Ack, Erase, PageSpec, Transfer
+    from tierstore.layout import PageSpec
+    from tierstore.types import Ack, Erase, Transfer
 
 _NO_PARENT = bytes(KEY_NBYTES)
 

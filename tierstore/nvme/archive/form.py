@@ -21,8 +21,8 @@ from xxhash import xxh3_128_digest
 
 from tierstore import codec, keys
 from tierstore.errors import ArchiveError
-from tierstore.layout import PageLayout
-from tierstore.types import PageKey, PageSpec
+from tierstore.layout import PageLayout, PageSpec
+from tierstore.types import PageKey
 
 MAGIC = b"TierArch"
 END = b"TierDone"
