@@ -20,6 +20,7 @@ import numpy as np
 from xxhash import xxh3_128
 
 from tierstore.errors import IntegrityError
+from tierstore.keys import KEY_NBYTES
 from tierstore.types import PageKey
 
 if TYPE_CHECKING:
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
 
 HEAD_NBYTES = 4080
 """Length of a record's head."""
-
-KEY_NBYTES = 36
-"""Length of every ``PageKey``."""
 
 FORMAT_VERSION = 1
 """Changes whenever an old reader would misread a new record."""

@@ -38,6 +38,9 @@ Extra: TypeAlias = str | bytes | int | tuple[int, bytes]
 SCHEME = "tierstore-keys-1"
 """Changes whenever equal input would give another key: pages under keys of another scheme can never be found again."""
 
+KEY_NBYTES = 36
+"""Length of every ``PageKey``."""
+
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
@@ -203,3 +206,37 @@ def _int64s(token_ids: Sequence[int]) -> array[int]:
     except OverflowError as error:
         index, item = next((i, item) for i, item in enumerate(token_ids) if int(item) not in _INT64)
         raise ValueError(f"token_ids[{index}] is {item}; allowed: what fits in int64") from error
+
+
+def require_key_list(keys: Sequence[PageKey]) -> None:
+    """TypeError for a single key, or for what holds anything else: it would look like a miss, or end a call halfway."""
+    _require_list(keys)
+    if any(not issubclass(kind, bytes) for kind in set(map(type, keys))):
+        strange = next(key for key in keys if not isinstance(key, bytes))
+        raise TypeError(f"keys has {strange!r:.60}; allowed: a sequence of page keys, as keys() gives")
+
+
+def _require_list(keys: Sequence[PageKey]) -> None:
+    if isinstance(keys, bytes | str) or any(not isinstance(key, bytes) for key in keys[:1]):
+        raise TypeError(f"keys is {keys!r:.60}; allowed: a sequence of page keys, as keys() gives")
+
+
+def require_keys_and_slots(
+    keys: Sequence[PageKey], slots: Sequence[int], parents: Sequence[PageKey | None]
+) -> None:
+    """``parents``: written beside the pages, so that one that is none would keep its whole batch from the disk."""
+    _require_list(keys)
+    if len(keys) != len(slots):
+        raise ValueError(f"{len(keys)} keys with {len(slots)} slots; allowed: one slot a key")
+    strange = next((k for k in keys if not _is_key(k)), None)
+    if strange is not None:
+        raise ValueError(f"{strange!r} is no page key; allowed: the {KEY_NBYTES} bytes that keys() gives")
+    strange = next((p for p in parents if p is not None and not _is_key(p)), None)
+    if strange is not None:
+        raise ValueError(
+            f"parent {strange!r} is no page key; allowed: the {KEY_NBYTES} bytes that keys() gives, or None"
+        )
+
+
+def _is_key(key: object) -> bool:
+    return isinstance(key, bytes) and len(key) == KEY_NBYTES

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tierstore import report
 from tierstore.arguments import require_member, seconds_to_wait
 from tierstore.directory.transfers import BATCH_PAGES
-from tierstore.slots import require_key_list
+from tierstore.keys import require_key_list
 from tierstore.types import Hint, Tier
 
 if TYPE_CHECKING:

@@ -11,14 +11,13 @@ import numpy as np
 from tierstore import codec
 from tierstore.assembly import loss_class
 from tierstore.errors import ArchiveError, CapacityError, ConfigError, IntegrityError
-from tierstore.keys import EXACT
+from tierstore.keys import EXACT, require_key_list
 from tierstore.nvme.archive.form import Description
 from tierstore.nvme.archive.reading import Imported, read_archive
 from tierstore.nvme.archive.records import Taken
 from tierstore.nvme.archive.writing import Exported, write_archive
 from tierstore.nvme.reader import Memory, Record
 from tierstore.nvme.record import Decoders
-from tierstore.slots import require_key_list
 from tierstore.types import LeaseState, Tier
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from tierstore import report
 from tierstore.arguments import slot_numbers
-from tierstore.codec import KEY_NBYTES
 from tierstore.directory.leases import last_key
 from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.errors import CapacityError, ConfigError
+from tierstore.keys import require_keys_and_slots
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class OwnSlots:
     ) -> list[int]:
         """``TierStore.put``, a chunk at each hold of the lock; under an exact lease it may end early."""
         slots = slot_numbers(slots)
-        _require_keys(keys, slots, (parent,))
+        require_keys_and_slots(keys, slots, (parent,))
         if parents is not None:
             raise ConfigError("put(parents=...): HBM belongs to the store; allowed with hbm.owner: engine")
         with self._progress.lock:
@@ -165,7 +165,7 @@ class EngineSlots:
             doubted = lease is not None and lease.inexact
         slots = slot_numbers(slots)
         before = _before(keys, parent) if parents is None else tuple(parents)
-        _require_keys(keys, slots, before)
+        require_keys_and_slots(keys, slots, before)
         self._require_registered()
         if len(before) != len(keys):
             raise ValueError(f"{len(keys)} keys with {len(before)} parents; allowed: one a key")
@@ -213,35 +213,3 @@ def _before(keys: Sequence[PageKey], parent: PageKey | None) -> tuple[PageKey | 
 
 def _not_ours(verb: str) -> ConfigError:
     return ConfigError(f"{verb}: HBM belongs to the engine; allowed with hbm.owner: store")
-
-
-def require_key_list(keys: Sequence[PageKey]) -> None:
-    """TypeError for a single key, or for what holds anything else: it would look like a miss, or end a call halfway."""
-    _require_list(keys)
-    if any(not issubclass(kind, bytes) for kind in set(map(type, keys))):
-        strange = next(key for key in keys if not isinstance(key, bytes))
-        raise TypeError(f"keys has {strange!r:.60}; allowed: a sequence of page keys, as keys() gives")
-
-
-def _require_list(keys: Sequence[PageKey]) -> None:
-    if isinstance(keys, bytes | str) or any(not isinstance(key, bytes) for key in keys[:1]):
-        raise TypeError(f"keys is {keys!r:.60}; allowed: a sequence of page keys, as keys() gives")
-
-
-def _require_keys(keys: Sequence[PageKey], slots: Sequence[int], parents: Sequence[PageKey | None]) -> None:
-    """``parents``: written beside the pages, so that one that is none would keep its whole batch from the disk."""
-    _require_list(keys)
-    if len(keys) != len(slots):
-        raise ValueError(f"{len(keys)} keys with {len(slots)} slots; allowed: one slot a key")
-    strange = next((k for k in keys if not _is_key(k)), None)
-    if strange is not None:
-        raise ValueError(f"{strange!r} is no page key; allowed: the {KEY_NBYTES} bytes that keys() gives")
-    strange = next((p for p in parents if p is not None and not _is_key(p)), None)
-    if strange is not None:
-        raise ValueError(
-            f"parent {strange!r} is no page key; allowed: the {KEY_NBYTES} bytes that keys() gives, or None"
-        )
-
-
-def _is_key(key: object) -> bool:
-    return isinstance(key, bytes) and len(key) == KEY_NBYTES

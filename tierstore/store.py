@@ -13,7 +13,7 @@ from tierstore.config import StoreConfig
 from tierstore.directory import invariants
 from tierstore.errors import ConfigError
 from tierstore.holding import Holding
-from tierstore.keys import namespace, page_keys
+from tierstore.keys import namespace, page_keys, require_key_list
 from tierstore.layout import PageLayout
 from tierstore.lease import Lease, record_of, require_event
 from tierstore.moving import Moving
@@ -21,7 +21,7 @@ from tierstore.pending import PendingEvents
 from tierstore.portable import Portable
 from tierstore.progress import Progress
 from tierstore.saving import Saving
-from tierstore.slots import EngineSlots, OwnSlots, require_key_list
+from tierstore.slots import EngineSlots, OwnSlots
 from tierstore.types import Match
 from tierstore.wakeup import Wakeup
 

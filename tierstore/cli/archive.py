@@ -178,7 +178,7 @@ def _document(doc: Path, model: str, dtype: str | None, shards: Sequence[Shard])
 
 
 def _keys(path: Path) -> list[PageKey]:
-    from tierstore.codec import KEY_NBYTES
+    from tierstore.keys import KEY_NBYTES
     from tierstore.types import PageKey
 
     require_file("--keys", path, "a file of keys in hex, one a line")

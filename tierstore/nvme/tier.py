@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import keys
-from tierstore.codec import KEY_NBYTES
 from tierstore.errors import StoreClosed
+from tierstore.keys import KEY_NBYTES
 from tierstore.layout import PageLayout
 from tierstore.nvme import home
 from tierstore.nvme.acks import Outbox

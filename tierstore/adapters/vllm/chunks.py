@@ -16,8 +16,8 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 from tierstore.arguments import seconds_to_wait
-from tierstore.codec import KEY_NBYTES
 from tierstore.errors import TierStoreError
+from tierstore.keys import KEY_NBYTES
 from tierstore.types import Failure, PageKey, Tier, Transfer
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tierstore.apart import Disk, Opened
-from tierstore.codec import KEY_NBYTES
+from tierstore.keys import KEY_NBYTES
 from tierstore.metrics import RankHealth
 from tierstore.types import PageKey
 

@@ -21,6 +21,7 @@ from xxhash import xxh3_128_digest
 
 from tierstore import codec, keys
 from tierstore.errors import ArchiveError
+from tierstore.keys import KEY_NBYTES
 from tierstore.layout import PageLayout, PageSpec
 from tierstore.types import PageKey
 
@@ -39,7 +40,7 @@ _SUM_NBYTES = 16
 _PRELUDE = struct.Struct("<8sHHI")
 _ITEM = struct.Struct("<36s36sBBHIQQQ16s")
 _TRAILER = struct.Struct("<8sHHIQQ16s16s")
-_NO_PARENT = bytes(codec.KEY_NBYTES)
+_NO_PARENT = bytes(KEY_NBYTES)
 
 PRELUDE_NBYTES = _PRELUDE.size
 ITEM_NBYTES = _ITEM.size
