@@ -176,7 +176,8 @@ def assemble_apart(config: StoreConfig, layout: PageLayout, opened: Sequence[Ope
     disks = [rank.disk for rank in opened if rank.disk is not None]
     disk, halves = merged_disk(disks) if disks else (None, ())
     metrics = Metrics()
-    host = _Host(host_slots, held_form(config, layout))
+    held = held_form(config, layout)
+    host = _Host(host_slots, held)
     directory = make_directory(config, layout, None, host, disk, metrics)
     directory.outgoing.num_slots = num_slots
     for rank, found in enumerate(opened):
@@ -185,7 +186,7 @@ def assemble_apart(config: StoreConfig, layout: PageLayout, opened: Sequence[Ope
     metrics.watch_pinned(lambda: sum(found.pinned_nbytes for found in ranks.health().values()))
     if halves:
         ranks.submit(Erase(Tier.NVME, halves))
-    return Parts(layout, CpuDevice(), None, None, None, directory, ranks, metrics, ranks.health)
+    return Parts(layout, held, CpuDevice(), None, None, None, directory, ranks, metrics, ranks.health)
 
 
 @dataclass(slots=True)

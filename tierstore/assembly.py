@@ -83,12 +83,13 @@ class Records(Protocol):
 
 @dataclass
 class Parts:
-    """Everything a store is made of. ``pool`` is None where an engine owns HBM.
+    """Everything a store is made of. ``pool`` is None where an engine owns HBM. ``held``: how host memory holds pages.
 
     ``ranks``: the health of the processes that hold the bytes; None: this one does.
     """
 
     layout: PageLayout
+    held: Held
     device: HbmDevice
     pool: OwnPool | None
     arena: HostArena | None
@@ -131,7 +132,7 @@ def assemble(config: StoreConfig, layout: PageLayout, wake: Callable[[], None]) 
         directory = make_directory(config, layout, pool, arena, nvme, metrics)
         mover = _mover(device, pool, arena, nvme, wake)
         undone.pop_all()
-    return Parts(layout, device, pool, arena, nvme, directory, mover, metrics)
+    return Parts(layout, held, device, pool, arena, nvme, directory, mover, metrics)
 
 
 def health(device: HbmDevice, arena: HostArena | None, nvme: NvmeTier | None) -> RankHealth:

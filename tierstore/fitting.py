@@ -79,20 +79,13 @@ def slots_of(section: str, capacity: int | None, pages: PageLayout | Held) -> in
     """Pages of a memory tier, None without a capacity. ConfigError if not even one fits."""
     if capacity is None:
         return None
-    nbytes = nbytes_of(pages)
+    nbytes = pages.page_nbytes
     slots = capacity // nbytes
     if slots == 0:
         raise ConfigError(
             f"{section}.capacity is {capacity} bytes; allowed: at least one page, {nbytes} bytes"
         )
     return slots
-
-
-def nbytes_of(pages: PageLayout | Held) -> int:
-    """What one page takes of a tier's capacity: its payload, or that of its codec."""
-    if isinstance(pages, PageLayout):
-        return pages.page_nbytes
-    return pages.payload_nbytes if pages.encoded else pages.layout.page_nbytes
 
 
 def check_memory(layout: PageLayout, hbm_slots: int | None, held: Held, host_slots: int | None) -> None:

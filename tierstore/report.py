@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tierstore.fitting import held_form, nbytes_of
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tierstore.assembly import Parts
+    from tierstore.codecs.held import Held
     from tierstore.config import StoreConfig
     from tierstore.directory.directory import Directory
     from tierstore.directory.residency import TierTable
-    from tierstore.layout import PageLayout
     from tierstore.metrics import Metrics, RankHealth
     from tierstore.types import PageKey
 
@@ -78,7 +77,7 @@ def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:
         for state, number in states.items():
             parts.metrics.pages(tier, state, number)
         held = layout if tier != Tier.HOST or parts.arena is None else parts.arena.held
-        tiers[tier.name] = {**states, **_sizes(table, nbytes_of(held), held.slot_nbytes)}
+        tiers[tier.name] = {**states, **_sizes(table, held.page_nbytes, held.slot_nbytes)}
     return {
         "config": config.effective(),
         "page_nbytes": layout.page_nbytes,
@@ -94,7 +93,7 @@ def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:
         "bytes_per_s": {f"{s.name}->{d.name}": rate for (s, d), rate in directory.traffic.rates.items()},
         "failing": sorted(tier.name for tier in directory.space.failing),
         "hbm": {**parts.device.stats(), **_hbm_of(ranks)},
-        "host": _host_of(ranks, config, layout) if parts.arena is None else parts.arena.stats(),
+        "host": _host_of(ranks, config, parts.held) if parts.arena is None else parts.arena.stats(),
         "nvme": None if parts.nvme is None else parts.nvme.stats(),
         "ranks": [found.stats(rank) for rank, found in sorted(ranks.items())],
         "counters": parts.metrics.snapshot(),
@@ -113,9 +112,7 @@ def _hbm_of(ranks: Mapping[int, RankHealth]) -> dict[str, object]:
     }
 
 
-def _host_of(
-    ranks: Mapping[int, RankHealth], config: StoreConfig, layout: PageLayout
-) -> dict[str, object] | None:
+def _host_of(ranks: Mapping[int, RankHealth], config: StoreConfig, held: Held) -> dict[str, object] | None:
     """Host memory of all ranks together, under the keys of ``HostArena.stats``; None: there is none."""
     if not ranks or config.host is None:
         return None
@@ -126,7 +123,7 @@ def _host_of(
         "pinning": any(found.pinning for found in ranks.values()),
         "refused": _reasons({rank: found.refused for rank, found in ranks.items()}),
         "codec": config.host.codec,
-        "slot_nbytes": held_form(config, layout).slot_nbytes,
+        "slot_nbytes": held.slot_nbytes,
     }
 
 

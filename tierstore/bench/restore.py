@@ -402,7 +402,17 @@ def _open(pages: int, layout: PageLayout, held: Held, engine: CudaCopyEngine) ->
     pool: Any = PaperPool(pages, layout.page_nbytes)
     metrics = Metrics()
     directory = make_directory(config, layout, pool, PaperHost(pages, held), None, metrics)
-    parts = Parts(layout, CpuDevice(), pool, None, None, directory, Mover({}, engine, None), metrics)
+    parts = Parts(
+        layout,
+        held,
+        CpuDevice(),
+        pool,
+        None,
+        None,
+        directory,
+        Mover({}, engine, None),
+        metrics,
+    )
     return TierStore(config, parts, Wakeup(), pump=False), parts
 
 

@@ -41,6 +41,11 @@ class Held:
         return self.codec != "none"
 
     @property
+    def page_nbytes(self) -> int:
+        """What one page takes of a tier's capacity: its payload, or that of its codec."""
+        return self.payload_nbytes if self.encoded else self.layout.page_nbytes
+
+    @property
     def view_nbytes(self) -> int:
         """What a slot's view shows: the page, or the payload and what fills its last block, so that a disk can read
         straight into it.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tierstore.codecs import fixed_nbytes
 from tierstore.codecs.held import Held
 from tierstore.errors import ConfigError
-from tierstore.fitting import check_memory, check_sections, held_form, nbytes_of, owns_hbm, slots_of
+from tierstore.fitting import check_memory, check_sections, held_form, owns_hbm, slots_of
 from tierstore.layout import PageLayout
 from tierstore.nvme.capacity import EXTENTS_FROM, size_extents
 from tierstore.nvme.capacity import size as size_lmdb
@@ -89,7 +89,7 @@ def _memory(config: StoreConfig, layout: PageLayout, refused: list[str]) -> Iter
         with _noted(refused):
             pages = slots_of(tier.name.lower(), section.capacity, layout if tier == Tier.HBM else held)
         slots[tier] = pages
-        yield TierSize(tier, section.capacity, pages, nbytes_of(layout if tier == Tier.HBM else held))
+        yield TierSize(tier, section.capacity, pages, (layout if tier == Tier.HBM else held).page_nbytes)
     in_memory = owns_hbm(config) and config.hbm is not None and config.hbm.device == "cpu"
     with _noted(refused):
         check_memory(layout, slots[Tier.HBM] if in_memory else None, held, slots[Tier.HOST])
