@@ -11,9 +11,8 @@ import mmap
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 HUGE_NBYTES = 2 << 20
@@ -29,6 +28,8 @@ def buffer(nbytes: int) -> NDArray[np.uint8]:
     ``madvise``). It returns to the system with the last view. A forked child has no such memory: else a transfer under
     way while a process forks could go to the child's copy.
     """
+    import numpy as np  # here: who wants only the geometry of pages loads nothing heavy
+
     huge = nbytes >= _WORTH_NBYTES
     unit = HUGE_NBYTES if huge else mmap.PAGESIZE
     length = max(1, -(-nbytes // unit)) * unit
