@@ -23,7 +23,7 @@ from tierstore.bench.measurement import Row
 from tierstore.bench.reading import Reader
 from tierstore.cli.app import app
 from tierstore.codecs import LOSSY
-from tierstore.layout import PageSpec
+from tierstore.page import PageSpec
 
 
 def tiny_model(folder: Path) -> Path:

@@ -20,9 +20,9 @@ from tierstore.cli import doctor
 from tierstore.cli.app import app
 from tierstore.config import config_schema, load_config
 from tierstore.keys import page_keys
-from tierstore.layout import PageSpec
 from tierstore.nvme import direct_io
 from tierstore.nvme.tier import NvmeTier
+from tierstore.page import PageSpec
 from tierstore.store import TierStore
 from tierstore.types import PageKey, Tier, Transfer
 

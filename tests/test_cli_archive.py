@@ -25,8 +25,8 @@ from tierstore.adapters.huggingface import ATTENTION, TierStoreCache, cache_argu
 from tierstore.cli.app import app
 from tierstore.config import load_config
 from tierstore.demo.session import Session
-from tierstore.layout import PageSpec
 from tierstore.nvme.archive.reading import read_contents
+from tierstore.page import PageSpec
 from tierstore.store import TierStore
 from tierstore.types import PageKey
 

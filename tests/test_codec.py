@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tierstore import codec, codecs
 from tierstore.codecs.exp import Decoder, Encoder, Geometry, Group
 from tierstore.errors import IntegrityError
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 from tierstore.types import PageKey
 
 FINGERPRINT = codec.fingerprint_digest("a model")

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.keys import Extra, namespace, page_keys
-from tierstore.layout import PageSpec
+from tierstore.page import PageSpec
 from tierstore.types import PageKey
 
 SPEC = PageSpec(num_layers=2, page_size=4, num_kv_heads=2, head_dim=8, dtype="float32", model="m-1")

@@ -20,7 +20,7 @@ from tierstore.codecs.exp import Decoder, Geometry
 from tierstore.codecs.held import Held
 from tierstore.gpu.pool import CpuPool, EnginePages, EnginePool, GroupedPages
 from tierstore.host.arena import HostArena
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 
 
 class PoolUnderTest(TierUnderTest):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tierstore.layout import PageSpec
+from tierstore.page import PageSpec
 
 Page = NDArray[np.uint8]
 

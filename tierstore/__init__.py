@@ -21,8 +21,8 @@ if TYPE_CHECKING:
         TransferError,
     )
     from tierstore.gpu.pool import EnginePages
-    from tierstore.layout import PageSpec
     from tierstore.lease import Lease
+    from tierstore.page import PageSpec
     from tierstore.store import TierStore
     from tierstore.types import FlushResult, Hint, HintResult, LeaseState, Match, PageKey, Tier
 
@@ -63,7 +63,7 @@ _ROOMS: dict[str, tuple[str, ...]] = {
         "TransferError",
     ),
     "tierstore.gpu.pool": ("EnginePages",),
-    "tierstore.layout": ("PageSpec",),
+    "tierstore.page": ("PageSpec",),
     "tierstore.lease": ("Lease",),
     "tierstore.store": ("TierStore",),
     "tierstore.types": (

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tierstore.codecs.held import Held
     from tierstore.config import StoreConfig
-    from tierstore.layout import PageLayout
+    from tierstore.page import PageLayout
     from tierstore.types import PageKey
 
 _log = logging.getLogger(__name__)

@@ -26,10 +26,10 @@ from tierstore.gpu.pool import CpuPool
 from tierstore.host.arena import HostArena
 from tierstore.host.pinning import FIRST_NBYTES
 from tierstore.keys import EXACT
-from tierstore.layout import PageLayout
 from tierstore.metrics import Metrics, RankHealth
 from tierstore.mover import Mover
 from tierstore.nvme.tier import NvmeTier
+from tierstore.page import PageLayout
 from tierstore.policy import Known, WriteBudget, make_admission, make_history, make_policy
 from tierstore.policy.recompute import doubling_depth
 from tierstore.types import Tier

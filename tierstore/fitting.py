@@ -15,8 +15,8 @@ from tierstore.codecs.held import Held
 from tierstore.errors import ConfigError
 from tierstore.gpu.device import require_device
 from tierstore.host.memory import available_nbytes
-from tierstore.layout import PageLayout
 from tierstore.nvme.record import allowed_over
+from tierstore.page import PageLayout
 
 if TYPE_CHECKING:
     from tierstore.config import StoreConfig

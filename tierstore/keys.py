@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
-from tierstore.layout import PageSpec
+from tierstore.page import PageSpec
 from tierstore.types import PageKey
 
 if TYPE_CHECKING:

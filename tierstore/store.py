@@ -14,9 +14,9 @@ from tierstore.directory import invariants
 from tierstore.errors import ConfigError
 from tierstore.holding import Holding
 from tierstore.keys import namespace, page_keys, require_key_list
-from tierstore.layout import PageLayout
 from tierstore.lease import Lease, record_of, require_event
 from tierstore.moving import Moving
+from tierstore.page import PageLayout
 from tierstore.pending import PendingEvents
 from tierstore.portable import Portable
 from tierstore.progress import Progress
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
     from tierstore.gpu.pool import EnginePages, GroupedPages
     from tierstore.keys import Extra, TokenIds
-    from tierstore.layout import PageSpec
     from tierstore.nvme.archive.reading import Imported
     from tierstore.nvme.archive.records import Progress as Shown
     from tierstore.nvme.archive.writing import Exported
+    from tierstore.page import PageSpec
     from tierstore.types import Event, FlushResult, Hint, HintResult, PageKey, Promoted, Tier
 
 

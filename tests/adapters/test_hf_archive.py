@@ -10,11 +10,11 @@ import pytest
 from tests.adapters.tiny import PAGE, ask, open_store, plain, random_prompt, tiny_llama
 from tierstore.adapters.huggingface import page_specs
 from tierstore.errors import ArchiveError
-from tierstore.layout import PageLayout
 from tierstore.nvme.archive.closed import open_sink, open_source, shards_of
 from tierstore.nvme.archive.form import Description
 from tierstore.nvme.archive.reading import read_archive
 from tierstore.nvme.archive.writing import write_archive
+from tierstore.page import PageLayout
 
 DOCUMENT = random_prompt(5 * PAGE)
 QUESTIONS = [random_prompt(6, seed=1), random_prompt(3, seed=2), random_prompt(11, seed=3)]

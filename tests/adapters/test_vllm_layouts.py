@@ -11,7 +11,7 @@ from tierstore.adapters.vllm.worker import WorkerHalf
 from tierstore.errors import ConfigError
 from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.pool import EnginePool
-from tierstore.layout import PageLayout
+from tierstore.page import PageLayout
 
 B, L, H, N, C = 5, 3, 2, 4, 6
 

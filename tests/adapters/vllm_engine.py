@@ -32,7 +32,7 @@ from tierstore.assembly import Parts, assemble
 from tierstore.config import StoreConfig
 from tierstore.host.arena import HostArena
 from tierstore.host.pinning import Pinner
-from tierstore.layout import PageLayout
+from tierstore.page import PageLayout
 from tierstore.types import Tier
 from tierstore.wakeup import Wakeup
 

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from tests.support.pages import SPEC, chain, content
 from tierstore import codec
-from tierstore.layout import PageLayout
 from tierstore.nvme.archive.form import Description
 from tierstore.nvme.archive.reading import Imported, read_archive
 from tierstore.nvme.archive.records import Taken
 from tierstore.nvme.archive.writing import Exported, write_archive
 from tierstore.nvme.reader import Record
+from tierstore.page import PageLayout
 from tierstore.types import PageKey
 
 T = TypeVar("T")

@@ -20,7 +20,6 @@ from tests.archive.rig import Shelf, exported, imported, run
 from tests.support.pages import PATIENCE_S, chain, nvme_capacity, page_tensor, tiers
 from tierstore.codec import Codec
 from tierstore.errors import ArchiveError, ConfigError, TransferError
-from tierstore.layout import PageLayout, PageSpec
 from tierstore.nvme.archive.closed import open_sink, open_source, shards_of
 from tierstore.nvme.archive.form import Description
 from tierstore.nvme.archive.reading import Imported, read_archive, read_contents
@@ -29,6 +28,7 @@ from tierstore.nvme.capacity import size, size_extents
 from tierstore.nvme.catalogue import Catalogue, Page
 from tierstore.nvme.inspection import verify
 from tierstore.nvme.reader import Record
+from tierstore.page import PageLayout, PageSpec
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey
 

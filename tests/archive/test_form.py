@@ -15,8 +15,8 @@ from tests.archive.rig import DESCRIPTION, LAYOUT
 from tests.support.pages import SPEC, chain
 from tierstore.codec import HEAD_NBYTES
 from tierstore.errors import ArchiveError
-from tierstore.layout import PageLayout, PageSpec
 from tierstore.nvme.archive import form
+from tierstore.page import PageLayout, PageSpec
 
 NBYTES = LAYOUT.blob_nbytes
 

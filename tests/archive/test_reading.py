@@ -22,10 +22,10 @@ from tests.archive.rig import (
 )
 from tests.support.pages import SPEC, chain
 from tierstore.errors import ArchiveError
-from tierstore.layout import PageLayout, PageSpec
 from tierstore.nvme.archive import form, reading
 from tierstore.nvme.archive.records import Taken
 from tierstore.nvme.reader import Record
+from tierstore.page import PageLayout, PageSpec
 
 
 def test_a_tree_of_pages_comes_back_whole(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.campaign.turns import Look, Subject, Turn, disk_nbytes
 from tests.support.pages import PATIENCE_S, chain, read, read_soon, require_nothing_held
 from tests.support.pages import fill as fill_pages
 from tierstore.config import load_config
-from tierstore.layout import PageSpec
+from tierstore.page import PageSpec
 from tierstore.store import TierStore
 from tierstore.types import PageKey, Tier
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tests.nvme import rig
 from tests.nvme.rig import key, page
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 from tierstore.types import PageKey
 
 PLANTS = ("early", "stale", "greedy disk")

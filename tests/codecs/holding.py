@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tierstore.codecs.bounds import HALF_ULP, LARGEST, TINY
 from tierstore.codecs.kinds import Lossy, Scheme
 from tierstore.codecs.pages import Decoder, Encoder
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 
 Bytes = NDArray[np.uint8]
 Doubles = NDArray[np.float64]

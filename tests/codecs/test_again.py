@@ -18,7 +18,7 @@ from tests.codecs.holding import (
     values_of,
 )
 from tierstore.codecs import LOSSY, pages
-from tierstore.layout import PageLayout
+from tierstore.page import PageLayout
 
 FIXED = [name for name, codec in LOSSY.items() if not codec.zstd]
 

@@ -23,7 +23,7 @@ from tests.codecs.holding import (
 from tierstore.codecs import LOSSY, pages
 from tierstore.codecs.bounds import LARGEST
 from tierstore.codecs.steps import Shape
-from tierstore.layout import PageLayout
+from tierstore.page import PageLayout
 
 NAMES = list(LOSSY)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tierstore.codecs import exp
 from tierstore.codecs.exp import Decoder, Encoder, Geometry, Group
 from tierstore.errors import IntegrityError
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 
 Bytes = NDArray[np.uint8]
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tests.codecs.holding import decoded, encoded, spec_of, words_of
 from tierstore.codecs import LOSSY, floats
-from tierstore.layout import PageLayout
+from tierstore.page import PageLayout
 
 
 def narrowed(numbers: NDArray[np.float32], dtype: str) -> NDArray[np.generic]:

@@ -19,7 +19,7 @@ from tierstore.codecs.pages import Decoder, Encoder
 from tierstore.codecs.places import Places
 from tierstore.codecs.steps import Shape
 from tierstore.errors import IntegrityError
-from tierstore.layout import PageLayout
+from tierstore.page import PageLayout
 
 NAMES = list(LOSSY)
 FIXED = [name for name in NAMES if not LOSSY[name].zstd]

@@ -16,7 +16,7 @@ from tests.support.planting import Bug
 from tierstore.codecs import LOSSY, floats, fp8, pages, places, steps
 from tierstore.codecs.kinds import Lossy, Scheme
 from tierstore.errors import IntegrityError
-from tierstore.layout import PageLayout
+from tierstore.page import PageLayout
 
 BUGS: list[tuple[ModuleType, Bug]] = [
     (

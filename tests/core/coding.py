@@ -15,7 +15,7 @@ from tierstore.errors import IntegrityError
 from tierstore.gpu import geometry
 from tierstore.gpu.pool import EnginePages, EnginePool
 from tierstore.gpu.quant.coder import Call, Coder
-from tierstore.layout import PageLayout
+from tierstore.page import PageLayout
 
 FILL = 0xA5
 

@@ -19,7 +19,7 @@ from tierstore.gpu.pool import CpuPool
 from tierstore.gpu.routes import WholePages
 from tierstore.gpu.schedule import Pace, TimedEvent
 from tierstore.host.arena import HostArena
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 from tierstore.types import Ack, PageKey, Tier, Transfer
 
 SPEC = PageSpec(num_layers=4, page_size=1, num_kv_heads=1, head_dim=128, dtype="uint8", model="engine")

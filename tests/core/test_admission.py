@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.pages import chain
-from tierstore.layout import PageSpec
+from tierstore.page import PageSpec
 from tierstore.policy import History, Known, make_admission, make_history
 from tierstore.policy.admission import Cost
 from tierstore.policy.budget import DAY_S, WriteBudget

@@ -23,7 +23,7 @@ from tierstore.codecs import LOSSY, fixed_nbytes
 from tierstore.gpu import geometry
 from tierstore.gpu.pool import EnginePages
 from tierstore.gpu.quant import coder
-from tierstore.layout import PageLayout
+from tierstore.page import PageLayout
 
 NAMES = [name for name, codec in LOSSY.items() if not codec.zstd]
 KERNELS_HERE = interpreted()

@@ -15,7 +15,7 @@ from tierstore.errors import ConfigError
 from tierstore.gpu.device import CpuDevice, open_device
 from tierstore.gpu.driver import batch_call
 from tierstore.gpu.pool import EnginePages
-from tierstore.layout import PageLayout
+from tierstore.page import PageLayout
 from tierstore.store import TierStore
 
 

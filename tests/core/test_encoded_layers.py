@@ -27,7 +27,7 @@ from tierstore.gpu.pool import EnginePages, EnginePool
 from tierstore.gpu.quant import encoded_routes
 from tierstore.gpu.quant.coder import Coder
 from tierstore.gpu.quant.encoded_routes import Coded, PayloadSlabs, parts_of
-from tierstore.layout import PageLayout
+from tierstore.page import PageLayout
 
 NAMES = [name for name, codec in LOSSY.items() if not codec.zstd]
 LAYERS, TOKENS, HEADS, DIM = 5, 32, 2, 64

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tierstore.gpu.geometry import Cut, LayerGroups
 from tierstore.gpu.geometry import pool_group_segments as groups_of_pool
 from tierstore.gpu.geometry import pool_segments as of_pool
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 
 LLAMA = PageSpec(num_layers=32, page_size=64, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="m")
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tierstore.gpu.cpu_engine import LayerLoads
 from tierstore.gpu.geometry import LayerGroups, Part
 from tierstore.gpu.pool import CpuPool
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 from tierstore.types import Ack, Failure, PageKey, Tier, Transfer
 
 SPEC = PageSpec(num_layers=4, page_size=1, num_kv_heads=1, head_dim=256, dtype="uint8", model="m")

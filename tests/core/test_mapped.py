@@ -27,7 +27,7 @@ from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.pool import EnginePages, EnginePool
 from tierstore.gpu.quant import encoded_routes
 from tierstore.gpu.quant.encoded_routes import Fetcher, Grid, Mapped
-from tierstore.layout import PageLayout
+from tierstore.page import PageLayout
 
 FETCHING_HERE = interpreted()
 NAMES = [name for name, codec in LOSSY.items() if not codec.zstd]

@@ -11,7 +11,7 @@ import pytest
 
 from tierstore.host.arena import HostArena
 from tierstore.host.pinning import Pinning
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 
 PATIENCE_S = 60.0
 STRIDE = 8192

@@ -16,7 +16,7 @@ from tierstore.gpu import geometry
 from tierstore.gpu.driver import Driver
 from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.routes import Choice, Direction, Option, Route, Straight, Way, WholePages, measured
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 
 SPEC = PageSpec(num_layers=4, page_size=1, num_kv_heads=1, head_dim=256, dtype="uint8", model="m")
 LAYERS = LayerGroups.of(PageLayout.of(SPEC), 4, 1)

@@ -14,7 +14,7 @@ from tierstore.gpu.geometry import Segments, alignment, in_equal_pieces
 from tierstore.gpu.geometry import pool_segments as of_pool
 from tierstore.gpu.geometry import tensor_segments as of_tensors
 from tierstore.gpu.pool import CpuPool, EnginePool
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 
 LAYOUT = PageLayout.of(SPEC)
 NO_LIMIT = 1 << 20

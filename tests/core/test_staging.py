@@ -16,7 +16,7 @@ from tests.support import planting
 from tests.support.planting import Bug
 from tierstore.gpu import geometry, staging
 from tierstore.gpu.geometry import LayerGroups, Segments
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 
 LAYOUT = PageLayout.of(
     [

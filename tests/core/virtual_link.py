@@ -21,7 +21,7 @@ from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.layer_events import HERE, Arriving
 from tierstore.gpu.quant.encoded_routes import CUTS, parts_of
 from tierstore.gpu.routes import WholePages
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 from tierstore.types import PageKey, Tier, Transfer
 
 RATE = 54.9e9

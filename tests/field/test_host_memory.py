@@ -12,7 +12,7 @@ import pytest
 from tests.support.pages import SPEC, tier_stats, tiers
 from tierstore.gpu.pool import CpuPool
 from tierstore.host.arena import HostArena
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 from tierstore.store import TierStore
 from tierstore.types import Tier
 
@@ -25,7 +25,7 @@ import torch
 from tierstore.config import load_config
 from tierstore.store import TierStore
 from tierstore.types import Tier
-from tierstore.layout import PageSpec
+from tierstore.page import PageSpec
 
 def resident():
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -13,7 +13,7 @@ from tests.support.bench import open_bench
 from tests.support.pages import PATIENCE_S, SPEC, chain, content, same, tiers
 from tierstore.errors import ConfigError
 from tierstore.gpu.pool import EnginePages, GroupedPages
-from tierstore.layout import DTYPE_NBYTES, PageSpec
+from tierstore.page import DTYPE_NBYTES, PageSpec
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, Tier
 

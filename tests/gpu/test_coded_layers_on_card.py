@@ -14,7 +14,7 @@ from tests.support.bench import open_bench
 from tests.support.pages import PATIENCE_S, chain, page_tensor, tiers
 from tierstore.codecs import LOSSY
 from tierstore.codecs.held import Held, Packer
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 from tierstore.types import LeaseState, Tier
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.pool import EnginePages, EnginePool
 from tierstore.gpu.routes import through_slabs
 from tierstore.gpu.schedule import Pace
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 from tierstore.types import Ack, PageKey, Tier, Transfer
 
 pytestmark = pytest.mark.gpu

@@ -28,7 +28,7 @@ from tierstore.gpu import quant
 from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.pool import EnginePages
 from tierstore.gpu.quant import codec_kernels, encoded_routes
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, Tier
 

@@ -11,8 +11,8 @@ import torch
 from tests.gpu.card import delay, stall_copies
 from tests.support.bench import Bench, open_bench
 from tests.support.pages import PATIENCE_S, chain, page_tensor, tiers
-from tierstore.layout import PageSpec
 from tierstore.lease import Lease
+from tierstore.page import PageSpec
 from tierstore.types import LeaseState, PageKey, Tier
 
 pytestmark = pytest.mark.gpu

@@ -29,7 +29,7 @@ from tierstore.errors import ConfigError
 from tierstore.gpu import routes
 from tierstore.gpu.pool import GroupedPages
 from tierstore.gpu.routes import SIZES, Direction, Point, Rates, Way
-from tierstore.layout import PageSpec
+from tierstore.page import PageSpec
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, Tier
 

@@ -20,7 +20,7 @@ from tierstore.gpu.pool import CudaPool, EnginePages, EnginePool, GroupedPages
 from tierstore.gpu.routes import Kernel, Route, Straight, through_slabs
 from tierstore.gpu.schedule import Pace
 from tierstore.host.arena import HostArena
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 from tierstore.types import Ack, PageKey, Tier, Transfer
 
 pytestmark = pytest.mark.gpu

@@ -40,10 +40,10 @@ from tests.nvme.watch import Watch, watching
 from tierstore import codec
 from tierstore.codecs import encoder
 from tierstore.codecs.held import Held
-from tierstore.layout import PageLayout
 from tierstore.nvme.allocator import Place
 from tierstore.nvme.entry import slot_blocks, unpack
 from tierstore.nvme.extents import ExtentRecords
+from tierstore.page import PageLayout
 from tierstore.types import Failure
 
 NUMBERS = 14

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.codecs.held import Held
-from tierstore.layout import PageLayout, PageSpec
 from tierstore.nvme.tier import NvmeTier
+from tierstore.page import PageLayout, PageSpec
 from tierstore.types import Ack, PageKey, Tier, Transfer
 
 PAGE = 8192

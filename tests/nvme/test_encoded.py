@@ -17,9 +17,9 @@ from tests.nvme.rig import LAYOUT, Rig, blank, change, find, key, page
 from tierstore.codec import HEAD_NBYTES
 from tierstore.codecs import exp
 from tierstore.codecs.exp import Encoder, Geometry
-from tierstore.layout import PageLayout
 from tierstore.nvme import extents
 from tierstore.nvme.inspection import verify
+from tierstore.page import PageLayout
 from tierstore.types import Ack, Failure
 
 pytestmark = pytest.mark.usefixtures("payload")

@@ -14,7 +14,7 @@ from tests.support.traces import chat_trace, ignore, mooncake, setting
 from tierstore import assembly
 from tierstore.assembly import assemble
 from tierstore.directory import invariants
-from tierstore.layout import PageLayout
+from tierstore.page import PageLayout
 from tierstore.policy import choosing
 from tierstore.replay import simulation
 from tierstore.replay.bounds import Bounds

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.pages import PATIENCE_S, chain, page_tensor, tier_stats
 from tierstore.config import load_config
-from tierstore.layout import PageSpec
+from tierstore.page import PageSpec
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
 

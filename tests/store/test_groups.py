@@ -14,7 +14,7 @@ from tests.support.pages import PATIENCE_S, SPEC, chain, content, same, tier_sta
 from tests.support.stalls import IN
 from tierstore.errors import ConfigError
 from tierstore.gpu.pool import EnginePages, GroupedPages
-from tierstore.layout import PageSpec
+from tierstore.page import PageSpec
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
 

@@ -22,10 +22,10 @@ from tierstore.config import load_config
 from tierstore.errors import ConfigError
 from tierstore.gpu.pool import EnginePages
 from tierstore.keys import namespace
-from tierstore.layout import PageLayout, PageSpec
 from tierstore.nvme.archive import closed, reading
 from tierstore.nvme.direct_io import aligned
 from tierstore.nvme.reader import scratch_for
+from tierstore.page import PageLayout, PageSpec
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
 

@@ -16,7 +16,7 @@ from tests.support.pages import PATIENCE_S, chain, page_tensor, tier_stats, tier
 from tests.support.stalls import IN
 from tierstore.codecs import LOSSY
 from tierstore.config import load_config
-from tierstore.layout import PageSpec
+from tierstore.page import PageSpec
 from tierstore.store import TierStore
 from tierstore.types import Hint, LeaseState, PageKey, Tier
 

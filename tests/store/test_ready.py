@@ -16,7 +16,7 @@ from tests.support.pages import PATIENCE_S, chain, content, fill, page_tensor, t
 from tests.support.stalls import IN
 from tierstore.gpu.geometry import Part
 from tierstore.gpu.pool import CpuPool, EnginePages
-from tierstore.layout import PageSpec
+from tierstore.page import PageSpec
 from tierstore.types import LeaseState, PageKey, Tier
 
 pytestmark = pytest.mark.skipif(

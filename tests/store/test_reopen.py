@@ -13,7 +13,7 @@ from tests.support.bench import open_bench
 from tests.support.pages import PATIENCE_S, SPEC, chain, counter, read, read_soon, tier_stats, tiers, write
 from tierstore.config import load_config
 from tierstore.errors import ConfigError
-from tierstore.layout import PageSpec
+from tierstore.page import PageSpec
 from tierstore.store import TierStore
 from tierstore.types import Tier
 

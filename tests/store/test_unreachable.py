@@ -26,7 +26,7 @@ from tests.support.pages import (
     write,
 )
 from tierstore.gpu.pool import EnginePages
-from tierstore.layout import PageSpec
+from tierstore.page import PageSpec
 from tierstore.store import TierStore
 from tierstore.types import Hint, LeaseState, PageKey, Tier
 

@@ -12,8 +12,8 @@ from tierstore.assembly import Parts, assemble
 from tierstore.config import StoreConfig
 from tierstore.directory.directory import Directory
 from tierstore.gpu.cpu_engine import CopyEngine
-from tierstore.layout import PageLayout, PageSpec
 from tierstore.mover import Mover
+from tierstore.page import PageLayout, PageSpec
 from tierstore.store import TierStore
 from tierstore.types import Ack, Erase, Transfer
 from tierstore.wakeup import Wakeup

@@ -15,8 +15,8 @@ from tierstore import codecs
 from tierstore.codec import record_nbytes
 from tierstore.config import StoreConfig, load_config
 from tierstore.gpu.pool import GroupedPages
-from tierstore.layout import DTYPE_NBYTES, PageLayout, PageSpec
 from tierstore.lease import Lease
+from tierstore.page import DTYPE_NBYTES, PageLayout, PageSpec
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
 

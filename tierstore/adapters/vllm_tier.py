@@ -33,8 +33,8 @@ from tierstore.adapters.vllm.chunks import Chunks, Done, is_whole
 from tierstore.adapters.vllm.keys import adapters_digest, weights_digest
 from tierstore.config import NvmeConfig, load_config
 from tierstore.errors import ConfigError
-from tierstore.layout import PageLayout, PageSpec
 from tierstore.nvme.tier import NvmeTier
+from tierstore.page import PageLayout, PageSpec
 
 _log = logging.getLogger(f"vllm.{__name__}")  # shown where vLLM's own lines are
 _CLOSE_S = 30.0

@@ -12,7 +12,7 @@ from tierstore.gpu.device import pinner, require_device
 from tierstore.host.arena import HostArena
 from tierstore.host.memory import available_nbytes
 from tierstore.host.pinning import FIRST_NBYTES
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 
 if TYPE_CHECKING:
     from tierstore.host.pinning import Pinner

@@ -17,7 +17,7 @@ import zstandard
 from tierstore import codecs
 from tierstore.bench.measurement import Row
 from tierstore.codecs.exp import Decoder, Encoder, Geometry
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

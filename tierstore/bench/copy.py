@@ -22,7 +22,7 @@ from tierstore.codecs.places import Places
 from tierstore.errors import ConfigError
 from tierstore.gpu.device import Between, open_device
 from tierstore.gpu.pool import GroupedPages
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 from tierstore.types import Tier
 
 if TYPE_CHECKING:

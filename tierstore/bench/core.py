@@ -26,11 +26,11 @@ from tierstore.adapters.vllm.scheduler import SchedulerHalf
 from tierstore.bench.measurement import Row, best_of
 from tierstore.config import load_config
 from tierstore.directory.residency import Residency, TierTable
-from tierstore.layout import PageSpec
 from tierstore.nvme.capacity import Sizing, size, size_extents
 from tierstore.nvme.direct_io import BLOCK
 from tierstore.nvme.entry import CATALOGUE_DB, MAX_DBS, PAGES_DB, Entry, pack
 from tierstore.nvme.home import extent_path
+from tierstore.page import PageSpec
 from tierstore.policy import make_policy
 from tierstore.store import TierStore
 from tierstore.types import Ack, PageKey, Tier, Transfer

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from tierstore.layout import DTYPE_NBYTES
+from tierstore.page import DTYPE_NBYTES
 
 Layout = Literal["LBNHC", "LBHNC", "LKBHND", "BLHNC"]
 """Physical order of vLLM's tensors, outermost first: L layer, B block, N token, H head, K key or value, D head

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tierstore import codecs
-from tierstore.layout import PageLayout
+from tierstore.page import PageLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierstore.bench.reading import Reader
-    from tierstore.layout import PageSpec
+    from tierstore.page import PageSpec
 
     Bytes = NDArray[np.uint8]
 

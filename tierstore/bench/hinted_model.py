@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tierstore.adapters.huggingface.request import Storing
-    from tierstore.layout import PageSpec
+    from tierstore.page import PageSpec
     from tierstore.store import TierStore
 
 QUESTION = 16

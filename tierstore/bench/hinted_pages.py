@@ -10,7 +10,7 @@ import torch
 from tierstore.bench.hinted import PATIENCE_S, Answer
 from tierstore.config import load_config
 from tierstore.gpu.pool import GroupedPages
-from tierstore.layout import PageSpec
+from tierstore.page import PageSpec
 from tierstore.store import TierStore
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from tierstore.gpu.pool import CpuPool, CudaPool, EnginePages, EnginePool, Group
 from tierstore.gpu.routes import Kernel, Straight, through_slabs
 from tierstore.host.arena import HostArena
 from tierstore.host.pinning import CHUNK_NBYTES
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 from tierstore.types import PageKey, Tier, Transfer
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from tierstore.bench.link import Ceiling, Rig, device_of, settle
 from tierstore.config import load_config
 from tierstore.errors import ConfigError
 from tierstore.gpu.pool import GroupedPages
-from tierstore.layout import PageSpec
+from tierstore.page import PageSpec
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
 

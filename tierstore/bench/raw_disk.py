@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierstore.buffers import buffer
-from tierstore.layout import ALIGNMENT
+from tierstore.page import ALIGNMENT, buffer
 
 if TYPE_CHECKING:
     from pathlib import Path

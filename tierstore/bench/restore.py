@@ -42,9 +42,9 @@ from tierstore.gpu.quant.encoded_routes import (
     parts_of,
 )
 from tierstore.gpu.routes import Straight
-from tierstore.layout import PageLayout, PageSpec
 from tierstore.metrics import Metrics
 from tierstore.mover import Mover
+from tierstore.page import PageLayout, PageSpec
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, Tier
 from tierstore.wakeup import Wakeup

@@ -17,8 +17,8 @@ from tierstore.cli.output import progress
 from tierstore.demo.model import ModelError, model_folder
 from tierstore.errors import ConfigError
 from tierstore.keys import namespace, page_keys
-from tierstore.layout import DTYPE_NBYTES, PageLayout
 from tierstore.nvme.archive.closed import ClosedSource, Shard
+from tierstore.page import DTYPE_NBYTES, PageLayout
 from tierstore.types import PageKey
 
 _GOES_ON = ("\n\nWhat", "\n\n1", " and")

@@ -170,7 +170,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tierstore.bench.hinted import HintRow, Library, Round
-    from tierstore.layout import PageSpec
+    from tierstore.page import PageSpec
     from tierstore.store import TierStore
     from tierstore.types import Tier
 

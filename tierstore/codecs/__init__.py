@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tierstore.layout import PageLayout
+    from tierstore.page import PageLayout
 
 __all__ = [
     "LOSSY",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tierstore.layout import PageLayout
+    from tierstore.page import PageLayout
 
     Bytes = NDArray[np.uint8]
 

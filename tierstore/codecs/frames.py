@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierstore.codecs.kinds import Lossy
-    from tierstore.layout import PageLayout
+    from tierstore.page import PageLayout
 
     Bytes = NDArray[np.uint8]
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore import codecs
-from tierstore.layout import ALIGNMENT
+from tierstore.page import ALIGNMENT
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from tierstore.layout import PageLayout
+    from tierstore.page import PageLayout
 
     Bytes = NDArray[np.uint8]
 

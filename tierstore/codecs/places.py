@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierstore.codecs.kinds import Lossy, Scheme
-    from tierstore.layout import PageLayout
+    from tierstore.page import PageLayout
 
     Bytes = NDArray[np.uint8]
 

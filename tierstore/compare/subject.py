@@ -24,7 +24,7 @@ from tierstore.adapters.huggingface import ATTENTION, TierStoreCache, cache_argu
 from tierstore.adapters.huggingface.identity import kv_shape
 from tierstore.compare.judging import Plain
 from tierstore.compare.request import SEED, Question, Request
-from tierstore.layout import PageSpec
+from tierstore.page import PageSpec
 
 _LAYER = re.compile(r"(?<=layers)\.(\d+)\.")
 

@@ -14,7 +14,7 @@ from typing import Any
 from tierstore.codecs.held import Held
 from tierstore.demo.documents import Document
 from tierstore.demo.session import PlainAnswer, Session
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 
 QUESTIONS = (
     "What is this text about?",

@@ -28,7 +28,7 @@ from tierstore.adapters.huggingface import (
     model_identity,
     page_spec,
 )
-from tierstore.layout import PageSpec
+from tierstore.page import PageSpec
 from tierstore.store import TierStore
 from tierstore.types import Tier
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tierstore.gpu.cpu_engine import CopyEngine
     from tierstore.gpu.pool import EnginePages, OwnPool
     from tierstore.gpu.routes import Route
-    from tierstore.layout import PageLayout
+    from tierstore.page import PageLayout
 
 _log = logging.getLogger("tierstore.gpu.device")
 

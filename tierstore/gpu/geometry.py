@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tierstore.layout import DTYPE_NBYTES
+from tierstore.page import DTYPE_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from tierstore.layout import PageLayout
+    from tierstore.page import PageLayout
 
 MOST_GROUPS = 16
 """More gain little: what cannot overlap is one group's share of the time."""

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from tierstore.buffers import buffer
 from tierstore.errors import ConfigError
 from tierstore.gpu import geometry
-from tierstore.layout import ALIGNMENT, DTYPE_NBYTES, PageSpec
+from tierstore.page import ALIGNMENT, DTYPE_NBYTES, PageSpec, buffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierstore.gpu.geometry import LayerGroups, Part, Segments
-    from tierstore.layout import PageLayout
+    from tierstore.page import PageLayout
 
 
 class HbmBytes(Protocol):

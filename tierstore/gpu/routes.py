@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from tierstore.gpu.driver import Driver
     from tierstore.gpu.pool import CudaPool
-    from tierstore.layout import PageLayout
+    from tierstore.page import PageLayout
 
 
 class Route(Protocol):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tierstore.gpu.pool import slots_view
-from tierstore.layout import DTYPE_NBYTES
+from tierstore.page import DTYPE_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tierstore.gpu.driver import Driver
     from tierstore.gpu.geometry import LayerGroups, Part
-    from tierstore.layout import PageLayout
+    from tierstore.page import PageLayout
 
 SLAB_NBYTES = 32 << 20
 _SLABS = 2

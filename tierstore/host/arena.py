@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tierstore.buffers import buffer
 from tierstore.codecs.held import Held
 from tierstore.host.pinning import Pinning
+from tierstore.page import buffer
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from tierstore.host.pinning import Pinner
-    from tierstore.layout import PageLayout
+    from tierstore.page import PageLayout
 
 
 class HostArena:

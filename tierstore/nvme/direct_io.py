@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.buffers import buffer
 from tierstore.nvme.home import DATA_FILE, FULL, PROBE_FILE, fresh_file
+from tierstore.page import buffer
 
 BLOCK = 4096
 """Offsets, lengths and addresses of direct transfers are multiples of this."""

@@ -32,11 +32,11 @@ from tierstore.codecs import LOSSY, PageDecoder, PageEncoder
 from tierstore.codecs.frames import Spreader, Squeezer
 from tierstore.codecs.held import Held, Packer
 from tierstore.errors import IntegrityError
-from tierstore.layout import PageLayout
 from tierstore.nvme.allocator import Place
 from tierstore.nvme.direct_io import BLOCK, padded
 from tierstore.nvme.entry import Entry
 from tierstore.nvme.environment import Environment
+from tierstore.page import PageLayout
 from tierstore.types import PageKey
 
 Bytes = NDArray[np.uint8]

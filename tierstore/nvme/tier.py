@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from tierstore import keys
 from tierstore.errors import StoreClosed
 from tierstore.keys import KEY_NBYTES
-from tierstore.layout import PageLayout
 from tierstore.nvme import home
 from tierstore.nvme.acks import Outbox
 from tierstore.nvme.reader import Lender, Readers
 from tierstore.nvme.record import Coding
 from tierstore.nvme.shard import OpenShard, open_shard
 from tierstore.nvme.writer import SyncWork, Writer
+from tierstore.page import PageLayout
 from tierstore.types import Ack, PageKey, Transfer
 
 _patience_log = logging.getLogger("tierstore.nvme.patience")

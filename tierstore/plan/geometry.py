@@ -20,7 +20,7 @@ from typing import Any, Literal
 import yaml
 
 from tierstore.errors import ConfigError
-from tierstore.layout import DTYPE_NBYTES, PageSpec
+from tierstore.page import DTYPE_NBYTES, PageSpec
 
 _TWO_MATRICES = frozenset({"gpt_neox", "phi", "starcoder2", "nemotron"})
 """Models whose feed-forward layers have no gate."""

@@ -22,8 +22,7 @@ import torch
 from numpy.typing import NDArray
 from xxhash import xxh3_128_digest
 
-from tierstore.buffers import buffer
-from tierstore.layout import ALIGNMENT
+from tierstore.page import ALIGNMENT, buffer
 from tierstore.units import format_size
 
 _SCRATCH_NBYTES = 256 << 20

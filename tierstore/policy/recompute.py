@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tierstore.layout import PageSpec
+    from tierstore.page import PageSpec
 
 _QUERY_HEADS = 4
 """Query heads a KV head, where nothing tells: Llama 3 has 4."""

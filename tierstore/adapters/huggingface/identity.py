@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tierstore.adapters.huggingface.weights import State, Weights, plain_model, weights_of
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 from tierstore.store import TierStore
 
 # The identities of the models, by the fingerprint of the pages that were described for them.

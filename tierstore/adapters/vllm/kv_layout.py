@@ -14,7 +14,7 @@ import torch
 
 from tierstore.errors import ConfigError
 from tierstore.gpu.pool import EnginePages
-from tierstore.layout import DTYPE_NBYTES, PageSpec
+from tierstore.page import DTYPE_NBYTES, PageSpec
 
 
 @dataclass(frozen=True)

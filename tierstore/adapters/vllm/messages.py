@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tierstore.apart import Record
-    from tierstore.layout import PageSpec
+    from tierstore.page import PageSpec
     from tierstore.types import Ack, Erase, Transfer
 
 _NO_PARENT = bytes(KEY_NBYTES)

@@ -24,7 +24,7 @@ from tierstore.adapters.vllm.stores import Filling, Storing
 from tierstore.apart import Ranks, assemble_apart
 from tierstore.config import PrefetchConfig
 from tierstore.errors import ConfigError
-from tierstore.layout import PageLayout
+from tierstore.page import PageLayout
 from tierstore.store import TierStore
 from tierstore.types import Tier
 from tierstore.wakeup import Wakeup

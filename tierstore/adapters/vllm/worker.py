@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from tierstore.adapters.vllm.messages import Catalogue, Hello, Orders, Report
 from tierstore.assembly import assemble, health
 from tierstore.gpu.device import Between
-from tierstore.layout import PageLayout
 from tierstore.nvme import probe
+from tierstore.page import PageLayout
 from tierstore.types import Erase, PageKey, Tier, Transfer
 from tierstore.wakeup import Wakeup
 

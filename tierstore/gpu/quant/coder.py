@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tierstore.codecs.kinds import Lossy
     from tierstore.codecs.places import Plane
     from tierstore.gpu.geometry import Lot
-    from tierstore.layout import PageLayout
+    from tierstore.page import PageLayout
 
 BLOCK = 4096
 """Numbers, or bytes, that a program of a kernel has."""

@@ -23,7 +23,7 @@ from tierstore.gpu.geometry import Cut, LayerGroups, Segments
 from tierstore.gpu.pool import CudaPool, EnginePool
 from tierstore.gpu.quant.coder import FP8, WORDS, Call, Coder, blocks, power, runs_of, strides_of
 from tierstore.gpu.routes import SIZES, Choice, Kernel, Option, Straight, rates_of
-from tierstore.layout import PageLayout
+from tierstore.page import PageLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

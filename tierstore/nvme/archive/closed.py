@@ -15,7 +15,6 @@ import lmdb
 from tierstore import keys
 from tierstore.codecs import LOSS_CLASSES
 from tierstore.errors import ArchiveError, ConfigError, TransferError
-from tierstore.layout import PageLayout, PageSpec
 from tierstore.nvme import home
 from tierstore.nvme.archive.form import Description
 from tierstore.nvme.archive.matching import require_same
@@ -26,6 +25,7 @@ from tierstore.nvme.inspection import open_reader
 from tierstore.nvme.reader import Memory, Record, RecordReader, read_record
 from tierstore.nvme.record import Coding, Page
 from tierstore.nvme.shard import OpenShard, open_shard
+from tierstore.page import PageLayout, PageSpec
 from tierstore.types import PageKey
 
 

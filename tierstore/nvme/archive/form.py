@@ -22,7 +22,7 @@ from xxhash import xxh3_128_digest
 from tierstore import codec, keys
 from tierstore.errors import ArchiveError
 from tierstore.keys import KEY_NBYTES
-from tierstore.layout import PageLayout, PageSpec
+from tierstore.page import PageLayout, PageSpec
 from tierstore.types import PageKey
 
 MAGIC = b"TierArch"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.layout import ALIGNMENT, PageLayout, PageSpec
+from tierstore.page import ALIGNMENT, PageLayout, PageSpec
 
 
 def spec(**changes: Any) -> PageSpec:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tierstore.buffers import HUGE_NBYTES, buffer
+from tierstore.page import HUGE_NBYTES, buffer
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
