@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tierstore.config import StoreConfig, config_schema, load_config
+from tierstore.config import StoreConfig, config_schema, format_size, load_config, parse_seconds, parse_size
 from tierstore.errors import ConfigError
-from tierstore.units import format_size, parse_seconds, parse_size
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 

@@ -1,43 +1,158 @@
-"""The configuration: YAML or a mapping -> frozen models, checked once.
+"""The configuration: YAML or a mapping -> frozen models, checked once; sizes and durations as people write them.
 
-Every section is optional. Sizes are integers of bytes or text such as "24GiB" (powers of 1024), "10GB" (powers of
-1000) or "1e9"; times are seconds or text such as "200ms". Nothing is read from the environment. A value that only a
-later version understands is refused.
-
-    page_size                                tokens of a page; optional, the PageSpec knows it
-    hbm:      capacity device policy owner   the fastest tier: a CUDA device, or "cpu" without one
-    host:     capacity pin policy codec      host memory
-    nvme:     path capacity codec payload admission daily_writes flush timeout readers policy
-    prefetch: max_in_flight share_of_host    limits of the prefetcher
+A checker of a value raises ValueError whose text is what is allowed; the model names the key and the value.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
 import reprlib
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, WithJsonSchema, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from tierstore.config_values import (
-    Admission,
-    Device,
-    Directory,
-    DiskCodec,
-    HostCodec,
-    Policy,
-    Readers,
-    Seconds,
-    Share,
-    Size,
-    Tokens,
-    is_path,
-)
 from tierstore.errors import ConfigError
+
+_QUANTITY = re.compile(r"((?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z]*)")
+_SIZES = {"": Decimal(1), "b": Decimal(1)}
+_SIZES |= {f"{prefix}b": Decimal(1000**power) for power, prefix in enumerate("kmgtpe", 1)}
+_SIZES |= {f"{prefix}ib": Decimal(1024**power) for power, prefix in enumerate("kmgtpe", 1)}
+_TIMES = {"": Decimal(1), "us": Decimal("1e-6"), "ms": Decimal("1e-3"), "s": Decimal(1), "min": Decimal(60)}
+MOST_READERS = 64
+
+_SIZE_ALLOWED = 'a size of at least 1 byte and less than 8 EiB, such as 1048576, "1e9", "10GB" or "24GiB"'
+_TIME_ALLOWED = 'a time above 0 and up to an hour, such as 2, "1.5s" or "200ms"'
+_SHARE_ALLOWED = "a number above 0 and up to 1"
+
+
+def parse_size(value: object) -> int:
+    """Bytes: GB and its kin are powers of 1000, GiB and its kin of 1024; a fraction of a byte is dropped."""
+    nbytes = _quantity(value, _SIZES, _SIZE_ALLOWED)
+    if not 1 <= nbytes < 1 << 63:
+        raise ValueError(_SIZE_ALLOWED)
+    return int(nbytes)
+
+
+def parse_seconds(value: object) -> float:
+    """Seconds, from a number or a number with us, ms, s or min."""
+    seconds = float(_quantity(value, _TIMES, _TIME_ALLOWED))
+    if not 0 < seconds <= 3600:
+        raise ValueError(_TIME_ALLOWED)
+    return seconds
+
+
+def parse_share(value: object) -> float:
+    """A part of a whole: above 0, at most 1."""
+    share = float(_quantity(value, {"": Decimal(1)}, _SHARE_ALLOWED))
+    if not 0 < share <= 1:
+        raise ValueError(_SHARE_ALLOWED)
+    return share
+
+
+def parse_readers(value: object) -> int | Literal["auto"]:
+    """A number of threads, or "auto"."""
+    text = written(value)
+    if text == "auto":
+        return "auto"
+    if re.fullmatch("[1-9][0-9]?", text) is None or int(text) > MOST_READERS:
+        raise ValueError(f"'auto', or 1 to {MOST_READERS}")
+    return int(text)
+
+
+def written(value: object) -> str:
+    """What stands in a file for this value; "" for True, False and an integer that Python would not write."""
+    try:
+        return "" if isinstance(value, bool) else str(value)
+    except ValueError:  # thousands of digits
+        return ""
+
+
+def format_size(nbytes: int) -> str:
+    """For people: at most four digits and a unit of 1024."""
+    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while abs(size) >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} {units[0]}" if size == int(size) else f"{size:.1f} {units[0]}"
+
+
+def _quantity(value: object, units: Mapping[str, Decimal], allowed: str) -> Decimal:
+    text = written(value).strip() if isinstance(value, int | float | str) else ""
+    found = _QUANTITY.fullmatch(text)
+    if found is None or found[2].lower() not in units:
+        raise ValueError(allowed)
+    return Decimal(found[1]) * units[found[2].lower()]
+
+
+def _tokens(value: object) -> int:
+    if re.fullmatch("[1-9][0-9]{0,5}", written(value)) is None:
+        raise ValueError("a whole number of tokens, 1 to 999999")
+    return int(written(value))
+
+
+def _device(value: object) -> str:
+    if not isinstance(value, str) or re.fullmatch(_DEVICE, value) is None:
+        raise ValueError("'cpu', 'cuda' or 'cuda:N'")
+    return value
+
+
+def _directory(value: object) -> Path:
+    """Absolute, so that a later chdir does not move the store."""
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
+    if not isinstance(text, str) or not text.strip() or not is_path(text) or text in _YAML_NULLS:
+        raise ValueError("the path of a directory")
+    try:
+        return Path(os.path.abspath(Path(text).expanduser()))
+    except RuntimeError:
+        raise ValueError("the path of a directory whose ~user exists") from None
+
+
+_YAML_NULLS = ("~", "null", "Null", "NULL")
+"""What says "none" in YAML: whoever writes it means no directory of that name, and ``~`` not all of their home."""
+
+_TEXT = {"type": "string"}
+_QUANTITY_TEXT = _TEXT | {"pattern": "^[0-9]"}
+_DEVICE = "^(cpu|cuda(:(0|[1-9][0-9]?))?)$"
+_SHARE = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+_COUNT = {"type": "integer", "minimum": 1}
+
+Size = Annotated[int, BeforeValidator(parse_size), WithJsonSchema({"anyOf": [_COUNT, _QUANTITY_TEXT]})]
+Seconds = Annotated[
+    float,
+    BeforeValidator(parse_seconds),
+    WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0, "maximum": 3600}, _QUANTITY_TEXT]}),
+]
+Share = Annotated[float, BeforeValidator(parse_share), WithJsonSchema(_SHARE)]
+Readers = Annotated[
+    int | Literal["auto"],
+    BeforeValidator(parse_readers),
+    WithJsonSchema(
+        {"anyOf": [_COUNT | {"maximum": MOST_READERS}, _TEXT | {"pattern": "^(auto|[1-9][0-9]?)$"}]}
+    ),
+]
+Tokens = Annotated[int, BeforeValidator(_tokens), WithJsonSchema(_COUNT | {"maximum": 999999})]
+Device = Annotated[str, BeforeValidator(_device), WithJsonSchema(_TEXT | {"pattern": _DEVICE})]
+Directory = Annotated[Path, BeforeValidator(_directory), WithJsonSchema(_TEXT | {"minLength": 1})]
+DiskCodec = Literal["none", "exp", "fp8", "fp8+zstd", "int8", "int8+zstd", "k8v4", "int4", "int4-64"]
+HostCodec = Literal["none", "fp8", "int8", "k8v4", "int4", "int4-64"]
+Policy = Literal[
+    "lru", "fifo", "lfu", "slru", "s3-fifo", "w-tinylfu", "gdsf", "priority", "session", "adaptive"
+]
+Admission = Literal["all", "second_hit", "cost"]
+
+
+def is_path(text: str) -> bool:
+    """Whether the system takes it as the name of something."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 class _Section(BaseModel):

@@ -19,13 +19,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tierstore.bench.link import device_of, settle
+from tierstore.config import format_size
 from tierstore.errors import ConfigError
 from tierstore.gpu.attention.gathered import sdpa
 from tierstore.gpu.attention.paged import PagedDecode, PagedPrefill
 from tierstore.gpu.attention.paging import Paging
 from tierstore.gpu.attention.reference import attend
 from tierstore.host.memory import available_nbytes
-from tierstore.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

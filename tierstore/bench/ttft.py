@@ -29,7 +29,7 @@ from tierstore.adapters.huggingface import ATTENTION, TierStoreCache, cache_argu
 from tierstore.bench import measurement
 from tierstore.bench.link import Ceiling, device_of, settle
 from tierstore.bench.raw_disk import RawDisk
-from tierstore.config import load_config
+from tierstore.config import format_size, load_config
 from tierstore.errors import ConfigError
 from tierstore.gpu.device import open_device
 from tierstore.gpu.pool import GroupedPages
@@ -37,7 +37,6 @@ from tierstore.host.memory import available_nbytes
 from tierstore.lease import Lease
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
-from tierstore.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable

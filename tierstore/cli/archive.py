@@ -14,9 +14,8 @@ import typer
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tierstore.cli.output import Json, print_json, progress, refusals, require_file, require_place
-from tierstore.config import NvmeConfig, load_config
+from tierstore.config import NvmeConfig, format_size, load_config
 from tierstore.errors import ArchiveError, ConfigError
-from tierstore.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

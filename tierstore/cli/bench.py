@@ -30,10 +30,10 @@ from tierstore.cli.output import (
     wide_console,
 )
 from tierstore.cli.replay import _files
+from tierstore.config import MOST_READERS, format_size, parse_size
 from tierstore.demo.given import require_texts
 from tierstore.demo.model import ALLOWED, SMOLLM2
 from tierstore.errors import ConfigError
-from tierstore.units import MOST_READERS, format_size, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

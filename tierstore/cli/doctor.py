@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tierstore.cli.output import print_json
-from tierstore.units import format_size
+from tierstore.config import format_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tierstore.cli.output import Json, Yes, print_json, progress, refusals
+from tierstore.config import format_size
 from tierstore.errors import ConfigError
-from tierstore.units import format_size
 
 if TYPE_CHECKING:
     from tierstore.nvme.inspection import HomeReport, ShardReport, ShardVerdict

@@ -12,9 +12,9 @@ from typing import Annotated, TypeVar
 import typer
 from rich.console import Console
 
+from tierstore.config import format_size, parse_size
 from tierstore.errors import ConfigError, TierStoreError
 from tierstore.host.memory import available_nbytes
-from tierstore.units import format_size, parse_size
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]

@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tierstore.cli.output import Json, finite, print_json, progress, refusals, wide_console
-from tierstore.config import load_config
-from tierstore.units import format_size
+from tierstore.config import format_size, load_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,11 +21,9 @@ from tierstore.cli.output import (
     size_of,
     wide_console,
 )
-from tierstore.config import StoreConfig, load_config
-from tierstore.config_values import Admission, Policy
+from tierstore.config import Admission, Policy, StoreConfig, format_size, load_config
 from tierstore.errors import ConfigError
 from tierstore.types import Tier
-from tierstore.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -24,10 +24,10 @@ from tierstore.cli.output import (
     require_memory,
     wide_console,
 )
+from tierstore.config import format_size
 from tierstore.demo.given import made_folder, require_texts
 from tierstore.demo.model import ALLOWED, KNOWN, short_name
 from tierstore.errors import ConfigError
-from tierstore.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -108,7 +108,7 @@ def demo(
 def _check(codec: str, host_codec: str, docs: list[Path]) -> None:
     """ConfigError for what cannot be done, before a model is prepared for it."""
     from tierstore.codecs import LOSS_CLASSES
-    from tierstore.config_values import HostCodec
+    from tierstore.config import HostCodec
 
     if codec not in LOSS_CLASSES:
         raise ConfigError(f"--codec is {codec!r}; allowed: {', '.join(LOSS_CLASSES)}")

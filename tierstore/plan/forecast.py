@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierstore.codecs import fixed_nbytes
 from tierstore.codecs.held import Held
+from tierstore.config import format_size
 from tierstore.errors import ConfigError
 from tierstore.fitting import check_memory, check_sections, held_form, owns_hbm, slots_of
 from tierstore.nvme.capacity import EXTENTS_FROM, size_extents
@@ -22,7 +23,6 @@ from tierstore.nvme.capacity import size as size_lmdb
 from tierstore.page import PageLayout
 from tierstore.plan.measure import Rate, copy_rate, matmul_rate, read_rate
 from tierstore.types import Tier
-from tierstore.units import format_size
 
 if TYPE_CHECKING:
     from tierstore.config import StoreConfig

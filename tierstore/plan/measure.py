@@ -22,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 from xxhash import xxh3_128_digest
 
+from tierstore.config import format_size
 from tierstore.page import ALIGNMENT, buffer
-from tierstore.units import format_size
 
 _SCRATCH_NBYTES = 256 << 20
 _LARGEST_SIDE = 4096
