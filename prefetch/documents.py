@@ -8,7 +8,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
 from prefetch.waiting import Waiting
-from tierstore.arguments import whole
+from tierstore.types import whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

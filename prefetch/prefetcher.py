@@ -17,10 +17,9 @@ from weakref import WeakSet
 
 from prefetch.bringing import Bringing
 from prefetch.figures import section
-from tierstore.arguments import require_time, seconds_to_wait
 from tierstore.config import PrefetchConfig
 from tierstore.errors import StoreClosed
-from tierstore.types import Tier
+from tierstore.types import Tier, require_time, seconds_to_wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

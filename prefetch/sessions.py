@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from prefetch import telling
 from prefetch.pauses import OVERDUE_S, Pauses
-from tierstore.arguments import require_seconds
+from tierstore.types import require_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from tierstore.arguments import require_finite
+from tierstore.types import require_finite
 
 if TYPE_CHECKING:
     from tierstore.types import PageKey, Tier

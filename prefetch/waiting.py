@@ -7,7 +7,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Self
 
 from prefetch import telling
-from tierstore.arguments import require_finite, require_time, whole
+from tierstore.types import require_finite, require_time, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

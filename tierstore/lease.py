@@ -7,9 +7,8 @@ from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
-from tierstore.arguments import require_flag, seconds_to_wait, whole
 from tierstore.errors import LeaseError, StoreClosed
-from tierstore.types import Event
+from tierstore.types import Event, require_flag, seconds_to_wait, whole
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -6,10 +6,9 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from tierstore import report
-from tierstore.arguments import require_member, seconds_to_wait
 from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.keys import require_key_list
-from tierstore.types import Hint, Tier
+from tierstore.types import Hint, Tier, require_member, seconds_to_wait
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

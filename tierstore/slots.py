@@ -9,12 +9,11 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from tierstore import report
-from tierstore.arguments import slot_numbers
 from tierstore.directory.leases import last_key
 from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.errors import CapacityError, ConfigError
 from tierstore.keys import require_keys_and_slots
-from tierstore.types import Tier
+from tierstore.types import Tier, slot_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,6 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from tierstore import report
-from tierstore.arguments import require_flag, require_time, seconds_at_most, seconds_to_wait, whole
 from tierstore.assembly import Parts, assemble, loss_class, register_pages
 from tierstore.config import StoreConfig
 from tierstore.directory import invariants
@@ -22,7 +21,7 @@ from tierstore.portable import Portable
 from tierstore.progress import Progress
 from tierstore.saving import Saving
 from tierstore.slots import EngineSlots, OwnSlots
-from tierstore.types import Match
+from tierstore.types import Match, require_flag, require_time, seconds_at_most, seconds_to_wait, whole
 from tierstore.wakeup import Wakeup
 
 if TYPE_CHECKING:

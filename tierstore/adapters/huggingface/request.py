@@ -13,12 +13,11 @@ from typing import Literal, get_args
 import torch
 
 from tierstore.adapters.huggingface.weights import State
-from tierstore.arguments import require_flag, require_seconds, require_time, seconds_at_most
 from tierstore.gpu.pool import GroupedPages
 from tierstore.keys import Extra
 from tierstore.lease import Lease
 from tierstore.store import TierStore
-from tierstore.types import LeaseState
+from tierstore.types import LeaseState, require_flag, require_seconds, require_time, seconds_at_most
 
 
 class PageGroups:

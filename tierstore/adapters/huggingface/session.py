@@ -26,11 +26,10 @@ from tierstore.adapters.huggingface.identity import weights_now
 from tierstore.adapters.huggingface.prefix import Tail, give_back
 from tierstore.adapters.huggingface.request import PageGroups, Storing, check_storing
 from tierstore.adapters.huggingface.weights import plain_model
-from tierstore.arguments import require_flag, require_seconds, whole
 from tierstore.errors import CapacityError, StoreClosed
 from tierstore.keys import Extra
 from tierstore.store import TierStore
-from tierstore.types import Hint, PageKey
+from tierstore.types import Hint, PageKey, require_flag, require_seconds, whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,9 @@ from hashlib import sha256
 from threading import Event
 from typing import TYPE_CHECKING
 
-from tierstore.arguments import seconds_to_wait
 from tierstore.errors import TierStoreError
 from tierstore.keys import KEY_NBYTES
-from tierstore.types import Failure, PageKey, Tier, Transfer
+from tierstore.types import Failure, PageKey, Tier, Transfer, seconds_to_wait
 
 if TYPE_CHECKING:
     import numpy as np
