@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tierstore.metrics import Metrics
     from tierstore.mover import Mover
     from tierstore.pending import PendingEvents
-    from tierstore.progress import Progress
+    from tierstore.pump import Progress
     from tierstore.types import PageKey
 
 

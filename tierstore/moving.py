@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from tierstore.directory.directory import Directory
     from tierstore.metrics import Metrics
-    from tierstore.progress import Progress
+    from tierstore.pump import Progress
     from tierstore.types import HintResult, PageKey, Promoted
 
 _LOOKED_UP = 1024

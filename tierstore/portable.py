@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tierstore.lease import Lease
     from tierstore.nvme.archive.records import Progress as Shown
     from tierstore.pending import PendingEvents
-    from tierstore.progress import Progress
+    from tierstore.pump import Progress
     from tierstore.slots import EngineSlots, OwnSlots
     from tierstore.types import PageKey
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tierstore.assembly import Parts
     from tierstore.directory.directory import Directory
     from tierstore.mover import Mover, SyncMark
-    from tierstore.progress import Progress
+    from tierstore.pump import Progress
 
 _log = logging.getLogger(__name__)
 

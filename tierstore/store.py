@@ -18,11 +18,10 @@ from tierstore.moving import Moving
 from tierstore.page import PageLayout
 from tierstore.pending import PendingEvents
 from tierstore.portable import Portable
-from tierstore.progress import Progress
+from tierstore.pump import Progress, Wakeup
 from tierstore.saving import Saving
 from tierstore.slots import EngineSlots, OwnSlots
 from tierstore.types import Match, require_flag, require_time, seconds_at_most, seconds_to_wait, whole
-from tierstore.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

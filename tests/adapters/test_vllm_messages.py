@@ -13,8 +13,8 @@ from tierstore.adapters.vllm.messages import Catalogue, Report
 from tierstore.adapters.vllm.requests import Steps
 from tierstore.adapters.vllm.worker import Feed
 from tierstore.mover import Mover
+from tierstore.pump import Wakeup
 from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
-from tierstore.wakeup import Wakeup
 
 
 def test_a_catalogue_is_unpacked_as_it_was() -> None:

@@ -33,8 +33,8 @@ from tierstore.config import StoreConfig
 from tierstore.host.arena import HostArena
 from tierstore.host.pinning import Pinner
 from tierstore.page import PageLayout
+from tierstore.pump import Wakeup
 from tierstore.types import Tier
-from tierstore.wakeup import Wakeup
 
 OUT, IN = (Tier.HBM, Tier.HOST), (Tier.HOST, Tier.HBM)
 LAYERS, HEADS, CELL = 2, 1, 4

@@ -14,9 +14,9 @@ from tierstore.directory.directory import Directory
 from tierstore.gpu.cpu_engine import CopyEngine
 from tierstore.mover import Mover
 from tierstore.page import PageLayout, PageSpec
+from tierstore.pump import Wakeup
 from tierstore.store import TierStore
 from tierstore.types import Ack, Erase, Transfer
-from tierstore.wakeup import Wakeup
 
 
 class WiredMover(Mover):

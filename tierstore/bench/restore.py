@@ -45,9 +45,9 @@ from tierstore.gpu.routes import Straight
 from tierstore.metrics import Metrics
 from tierstore.mover import Mover
 from tierstore.page import PageLayout, PageSpec
+from tierstore.pump import Wakeup
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, Tier
-from tierstore.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from collections.abc import Callable

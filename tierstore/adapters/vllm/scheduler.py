@@ -25,9 +25,9 @@ from tierstore.apart import Ranks, assemble_apart
 from tierstore.config import PrefetchConfig
 from tierstore.errors import ConfigError
 from tierstore.page import PageLayout
+from tierstore.pump import Wakeup
 from tierstore.store import TierStore
 from tierstore.types import Tier
-from tierstore.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

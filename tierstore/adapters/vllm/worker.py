@@ -18,8 +18,8 @@ from tierstore.assembly import assemble, health
 from tierstore.gpu.device import Between
 from tierstore.nvme import probe
 from tierstore.page import PageLayout
+from tierstore.pump import Wakeup
 from tierstore.types import Erase, PageKey, Tier, Transfer
-from tierstore.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence, Set

@@ -9,9 +9,9 @@ from types import FrameType
 
 import pytest
 
-from tierstore import wakeup
+from tierstore import pump
 from tierstore.errors import StoreClosed
-from tierstore.wakeup import _LOOK_S, TimedLock, Wakeup
+from tierstore.pump import _LOOK_S, TimedLock, Wakeup
 
 PATIENCE_S = 60.0
 
@@ -171,8 +171,8 @@ def test_a_lock_that_is_let_go_while_its_holders_frames_are_walked_was_not_left_
         assert left  # as far as its frames tell
         return left
 
-    has_left = wakeup._has_left
-    monkeypatch.setattr(wakeup, "_has_left", walk)
+    has_left = pump._has_left
+    monkeypatch.setattr(pump, "_has_left", walk)
     thread = Thread(target=first)
     thread.start()
     assert inside.wait(PATIENCE_S)
