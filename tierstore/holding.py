@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierstore.directory.directory import Directory
+    from tierstore.events import PendingEvents
     from tierstore.gpu.device import HbmDevice
     from tierstore.metrics import Metrics
     from tierstore.mover import Mover
-    from tierstore.pending import PendingEvents
     from tierstore.pump import Progress
     from tierstore.types import PageKey
 

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from tierstore.assembly import Parts
     from tierstore.config import StoreConfig
+    from tierstore.events import PendingEvents
     from tierstore.lease import Lease
     from tierstore.nvme.archive.records import Progress as Shown
-    from tierstore.pending import PendingEvents
     from tierstore.pump import Progress
     from tierstore.slots import EngineSlots, OwnSlots
     from tierstore.types import PageKey

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
     from tierstore.directory.directory import Directory
+    from tierstore.events import PendingEvents
     from tierstore.metrics import Metrics
     from tierstore.mover import Mover
-    from tierstore.pending import PendingEvents
     from tierstore.types import Ack
 
 _LOOK_S = 0.5

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tierstore.directory.directory import Directory
     from tierstore.directory.leases import LeaseRecord
-    from tierstore.pending import PendingEvents
+    from tierstore.events import PendingEvents
     from tierstore.pump import Progress
     from tierstore.types import Event, PageKey
 

@@ -11,12 +11,12 @@ from tierstore.assembly import Parts, assemble, loss_class, register_pages
 from tierstore.config import StoreConfig
 from tierstore.directory import invariants
 from tierstore.errors import ConfigError
+from tierstore.events import PendingEvents
 from tierstore.holding import Holding
 from tierstore.keys import namespace, page_keys, require_key_list
 from tierstore.lease import Lease, record_of, require_event
 from tierstore.moving import Moving
 from tierstore.page import PageLayout
-from tierstore.pending import PendingEvents
 from tierstore.portable import Portable
 from tierstore.pump import Progress, Wakeup
 from tierstore.saving import Saving

@@ -22,9 +22,9 @@ from tierstore.directory.loads import Load
 from tierstore.directory.residency import Quarantine, Residency, Runs, TierTable
 from tierstore.directory.slots import Sealing
 from tierstore.directory.transfers import Arrivals, Traffic
+from tierstore.events import PendingEvents
 from tierstore.gpu.layer_events import HERE
 from tierstore.mover import Mover
-from tierstore.pending import PendingEvents
 from tierstore.types import Erase, Event, Failure, PageKey, Tier, Transfer
 
 BUGS_IN_MEMORY = Plants()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tierstore.directory.leases import LeaseRecord
     from tierstore.types import Event, PageKey
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("tierstore.pending")
 
 Pages = tuple[tuple["PageKey", ...], tuple[int, ...]]
 
