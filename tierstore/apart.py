@@ -11,9 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from tierstore.assembly import Parts, make_directory
+from tierstore.build import Parts, held_form, make_directory
 from tierstore.errors import ConfigError
-from tierstore.fitting import held_form
 from tierstore.gpu.device import CpuDevice
 from tierstore.gpu.layer_events import NOT_YET, Arriving
 from tierstore.metrics import Metrics, RankHealth

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore import codec
-from tierstore.assembly import loss_class
+from tierstore.build import loss_class
 from tierstore.errors import ArchiveError, CapacityError, ConfigError, IntegrityError
 from tierstore.keys import EXACT, require_key_list
 from tierstore.nvme.archive.form import Description
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tierstore.assembly import Parts
+    from tierstore.build import Parts
     from tierstore.config import StoreConfig
     from tierstore.events import PendingEvents
     from tierstore.lease import Lease

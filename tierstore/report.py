@@ -9,7 +9,7 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tierstore.assembly import Parts
+    from tierstore.build import Parts
     from tierstore.codecs.held import Held
     from tierstore.config import StoreConfig
     from tierstore.directory.directory import Directory

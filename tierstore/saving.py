@@ -15,7 +15,7 @@ from tierstore.types import FlushResult
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tierstore.assembly import Parts
+    from tierstore.build import Parts
     from tierstore.directory.directory import Directory
     from tierstore.mover import Mover, SyncMark
     from tierstore.pump import Progress

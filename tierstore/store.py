@@ -7,7 +7,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from tierstore import report
-from tierstore.assembly import Parts, assemble, loss_class, register_pages
+from tierstore.build import Parts, assemble, loss_class, register_pages
 from tierstore.config import StoreConfig
 from tierstore.directory import invariants
 from tierstore.errors import ConfigError

@@ -28,7 +28,7 @@ from tests.support.bench import WiredMover
 from tests.support.stalls import Gate, GatedCopies, GatedRecords
 from tierstore.adapters.vllm.kv_layout import Geometry
 from tierstore.adapters.vllm.worker import WorkerHalf
-from tierstore.assembly import Parts, assemble
+from tierstore.build import Parts, assemble
 from tierstore.config import StoreConfig
 from tierstore.host.arena import HostArena
 from tierstore.host.pinning import Pinner

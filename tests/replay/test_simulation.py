@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from tests.core.order_model import ORDERS
 from tests.support.pages import SPEC, tiers
 from tests.support.traces import chat_trace, ignore, mooncake, setting
-from tierstore import assembly
-from tierstore.assembly import assemble
+from tierstore import build
+from tierstore.build import assemble
 from tierstore.directory import invariants
 from tierstore.page import PageLayout
 from tierstore.policy import choosing
@@ -112,7 +112,7 @@ def test_the_simulator_runs_on_the_very_objects_that_a_store_runs_on(tmp_path: P
     assert type(simulated.directory.admitting) is type(parts.directory.admitting)
     assert type(simulated.directory.admitting._admission) is type(parts.directory.admitting._admission)
     for name in ("make_policy", "make_admission", "make_history"):
-        assert vars(simulation)[name] is vars(assembly)[name] is vars(choosing)[name]
+        assert vars(simulation)[name] is vars(build)[name] is vars(choosing)[name]
     parts.mover.close(10.0)
 
 

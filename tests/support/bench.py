@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.support.stalls import GatedCopies, GatedRecords
-from tierstore.assembly import Parts, assemble
+from tierstore.build import Parts, assemble
 from tierstore.config import StoreConfig
 from tierstore.directory.directory import Directory
 from tierstore.gpu.cpu_engine import CopyEngine

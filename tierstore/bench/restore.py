@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 import torch
 
-from tierstore.assembly import Parts, make_directory
 from tierstore.bench import measurement
 from tierstore.bench.core import synthetic_pages
 from tierstore.bench.measurement import Row
+from tierstore.build import Parts, make_directory
 from tierstore.codecs import LOSSY
 from tierstore.codecs.held import Held
 from tierstore.config import load_config

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tierstore.build import check_memory, check_sections, held_form, owns_hbm, slots_of
 from tierstore.codecs import fixed_nbytes
 from tierstore.codecs.held import Held
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
-from tierstore.fitting import check_memory, check_sections, held_form, owns_hbm, slots_of
 from tierstore.nvme.capacity import EXTENTS_FROM, size_extents
 from tierstore.nvme.capacity import size as size_lmdb
 from tierstore.page import PageLayout

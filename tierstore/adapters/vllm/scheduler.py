@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tierstore.adapters.vllm.keys import Adapter
     from tierstore.adapters.vllm.kv_groups import Groups
     from tierstore.adapters.vllm.messages import Hello, Report
-    from tierstore.assembly import Parts
+    from tierstore.build import Parts
     from tierstore.config import StoreConfig
     from tierstore.directory.transfers import Traffic
 

@@ -14,7 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from tierstore.adapters.vllm.messages import Catalogue, Hello, Orders, Report
-from tierstore.assembly import assemble, health
+from tierstore.build import assemble, health
 from tierstore.gpu.device import Between
 from tierstore.nvme import probe
 from tierstore.page import PageLayout
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from tierstore.adapters.vllm.kv_layout import Geometry
     from tierstore.apart import Record
-    from tierstore.assembly import Parts
+    from tierstore.build import Parts
     from tierstore.config import StoreConfig
     from tierstore.directory.residency import Residency
     from tierstore.metrics import RankHealth
