@@ -55,7 +55,7 @@ def _stats(engine: Engine) -> dict[str, Any]:
 def test_a_rank_whose_memory_cannot_be_pinned_is_told_beside_one_that_is_pinned(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.WARNING, "tierstore.apart"):
+    with caplog.at_level(logging.WARNING, "tierstore.ranks"):
         engine = _engine(pinners={0: Pinner(), 1: Pinner(why="cudaHostRegister: error 2")})
         wait_for(lambda: not any(w._worker.health().pinning for w in engine.workers))
         engine.step()
@@ -140,7 +140,7 @@ def test_slow_copies_and_a_sick_disk_of_one_rank_are_told_and_recover(
         "cuda:1", "threads, as cuda-bindings is missing", "cuda-bindings is missing", disk="absent"
     )
     well = RankHealth("cuda:1", "straight, batch", disk="ok")
-    with caplog.at_level(logging.WARNING, "tierstore.apart"):
+    with caplog.at_level(logging.WARNING, "tierstore.ranks"):
         for _ in range(3):
             engine.half.heard(Report({1: ()}, health={1: sick}))
     found = engine.half.figures()

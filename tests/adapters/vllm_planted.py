@@ -19,7 +19,7 @@ from tierstore.adapters.vllm.requests import Step, Steps
 from tierstore.adapters.vllm.scheduler import SchedulerHalf
 from tierstore.adapters.vllm.stores import Storing
 from tierstore.adapters.vllm.worker import WorkerHalf
-from tierstore.apart import Ranks
+from tierstore.ranks import Ranks
 from tierstore.types import Ack, LeaseState, PageKey
 
 PLANTED = Plants()

@@ -6,16 +6,16 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tierstore.apart import Disk, Opened
 from tierstore.keys import KEY_NBYTES
 from tierstore.metrics import RankHealth
+from tierstore.ranks import Disk, Opened
 from tierstore.types import PageKey
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tierstore.apart import Record
     from tierstore.page import PageSpec
+    from tierstore.ranks import Record
     from tierstore.types import Ack, Erase, Transfer
 
 _NO_PARENT = bytes(KEY_NBYTES)

@@ -21,11 +21,11 @@ from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.metrics import Figures
 from tierstore.adapters.vllm.requests import Known, Request, Step
 from tierstore.adapters.vllm.stores import Filling, Storing
-from tierstore.apart import Ranks, assemble_apart
 from tierstore.config import PrefetchConfig
 from tierstore.errors import ConfigError
 from tierstore.page import PageLayout
 from tierstore.pump import Wakeup
+from tierstore.ranks import Ranks, assemble_apart
 from tierstore.store import TierStore
 from tierstore.types import Tier
 

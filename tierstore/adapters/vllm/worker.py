@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tierstore.adapters.vllm.kv_layout import Geometry
-    from tierstore.apart import Record
     from tierstore.build import Parts
     from tierstore.config import StoreConfig
     from tierstore.directory.residency import Residency
     from tierstore.metrics import RankHealth
     from tierstore.mover import Mover
+    from tierstore.ranks import Record
     from tierstore.types import Ack, Event
 
     Commands = Sequence[Transfer | Erase]

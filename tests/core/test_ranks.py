@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.pages import chain
-from tierstore.apart import Disk, Ranks, merged_disk
+from tierstore.ranks import Disk, Ranks, merged_disk
 from tierstore.types import Ack, Erase, Failure, Tier, Transfer
 
 KEYS = tuple(chain(3))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tierstore.page import PageLayout
     from tierstore.types import PageKey
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("tierstore.apart")
 
 Record = tuple["PageKey", "PageKey | None", int]
 
