@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from tierstore import report
+from tierstore import metrics as report
 from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.keys import require_key_list
 from tierstore.types import Hint, Tier, require_member, seconds_to_wait

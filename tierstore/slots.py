@@ -8,7 +8,7 @@ from __future__ import annotations
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from tierstore import report
+from tierstore import metrics
 from tierstore.directory.leases import last_key
 from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.errors import CapacityError, ConfigError
@@ -45,7 +45,7 @@ class OwnSlots:
             if len(slots) == n:
                 return slots
         with self._progress.lock:
-            occupied = report.occupancy(self._directory, Tier.HBM)
+            occupied = metrics.occupancy(self._directory, Tier.HBM)
         raise CapacityError(f"{n} HBM pages were not to be had within {timeout_s} s: {occupied}")
 
     def put(

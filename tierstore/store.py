@@ -6,7 +6,7 @@ from threading import RLock
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from tierstore import report
+from tierstore import metrics
 from tierstore.build import Parts, assemble, loss_class, register_pages
 from tierstore.config import StoreConfig
 from tierstore.directory import invariants
@@ -363,13 +363,13 @@ class TierStore:
         self._progress.advance()
         require_key_list(keys)
         with self._lock:
-            return [report.explain_page(self._directory, key) for key in keys]
+            return [metrics.explain_page(self._directory, key) for key in keys]
 
     def stats(self) -> dict[str, object]:
         """A snapshot: effective configuration, sizes, occupancy, counters, rates."""
         self._progress.advance()
         with self._lock:
-            return report.stats(self._config, self._parts)
+            return metrics.stats(self._config, self._parts)
 
     def close(self, timeout_s: float = 30) -> None:
         """Saves what only HBM and HOST hold, waits for copies, fails the rest, releases the directory. Idempotent.
