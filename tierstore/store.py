@@ -12,9 +12,8 @@ from tierstore.config import StoreConfig
 from tierstore.directory import invariants
 from tierstore.errors import ConfigError
 from tierstore.events import PendingEvents
-from tierstore.holding import Holding
 from tierstore.keys import namespace, page_keys, require_key_list
-from tierstore.lease import Lease, record_of, require_event
+from tierstore.lease import Holding, Lease, record_of, require_event
 from tierstore.moving import Moving
 from tierstore.page import PageLayout
 from tierstore.portable import Portable
