@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tierstore.lease import Lease
     from tierstore.nvme.archive.records import Progress as Shown
     from tierstore.pump import Progress
-    from tierstore.slots import EngineSlots, OwnSlots
+    from tierstore.store import EngineSlots, OwnSlots
     from tierstore.types import PageKey
 
 _PATIENCE_S = 10.0

@@ -1,41 +1,496 @@
-"""``TierStore``: one directory and one mover in one process, behind one lock. No algorithm lives here."""
+"""``TierStore``: one directory and one mover in one process, behind one lock, and the bodies of its calls.
+
+Pages of the store's own HBM and of an engine's; hints and moves that callers ask for; ``flush``, ``drain`` and
+``close``. What a call decides is decided in ``directory``. Each call does a bounded piece at each hold of the lock.
+"""
 
 from __future__ import annotations
 
+import logging
+from contextlib import suppress
 from threading import RLock
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from tierstore import metrics
+from tierstore import metrics as report
 from tierstore.build import Parts, assemble, loss_class, register_pages
 from tierstore.config import StoreConfig
 from tierstore.directory import invariants
-from tierstore.errors import ConfigError
+from tierstore.directory.leases import last_key
+from tierstore.directory.transfers import BATCH_PAGES
+from tierstore.directory.writeback import Ticket
+from tierstore.errors import CapacityError, ConfigError, StoreClosed
 from tierstore.events import PendingEvents
-from tierstore.keys import namespace, page_keys, require_key_list
+from tierstore.keys import namespace, page_keys, require_key_list, require_keys_and_slots
 from tierstore.lease import Holding, Lease, record_of, require_event
-from tierstore.moving import Moving
 from tierstore.page import PageLayout
 from tierstore.portable import Portable
 from tierstore.pump import Progress, Wakeup
-from tierstore.saving import Saving
-from tierstore.slots import EngineSlots, OwnSlots
-from tierstore.types import Match, require_flag, require_time, seconds_at_most, seconds_to_wait, whole
+from tierstore.types import (
+    FlushResult,
+    Hint,
+    Match,
+    Tier,
+    require_flag,
+    require_member,
+    require_time,
+    seconds_at_most,
+    seconds_to_wait,
+    slot_numbers,
+    whole,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from os import PathLike
     from types import TracebackType
 
     import torch
 
+    from tierstore.directory.directory import Directory
+    from tierstore.directory.leases import LeaseRecord
     from tierstore.gpu.pool import EnginePages, GroupedPages
     from tierstore.keys import Extra, TokenIds
+    from tierstore.metrics import Metrics
+    from tierstore.mover import Mover, SyncMark
     from tierstore.nvme.archive.reading import Imported
     from tierstore.nvme.archive.records import Progress as Shown
     from tierstore.nvme.archive.writing import Exported
     from tierstore.page import PageSpec
-    from tierstore.types import Event, FlushResult, Hint, HintResult, PageKey, Promoted, Tier
+    from tierstore.types import Event, HintResult, PageKey, Promoted
+
+
+class OwnSlots:
+    """Slots of the store's own pool."""
+
+    def __init__(
+        self, directory: Directory, pending: PendingEvents, progress: Progress, page_nbytes: int
+    ) -> None:
+        self._directory = directory
+        self._pending = pending
+        self._progress = progress
+        self._page_nbytes = page_nbytes
+
+    def allocate(self, n: int, timeout_s: float) -> list[int]:
+        """``TierStore.allocate``."""
+        self._require_fits(n)
+        deadline = monotonic() + timeout_s
+        for _ in self._progress.until(deadline):
+            slots = self._try_allocate(n)
+            if len(slots) == n:
+                return slots
+        with self._progress.lock:
+            occupied = metrics.occupancy(self._directory, Tier.HBM)
+        raise CapacityError(f"{n} HBM pages were not to be had within {timeout_s} s: {occupied}")
+
+    def put(
+        self,
+        keys: Sequence[PageKey],
+        slots: Sequence[int],
+        after: Event | None,
+        lease: LeaseRecord | None,
+        *,
+        memory_only: bool,
+        parent: PageKey | None = None,
+        parents: Sequence[PageKey | None] | None = None,
+    ) -> list[int]:
+        """``TierStore.put``, a chunk at each hold of the lock; under an exact lease it may end early."""
+        slots = slot_numbers(slots)
+        require_keys_and_slots(keys, slots, (parent,))
+        if parents is not None:
+            raise ConfigError("put(parents=...): HBM belongs to the store; allowed with hbm.owner: engine")
+        with self._progress.lock:
+            self._directory.owned.require(slots)
+        kept: list[int] = []
+        for i in range(0, len(keys), BATCH_PAGES):
+            parent = keys[i - 1] if i else parent
+            chunk = slice(i, i + BATCH_PAGES)
+            with self._progress.lock:
+                kept += self._pending.seal(
+                    keys[chunk], slots[chunk], parent, lease, after, memory_only=memory_only
+                )
+                self._progress.step()
+            if len(kept) < min(i + BATCH_PAGES, len(keys)):
+                break
+        self._progress.notify()
+        return kept
+
+    def free(self, slots: Sequence[int], after: Event | None) -> None:
+        """``TierStore.free``."""
+        numbers = tuple(slot_numbers(slots))
+        with self._progress.lock:
+            self._pending.free(numbers, after)
+        self._progress.notify()
+
+    def withdraw(self, slots: Sequence[int]) -> list[int]:
+        """ConfigError: the slots are the store's own."""
+        raise ConfigError("withdraw: HBM belongs to the store; allowed with hbm.owner: engine")
+
+    def checked_into(self, keys: Sequence[PageKey], into: Sequence[int] | None) -> None:
+        """The store chooses the slots of a lease: ConfigError if the caller names some."""
+        if into is not None:
+            raise ConfigError("acquire(into=...): HBM belongs to the store; allowed with hbm.owner: engine")
+
+    def _try_allocate(self, n: int) -> list[int]:
+        """``n`` slots, or none; again at once where room was made, a batch at a time."""
+        for _ in range(2 + n // BATCH_PAGES):
+            slots, made_room = self._take(n)
+            if slots or not made_room:
+                return slots
+        return []
+
+    def _take(self, n: int) -> tuple[list[int], bool]:
+        """``n`` slots a chunk at a time, or none: what was taken goes back when the rest is not to be had.
+
+        With none: whether there is more room now.
+        """
+        slots: list[int] = []
+        made_room = False
+        while len(slots) < n:
+            with self._progress.lock:
+                taken = self._directory.owned.allocate(
+                    min(n - len(slots), BATCH_PAGES), reserve=n - len(slots)
+                )
+                if taken is None:
+                    self._directory.owned.retire(slots)
+                    self._directory.owned.free(slots)
+                    made_room = self._directory.want_slots(n, monotonic())
+                self._progress.submit()
+            if taken is None:
+                return [], made_room
+            slots += taken
+        return slots, False
+
+    def _require_fits(self, n: int) -> None:
+        slots = self._directory.residency.tables[Tier.HBM].num_slots
+        nbytes = self._page_nbytes
+        if slots is not None and n > slots:
+            raise CapacityError(
+                f"{n} pages ({n * nbytes} bytes) exceed HBM, which holds {slots} pages ({slots * nbytes} bytes)"
+            )
+
+
+class EngineSlots:
+    """Slots of an engine's tensors: the store copies pages out of them and into them, and owns none."""
+
+    def __init__(self, directory: Directory, pending: PendingEvents, progress: Progress) -> None:
+        self._directory = directory
+        self._pending = pending
+        self._progress = progress
+
+    def allocate(self, n: int, timeout_s: float) -> list[int]:
+        """ConfigError: an engine takes its slots from itself."""
+        raise _not_ours("allocate")
+
+    def put(
+        self,
+        keys: Sequence[PageKey],
+        slots: Sequence[int],
+        after: Event | None,
+        lease: LeaseRecord | None,
+        *,
+        memory_only: bool,
+        parent: PageKey | None = None,
+        parents: Sequence[PageKey | None] | None = None,
+    ) -> list[int]:
+        """``TierStore.put``: the pages are copied out, the slots stay the engine's."""
+        with self._progress.lock:
+            parent = last_key(lease) if parent is None else parent
+            doubted = lease is not None and lease.inexact
+        slots = slot_numbers(slots)
+        before = _before(keys, parent) if parents is None else tuple(parents)
+        require_keys_and_slots(keys, slots, before)
+        self._require_registered()
+        if len(before) != len(keys):
+            raise ValueError(f"{len(keys)} keys with {len(before)} parents; allowed: one a key")
+        with self._progress.lock:
+            self._pending.copy_out(
+                tuple(keys), tuple(slots), after, memory_only=memory_only, parents=before, doubted=doubted
+            )
+            self._progress.submit()
+        self._progress.notify()
+        return slots
+
+    def withdraw(self, slots: Sequence[int]) -> list[int]:
+        """``TierStore.withdraw``."""
+        numbers = slot_numbers(slots)
+        with self._progress.lock:
+            reading = self._directory.outgoing.withdraw(numbers)
+            self._progress.step()
+        return reading
+
+    def free(self, slots: Sequence[int], after: Event | None) -> None:
+        """ConfigError: an engine frees its slots itself."""
+        raise _not_ours("free")
+
+    def checked_into(self, keys: Sequence[PageKey], into: Sequence[int] | None) -> list[int]:
+        """The engine chooses the slots of a lease: ValueError unless it names one a key."""
+        if into is None or len(into) != len(keys):
+            raise ValueError(
+                f"acquire of {len(keys)} keys; allowed where an engine owns HBM: into= one slot a key"
+            )
+        numbers = slot_numbers(into)
+        self._require_registered()
+        return numbers
+
+    def _require_registered(self) -> None:
+        if not self._directory.outgoing.num_slots:
+            raise ConfigError(
+                "the engine's pages are not registered; allowed: register(EnginePages(...)) first"
+            )
+
+
+def _before(keys: Sequence[PageKey], parent: PageKey | None) -> tuple[PageKey | None, ...]:
+    """The page before each of a chain."""
+    return (parent, *keys[:-1]) if keys else ()
+
+
+def _not_ours(verb: str) -> ConfigError:
+    return ConfigError(f"{verb}: HBM belongs to the engine; allowed with hbm.owner: store")
+
+
+_LOOKED_UP = 1024
+"""Keys that are looked up in one hold of the lock."""
+
+
+class Moving:
+    """Hints, promotions, demotions and evictions of one store: ``TierStore`` says what each guarantees. Any thread."""
+
+    def __init__(self, directory: Directory, progress: Progress, metrics: Metrics) -> None:
+        self._directory = directory
+        self._progress = progress
+        self._metrics = metrics
+        self._lock = progress.lock
+
+    # -- what a scheduler expects, and who acts on it ------------------------------------------------------------
+
+    def hint(self, hint: Hint) -> HintResult:
+        """``TierStore.hint``."""
+        self._progress.advance()
+        _require_hints(hint)
+        with self._lock:
+            result = self._directory.hints.apply(hint, monotonic())
+        while self._directory.hints.pending:
+            with self._lock:
+                self._directory.hints.advance(BATCH_PAGES)
+        self._progress.notify()
+        self._progress.hinted.bump()
+        self._metrics.hinted(result.value)
+        return result
+
+    def take_hints(self, timeout_s: float) -> list[Hint]:
+        """``TierStore.take_hints``."""
+        self._progress.require_open()
+        deadline = monotonic() + seconds_to_wait("timeout_s", timeout_s)
+        found: list[Hint] = []
+        for _ in self._progress.until(deadline, self._progress.hinted):
+            with self._lock:
+                found = self._directory.hints.take()
+            if found:
+                break
+        return found
+
+    def reject_hints(self) -> None:
+        """``TierStore.reject_hints``."""
+        self._progress.advance()
+        with self._lock:
+            self._directory.hints.detach()
+        self._progress.notify()
+
+    def staying(self) -> list[PageKey]:
+        """``TierStore.staying``."""
+        self._progress.advance()
+        with self._lock:
+            named = report.held_or_retained(self._directory)
+        found: list[PageKey] = []
+        for start in range(0, len(named), _LOOKED_UP):
+            with self._lock:
+                found += report.of_hbm(self._directory, named[start : start + _LOOKED_UP])
+        return found
+
+    # -- up, down and out ---------------------------------------------------------------------------------------
+
+    def promote(self, hint: Hint, keys: Sequence[PageKey], tier: Tier, over: Sequence[Hint]) -> Promoted:
+        """``TierStore.promote``."""
+        self._progress.advance()
+        _require_hints(hint, *over)
+        require_key_list(keys)
+        tables = self._directory.residency.tables
+        above = [t for t in tables if self._directory.promoting.source(t) is not None]
+        require_member("promote to", tier, above)
+        if len(keys) > BATCH_PAGES:
+            raise ValueError(f"promote of {len(keys)} pages; allowed: {BATCH_PAGES} at most")
+        with self._lock:
+            found = self._directory.promote(hint, keys, tier, over, monotonic())
+            self._progress.submit()
+        return found
+
+    def demote(self, keys: Sequence[PageKey], tier: Tier) -> int:
+        """``TierStore.demote``."""
+        self._progress.advance()
+        require_key_list(keys)
+        below = [t for t in self._directory.residency.tables if t > Tier.HBM]
+        require_member("demote to", tier, below, *([] if below else ["no tier is below HBM"]))
+        accepted = 0
+        for chunk in _chunks(keys):
+            with self._lock:
+                accepted += self._directory.demote(chunk, tier)
+                self._progress.step()
+        return accepted
+
+    def evict(self, keys: Sequence[PageKey], tier: Tier | None) -> int:
+        """``TierStore.evict``."""
+        self._progress.advance()
+        require_key_list(keys)
+        if tier is not None:
+            require_member("evict from", tier, list(Tier), "or None for all")
+        tiers = [t for t in self._directory.residency.tables if tier is None or t == tier]
+        dropped = 0
+        for chunk in reversed(_chunks(keys)):
+            with self._lock:
+                dropped += self._directory.evict(chunk, tiers)
+                self._progress.step()
+        self._progress.notify()
+        return dropped
+
+
+def _require_hints(*hints: object) -> None:
+    strange = next((hint for hint in hints if not isinstance(hint, Hint)), None)
+    if strange is not None:
+        raise TypeError(f"{strange!r:.60} is no hint; allowed: a Hint")
+
+
+def _chunks(keys: Sequence[PageKey]) -> list[Sequence[PageKey]]:
+    """Pieces short enough for one hold of the lock."""
+    return [keys[i : i + BATCH_PAGES] for i in range(0, len(keys), BATCH_PAGES)]
+
+
+_log = logging.getLogger("tierstore.saving")
+
+_FLUSH_STALL_S = 10.0
+
+
+class Saving:
+    """What of a store is to be finished, and its end. Any thread."""
+
+    def __init__(self, parts: Parts, progress: Progress) -> None:
+        self._directory = parts.directory
+        self._mover = parts.mover
+        self._arena = parts.arena
+        self._progress = progress
+
+    def flush(self) -> FlushResult:
+        """``TierStore.flush``."""
+        ticket = save_unsaved(self._directory, self._progress)
+        wait = _Wait(self._progress, self._mover, ticket)
+        wait.until(lambda: ticket.open == 0)
+        erases, synced = self._settle_erases(wait)
+        arrived = ticket.arrived if synced else 0
+        pending = ticket.open + ticket.arrived - arrived
+        return FlushResult(ticket.found + arrived, ticket.failed, pending, erases)
+
+    def flush_evictions(self) -> int:
+        """``TierStore.flush_evictions``."""
+        return self._settle_erases(_Wait(self._progress, self._mover, Ticket()))[0]
+
+    def _settle_erases(self, wait: _Wait) -> tuple[int, bool]:
+        """Wait until all that was written and evicted before is durable: erases that are not, whether writes are."""
+        with self._progress.lock:
+            dying = self._directory.dying()
+
+        def ended() -> bool:
+            with self._progress.lock:
+                dying.intersection_update(self._directory.dying())
+            return not dying
+
+        wait.until(ended)
+        mark: SyncMark | None = self._mover.begin_sync()
+        if mark is None:
+            return 0, True
+        wait.until(mark.done.is_set)
+        if wait.over:
+            self._mover.give_up_waiting()
+        return (0 if mark.ok else self._mover.pending_erases) + len(dying), mark.synced
+
+    def wait_idle(self, deadline: float) -> bool:
+        """``TierStore.drain``, until the monotonic ``deadline``."""
+        for _ in self._progress.until(deadline):
+            with self._progress.lock:
+                if self._progress.settled:
+                    return True
+        return False
+
+    def close(self, timeout_s: float) -> None:
+        """``TierStore.close``, of a store that is open; one call at a time."""
+        deadline = monotonic() + timeout_s
+        # Of a store that was interrupted nothing is saved: what memory holds is doubtful.
+        with suppress(StoreClosed):
+            with self._progress.lock:
+                self._directory.hints.close()
+            save_unsaved(self._directory, self._progress)
+            self.wait_idle(deadline)
+        self._progress.stop(max(0.0, deadline - monotonic()))
+        if not self._mover.close(max(0.0, deadline - monotonic())):
+            _log.warning("a copy or I/O thread did not end within %s s and was left behind", timeout_s)
+        elif self._arena is not None:
+            self._arena.close()
+
+
+class _Wait:
+    """Waits for several things in turn, and gives up for good when nothing has moved for 10 s.
+
+    What moves is a page of the ticket, or the disk: a write or an erase of any page, or a single write within a batch.
+    """
+
+    def __init__(self, progress: Progress, mover: Mover, ticket: Ticket) -> None:
+        self.over = False
+        """Whether it gave up."""
+        self._progress = progress
+        self._mover = mover
+        self._ticket = ticket
+        self._last, self._since = self._moved(), monotonic()
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until the condition holds, or not at all once it is over."""
+        for _ in self._progress.until(None):
+            if holds() or self.over:
+                return
+            moved = self._moved()
+            if moved != self._last:
+                self._last, self._since = moved, monotonic()
+            elif monotonic() - self._since > _FLUSH_STALL_S:
+                self.over = True
+
+    def _moved(self) -> tuple[object, ...]:
+        return self._ticket.open, self._ticket.moves, self._mover.progress
+
+
+def save_unsaved(directory: Directory, progress: Progress) -> Ticket:
+    """Every page readable now and not in NVMe is on its way there; the ticket counts those that are not settled."""
+    with progress.lock:
+        directory.admitting.insist_on_all()
+    try:
+        return _send_down(directory, progress)
+    finally:
+        with progress.lock:
+            directory.admitting.insisted()
+
+
+def _send_down(directory: Directory, progress: Progress) -> Ticket:
+    lifting = True
+    while lifting:
+        with progress.lock:
+            progress.step()
+            lifting = directory.residency.memory_only.lifting
+    with progress.lock:
+        keys, ticket = directory.begin_flush()
+    keys = list(dict.fromkeys(keys))
+    for start in range(0, len(keys), BATCH_PAGES):
+        with progress.lock:
+            directory.save(keys[start : start + BATCH_PAGES], ticket)
+            progress.step()
+    return ticket
 
 
 class TierStore:

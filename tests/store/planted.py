@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import pages
 from tests.support.planting import Plants
-from tierstore import saving as saving_module
+from tierstore import store as saving_module
 from tierstore.codecs.frames import Spreader
 from tierstore.codecs.held import Packer, Unpacker
 from tierstore.directory import invariants

@@ -15,7 +15,7 @@ from tests.support.stalls import IN, OUT, UP
 from tests.support.waiting import wait_for
 from tierstore.directory.writeback import Ticket
 from tierstore.errors import ConfigError
-from tierstore.saving import save_unsaved
+from tierstore.store import save_unsaved
 from tierstore.types import LeaseState, Tier
 
 

@@ -47,7 +47,7 @@ def test_flush_returns_when_writes_fail_and_loses_nothing(bench: Bench) -> None:
 
 
 def test_flush_gives_up_on_a_disk_that_stands_still(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierstore.saving._FLUSH_STALL_S", 0.2)
+    monkeypatch.setattr("tierstore.store._FLUSH_STALL_S", 0.2)
     write(bench.store, chain(2))
     assert bench.store.drain(PATIENCE_S)
     bench.records.hold(DOWN)

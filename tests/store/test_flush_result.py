@@ -15,7 +15,7 @@ from tests.support.bench import open_bench
 from tests.support.pages import PATIENCE_S, SPEC, chain, read, tiers, where, write
 from tests.support.stalls import DOWN, OUT, UP
 from tests.support.waiting import wait_for
-from tierstore import saving
+from tierstore import store as saving
 from tierstore.config import StoreConfig
 from tierstore.errors import StoreClosed
 from tierstore.nvme.catalogue import Catalogue
