@@ -24,8 +24,8 @@ from tierstore.errors import CapacityError, ConfigError, StoreClosed
 from tierstore.events import PendingEvents
 from tierstore.keys import namespace, page_keys, require_key_list, require_keys_and_slots
 from tierstore.lease import Holding, Lease, record_of, require_event
+from tierstore.live_archive import Portable
 from tierstore.page import PageLayout
-from tierstore.portable import Portable
 from tierstore.pump import Progress, Wakeup
 from tierstore.types import (
     FlushResult,

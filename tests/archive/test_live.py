@@ -163,7 +163,7 @@ def test_pages_come_into_whatever_tiers_there_are(
 def test_a_full_store_keeps_a_beginning_and_counts_what_had_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierstore.portable._PATIENCE_S", 0.2)
+    monkeypatch.setattr("tierstore.live_archive._PATIENCE_S", 0.2)
     path, keys = archive(tmp_path / "x.tier", 9)
     with open_store(4, None, None) as store:
         done = run(store.import_pages(path))
@@ -179,7 +179,7 @@ def test_a_full_store_keeps_a_beginning_and_counts_what_had_no_room(
 def test_a_leased_store_has_no_room_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierstore.portable._PATIENCE_S", 0.2)
+    monkeypatch.setattr("tierstore.live_archive._PATIENCE_S", 0.2)
     path, keys = archive(tmp_path / "x.tier", 2)
     mine = chain(4, "mine")
     with open_store(4, None, None) as store:
