@@ -10,9 +10,10 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from tests.golden import directories, identity, names
+from tests.golden import directories, figures, identity, names, outputs
 from tests.golden.trees import Tree, save
 
 TREES: dict[str, Callable[[Path], Tree]] = {
@@ -20,10 +21,17 @@ TREES: dict[str, Callable[[Path], Tree]] = {
     "api": lambda _: names.api(),
     "commands": lambda _: names.commands(),
     "config": lambda _: names.config(),
+    "exit-codes": outputs.exit_codes,
     "fingerprints": lambda _: identity.fingerprints(),
     "keys": lambda _: identity.keys(),
     "loggers": lambda _: names.loggers(),
     "loss-classes": identity.loss_classes,
+    "metrics": figures.metrics,
+    "outputs": outputs.outputs,
+    "results": figures.results,
+    "server": lambda _: figures.server(),
+    "stats": figures.stats,
+    **{f"bench-{name}": partial(outputs.bench, name) for name in outputs.BENCH},
 }
 """What is compared with the present code, by name; each is given an empty folder."""
 

@@ -91,15 +91,12 @@ def _union(shapes: Iterable[Tree]) -> Tree:
 
 
 def _both(one: Tree, other: Tree) -> Tree:
+    if "nothing" in (one, other):
+        return other if one == "nothing" else one
     if isinstance(one, dict) and isinstance(other, dict):
         shared = {name: _both(one[name], other[name]) for name in one if name in other}
         return {**other, **one, **shared}
-    kinds = {
-        kind
-        for each in (one, other)
-        for kind in (each.split(" | ") if isinstance(each, str) else [each])
-        if isinstance(kind, str)
-    }
+    kinds = {kind for each in (one, other) if isinstance(each, str) for kind in each.split(" | ")}
     nested = next((each for each in (one, other) if isinstance(each, dict)), None)
     if nested is not None:
         return {**nested, "<or>": " | ".join(sorted(kinds))}
