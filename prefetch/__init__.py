@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from prefetch.documents import ahead as ahead
     from prefetch.prefetcher import Prefetcher as Prefetcher
     from prefetch.sessions import Sessions as Sessions
-    from prefetch.terms import Compute as Compute
+    from prefetch.types import Compute as Compute
     from prefetch.waiting import Waiting as Waiting
 
 __all__ = ["Compute", "Prefetcher", "Sessions", "Waiting", "ahead"]
 
 _ROOMS = {
-    "Compute": "terms",
+    "Compute": "types",
     "Prefetcher": "prefetcher",
     "Sessions": "sessions",
     "Waiting": "waiting",

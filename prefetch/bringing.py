@@ -10,7 +10,7 @@ from prefetch.figures import number, section
 from prefetch.intake import Intake
 from prefetch.keeping import Keeping
 from prefetch.planner import PIECE_PAGES, plan
-from prefetch.terms import Machine, Promotion, Retained, Want
+from prefetch.types import Machine, Promotion, Retained, Want
 from prefetch.window import Window
 from tierstore.types import Hint, Tier
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from prefetch.intake import Expected
-    from prefetch.terms import Compute, Plan
+    from prefetch.types import Compute, Plan
     from tierstore.config import PrefetchConfig
     from tierstore.store import TierStore
     from tierstore.types import PageKey, Promoted

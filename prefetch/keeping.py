@@ -10,7 +10,7 @@ from tierstore.types import Hint, Tier
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from prefetch.terms import Want
+    from prefetch.types import Want
     from tierstore.store import TierStore
     from tierstore.types import PageKey
 

@@ -17,14 +17,14 @@ from heapq import heappop, heappush
 from math import inf
 from typing import TYPE_CHECKING
 
-from prefetch.terms import Outcome, Plan, Promotion, Retained
 from prefetch.timeline import Timeline
+from prefetch.types import Outcome, Plan, Promotion, Retained
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from prefetch.terms import Machine, Want
+    from prefetch.types import Machine, Want
     from tierstore.types import PageKey
 
 PIECE_PAGES = 32

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from prefetch.terms import Compute
+    from prefetch.types import Compute
     from tierstore.store import TierStore
     from tierstore.types import PageKey
 

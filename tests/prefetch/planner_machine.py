@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from prefetch import planner
-from prefetch.terms import Compute, Machine, Plan, Retained, Want
+from prefetch.types import Compute, Machine, Plan, Retained, Want
 from tests.prefetch.world import SEQUENCES, covered, done_with, order, require_possible, require_room
 from tierstore.types import PageKey, Tier
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefetch.planner import PIECE_PAGES, plan
-from prefetch.terms import Compute, Machine, Retained, Want
+from prefetch.types import Compute, Machine, Retained, Want
 from tests.support.pages import chain
 from tierstore.types import Tier
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from math import inf
 
-from prefetch.terms import Machine, Outcome, Plan, Promotion, Retained, Want
+from prefetch.types import Machine, Outcome, Plan, Promotion, Retained, Want
 from tests.support.pages import chain
 from tierstore.types import PageKey, Tier
 

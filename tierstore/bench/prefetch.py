@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Literal
 from prefetch import Compute
 from prefetch.pauses import OVERDUE_S, Pauses
 from prefetch.planner import plan
-from prefetch.terms import Machine, Want
+from prefetch.types import Machine, Want
 from tierstore.errors import ConfigError
 from tierstore.types import Tier
 

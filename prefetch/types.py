@@ -1,4 +1,4 @@
-"""What the planner is asked, and what it answers: plain data. Seconds on the clock of its ``now``."""
+"""The planner's input and output: plain data. Times are seconds on the clock of its ``now``."""
 
 from __future__ import annotations
 
