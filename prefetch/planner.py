@@ -17,7 +17,6 @@ from heapq import heappop, heappush
 from math import inf
 from typing import TYPE_CHECKING
 
-from prefetch.timeline import Timeline
 from prefetch.types import Outcome, Plan, Promotion, Retained
 from tierstore.types import Tier
 
@@ -26,6 +25,56 @@ if TYPE_CHECKING:
 
     from prefetch.types import Machine, Want
     from tierstore.types import PageKey
+
+
+class Timeline:
+    """The free time of one edge from ``now`` on. ``page_s``: seconds of a page; 0 while nothing is known."""
+
+    def __init__(self, now: float, page_s: float) -> None:
+        self.page_s = page_s
+        self._free: list[tuple[float, float]] = [(now, inf)]
+
+    def cursor(self) -> Cursor:
+        """Tries out times, each after the one before. Changes nothing; void after ``take``."""
+        return Cursor(self._free, self.page_s)
+
+    def take(self, starts: list[float]) -> None:
+        """These starts, ascending and found by one cursor, are taken. O(free pieces + starts)."""
+        free: list[tuple[float, float]] = []
+        left = iter(self._free)
+        start, end = next(left)
+        for taken in starts:
+            while end < taken + self.page_s:
+                free.append((start, end))
+                start, end = next(left)
+            if start < taken:
+                free.append((start, taken))
+            start = taken + self.page_s
+        free.append((start, end))
+        free.extend(left)
+        self._free = [piece for piece in free if piece[0] < piece[1]]
+
+
+class Cursor:
+    """Walks over free time, forwards only."""
+
+    def __init__(self, free: list[tuple[float, float]], page_s: float) -> None:
+        self._free = free
+        self._page_s = page_s
+        self._piece = 0
+        self._at = 0.0
+
+    def place(self, available: float) -> float:
+        """The earliest start of a page that is there from ``available`` on, after all placed before."""
+        self._at = max(self._at, available)
+        while True:
+            start, end = self._free[self._piece]
+            begin = max(start, self._at)
+            if begin + self._page_s <= end:
+                self._at = begin + self._page_s
+                return begin
+            self._piece += 1
+
 
 PIECE_PAGES = 32
 """Pages of one promotion at most: what the store starts in one hold of its lock."""

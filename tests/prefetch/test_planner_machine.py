@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from prefetch import planner, timeline
+from prefetch import planner
 from tests.prefetch.planner_machine import PlannerMachine
 from tests.support.planting import SEARCH, Bug, load
 
@@ -133,7 +133,7 @@ def test_the_machine_notices_a_planted_bug(bug: Bug) -> None:
 @pytest.mark.parametrize("bug", TIMELINE_BUGS, ids=[bug.name for bug in TIMELINE_BUGS])
 def test_the_machine_notices_a_bug_in_the_timeline(bug: Bug) -> None:
     subject = load(planner)
-    subject.Timeline = load(timeline, bug).Timeline  # type: ignore[attr-defined]
+    subject.Timeline = load(planner, bug).Timeline  # type: ignore[attr-defined]
     with pytest.raises(NOTICED):
         run_state_machine_as_test(machine_over(subject), settings=SEARCH)
 
