@@ -7,17 +7,15 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from prefetch.figures import number, section
-from prefetch.intake import Intake
-from prefetch.keeping import Keeping
 from prefetch.planner import PIECE_PAGES, plan
+from prefetch.state import Intake, Keeping, Window
 from prefetch.types import Machine, Promotion, Retained, Want
-from prefetch.window import Window
 from tierstore.types import Hint, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from prefetch.intake import Expected
+    from prefetch.state import Expected
     from prefetch.types import Compute, Plan
     from tierstore.config import PrefetchConfig
     from tierstore.store import TierStore

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from prefetch import bringing, intake
+from prefetch import bringing, state
 from tests.prefetch.prefetcher_machine import PrefetcherMachine
 from tests.support import planting
 from tests.support.planting import SEARCH, Bug, load, require_noticed
@@ -102,7 +102,7 @@ def test_the_machine_notices_a_bug_in_the_prefetcher(bug: Bug) -> None:
 @pytest.mark.parametrize("bug", cases(INTAKE))
 def test_the_machine_notices_a_bug_in_the_intake(bug: Bug) -> None:
     subject = load(bringing)
-    subject.Intake = load(intake, bug).Intake  # type: ignore[attr-defined]
+    subject.Intake = load(state, bug).Intake  # type: ignore[attr-defined]
     require_noticed(machine_over(bringing_module=subject), FEWER, SHOWN)
 
 

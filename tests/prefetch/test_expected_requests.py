@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from prefetch.intake import Intake
+from prefetch.state import Intake
 from tests.support.pages import chain
 from tierstore.types import Hint, PageKey
 

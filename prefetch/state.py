@@ -1,0 +1,165 @@
+"""What the prefetcher remembers between its turns: expected requests, pages to keep in memory, loads under way.
+
+``Intake`` holds the newest hint of each request until it is withdrawn or its time has run out. ``Keeping`` asks the
+store to keep what expected requests have in memory already. ``Window`` says how many loads may start now. No clock.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+from prefetch.planner import PIECE_PAGES
+from tierstore.directory.hints import lifetime
+from tierstore.types import Hint, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from prefetch.types import Want
+    from tierstore.store import TierStore
+    from tierstore.types import PageKey
+
+MOST_REQUESTS = 4096
+
+
+class Expected(NamedTuple):
+    """A ``will_need`` hint in force. ``deadline``, ``ends``: seconds on the clock of ``now``; inf: no deadline."""
+
+    hint: Hint
+    deadline: float
+    ends: float
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Who is needed sooner comes first; of equals the higher priority."""
+        return (self.deadline, -self.hint.priority)
+
+
+class Intake:
+    """Bounded: with ``most`` requests in it, of those and a new one the one needed last is turned away."""
+
+    def __init__(self, most: int = MOST_REQUESTS) -> None:
+        self.turned_away = 0
+        self._most = most
+        self._expected: dict[str, Expected] = {}
+
+    def __len__(self) -> int:
+        return len(self._expected)
+
+    def take(self, hints: Iterable[Hint], now: float) -> None:
+        """A newer hint replaces that of its request, or ends it: without keys, or if it needs nothing brought up."""
+        for hint in hints:
+            known = self._expected.get(hint.request_id)
+            if known is not None and hint.revision <= known.hint.revision:
+                continue
+            self._expected.pop(hint.request_id, None)
+            if hint.keys and hint.need == "will_need":
+                deadline = inf if hint.deadline_s is None else now + hint.deadline_s
+                self._expected[hint.request_id] = Expected(hint, deadline, now + lifetime(hint))
+            if len(self._expected) > self._most:
+                last = max(self._expected.values(), key=lambda each: each.order)
+                del self._expected[last.hint.request_id]
+                self.turned_away += 1
+
+    def drop(self, hint: Hint) -> None:
+        """The store says that the hint is in force no more."""
+        known = self._expected.get(hint.request_id)
+        if known is not None and known.hint.revision == hint.revision:
+            del self._expected[hint.request_id]
+
+    def expire(self, now: float) -> None:
+        """Ends what has run out of time."""
+        for request_id in [name for name, each in self._expected.items() if each.ends <= now]:
+            del self._expected[request_id]
+
+    def in_order(self) -> list[Expected]:
+        """Who is needed sooner first."""
+        return sorted(self._expected.values(), key=lambda each: each.order)
+
+
+class _There(NamedTuple):
+    """A piece of what a hint names; ``over``: hints that are needed later, the last of them last."""
+
+    hint: Hint
+    keys: tuple[PageKey, ...]
+    over: tuple[Hint, ...]
+
+
+class Keeping:
+    """Each page is named to the store once for every revision of a hint. One thread at a time."""
+
+    def __init__(self, store: TierStore, tiers: Iterable[Tier]) -> None:
+        """``tiers``: those that pages are brought to."""
+        self._store = store
+        self._tiers = tuple(tiers)
+        self._named: dict[tuple[str, int], set[tuple[PageKey, Tier]]] = {}
+        """By hint the pages that were where they are needed, and that the store was asked to keep there."""
+        self._there: dict[Tier, list[_There]] = {}
+        """Pieces that the last plan found in memory, and that the store has not been asked to keep yet."""
+
+    def clear(self) -> None:
+        """Nobody is expected."""
+        self._named, self._there = {}, {}
+
+    def plan(self, hints: Sequence[Hint], wants: Sequence[Want], loads: Sequence[int]) -> None:
+        """What is in memory already, by tier; of HBM the first of each want that the plan counts on, ``loads``.
+
+        ``hints``: of the wants, the first that are needed first. Those not among them are forgotten.
+        """
+        before, self._named, self._there = self._named, {}, {tier: [] for tier in self._tiers}
+        for rank, (hint, want, load) in enumerate(zip(hints, wants, loads, strict=True)):
+            over = tuple(hints[rank + 1 :])
+            places = list(zip(want.keys, want.tiers, strict=False))
+            known = before.get((hint.request_id, hint.revision), set()).intersection(places)
+            self._named[hint.request_id, hint.revision] = known
+            for tier, there in self._there.items():
+                within = places[:load] if tier == Tier.HBM else places
+                fresh = [place[0] for place in within if place[1] == tier and place not in known]
+                for start in range(0, len(fresh), PIECE_PAGES):
+                    there.append(_There(hint, tuple(fresh[start : start + PIECE_PAGES]), over))
+
+    def ask(self, tier: Tier) -> None:
+        """Before anything is brought to a tier: has the store keep what is there."""
+        for hint, keys, over in self._there.pop(tier, ()):
+            found = self._store.promote(hint, keys, tier, over)
+            self.note(hint, keys[: found.covered], tier)
+
+    def note(self, hint: Hint, keys: Sequence[PageKey], tier: Tier) -> None:
+        """The store was asked for these pages there."""
+        known = self._named.get((hint.request_id, hint.revision))
+        if known is not None:
+            known.update((key, tier) for key in keys)
+
+
+_NEXT_AT = 0.6
+"""Of a half's time on the link: what starts later than at a half of it does not join the same wave."""
+
+
+class Window:
+    """The way into HBM, filled half by half: the second half is started while the first one crosses the link.
+
+    Pages that go up layer group by layer group end together, a wave at its end (``tierstore.gpu.schedule``). Were a
+    window filled up only when pages have ended, the link would stand still from then until the next wave has begun.
+    """
+
+    def __init__(self) -> None:
+        self._begins = -inf
+        self._pages = 0
+
+    def room(self, now: float, arriving: int, most: int, page_s: float) -> int:
+        """Pages that may be started now. ``arriving``: under way; ``most``: at once; ``page_s``: seconds of one on the
+        link, 0 while that is not known.
+        """
+        if most < 2 * PIECE_PAGES:
+            return most - arriving
+        took = self._pages * page_s
+        if not arriving:
+            self._begins, self._pages = now, 0
+        elif now >= self._begins + _NEXT_AT * took:
+            self._begins, self._pages = max(now, self._begins + took), 0
+        return min(most // 2 - self._pages, most - arriving)
+
+    def started(self, pages: int) -> None:
+        """So many of them were."""
+        self._pages += pages
