@@ -1,35 +1,318 @@
 """The prefetcher: one thread that reads a store's hints, plans, and has the store bring pages up before their time.
 
 It is a caller like any other: it holds no pages, no lease and no lock, and without it everything is served as well,
-only later. What it may displace, and that nothing starts for a hint that was withdrawn, is the store's to see to
-(``TierStore.promote``).
+only later. The store decides what a page may displace, and that nothing starts for a hint that was withdrawn
+(``TierStore.promote``). ``Bringing`` is one turn: take in hints, plan where that is due, start what can start.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from contextlib import suppress
+from math import inf
 from threading import Event, Lock, Thread
 from time import monotonic
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from weakref import WeakSet
 
-from prefetch.bringing import Bringing
-from prefetch.figures import section
+from prefetch.planner import PIECE_PAGES, plan
+from prefetch.state import Intake, Keeping, Window
+from prefetch.types import Machine, Promotion, Retained, Want
 from tierstore.config import PrefetchConfig
 from tierstore.errors import StoreClosed
-from tierstore.types import Tier, require_time, seconds_to_wait
+from tierstore.types import Hint, Tier, require_time, seconds_to_wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from prefetch.types import Compute
+    from prefetch.state import Expected
+    from prefetch.types import Compute, Plan
     from tierstore.store import TierStore
-    from tierstore.types import PageKey
+    from tierstore.types import PageKey, Promoted
 
-_log = logging.getLogger(__name__)
+
+def section(figures: dict[str, object], name: str) -> dict[str, Any]:
+    """A part of it that is a mapping; TypeError if it is none."""
+    found = figures[name]
+    if not isinstance(found, dict):
+        raise TypeError(f"stats()[{name!r}] is {found!r}; allowed: a mapping")
+    return found
+
+
+def number(figures: dict[str, object], name: str) -> float:
+    """A number in it; TypeError if it is none."""
+    found = figures[name]
+    if not isinstance(found, int | float):
+        raise TypeError(f"stats()[{name!r}] is {found!r}; allowed: a number")
+    return found
+
+
+_WAVE_S = 0.1
+"""Seconds of copies under way at once, at most: a lease that comes meanwhile waits no longer for them."""
+_PLAN_AGAIN_S = 0.05
+_PLAN_SOON_S = 0.004
+_PLAN_SHARE = 10.0
+"""Between two plans so much of the time that a plan took."""
+_BUSY_S = 0.002
+_BLOCKED_S = 0.02
+_IDLE_S = 0.25
+_PLAN_PAGES = 8192
+_PLAN_REQUESTS = 256
+_FIRST_PAGES = 256
+"""What is planned at first where nothing is under way: the rest is planned while these cross the link."""
+_NOBODYS = Hint("", 0, ())
+_LOOK_AHEAD = 4
+"""Promotions that are tried after one that cannot start yet."""
+
+
+class _Ahead(NamedTuple):
+    """A planned promotion whose hint is known; ``over``: hints that are needed later, the last of them last."""
+
+    hint: Hint
+    keys: tuple[PageKey, ...]
+    over: tuple[Hint, ...]
+
+
+class Bringing:
+    """The requests expected and what is under way for them. One thread at a time, the clock is given."""
+
+    def __init__(
+        self,
+        store: TierStore,
+        config: PrefetchConfig,
+        compute: Compute | None,
+        clock: Callable[[], float],
+    ) -> None:
+        figures = store.stats()
+        self.intake = Intake()
+        self.in_flight = 0
+        self.counts: Counter[str] = Counter()
+        self._store = store
+        self._config = config
+        self._compute = compute
+        self._clock = clock
+        self._page_nbytes = int(number(figures, "page_nbytes"))
+        tiers = sorted(Tier[name] for name in section(figures, "tiers"))
+        self._top = tiers[0]
+        self._promoted_to = [tier for tier in tiers[:-1] if tier <= Tier.HOST]
+        self._ahead: dict[Tier, list[_Ahead]] = {}
+        self._staged: set[PageKey] = set()
+        self._keeping = Keeping(store, self._promoted_to)
+        self._wave = PIECE_PAGES
+        self._load_s = 0.0
+        self._arriving = 0
+        """Pages on their way into HBM."""
+        self._window = Window()
+        self._plan_at = self._planned_at = -inf
+        self._soonest = inf
+        """For a plan without a hint, once all is under way: inf after one that found nothing to bring."""
+        self._missed: set[tuple[str, int]] = set()
+        self._take(0.0)
+
+    def turn(self, timeout_s: float) -> float:
+        """Takes in hints, waiting up to ``timeout_s`` for one, plans if that is due and starts what can start.
+
+        The seconds after which the next turn is worth while. One thread at a time.
+        """
+        fresh = self._take(timeout_s)
+        now = self._clock()
+        self.intake.expire(now)
+        expected = self.intake.in_order()
+        self._note_misses(expected, now)
+        if not expected:
+            self._ahead, self._staged = {}, set()
+            self._keeping.clear()
+            self._see_what_flies(_NOBODYS)
+            return _IDLE_S
+        if fresh and self._idle:
+            self._begin(expected, now)
+        elif fresh or now >= self._plan_at:
+            self._replan(expected, now)
+        self._see_what_flies(expected[0].hint)
+        started = 0
+        for tier in sorted(self._ahead):
+            self._keeping.ask(tier)
+            started += self._start(tier)
+        if now >= self._plan_at:
+            return 0.0
+        if started:  # what is planned goes on as planned
+            self._plan_at = max(self._plan_at, min(now + _PLAN_AGAIN_S, self._planned_at + _IDLE_S))
+        if started or self.in_flight:
+            if not any(self._ahead.values()):
+                self._plan_at = min(self._plan_at, max(now + _PLAN_SOON_S, self._soonest))
+                return max(_BUSY_S, min(_BLOCKED_S, self._plan_at - now))
+            return _BUSY_S
+        return _BLOCKED_S if any(self._ahead.values()) else _PLAN_AGAIN_S
+
+    def _see_what_flies(self, hint: Hint) -> None:
+        """``hint``: any; nothing starts for it."""
+        if self.in_flight:
+            found = self._store.promote(hint, (), self._top)
+            self.in_flight, self._arriving = found.in_flight, found.arriving
+
+    def _take(self, timeout_s: float) -> bool:
+        hints = self._store.take_hints(timeout_s)
+        self.intake.take(hints, self._clock())
+        return bool(hints)
+
+    @property
+    def _idle(self) -> bool:
+        return not (self.in_flight or any(self._ahead.values()))
+
+    def _begin(self, expected: list[Expected], now: float) -> None:
+        """Plans for the first pages alone where there are many more: the link need not wait for the whole plan.
+
+        Into free slots: what is to make way is not known before the whole is.
+        """
+        first, rest = expected[0], sum(len(each.hint.keys) for each in expected[1:])
+        tiers = section(self._store.stats(), "tiers")
+        free = min((tiers[tier.name]["free"] for tier in self._promoted_to), default=0)
+        if self._compute is not None or not free or len(first.hint.keys) + rest <= 2 * _FIRST_PAGES:
+            self._replan(expected, now)
+            return
+        keys = first.hint.keys[: min(free, _FIRST_PAGES)]
+        want = Want(request_id="", keys=keys, tiers=self._store.match(keys).tiers, deadline=first.deadline)
+        machine = self._machine(len(self._staged))
+        found = plan([want], machine, now, most_pages=_FIRST_PAGES)
+        over = tuple(each.hint for each in expected[1:])
+        self._take_over(found, (first.hint, *over), {"": 0}, machine)
+        self._plan_at = now
+
+    def _replan(self, expected: list[Expected], now: float) -> None:
+        self.counts["plans"] += 1
+        soon = _soon(expected)
+        wants = [self._want(each) for each in soon]
+        tiers = {key: tier for want in wants for key, tier in zip(want.keys, want.tiers, strict=False)}
+        self._staged = {key for key in self._staged if tiers.get(key, Tier.HBM) != Tier.HBM}
+        machine = self._machine(sum(tiers[key] == Tier.HOST for key in self._staged))
+        staying = tuple(self._store.staying())
+        retained = [Retained(keys=staying, tiers=(Tier.HBM,) * len(staying), until=-inf)]
+        found = plan(wants, machine, now, retained, most_pages=_PLAN_PAGES)
+        ranks = {each.hint.request_id: rank for rank, each in enumerate(soon)}
+        hints = tuple(each.hint for each in soon)
+        self._keeping.plan(hints, wants, [found.outcomes[want.request_id].load for want in wants])
+        self._take_over(found, hints, ranks, machine)
+        self._planned_at = now
+        rest = _PLAN_SHARE * (self._clock() - now)
+        self._soonest = now + rest if self._ahead else inf
+        self._plan_at = now + max(rest, _PLAN_AGAIN_S if self._ahead else _IDLE_S)
+
+    def _take_over(
+        self, found: Plan, hints: tuple[Hint, ...], ranks: dict[str, int], machine: Machine
+    ) -> None:
+        """What is planned comes next."""
+        self._ahead = {}
+        for promotion in found.promotions:
+            rank = ranks[promotion.request_id]
+            self._ahead.setdefault(promotion.dst, []).append(_ahead(promotion, hints, rank))
+        quickest = min((s for s in (machine.read_s, machine.load_s) if s), default=inf)
+        self._wave = max(PIECE_PAGES, int(_WAVE_S / quickest))
+        self._load_s = machine.load_s
+
+    def _want(self, each: Expected) -> Want:
+        hint = each.hint
+        return Want(
+            request_id=hint.request_id,
+            keys=hint.keys,
+            tiers=self._store.match(hint.keys).tiers,
+            deadline=each.deadline,
+            priority=hint.priority,
+        )
+
+    def _machine(self, staged: int) -> Machine:
+        """The rates, and the room that expected requests may take, together with the pages that stay."""
+        figures = self._store.stats()
+        tiers, rates = section(figures, "tiers"), section(figures, "bytes_per_s")
+        hbm, host = tiers.get("HBM"), tiers.get("HOST")
+        gone = 0 if hbm is None else hbm["owned"] + hbm["quarantined"]
+        places = None if host is None else max(1, int(host["num_slots"] * self._config.share_of_host))
+        to_host = "NVME->HOST" if host is not None else "NVME->HBM"
+        return Machine(
+            read_s=self._page_nbytes / rates[to_host] if rates.get(to_host) else 0.0,
+            load_s=self._page_nbytes / rates["HOST->HBM"] if rates.get("HOST->HBM") else 0.0,
+            hbm_pages=0 if hbm is None else hbm["num_slots"] - gone,
+            host_pages=None if places is None else max(0, places - staged),
+            compute=self._compute,
+        )
+
+    def _start(self, dst: Tier) -> int:
+        """Starts what comes next on the way to a tier, as long as it may; pages started."""
+        queue, started, at = self._ahead[dst], 0, 0
+        while at < min(len(queue), _LOOK_AHEAD):
+            room = self._room(dst)
+            hint, keys, over = queue[at]
+            if room <= 0:
+                break
+            found = self._store.promote(hint, keys[:room], dst, over)
+            self._note_under_way(found, dst)
+            if not found.in_force:
+                self.intake.drop(hint)
+                queue[:] = [each for each in queue if each.hint is not hint]
+                at = 0
+                continue
+            started += len(found.keys)
+            self._note_started(found.keys, dst)
+            self._keeping.note(hint, keys[: found.covered], dst)
+            if found.covered == len(keys):
+                del queue[at]
+                continue
+            queue[at] = queue[at]._replace(keys=keys[found.covered :])
+            at += found.covered < room
+        return started
+
+    def _room(self, dst: Tier) -> int:
+        """Pages that may be started now."""
+        room = self._most_in_flight - self.in_flight
+        if dst != Tier.HBM:
+            return room
+        return min(room, self._window.room(self._clock(), self._arriving, self._most_in_flight, self._load_s))
+
+    def _note_under_way(self, found: Promoted, dst: Tier) -> None:
+        self.in_flight = found.in_flight
+        if dst == Tier.HBM:
+            self._arriving = found.arriving
+            self._window.started(len(found.keys))
+
+    @property
+    def _most_in_flight(self) -> int:
+        """Pages: the configured limit, and no more than a wave, but one page at least."""
+        return max(1, min(self._config.max_in_flight // self._page_nbytes, self._wave))
+
+    def _note_started(self, keys: Sequence[PageKey], dst: Tier) -> None:
+        self.counts["loaded_bytes" if dst == Tier.HBM else "read_bytes"] += len(keys) * self._page_nbytes
+        if dst == Tier.HOST:
+            self._staged.update(keys)
+
+    def _note_misses(self, expected: list[Expected], now: float) -> None:
+        """A request whose time has come while pages of it that can be read are not in HBM: counted once a revision."""
+        due = [each for each in expected if each.deadline <= now]
+        marks = {(each.hint.request_id, each.hint.revision): each.hint for each in due}
+        for mark, hint in marks.items():
+            if mark not in self._missed:
+                tiers = self._store.match(hint.keys).tiers
+                self.counts["deadline_misses"] += any(tier != Tier.HBM for tier in tiers)
+        self._missed = set(marks)
+
+
+def _ahead(promotion: Promotion, hints: tuple[Hint, ...], rank: int) -> _Ahead:
+    return _Ahead(hints[rank], promotion.keys, hints[rank + 1 :])
+
+
+def _soon(expected: list[Expected]) -> list[Expected]:
+    """Who is planned for: the first, as many as have so many pages together."""
+    pages, found = 0, []
+    for each in expected[:_PLAN_REQUESTS]:
+        if pages > 2 * _PLAN_PAGES:
+            break
+        pages += len(each.hint.keys)
+        found.append(each)
+    return found
+
+
+_log = logging.getLogger("prefetch.prefetcher")
 
 _POLL_S = 0.002
 _AFTER_FAULT_S = 0.25

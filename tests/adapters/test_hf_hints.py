@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import LlamaForCausalLM
 
-from prefetch.bringing import Bringing
+from prefetch.prefetcher import Bringing
 from tests.adapters.tiny import PAGE, open_store, plain, random_prompt, tiny_llama
 from tests.support.pages import PATIENCE_S
 from tierstore.adapters.huggingface import PrefixCache

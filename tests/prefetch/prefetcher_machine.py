@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from prefetch import bringing
+from prefetch import prefetcher
 from tests.support.bench import Bench, open_bench
 from tests.support.pages import PATIENCE_S, SPEC, chain, page_tensor, require_nothing_held, same, tiers, write
 from tests.support.stalls import IN, Lane
@@ -49,7 +49,7 @@ class Asked(NamedTuple):
 class PrefetcherMachine(RuleBasedStateMachine):
     """``planted``: the modules under test, loaded anew where they have a bug."""
 
-    bringing_module: ClassVar[ModuleType] = bringing
+    bringing_module: ClassVar[ModuleType] = prefetcher
     promoting_module: ClassVar[ModuleType] = loads
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
         self.store = self.bench.store
         vars(self.store)["promote"] = self.promote
         limits = PrefetchConfig(max_in_flight=MOST * SPEC.page_nbytes, share_of_host=SHARE / HOST)
-        self.subject: bringing.Bringing = self.bringing_module.Bringing(
+        self.subject: prefetcher.Bringing = self.bringing_module.Bringing(
             self.store, limits, None, lambda: self.now
         )
         for keys in SEQUENCES:

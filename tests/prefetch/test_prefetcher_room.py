@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prefetch import bringing
+from prefetch import prefetcher as bringing
 from prefetch import prefetcher as prefetcher_module
 from tests.prefetch.rig import NBYTES, UP, Clock, need, prefetcher_of, run, stored
 from tests.support.bench import Bench, open_bench

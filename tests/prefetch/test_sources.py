@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from prefetch import Sessions, Waiting, ahead
-from prefetch.bringing import Bringing
 from prefetch.pauses import OVERDUE_S, Pauses
+from prefetch.prefetcher import Bringing
 from tests.support.bench import Bench, open_bench
 from tests.support.pages import PATIENCE_S, SPEC, chain, read, tiers, write
 from tierstore.config import PrefetchConfig
