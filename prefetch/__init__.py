@@ -11,20 +11,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from prefetch.documents import ahead as ahead
     from prefetch.prefetcher import Prefetcher as Prefetcher
-    from prefetch.sessions import Sessions as Sessions
+    from prefetch.sources import Sessions as Sessions
+    from prefetch.sources import Waiting as Waiting
+    from prefetch.sources import ahead as ahead
     from prefetch.types import Compute as Compute
-    from prefetch.waiting import Waiting as Waiting
 
 __all__ = ["Compute", "Prefetcher", "Sessions", "Waiting", "ahead"]
 
 _ROOMS = {
     "Compute": "types",
     "Prefetcher": "prefetcher",
-    "Sessions": "sessions",
-    "Waiting": "waiting",
-    "ahead": "documents",
+    "Sessions": "sources",
+    "Waiting": "sources",
+    "ahead": "sources",
 }
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from prefetch import Sessions, Waiting, ahead
-from prefetch.pauses import OVERDUE_S, Pauses
 from prefetch.prefetcher import Bringing
+from prefetch.sources import OVERDUE_S, Pauses
 from tests.support.bench import Bench, open_bench
 from tests.support.pages import PATIENCE_S, SPEC, chain, read, tiers, write
 from tierstore.config import PrefetchConfig
@@ -294,7 +294,7 @@ def test_a_session_that_is_forgotten_is_expected_no_more(bench: Bench, clock: Cl
 
 
 def test_sessions_are_bounded(store: TierStore, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefetch.sessions.MOST_SESSIONS", 10)
+    monkeypatch.setattr("prefetch.sources.MOST_SESSIONS", 10)
     sessions = Sessions(store, clock=clock)
     for number in range(100):
         sessions.began(f"{number}")

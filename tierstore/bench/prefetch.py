@@ -26,8 +26,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
 from prefetch import Compute
-from prefetch.pauses import OVERDUE_S, Pauses
 from prefetch.planner import plan
+from prefetch.sources import OVERDUE_S, Pauses
 from prefetch.types import Machine, Want
 from tierstore.errors import ConfigError
 from tierstore.types import Tier

@@ -1,0 +1,320 @@
+"""Sources of hints for those who know more than one request: a queue, a list of documents, the turns of sessions.
+
+``Waiting`` expects each request of a queue after those before it, ``ahead`` the next documents of a batch,
+``Sessions`` the next turn after the session's usual pause. Every hint is newer than the last of its name, and a closed
+store is no error.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count, islice
+from statistics import median
+from threading import Lock
+from time import monotonic, monotonic_ns
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from tierstore.errors import StoreClosed
+from tierstore.types import Hint, HintResult, require_finite, require_seconds, require_time, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from types import TracebackType
+
+    from tierstore.store import TierStore
+    from tierstore.types import PageKey
+
+
+def expect(
+    store: TierStore,
+    name: str,
+    keys: Sequence[PageKey],
+    in_s: float,
+    *,
+    priority: int = 0,
+    ttl_s: float | None = None,
+) -> bool:
+    """Hints that these pages are needed in ``in_s`` seconds; whether somebody will bring them up."""
+    # The clock, since somebody may have given hints of this name before.
+    hint = Hint(name, monotonic_ns(), tuple(keys), deadline_s=max(0.0, in_s), priority=priority, ttl_s=ttl_s)
+    with suppress(StoreClosed):
+        return store.hint(hint) is HintResult.DEFERRED
+    return False
+
+
+def end(store: TierStore, name: str) -> None:
+    """Nothing is expected under this name any more."""
+    with suppress(StoreClosed):
+        store.hint(Hint(name, monotonic_ns(), ()))
+
+
+KNOWN = 3
+"""Pauses of a session that have to be known before a next turn is expected: guesses from fewer are mostly wrong."""
+
+OVERDUE_S = 2.0
+"""How long after its time a turn that was expected is still waited for."""
+
+_LAST = 32
+
+
+class Pauses:
+    """The last pauses of one session."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=_LAST)
+
+    def note(self, seconds: float) -> None:
+        """The session went on after so long; below 0, as when turns overlap, counts as 0."""
+        self._seconds.append(max(0.0, seconds))
+
+    @property
+    def expected_s(self) -> float | None:
+        """The median of the last 32; None while fewer than ``KNOWN`` are known."""
+        return median(self._seconds) if len(self._seconds) >= KNOWN else None
+
+
+MOST_SESSIONS = 65536
+
+
+@dataclass(slots=True)
+class _Session:
+    pauses: Pauses = field(default_factory=Pauses)
+    ended: float | None = None
+
+
+class Sessions:
+    """When sessions go on, learnt from the pauses between their turns. Hints are its only effect: it holds no page.
+
+    A guess takes three pauses of the same session, whose median it is. Any thread; bounded: of more than 65,536
+    sessions the one heard of longest ago is forgotten.
+    """
+
+    def __init__(
+        self, store: TierStore, *, name: str = "next turn of", clock: Callable[[], float] = monotonic
+    ) -> None:
+        self._store = store
+        self._name = name
+        self._clock = clock
+        self._lock = Lock()
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+
+    def began(self, session_id: str) -> None:
+        """A turn of the session begins: its pause is over."""
+        with self._lock:
+            session = self._known(session_id)
+            if session.ended is not None:
+                session.pauses.note(self._clock() - session.ended)
+                session.ended = None
+
+    def ended(self, session_id: str, keys: Sequence[PageKey], ttl_s: float) -> float:
+        """A turn has ended; ``keys``: what the next one begins with. For how many seconds to retain its pages.
+
+        That is ``ttl_s``; where a next turn before that is expected, and a prefetcher has it in hand from now on, until
+        2 s after that turn's time. May be called again for the same turn. TypeError or ValueError for a ``ttl_s`` that
+        is no duration.
+        """
+        require_seconds("ttl_s", ttl_s)
+        with self._lock:
+            session = self._known(session_id)
+            session.ended = self._clock()
+            pause = session.pauses.expected_s
+        if pause is None or pause >= ttl_s or not keys:
+            return ttl_s
+        until = min(ttl_s, pause + OVERDUE_S)
+        taken = expect(self._store, self._label(session_id), keys, pause, ttl_s=until)
+        return until if taken else ttl_s
+
+    def expected_s(self, session_id: str) -> float | None:
+        """Seconds from the end of a turn to the next, as far as can be guessed; None: not yet."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+            return None if session is None else session.pauses.expected_s
+
+    def forget(self, session_id: str) -> None:
+        """The session is over: nothing is brought up for it any more. Idempotent."""
+        with self._lock:
+            known = self._sessions.pop(session_id, None)
+        if known is not None:
+            end(self._store, self._label(session_id))
+
+    def _known(self, session_id: str) -> _Session:
+        session = self._sessions.setdefault(session_id, _Session())
+        self._sessions.move_to_end(session_id)
+        while len(self._sessions) > MOST_SESSIONS:
+            self._sessions.popitem(last=False)
+        return session
+
+    def _label(self, session_id: str) -> str:
+        return f"{self._name} {session_id}"
+
+
+_LEARN = 0.25
+"""Share of the newest interval in the pace."""
+_MOVED = 0.25
+"""A request is hinted anew once its expected start has moved by this share of the time that is left."""
+_MOVED_S = 0.05
+_PATIENCE_S = 600.0
+"""How long beyond its expected start a request is still waited for, should nothing in the queue move meanwhile."""
+
+
+@dataclass(slots=True)
+class _Request:
+    keys: tuple[PageKey, ...]
+    priority: int
+    not_before: float
+    came: float
+    told: float | None = None
+
+
+class Waiting:
+    """The requests that wait, in the order in which they will start. Hints are its only effect: it holds no page.
+
+    A request at place n is expected n times the pace from now; the pace is an average of the intervals between starts
+    of requests that waited, ``pace_s`` until there was one. The first ``most`` are hinted, the others when they come
+    up. For one thread at a time; harmless on a store without a prefetcher, or closed.
+    """
+
+    def __init__(
+        self,
+        store: TierStore,
+        *,
+        name: str = "queue",
+        pace_s: float = 1.0,
+        most: int = 32,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        require_finite("pace_s", pace_s)
+        self.pace_s = pace_s
+        """Seconds between starts, as far as is known."""
+        self._store = store
+        self._name = name
+        self._most = whole("most", most)
+        self._clock = clock
+        self._requests: dict[str, _Request] = {}
+        self._last_start: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(
+        self, request_id: str, keys: Sequence[PageKey], *, priority: int = 0, starts_in_s: float = 0.0
+    ) -> None:
+        """The request waits at the end of the queue. ``starts_in_s``: it will not start sooner than that.
+
+        ValueError for one that waits already, or a time that is none.
+        """
+        require_time("starts_in_s", starts_in_s)
+        if request_id in self._requests:
+            raise ValueError(f"request {request_id!r} waits already")
+        now = self._clock()
+        self._requests[request_id] = _Request(tuple(keys), priority, now + starts_in_s, now)
+        self._tell(now)
+
+    def started(self, request_id: str) -> None:
+        """The request has its lease, or needs none: nothing is kept for it any more, and the others move up.
+
+        KeyError for one that does not wait.
+        """
+        now = self._clock()
+        request = self._leave(request_id)
+        if self._last_start is not None and request.came <= self._last_start:
+            self.pace_s += _LEARN * (now - self._last_start - self.pace_s)
+        self._last_start = now
+        self._tell(now)
+
+    def withdraw(self, request_id: str) -> None:
+        """The request will not start: no copy starts for it from now on. KeyError for one that does not wait."""
+        self._leave(request_id)
+        self._tell(self._clock())
+
+    def close(self) -> None:
+        """Withdraws all requests. Idempotent."""
+        for request_id in list(self._requests):
+            self._leave(request_id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _leave(self, request_id: str) -> _Request:
+        request = self._requests.pop(request_id)
+        if request.told is not None:
+            end(self._store, self._label(request_id))
+        return request
+
+    def _tell(self, now: float) -> None:
+        """In the order of the queue, whatever the pace does: an earlier one is never expected after a later one."""
+        times = self._times(now)
+        moved = any(
+            request.told is not None and abs(max(request.told, now) - at) > max(_MOVED_S, _MOVED * (at - now))
+            for (_, request), at in times
+        )
+        last = now
+        for (request_id, request), at in times:
+            if request.told is None or moved:
+                at = max(at, last)
+                label = self._label(request_id)
+                ttl_s = at - now + _PATIENCE_S
+                taken = bool(request.keys) and expect(
+                    self._store, label, request.keys, at - now, priority=request.priority, ttl_s=ttl_s
+                )
+                request.told = at if taken else None
+            last = max(last, request.told or last)
+
+    def _times(self, now: float) -> list[tuple[tuple[str, _Request], float]]:
+        """The first requests, and when each will start as far as is known."""
+        found, at = [], now
+        for place, item in zip(range(self._most), self._requests.items(), strict=False):
+            at = max(at, item[1].not_before, now + place * self.pace_s)
+            found.append((item, at))
+        return found
+
+    def _label(self, request_id: str) -> str:
+        return f"{self._name} {request_id}"
+
+
+_Document = TypeVar("_Document")
+
+
+def ahead(
+    store: TierStore,
+    documents: Iterable[_Document],
+    keys_of: Callable[[_Document], Sequence[PageKey]],
+    *,
+    window: int = 4,
+    name: str = "batch",
+    clock: Callable[[], float] = monotonic,
+) -> Iterator[_Document]:
+    """The documents, one after the other, each hinted while the ``window`` before it are worked on.
+
+    ``keys_of`` a document is called once, ahead of its turn; ``documents`` is read no further than the window. The
+    document in hand stays hinted until the next is asked for, so lease it before. When the iterator ends, or is closed,
+    nothing is expected any more. ``name``: two batches at a time need two. ValueError for a window below 1.
+    """
+    pages = whole("window", window, 1)
+    return _ahead(documents, keys_of, pages, Waiting(store, name=name, most=pages + 1, clock=clock))
+
+
+def _ahead(
+    documents: Iterable[_Document],
+    keys_of: Callable[[_Document], Sequence[PageKey]],
+    window: int,
+    waiting: Waiting,
+) -> Iterator[_Document]:
+    source, numbers = iter(documents), count()
+    coming: deque[tuple[str, _Document]] = deque()
+    with waiting:
+        while True:
+            for document in islice(source, window + 1 - len(coming)):
+                coming.append((str(next(numbers)), document))
+                waiting.add(coming[-1][0], keys_of(document))
+            if not coming:
+                return
+            yield coming[0][1]
+            waiting.started(coming.popleft()[0])
