@@ -31,7 +31,7 @@ from tierstore.nvme.record import allowed_over
 from tierstore.nvme.tier import NvmeTier
 from tierstore.page import PageLayout
 from tierstore.policy import Known, WriteBudget, make_admission, make_history, make_policy
-from tierstore.policy.recompute import doubling_depth
+from tierstore.policy.registry import doubling_depth
 from tierstore.types import Tier
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from functools import partial
 from types import ModuleType
 
 from tierstore.directory.lineage import ranked_unreachable
-from tierstore.policy import History, Known, choosing
+from tierstore.policy import History, Known, registry
 from tierstore.types import PageKey
 
 ORDERS = ["lru", "fifo", "lfu", "slru", "s3-fifo", "w-tinylfu", "gdsf", "priority", "session", "adaptive"]
@@ -21,7 +21,7 @@ class Tier:
     """Pages named by a letter, with the rank that the order gave each."""
 
     def __init__(
-        self, name: str, pages: int = 4, doubling_depth: float = 8.0, code: ModuleType = choosing
+        self, name: str, pages: int = 4, doubling_depth: float = 8.0, code: ModuleType = registry
     ) -> None:
         self.history = History(12)
         self.policy = code.make_policy(name, Known(self.history, doubling_depth), pages)

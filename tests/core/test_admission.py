@@ -15,7 +15,7 @@ from tierstore.policy import History, Known, make_admission, make_history
 from tierstore.policy.admission import Cost
 from tierstore.policy.budget import DAY_S, WriteBudget
 from tierstore.policy.history import Record
-from tierstore.policy.recompute import doubling_depth
+from tierstore.policy.registry import doubling_depth
 from tierstore.types import PageKey
 
 LLAMA = PageSpec(num_layers=32, page_size=64, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="8b")

@@ -10,7 +10,7 @@ import pytest
 from tests.core import test_admission, test_learning_orders
 from tests.support import planting
 from tests.support.planting import Bug
-from tierstore.policy import adaptive, admission, choosing, history, session
+from tierstore.policy import adaptive, admission, history, registry, session
 
 Test = Callable[[], None]
 
@@ -140,7 +140,7 @@ def test_a_planted_bug_is_noticed(
 ) -> None:
     changed = planting.load(module, bug)
     own = {name: x for name, x in vars(changed).items() if getattr(x, "__module__", None) == module.__name__}
-    for user in (choosing, adaptive, test_admission, test_learning_orders):
+    for user in (registry, adaptive, test_admission, test_learning_orders):
         for name in own.keys() & vars(user).keys():
             monkeypatch.setattr(user, name, own[name])
     with pytest.raises((AssertionError, ExceptionGroup)):

@@ -9,7 +9,7 @@ import pytest
 from tests.core.order_model import ORDERS, Tier, pages, run
 from tests.support import planting
 from tests.support.planting import Bug
-from tierstore.policy import choosing, orders, windowed
+from tierstore.policy import orders, registry, windowed
 
 BUGS = [
     (
@@ -150,9 +150,9 @@ def _search(tier: type[Tier], name: str, code: object) -> None:
 def test_a_planted_bug_is_noticed(name: str, bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = planting.load(orders, bug)
     for known in ("Fifo", "Lru", "Priority", "Lfu", "Slru", "Gdsf"):
-        monkeypatch.setattr(choosing, known, vars(changed)[known])
+        monkeypatch.setattr(registry, known, vars(changed)[known])
     with pytest.raises(AssertionError):
-        _search(Tier, name, choosing)
+        _search(Tier, name, registry)
 
 
 @pytest.mark.parametrize(("name", "bug"), WINDOWED_BUGS, ids=[bug.name for _, bug in WINDOWED_BUGS])
@@ -161,11 +161,11 @@ def test_a_bug_planted_in_an_order_with_a_window_is_noticed(
 ) -> None:
     changed = planting.load(windowed, bug)
     for known in ("S3Fifo", "WTinyLfu"):
-        monkeypatch.setattr(choosing, known, vars(changed)[known])
+        monkeypatch.setattr(registry, known, vars(changed)[known])
     with pytest.raises(AssertionError):
-        _search(Tier, name, choosing)
+        _search(Tier, name, registry)
 
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_without_a_bug_nothing_is_noticed(name: str) -> None:
-    _search(Tier, name, choosing)
+    _search(Tier, name, registry)

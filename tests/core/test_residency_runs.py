@@ -12,9 +12,9 @@ from tierstore.directory import residency as runs
 from tierstore.directory.invariants import check_residency
 from tierstore.directory.residency import Residency, TierTable
 from tierstore.errors import LeaseError
-from tierstore.policy.choosing import Known, make_policy
 from tierstore.policy.history import History
 from tierstore.policy.orders import Fifo
+from tierstore.policy.registry import Known, make_policy
 from tierstore.types import PageKey, Tier
 
 KEYS = [PageKey(bytes([number]) * 36) for number in range(3)]

@@ -15,7 +15,7 @@ from tierstore import build
 from tierstore.build import assemble
 from tierstore.directory import invariants
 from tierstore.page import PageLayout
-from tierstore.policy import choosing
+from tierstore.policy import registry
 from tierstore.replay import simulation
 from tierstore.replay.bounds import Bounds
 from tierstore.replay.simulation import Setting, Simulation, replay, row
@@ -112,7 +112,7 @@ def test_the_simulator_runs_on_the_very_objects_that_a_store_runs_on(tmp_path: P
     assert type(simulated.directory.admitting) is type(parts.directory.admitting)
     assert type(simulated.directory.admitting._admission) is type(parts.directory.admitting._admission)
     for name in ("make_policy", "make_admission", "make_history"):
-        assert vars(simulation)[name] is vars(build)[name] is vars(choosing)[name]
+        assert vars(simulation)[name] is vars(build)[name] is vars(registry)[name]
     parts.mover.close(10.0)
 
 

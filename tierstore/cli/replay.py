@@ -155,7 +155,7 @@ def _require_known(option: str, given: Sequence[str], known: Sequence[str]) -> N
 
 def _setting(trace: Trace, config: StoreConfig, model: str) -> Setting:
     from tierstore.plan.geometry import read_model
-    from tierstore.policy.recompute import doubling_depth
+    from tierstore.policy.registry import doubling_depth
     from tierstore.replay.simulation import Setting
 
     specs = read_model(model).specs(trace.block_tokens)

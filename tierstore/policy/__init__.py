@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tierstore.policy.admission import Admission
 from tierstore.policy.budget import WriteBudget
-from tierstore.policy.choosing import Known, make_admission, make_history, make_policy
 from tierstore.policy.history import History
 from tierstore.policy.orders import Fifo, Lru
 from tierstore.policy.queue import VictimQueue
+from tierstore.policy.registry import Known, make_admission, make_history, make_policy
 
 __all__ = [
     "Admission",

@@ -1,4 +1,4 @@
-"""The orders and admissions that a configuration names."""
+"""The eviction orders and admissions by the names that a configuration gives them, and what they may look at."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from tierstore.policy.windowed import S3Fifo, WTinyLfu
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from tierstore.page import PageSpec
 
 _MOST_REMEMBERED = 1 << 18
 _HORIZON = 32
@@ -80,3 +82,16 @@ _ADMISSIONS: dict[str, Callable[[Known], Admission]] = {
     "second_hit": lambda known: SecondHit(),
     "cost": lambda known: Cost(known.history),
 }
+
+_QUERY_HEADS = 4
+"""Query heads a KV head, where nothing tells: Llama 3 has 4."""
+
+
+def doubling_depth(spec: PageSpec) -> float:
+    """Pages before one that costs twice what the first costs.
+
+    A token costs about ``24 L d^2`` operations in the layers and ``4 L d t`` in attention over ``t`` tokens, ``d`` the
+    width of the model: equal at ``t = 6 d``. The width is taken as that of the queries.
+    """
+    width = spec.num_kv_heads * spec.head_dim * (_QUERY_HEADS if spec.kind == "mha" else 1)
+    return 6 * width / spec.page_size
