@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tests.support.pages import chain
 from tierstore.page import PageSpec
 from tierstore.policy import History, Known, make_admission, make_history
-from tierstore.policy.admission import Cost
-from tierstore.policy.budget import DAY_S, WriteBudget
+from tierstore.policy.admission import DAY_S, Cost, WriteBudget
 from tierstore.policy.history import Record
 from tierstore.policy.registry import doubling_depth
 from tierstore.types import PageKey

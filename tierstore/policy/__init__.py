@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tierstore.policy.admission import Admission
-from tierstore.policy.budget import WriteBudget
+from tierstore.policy.admission import Admission, WriteBudget
 from tierstore.policy.history import History
 from tierstore.policy.orders import Fifo, Lru
 from tierstore.policy.queue import VictimQueue

@@ -1,14 +1,15 @@
-"""Which pages are worth a write to the tier below. Pure: asked at each put and hit, knows no clock.
+"""Which pages are worth a write to the tier below, and how many bytes may be written in a day.
 
 ``all``: every page. ``second_hit``: a page that was asked for since it was put, or that is put again while a bounded
 memory of pages knows it. ``cost``: the better half of all pages, by their chance to be needed from below, learnt from
-pages like them.
+pages like them. Pure: asked at each put and hit; the budget takes the time as an argument.
 
 A page is useless without those before it: the caller writes these too when it writes a page.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -159,3 +160,40 @@ def _kind(record: Record) -> int:
         return min(record.uses + record.turn, _USED) - 1
     began = 4 if record.branch else min(record.steps, 3)
     return _USED + began * _SPANS + min(record.span.bit_length(), _SPANS - 1)
+
+
+DAY_S = 86_400.0
+_BUCKET_S = 900.0
+
+
+class WriteBudget:
+    """What a tier may write in any 24 hours; ``daily_nbytes`` None: as much as it likes.
+
+    Counted in quarters of an hour. A quarter counts whole until its last byte is a day old: the sum is never too low.
+    """
+
+    def __init__(self, daily_nbytes: int | None) -> None:
+        self.daily_nbytes = daily_nbytes
+        self.total = 0
+        """Bytes written since the beginning."""
+        self._buckets: deque[list[float]] = deque()
+        self._sum = 0
+
+    def spend(self, nbytes: int, now: float) -> None:
+        """Bytes were written."""
+        bucket = now // _BUCKET_S
+        if not self._buckets or self._buckets[-1][0] != bucket:
+            self._buckets.append([bucket, 0])
+        self._buckets[-1][1] += nbytes
+        self._sum += nbytes
+        self.total += nbytes
+
+    def spent(self, now: float) -> int:
+        """Bytes written in the last 24 hours."""
+        while self._buckets and (self._buckets[0][0] + 1) * _BUCKET_S <= now - DAY_S:
+            self._sum -= int(self._buckets.popleft()[1])
+        return self._sum
+
+    def left(self, now: float) -> int | None:
+        """Bytes that may still be written now, at least 0; None without a limit."""
+        return None if self.daily_nbytes is None else max(0, self.daily_nbytes - self.spent(now))
