@@ -10,7 +10,7 @@ import pytest
 from tests.core import test_admission, test_learning_orders
 from tests.support import planting
 from tests.support.planting import Bug
-from tierstore.policy import adaptive, admission, history, registry, session
+from tierstore.policy import admission, history, orders, registry
 
 Test = Callable[[], None]
 
@@ -129,8 +129,8 @@ ADAPTIVE: list[tuple[Bug, Test]] = [
 BUGS = [
     *((admission, bug, test) for bug, test in ADMISSION),
     *((history, bug, test) for bug, test in HISTORY),
-    *((session, bug, test) for bug, test in SESSION),
-    *((adaptive, bug, test) for bug, test in ADAPTIVE),
+    *((orders, bug, test) for bug, test in SESSION),
+    *((orders, bug, test) for bug, test in ADAPTIVE),
 ]
 
 
@@ -140,7 +140,7 @@ def test_a_planted_bug_is_noticed(
 ) -> None:
     changed = planting.load(module, bug)
     own = {name: x for name, x in vars(changed).items() if getattr(x, "__module__", None) == module.__name__}
-    for user in (registry, adaptive, test_admission, test_learning_orders):
+    for user in (registry, orders, test_admission, test_learning_orders):
         for name in own.keys() & vars(user).keys():
             monkeypatch.setattr(user, name, own[name])
     with pytest.raises((AssertionError, ExceptionGroup)):

@@ -7,9 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.pages import chain
-from tierstore.policy.adaptive import Adaptive, Ghost, Rivals
 from tierstore.policy.history import History, Record
-from tierstore.policy.session import KINDS, Lifetimes, Returns, Session, _corners, kind_of
+from tierstore.policy.orders import (
+    KINDS,
+    Adaptive,
+    Ghost,
+    Lifetimes,
+    Returns,
+    Rivals,
+    Session,
+    _corners,
+    kind_of,
+)
 from tierstore.types import PageKey
 
 asks = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 50)), max_size=150)

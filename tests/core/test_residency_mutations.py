@@ -19,7 +19,7 @@ from tierstore.directory import residency as quarantine
 from tierstore.directory import residency as runs
 from tierstore.directory import residency as tier_table
 from tierstore.errors import TierStoreError
-from tierstore.policy import queue
+from tierstore.policy import orders
 
 SEARCH = settings(planting.SEARCH, stateful_step_count=50)
 
@@ -463,7 +463,7 @@ BUGS = [
     ),
     Bug(
         "a withdrawn victim is found",
-        queue,
+        orders,
         "return self._keys.pop(rank, None) is not None",
         "return rank in self._keys",
     ),
@@ -476,7 +476,7 @@ def with_bug(bug: Bug) -> Code:
     rooms = {
         module: planting.load(module, planted if module is bug.module else None)
         for module in (
-            queue,
+            orders,
             lineage,
             admission,
             eviction,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tierstore.policy.admission import Admission, WriteBudget
 from tierstore.policy.history import History
-from tierstore.policy.orders import Fifo, Lru
-from tierstore.policy.queue import VictimQueue
+from tierstore.policy.orders import Fifo, Lru, VictimQueue
 from tierstore.policy.registry import Known, make_admission, make_history, make_policy
 
 __all__ = [

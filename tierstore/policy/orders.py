@@ -1,22 +1,103 @@
-"""Victim order per tier. An order and nothing else: it sees ranks, keys and records, never slots, bytes or clocks.
+"""Eviction orders, one per tier: which evictable page leaves first. They see ranks, keys and records only.
 
 A rank is an integer given when a page enters a tier and renewed when it is used; the evictable page of lowest rank
 goes first. Ranks are unique and live in four bands: pages that cannot be reached before all others, then unwanted
 pages, and retained pages after all others, those of higher priority last. Which pages are evictable is not the order's
 business: a reachable page with readable children never is, so every order is leaf first.
+
+``VictimQueue`` holds the evictable pages by rank. ``Fifo``, ``Lru``, ``Priority``, ``Lfu``, ``Gdsf`` and ``Slru`` rank
+by use. ``S3Fifo`` and ``WTinyLfu`` try newcomers out in a small window: what the window pushes out goes into the main
+part or, not worth it, is the next to leave.
+
+``Session`` keeps a page as long as waiting for it pays, with times to live learnt from how soon pages like it came
+back. Pages that were used are of one kind if their chat had made as many requests (turn and uses together), new ones
+if the run of pages that they came with began alike and is about as long. Of each kind the history tells how many are
+asked for again at which age. A page kept until age ``a`` earns the chance that it is asked for by then and costs a
+place until then or until it is used; with a price a place and a moment there is a best ``a`` for each kind, and the
+price is the one at which what is kept just fits the tier. So a kind that seldom comes back, or comes back too late, is
+not kept at all. Ages are in pages asked for; capacities too. Estimates are those of Kaplan and Meier (1958), for what
+has not come back yet has only not come back so far. No constant belongs to a workload: half lives and periods are in
+capacities.
+
+``Adaptive`` is ``Session`` as long as that hits more than LRU, judged by small ghost caches of both that run beside. A
+ghost cache holds keys of a sample of the pages, chosen by key, and as much smaller a capacity (SHARDS, Waldspurger
+2015), so that it hits as often as the whole would.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from heapq import heapify, heappop, heappush
 from itertools import count
+from math import log2
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tierstore.policy.history import History, Record
     from tierstore.types import PageKey
+
+
+class VictimQueue:
+    """The evictable pages of a tier, lowest rank first. O(log n) to offer, amortised O(log n) to find the first.
+
+    Ranks are unique while offered. Withdrawn ranks stay in the heap until they surface or outnumber the live ones.
+    """
+
+    __slots__ = ("_heap", "_keys")
+
+    def __init__(self) -> None:
+        self._keys: dict[int, PageKey] = {}
+        self._heap: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[PageKey]:
+        """Keys in victim order; O(n log n)."""
+        return (self._keys[rank] for rank in sorted(self._keys))
+
+    def offer(self, rank: int, key: PageKey) -> None:
+        """The page may leave from now on; no effect if it was offered already."""
+        if rank in self._keys:
+            return
+        self._keys[rank] = key
+        heappush(self._heap, rank)
+        if len(self._heap) > 2 * len(self._keys) + 64:
+            self._heap = list(self._keys)
+            heapify(self._heap)
+
+    def withdraw(self, rank: int) -> bool:
+        """The page may not leave any more; no effect if it was not offered. Whether it was."""
+        return self._keys.pop(rank, None) is not None
+
+    def shift(self, rank: int, key: PageKey, *, offered: bool) -> None:
+        """Offers or withdraws the page, whichever is asked."""
+        if offered:
+            self.offer(rank, key)
+        else:
+            self.withdraw(rank)
+
+    def first(self) -> PageKey | None:
+        """The next victim, still offered; None if there is none."""
+        heap, keys = self._heap, self._keys
+        while heap:
+            key = keys.get(heap[0])
+            if key is not None:
+                return key
+            heappop(heap)
+        return None
+
+    def first_where(self, allowed: Callable[[PageKey], bool]) -> PageKey | None:
+        """The first victim that is allowed; O(n) to begin with, O(log n) for each that is not."""
+        heap, keys = self._heap.copy(), self._keys
+        while heap:
+            key = keys.get(heappop(heap))
+            if key is not None and allowed(key):
+                return key
+        return None
+
 
 BAND = 1 << 120
 """Retained pages have ranks from here on, a band for each priority."""
@@ -189,3 +270,422 @@ class Slru(Fifo):
     def moved(self) -> Iterator[tuple[PageKey, int, int]]:
         moved, self._moved = self._moved, []
         return iter(moved)
+
+
+_MAIN = 1 << SHIFT
+_WINDOW = 1 << 100
+"""Ranks below ``_MAIN``: of pages that leave next; from here on: of those in the window."""
+_USES = 3
+"""S3-FIFO's two bits."""
+
+
+class _Windowed(Fifo):
+    """The window is a queue of at most ``pages``; what it pushes out is asked about."""
+
+    def __init__(self, history: History, pages: int) -> None:
+        super().__init__()
+        self._history = history
+        self._most = max(1, pages)
+        self._window: OrderedDict[PageKey, int] = OrderedDict()
+        self._moved: list[tuple[PageKey, int, int]] = []
+
+    def moved(self) -> Iterator[tuple[PageKey, int, int]]:
+        moved, self._moved = self._moved, []
+        return iter(moved)
+
+    def _uses(self, key: PageKey) -> int:
+        record = self._history.get(key)
+        return 0 if record is None else record.uses
+
+    def _try_out(self, key: PageKey) -> int:
+        """The page is the newest of the window; pushes out what is too much."""
+        self._window.pop(key, None)
+        rank = self._window[key] = _WINDOW + next(self._next)
+        while len(self._window) > self._most:
+            oldest, before = self._window.popitem(last=False)
+            self._moved.append((oldest, before, self._pushed_out(oldest)))
+        return rank
+
+    def _pushed_out(self, key: PageKey) -> int:
+        """Rank of a page that the window has no room for: in the main part, or before it."""
+        raise NotImplementedError
+
+
+class S3Fifo(_Windowed):
+    """S3-FIFO (Yang, 2023): the window has a tenth of the tier, and what was used twice there goes on to the main part,
+    as does what is put again while it is remembered. Both are queues: use moves nobody, but a page of the main part
+    that was used stays for as many rounds more, at most three.
+    """
+
+    def __init__(self, history: History, pages: int) -> None:
+        super().__init__(history, pages // 10)
+        self._round = 0
+        self._counted: dict[PageKey, int] = {}
+        """Uses of each page that have counted already: those from before it came."""
+
+    def enter(self, key: PageKey) -> int:
+        again = key not in self._counted and self._uses(key) > 0
+        self._counted[key] = self._uses(key)
+        self._window.pop(key, None)
+        return self._keep(0) if again else self._try_out(key)
+
+    def touch(self, key: PageKey, rank: int) -> int:
+        if rank < 0:
+            return self.enter(key)
+        if not _MAIN <= rank < _WINDOW or not self._since(key):
+            return rank
+        rounds = min(_USES, max(0, (rank >> SHIFT) - 1 - self._round) + self._since(key))
+        self._counted[key] = self._uses(key)
+        return self._keep(rounds)
+
+    def left(self, key: PageKey, rank: int) -> None:
+        """A page of the main part that leaves ends a round."""
+        if self._window.get(key) == rank:
+            del self._window[key]
+        self._counted.pop(key, None)
+        if _MAIN <= rank < _WINDOW:
+            self._round = max(self._round, (rank >> SHIFT) - 1)
+
+    def _forget(self, key: PageKey) -> None:
+        self._window.pop(key, None)
+        self._counted.pop(key, None)
+
+    def _keep(self, rounds: int) -> int:
+        return _MAIN * (1 + self._round + rounds) + next(self._next)
+
+    def _since(self, key: PageKey) -> int:
+        return max(0, self._uses(key) - self._counted.get(key, 0))
+
+    def _pushed_out(self, key: PageKey) -> int:
+        if self._since(key) < 2:
+            return next(self._next)
+        self._counted[key] = self._uses(key)
+        return self._keep(0)
+
+
+class WTinyLfu(_Windowed):
+    """W-TinyLFU (Einziger, 2017): the window is an LRU of a hundredth of the tier. What it pushes out takes the place
+    of the next victim of the main part only if it was used more often. The main part is a segmented LRU: used again
+    means protected, up to four fifths. Uses are those that the history remembers, not a sketch's.
+    """
+
+    def __init__(self, history: History, pages: int) -> None:
+        super().__init__(history, pages // 100)
+        self._probation: OrderedDict[PageKey, int] = OrderedDict()
+        self._protected: OrderedDict[PageKey, int] = OrderedDict()
+        self._most_protected = max(1, (pages - self._most) * 4 // 5)
+
+    def enter(self, key: PageKey) -> int:
+        self._forget(key)
+        return self._try_out(key)
+
+    def touch(self, key: PageKey, rank: int) -> int:
+        if rank >= BAND:
+            return next(self._next) + band(rank)
+        if not _MAIN <= rank < _WINDOW:
+            return self.enter(key)
+        self._forget(key)
+        renewed = self._protected[key] = 2 * _MAIN + next(self._next)
+        if len(self._protected) > self._most_protected:
+            oldest, before = self._protected.popitem(last=False)
+            self._moved.append((oldest, before, self._on_probation(oldest)))
+        return renewed
+
+    def left(self, key: PageKey, rank: int) -> None:
+        """It has no segment any more."""
+        for segment in (self._window, self._probation, self._protected):
+            if segment.get(key) == rank:
+                del segment[key]
+
+    def _forget(self, key: PageKey) -> None:
+        for segment in (self._window, self._probation, self._protected):
+            segment.pop(key, None)
+
+    def _on_probation(self, key: PageKey) -> int:
+        rank = self._probation[key] = _MAIN + next(self._next)
+        return rank
+
+    def _pushed_out(self, key: PageKey) -> int:
+        victim = next(iter(self._probation), None)
+        if victim is not None and self._uses(key) <= self._uses(victim):
+            return next(self._next)
+        return self._on_probation(key)
+
+
+_USED = 8
+_SHORT, _LONG = 8, 64
+"""Pages of a run from which on it is longer than most turns of a chat, and a document."""
+KINDS = _USED + 3 * 3
+_BUCKETS = 72
+"""Ages by half powers of two."""
+_EDGES = [0.0, *(2 ** (i / 2) for i in range(_BUCKETS))]
+_EPOCHS = 8
+"""Beginnings of one capacity's time are told apart this finely."""
+_HORIZON = 32
+"""Capacities of pages after which one counts as not coming back."""
+_PERIODS = 2
+"""Plans made in one capacity's time."""
+_HALF_LIFE = 64
+"""Capacities after which what was seen counts half."""
+_FEW = 8
+
+_Point = tuple[float, float, float]
+"""Age, chance to be asked for by then, time in place by then."""
+_Curve = list[_Point]
+
+
+class Returns:
+    """How soon pages of one kind came back, as far as is known."""
+
+    def __init__(self, pages: int) -> None:
+        self.begun = 0.0
+        self._epoch = max(1, pages // _EPOCHS)
+        self._waiting: dict[int, int] = {}
+        """Pages not asked for again yet, by when they were last."""
+        self._ended = [0.0] * _BUCKETS
+        """Waits that ended, by age, well or not."""
+        self._back = [0.0] * _BUCKETS
+
+    def begin(self, now: int) -> None:
+        """A wait begins."""
+        epoch = now // self._epoch
+        self._waiting[epoch] = self._waiting.get(epoch, 0) + 1
+        self.begun += 1
+
+    def end(self, since: int, now: int, *, back: bool) -> None:
+        """A wait ends; no effect if it had been given up."""
+        epoch = since // self._epoch
+        if epoch not in self._waiting:
+            return
+        self._waiting[epoch] -= 1
+        if not self._waiting[epoch]:
+            del self._waiting[epoch]
+        bucket = _bucket(now - since)
+        self._ended[bucket] += 1
+        self._back[bucket] += back
+
+    def curve(self, now: int) -> _Curve:
+        """What keeping a page up to each age earns and costs; only nothing if too little is known."""
+        ended = self._ended.copy()
+        for epoch, number in self._waiting.items():
+            ended[_bucket(now - epoch * self._epoch)] += number
+        at_risk, still, place = sum(ended), 1.0, 0.0
+        points = [(0.0, 0.0, 0.0)]
+        if at_risk < _FEW:
+            return points
+        for bucket in range(_BUCKETS):
+            if at_risk < _FEW / 2:
+                break
+            exposed = at_risk - (ended[bucket] - self._back[bucket]) / 2
+            left = still * (1 - min(1.0, self._back[bucket] / max(exposed, 1.0)))
+            place += (_EDGES[bucket + 1] - _EDGES[bucket]) * (still + left) / 2
+            still, at_risk = left, at_risk - ended[bucket]
+            points.append((_EDGES[bucket + 1], 1 - still, place))
+        return points
+
+    def age(self, factor: float, horizon: int, now: int) -> None:
+        """What was seen counts less; waits beyond the horizon are given up."""
+        self.begun *= factor
+        self._ended = [x * factor for x in self._ended]
+        self._back = [x * factor for x in self._back]
+        last = _bucket(horizon)
+        for epoch in [e for e in self._waiting if (e + 1) * self._epoch < now - horizon]:
+            self._ended[last] += self._waiting.pop(epoch)
+
+
+class Lifetimes:
+    """The plan of one tier of ``pages``: how long to keep a page of each kind. A watcher of a history."""
+
+    def __init__(self, pages: int) -> None:
+        self.pages = max(1, pages)
+        self.kept = [0.0] * KINDS
+        """Ages up to which pages of each kind are kept, smoothed."""
+        self._returns = [Returns(self.pages) for _ in range(KINDS)]
+        self._span = 0.0
+        self._next = self._period = max(64, self.pages // _PERIODS)
+
+    def asked(self, record: Record, now: int, *, below: bool) -> None:
+        """A wait has ended well."""
+        self._returns[record.kind].end(record.last, now, back=True)
+
+    def began(self, record: Record, now: int) -> None:
+        """A wait begins; now and then a plan is made."""
+        record.kind = kind = kind_of(record)
+        self._returns[kind].begin(record.last)
+        self._span += 1
+        if now >= self._next:
+            self._next = now + self._period
+            self._plan(now)
+
+    def forgotten(self, record: Record, now: int) -> None:
+        """A wait has come to nothing."""
+        self._returns[record.kind].end(record.last, now, back=False)
+
+    def _plan(self, now: int) -> None:
+        curves = [returns.curve(now) for returns in self._returns]
+        rates = [returns.begun / self._span for returns in self._returns]
+        best = _best_ages(curves, rates, self.pages)
+        weight = 1 / (5 * _PERIODS)
+        self.kept = [old + (new - old) * weight for old, new in zip(self.kept, best, strict=True)]
+        factor = 0.5 ** (self._period / self.pages / _HALF_LIFE)
+        self._span *= factor
+        for returns in self._returns:
+            returns.age(factor, _HORIZON * self.pages, now)
+
+
+class Session(Scored):
+    """By the time up to which the page is worth its place."""
+
+    def __init__(self, history: History, pages: int) -> None:
+        super().__init__(history)
+        self.lifetimes = Lifetimes(pages)
+        history.watchers.append(self.lifetimes)
+
+    def _value(self, key: PageKey, record: Record | None) -> int:
+        return self._history.now + (0 if record is None else int(self.lifetimes.kept[record.kind]))
+
+
+def kind_of(record: Record) -> int:
+    """Pages of one kind are expected to come back alike.
+
+    New ones by how their run began and how long it is, used ones by how many requests their chat had made.
+    """
+    if record.uses:
+        return min(record.turn + record.uses, _USED) - 1
+    began = 1 if record.steps else 2 if record.branch else 0
+    length = 0 if record.span < _SHORT else 1 if record.span < _LONG else 2
+    return _USED + 3 * began + length
+
+
+def _best_ages(curves: list[_Curve], rates: list[float], pages: int) -> list[float]:
+    """The ages at the lowest price at which what is kept fits: by bisection of the price's logarithm."""
+    corners = [_corners(curve) for curve in curves]
+
+    def choose(price: float) -> tuple[float, list[float]]:
+        used, ages = 0.0, []
+        for points, rate in zip(corners, rates, strict=True):
+            age, _, place = max(points, key=lambda point: point[1] - price * point[2])
+            used += rate * place
+            ages.append(age)
+        return used, ages
+
+    low, high = 1e-12, 1.0
+    for _ in range(40):
+        middle = (low * high) ** 0.5
+        if choose(middle)[0] > pages:
+            low = middle
+        else:
+            high = middle
+    return choose(high)[1]
+
+
+def _corners(curve: _Curve) -> _Curve:
+    """Those points of a curve that are the best at some price: its upper hull."""
+    hull = curve[:1]
+    for point in curve[1:]:
+        if point[1] <= hull[-1][1]:
+            continue
+        while len(hull) > 1 and not _bends(hull[-2], hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _bends(a: _Point, b: _Point, c: _Point) -> bool:
+    """Whether a place brings more between a and b than between b and c."""
+    return (b[1] - a[1]) * (c[2] - b[2]) > (c[1] - b[1]) * (b[2] - a[2])
+
+
+def _bucket(age: float) -> int:
+    return 0 if age < 1 else min(_BUCKETS - 1, int(2 * log2(age)) + 1)
+
+
+_GHOST_PAGES = 512
+_DEEPEST = (1 << 32) - 1
+_FADING = 2
+"""Capacities after which a hit of a ghost counts half."""
+
+
+class Ghost:
+    """Keys with a value each, at most ``pages``; the lowest value leaves first.
+
+    ``hits``: those of the first pages of each request, up to one that is missing.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self.hits = 0.0
+        self._request = -1
+        self._whole = True
+        self._pages = max(1, pages)
+        self._values: dict[PageKey, int] = {}
+        self._heap: list[tuple[int, PageKey]] = []
+
+    def ask(self, page: PageKey, value: int, request: int) -> None:
+        """The page is asked for by this request and gets a value."""
+        if request != self._request:
+            self._request, self._whole = request, True
+        self._whole = self._whole and page in self._values
+        self.hits += self._whole
+        self._values[page] = value
+        heappush(self._heap, (value, page))
+        while len(self._values) > self._pages:
+            lowest, victim = heappop(self._heap)
+            if self._values.get(victim) == lowest:
+                del self._values[victim]
+        if len(self._heap) > 4 * self._pages + 64:
+            self._heap = sorted((value, page) for page, value in self._values.items())
+
+
+class Rivals:
+    """A watcher that lets both orders serve the same sample of requests, and says which does better."""
+
+    def __init__(self, session: Session, pages: int) -> None:
+        self.follow_session = True
+        self._session = session
+        self._every = max(1, pages // _GHOST_PAGES)
+        self._ghost, self._lru = Ghost(pages // self._every), Ghost(pages // self._every)
+        self._next = self._period = max(64, pages // 2)
+        self._fade = 0.5 ** (self._period / max(1, pages) / _FADING)
+
+    def asked(self, record: Record, now: int, *, below: bool) -> None:
+        """Nothing: the ghosts know what they hold."""
+
+    def forgotten(self, record: Record, now: int) -> None:
+        """Nothing: the ghosts know what they hold."""
+
+    def began(self, record: Record, now: int) -> None:
+        """The ghosts are asked for the page too."""
+        if self._every == 1 or int.from_bytes(record.key[:4]) % self._every == 0:
+            # The same moment for all pages of a request, and tails before heads, as residency has it.
+            request, place = now - record.depth, _DEEPEST - min(record.depth, _DEEPEST)
+            kept = int(self._session.lifetimes.kept[record.kind])
+            self._ghost.ask(record.key, ((request + kept) << 32) + place, request)
+            self._lru.ask(record.key, (request << 32) + place, request)
+        if now >= self._next:
+            self._next = now + self._period
+            self.follow_session = self._ghost.hits > self._lru.hits
+            self._ghost.hits *= self._fade
+            self._lru.hits *= self._fade
+
+
+class Adaptive(Session):
+    """``session`` or LRU, whichever would hit more often now."""
+
+    def __init__(self, history: History, pages: int) -> None:
+        super().__init__(history, pages)
+        self.rivals = Rivals(self, pages)
+        self._followed_session = True
+        self._head_start = self._longest = 0
+        history.watchers.append(self.rivals)
+
+    def _value(self, key: PageKey, record: Record | None) -> int:
+        follow_session = self.rivals.follow_session
+        if follow_session != self._followed_session:
+            # What the other order had promised counts from its last use only: else pages of the past outlived new ones.
+            self._followed_session = follow_session
+            self._head_start += self._longest
+            self._longest = 0
+        kept = int(self.lifetimes.kept[record.kind]) if follow_session and record is not None else 0
+        if kept > self._longest:
+            self._longest = kept
+        return self._history.now + self._head_start + kept

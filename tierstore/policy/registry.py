@@ -6,12 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tierstore.policy.adaptive import Adaptive
 from tierstore.policy.admission import Admission, All, Cost, SecondHit
 from tierstore.policy.history import History
-from tierstore.policy.orders import Fifo, Gdsf, Lfu, Lru, Priority, Slru
-from tierstore.policy.session import Session
-from tierstore.policy.windowed import S3Fifo, WTinyLfu
+from tierstore.policy.orders import Adaptive, Fifo, Gdsf, Lfu, Lru, Priority, S3Fifo, Session, Slru, WTinyLfu
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
