@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.attention.cases import Case
 from tests.support.planting import Bug, load
-from tierstore.gpu.attention import items
+from tierstore.gpu.attention import in_place
 from tierstore.gpu.attention.paging import Paging
 
 
@@ -38,7 +38,7 @@ def steps(draw: st.DrawFn) -> Case:
     )
 
 
-def require_whole(case: Case, work: items.Work, block_m: int, block_n: int) -> None:
+def require_whole(case: Case, work: in_place.Work, block_m: int, block_n: int) -> None:
     """Every row's items tile what it sees, and its parts are nobody else's."""
     paging = paging_of(case)
     group = paging.shape.group
@@ -92,7 +92,7 @@ def check(module: object, case: Case, blocks: tuple[int, int], programs: int) ->
 @given(case=steps(), blocks=BLOCKS, programs=st.sampled_from([1, 8, 264]))
 @settings(max_examples=150, deadline=None)
 def test_every_row_meets_what_it_sees_once(case: Case, blocks: tuple[int, int], programs: int) -> None:
-    check(items, case, blocks, programs)
+    check(in_place, case, blocks, programs)
 
 
 @given(
@@ -105,15 +105,15 @@ def test_items_fit_the_room_that_any_division_of_so_many_sequences_needs(
     lens: list[int], programs: int, group: int
 ) -> None:
     paging = paging_of(Case(lens, group=group))
-    most = items.most_items(len(lens), -(-group // 16), paging.shape.num_kv_heads, programs)
-    work = items.divide(paging, 16, 16, items.Room(programs, most))
+    most = in_place.most_items(len(lens), -(-group // 16), paging.shape.num_kv_heads, programs)
+    work = in_place.divide(paging, 16, 16, in_place.Room(programs, most))
     assert len(work.items) <= most
     assert work.num_parts <= most
 
 
 def test_one_long_sequence_fills_the_programs_once() -> None:
     case = Case([131072], num_kv_heads=8, group=4, head_dim=128, page_size=64)
-    work = items.divide(paging_of(case), 16, 64, items.Room(264))
+    work = in_place.divide(paging_of(case), 16, 64, in_place.Room(264))
     assert 0.95 <= len(work.items) * 8 / 264 <= 1
 
 
@@ -140,7 +140,7 @@ BUGS = [
 
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_noticed(bug: Bug) -> None:
-    planted = load(items, bug)
+    planted = load(in_place, bug)
 
     @given(case=steps(), blocks=BLOCKS, programs=st.sampled_from([1, 8, 264]))
     @settings(max_examples=150, deadline=None, database=None)
