@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from tierstore.gpu.attention.backends import Way, attend
 from tierstore.gpu.attention.paging import Paging, Shape
-from tierstore.gpu.attention.reference import attend
-from tierstore.gpu.attention.ways import Way
 
 LAYERS = 3
 SPARE_SLOTS = 3

@@ -17,9 +17,9 @@ from tests.attention.cases import LAYOUTS, Case, Scene
 from tests.attention.interpreted import KERNELS, interpreted
 from tests.support.planting import Bug, write
 from tierstore.gpu.attention import gathered
+from tierstore.gpu.attention.backends import for_many
 from tierstore.gpu.attention.gathered import Gathered
 from tierstore.gpu.attention.paging import Paging
-from tierstore.gpu.attention.ways import for_many
 
 KERNELS_HERE = interpreted()
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.attention.cases import Case, Scene, cases
+from tierstore.gpu.attention.backends import attend, gather
 from tierstore.gpu.attention.paged import PagedDecode, PagedPrefill, merge_states
-from tierstore.gpu.attention.reference import attend, gather
 
 
 def by_sdpa(scene: Scene) -> torch.Tensor:

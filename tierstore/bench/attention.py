@@ -21,10 +21,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from tierstore.bench.link import device_of, settle
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
+from tierstore.gpu.attention.backends import attend
 from tierstore.gpu.attention.gathered import sdpa
 from tierstore.gpu.attention.paged import PagedDecode, PagedPrefill
 from tierstore.gpu.attention.paging import Paging
-from tierstore.gpu.attention.reference import attend
 from tierstore.host.memory import available_nbytes
 
 if TYPE_CHECKING:

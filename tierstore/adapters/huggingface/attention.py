@@ -26,9 +26,9 @@ from transformers.masking_utils import (
 )
 
 from tierstore.adapters.huggingface.batch import Span
+from tierstore.gpu.attention.backends import Backend
 from tierstore.gpu.attention.paged import PagedDecode, PagedPrefill
 from tierstore.gpu.attention.paging import DTYPES
-from tierstore.gpu.attention.ways import Backend
 
 NEW_FROM = 4096
 """Tokens of a prompt without a prefix from which the kernels' cuDNN is the faster one. Not tuned."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from tierstore.gpu.attention import reference
+from tierstore.gpu.attention import backends
+from tierstore.gpu.attention.backends import Backend, Way, device_of, for_many, for_one, make, require_backend
 from tierstore.gpu.attention.paging import Numbers, Paging, Shape
-from tierstore.gpu.attention.ways import Backend, Way, device_of, for_many, for_one, make, require_backend
 
-merge_states = reference.merge_states
+merge_states = backends.merge_states
 
 
 class _Paged:

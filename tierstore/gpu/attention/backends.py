@@ -1,0 +1,171 @@
+"""The backends that compute attention over pages, and the choice among them.
+
+``attend`` and ``Reference`` are plain torch: what every other backend is compared with, and the backend of the CPU.
+``InPlace`` and ``Gathered`` are modules of their own. ``for_one`` and ``for_many`` choose.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol, get_args
+
+import torch
+
+from tierstore.gpu.attention import gathered
+from tierstore.gpu.attention.in_place import InPlace
+from tierstore.gpu.attention.paging import Paging
+
+
+def attend(
+    q: torch.Tensor, pages: torch.Tensor, paging: Paging, wide: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``(out, lse)``: ``[queries, num_qo_heads, head_dim_vo]`` and ``[queries, num_qo_heads]``, both ``wide``.
+
+    ``lse`` is the natural logarithm of the sum of exp(scores); a query that sees nothing has out 0 and lse -inf.
+    ``pages``: ``[num_slots, planes, page_size, num_kv_heads, head_dim]``, any strides. Tokens that no query sees may
+    hold anything, NaN too. Gathers one sequence at a time. Changes nothing.
+    """
+    shape = paging.shape
+    out = torch.zeros(paging.num_queries, shape.num_qo_heads, shape.head_dim_vo, dtype=wide, device=q.device)
+    lse = torch.full(out.shape[:2], -torch.inf, dtype=wide, device=q.device)
+    for row in range(paging.batch):
+        rows = slice(int(paging.qo_indptr[row]), int(paging.qo_indptr[row + 1]))
+        if paging.kv_lens[row] and rows.start < rows.stop:
+            out[rows], lse[rows] = _attend_one(q[rows].to(wide), pages, paging, row)
+    return out, lse
+
+
+def gather(pages: torch.Tensor, paging: Paging, row: int, first: int, end: int) -> torch.Tensor:
+    """Tokens ``first`` to ``end`` of a sequence, ``[planes, end - first, num_kv_heads, head_dim]``: a copy.
+
+    Reads no page but theirs.
+    """
+    size = paging.shape.page_size
+    start = int(paging.indptr[row])
+    slots = torch.from_numpy(paging.indices[start + first // size : start - (-end // size)])
+    rows = pages.index_select(0, slots.to(pages.device)).transpose(0, 1).flatten(1, 2)
+    skip = first % size
+    return rows[:, skip : skip + end - first]
+
+
+def _attend_one(
+    q: torch.Tensor, pages: torch.Tensor, paging: Paging, row: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape, width = paging.shape, len(q)
+    first, end = int(paging.first_seen[row]), int(paging.kv_lens[row])
+    planes = gather(pages, paging, row, first, end).to(q.dtype)
+    keys, values = planes[0], planes[-1][..., : shape.head_dim_vo]
+    grouped = q.view(width, shape.num_kv_heads, shape.group, shape.head_dim)
+    scores = torch.einsum("qhgd,nhd->qhgn", grouped, keys) * shape.sm_scale
+    if shape.causal:
+        place = torch.arange(end - width, end, device=q.device)[:, None]
+        token = torch.arange(first, end, device=q.device)[None]
+        hidden = token > place
+        if shape.window_left >= 0:
+            hidden |= token < place - shape.window_left
+        scores.masked_fill_(hidden[:, None, None], -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    out = torch.einsum("qhgn,nhd->qhgd", torch.exp(scores - lse[..., None]), values)
+    return out.flatten(1, 2), lse.flatten(1, 2)
+
+
+def merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of disjoint sets of keys, from that over each set.
+
+    ``outs``: ``[sets, ..., head_dim_vo]``, ``lses``: ``[sets, ...]``, natural logarithms; returns both without the
+    first dimension, in their dtypes. A set in which a query saw nothing (-inf) counts nothing.
+    """
+    top = lses.amax(0)
+    floor = top.masked_fill(top == -torch.inf, 0.0)
+    weights = torch.exp(lses - floor)
+    total = weights.sum(0)
+    safe = total.masked_fill(total == 0, 1.0)
+    out = (weights[..., None] * outs).sum(0) / safe[..., None]
+    return out.to(outs.dtype), floor + torch.log(total)
+
+
+Backend = Literal["auto", "reference", "triton", "gathered"]
+"""``triton``: kernels that read pages in place. ``gathered``: pages are gathered, some at a time, for SDPA."""
+
+GATHERED_QUERIES = 512
+GATHERED_WORK = 1 << 36
+"""Gathering wins from so many queries of a sequence, and products of queries, tokens, heads and their numbers: below,
+launches take longer than it saves. Measured on an H200: docs/measurements.md."""
+
+
+class Way(Protocol):
+    """How a step's attention is computed."""
+
+    def plan(self, paging: Paging) -> None:
+        """Prepares for any number of layers."""
+        ...
+
+    def run(self, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Fills ``out`` and ``lse``, float32, on the current stream."""
+        ...
+
+
+class Reference:
+    """Plain torch, sums in float32, on any device."""
+
+    def plan(self, paging: Paging) -> None:
+        """Keeps it."""
+        self._paging = paging
+
+    def run(self, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Fills ``out`` and ``lse``."""
+        found = attend(q, pages, self._paging)
+        out.copy_(found[0])
+        lse.copy_(found[1])
+
+
+def device_of(device: torch.device | str) -> torch.device:
+    """ValueError for a card that torch does not find."""
+    found = torch.device(device)
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (found.index or 0) >= count:
+            allowed = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
+            raise ValueError(f'device is "{found}", which torch does not find; allowed here: {allowed}')
+    return found
+
+
+def require_backend(device: torch.device, name: Backend) -> None:
+    """ValueError for a name that is none, or of a way that needs a card."""
+    allowed = get_args(Backend) if device.type == "cuda" else ("auto", "reference")
+    if name not in allowed:
+        raise ValueError(f'backend is "{name}"; allowed on {device.type}: {", ".join(allowed)}')
+
+
+def make(name: Backend, device: torch.device, max_pages: int | None = None) -> Way:
+    """The way of that name. ValueError for one that is none, or that needs a card."""
+    require_backend(device, name)
+    if name == "reference":
+        return Reference()
+    if name == "gathered":
+        return gathered.Gathered(device)
+    return InPlace(device, max_pages=max_pages)
+
+
+def for_one(device: torch.device, asked: Backend) -> Backend:
+    """For one query a sequence. ValueError for "gathered", which would copy all that is read once."""
+    if asked == "gathered":
+        raise ValueError('backend is "gathered"; allowed for decoding: "auto", "reference", "triton"')
+    if asked == "auto":
+        return "triton" if device.type == "cuda" else "reference"
+    return asked
+
+
+def for_many(device: torch.device, asked: Backend, paging: Paging) -> Backend:
+    """For many queries a sequence. ValueError for "gathered" where torch's kernels have no such shape."""
+    fits = gathered.fits(paging.shape)
+    if asked == "gathered" and not fits:
+        raise ValueError(
+            f'backend is "gathered"; allowed: others for a window, MLA, float32 or head_dim {paging.shape.head_dim}'
+        )
+    if asked != "auto":
+        return asked
+    if device.type != "cuda":
+        return "reference"
+    row = paging.shape.num_qo_heads * paging.shape.head_dim
+    enough = (paging.widths >= GATHERED_QUERIES) & (paging.widths * paging.kv_lens * row >= GATHERED_WORK)
+    return "gathered" if fits and bool(enough.any()) else "triton"
