@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.codecs.bounds import HALF_ULP, LARGEST, TINY
 from tierstore.codecs.kinds import Lossy, Scheme
 from tierstore.codecs.pages import Decoder, Encoder
+from tierstore.codecs.quantization import HALF_ULP, LARGEST, TINY
 from tierstore.page import PageLayout, PageSpec
 
 Bytes = NDArray[np.uint8]

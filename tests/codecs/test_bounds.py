@@ -21,8 +21,7 @@ from tests.codecs.holding import (
     words_of,
 )
 from tierstore.codecs import LOSSY, pages
-from tierstore.codecs.bounds import LARGEST
-from tierstore.codecs.steps import Shape
+from tierstore.codecs.quantization import LARGEST, Shape
 from tierstore.page import PageLayout
 
 NAMES = list(LOSSY)

@@ -8,13 +8,13 @@ import torch
 from numpy.typing import NDArray
 
 from tests.codecs.holding import decoded, encoded, spec_of, words_of
-from tierstore.codecs import LOSSY, floats
+from tierstore.codecs import LOSSY, quantization
 from tierstore.page import PageLayout
 
 
 def narrowed(numbers: NDArray[np.float32], dtype: str) -> NDArray[np.generic]:
-    words = np.empty(numbers.shape, dtype=floats.WORDS[dtype])
-    floats.narrow(numbers.copy(), words, np.empty_like(numbers))
+    words = np.empty(numbers.shape, dtype=quantization.WORDS[dtype])
+    quantization.narrow(numbers.copy(), words, np.empty_like(numbers))
     return words
 
 
@@ -44,7 +44,7 @@ def test_rounding_to_float16_is_that_of_torch_but_for_what_would_be_infinite() -
 def test_every_bfloat16_has_its_value() -> None:
     words = np.arange(1 << 16, dtype="<u2")
     numbers = np.empty(words.shape, dtype=np.float32)
-    floats.widen(words, numbers)
+    quantization.widen(words, numbers)
     wanted = torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).float().numpy()
     np.testing.assert_array_equal(numbers.view(np.uint32), wanted.view(np.uint32))
 
@@ -52,20 +52,20 @@ def test_every_bfloat16_has_its_value() -> None:
 def test_stored_scales_are_the_nearest_or_never_smaller_and_at_most_a_128th_larger() -> None:
     scales = np.abs(finite_float32())
     scales = scales[(scales < 2.0**126) & (scales >= 2.0**-126)]
-    values = floats.scale_values(floats.rounded_up(scales))
+    values = quantization.scale_values(quantization.rounded_up(scales))
     assert (values >= scales).all()
     assert (values.astype(np.float64) <= scales.astype(np.float64) * (1 + 2.0**-7)).all()
-    nearest = floats.scale_values(floats.rounded(scales)).astype(np.float64)
+    nearest = quantization.scale_values(quantization.rounded(scales)).astype(np.float64)
     wanted = torch.from_numpy(scales).bfloat16().double().numpy()
     np.testing.assert_array_equal(nearest, wanted)
-    powers = floats.scale_values(floats.power_of_two(scales))
+    powers = quantization.scale_values(quantization.power_of_two(scales))
     assert (np.frexp(powers)[0] == 0.5).all()
     assert ((powers >= scales) & (powers.astype(np.float64) < 2 * scales.astype(np.float64))).all()
     zero = np.zeros(1, dtype=np.float32)
-    assert floats.rounded_up(zero) == floats.rounded(zero) == floats.power_of_two(zero) == 0
+    assert quantization.rounded_up(zero) == quantization.rounded(zero) == quantization.power_of_two(zero) == 0
     subnormal = np.array([1e-45, 1e-39], dtype=np.float32)
-    assert (floats.scale_values(floats.rounded_up(subnormal)) == 2.0**-126).all()
-    assert (floats.scale_values(floats.rounded(subnormal)) == 2.0**-126).all()
+    assert (quantization.scale_values(quantization.rounded_up(subnormal)) == 2.0**-126).all()
+    assert (quantization.scale_values(quantization.rounded(subnormal)) == 2.0**-126).all()
 
 
 def fp8_page(numbers: NDArray[np.float32], dtype: str, scale: float) -> tuple[PageLayout, NDArray[np.uint8]]:
@@ -92,7 +92,7 @@ def test_codes_of_fp8_are_those_of_torch(scale: float) -> None:
         layout, page = fp8_page(numbers, dtype, scale)
         payload = encoded(LOSSY["fp8"], layout, page)
         assert payload is not None
-        assert floats.scale_values(payload[:2].view("<u2")) == scale
+        assert quantization.scale_values(payload[:2].view("<u2")) == scale
         codes = payload[4 : 4 + 1 + numbers.size][1:]
         wanted = (torch.from_numpy(numbers) / scale).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
         np.testing.assert_array_equal(codes, wanted)
@@ -101,7 +101,7 @@ def test_codes_of_fp8_are_those_of_torch(scale: float) -> None:
 def test_every_code_of_fp8_has_the_value_torch_gives_it() -> None:
     codes = np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF])
     spec = spec_of("float32", 1, 1, 1, codes.size)
-    scale = floats.power_of_two(np.array([8.0, 1.0], dtype=np.float32))
+    scale = quantization.power_of_two(np.array([8.0, 1.0], dtype=np.float32))
     payload = np.concatenate([scale.view(np.uint8), codes, codes])
     page = decoded(LOSSY["fp8"], PageLayout.of(spec), payload).view("<f4").reshape(2, -1)
     wanted = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()

@@ -17,7 +17,7 @@ from tierstore import codecs
 from tierstore.codecs import LOSSY, pages
 from tierstore.codecs.pages import Decoder, Encoder
 from tierstore.codecs.places import Places
-from tierstore.codecs.steps import Shape
+from tierstore.codecs.quantization import Shape
 from tierstore.errors import IntegrityError
 from tierstore.page import PageLayout
 

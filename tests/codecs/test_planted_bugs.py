@@ -13,18 +13,18 @@ from tests.codecs import holding
 from tests.codecs.holding import FEATURES, assert_holds, page_like_kv, spec_of
 from tests.support import planting
 from tests.support.planting import Bug
-from tierstore.codecs import LOSSY, floats, fp8, pages, places, steps
+from tierstore.codecs import LOSSY, pages, places, quantization
 from tierstore.codecs.kinds import Lossy, Scheme
 from tierstore.errors import IntegrityError
 from tierstore.page import PageLayout
 
 BUGS: list[tuple[ModuleType, Bug]] = [
     (
-        steps,
+        quantization,
         Bug("codes are cut, not rounded", "np.rint(numbers, out=numbers)", "np.trunc(numbers, out=numbers)"),
     ),
     (
-        steps,
+        quantization,
         Bug(
             "negative numbers have no extent",
             "np.maximum(largest, -smallest)",
@@ -32,7 +32,7 @@ BUGS: list[tuple[ModuleType, Bug]] = [
         ),
     ),
     (
-        steps,
+        quantization,
         Bug(
             "a step too many",
             "return (1 << self.bits - self.signed) - 1",
@@ -40,7 +40,7 @@ BUGS: list[tuple[ModuleType, Bug]] = [
         ),
     ),
     (
-        steps,
+        quantization,
         Bug(
             "floors are not added",
             "            if self.floored:\n                np.add(",
@@ -48,7 +48,7 @@ BUGS: list[tuple[ModuleType, Bug]] = [
         ),
     ),
     (
-        steps,
+        quantization,
         Bug(
             "the tail group is left out",
             "            if inside.size:\n",
@@ -56,15 +56,15 @@ BUGS: list[tuple[ModuleType, Bug]] = [
         ),
     ),
     (
-        steps,
+        quantization,
         Bug("the tail group has the first one's scale", "slice(whole, whole + 1)),\n", "slice(0, 1)),\n"),
     ),
     (
-        steps,
+        quantization,
         Bug("high nibbles stay low", "np.left_shift(high, 4, out=high)", "np.left_shift(high, 0, out=high)"),
     ),
     (
-        steps,
+        quantization,
         Bug(
             "halves are swapped",
             "np.right_shift(codes, 4, out=nibbles)",
@@ -72,7 +72,7 @@ BUGS: list[tuple[ModuleType, Bug]] = [
         ),
     ),
     (
-        steps,
+        quantization,
         Bug(
             "steps are of the scale before it was rounded",
             "reciprocals(scale_values(stored))",
@@ -80,11 +80,11 @@ BUGS: list[tuple[ModuleType, Bug]] = [
         ),
     ),
     (
-        floats,
+        quantization,
         Bug("the nearest scale is the next smaller", "bits + 0x7FFF + (bits >> 16 & 1) >> 16", "bits >> 16"),
     ),
     (
-        floats,
+        quantization,
         Bug(
             "scales are rounded down",
             "return (bits + 0xFFFF >> 16).astype(SCALE)",
@@ -92,11 +92,11 @@ BUGS: list[tuple[ModuleType, Bug]] = [
         ),
     ),
     (
-        floats,
+        quantization,
         Bug("numbers are cut, not rounded", "np.add(odd, 0x7FFF, out=odd)", "np.multiply(odd, 0, out=odd)"),
     ),
     (
-        floats,
+        quantization,
         Bug(
             "what is too large becomes infinite",
             "np.clip(numbers, -limit, limit, out=numbers)",
@@ -104,7 +104,7 @@ BUGS: list[tuple[ModuleType, Bug]] = [
         ),
     ),
     (
-        floats,
+        quantization,
         Bug(
             "scales may be subnormal",
             "_SMALLEST = np.float32(2.0**-126)",
@@ -112,15 +112,15 @@ BUGS: list[tuple[ModuleType, Bug]] = [
         ),
     ),
     (
-        fp8,
+        quantization,
         Bug(
             "signs are lost", "np.bitwise_and(signs, 0x80, out=signs)", "np.bitwise_and(signs, 0, out=signs)"
         ),
     ),
-    (fp8, Bug("numbers saturate", "_MOST = 448.0", "_MOST = 960.0")),
-    (fp8, Bug("mantissas are cut", "np.add(odd, 0x7FFFF, out=odd)", "np.multiply(odd, 0, out=odd)")),
+    (quantization, Bug("numbers saturate", "_MOST = 448.0", "_MOST = 960.0")),
+    (quantization, Bug("mantissas are cut", "np.add(odd, 0x7FFFF, out=odd)", "np.multiply(odd, 0, out=odd)")),
     (
-        fp8,
+        quantization,
         Bug(
             "subnormal codes are zero",
             "np.multiply(magnitudes, _PER_SUBNORMAL, out=magnitudes)",
@@ -141,12 +141,8 @@ BUGS: list[tuple[ModuleType, Bug]] = [
 def with_bug(module: ModuleType, bug: Bug | None, patch: pytest.MonkeyPatch) -> None:
     """The room with the bug in its place."""
     planted = planting.load(module, bug)
-    if module is floats:
-        for user in (steps, fp8):
-            for name in ("rounded_up", "rounded", "power_of_two", "scale_values", "reciprocals"):
-                if hasattr(user, name):
-                    patch.setattr(user, name, getattr(planted, name))
-        patch.setattr(pages, "floats", planted)
+    if module is quantization:
+        patch.setattr(pages, "quantization", planted)
     elif module is places:
         patch.setattr(pages, "Places", planted.Places)
     elif module is pages:
@@ -158,7 +154,7 @@ def with_bug(module: ModuleType, bug: Bug | None, patch: pytest.MonkeyPatch) -> 
 def bugged(scheme: Scheme, module: ModuleType, bug: Bug | None) -> Any:
     """The scheme of the planted room, or this one where it is of another."""
     name = type(scheme).__name__
-    if module not in (steps, fp8) or name not in vars(module):
+    if module is not quantization:
         return scheme
     return getattr(planting.load(module, bug), name)(**asdict(scheme))  # type: ignore[call-overload]
 
@@ -191,7 +187,7 @@ def hold_with(module: ModuleType, bug: Bug | None, patch: pytest.MonkeyPatch) ->
     )
 
 
-@pytest.mark.parametrize("module", [steps, floats, fp8, places, pages])
+@pytest.mark.parametrize("module", [quantization, places, pages])
 def test_without_a_bug_everything_holds(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     hold_with(module, None, monkeypatch)
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from tierstore.codecs.fp8 import Fp8
-from tierstore.codecs.steps import Steps
+from tierstore.codecs.quantization import Fp8, Steps
 from tierstore.keys import EXACT
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tierstore.codecs.bounds import Bound
-    from tierstore.codecs.steps import Shape
+    from tierstore.codecs.quantization import Bound, Shape
 
 
 class Scheme(Protocol):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import zstandard
 
-from tierstore.codecs import floats, frames
+from tierstore.codecs import frames, quantization
 from tierstore.codecs.places import Parts, Places, Plane
 from tierstore.errors import IntegrityError
 
@@ -100,13 +100,13 @@ class Encoder:
 
     def _plane(self, plane: Plane, page: Bytes, whole: Parts) -> bool:
         for words, parts, numbers, spare in self._passes.over(plane, plane.words(page), whole):
-            floats.widen(words, numbers)
-            if not floats.within(numbers, plane.dtype, spare):
+            quantization.widen(words, numbers)
+            if not quantization.within(numbers, plane.dtype, spare):
                 return False
             floors = np.empty(parts.floors.shape, dtype=np.float32)
             plane.scheme.encode(numbers, parts.scales, floors, parts.codes, spare)
             if plane.scheme.floored:
-                floats.narrow(floors, parts.floors, np.empty_like(floors))
+                quantization.narrow(floors, parts.floors, np.empty_like(floors))
         return True
 
     def _compress(self, zstd: zstandard.ZstdCompressor, out: Bytes) -> int | None:
@@ -157,7 +157,7 @@ class Decoder:
     def _plane(self, plane: Plane, page: Bytes, whole: Parts) -> None:
         for words, parts, numbers, spare in self._passes.over(plane, plane.words(page), whole):
             floors = np.empty(parts.floors.shape, dtype=np.float32)
-            floats.widen(parts.floors, floors)
+            quantization.widen(parts.floors, floors)
             plane.scheme.check(plane.shape, plane.dtype, parts.scales, floors, parts.codes)
             plane.scheme.decode(parts.scales, floors, parts.codes, numbers, spare)
-            floats.narrow(numbers, words, spare)
+            quantization.narrow(numbers, words, spare)

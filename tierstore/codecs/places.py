@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tierstore.codecs.floats import SCALE, WORDS
-from tierstore.codecs.steps import Shape
+from tierstore.codecs.quantization import SCALE, WORDS, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

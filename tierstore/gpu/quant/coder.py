@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from tierstore.codecs.bounds import LARGEST
 from tierstore.codecs.places import Places
-from tierstore.codecs.steps import Steps
+from tierstore.codecs.quantization import LARGEST, Steps
 from tierstore.gpu import geometry
 
 if TYPE_CHECKING:
