@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.codecs.kinds import Lossy, Scheme
-from tierstore.codecs.pages import Decoder, Encoder
+from tierstore.codecs.lossy import Decoder, Encoder, Lossy, Scheme
 from tierstore.codecs.quantization import HALF_ULP, LARGEST, TINY
 from tierstore.page import PageLayout, PageSpec
 

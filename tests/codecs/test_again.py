@@ -17,7 +17,7 @@ from tests.codecs.holding import (
     spec_of,
     values_of,
 )
-from tierstore.codecs import LOSSY, pages
+from tierstore.codecs import LOSSY, lossy
 from tierstore.page import PageLayout
 
 FIXED = [name for name, codec in LOSSY.items() if not codec.zstd]
@@ -25,7 +25,7 @@ FIXED = [name for name, codec in LOSSY.items() if not codec.zstd]
 
 @pytest.fixture(autouse=True)
 def small_pages_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "MOST_STORED", 100.0)
+    monkeypatch.setattr(lossy, "MOST_STORED", 100.0)
 
 
 def again(name: str, layout: PageLayout, page: Bytes) -> Bytes:

@@ -20,7 +20,7 @@ from tests.codecs.holding import (
     values_of,
     words_of,
 )
-from tierstore.codecs import LOSSY, pages
+from tierstore.codecs import LOSSY, lossy
 from tierstore.codecs.quantization import LARGEST, Shape
 from tierstore.page import PageLayout
 
@@ -37,7 +37,7 @@ features = st.frozensets(st.sampled_from(FEATURES))
 
 @pytest.fixture(autouse=True)
 def small_pages_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "MOST_STORED", 100.0)
+    monkeypatch.setattr(lossy, "MOST_STORED", 100.0)
 
 
 def layout_of(drawn: list[tuple[str, Any, int, int, int]], tokens: int) -> PageLayout:

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from tests.codecs.holding import Bytes, decoded, encoded, page_like_kv, spec_of, values_of, words_of
 from tierstore import codecs
-from tierstore.codecs import LOSSY, pages
-from tierstore.codecs.pages import Decoder, Encoder
-from tierstore.codecs.places import Places
+from tierstore.codecs import LOSSY, lossy
+from tierstore.codecs.lossy import Decoder, Encoder, Places
 from tierstore.codecs.quantization import Shape
 from tierstore.errors import IntegrityError
 from tierstore.page import PageLayout
@@ -73,9 +72,9 @@ def test_a_page_that_would_save_less_than_a_tenth_is_left_raw(
     page = page_like_kv(LAYOUT, 0)
     share = payload_of(name).nbytes / page.nbytes
     out = np.empty_like(page)
-    monkeypatch.setattr(pages, "MOST_STORED", share + 1e-6)
+    monkeypatch.setattr(lossy, "MOST_STORED", share + 1e-6)
     assert Encoder(LOSSY[name], LAYOUT).encode(page, out) is not None
-    monkeypatch.setattr(pages, "MOST_STORED", share - 1e-6)
+    monkeypatch.setattr(lossy, "MOST_STORED", share - 1e-6)
     assert Encoder(LOSSY[name], LAYOUT).encode(page, out) is None
     assert codecs.fixed_nbytes(name, LAYOUT) is None
 
@@ -95,7 +94,7 @@ def test_parts_of_any_size_give_the_same_payload_and_page(name: str, monkeypatch
     layout = PageLayout.of([spec_of("bfloat16", 7, 33, 3, 40), spec_of("float16", 3, 33, 2, 64)])
     found = set()
     for part in (1, 5000, 1 << 20):
-        monkeypatch.setattr(pages, "_PART", part)
+        monkeypatch.setattr(lossy, "_PART", part)
         payload = payload_of(name, layout)
         found.add((payload.tobytes(), decoded(LOSSY[name], layout, payload).tobytes()))
     assert len(found) == 1
@@ -236,7 +235,7 @@ def test_int4_is_laid_out_as_documented() -> None:
 
 def encoded_small(name: str, layout: PageLayout, page: Bytes) -> Bytes:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pages, "MOST_STORED", 100.0)
+        patch.setattr(lossy, "MOST_STORED", 100.0)
         payload = encoded(LOSSY[name], layout, page)
     assert payload is not None
     return payload

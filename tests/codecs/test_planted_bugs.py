@@ -13,8 +13,8 @@ from tests.codecs import holding
 from tests.codecs.holding import FEATURES, assert_holds, page_like_kv, spec_of
 from tests.support import planting
 from tests.support.planting import Bug
-from tierstore.codecs import LOSSY, pages, places, quantization
-from tierstore.codecs.kinds import Lossy, Scheme
+from tierstore.codecs import LOSSY, lossy, quantization
+from tierstore.codecs.lossy import Lossy, Scheme
 from tierstore.errors import IntegrityError
 from tierstore.page import PageLayout
 
@@ -127,10 +127,10 @@ BUGS: list[tuple[ModuleType, Bug]] = [
             "np.multiply(magnitudes, _PER_SUBNORMAL / 9, out=magnitudes)",
         ),
     ),
-    (places, Bug("values are keys", ")[:, self.index]", ")[:, 0]")),
-    (places, Bug("what is between groups is left out", "if start < end)", "if start < end - 4096)")),
+    (lossy, Bug("values are keys", ")[:, self.index]", ")[:, 0]")),
+    (lossy, Bug("what is between groups is left out", "if start < end)", "if start < end - 4096)")),
     (
-        pages,
+        lossy,
         Bug(
             "layers of a part are skipped", "range(0, plane.layers, step)", "range(0, plane.layers, step + 1)"
         ),
@@ -142,11 +142,9 @@ def with_bug(module: ModuleType, bug: Bug | None, patch: pytest.MonkeyPatch) -> 
     """The room with the bug in its place."""
     planted = planting.load(module, bug)
     if module is quantization:
-        patch.setattr(pages, "quantization", planted)
-    elif module is places:
-        patch.setattr(pages, "Places", planted.Places)
-    elif module is pages:
-        vars(planted).update(MOST_STORED=pages.MOST_STORED, _PART=pages._PART)
+        patch.setattr(lossy, "quantization", planted)
+    elif module is lossy:
+        vars(planted).update(MOST_STORED=lossy.MOST_STORED, _PART=lossy._PART)
         patch.setattr(holding, "Encoder", planted.Encoder)
         patch.setattr(holding, "Decoder", planted.Decoder)
 
@@ -173,8 +171,8 @@ def hold_all(codecs: list[Lossy]) -> None:
 
 @pytest.fixture(autouse=True)
 def small_pages_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "MOST_STORED", 100.0)
-    monkeypatch.setattr(pages, "_PART", 6000)
+    monkeypatch.setattr(lossy, "MOST_STORED", 100.0)
+    monkeypatch.setattr(lossy, "_PART", 6000)
 
 
 def hold_with(module: ModuleType, bug: Bug | None, patch: pytest.MonkeyPatch) -> None:
@@ -187,7 +185,7 @@ def hold_with(module: ModuleType, bug: Bug | None, patch: pytest.MonkeyPatch) ->
     )
 
 
-@pytest.mark.parametrize("module", [quantization, places, pages])
+@pytest.mark.parametrize("module", [quantization, lossy])
 def test_without_a_bug_everything_holds(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     hold_with(module, None, monkeypatch)
 

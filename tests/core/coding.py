@@ -10,7 +10,7 @@ import torch
 
 from tests.codecs.holding import Bytes, decoded, encoded
 from tierstore.codecs import LOSSY
-from tierstore.codecs.places import Places
+from tierstore.codecs.lossy import Places
 from tierstore.errors import IntegrityError
 from tierstore.gpu import geometry
 from tierstore.gpu.pool import EnginePages, EnginePool

@@ -11,8 +11,8 @@ import pytest
 from tests.support import pages
 from tests.support.planting import Plants
 from tierstore import store as saving_module
-from tierstore.codecs.frames import Spreader
 from tierstore.codecs.held import Packer, Unpacker
+from tierstore.codecs.lossy import Spreader
 from tierstore.directory import invariants
 from tierstore.directory import transfers as arrivals_module
 from tierstore.directory.admission import Admitting, MemoryOnly

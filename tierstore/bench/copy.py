@@ -18,7 +18,7 @@ import torch
 from tierstore import codecs
 from tierstore.bench.link import Ends, Rig, device_of, locked_arena, settle
 from tierstore.codecs import LOSSY
-from tierstore.codecs.places import Places
+from tierstore.codecs.lossy import Places
 from tierstore.errors import ConfigError
 from tierstore.gpu.device import Between, open_device
 from tierstore.gpu.pool import GroupedPages

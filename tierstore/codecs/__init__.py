@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from tierstore.codecs import exp, pages
-from tierstore.codecs.kinds import LOSS_CLASSES, LOSSY
-from tierstore.codecs.places import Places
+from tierstore.codecs import exp, lossy
+from tierstore.codecs.lossy import LOSS_CLASSES, LOSSY, Places
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,14 +60,14 @@ def encoder(name: str, layout: PageLayout) -> PageEncoder | None:
     """An encoder of pages of ``layout`` for one thread; None for "none". ValueError for a name that is no codec's."""
     if _known(name) == "none":
         return None
-    return exp.Encoder(exp.Geometry.of(layout)) if name == "exp" else pages.Encoder(LOSSY[name], layout)
+    return exp.Encoder(exp.Geometry.of(layout)) if name == "exp" else lossy.Encoder(LOSSY[name], layout)
 
 
 def decoder(name: str, layout: PageLayout) -> PageDecoder | None:
     """A decoder of pages of ``layout`` for one thread; None for "none". ValueError for a name that is no codec's."""
     if _known(name) == "none":
         return None
-    return exp.Decoder(exp.Geometry.of(layout)) if name == "exp" else pages.Decoder(LOSSY[name], layout)
+    return exp.Decoder(exp.Geometry.of(layout)) if name == "exp" else lossy.Decoder(LOSSY[name], layout)
 
 
 def saves(name: str, layout: PageLayout) -> bool:
@@ -88,7 +87,7 @@ def fixed_nbytes(name: str, layout: PageLayout) -> int | None:
     """
     if _known(name) == "none":
         return layout.blob_nbytes
-    return None if name == "exp" else pages.fixed_nbytes(LOSSY[name], layout)
+    return None if name == "exp" else lossy.fixed_nbytes(LOSSY[name], layout)
 
 
 def _known(name: str) -> str:

@@ -29,8 +29,8 @@ from tierstore import codec, codecs
 from tierstore import codec as records
 from tierstore.codec import CODECS, NAMES, Codec, Head
 from tierstore.codecs import LOSSY, PageDecoder, PageEncoder
-from tierstore.codecs.frames import Spreader, Squeezer
 from tierstore.codecs.held import Held, Packer
+from tierstore.codecs.lossy import Spreader, Squeezer
 from tierstore.errors import IntegrityError
 from tierstore.nvme.allocator import Place
 from tierstore.nvme.direct_io import BLOCK, padded

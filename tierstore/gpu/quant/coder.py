@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from tierstore.codecs.places import Places
+from tierstore.codecs.lossy import Places
 from tierstore.codecs.quantization import LARGEST, Steps
 from tierstore.gpu import geometry
 
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
 
-    from tierstore.codecs.kinds import Lossy
-    from tierstore.codecs.places import Plane
+    from tierstore.codecs.lossy import Lossy, Plane
     from tierstore.gpu.geometry import Lot
     from tierstore.page import PageLayout
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from tierstore.codecs import LOSSY
-from tierstore.codecs.places import Places
+from tierstore.codecs.lossy import Places
 from tierstore.gpu import geometry
 from tierstore.gpu.geometry import Cut, LayerGroups, Segments
 from tierstore.gpu.pool import CudaPool, EnginePool
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierstore.codecs.held import Held
-    from tierstore.codecs.kinds import Lossy
+    from tierstore.codecs.lossy import Lossy
     from tierstore.gpu.driver import Driver
     from tierstore.gpu.geometry import Lot
     from tierstore.gpu.pool import OwnPool
