@@ -17,7 +17,7 @@ from tests.tier_contract import Page, TierContract, TierUnderTest
 from tierstore import codec
 from tierstore.codec import HEAD_NBYTES, Codec
 from tierstore.codecs.exp import Decoder, Geometry
-from tierstore.codecs.held import Held
+from tierstore.codecs.host_format import Held
 from tierstore.gpu.pool import CpuPool, EnginePages, EnginePool, GroupedPages
 from tierstore.host.arena import HostArena
 from tierstore.page import PageLayout, PageSpec

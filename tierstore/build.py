@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from tierstore.codecs import LOSS_CLASSES, saves
-from tierstore.codecs.held import Held
+from tierstore.codecs.host_format import Held
 from tierstore.directory.directory import Directory
 from tierstore.directory.residency import TierTable
 from tierstore.errors import ConfigError

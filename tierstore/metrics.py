@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from tierstore.build import Parts
-    from tierstore.codecs.held import Held
+    from tierstore.codecs.host_format import Held
     from tierstore.config import StoreConfig
     from tierstore.directory.directory import Directory
     from tierstore.directory.residency import TierTable

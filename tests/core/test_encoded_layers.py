@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from tests.codecs.holding import FLOATS, Bytes, decoded, page_like_kv, spec_of
 from tests.core.test_codec_kernels import KERNELS_HERE
 from tierstore.codecs import LOSSY
-from tierstore.codecs.held import Held, Packer
+from tierstore.codecs.host_format import Held, Packer
 from tierstore.gpu import geometry, quant
 from tierstore.gpu.geometry import Cut, LayerGroups
 from tierstore.gpu.pool import EnginePages, EnginePool

@@ -20,7 +20,7 @@ from tests.core import virtual_link
 from tests.core.interpreted import KERNELS, interpreted
 from tests.support.planting import Bug, write
 from tierstore.codecs import LOSSY
-from tierstore.codecs.held import Held
+from tierstore.codecs.host_format import Held
 from tierstore.errors import IntegrityError
 from tierstore.gpu import cuda_engine, geometry
 from tierstore.gpu.geometry import LayerGroups

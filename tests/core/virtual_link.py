@@ -14,7 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tierstore.codecs.held import Held
+from tierstore.codecs.host_format import Held
 from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.gpu import schedule
 from tierstore.gpu.geometry import LayerGroups

@@ -13,7 +13,7 @@ from tests.gpu.card import delay
 from tests.support.bench import open_bench
 from tests.support.pages import PATIENCE_S, chain, page_tensor, tiers
 from tierstore.codecs import LOSSY
-from tierstore.codecs.held import Held, Packer
+from tierstore.codecs.host_format import Held, Packer
 from tierstore.page import PageLayout, PageSpec
 from tierstore.types import LeaseState, Tier
 

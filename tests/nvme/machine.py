@@ -39,7 +39,7 @@ from tests.nvme.rig import (
 from tests.nvme.watch import Watch, watching
 from tierstore import codec
 from tierstore.codecs import encoder
-from tierstore.codecs.held import Held
+from tierstore.codecs.host_format import Held
 from tierstore.nvme.allocator import Place
 from tierstore.nvme.entry import slot_blocks, unpack
 from tierstore.nvme.extents import ExtentRecords

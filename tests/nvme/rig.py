@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.codecs.held import Held
+from tierstore.codecs.host_format import Held
 from tierstore.nvme.tier import NvmeTier
 from tierstore.page import PageLayout, PageSpec
 from tierstore.types import Ack, PageKey, Tier, Transfer

@@ -11,7 +11,7 @@ import pytest
 from tests.support import pages
 from tests.support.planting import Plants
 from tierstore import store as saving_module
-from tierstore.codecs.held import Packer, Unpacker
+from tierstore.codecs.host_format import Packer, Unpacker
 from tierstore.codecs.lossy import Spreader
 from tierstore.directory import invariants
 from tierstore.directory import transfers as arrivals_module

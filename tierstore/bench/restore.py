@@ -24,7 +24,7 @@ from tierstore.bench.core import synthetic_pages
 from tierstore.bench.measurement import Row
 from tierstore.build import Parts, make_directory
 from tierstore.codecs import LOSSY
-from tierstore.codecs.held import Held
+from tierstore.codecs.host_format import Held
 from tierstore.config import load_config
 from tierstore.gpu import geometry
 from tierstore.gpu.cuda_engine import CudaCopyEngine

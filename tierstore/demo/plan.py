@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tierstore.codecs.held import Held
+from tierstore.codecs.host_format import Held
 from tierstore.demo.documents import Document
 from tierstore.demo.session import PlainAnswer, Session
 from tierstore.page import PageLayout, PageSpec

@@ -16,7 +16,7 @@ from threading import Condition, Thread
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
-from tierstore.codecs.held import Packer, Unpacker
+from tierstore.codecs.host_format import Packer, Unpacker
 from tierstore.errors import IntegrityError
 from tierstore.gpu.layer_events import HERE, NOT_YET, Arriving
 from tierstore.gpu.schedule import Waves
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tierstore.codecs.held import Held
+    from tierstore.codecs.host_format import Held
     from tierstore.gpu.geometry import LayerGroups, Part
     from tierstore.gpu.pool import HbmBytes
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tierstore.codecs.held import Held
+    from tierstore.codecs.host_format import Held
     from tierstore.gpu.cpu_engine import CopyEngine
     from tierstore.gpu.routes import Route
     from tierstore.gpu.schedule import Flight, Pace

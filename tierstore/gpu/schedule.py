@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from tierstore.codecs.held import Held
+    from tierstore.codecs.host_format import Held
     from tierstore.gpu.geometry import LayerGroups
 
 Item = TypeVar("Item")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tierstore.codecs.held import Held
+from tierstore.codecs.host_format import Held
 from tierstore.host.pinning import Pinning
 from tierstore.page import buffer
 

@@ -29,7 +29,7 @@ from tierstore import codec, codecs
 from tierstore import codec as records
 from tierstore.codec import CODECS, NAMES, Codec, Head
 from tierstore.codecs import LOSSY, PageDecoder, PageEncoder
-from tierstore.codecs.held import Held, Packer
+from tierstore.codecs.host_format import Held, Packer
 from tierstore.codecs.lossy import Spreader, Squeezer
 from tierstore.errors import IntegrityError
 from tierstore.nvme.allocator import Place

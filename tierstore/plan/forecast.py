@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierstore.build import check_memory, check_sections, held_form, owns_hbm, slots_of
 from tierstore.codecs import fixed_nbytes
-from tierstore.codecs.held import Held
+from tierstore.codecs.host_format import Held
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
 from tierstore.nvme.capacity import EXTENTS_FROM, size_extents

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tierstore.codecs.held import Held
+    from tierstore.codecs.host_format import Held
     from tierstore.codecs.lossy import Lossy
     from tierstore.gpu.driver import Driver
     from tierstore.gpu.geometry import Lot
