@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierstore import codec
 from tierstore.build import loss_class
+from tierstore.codecs import record_head
 from tierstore.errors import ArchiveError, CapacityError, ConfigError, IntegrityError
 from tierstore.keys import EXACT, require_key_list
 from tierstore.nvme.archive.form import Description
@@ -143,15 +143,15 @@ class LiveSource:
         self._parts.pool.read(lease.slots[0], page)
         with self._progress.lock:
             parent = self._parts.directory.residency.lineage.parent(key)
-        head = codec.Head(
+        head = record_head.Head(
             fingerprint=self.description.fingerprint,
             key=key,
             parent=parent,
-            codec=codec.Codec.NONE,
+            codec=record_head.Codec.NONE,
             raw_nbytes=page.nbytes,
             stored_nbytes=page.nbytes,
         )
-        return Record(head, codec.seal(head, page), page, lent)
+        return Record(head, record_head.seal(head, page), page, lent)
 
 
 class LiveSink:
@@ -199,7 +199,9 @@ class LiveSink:
         """``Sink.take``. StoreClosed if the store is."""
         for number, record in enumerate(records):
             try:
-                codec.decode(record.head, record.payload, self._page, self._decoders.of(record.head.codec))
+                record_head.decode(
+                    record.head, record.payload, self._page, self._decoders.of(record.head.codec)
+                )
                 self._put(record.head, self._page)
             except IntegrityError as error:
                 return Taken(number, str(error))
@@ -207,7 +209,7 @@ class LiveSink:
                 return Taken(number)
         return Taken(len(records))
 
-    def _put(self, head: codec.Head, page: NDArray[np.uint8]) -> None:
+    def _put(self, head: record_head.Head, page: NDArray[np.uint8]) -> None:
         self._progress.advance()
         slots = self._slots.allocate(1, _PATIENCE_S)
         try:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.support.pages import SPEC, chain, content
-from tierstore import codec
+from tierstore.codecs import record_head
 from tierstore.nvme.archive.form import Description
 from tierstore.nvme.archive.reading import Imported, read_archive
 from tierstore.nvme.archive.records import Taken
@@ -82,15 +82,15 @@ def page(key: PageKey) -> NDArray[np.uint8]:
 
 def record(key: PageKey, parent: PageKey | None, description: Description = DESCRIPTION) -> Record:
     payload = page(key)
-    head = codec.Head(
+    head = record_head.Head(
         fingerprint=description.fingerprint,
         key=key,
         parent=parent,
-        codec=codec.Codec.NONE,
+        codec=record_head.Codec.NONE,
         raw_nbytes=payload.nbytes,
         stored_nbytes=payload.nbytes,
     )
-    return Record(head, codec.seal(head, payload), payload)
+    return Record(head, record_head.seal(head, payload), payload)
 
 
 @dataclass

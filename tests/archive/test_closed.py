@@ -18,7 +18,7 @@ import torch
 
 from tests.archive.rig import Shelf, exported, imported, run
 from tests.support.pages import PATIENCE_S, chain, nvme_capacity, page_tensor, tiers
-from tierstore.codec import Codec
+from tierstore.codecs.record_head import Codec
 from tierstore.errors import ArchiveError, ConfigError, TransferError
 from tierstore.nvme.archive.closed import open_sink, open_source, shards_of
 from tierstore.nvme.archive.form import Description

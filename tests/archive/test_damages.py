@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tests.archive.rig import Shelf, exported, imported, run, spoiled
 from tests.support.pages import SPEC, chain
-from tierstore import codec
-from tierstore.codec import HEAD_NBYTES
+from tierstore.codecs import record_head
+from tierstore.codecs.record_head import HEAD_NBYTES
 from tierstore.errors import ArchiveError
 from tierstore.nvme.archive import form, reading
 
@@ -132,10 +132,10 @@ def test_another_record_of_the_same_page_is_not_taken_for_the_one_that_was_writt
     noise[0] ^= 1
     for head in (other.head, replace(other.head, parent=None)):
 
-        def change(raw: bytearray, head: codec.Head = head) -> bytearray:
+        def change(raw: bytearray, head: record_head.Head = head) -> bytearray:
             start = offsets[keys[1]]
             payload = noise if head.parent else other.payload
-            raw[start : start + BLOCK] = codec.seal(head, payload) + payload.tobytes()
+            raw[start : start + BLOCK] = record_head.seal(head, payload) + payload.tobytes()
             return raw
 
         sink = Shelf()

@@ -26,7 +26,7 @@ from tests.support.pages import (
     write,
     write_each,
 )
-from tierstore.codec import Codec
+from tierstore.codecs.record_head import Codec
 from tierstore.config import load_config
 from tierstore.errors import ArchiveError, ConfigError, StoreClosed
 from tierstore.gpu.pool import EnginePages

@@ -18,7 +18,7 @@ import numpy as np
 from tests.campaign.children import Say, heard_warnings
 from tests.campaign.turns import Rig, Subject
 from tests.nvme.rig import PATIENCE_S, data_file, key
-from tierstore import codec
+from tierstore.codecs import record_head
 from tierstore.errors import ConfigError
 from tierstore.nvme import entry
 from tierstore.types import Failure, PageKey
@@ -117,7 +117,7 @@ def survive(say: Say, ordeal: Ordeal) -> None:
     if ordeal.plant == "signal":
         os.kill(os.getpid(), signal.SIGSEGV)
     if ordeal.plant == "unchecked":
-        setattr(codec, "verify", _trust)  # noqa: B010  a module's function is no attribute to a type checker
+        setattr(record_head, "verify", _trust)  # noqa: B010  a module's function is no attribute to a type checker
     with heard_warnings() as warnings:
         try:
             survivor = _Survivor(ordeal)
@@ -249,6 +249,6 @@ class _Survivor:
             self.faults.append(f"wrong bytes of page {number}")
 
 
-def _trust(head: np.typing.NDArray[np.uint8] | bytes, *_: object, **__: object) -> codec.Head:
+def _trust(head: np.typing.NDArray[np.uint8] | bytes, *_: object, **__: object) -> record_head.Head:
     """A planted bug: whatever is read is right."""
-    return codec.parse(bytes(head))
+    return record_head.parse(bytes(head))

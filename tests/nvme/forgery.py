@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.nvme.rig import change, data_file, extent_files, key
-from tierstore import codec
+from tierstore.codecs import record_head
 from tierstore.errors import IntegrityError
 from tierstore.types import PageKey
 
@@ -24,28 +24,28 @@ def sealed(
     number: int, fingerprint: str, payload: Record, generation: int, *, raw_nbytes: int | None = None
 ) -> Record:
     """A whole and true record."""
-    head = codec.Head(
-        fingerprint=codec.fingerprint_digest(fingerprint),
+    head = record_head.Head(
+        fingerprint=record_head.fingerprint_digest(fingerprint),
         key=key(number),
         parent=parent_of(number),
-        codec=codec.Codec.NONE if raw_nbytes in (None, payload.nbytes) else codec.Codec.EXP,
+        codec=record_head.Codec.NONE if raw_nbytes in (None, payload.nbytes) else record_head.Codec.EXP,
         raw_nbytes=raw_nbytes or payload.nbytes,
         stored_nbytes=payload.nbytes,
         generation=generation,
     )
-    return np.concatenate([np.frombuffer(codec.seal(head, payload), dtype=np.uint8), payload])
+    return np.concatenate([np.frombuffer(record_head.seal(head, payload), dtype=np.uint8), payload])
 
 
-def head_of(record: Record) -> codec.Head | None:
+def head_of(record: Record) -> record_head.Head | None:
     """None where an old copy's head was damaged."""
     try:
-        return codec.parse(record[: codec.HEAD_NBYTES].tobytes())
+        return record_head.parse(record[: record_head.HEAD_NBYTES].tobytes())
     except IntegrityError:
         return None
 
 
 def overwrite(
-    home: Path, name: PageKey, payload: Record, changed: Callable[[Record, codec.Head], Record]
+    home: Path, name: PageKey, payload: Record, changed: Callable[[Record, record_head.Head], Record]
 ) -> int:
     """Replace every copy on disk of the record of ``name`` by what ``changed`` makes of it, at most as much of it as
     there was; how many there were.
@@ -55,7 +55,7 @@ def overwrite(
         raw = path.read_bytes()
         position = raw.find(payload.tobytes())
         while position >= 0:
-            start = position - codec.HEAD_NBYTES
+            start = position - record_head.HEAD_NBYTES
             record = np.frombuffer(bytearray(raw[start : position + payload.nbytes]), dtype=np.uint8)
             head = head_of(record)
             if head is not None and head.key == name:

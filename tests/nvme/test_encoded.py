@@ -14,9 +14,9 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.nvme.rig import LAYOUT, Rig, blank, change, find, key, page
-from tierstore.codec import HEAD_NBYTES
 from tierstore.codecs import exp
 from tierstore.codecs.exp import Encoder, Geometry
+from tierstore.codecs.record_head import HEAD_NBYTES
 from tierstore.nvme import extents
 from tierstore.nvme.inspection import verify
 from tierstore.page import PageLayout

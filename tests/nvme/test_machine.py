@@ -14,12 +14,16 @@ EXAMPLES, STEPS = 12, 20
 
 BUGS = {
     "checksum not compared": (
-        "codec.py",
+        "codecs/record_head.py",
         "if _checksum(raw[:_SUMMED], payload) != raw[_SUMMED:]:",
         "if False:",
     ),
-    "key not compared": ("codec.py", "if found.key != key:", "if False:"),
-    "fingerprint not compared": ("codec.py", "if found.fingerprint != fingerprint:", "if False:"),
+    "key not compared": ("codecs/record_head.py", "if found.key != key:", "if False:"),
+    "fingerprint not compared": (
+        "codecs/record_head.py",
+        "if found.fingerprint != fingerprint:",
+        "if False:",
+    ),
     "erase skipped": ("nvme/catalogue.py", "txn.delete(key, db=self._env.catalogue)", "pass"),
     "erase moved before a write of its key": (
         "nvme/writer.py",
@@ -85,7 +89,7 @@ EXTENT_BUGS = {
         "        for first, end in _runs(places):",
         LATE,
     ),
-    "generation not compared": ("codec.py", "if found.generation != generation:", "if False:"),
+    "generation not compared": ("codecs/record_head.py", "if found.generation != generation:", "if False:"),
     "the free list is empty of what is used": (
         "nvme/allocator.py",
         "ends = [0, *(first + length for first, length in used)]",

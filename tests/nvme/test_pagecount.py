@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tests.campaign.regions import BLOCK
 from tests.nvme.rig import FINGERPRINT, LAYOUT, PATIENCE_S, Rig, data_file, key, page, wait_until_writable
 from tests.nvme.tree_damage import DAMAGES, Hurt, name_twice
-from tierstore import codec
+from tierstore.codecs import record_head
 from tierstore.errors import ConfigError
 from tierstore.nvme import catalogue, entry, shard, tree
 from tierstore.nvme import tree as walking
@@ -210,7 +210,7 @@ def test_a_walk_reads_no_value(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_head_of_a_record_is_as_long_as_a_walk_takes_it_for() -> None:
-    assert walking._HEAD_NBYTES == codec.HEAD_NBYTES
+    assert walking._HEAD_NBYTES == record_head.HEAD_NBYTES
 
 
 def content(number: int, version: int, form: str) -> NDArray[np.uint8]:

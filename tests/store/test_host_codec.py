@@ -16,8 +16,8 @@ import torch
 from tests.support import pages as support
 from tests.support.pages import PATIENCE_S, chain, page_tensor, tier_stats, where
 from tierstore import codecs
-from tierstore.codec import Codec, Head, parse
 from tierstore.codecs.host_format import Held, Packer
+from tierstore.codecs.record_head import Codec, Head, parse
 from tierstore.config import load_config
 from tierstore.errors import ConfigError
 from tierstore.gpu.pool import EnginePages

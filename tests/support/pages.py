@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tierstore import codecs
-from tierstore.codec import record_nbytes
+from tierstore.codecs.record_head import record_nbytes
 from tierstore.config import StoreConfig, load_config
 from tierstore.gpu.pool import GroupedPages
 from tierstore.lease import Lease

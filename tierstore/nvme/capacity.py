@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from dataclasses import dataclass
 
-from tierstore.codec import record_nbytes
+from tierstore.codecs.record_head import record_nbytes
 from tierstore.errors import ConfigError
 from tierstore.nvme.entry import CATALOGUE_SHARE
 

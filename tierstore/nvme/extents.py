@@ -28,9 +28,8 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore import codec
-from tierstore.codec import HEAD_NBYTES
-from tierstore.codecs import PageEncoder
+from tierstore.codecs import PageEncoder, record_head
+from tierstore.codecs.record_head import HEAD_NBYTES
 from tierstore.errors import IntegrityError
 from tierstore.nvme import allocator, home
 from tierstore.nvme.allocator import Move, Place, Slots, sorted_by_extent
@@ -340,19 +339,19 @@ class Sealer:
 
     def _seal(self, row: int, page: Page, generation: int, encoder: PageEncoder | None) -> Sealed:
         payload, body = self._payload(row, page.payload, None if page.head else encoder)
-        head = page.head or codec.Head(
+        head = page.head or record_head.Head(
             fingerprint=self._fingerprint,
             key=page.key,
             parent=page.parent,
             codec=self._coding.plain
             if payload.nbytes == page.payload.nbytes
-            else codec.CODECS[self._coding.name],
+            else record_head.CODECS[self._coding.name],
             raw_nbytes=self._coding.raw_nbytes(page.payload),
             stored_nbytes=payload.nbytes,
         )
         head = replace(head, generation=generation)
         block = self._heads[row]
-        block[len(PREFIX) :] = np.frombuffer(codec.seal(head, payload), dtype=np.uint8)
+        block[len(PREFIX) :] = np.frombuffer(record_head.seal(head, payload), dtype=np.uint8)
         return Sealed((block, body), generation, payload.nbytes)
 
     def _payload(

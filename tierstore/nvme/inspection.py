@@ -10,7 +10,7 @@ from pathlib import Path
 
 import lmdb
 
-from tierstore.codec import fingerprint_digest
+from tierstore.codecs.record_head import fingerprint_digest
 from tierstore.nvme import home
 from tierstore.nvme.allocator import Slots
 from tierstore.nvme.entry import MAX_DBS

@@ -26,7 +26,7 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore import codec
+from tierstore.codecs import record_head
 from tierstore.errors import IntegrityError
 from tierstore.nvme.acks import Job, Outbox, Outcome, Shares, failed
 from tierstore.nvme.breaker import Breaker, Circuit
@@ -120,7 +120,7 @@ class RecordReader:
 
     def _settled(
         self, key: PageKey, fetched: Fetched, out: NDArray[np.uint8], scratch: NDArray[np.uint8]
-    ) -> tuple[codec.Head, Fetched]:
+    ) -> tuple[record_head.Head, Fetched]:
         """The checked head and the bytes it belongs to, read again if the catalogue names another record by now.
 
         A record that fails its checks is damaged only if the catalogue still names it: no transaction keeps its place
@@ -135,9 +135,9 @@ class RecordReader:
             fetched = self.fetch(key, out, scratch)
         raise MovedError(f"replaced {TRIES} times while it was read")
 
-    def _verified(self, key: PageKey, fetched: Fetched, scratch: NDArray[np.uint8]) -> codec.Head:
+    def _verified(self, key: PageKey, fetched: Fetched, scratch: NDArray[np.uint8]) -> record_head.Head:
         """The head of a record, every byte of it and of the payload checked."""
-        return codec.verify(
+        return record_head.verify(
             scratch[HEAD],
             fetched.payload,
             fingerprint=self._fingerprint,
@@ -584,7 +584,7 @@ def read_record(reader: RecordReader, key: PageKey, memory: Memory) -> Record | 
         return NOT_FOUND
     except (IntegrityError, MovedError, lmdb.Error, OSError) as error:
         return str(error)
-    return Record(codec.parse(raw), raw, payload, lent)
+    return Record(record_head.parse(raw), raw, payload, lent)
 
 
 class Lender:
@@ -627,7 +627,7 @@ class Lent(NamedTuple):
 class Record(NamedTuple):
     """A record, checked: ``raw`` is its head as bytes, ``payload`` flat uint8, in ``lent`` where that is not None."""
 
-    head: codec.Head
+    head: record_head.Head
     raw: bytes
     payload: NDArray[np.uint8]
     lent: Lent | None = None

@@ -25,12 +25,12 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore import codec, codecs
-from tierstore import codec as records
-from tierstore.codec import CODECS, NAMES, Codec, Head
-from tierstore.codecs import LOSSY, PageDecoder, PageEncoder
+from tierstore import codecs
+from tierstore.codecs import LOSSY, PageDecoder, PageEncoder, record_head
+from tierstore.codecs import record_head as records
 from tierstore.codecs.host_format import Held, Packer
 from tierstore.codecs.lossy import Spreader, Squeezer
+from tierstore.codecs.record_head import CODECS, NAMES, Codec, Head
 from tierstore.errors import IntegrityError
 from tierstore.nvme.allocator import Place
 from tierstore.nvme.direct_io import BLOCK, padded
@@ -164,7 +164,7 @@ class Page(NamedTuple):
     key: PageKey
     parent: PageKey | None
     payload: NDArray[np.uint8]
-    head: codec.Head | None = None
+    head: record_head.Head | None = None
 
 
 class Written(NamedTuple):
@@ -218,7 +218,7 @@ class Records(Protocol):
         ...
 
 
-HEAD = slice(BLOCK - codec.HEAD_NBYTES, BLOCK)
+HEAD = slice(BLOCK - record_head.HEAD_NBYTES, BLOCK)
 """Where a record's head is in the scratch that it was fetched with."""
 
 TRIES = 4

@@ -15,7 +15,7 @@ import numpy as np
 from aiofiles.threadpool import wrap
 from numpy.typing import NDArray
 
-from tierstore import codec
+from tierstore.codecs import record_head
 from tierstore.errors import ArchiveError, IntegrityError
 from tierstore.nvme.archive import form
 from tierstore.nvme.archive.matching import require_same
@@ -172,7 +172,7 @@ class _Reading:
     def _read(self, item: form.Item) -> Record | str:
         try:
             raw = _read_at(self.fd, item.offset, item.end - item.offset)
-            head, payload = raw[: codec.HEAD_NBYTES].tobytes(), raw[codec.HEAD_NBYTES :]
+            head, payload = raw[: record_head.HEAD_NBYTES].tobytes(), raw[record_head.HEAD_NBYTES :]
             return checked(item, head, payload, self.contents.description)
         except (IntegrityError, OSError) as error:
             return str(error)

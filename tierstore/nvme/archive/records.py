@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore import codec
+from tierstore.codecs import record_head
 from tierstore.errors import IntegrityError
 from tierstore.nvme.archive.form import CHECKSUM, Description, Item
 from tierstore.nvme.reader import Record
@@ -65,12 +65,12 @@ class Sink(Protocol):
 
 def checked(item: Item, raw: bytes, payload: NDArray[np.uint8], description: Description) -> Record:
     """The record of an item. IntegrityError unless head and payload are what the index says, every byte of them."""
-    head = codec.verify(
+    head = record_head.verify(
         raw,
         payload,
         fingerprint=description.fingerprint,
         key=item.key,
-        generation=codec.parse(raw).generation,
+        generation=record_head.parse(raw).generation,
     )
     if (head.parent, head.codec, head.raw_nbytes) != (item.parent, item.codec, item.raw_nbytes):
         raise IntegrityError("another record of this page")
