@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from tests.adapters.tiny import PAGE, random_prompt
 from tierstore.adapters.huggingface import PrefixCache, TierStoreCache, cache_argument, page_specs
-from tierstore.adapters.huggingface.identity import kv_shape
+from tierstore.adapters.huggingface.model_spec import kv_shape
 from tierstore.adapters.huggingface.request import PageGroups
 from tierstore.config import load_config
 from tierstore.errors import StoreClosed

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from tierstore.adapters.huggingface import ATTENTION, TierStoreCache, cache_argument, page_specs
-from tierstore.adapters.huggingface.identity import kv_shape
+from tierstore.adapters.huggingface.model_spec import kv_shape
 from tierstore.compare.judging import Plain
 from tierstore.compare.request import SEED, Question, Request
 from tierstore.page import PageSpec

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from tierstore.adapters.huggingface.attention import ATTENTION
 from tierstore.adapters.huggingface.cache import TierStoreCache, cache_argument
-from tierstore.adapters.huggingface.identity import model_identity, page_spec, page_specs
+from tierstore.adapters.huggingface.identity import model_identity
+from tierstore.adapters.huggingface.model_spec import page_spec, page_specs
 from tierstore.adapters.huggingface.session import PrefixCache, Session, Turn
 
 __all__ = [

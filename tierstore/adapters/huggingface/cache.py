@@ -22,13 +22,9 @@ from tierstore.adapters.huggingface.attention import ATTENTION, HANDLE, Handed, 
 from tierstore.adapters.huggingface.batch import PagedBatch, Places, Span
 from tierstore.adapters.huggingface.forward_args import (
     check_mask,
-    check_pages,
     check_positions,
     check_tokens,
-    check_weights,
     checked_inputs,
-    checked_shape,
-    common_window,
     fed_again,
     fed_shape,
     fed_tokens,
@@ -37,10 +33,10 @@ from tierstore.adapters.huggingface.forward_args import (
     last_columns,
     with_tokens_before,
 )
-from tierstore.adapters.huggingface.identity import kv_shape, weights_now
+from tierstore.adapters.huggingface.identity import check_weights, plain_model, weights_now
+from tierstore.adapters.huggingface.model_spec import check_pages, checked_shape, common_window, kv_shape
 from tierstore.adapters.huggingface.prefix import Tail, given_back
 from tierstore.adapters.huggingface.request import PageGroups, Storing, Terms, root_of, unpadded
-from tierstore.adapters.huggingface.weights import plain_model
 from tierstore.adapters.huggingface.whole_prompt import show_prompts
 from tierstore.keys import Extra
 from tierstore.store import TierStore

@@ -16,51 +16,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tierstore.adapters.huggingface.attention import ATTENTION
-from tierstore.adapters.huggingface.identity import KvShape, check_kind, kv_shape
-from tierstore.adapters.huggingface.request import PageGroups
-from tierstore.adapters.huggingface.weights import State, weights_of
-
-
-def checked_shape(model: PreTrainedModel) -> KvShape:
-    check_kind(model)
-    config = model.config.get_text_config(decoder=True)
-    if config._attn_implementation != ATTENTION:
-        raise ValueError(
-            f'the model uses attention "{config._attn_implementation}": '
-            f'load it with attn_implementation="{ATTENTION}"'
-        )
-    return kv_shape(model.config)
-
-
-def check_pages(pages: PageGroups, shapes: Sequence[KvShape]) -> None:
-    """Raise ValueError unless the store's KV groups are those of these models."""
-    wanted = [
-        (sum(place.group == group for place in shape.places), shape.num_kv_heads, shape.head_dim)
-        for shape in shapes
-        for group in range(len(shape.windows))
-    ]
-    found = [(group.shape[1], group.shape[4], group.shape[5]) for group in pages.groups]
-    if wanted != found:
-        raise ValueError(
-            f"the store's KV groups have (layers, heads, head_dim) {found}, the model needs {wanted}: open the store "
-            "with page_specs of this very model, and with draft= in both places or in neither"
-        )
-
-
-def check_weights(model: PreTrainedModel, state: State) -> None:
-    """Raise ValueError if the model's weights or adapters are not those that a cache was made for."""
-    if not weights_of(model).same(model, state):
-        raise ValueError(
-            "the model's weights or adapters have changed since this TierStoreCache was made: its pages hold K/V of "
-            "the weights before. Make another TierStoreCache after the change"
-        )
-
-
-def common_window(shapes: Sequence[KvShape]) -> int | None:
-    windows = [shape.window for shape in shapes if shape.window is not None]
-    return max(windows) if len(windows) == len(shapes) else None
-
 
 def check_tokens(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> None:
     """Raise ValueError for a prompt with placeholders of images, audio or video."""

@@ -1,18 +1,206 @@
-"""What a model's pages look like, and whose they are."""
+"""Whose pages they are: the identity of a model, and whether its weights are still those that the pages were made with.
 
+Parameters and buffers are only a part of what decides K/V. Quantised modules keep packed weights in objects of their
+own, adapters (PEFT) are switched on and off by plain attributes, and a module may carry tensors, hooks or a ``forward``
+that its class does not have. ``inventory`` finds all of it. What a model newly built from the same configuration has as
+well is left out, so a plain model is described by its parameters and buffers alone.
+"""
+
+# torch leaves some of its functions untyped:
+# mypy: allow-untyped-calls
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from hashlib import sha256
+from threading import RLock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from tierstore.adapters.huggingface.weights import State, Weights, plain_model, weights_of
-from tierstore.page import PageLayout, PageSpec
+from tierstore.adapters.huggingface.inventory import Contents, Walk, config_text, joined
 from tierstore.store import TierStore
+
+_BUILT_WITH = (
+    TypeError,
+    ValueError,
+    RuntimeError,
+    AttributeError,
+    KeyError,
+    ImportError,
+    NotImplementedError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a model's weights were at one look. Equal states compute equal K/V."""
+
+    generation: int
+    """Counts changes of anything but adapters since the first look."""
+    adapters: str
+    """Digest of the adapters in force; empty if none is."""
+    beyond: tuple[str, ...]
+    """What the model has besides the parameters and buffers that its configuration says."""
+    unknown: str | None
+    """The first place that holds something which cannot be described, and what; None: there is no such place."""
+    at_random: str | None = None
+    """A module in training mode that computes at random; None: there is none."""
+
+
+class Weights:
+    """One model's weights. Any thread; holds no reference to the model."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+        """Of each identity that the model had: the digest of its weights then."""
+        self.first: dict[str, int] = {}
+        """By the fingerprint of a store whose pages the user named: the generation that its first request saw."""
+        self._lock = RLock()
+        self._walk: Walk | None = None
+        self._state: State | None = None
+        self._contents = Contents()
+        self._built: Walk | None = None
+        self._config = ""
+        self._base = ""
+
+    def look(self, model: PreTrainedModel) -> State:
+        """Return the state of the weights now.
+
+        Costs about a millisecond where nothing has changed. A change is seen if it goes through the tensors, modules or
+        attributes (``copy_``, ``load_state_dict``, an optimiser, another ``Parameter``, another adapter). Writing
+        through ``.data`` or in NumPy leaves no trace: it is seen where it reaches the bytes that are sampled, so
+        reliably if it changes a whole tensor.
+        """
+        with self._lock:
+            walk = self._walk
+            if walk is not None and self._state is not None:
+                changed = walk.changed()
+                if walk.samples_differ():
+                    self._contents.clear()
+                elif not changed:
+                    return self._state
+            return self._look_anew(model)
+
+    def same(self, model: PreTrainedModel, state: State) -> bool:
+        """Whether the weights are still those of ``state``, as far as tensors and adapters show. For every pass."""
+        walk = self._walk
+        if walk is not None and self._state == state and not walk.weights_changed():
+            return True
+        return self.look(model) == state
+
+    def digest(self, model: PreTrainedModel, seen: State | None = None) -> str:
+        """Return a digest of all that decides K/V now, or did when ``seen`` was looked at, just before.
+
+        The content of each tensor is hashed once, until it changes.
+        """
+        with self._lock:
+            state = self.look(model) if seen is None or seen is not self._state else seen
+            assert self._walk is not None
+            if not self._base:
+                each = (
+                    f"{name} {self._contents.of(tensor)}" for name, tensor in self._walk.tensors_of_base()
+                )
+                self._base = joined((type(model).__name__, config_text(model.config), *each))
+            return joined((self._base, state.adapters, *state.beyond))
+
+    def feed_base(self, model: PreTrainedModel, feed: Callable[[bytes | memoryview], None]) -> None:
+        """Hand the class, configuration and tensors of the plain model to ``feed``, in their order, every byte."""
+        with self._lock:
+            self.look(model)
+            assert self._walk is not None
+            feed(type(model).__name__.encode())
+            feed(config_text(model.config).encode())
+            for name, tensor in self._walk.tensors_of_base():
+                feed(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                self._contents.of(tensor, feed)
+
+    def _look_anew(self, model: PreTrainedModel) -> State:
+        config = config_text(model.config)
+        if self._built is None or config != self._config:
+            self._built, self._config = _as_built(model), config
+        walk = Walk(self._contents)
+        walk.visit(model)
+        built = dict(self._built.items)
+        beyond = [
+            f"{place} {token}" for place, token in walk.items.items() if built.pop(place, None) != token
+        ]
+        beyond += [f"{place} is missing" for place in built]
+        unknown = next((place for place in walk.unknown if place not in self._built.unknown), None)
+        adapters = joined(walk.adapters) if walk.adapters else ""
+        found = tuple(sorted(beyond)) + tuple(sorted(walk.code))
+        before, known = self._walk, self._state
+        generation = 0
+        if before is not None and known is not None:
+            same = walk.base_marks == before.base_marks and found == known.beyond and self._contents.whole
+            generation = known.generation + (0 if same else 1)
+        if before is None or walk.base_marks != before.base_marks or not self._contents.whole:
+            self._base = ""
+        self._contents.whole = True
+        self._walk = walk
+        self._state = State(
+            generation,
+            adapters,
+            found,
+            None if unknown is None else walk.unknown[unknown],
+            walk.at_random,
+        )
+        return self._state
+
+
+_of_model: WeakKeyDictionary[PreTrainedModel, Weights] = WeakKeyDictionary()
+_lock = RLock()
+
+
+def weights_of(model: PreTrainedModel) -> Weights:
+    """Return what is known of this model's weights. Any thread."""
+    with _lock:
+        if model not in _of_model:
+            _of_model[model] = Weights()
+        return _of_model[model]
+
+
+def plain_model(model: Any) -> PreTrainedModel:
+    """Return the transformers model inside a PEFT model, or the model itself.
+
+    ValueError for a PEFT model whose prompts are learned (its K/V do not follow from tokens), for a compiled wrapper,
+    and for anything that is not a model of transformers.
+    """
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel):
+        if any(config.is_prompt_learning for config in model.peft_config.values()):
+            raise ValueError(
+                "the PEFT model learns its prompts (prefix or prompt tuning): its K/V do not follow from the tokens "
+                "alone, so pages cannot be reused; serve it without TierStore"
+            )
+        return plain_model(model.get_base_model())
+    if isinstance(model, PreTrainedModel):
+        return model
+    inner = " (pass the model that was compiled)" if type(model).__name__ == "OptimizedModule" else ""
+    raise ValueError(
+        f"model is a {type(model).__module__}.{type(model).__qualname__}{inner}; allowed: a PreTrainedModel of "
+        "transformers, or a PeftModel around one"
+    )
+
+
+def _as_built(model: PreTrainedModel) -> Walk:
+    """What the walk finds in a model newly built from the same configuration, without weights.
+
+    Empty if the class cannot be built so; then everything that the model has is described.
+    """
+    try:
+        with torch.device("meta"):
+            built = type(model)(deepcopy(model.config))
+    except _BUILT_WITH:
+        return Walk(Contents())
+    walk = Walk(Contents())
+    walk.visit(built)
+    return walk
+
 
 # The identities of the models, by the fingerprint of the pages that were described for them.
 _given: dict[str, tuple[str, ...]] = {}
@@ -20,91 +208,41 @@ _made: set[str] = set()
 """Identities that ``model_identity`` returned: what is named by one is no name that a user thought of."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPlace:
-    """Where a model layer's K and V are: a KV group of the page, and the layer's index in it."""
-
-    group: int
-    index: int
+def remember(fingerprint: str, identities: tuple[str, ...]) -> None:
+    """Note whose pages have this fingerprint, unless a user thought of one of the names."""
+    if _made.issuperset(identities):
+        _given[fingerprint] = identities
 
 
-@dataclass(frozen=True, slots=True)
-class KvShape:
-    """The K and V of a model: its layers by KV group, and how far back each group looks.
+def model_identity(model: PreTrainedModel) -> str:
+    """Return a SHA-256 over everything that decides a model's K/V: its class, config, weights and adapters in force.
 
-    Full attention comes first, then sliding windows; a model of one kind has one group.
+    It reads the tensors in memory, every byte, so weights edited in place, merged adapters or another dtype give
+    another identity, whatever the files on disk say. Quantised weights, tensors that are plain attributes, hooks that
+    may change a result, another ``forward`` and the source of classes that are not transformers' own count too. A PEFT
+    model with its adapters off has the identity of the model inside. It takes about a second per gigabyte.
+
+    Raises ValueError, naming the place, for weights that are not in memory and objects whose content cannot be read.
+    Not covered: hooks that return nothing and call code that writes into the tensors that they are given.
     """
+    plain = plain_model(model)
+    weights = weights_of(plain)
+    digest = sha256()
 
-    places: tuple[LayerPlace, ...]
-    windows: tuple[int | None, ...]
-    """Of each group: the tokens a query sees, its own included; None: all."""
-    num_kv_heads: int
-    head_dim: int
+    def feed(raw: bytes | memoryview) -> None:
+        """Length first: no two lists of fields have the same bytes."""
+        digest.update(len(raw).to_bytes(8, "little"))
+        digest.update(raw)
 
-    @property
-    def window(self) -> int | None:
-        """The tokens that any layer looks back; None if one of them looks back to the first."""
-        spans = [span for span in self.windows if span is not None]
-        return max(spans) if len(spans) == len(self.windows) else None
-
-
-def kv_shape(config: PreTrainedConfig) -> KvShape:
-    """Return the K and V of a model. ValueError, naming the reason, for what this adapter cannot serve."""
-    text = config.get_text_config(decoder=True).to_dict()
-    kinds = layer_kinds(text)
-    order: list[str] = [kind for kind in ("full_attention", "sliding_attention") if kind in kinds]
-    counts = dict.fromkeys(order, 0)
-    places = []
-    for kind in kinds:
-        places.append(LayerPlace(order.index(kind), counts[kind]))
-        counts[kind] += 1
-    return KvShape(
-        places=tuple(places),
-        windows=tuple(text["sliding_window"] if kind == "sliding_attention" else None for kind in order),
-        num_kv_heads=text.get("num_key_value_heads") or text["num_attention_heads"],
-        head_dim=text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],
-    )
-
-
-def page_spec(config: PreTrainedConfig, page_size: int, dtype: torch.dtype | str, model_id: str) -> PageSpec:
-    """Return the page geometry of a model whose layers are all of one kind, with K and V per head.
-
-    ``page_size`` in tokens; ``dtype`` is that of the K/V the model computes (``model.dtype``); ``model_id`` must
-    change whenever equal tokens would give other K/V (``model_identity``). Raises ValueError for models that this
-    adapter cannot serve, and for those that need several KV groups (``page_specs``).
-    """
-    specs = _specs(kv_shape(config), page_size, dtype, model_id, first_group=0)
-    if len(specs) > 1:
-        raise ValueError("the model has layers with and without a window: page_specs gives its KV groups")
-    if model_id in _made:
-        _given[PageLayout.of(specs[0]).fingerprint] = (model_id,)
-    return specs[0]
-
-
-def page_specs(
-    model: PreTrainedModel,
-    page_size: int,
-    *,
-    draft: PreTrainedModel | None = None,
-    model_id: str | None = None,
-) -> tuple[PageSpec, ...]:
-    """Return the KV groups of a model's pages, and of those of the model that drafts for it, if there is one.
-
-    One group for a model of one kind of layers; two for full attention and sliding windows (Gemma 3). A draft model's
-    groups come after: a page then holds the K/V of both for the same tokens, under one key, so that they cannot part.
-    Reads every weight, as ``model_identity`` does. ``model_id``: a name to use instead, which must change whenever
-    equal tokens would give other K/V; no weight is read then. Raises ValueError for models that this adapter cannot
-    serve.
-    """
-    models = [plain_model(each) for each in ((model,) if draft is None else (model, draft))]
-    for each in models:
-        check_kind(each)
-    if model_id is not None:
-        return _specs_of(models, page_size, [model_id] * len(models))
-    identities = tuple(model_identity(each) for each in models)
-    specs = _specs_of(models, page_size, identities)
-    _given[PageLayout.of(specs).fingerprint] = identities
-    return specs
+    state = weights.look(plain)
+    _require_known(state)
+    weights.feed_base(plain, feed)
+    for token in (*state.beyond, *([f"adapters {state.adapters}"] if state.adapters else [])):
+        feed(token.encode("utf-8", "surrogatepass"))
+    identity = digest.hexdigest()
+    weights.names[identity] = weights.digest(plain)
+    _made.add(identity)
+    return identity
 
 
 def weights_now(
@@ -169,124 +307,10 @@ def _require_known(state: State) -> None:
         )
 
 
-def _specs_of(
-    models: Sequence[PreTrainedModel], page_size: int, identities: Sequence[str]
-) -> tuple[PageSpec, ...]:
-    specs: tuple[PageSpec, ...] = ()
-    for each, identity in zip(models, identities, strict=True):
-        specs += _specs(kv_shape(each.config), page_size, each.dtype, identity, first_group=len(specs))
-    return specs
-
-
-def _specs(
-    shape: KvShape, page_size: int, dtype: torch.dtype | str, model_id: str, *, first_group: int
-) -> tuple[PageSpec, ...]:
-    return tuple(
-        PageSpec(
-            num_layers=sum(place.group == group for place in shape.places),
-            page_size=page_size,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=str(dtype).removeprefix("torch."),
-            group=first_group + group,
-            model=model_id,
-        )
-        for group in range(len(shape.windows))
-    )
-
-
-def check_kind(model: PreTrainedModel) -> None:
-    """Raise ValueError for a class of models whose state is not K and V of the tokens before, or not only."""
-    name = type(model).__name__
-    if model._is_stateful:
+def check_weights(model: PreTrainedModel, state: State) -> None:
+    """Raise ValueError if the model's weights or adapters are not those that a cache was made for."""
+    if not weights_of(model).same(model, state):
         raise ValueError(
-            f"{name} keeps a state besides K and V of the tokens (recurrent or convolution layers): it is not supported"
+            "the model's weights or adapters have changed since this TierStoreCache was made: its pages hold K/V of "
+            "the weights before. Make another TierStoreCache after the change"
         )
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder and a decoder: only decoders are supported")
-
-
-def layer_kinds(text: dict[str, Any]) -> list[str]:
-    """Return "full_attention" or "sliding_attention" for each layer of a text model's configuration.
-
-    Raises ValueError, naming the reason, unless every layer keeps K and V per head of the tokens it looks at.
-    """
-    missing = [
-        name for name in ("num_hidden_layers", "num_attention_heads", "hidden_size") if name not in text
-    ]
-    if missing:
-        raise ValueError(
-            f"the model's configuration has no {', '.join(missing)}: only models of the Llama family are supported"
-        )
-    if text.get("kv_lora_rank") is not None:
-        raise ValueError(
-            "multi-head latent attention (kv_lora_rank) is not supported: its cache is not K and V per head"
-        )
-    if text.get("index_topk") is not None:
-        raise ValueError(
-            "sparse attention by an index of keys (index_topk) is not supported: pages hold K and V alone"
-        )
-    if text.get("use_bidirectional_attention"):
-        raise ValueError("bidirectional attention is not supported: earlier K/V would depend on later tokens")
-    if any(mode == "reuse" for mode in text.get("kv_sharing_modes") or ()) or text.get(
-        "num_kv_shared_layers"
-    ):
-        raise ValueError("layers that share another layer's K/V are not supported")
-    if text.get("cross_attention_layers"):
-        raise ValueError(
-            "layers of cross-attention (cross_attention_layers) are not supported: they keep K and V of images"
-        )
-    moving = sorted(kind for kind in _rope_types(text) if kind in ("longrope", "su") or "dynamic" in kind)
-    if moving:
-        raise ValueError(
-            f"{', '.join(moving)} rotary embeddings are not supported: K of a token would depend on how long the "
-            "request is that computes it"
-        )
-    windowed = text.get("sliding_window") is not None and text.get("use_sliding_window", True)
-    kinds: list[str] = text.get("layer_types") or (
-        ["sliding_attention" if windowed else "full_attention"] * text["num_hidden_layers"]
-    )
-    others = sorted({*kinds} - {"full_attention", "sliding_attention"})
-    if others:
-        raise ValueError(f"layers of type {', '.join(others)} are not supported: only full and sliding are")
-    if "sliding_attention" in kinds and not text.get("sliding_window"):
-        raise ValueError("the model has sliding layers but its configuration no sliding_window")
-    return kinds
-
-
-def _rope_types(text: dict[str, Any]) -> set[str]:
-    """The kinds of rotary embeddings in a configuration, whose parameters may be given for each kind of layer."""
-    given = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    each = [given, *(value for value in given.values() if isinstance(value, dict))]
-    return {str(kind) for one in each for kind in (one.get("rope_type"), one.get("type")) if kind}
-
-
-def model_identity(model: PreTrainedModel) -> str:
-    """Return a SHA-256 over everything that decides a model's K/V: its class, config, weights and adapters in force.
-
-    It reads the tensors in memory, every byte, so weights edited in place, merged adapters or another dtype give
-    another identity, whatever the files on disk say. Quantised weights, tensors that are plain attributes, hooks that
-    may change a result, another ``forward`` and the source of classes that are not transformers' own count too. A PEFT
-    model with its adapters off has the identity of the model inside. It takes about a second per gigabyte.
-
-    Raises ValueError, naming the place, for weights that are not in memory and objects whose content cannot be read.
-    Not covered: hooks that return nothing and call code that writes into the tensors that they are given.
-    """
-    plain = plain_model(model)
-    weights = weights_of(plain)
-    digest = sha256()
-
-    def feed(raw: bytes | memoryview) -> None:
-        """Length first: no two lists of fields have the same bytes."""
-        digest.update(len(raw).to_bytes(8, "little"))
-        digest.update(raw)
-
-    state = weights.look(plain)
-    _require_known(state)
-    weights.feed_base(plain, feed)
-    for token in (*state.beyond, *([f"adapters {state.adapters}"] if state.adapters else [])):
-        feed(token.encode("utf-8", "surrogatepass"))
-    identity = digest.hexdigest()
-    weights.names[identity] = weights.digest(plain)
-    _made.add(identity)
-    return identity

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 import torch
 
-from tierstore.adapters.huggingface.weights import State
+from tierstore.adapters.huggingface.identity import State
 from tierstore.gpu.pool import GroupedPages
 from tierstore.keys import Extra
 from tierstore.lease import Lease

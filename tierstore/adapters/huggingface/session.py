@@ -22,10 +22,9 @@ from transformers import PreTrainedModel
 
 from prefetch import Sessions
 from tierstore.adapters.huggingface.cache import TierStoreCache, cache_argument
-from tierstore.adapters.huggingface.identity import weights_now
+from tierstore.adapters.huggingface.identity import plain_model, weights_now
 from tierstore.adapters.huggingface.prefix import Tail, give_back
 from tierstore.adapters.huggingface.request import PageGroups, Storing, check_storing
-from tierstore.adapters.huggingface.weights import plain_model
 from tierstore.errors import CapacityError, StoreClosed
 from tierstore.keys import Extra
 from tierstore.store import TierStore
