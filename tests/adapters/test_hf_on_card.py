@@ -24,8 +24,7 @@ from tests.adapters.tiny import (
     random_prompt,
     tiny_llama,
 )
-from tierstore.adapters.huggingface import TierStoreCache, attention
-from tierstore.adapters.huggingface import cache as paged_cache
+from tierstore.adapters.huggingface import TierStoreCache, attention, cache
 from tierstore.adapters.huggingface.attention import Plans
 from tierstore.adapters.huggingface.batch import Span
 from tierstore.gpu.attention.paged import PagedDecode
@@ -36,7 +35,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any) -> torch.Tensor:
         raise AssertionError("not by the card's way")
 
-    monkeypatch.setattr(paged_cache, "Plans", partial(Plans, backend="reference"))
+    monkeypatch.setattr(cache, "Plans", partial(Plans, backend="reference"))
     monkeypatch.setattr(attention, "attend_pages", never)
 
 

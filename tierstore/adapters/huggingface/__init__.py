@@ -8,9 +8,10 @@
 Importing this package registers the attention function "tierstore" with transformers. For models with K and V per head
 (MHA, GQA, MQA), full attention and sliding windows: batches, several answers to a prompt, beams, assisted decoding.
 
-Bottom up: ``pages`` and ``prefixes`` (what a store has), ``terms`` (what a request asks), ``opening`` (the stored
-prefix), ``sequence`` (one row), ``batch`` (all rows), ``attention`` (reads them), ``layer`` and ``cache`` (what
-transformers sees), ``session`` and ``prefix_cache`` (chats). ``identity`` derives geometry and identity of a model.
+Bottom up: ``identity`` (whose pages they are; ``inventory`` finds all that decides it), ``request`` (options, prompts,
+pages), ``prefix`` (the stored prefix of a prompt), ``sequence`` (one row), ``batch`` (all rows), ``attention`` (reads
+them), ``model_spec`` (what the pages of a model look like), ``forward_args`` (what a model is fed), ``cache`` (what
+transformers sees), ``session`` (chats).
 """
 
 from __future__ import annotations

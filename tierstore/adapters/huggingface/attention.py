@@ -30,6 +30,37 @@ from tierstore.gpu.attention.backends import Backend
 from tierstore.gpu.attention.paged import PagedDecode, PagedPrefill
 from tierstore.gpu.attention.paging import DTYPES
 
+ATTENTION = "tierstore"
+"""The name to give as ``attn_implementation``."""
+
+HANDLE = "tierstore_layer"
+"""The keyword under which ``TierStoreLayer.update`` hands itself to the attention function."""
+
+KEYS_AT_ONCE = 1024
+QUERIES_AT_ONCE = 256
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        "cache",
+        "cache_position",
+        "is_causal",  # compared with the mask
+        "labels",
+        "layer_idx",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "sliding_window",  # SDPA and eager attention obey the mask, which is compared with the layer's window
+        "use_cache",
+    }
+)
+"""Keywords of an attention call that change nothing of what is computed. With pages every other one is refused."""
+
 NEW_FROM = 4096
 """Tokens of a prompt without a prefix from which the kernels' cuDNN is the faster one. Not tuned."""
 
@@ -130,38 +161,6 @@ def _plan(
         causal=True, window_left=left, sm_scale=kind.scale, q_data_type=kind.dtype,
     )  # fmt: skip
     return planned.prefill
-
-
-ATTENTION = "tierstore"
-"""The name to give as ``attn_implementation``."""
-
-HANDLE = "tierstore_layer"
-"""The keyword under which ``TierStoreLayer.update`` hands itself to the attention function."""
-
-KEYS_AT_ONCE = 1024
-QUERIES_AT_ONCE = 256
-
-_WITHOUT_EFFECT = frozenset(
-    {
-        "cache",
-        "cache_position",
-        "is_causal",  # compared with the mask
-        "labels",
-        "layer_idx",
-        "logits_to_keep",
-        "num_items_in_batch",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "past_key_values",
-        "position_embeddings",
-        "position_ids",
-        "return_dict",
-        "sliding_window",  # SDPA and eager attention obey the mask, which is compared with the layer's window
-        "use_cache",
-    }
-)
-"""Keywords of an attention call that change nothing of what is computed. With pages every other one is refused."""
 
 
 class SlidingMask(torch.Tensor):
