@@ -22,10 +22,10 @@ from tests.support.pages import SPEC, chain, nvme_capacity, read, tiers, write
 from tests.test_cli import last_line, only_to_be_read, tierstore, unprivileged
 from tests.test_readme import block
 from tierstore.adapters.huggingface import ATTENTION, TierStoreCache, cache_argument, page_specs
+from tierstore.archive.reading import read_contents
 from tierstore.cli.app import app
 from tierstore.config import load_config
 from tierstore.demo.session import Session
-from tierstore.nvme.archive.reading import read_contents
 from tierstore.page import PageSpec
 from tierstore.store import TierStore
 from tierstore.types import PageKey
@@ -214,7 +214,7 @@ def test_interrupted_it_leaves_no_file(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
-        "from tierstore.nvme.archive.closed import ClosedSource\n"
+        "from tierstore.archive.closed import ClosedSource\n"
         "record = ClosedSource.record\n"
         "def interrupted(self, key):\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"

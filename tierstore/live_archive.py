@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierstore.archive.form import Description
+from tierstore.archive.reading import Imported, read_archive
+from tierstore.archive.records import Taken
+from tierstore.archive.writing import Exported, write_archive
 from tierstore.build import loss_class
 from tierstore.codecs import record_head
 from tierstore.errors import ArchiveError, CapacityError, ConfigError, IntegrityError
 from tierstore.keys import EXACT, require_key_list
-from tierstore.nvme.archive.form import Description
-from tierstore.nvme.archive.reading import Imported, read_archive
-from tierstore.nvme.archive.records import Taken
-from tierstore.nvme.archive.writing import Exported, write_archive
 from tierstore.nvme.reader import Memory, Record
 from tierstore.nvme.record import Decoders
 from tierstore.types import LeaseState, Tier
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tierstore.archive.records import Progress as Shown
     from tierstore.build import Parts
     from tierstore.config import StoreConfig
     from tierstore.events import PendingEvents
     from tierstore.lease import Lease
-    from tierstore.nvme.archive.records import Progress as Shown
     from tierstore.pump import Progress
     from tierstore.store import EngineSlots, OwnSlots
     from tierstore.types import PageKey

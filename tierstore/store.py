@@ -48,15 +48,15 @@ if TYPE_CHECKING:
 
     import torch
 
+    from tierstore.archive.reading import Imported
+    from tierstore.archive.records import Progress as Shown
+    from tierstore.archive.writing import Exported
     from tierstore.directory.directory import Directory
     from tierstore.directory.leases import LeaseRecord
     from tierstore.gpu.pool import EnginePages, GroupedPages
     from tierstore.keys import Extra, TokenIds
     from tierstore.metrics import Metrics
     from tierstore.mover import Mover, SyncMark
-    from tierstore.nvme.archive.reading import Imported
-    from tierstore.nvme.archive.records import Progress as Shown
-    from tierstore.nvme.archive.writing import Exported
     from tierstore.page import PageSpec
     from tierstore.types import Event, HintResult, PageKey, Promoted
 

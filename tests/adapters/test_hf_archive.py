@@ -9,11 +9,11 @@ import pytest
 
 from tests.adapters.tiny import PAGE, ask, open_store, plain, random_prompt, tiny_llama
 from tierstore.adapters.huggingface import page_specs
+from tierstore.archive.closed import open_sink, open_source, shards_of
+from tierstore.archive.form import Description
+from tierstore.archive.reading import read_archive
+from tierstore.archive.writing import write_archive
 from tierstore.errors import ArchiveError
-from tierstore.nvme.archive.closed import open_sink, open_source, shards_of
-from tierstore.nvme.archive.form import Description
-from tierstore.nvme.archive.reading import read_archive
-from tierstore.nvme.archive.writing import write_archive
 from tierstore.page import PageLayout
 
 DOCUMENT = random_prompt(5 * PAGE)

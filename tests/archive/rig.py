@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from tests.support.pages import SPEC, chain, content
+from tierstore.archive.form import Description
+from tierstore.archive.reading import Imported, read_archive
+from tierstore.archive.records import Taken
+from tierstore.archive.writing import Exported, write_archive
 from tierstore.codecs import record_head
-from tierstore.nvme.archive.form import Description
-from tierstore.nvme.archive.reading import Imported, read_archive
-from tierstore.nvme.archive.records import Taken
-from tierstore.nvme.archive.writing import Exported, write_archive
 from tierstore.nvme.reader import Record
 from tierstore.page import PageLayout
 from tierstore.types import PageKey

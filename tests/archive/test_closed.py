@@ -18,12 +18,12 @@ import torch
 
 from tests.archive.rig import Shelf, exported, imported, run
 from tests.support.pages import PATIENCE_S, chain, nvme_capacity, page_tensor, tiers
+from tierstore.archive.closed import open_sink, open_source, shards_of
+from tierstore.archive.form import Description
+from tierstore.archive.reading import Imported, read_archive, read_contents
+from tierstore.archive.writing import Exported, write_archive
 from tierstore.codecs.record_head import Codec
 from tierstore.errors import ArchiveError, ConfigError, TransferError
-from tierstore.nvme.archive.closed import open_sink, open_source, shards_of
-from tierstore.nvme.archive.form import Description
-from tierstore.nvme.archive.reading import Imported, read_archive, read_contents
-from tierstore.nvme.archive.writing import Exported, write_archive
 from tierstore.nvme.capacity import size, size_extents
 from tierstore.nvme.catalogue import Catalogue, Page
 from tierstore.nvme.inspection import verify
@@ -272,7 +272,7 @@ def test_killed_while_it_imports_a_store_has_a_beginning_and_takes_the_rest(
         "import os, sys\n"
         "from pathlib import Path\n"
         "from tests.archive import test_closed\n"
-        "from tierstore.nvme.archive import closed, reading\n"
+        "from tierstore.archive import closed, reading\n"
         "reading._BATCH_PAGES = 3\n"
         "store = closed.ClosedSink._store\n"
         "def killed(sink, records):\n"

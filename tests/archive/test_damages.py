@@ -8,10 +8,10 @@ from pathlib import Path
 
 from tests.archive.rig import Shelf, exported, imported, run, spoiled
 from tests.support.pages import SPEC, chain
+from tierstore.archive import form, reading
 from tierstore.codecs import record_head
 from tierstore.codecs.record_head import HEAD_NBYTES
 from tierstore.errors import ArchiveError
-from tierstore.nvme.archive import form, reading
 
 BLOCK = HEAD_NBYTES + SPEC.page_nbytes
 

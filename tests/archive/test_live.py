@@ -26,13 +26,13 @@ from tests.support.pages import (
     write,
     write_each,
 )
+from tierstore.archive import writing
+from tierstore.archive.reading import read_contents
 from tierstore.codecs.record_head import Codec
 from tierstore.config import load_config
 from tierstore.errors import ArchiveError, ConfigError, StoreClosed
 from tierstore.gpu.pool import EnginePages
 from tierstore.nvme import reader as lending
-from tierstore.nvme.archive import writing
-from tierstore.nvme.archive.reading import read_contents
 from tierstore.nvme.reader import RecordReader
 from tierstore.store import TierStore
 from tierstore.types import PageKey, Tier

@@ -11,7 +11,7 @@ import pytest
 from tests.archive import test_closed, test_damages, test_form, test_output, test_reading, test_writing
 from tests.support import planting
 from tests.support.planting import Bug
-from tierstore.nvme.archive import closed, draft, form, output, reading, records, threads, writing
+from tierstore.archive import closed, draft, form, output, reading, records, threads, writing
 
 Check = Callable[[Path, pytest.MonkeyPatch], None]
 

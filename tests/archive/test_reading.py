@@ -21,9 +21,9 @@ from tests.archive.rig import (
     spoiled,
 )
 from tests.support.pages import SPEC, chain
+from tierstore.archive import form, reading
+from tierstore.archive.records import Taken
 from tierstore.errors import ArchiveError
-from tierstore.nvme.archive import form, reading
-from tierstore.nvme.archive.records import Taken
 from tierstore.nvme.reader import Record
 from tierstore.page import PageLayout, PageSpec
 

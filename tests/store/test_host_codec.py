@@ -16,13 +16,13 @@ import torch
 from tests.support import pages as support
 from tests.support.pages import PATIENCE_S, chain, page_tensor, tier_stats, where
 from tierstore import codecs
+from tierstore.archive import closed, reading
 from tierstore.codecs.host_format import Held, Packer
 from tierstore.codecs.record_head import Codec, Head, parse
 from tierstore.config import load_config
 from tierstore.errors import ConfigError
 from tierstore.gpu.pool import EnginePages
 from tierstore.keys import namespace
-from tierstore.nvme.archive import closed, reading
 from tierstore.nvme.direct_io import aligned
 from tierstore.nvme.reader import scratch_for
 from tierstore.page import PageLayout, PageSpec

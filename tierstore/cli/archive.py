@@ -20,11 +20,11 @@ from tierstore.errors import ArchiveError, ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from tierstore.archive.closed import ClosedSource, Shard
+    from tierstore.archive.form import Description
+    from tierstore.archive.reading import Imported
+    from tierstore.archive.writing import Exported
     from tierstore.cli.document import Document
-    from tierstore.nvme.archive.closed import ClosedSource, Shard
-    from tierstore.nvme.archive.form import Description
-    from tierstore.nvme.archive.reading import Imported
-    from tierstore.nvme.archive.writing import Exported
     from tierstore.types import PageKey
 
 Config = Annotated[Path, typer.Option(help="The store's configuration; its nvme section is used.")]
@@ -58,7 +58,7 @@ def export(
 ) -> None:
     """Write pages of a closed store to one portable file, as they are. Exit code 1 if some could not be had."""
     with refusals(as_json):
-        from tierstore.nvme.archive import closed, writing
+        from tierstore.archive import closed, writing
 
         if (keys is not None) + everything + (doc is not None) != 1 or (doc is None) != (model is None):
             raise ConfigError("export needs one of --keys FILE, --all, and --doc FILE with --model NAME")
@@ -89,7 +89,7 @@ def import_(
 ) -> None:
     """Check a file of pages and put what is whole into a closed store. Exit code 1 if not every page is there then."""
     with refusals(as_json):
-        from tierstore.nvme.archive import closed, reading
+        from tierstore.archive import closed, reading
 
         settings, nvme = load_config(config), _nvme(config)
         require_file("FILE", file, "what `tierstore export` wrote")
@@ -115,7 +115,7 @@ def import_(
 
 
 def _require_known(path: Path, description: Description, file: Path) -> None:
-    from tierstore.nvme.archive import closed
+    from tierstore.archive import closed
 
     try:
         closed.require_known(path, description)

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from tierstore.adapters.huggingface import page_specs
+from tierstore.archive.closed import ClosedSource, Shard
 from tierstore.cli.output import progress
 from tierstore.demo.model import ModelError, model_folder
 from tierstore.errors import ConfigError
 from tierstore.keys import namespace, page_keys
-from tierstore.nvme.archive.closed import ClosedSource, Shard
 from tierstore.page import DTYPE_NBYTES, PageLayout
 from tierstore.types import PageKey
 

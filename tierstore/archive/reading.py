@@ -15,12 +15,12 @@ import numpy as np
 from aiofiles.threadpool import wrap
 from numpy.typing import NDArray
 
+from tierstore.archive import form
+from tierstore.archive.matching import require_same
+from tierstore.archive.records import Progress, Sink, checked
+from tierstore.archive.threads import ahead, most_ahead, whole
 from tierstore.codecs import record_head
 from tierstore.errors import ArchiveError, IntegrityError
-from tierstore.nvme.archive import form
-from tierstore.nvme.archive.matching import require_same
-from tierstore.nvme.archive.records import Progress, Sink, checked
-from tierstore.nvme.archive.threads import ahead, most_ahead, whole
 from tierstore.nvme.reader import Record
 from tierstore.types import PageKey
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from tierstore.archive.form import Description
 from tierstore.errors import ArchiveError
-from tierstore.nvme.archive.form import Description
 from tierstore.page import PageSpec
 
 _ORDER = ("model", "page_size", "dtype")  # what people know their pages by, said before the rest

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import lmdb
 
 from tierstore import keys
+from tierstore.archive.form import Description
+from tierstore.archive.matching import require_same
+from tierstore.archive.records import Taken
 from tierstore.codecs import LOSS_CLASSES
 from tierstore.errors import ArchiveError, ConfigError, TransferError
 from tierstore.nvme import home
-from tierstore.nvme.archive.form import Description
-from tierstore.nvme.archive.matching import require_same
-from tierstore.nvme.archive.records import Taken
 from tierstore.nvme.examination import examine
 from tierstore.nvme.home import reading
 from tierstore.nvme.inspection import open_reader

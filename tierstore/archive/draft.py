@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tierstore.archive.output import Output
 from tierstore.errors import ArchiveError
-from tierstore.nvme.archive.output import Output
 
 SUFFIX = ".part"
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from aiofiles.threadpool import wrap
 
+from tierstore.archive import form
+from tierstore.archive.draft import Draft
+from tierstore.archive.records import Progress, Source
+from tierstore.archive.threads import ahead, most_ahead, whole
 from tierstore.errors import ArchiveError
-from tierstore.nvme.archive import form
-from tierstore.nvme.archive.draft import Draft
-from tierstore.nvme.archive.records import Progress, Source
-from tierstore.nvme.archive.threads import ahead, most_ahead, whole
 from tierstore.nvme.reader import Record
 from tierstore.types import PageKey
 

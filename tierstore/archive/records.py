@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore.archive.form import CHECKSUM, Description, Item
 from tierstore.codecs import record_head
 from tierstore.errors import IntegrityError
-from tierstore.nvme.archive.form import CHECKSUM, Description, Item
 from tierstore.nvme.reader import Record
 from tierstore.types import PageKey
 
