@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierstore.archive.form import Description
+from tierstore.archive.file_format import Description
 from tierstore.archive.reading import Imported, read_archive
 from tierstore.archive.records import Taken
 from tierstore.archive.writing import Exported, write_archive

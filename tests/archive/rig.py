@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.support.pages import SPEC, chain, content
-from tierstore.archive.form import Description
+from tierstore.archive.file_format import Description
 from tierstore.archive.reading import Imported, read_archive
 from tierstore.archive.records import Taken
 from tierstore.archive.writing import Exported, write_archive

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.archive.rig import Shelf, exported, imported, run, spoiled
 from tests.support.pages import SPEC, chain
-from tierstore.archive import form, reading
+from tierstore.archive import file_format, reading
 from tierstore.codecs import record_head
 from tierstore.codecs.record_head import HEAD_NBYTES
 from tierstore.errors import ArchiveError
@@ -43,7 +43,7 @@ def swap(raw: bytearray, dice: random.Random) -> None:
 
 
 def swap_records(raw: bytearray, dice: random.Random) -> None:
-    start = form.header_nbytes(bytes(raw[: form.PRELUDE_NBYTES]))
+    start = file_format.header_nbytes(bytes(raw[: file_format.PRELUDE_NBYTES]))
     one, two = (start + BLOCK * dice.randrange(8) for _ in range(2))
     raw[one : one + BLOCK], raw[two : two + BLOCK] = raw[two : two + BLOCK], raw[one : one + BLOCK]
 
@@ -86,7 +86,7 @@ def test_a_thousand_damages_are_refused_or_named_and_no_wrong_byte_comes_in(tmp_
         if raw == whole:
             assert done.complete
             return "unchanged"
-        start = form.header_nbytes(whole)
+        start = file_format.header_nbytes(whole)
         hurt = {
             item.key
             for item in (await reading.read_contents(path)).items
@@ -152,9 +152,9 @@ def test_an_index_that_lies_about_a_page_does_not_bring_it_in(tmp_path: Path) ->
     liar = [items[0]._replace(parent=None), items[1]]
     raw = path.read_bytes()
     start = items[-1].end
-    indexed = form.index(liar)
-    head = raw[: form.header_nbytes(raw)]
-    path.write_bytes(raw[:start] + indexed + form.trailer(head[-16:], start, indexed))
+    indexed = file_format.index(liar)
+    head = raw[: file_format.header_nbytes(raw)]
+    path.write_bytes(raw[:start] + indexed + file_format.trailer(head[-16:], start, indexed))
     sink = Shelf()
     done = imported(path, sink)
     assert [key for key, _ in done.damaged] == [keys[2]]

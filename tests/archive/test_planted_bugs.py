@@ -8,16 +8,16 @@ from types import ModuleType
 
 import pytest
 
-from tests.archive import test_closed, test_damages, test_form, test_output, test_reading, test_writing
+from tests.archive import test_closed, test_damages, test_file_format, test_output, test_reading, test_writing
 from tests.support import planting
 from tests.support.planting import Bug
-from tierstore.archive import closed, draft, form, output, reading, records, threads, writing
+from tierstore.archive import closed, draft, file_format, output, reading, records, threads, writing
 
 Check = Callable[[Path, pytest.MonkeyPatch], None]
 
 
 def bits(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_form.test_every_flipped_bit_of_header_index_and_trailer_shows()
+    test_file_format.test_every_flipped_bit_of_header_index_and_trailer_shows()
 
 
 def damages(path: Path, patch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def budget(path: Path, patch: pytest.MonkeyPatch) -> None:
 
 BUGS: list[tuple[ModuleType, Check, Bug]] = [
     (
-        form,
+        file_format,
         bits,
         Bug(
             "index not summed",
@@ -89,7 +89,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        form,
+        file_format,
         bits,
         Bug(
             "end not summed",
@@ -98,7 +98,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        form,
+        file_format,
         bits,
         Bug(
             "header not summed",
@@ -269,7 +269,7 @@ def plant(module: ModuleType, patch: pytest.MonkeyPatch, bug: Bug | None) -> Non
         reading,
         writing,
         closed,
-        test_form,
+        test_file_format,
         test_reading,
         test_damages,
         test_writing,

@@ -21,7 +21,7 @@ from tests.archive.rig import (
     spoiled,
 )
 from tests.support.pages import SPEC, chain
-from tierstore.archive import form, reading
+from tierstore.archive import file_format, reading
 from tierstore.archive.records import Taken
 from tierstore.errors import ArchiveError
 from tierstore.nvme.reader import Record
@@ -217,7 +217,7 @@ def test_pages_of_another_model_are_refused_with_what_was_found_and_what_is_allo
     tmp_path: Path, spec: PageSpec, why: str
 ) -> None:
     path, _ = archive(tmp_path / "x.tier")
-    sink = Shelf(form.Description(PageLayout.of(spec)))
+    sink = Shelf(file_format.Description(PageLayout.of(spec)))
     with pytest.raises(ArchiveError, match=why):
         imported(path, sink)
     assert sink.records == {}
@@ -227,7 +227,7 @@ def test_other_groups_schemes_and_losses_are_refused(tmp_path: Path) -> None:
     path, _ = archive(tmp_path / "x.tier")
     two = PageLayout.of([SPEC, replace(SPEC, group=1)])
     for description, why in (
-        (form.Description(two), "the number of KV groups of its pages is 1; allowed here: 2"),
+        (file_format.Description(two), "the number of KV groups of its pages is 1; allowed here: 2"),
         (
             replace(DESCRIPTION, key_scheme="tierstore-keys-2"),
             "the key scheme of its pages is 'tierstore-keys-1'",

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import lmdb
 
 from tierstore import keys
-from tierstore.archive.form import Description
-from tierstore.archive.matching import require_same
+from tierstore.archive.file_format import Description, require_same
 from tierstore.archive.records import Taken
 from tierstore.codecs import LOSS_CLASSES
 from tierstore.errors import ArchiveError, ConfigError, TransferError

@@ -15,8 +15,8 @@ import numpy as np
 from aiofiles.threadpool import wrap
 from numpy.typing import NDArray
 
-from tierstore.archive import form
-from tierstore.archive.matching import require_same
+from tierstore.archive import file_format
+from tierstore.archive.file_format import require_same
 from tierstore.archive.records import Progress, Sink, checked
 from tierstore.archive.threads import ahead, most_ahead, whole
 from tierstore.codecs import record_head
@@ -55,8 +55,8 @@ class Imported:
 class Contents(NamedTuple):
     """What is in an archive, by its header and index: ``items`` with parents before their children."""
 
-    description: form.Description
-    items: list[form.Item]
+    description: file_format.Description
+    items: list[file_format.Item]
 
 
 async def read_contents(path: Path) -> Contents:
@@ -121,7 +121,7 @@ class _Reading:
                 if progress is not None:
                     progress(number, len(items))
 
-    async def _page(self, item: form.Item, found: Record | str | None) -> None:
+    async def _page(self, item: file_format.Item, found: Record | str | None) -> None:
         if self.sink.has(item.key):
             self.present += 1
             if item.parent in self._kept or self.sink.reaches(item.key):
@@ -153,7 +153,7 @@ class _Reading:
         self.no_room += [key for key in self.taken if not self.sink.has(key)]
         self.taken = [key for key in self.taken if self.sink.has(key)]
 
-    async def _take(self, item: form.Item, found: Record | str | None) -> None:
+    async def _take(self, item: file_format.Item, found: Record | str | None) -> None:
         if found is None:  # there when it was looked at, and gone since
             found = await whole(partial(self._read, item))
         if isinstance(found, str):
@@ -165,11 +165,11 @@ class _Reading:
         if nbytes >= _BATCH_NBYTES or len(self._batch) >= _BATCH_PAGES:
             await self.flush()
 
-    def _look(self, item: form.Item) -> Record | str | None:
+    def _look(self, item: file_format.Item) -> Record | str | None:
         """The record of an item, or what is wrong with it; None if it is not wanted as things are. Any thread."""
         return None if self.no_room or self.sink.has(item.key) else self._read(item)
 
-    def _read(self, item: form.Item) -> Record | str:
+    def _read(self, item: file_format.Item) -> Record | str:
         try:
             raw = _read_at(self.fd, item.offset, item.end - item.offset)
             head, payload = raw[: record_head.HEAD_NBYTES].tobytes(), raw[record_head.HEAD_NBYTES :]
@@ -193,13 +193,13 @@ class _Reading:
 
 
 async def _contents(file: AsyncBufferedReader, nbytes: int) -> Contents:
-    start = await _read(file, 0, form.PRELUDE_NBYTES)
-    header = await _read(file, 0, form.header_nbytes(start))
-    description = form.parse_header(header)
-    end = await _read(file, max(0, nbytes - form.TRAILER_NBYTES), form.TRAILER_NBYTES)
-    trailer = form.parse_trailer(end, nbytes, header[-16:])
-    index = await _read(file, trailer.index_offset, trailer.num_items * form.ITEM_NBYTES)
-    items = form.parse_index(index, trailer, len(header), description.layout.blob_nbytes)
+    start = await _read(file, 0, file_format.PRELUDE_NBYTES)
+    header = await _read(file, 0, file_format.header_nbytes(start))
+    description = file_format.parse_header(header)
+    end = await _read(file, max(0, nbytes - file_format.TRAILER_NBYTES), file_format.TRAILER_NBYTES)
+    trailer = file_format.parse_trailer(end, nbytes, header[-16:])
+    index = await _read(file, trailer.index_offset, trailer.num_items * file_format.ITEM_NBYTES)
+    items = file_format.parse_index(index, trailer, len(header), description.layout.blob_nbytes)
     return Contents(description, items)
 
 

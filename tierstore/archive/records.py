@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.archive.form import CHECKSUM, Description, Item
+from tierstore.archive.file_format import CHECKSUM, Description, Item
 from tierstore.codecs import record_head
 from tierstore.errors import IntegrityError
 from tierstore.nvme.reader import Record

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from aiofiles.threadpool import wrap
 
-from tierstore.archive import form
+from tierstore.archive import file_format
 from tierstore.archive.draft import Draft
 from tierstore.archive.records import Progress, Source
 from tierstore.archive.threads import ahead, most_ahead, whole
@@ -56,7 +56,7 @@ async def write_archive(
         await file.flush()
         await whole(partial(os.fsync, draft.file.fileno()))
         draft.commit()
-    codecs = [form.codec_name(item.codec) for item in writing.items]
+    codecs = [file_format.codec_name(item.codec) for item in writing.items]
     return Exported(
         path=path,
         pages=len(writing.items),
@@ -74,9 +74,9 @@ class _Writing:
         self._file = file
         self._source = source
         self._progress = progress
-        self._header = form.header(source.description)
+        self._header = file_format.header(source.description)
         self._offset = 0
-        self.items: list[form.Item] = []
+        self.items: list[file_format.Item] = []
         self.missing: list[tuple[PageKey, str]] = []
 
     async def begin(self) -> None:
@@ -99,21 +99,21 @@ class _Writing:
 
     async def end(self) -> int:
         """Write what follows the records; the length of the file."""
-        indexed = form.index(form.parents_first(self.items))
+        indexed = file_format.index(file_format.parents_first(self.items))
         start = self._offset
         await self._write(indexed)
-        await self._write(form.trailer(self._header[-16:], start, indexed))
+        await self._write(file_format.trailer(self._header[-16:], start, indexed))
         return self._offset
 
     async def _add(self, record: Record) -> None:
-        item = form.Item(
+        item = file_format.Item(
             record.head.key,
             record.head.parent,
             int(record.head.codec),
             record.head.raw_nbytes,
             record.head.stored_nbytes,
             self._offset,
-            record.raw[form.CHECKSUM],
+            record.raw[file_format.CHECKSUM],
         )
         await self._write(record.raw)
         await self._write(record.payload.data)

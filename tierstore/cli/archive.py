@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tierstore.archive.closed import ClosedSource, Shard
-    from tierstore.archive.form import Description
+    from tierstore.archive.file_format import Description
     from tierstore.archive.reading import Imported
     from tierstore.archive.writing import Exported
     from tierstore.cli.document import Document

@@ -6,6 +6,7 @@
     trailer   where the index is, how long the file is, checksums of header and index, xxh3-128 over all that
 
 Every byte of a file is under one of these checksums, and records, index and trailer follow each other without a gap.
+``require_same`` says whether pages of one description may stand for pages of another.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
 
@@ -238,3 +239,34 @@ def parse_trailer(raw: bytes, file_nbytes: int, header_sum: bytes) -> Trailer:
     if end.file_nbytes != file_nbytes or stated_sum != header_sum:
         raise ArchiveError("its end is not that of this file")
     return end
+
+
+_ORDER = ("model", "page_size", "dtype")  # what people know their pages by, said before the rest
+
+
+def require_same(found: Description, allowed: Description) -> None:
+    """ArchiveError, naming what was found and what is allowed, unless the pages can stand for each other."""
+    if found.key_scheme != allowed.key_scheme:
+        raise ArchiveError(_says("the key scheme", found.key_scheme, allowed.key_scheme))
+    ours, theirs = allowed.layout.specs, found.layout.specs
+    if len(ours) != len(theirs):
+        raise ArchiveError(_says("the number of KV groups", len(theirs), len(ours)))
+    for number, (their, our) in enumerate(zip(theirs, ours, strict=True)):
+        difference = _difference(their, our)
+        if difference is not None:
+            where = f" of KV group {number}" if len(ours) > 1 else ""
+            name, value, expected = difference
+            raise ArchiveError(_says(f"the {name}{where}", value, expected))
+    if found.loss_class != allowed.loss_class:
+        raise ArchiveError(_says("the loss class", found.loss_class, allowed.loss_class))
+
+
+def _difference(their: PageSpec, our: PageSpec) -> tuple[str, object, object] | None:
+    for name in dict.fromkeys((*_ORDER, *(field.name for field in fields(PageSpec)))):
+        if getattr(their, name) != getattr(our, name):
+            return name, getattr(their, name), getattr(our, name)
+    return None
+
+
+def _says(what: str, found: object, allowed: object) -> str:
+    return f"{what} of its pages is {found!r}; allowed here: {allowed!r}"

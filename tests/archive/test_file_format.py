@@ -13,7 +13,7 @@ from xxhash import xxh3_128_digest
 
 from tests.archive.rig import DESCRIPTION, LAYOUT
 from tests.support.pages import SPEC, chain
-from tierstore.archive import form
+from tierstore.archive import file_format
 from tierstore.codecs.record_head import HEAD_NBYTES
 from tierstore.errors import ArchiveError
 from tierstore.page import PageLayout, PageSpec
@@ -22,31 +22,33 @@ NBYTES = LAYOUT.blob_nbytes
 
 
 @st.composite
-def forests(draw: st.DrawFn) -> list[form.Item]:
+def forests(draw: st.DrawFn) -> list[file_format.Item]:
     """Records one behind the other, each after a page that comes anywhere in the file or is not in it."""
     keys = chain(draw(st.integers(0, 12)))
     outside = chain(1, "outside")[0]
     parents = [draw(st.sampled_from([None, outside, *keys[:i]])) for i in range(len(keys))]
     order = draw(st.permutations(range(len(keys))))
-    items, offset = [], len(form.header(DESCRIPTION))
+    items, offset = [], len(file_format.header(DESCRIPTION))
     for i in order:
         stored = draw(st.integers(1, NBYTES))
         items.append(
-            form.Item(keys[i], parents[i], draw(st.integers(0, 255)), NBYTES, stored, offset, bytes([i]) * 16)
+            file_format.Item(
+                keys[i], parents[i], draw(st.integers(0, 255)), NBYTES, stored, offset, bytes([i]) * 16
+            )
         )
         offset += HEAD_NBYTES + stored
     return items
 
 
 @given(forests())
-def test_an_index_comes_back_with_parents_before_children(items: list[form.Item]) -> None:
-    head = form.header(DESCRIPTION)
-    ordered = form.parents_first(items)
-    indexed = form.index(ordered)
+def test_an_index_comes_back_with_parents_before_children(items: list[file_format.Item]) -> None:
+    head = file_format.header(DESCRIPTION)
+    ordered = file_format.parents_first(items)
+    indexed = file_format.index(ordered)
     start = items[-1].end if items else len(head)
-    end = form.trailer(head[-16:], start, indexed)
-    trailer = form.parse_trailer(end, start + len(indexed) + len(end), head[-16:])
-    found = form.parse_index(indexed, trailer, len(head), NBYTES)
+    end = file_format.trailer(head[-16:], start, indexed)
+    trailer = file_format.parse_trailer(end, start + len(indexed) + len(end), head[-16:])
+    found = file_format.parse_index(indexed, trailer, len(head), NBYTES)
     assert found == ordered
     assert sorted(found) == sorted(items, key=tuple) or set(found) == set(items)
     places = {item.key: i for i, item in enumerate(found)}
@@ -69,29 +71,29 @@ specs = st.builds(
 
 @given(st.lists(specs, min_size=1, max_size=3), st.sampled_from(["exact", "int8"]))
 def test_a_description_comes_back(groups: list[PageSpec], loss_class: str) -> None:
-    described = form.Description(PageLayout.of(groups), loss_class)
-    raw = form.header(described)
-    assert form.header_nbytes(raw) == len(raw)
-    assert form.parse_header(raw) == described
-    assert form.parse_header(raw).fingerprint == described.fingerprint
+    described = file_format.Description(PageLayout.of(groups), loss_class)
+    raw = file_format.header(described)
+    assert file_format.header_nbytes(raw) == len(raw)
+    assert file_format.parse_header(raw) == described
+    assert file_format.parse_header(raw).fingerprint == described.fingerprint
 
 
 def test_every_flipped_bit_of_header_index_and_trailer_shows() -> None:
-    head = form.header(DESCRIPTION)
+    head = file_format.header(DESCRIPTION)
     keys = chain(2)
     items = [
-        form.Item(keys[0], None, 0, NBYTES, NBYTES, len(head), bytes(16)),
-        form.Item(keys[1], keys[0], 0, NBYTES, NBYTES, len(head) + HEAD_NBYTES + NBYTES, bytes(16)),
+        file_format.Item(keys[0], None, 0, NBYTES, NBYTES, len(head), bytes(16)),
+        file_format.Item(keys[1], keys[0], 0, NBYTES, NBYTES, len(head) + HEAD_NBYTES + NBYTES, bytes(16)),
     ]
-    indexed = form.index(items)
+    indexed = file_format.index(items)
     start = items[-1].end
-    end = form.trailer(head[-16:], start, indexed)
+    end = file_format.trailer(head[-16:], start, indexed)
     nbytes = start + len(indexed) + len(end)
 
     def read(head: bytes, indexed: bytes, end: bytes) -> None:
-        form.parse_header(head[: form.header_nbytes(head)])
-        trailer = form.parse_trailer(end, nbytes, head[-16:])
-        form.parse_index(indexed, trailer, len(head), NBYTES)
+        file_format.parse_header(head[: file_format.header_nbytes(head)])
+        trailer = file_format.parse_trailer(end, nbytes, head[-16:])
+        file_format.parse_index(indexed, trailer, len(head), NBYTES)
 
     read(head, indexed, end)
     parts = (head, indexed, end)
@@ -113,10 +115,10 @@ def summed(version: int, described: dict[str, object]) -> bytes:
 
 
 def test_a_newer_version_is_named_before_anything_else() -> None:
-    raw = bytearray(form.header(DESCRIPTION))
-    raw[8] = form.VERSION + 1
+    raw = bytearray(file_format.header(DESCRIPTION))
+    raw[8] = file_format.VERSION + 1
     with pytest.raises(ArchiveError, match=r"of version 2; allowed: version 1"):
-        form.parse_header(bytes(raw))
+        file_format.parse_header(bytes(raw))
 
 
 @pytest.mark.parametrize(
@@ -133,25 +135,25 @@ def test_a_newer_version_is_named_before_anything_else() -> None:
 def test_a_header_that_describes_unknown_pages_is_refused_though_its_checksum_is_right(
     change: dict[str, object],
 ) -> None:
-    raw = form.header(DESCRIPTION)
-    described = json.loads(raw[form.PRELUDE_NBYTES : -16])
-    assert form.parse_header(summed(1, described)) == DESCRIPTION
+    raw = file_format.header(DESCRIPTION)
+    described = json.loads(raw[file_format.PRELUDE_NBYTES : -16])
+    assert file_format.parse_header(summed(1, described)) == DESCRIPTION
     with pytest.raises(ArchiveError):
-        form.parse_header(summed(1, {**described, **change}))
+        file_format.parse_header(summed(1, {**described, **change}))
 
 
 def test_a_description_beyond_any_header_is_refused_when_it_is_written() -> None:
     spec = replace(SPEC, model="x" * (1 << 20))
     with pytest.raises(ArchiveError, match="shorter model name"):
-        form.header(form.Description(PageLayout.of(spec)))
+        file_format.header(file_format.Description(PageLayout.of(spec)))
 
 
 @pytest.mark.parametrize("fault", ["twice", "child first", "gap", "too long", "other page"])
 def test_an_index_that_no_writer_makes_is_refused_though_its_checksum_is_right(fault: str) -> None:
-    head_end = len(form.header(DESCRIPTION))
+    head_end = len(file_format.header(DESCRIPTION))
     keys = chain(2)
-    one = form.Item(keys[0], None, 0, NBYTES, NBYTES, head_end, bytes(16))
-    two = form.Item(keys[1], keys[0], 0, NBYTES, NBYTES, one.end, bytes(16))
+    one = file_format.Item(keys[0], None, 0, NBYTES, NBYTES, head_end, bytes(16))
+    two = file_format.Item(keys[1], keys[0], 0, NBYTES, NBYTES, one.end, bytes(16))
     items = {
         "twice": [one, two._replace(key=keys[0], parent=None)],
         "child first": [two, one],
@@ -159,15 +161,15 @@ def test_an_index_that_no_writer_makes_is_refused_though_its_checksum_is_right(f
         "too long": [one, two._replace(stored_nbytes=NBYTES + 1)],
         "other page": [one, two._replace(raw_nbytes=NBYTES + 1)],
     }[fault]
-    indexed = form.index(items)
-    end = form.trailer(bytes(16), two.end, indexed)
-    trailer = form.parse_trailer(end, two.end + len(indexed) + len(end), bytes(16))
+    indexed = file_format.index(items)
+    end = file_format.trailer(bytes(16), two.end, indexed)
+    trailer = file_format.parse_trailer(end, two.end + len(indexed) + len(end), bytes(16))
     with pytest.raises(ArchiveError, match="its index is damaged"):
-        form.parse_index(indexed, trailer, head_end, NBYTES)
+        file_format.parse_index(indexed, trailer, head_end, NBYTES)
 
 
 def test_random_bytes_are_no_archive() -> None:
     for seed in range(200):
         raw = random.Random(seed).randbytes(seed)
         with pytest.raises(ArchiveError, match="no archive"):
-            form.header_nbytes(raw)
+            file_format.header_nbytes(raw)
