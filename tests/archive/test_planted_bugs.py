@@ -8,10 +8,10 @@ from types import ModuleType
 
 import pytest
 
-from tests.archive import test_closed, test_damages, test_file_format, test_output, test_reading, test_writing
+from tests.archive import test_closed, test_damages, test_file, test_file_format, test_reading, test_writing
 from tests.support import planting
 from tests.support.planting import Bug
-from tierstore.archive import closed, draft, file_format, output, reading, records, threads, writing
+from tierstore.archive import closed, file, file_format, reading, records, threads, writing
 
 Check = Callable[[Path, pytest.MonkeyPatch], None]
 
@@ -43,11 +43,11 @@ def trouble(path: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def pieces(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_output.test_pieces_of_any_length_make_the_file_that_they_are(path, patch, test_output.as_it_is)
+    test_file.test_pieces_of_any_length_make_the_file_that_they_are(path, patch, test_file.as_it_is)
 
 
 def longer(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_output.test_what_was_in_the_file_beyond_its_end_is_gone(path, patch)
+    test_file.test_what_was_in_the_file_beyond_its_end_is_gone(path, patch)
 
 
 def killed(path: Path, patch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        draft,
+        file,
         trouble,
         Bug(
             "draft stays",
@@ -179,7 +179,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        output,
+        file,
         longer,
         Bug(
             "not cut to its length",
@@ -188,7 +188,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        output,
+        file,
         pieces,
         Bug(
             "the staged end is lost",
@@ -197,7 +197,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        output,
+        file,
         pieces,
         Bug(
             "staged from the beginning",
@@ -206,7 +206,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        draft,
+        file,
         killed,
         Bug(
             "another's draft is in the way",
@@ -215,7 +215,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        draft,
+        file,
         two_writers,
         Bug(
             "not locked",
@@ -224,7 +224,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        draft,
+        file,
         one_after_the_other,
         Bug(
             "lock of another name",
@@ -273,7 +273,7 @@ def plant(module: ModuleType, patch: pytest.MonkeyPatch, bug: Bug | None) -> Non
         test_reading,
         test_damages,
         test_writing,
-        test_output,
+        test_file,
         test_closed,
         records,
     ):

@@ -22,7 +22,7 @@ from aiofiles.threadpool import wrap
 from tests.archive.rig import Shelf, archive, cancelled_at, exported, imported, run
 from tests.support.pages import chain
 from tierstore.archive import threads, writing
-from tierstore.archive.draft import Draft
+from tierstore.archive.file import Draft
 from tierstore.archive.reading import read_contents
 from tierstore.archive.writing import write_archive
 from tierstore.errors import ArchiveError
@@ -150,7 +150,7 @@ def test_a_disk_that_is_really_full_leaves_nothing(tmp_path: Path) -> None:
 def test_what_a_killed_writer_left_is_gone_after_the_next(tmp_path: Path) -> None:
     path = tmp_path / "x.tier"
     program = (
-        "import os, sys, pathlib; from tierstore.archive.draft import Draft\n"
+        "import os, sys, pathlib; from tierstore.archive.file import Draft\n"
         "draft = Draft(pathlib.Path(sys.argv[1])); draft.file.write(b'x' * 100_000); draft.file.flush()\n"
         "os.kill(os.getpid(), 9)"
     )
