@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierstore.archive.endpoints import Taken
 from tierstore.archive.file_format import Description
 from tierstore.archive.reading import Imported, read_archive
-from tierstore.archive.records import Taken
 from tierstore.archive.writing import Exported, write_archive
 from tierstore.build import loss_class
 from tierstore.codecs import record_head
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tierstore.archive.records import Progress as Shown
+    from tierstore.archive.endpoints import Progress as Shown
     from tierstore.build import Parts
     from tierstore.config import StoreConfig
     from tierstore.events import PendingEvents

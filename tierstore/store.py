@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from tierstore.archive.endpoints import Progress as Shown
     from tierstore.archive.reading import Imported
-    from tierstore.archive.records import Progress as Shown
     from tierstore.archive.writing import Exported
     from tierstore.directory.directory import Directory
     from tierstore.directory.leases import LeaseRecord

@@ -11,7 +11,7 @@ import pytest
 from tests.archive import test_closed, test_damages, test_file, test_file_format, test_reading, test_writing
 from tests.support import planting
 from tests.support.planting import Bug
-from tierstore.archive import closed, file, file_format, reading, records, threads, writing
+from tierstore.archive import closed, endpoints, file, file_format, reading, writing
 
 Check = Callable[[Path, pytest.MonkeyPatch], None]
 
@@ -107,7 +107,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        records,
+        endpoints,
         spliced,
         Bug(
             "index's checksum not compared",
@@ -116,7 +116,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        records,
+        endpoints,
         lied_about,
         Bug(
             "parent not compared",
@@ -125,7 +125,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        threads,
+        endpoints,
         waited,
         Bug(
             "does not wait",
@@ -275,7 +275,7 @@ def plant(module: ModuleType, patch: pytest.MonkeyPatch, bug: Bug | None) -> Non
         test_writing,
         test_file,
         test_closed,
-        records,
+        endpoints,
     ):
         for name, value in list(vars(user).items()):
             if value is module:

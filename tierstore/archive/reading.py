@@ -16,9 +16,8 @@ from aiofiles.threadpool import wrap
 from numpy.typing import NDArray
 
 from tierstore.archive import file_format
+from tierstore.archive.endpoints import Progress, Sink, ahead, checked, most_ahead, whole
 from tierstore.archive.file_format import require_same
-from tierstore.archive.records import Progress, Sink, checked
-from tierstore.archive.threads import ahead, most_ahead, whole
 from tierstore.codecs import record_head
 from tierstore.errors import ArchiveError, IntegrityError
 from tierstore.nvme.reader import Record
