@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     import torch
 
     from tierstore.archive.endpoints import Progress as Shown
+    from tierstore.archive.export import Exported
     from tierstore.archive.reading import Imported
-    from tierstore.archive.writing import Exported
     from tierstore.directory.directory import Directory
     from tierstore.directory.leases import LeaseRecord
     from tierstore.gpu.pool import EnginePages, GroupedPages

@@ -10,9 +10,9 @@ import pytest
 from tests.adapters.tiny import PAGE, ask, open_store, plain, random_prompt, tiny_llama
 from tierstore.adapters.huggingface import page_specs
 from tierstore.archive.closed import open_sink, open_source, shards_of
+from tierstore.archive.export import write_archive
 from tierstore.archive.file_format import Description
 from tierstore.archive.reading import read_archive
-from tierstore.archive.writing import write_archive
 from tierstore.errors import ArchiveError
 from tierstore.page import PageLayout
 

@@ -19,9 +19,9 @@ import torch
 from tests.archive.rig import Shelf, exported, imported, run
 from tests.support.pages import PATIENCE_S, chain, nvme_capacity, page_tensor, tiers
 from tierstore.archive.closed import open_sink, open_source, shards_of
+from tierstore.archive.export import Exported, write_archive
 from tierstore.archive.file_format import Description
 from tierstore.archive.reading import Imported, read_archive, read_contents
-from tierstore.archive.writing import Exported, write_archive
 from tierstore.codecs.record_head import Codec
 from tierstore.errors import ArchiveError, ConfigError, TransferError
 from tierstore.nvme.capacity import size, size_extents

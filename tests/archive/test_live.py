@@ -26,7 +26,7 @@ from tests.support.pages import (
     write,
     write_each,
 )
-from tierstore.archive import writing
+from tierstore.archive import export as writing
 from tierstore.archive.reading import read_contents
 from tierstore.codecs.record_head import Codec
 from tierstore.config import load_config

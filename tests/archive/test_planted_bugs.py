@@ -8,10 +8,10 @@ from types import ModuleType
 
 import pytest
 
-from tests.archive import test_closed, test_damages, test_file, test_file_format, test_reading, test_writing
+from tests.archive import test_closed, test_damages, test_export, test_file, test_file_format, test_reading
 from tests.support import planting
 from tests.support.planting import Bug
-from tierstore.archive import closed, endpoints, file, file_format, reading, writing
+from tierstore.archive import closed, endpoints, export, file, file_format, reading
 
 Check = Callable[[Path, pytest.MonkeyPatch], None]
 
@@ -37,8 +37,8 @@ def again(path: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def trouble(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_writing.test_trouble_at_any_write_leaves_nothing_and_keeps_what_was_there(
-        path, patch, test_writing.full, OSError, after=False
+    test_export.test_trouble_at_any_write_leaves_nothing_and_keeps_what_was_there(
+        path, patch, test_export.full, OSError, after=False
     )
 
 
@@ -51,23 +51,23 @@ def longer(path: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def killed(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_writing.test_what_a_killed_writer_left_is_gone_after_the_next(path)
+    test_export.test_what_a_killed_writer_left_is_gone_after_the_next(path)
 
 
 def two_writers(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_writing.test_two_writers_of_one_file_are_told_apart(path)
+    test_export.test_two_writers_of_one_file_are_told_apart(path)
 
 
 def one_after_the_other(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_writing.test_a_writer_that_comes_as_the_first_one_ends_does_not_write_into_its_file(path, patch)
+    test_export.test_a_writer_that_comes_as_the_first_one_ends_does_not_write_into_its_file(path, patch)
 
 
 def synced(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_writing.test_a_sync_that_fails_leaves_nothing(path, patch)
+    test_export.test_a_sync_that_fails_leaves_nothing(path, patch)
 
 
 def waited(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_writing.test_who_cancels_a_call_in_a_thread_waits_for_its_end(path)
+    test_export.test_who_cancels_a_call_in_a_thread_waits_for_its_end(path)
 
 
 def no_place(path: Path, patch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        writing,
+        export,
         synced,
         Bug(
             "not synced",
@@ -267,12 +267,12 @@ def plant(module: ModuleType, patch: pytest.MonkeyPatch, bug: Bug | None) -> Non
     copy = planting.load(module, bug)
     for user in (
         reading,
-        writing,
+        export,
         closed,
         test_file_format,
         test_reading,
         test_damages,
-        test_writing,
+        test_export,
         test_file,
         test_closed,
         endpoints,
@@ -283,7 +283,7 @@ def plant(module: ModuleType, patch: pytest.MonkeyPatch, bug: Bug | None) -> Non
             elif getattr(value, "__module__", None) == module.__name__ and hasattr(copy, name):
                 patch.setattr(user, name, getattr(copy, name))
     for name in ("read_archive", "write_archive"):
-        if hasattr(copy, name) and copy.__name__ in (reading.__name__, writing.__name__):
+        if hasattr(copy, name) and copy.__name__ in (reading.__name__, export.__name__):
             patch.setattr("tests.archive.rig." + name, getattr(copy, name))
 
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tierstore.archive.closed import ClosedSource, Shard
+    from tierstore.archive.export import Exported
     from tierstore.archive.file_format import Description
     from tierstore.archive.reading import Imported
-    from tierstore.archive.writing import Exported
     from tierstore.cli.document import Document
     from tierstore.types import PageKey
 
@@ -58,7 +58,8 @@ def export(
 ) -> None:
     """Write pages of a closed store to one portable file, as they are. Exit code 1 if some could not be had."""
     with refusals(as_json):
-        from tierstore.archive import closed, writing
+        from tierstore.archive import closed
+        from tierstore.archive import export as writing
 
         if (keys is not None) + everything + (doc is not None) != 1 or (doc is None) != (model is None):
             raise ConfigError("export needs one of --keys FILE, --all, and --doc FILE with --model NAME")

@@ -21,10 +21,10 @@ from aiofiles.threadpool import wrap
 
 from tests.archive.rig import Shelf, archive, cancelled_at, exported, imported, run
 from tests.support.pages import chain
-from tierstore.archive import endpoints, writing
+from tierstore.archive import endpoints, export
+from tierstore.archive.export import write_archive
 from tierstore.archive.file import Draft
 from tierstore.archive.reading import read_contents
-from tierstore.archive.writing import write_archive
 from tierstore.errors import ArchiveError
 
 
@@ -77,7 +77,7 @@ def calls_of_a_whole_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pag
         seen.append(Trouble(file, -1, full, after=False))
         return seen[-1]
 
-    monkeypatch.setattr(writing, "wrap", counted)
+    monkeypatch.setattr(export, "wrap", counted)
     archive(tmp_path / "counted.tier", pages)
     (tmp_path / "counted.tier").unlink()
     return seen[0].calls
@@ -103,7 +103,7 @@ def test_trouble_at_any_write_leaves_nothing_and_keeps_what_was_there(
     old = tmp_path / "old.tier"
     old.write_bytes(b"what was there before")
     for at in range(1, total + 1):
-        monkeypatch.setattr(writing, "wrap", lambda file, at=at: Trouble(file, at, meet, after=after))
+        monkeypatch.setattr(export, "wrap", lambda file, at=at: Trouble(file, at, meet, after=after))
         for path in (old, tmp_path / "new.tier"):
             with pytest.raises(error):
                 exported(path, Shelf.of(chain(pages)))
