@@ -22,7 +22,7 @@ from tests.support.pages import SPEC, chain, nvme_capacity, read, tiers, write
 from tests.test_cli import last_line, only_to_be_read, tierstore, unprivileged
 from tests.test_readme import block
 from tierstore.adapters.huggingface import ATTENTION, TierStoreCache, cache_argument, page_specs
-from tierstore.archive.reading import read_contents
+from tierstore.archive.intake import read_contents
 from tierstore.cli.app import app
 from tierstore.config import load_config
 from tierstore.demo.session import Session

@@ -11,7 +11,7 @@ import numpy as np
 from tierstore.archive.endpoints import Taken
 from tierstore.archive.export import Exported, write_archive
 from tierstore.archive.file_format import Description
-from tierstore.archive.reading import Imported, read_archive
+from tierstore.archive.intake import Imported, read_archive
 from tierstore.build import loss_class
 from tierstore.codecs import record_head
 from tierstore.errors import ArchiveError, CapacityError, ConfigError, IntegrityError

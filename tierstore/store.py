@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from tierstore.archive.endpoints import Progress as Shown
     from tierstore.archive.export import Exported
-    from tierstore.archive.reading import Imported
+    from tierstore.archive.intake import Imported
     from tierstore.directory.directory import Directory
     from tierstore.directory.leases import LeaseRecord
     from tierstore.gpu.pool import EnginePages, GroupedPages

@@ -12,7 +12,7 @@ from tierstore.adapters.huggingface import page_specs
 from tierstore.archive.closed import open_sink, open_source, shards_of
 from tierstore.archive.export import write_archive
 from tierstore.archive.file_format import Description
-from tierstore.archive.reading import read_archive
+from tierstore.archive.intake import read_archive
 from tierstore.errors import ArchiveError
 from tierstore.page import PageLayout
 

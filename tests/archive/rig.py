@@ -16,7 +16,7 @@ from tests.support.pages import SPEC, chain, content
 from tierstore.archive.endpoints import Taken
 from tierstore.archive.export import Exported, write_archive
 from tierstore.archive.file_format import Description
-from tierstore.archive.reading import Imported, read_archive
+from tierstore.archive.intake import Imported, read_archive
 from tierstore.codecs import record_head
 from tierstore.nvme.reader import Record
 from tierstore.page import PageLayout

@@ -21,7 +21,7 @@ from tests.support.pages import PATIENCE_S, chain, nvme_capacity, page_tensor, t
 from tierstore.archive.closed import open_sink, open_source, shards_of
 from tierstore.archive.export import Exported, write_archive
 from tierstore.archive.file_format import Description
-from tierstore.archive.reading import Imported, read_archive, read_contents
+from tierstore.archive.intake import Imported, read_archive, read_contents
 from tierstore.codecs.record_head import Codec
 from tierstore.errors import ArchiveError, ConfigError, TransferError
 from tierstore.nvme.capacity import size, size_extents
@@ -272,8 +272,8 @@ def test_killed_while_it_imports_a_store_has_a_beginning_and_takes_the_rest(
         "import os, sys\n"
         "from pathlib import Path\n"
         "from tests.archive import test_closed\n"
-        "from tierstore.archive import closed, reading\n"
-        "reading._BATCH_PAGES = 3\n"
+        "from tierstore.archive import closed, intake\n"
+        "intake._BATCH_PAGES = 3\n"
         "store = closed.ClosedSink._store\n"
         "def killed(sink, records):\n"
         "    kept = store(sink, records)\n"

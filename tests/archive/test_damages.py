@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.archive.rig import Shelf, exported, imported, run, spoiled
 from tests.support.pages import SPEC, chain
-from tierstore.archive import file_format, reading
+from tierstore.archive import file_format, intake
 from tierstore.codecs import record_head
 from tierstore.codecs.record_head import HEAD_NBYTES
 from tierstore.errors import ArchiveError
@@ -79,7 +79,7 @@ def test_a_thousand_damages_are_refused_or_named_and_no_wrong_byte_comes_in(tmp_
 
     async def judged(path: Path, sink: Shelf, raw: bytearray) -> str:
         try:
-            done = await reading.read_archive(path, sink)
+            done = await intake.read_archive(path, sink)
         except ArchiveError:
             assert sink.records == {}
             return "refused"
@@ -89,7 +89,7 @@ def test_a_thousand_damages_are_refused_or_named_and_no_wrong_byte_comes_in(tmp_
         start = file_format.header_nbytes(whole)
         hurt = {
             item.key
-            for item in (await reading.read_contents(path)).items
+            for item in (await intake.read_contents(path)).items
             if raw[item.offset : item.end] != whole[item.offset : item.end]
         }
         assert start <= min(position for position in range(len(raw)) if raw[position] != whole[position])
@@ -108,7 +108,7 @@ def test_a_thousand_damages_are_refused_or_named_and_no_wrong_byte_comes_in(tmp_
 def test_damage_to_a_page_costs_it_and_what_follows_it_and_nothing_else(tmp_path: Path) -> None:
     trunk, twig = chain(4), chain(2, "twig")
     exported(tmp_path / "x.tier", Shelf.of(trunk, twig))
-    items = {item.key: item for item in run(reading.read_contents(tmp_path / "x.tier")).items}
+    items = {item.key: item for item in run(intake.read_contents(tmp_path / "x.tier")).items}
     for position in (0, 20, 4000, 4079, HEAD_NBYTES, BLOCK - 1):
 
         def change(raw: bytearray, position: int = position) -> bytearray:
@@ -126,7 +126,7 @@ def test_damage_to_a_page_costs_it_and_what_follows_it_and_nothing_else(tmp_path
 def test_another_record_of_the_same_page_is_not_taken_for_the_one_that_was_written(tmp_path: Path) -> None:
     keys = chain(3)
     exported(tmp_path / "x.tier", Shelf.of(keys))
-    offsets = {item.key: item.offset for item in run(reading.read_contents(tmp_path / "x.tier")).items}
+    offsets = {item.key: item.offset for item in run(intake.read_contents(tmp_path / "x.tier")).items}
     other = Shelf.of(keys).records[keys[1]]
     noise = other.payload.copy()
     noise[0] ^= 1
@@ -148,7 +148,7 @@ def test_an_index_that_lies_about_a_page_does_not_bring_it_in(tmp_path: Path) ->
     keys = chain(4)
     path = tmp_path / "x.tier"
     exported(path, Shelf.of(keys), keys[2:])  # the page before them is not in the file
-    items = run(reading.read_contents(path)).items
+    items = run(intake.read_contents(path)).items
     liar = [items[0]._replace(parent=None), items[1]]
     raw = path.read_bytes()
     start = items[-1].end

@@ -24,7 +24,7 @@ from tests.support.pages import chain
 from tierstore.archive import endpoints, export
 from tierstore.archive.export import write_archive
 from tierstore.archive.file import Draft
-from tierstore.archive.reading import read_contents
+from tierstore.archive.intake import read_contents
 from tierstore.errors import ArchiveError
 
 

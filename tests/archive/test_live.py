@@ -27,7 +27,7 @@ from tests.support.pages import (
     write_each,
 )
 from tierstore.archive import export as writing
-from tierstore.archive.reading import read_contents
+from tierstore.archive.intake import read_contents
 from tierstore.codecs.record_head import Codec
 from tierstore.config import load_config
 from tierstore.errors import ArchiveError, ConfigError, StoreClosed

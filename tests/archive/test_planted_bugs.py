@@ -8,10 +8,10 @@ from types import ModuleType
 
 import pytest
 
-from tests.archive import test_closed, test_damages, test_export, test_file, test_file_format, test_reading
+from tests.archive import test_closed, test_damages, test_export, test_file, test_file_format, test_intake
 from tests.support import planting
 from tests.support.planting import Bug
-from tierstore.archive import closed, endpoints, export, file, file_format, reading
+from tierstore.archive import closed, endpoints, export, file, file_format, intake
 
 Check = Callable[[Path, pytest.MonkeyPatch], None]
 
@@ -33,7 +33,7 @@ def lied_about(path: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def again(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_reading.test_importing_again_changes_nothing_and_what_is_there_is_not_replaced(path)
+    test_intake.test_importing_again_changes_nothing_and_what_is_there_is_not_replaced(path)
 
 
 def trouble(path: Path, patch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        reading,
+        intake,
         damages,
         Bug(
             "orphans are taken",
@@ -143,7 +143,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        reading,
+        intake,
         damages,
         Bug(
             "damage counts as kept",
@@ -152,7 +152,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        reading,
+        intake,
         damages,
         Bug(
             "not checked",
@@ -161,7 +161,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        reading,
+        intake,
         again,
         Bug(
             "what is there is replaced",
@@ -266,11 +266,11 @@ def plant(module: ModuleType, patch: pytest.MonkeyPatch, bug: Bug | None) -> Non
     """Every name of the module that another room or a test uses is the copy's."""
     copy = planting.load(module, bug)
     for user in (
-        reading,
+        intake,
         export,
         closed,
         test_file_format,
-        test_reading,
+        test_intake,
         test_damages,
         test_export,
         test_file,
@@ -283,7 +283,7 @@ def plant(module: ModuleType, patch: pytest.MonkeyPatch, bug: Bug | None) -> Non
             elif getattr(value, "__module__", None) == module.__name__ and hasattr(copy, name):
                 patch.setattr(user, name, getattr(copy, name))
     for name in ("read_archive", "write_archive"):
-        if hasattr(copy, name) and copy.__name__ in (reading.__name__, export.__name__):
+        if hasattr(copy, name) and copy.__name__ in (intake.__name__, export.__name__):
             patch.setattr("tests.archive.rig." + name, getattr(copy, name))
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tierstore.archive.closed import ClosedSource, Shard
     from tierstore.archive.export import Exported
     from tierstore.archive.file_format import Description
-    from tierstore.archive.reading import Imported
+    from tierstore.archive.intake import Imported
     from tierstore.cli.document import Document
     from tierstore.types import PageKey
 
@@ -90,11 +90,11 @@ def import_(
 ) -> None:
     """Check a file of pages and put what is whole into a closed store. Exit code 1 if not every page is there then."""
     with refusals(as_json):
-        from tierstore.archive import closed, reading
+        from tierstore.archive import closed, intake
 
         settings, nvme = load_config(config), _nvme(config)
         require_file("FILE", file, "what `tierstore export` wrote")
-        description = asyncio.run(reading.read_contents(file)).description
+        description = asyncio.run(intake.read_contents(file)).description
         allowed, found = settings.page_size, description.layout.page_size
         if allowed not in (None, found):
             raise ArchiveError(
@@ -108,7 +108,7 @@ def import_(
             ) as sink,
             _bar("imported") as show,
         ):
-            done = asyncio.run(reading.read_archive(file, sink, show))
+            done = asyncio.run(intake.read_archive(file, sink, show))
     _say_imported(done)
     if as_json:
         print_json({"ok": done.complete, **asdict(done)})

@@ -21,7 +21,7 @@ from tests.archive.rig import (
     spoiled,
 )
 from tests.support.pages import SPEC, chain
-from tierstore.archive import file_format, reading
+from tierstore.archive import file_format, intake
 from tierstore.archive.endpoints import Taken
 from tierstore.errors import ArchiveError
 from tierstore.nvme.reader import Record
@@ -95,7 +95,7 @@ def test_a_full_store_takes_a_beginning_and_says_what_had_no_room(tmp_path: Path
 
 
 def test_small_batches_take_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_BATCH_PAGES", 2)
+    monkeypatch.setattr(intake, "_BATCH_PAGES", 2)
     path, keys = archive(tmp_path / "x.tier", 7)
     for room in range(8):
         sink = Shelf(room=room)
@@ -259,11 +259,11 @@ def test_a_record_of_a_codec_that_this_version_does_not_know_is_one_damaged_page
 def test_an_import_that_is_cancelled_anywhere_keeps_whole_pages_with_all_before_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "_BATCH_PAGES", 1)
+    monkeypatch.setattr(intake, "_BATCH_PAGES", 1)
     path, _ = archive(tmp_path / "x.tier", 4)
 
     waits, sink, kept = 0, Shelf(), set()
-    while cancelled_at(waits + 1, reading.read_archive(path, sink)) is None:
+    while cancelled_at(waits + 1, intake.read_archive(path, sink)) is None:
         sink.require_right()
         kept.add(len(sink.records))
         waits, sink = waits + 1, Shelf()
@@ -275,7 +275,7 @@ def test_an_import_that_is_cancelled_anywhere_keeps_whole_pages_with_all_before_
 
 def test_a_page_that_the_disk_cannot_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, keys = archive(tmp_path / "x.tier", 4)
-    bad = run(reading.read_contents(path)).items[2]
+    bad = run(intake.read_contents(path)).items[2]
 
     read = os.preadv
 
