@@ -214,7 +214,7 @@ def test_interrupted_it_leaves_no_file(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
-        "from tierstore.archive.closed import ClosedSource\n"
+        "from tierstore.archive.closed_store import ClosedSource\n"
         "record = ClosedSource.record\n"
         "def interrupted(self, key):\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.adapters.tiny import PAGE, ask, open_store, plain, random_prompt, tiny_llama
 from tierstore.adapters.huggingface import page_specs
-from tierstore.archive.closed import open_sink, open_source, shards_of
+from tierstore.archive.closed_store import open_sink, open_source, shards_of
 from tierstore.archive.export import write_archive
 from tierstore.archive.file_format import Description
 from tierstore.archive.intake import read_archive

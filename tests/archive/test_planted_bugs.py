@@ -8,10 +8,17 @@ from types import ModuleType
 
 import pytest
 
-from tests.archive import test_closed, test_damages, test_export, test_file, test_file_format, test_intake
+from tests.archive import (
+    test_closed_store,
+    test_damages,
+    test_export,
+    test_file,
+    test_file_format,
+    test_intake,
+)
 from tests.support import planting
 from tests.support.planting import Bug
-from tierstore.archive import closed, endpoints, export, file, file_format, intake
+from tierstore.archive import closed_store, endpoints, export, file, file_format, intake
 
 Check = Callable[[Path, pytest.MonkeyPatch], None]
 
@@ -71,11 +78,11 @@ def waited(path: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def no_place(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_closed.test_pages_for_which_there_is_no_place_take_those_after_them_along(path, patch)
+    test_closed_store.test_pages_for_which_there_is_no_place_take_those_after_them_along(path, patch)
 
 
 def budget(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_closed.test_the_budget_holds_and_what_does_not_fit_is_said(path, "lmdb")
+    test_closed_store.test_the_budget_holds_and_what_does_not_fit_is_said(path, "lmdb")
 
 
 BUGS: list[tuple[ModuleType, Check, Bug]] = [
@@ -242,7 +249,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        closed,
+        closed_store,
         no_place,
         Bug(
             "children stay",
@@ -251,7 +258,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        closed,
+        closed_store,
         budget,
         Bug(
             "no budget",
@@ -268,13 +275,13 @@ def plant(module: ModuleType, patch: pytest.MonkeyPatch, bug: Bug | None) -> Non
     for user in (
         intake,
         export,
-        closed,
+        closed_store,
         test_file_format,
         test_intake,
         test_damages,
         test_export,
         test_file,
-        test_closed,
+        test_closed_store,
         endpoints,
     ):
         for name, value in list(vars(user).items()):

@@ -16,7 +16,7 @@ import torch
 from tests.support import pages as support
 from tests.support.pages import PATIENCE_S, chain, page_tensor, tier_stats, where
 from tierstore import codecs
-from tierstore.archive import closed, intake
+from tierstore.archive import closed_store, intake
 from tierstore.codecs.host_format import Held, Packer
 from tierstore.codecs.record_head import Codec, Head, parse
 from tierstore.config import load_config
@@ -397,7 +397,7 @@ def test_an_archive_takes_pages_as_they_are_held_and_gives_them_to_a_store_like_
         assert (done.pages, dict(done.codecs)) == (3, {"int8" if flushed else "none": 3})
     description = asyncio.run(intake.read_contents(tmp_path / "file")).description
     assert description.loss_class == "int8"
-    with closed.open_sink(
+    with closed_store.open_sink(
         tmp_path / "two", description, capacity=16 << 20, codec="int8", payload="lmdb"
     ) as sink:
         assert asyncio.run(intake.read_archive(tmp_path / "file", sink)).pages == 3

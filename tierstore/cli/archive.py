@@ -20,7 +20,7 @@ from tierstore.errors import ArchiveError, ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tierstore.archive.closed import ClosedSource, Shard
+    from tierstore.archive.closed_store import ClosedSource, Shard
     from tierstore.archive.export import Exported
     from tierstore.archive.file_format import Description
     from tierstore.archive.intake import Imported
@@ -58,7 +58,7 @@ def export(
 ) -> None:
     """Write pages of a closed store to one portable file, as they are. Exit code 1 if some could not be had."""
     with refusals(as_json):
-        from tierstore.archive import closed
+        from tierstore.archive import closed_store
         from tierstore.archive import export as writing
 
         if (keys is not None) + everything + (doc is not None) != 1 or (doc is None) != (model is None):
@@ -66,11 +66,13 @@ def export(
         path = _nvme(config).path
         require_place("OUT", out)
         listed = None if keys is None else _keys(keys)
-        shards = [each for each in closed.shards_of(path) if each.directory.name.startswith(fingerprint)]
+        shards = [
+            each for each in closed_store.shards_of(path) if each.directory.name.startswith(fingerprint)
+        ]
         document = None if doc is None or model is None else _document(doc, model, dtype, shards)
         if document is not None:
             shards = document.shards_among(shards)
-        with closed.open_source(_only(shards, path, document)) as source, _bar("exported") as show:
+        with closed_store.open_source(_only(shards, path, document)) as source, _bar("exported") as show:
             _choose(source, path, listed, loss_class)
             wanted = listed or (source.keys() if document is None else document.keys(source))
             done = asyncio.run(writing.write_archive(out, wanted, source, show))
@@ -90,7 +92,7 @@ def import_(
 ) -> None:
     """Check a file of pages and put what is whole into a closed store. Exit code 1 if not every page is there then."""
     with refusals(as_json):
-        from tierstore.archive import closed, intake
+        from tierstore.archive import closed_store, intake
 
         settings, nvme = load_config(config), _nvme(config)
         require_file("FILE", file, "what `tierstore export` wrote")
@@ -103,7 +105,7 @@ def import_(
         if not new_model:
             _require_known(nvme.path, description, file)
         with (
-            closed.open_sink(
+            closed_store.open_sink(
                 nvme.path, description, capacity=nvme.capacity, codec=settings.codec, payload=nvme.payload
             ) as sink,
             _bar("imported") as show,
@@ -116,10 +118,10 @@ def import_(
 
 
 def _require_known(path: Path, description: Description, file: Path) -> None:
-    from tierstore.archive import closed
+    from tierstore.archive import closed_store
 
     try:
-        closed.require_known(path, description)
+        closed_store.require_known(path, description)
     except ArchiveError as error:
         raise ArchiveError(
             f"{file}: {error}, which {path} is of, or --new-model for a directory of its own"

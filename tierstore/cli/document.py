@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from tierstore.adapters.huggingface import page_specs
-from tierstore.archive.closed import ClosedSource, Shard
+from tierstore.archive.closed_store import ClosedSource, Shard
 from tierstore.cli.output import progress
 from tierstore.demo.model import ModelError, model_folder
 from tierstore.errors import ConfigError

@@ -18,7 +18,7 @@ import torch
 
 from tests.archive.rig import Shelf, exported, imported, run
 from tests.support.pages import PATIENCE_S, chain, nvme_capacity, page_tensor, tiers
-from tierstore.archive.closed import open_sink, open_source, shards_of
+from tierstore.archive.closed_store import open_sink, open_source, shards_of
 from tierstore.archive.export import Exported, write_archive
 from tierstore.archive.file_format import Description
 from tierstore.archive.intake import Imported, read_archive, read_contents
@@ -271,16 +271,16 @@ def test_killed_while_it_imports_a_store_has_a_beginning_and_takes_the_rest(
     program = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from tests.archive import test_closed\n"
-        "from tierstore.archive import closed, intake\n"
+        "from tests.archive import test_closed_store\n"
+        "from tierstore.archive import closed_store, intake\n"
         "intake._BATCH_PAGES = 3\n"
-        "store = closed.ClosedSink._store\n"
+        "store = closed_store.ClosedSink._store\n"
         "def killed(sink, records):\n"
         "    kept = store(sink, records)\n"
         "    if len(sink._present) >= 6: os.kill(os.getpid(), 9)\n"
         "    return kept\n"
-        "closed.ClosedSink._store = killed\n"
-        "test_closed.import_(Path(sys.argv[1]), Path(sys.argv[2]), payload=sys.argv[3])\n"
+        "closed_store.ClosedSink._store = killed\n"
+        "test_closed_store.import_(Path(sys.argv[1]), Path(sys.argv[2]), payload=sys.argv[3])\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "x.tier"), str(tmp_path / "two"), payload]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], check=False, timeout=120)
