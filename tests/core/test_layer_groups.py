@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.gpu.geometry import Cut, LayerGroups
-from tierstore.gpu.geometry import pool_group_segments as groups_of_pool
-from tierstore.gpu.geometry import pool_segments as of_pool
+from tierstore.gpu.geometry import Cut, LayerGroups, pool_group_segments, pool_segments
 from tierstore.page import PageLayout, PageSpec
 
 LLAMA = PageSpec(num_layers=32, page_size=64, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="m")
@@ -92,8 +90,8 @@ def test_small_pages_have_fewer_groups(tokens: int, number: int, smallest: int) 
 
 def test_pieces_of_the_groups_of_a_slot_are_those_of_the_slot() -> None:
     layout = PageLayout.of(LLAMA)
-    whole = of_pool(1 << 20, layout)
-    groups = groups_of_pool(1 << 20, layout, LayerGroups.of(layout))
+    whole = pool_segments(1 << 20, layout)
+    groups = pool_group_segments(1 << 20, layout, LayerGroups.of(layout))
     assert sum(int(found.nbytes.sum()) for found in groups) == int(whole.nbytes[0])
     assert [int(found.base[0]) for found in groups] == [(1 << 20) + int(found.offset[0]) for found in groups]
     assert {int(found.stride[0]) for found in groups} == {int(whole.stride[0])}

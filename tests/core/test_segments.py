@@ -10,9 +10,7 @@ import torch
 
 from tests.support.engine import ENGINES, SLOTS, Engine
 from tests.support.pages import SPEC, chain, content
-from tierstore.gpu.geometry import Segments, alignment, in_equal_pieces
-from tierstore.gpu.geometry import pool_segments as of_pool
-from tierstore.gpu.geometry import tensor_segments as of_tensors
+from tierstore.gpu.geometry import Segments, alignment, in_equal_pieces, pool_segments, tensor_segments
 from tierstore.gpu.pool import CpuPool, EnginePool
 from tierstore.page import PageLayout, PageSpec
 
@@ -45,7 +43,7 @@ def test_the_pieces_of_an_engines_slot_make_up_its_page(make: type[Engine]) -> N
     for slot, key in enumerate(keys):
         engine.fill(slot, key)
     pool = EnginePool(LAYOUT, [engine.pages])
-    segments = of_tensors(pool.layers, LAYOUT, NO_LIMIT)
+    segments = tensor_segments(pool.layers, LAYOUT, NO_LIMIT)
     assert segments is not None
     assert int(segments.nbytes.sum()) == SPEC.page_nbytes
     for slot, key in enumerate(keys):
@@ -57,7 +55,7 @@ def test_pieces_that_are_neighbours_are_one() -> None:
     numbers = {}
     for make in ENGINES:
         pool = EnginePool(LAYOUT, [make().pages])
-        segments = of_tensors(pool.layers, LAYOUT, NO_LIMIT)
+        segments = tensor_segments(pool.layers, LAYOUT, NO_LIMIT)
         assert segments is not None
         numbers[make.__name__] = len(segments)
     layers, planes, tokens, heads, dim = SPEC.shape
@@ -75,8 +73,8 @@ def test_pieces_that_are_neighbours_are_one() -> None:
 def test_more_pieces_than_the_limit_are_not_listed() -> None:
     layers, planes, *_ = SPEC.shape
     pool = EnginePool(LAYOUT, [ENGINES[1]().pages])
-    assert of_tensors(pool.layers, LAYOUT, layers * planes) is not None
-    assert of_tensors(pool.layers, LAYOUT, layers * planes - 1) is None
+    assert tensor_segments(pool.layers, LAYOUT, layers * planes) is not None
+    assert tensor_segments(pool.layers, LAYOUT, layers * planes - 1) is None
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, GROUPS])
@@ -85,7 +83,7 @@ def test_a_slot_of_our_own_is_one_piece(layout: PageLayout) -> None:
     pages = [np.random.default_rng(slot).integers(0, 256, layout.blob_nbytes, np.uint8) for slot in range(3)]
     for slot, page in enumerate(pages):
         pool.write(slot, page)
-    segments = of_pool(pool.view(0).ctypes.data, layout)
+    segments = pool_segments(pool.view(0).ctypes.data, layout)
     assert len(segments) == 1
     for slot, page in enumerate(pages):
         assert gathered(segments, slot, layout.blob_nbytes) == page.tobytes()
@@ -96,7 +94,7 @@ def test_groups_lie_one_after_the_other_in_the_blob() -> None:
         [torch.zeros(2, *spec.shape[1:], dtype=getattr(torch, spec.dtype)) for _ in range(spec.num_layers)]
         for spec in GROUPS.specs
     ]
-    segments = of_tensors(tensors, GROUPS, NO_LIMIT)
+    segments = tensor_segments(tensors, GROUPS, NO_LIMIT)
     assert segments is not None
     first, second = GROUPS.specs
     want = [i * first.layer_nbytes for i in range(3)]
@@ -108,7 +106,7 @@ def test_groups_lie_one_after_the_other_in_the_blob() -> None:
 def test_equal_pieces_are_the_same_bytes(make: type[Engine]) -> None:
     engine = make()  # type: ignore[call-arg]
     pool = EnginePool(LAYOUT, [engine.pages])
-    segments = of_tensors(pool.layers, LAYOUT, NO_LIMIT)
+    segments = tensor_segments(pool.layers, LAYOUT, NO_LIMIT)
     assert segments is not None
     equal = in_equal_pieces(segments)
     if segments.smallest < 64:

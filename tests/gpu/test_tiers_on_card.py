@@ -14,8 +14,7 @@ from tests.tier_contract import Page, TierContract, TierUnderTest
 from tierstore.gpu.cpu_engine import CopyEngine, CpuCopyEngine
 from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.driver import CudaPinner, Driver
-from tierstore.gpu.geometry import LayerGroups
-from tierstore.gpu.geometry import tensor_segments as of_tensors
+from tierstore.gpu.geometry import LayerGroups, tensor_segments
 from tierstore.gpu.pool import CudaPool, EnginePages, EnginePool, GroupedPages
 from tierstore.gpu.routes import Kernel, Route, Straight, through_slabs
 from tierstore.gpu.schedule import Pace
@@ -152,7 +151,7 @@ class TestEngineSlotsPieceByPiece(TierContract):
     def open(self, spec: PageSpec, num_slots: int, home: Path) -> TierUnderTest:
         layout = PageLayout.of(spec)
         pool, view = engine_pool(spec, num_slots)
-        segments = of_tensors(pool.layers, layout, 1 << 20)
+        segments = tensor_segments(pool.layers, layout, 1 << 20)
         assert segments is not None
         arena = pinned(layout, num_slots)
         engine = card_engine(pool, arena, layout, lambda driver: Straight(segments, driver))
@@ -179,7 +178,7 @@ class TestEngineSlotsThroughASlabByLayers(TierContract):
         pool, view = engine_pool(spec, num_slots)
         arena = pinned(layout, num_slots)
         layers = LayerGroups.of(layout, 16, 1)
-        found = [of_tensors(pool.layers, layout, 1 << 20, parts[:1]) for parts in layers.parts]
+        found = [tensor_segments(pool.layers, layout, 1 << 20, parts[:1]) for parts in layers.parts]
         by_layers = len(layers) > 1 and all(map(Kernel.suits, found))  # not with layers of a few bytes
 
         def route(driver: Driver) -> Route:

@@ -388,7 +388,7 @@ class Rig:
 
 
 class _Kernels:
-    """As much of the module ``coding_kernels`` as a coder asks for."""
+    """As much of the module ``codec_kernels`` as a coder asks for."""
 
     def __init__(self, found: list[PaperKernel]) -> None:
         self.measure, self.pack, self.expand, self.keep = found

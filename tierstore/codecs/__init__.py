@@ -1,7 +1,7 @@
 """Codecs for pages of floats: the lossless ``exp``, lossy ones of stated bounds, and one way to make each by its name.
 
 ``fp8``, ``int8``, ``k8v4``, ``int4`` and ``int4-64`` give payloads whose length follows from the layout alone; with
-``+zstd`` their codes are compressed, and the length depends on the numbers. ``kinds.LOSSY`` says what each does and
+``+zstd`` their codes are compressed, and the length depends on the numbers. ``lossy.LOSSY`` says what each does and
 promises, docs/codecs.md how a payload is laid out. NumPy and zstandard only: no device, no disk, no thread.
 """
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class PageEncoder(Protocol):
-    """One thread's maker of payloads; see ``exp.Encoder`` and ``pages.Encoder``."""
+    """One thread's maker of payloads; see ``exp.Encoder`` and ``lossy.Encoder``."""
 
     @property
     def name(self) -> str:
@@ -44,7 +44,7 @@ class PageEncoder(Protocol):
 
 
 class PageDecoder(Protocol):
-    """One thread's reader of payloads; see ``exp.Decoder`` and ``pages.Decoder``."""
+    """One thread's reader of payloads; see ``exp.Decoder`` and ``lossy.Decoder``."""
 
     @property
     def name(self) -> str:

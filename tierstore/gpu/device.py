@@ -17,7 +17,7 @@ from tierstore.gpu.cpu_engine import CpuCopyEngine, HostBytes
 from tierstore.gpu.cuda_engine import CudaCopyEngine, PinnedHost
 from tierstore.gpu.driver import CudaPinner, Driver, DriverError
 from tierstore.gpu.geometry import MOST_GROUPS, LayerGroups
-from tierstore.gpu.layer_events import AllOf, StreamEvent
+from tierstore.gpu.layer_events import AllOf, Event, StreamEvent
 from tierstore.gpu.pool import CpuPool, CudaPool, EnginePool
 from tierstore.gpu.quant.encoded_routes import coded
 from tierstore.gpu.routes import Choice
@@ -35,18 +35,6 @@ _log = logging.getLogger("tierstore.gpu.device")
 
 SMALLEST_BY_THREADS = 64 << 10
 """Bytes of a layer group of a page that threads copy: smaller ones cost more Python than copying."""
-
-
-class Event(Protocol):
-    """Something that will have happened."""
-
-    def query(self) -> bool:
-        """Whether it has happened; never blocks."""
-        ...
-
-    def synchronize(self) -> None:
-        """Blocks until it has happened."""
-        ...
 
 
 class HbmDevice(Protocol):

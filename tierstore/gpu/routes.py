@@ -88,7 +88,7 @@ class WholePages:
 
 
 class Straight:
-    """One copy a piece. ``groups``: the pieces of each of ``layers``, as ``segments`` has them of all; pages go whole
+    """One copy a piece. ``groups``: the pieces of each of ``layers``, as ``Segments`` has them of all; pages go whole
     where there is one."""
 
     name = "straight"

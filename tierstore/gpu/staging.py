@@ -31,7 +31,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class PieceMover(Protocol):
-    """What moves the pieces of slots to and from pages at given addresses of the device, as ``kernels.Pieces``."""
+    """What moves the pieces of slots to and from pages at given addresses of the device, as ``copy_kernel.Pieces``."""
 
     def scatter(self, slots: NDArray[np.int64], pages: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
         """From the pages into the slots."""

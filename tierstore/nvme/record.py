@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 
 from tierstore import codecs
 from tierstore.codecs import LOSSY, PageDecoder, PageEncoder, record_head
-from tierstore.codecs import record_head as records
 from tierstore.codecs.host_format import Held, Packer
 from tierstore.codecs.lossy import Spreader, Squeezer
 from tierstore.codecs.record_head import CODECS, NAMES, Codec, Head
@@ -135,7 +134,7 @@ class Decoders:
             self._require_length(head, out)
             assert there, "what memory holds is read to where it is held"
         elif self._form is None:
-            records.decode(head, payload.copy() if there else payload, out, self.of(head.codec))
+            record_head.decode(head, payload.copy() if there else payload, out, self.of(head.codec))
         else:
             self._repack(self._form, head, payload.copy() if there else payload, out)
 
@@ -153,7 +152,7 @@ class Decoders:
             return
         self._packer = self._packer or Packer(form)
         page = self._packer.page
-        records.decode(head, payload, page, self.of(head.codec))
+        record_head.decode(head, payload, page, self.of(head.codec))
         if not self._packer.pack(page, slot):
             raise UnfitError(f"numbers that {form.codec!r}, the codec of host memory, cannot state")
 

@@ -146,7 +146,7 @@ class NvmeTier:
         "auto" keeps the kind that is there, and where nothing is writes 32 MiB to see how fast the disk is.
         ``codec``: how pages are written from now on, a name of ``tierstore.codecs``; records of any codec are read,
         encoded ones with ``layout``, which every codec but "none" needs. ``held``: the codec that the pages given and
-        asked for are encoded with (``codecs.held``); they are written as they are, or with their codes compressed.
+        asked for are encoded with (``codecs.host_format``); they are written as they are, or with compressed codes.
         ``readers``: threads that read; None: as many as the disk needs for 0.95 of its rate, asked when a directory of
         1 GiB or more is made and remembered there, else 2.
         ``timeout_s``: a read or a batch of writes that takes longer is not waited for: ``submit_*``, ``state``.

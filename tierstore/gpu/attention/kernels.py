@@ -104,7 +104,7 @@ def attend(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
     FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """One item of work of one head of K and V. See ``items.Item`` for the fields; those of no rows do nothing."""
+    """One item of work of one head of K and V. See ``in_place.FIELDS`` for the fields; those of no rows do nothing."""
     head = tl.program_id(0)
     items += tl.program_id(1) * FIELDS
     table += tl.load(items)

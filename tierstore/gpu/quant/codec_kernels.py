@@ -416,7 +416,7 @@ def fetch(
     ACROSS: tl.constexpr, RAGGED: tl.constexpr, ALONG: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``coding_kernels.expand`` of payloads in mapped host memory, by few programs that take tiles in turns.
+    """``expand`` of payloads in mapped host memory, by few programs that take tiles in turns.
 
     ``table``: slots, then addresses of payloads. Layers ``[first, first + layers)``. Codes of a plane are rows of
     ``WIDTH`` bytes; a tile has ``TILE_ROWS`` of them, one of ``DOWN``, and ``COLUMNS`` bytes of each, one of

@@ -85,7 +85,7 @@ class Launch:
 class Coder:
     """Encodes and decodes whole pages of ``lots``. Payloads lie ``stride`` bytes apart, a multiple of 16.
 
-    ``kernels``: the module ``coding_kernels``. ``pool``: slots of our own as flat uint8, whose bytes between KV groups
+    ``kernels``: the module ``codec_kernels``. ``pool``: slots of our own as flat uint8, whose bytes between KV groups
     are kept too; None: the lots are an engine's tensors, which have none.
     """
 

@@ -353,7 +353,7 @@ class Fetcher:
     def __init__(
         self, codec: Lossy, layout: PageLayout, lots: tuple[Lot, ...], kernel: Any, grid: Grid
     ) -> None:
-        """``layout``: such as ``suits``. ``kernel``: ``mapped_kernel.fetch``."""
+        """``layout``: such as ``suits``. ``kernel``: ``codec_kernels.fetch``."""
         self._grid = grid
         self._launches: list[_Launch] = []
         for run in runs_of(Places.of(layout, codec)):
@@ -512,7 +512,7 @@ pieces a page, and more where smallest numbers are stored, that take the link a 
 pages of 2 MiB in two groups came at half the speed of whole ones. Bytes are those of pages as they are."""
 
 MAPPED_CUTS = (Cut((1, 1, 1, 1), 512 << 10), Cut((1, 1), 512 << 10))
-"""Where kernels read payloads in host memory (see ``mapped``): a group is one more launch for hundreds of pages, and
+"""Where kernels read payloads in host memory (see ``Mapped``): a group is one more launch for hundreds of pages, and
 nothing else."""
 
 MAPPED_NBYTES = 64 << 10
