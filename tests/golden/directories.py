@@ -81,12 +81,15 @@ def config_file(case: Case, path: Path) -> Path:
     return file
 
 
-def open_store(case: Case, path: Path | None) -> tierstore.TierStore:
-    """A store with HBM for every page and, with a path, the case's NVMe tier."""
+def store_config(case: Case, path: Path | None) -> dict[str, object]:
+    """HBM for every page and, with a path, the case's NVMe tier."""
     tree: dict[str, object] = {"hbm": {"capacity": 32 * case.page_nbytes, "device": "cpu"}}
-    if path is not None:
-        tree["nvme"] = nvme_section(case, path)
-    return tierstore.TierStore.open(tierstore.load_config(tree), case.specs)
+    return tree if path is None else {**tree, "nvme": nvme_section(case, path)}
+
+
+def open_store(case: Case, path: Path | None) -> tierstore.TierStore:
+    """A store of ``store_config``."""
+    return tierstore.TierStore.open(tierstore.load_config(store_config(case, path)), case.specs)
 
 
 def parts_of(store: tierstore.TierStore, slot: int) -> tuple[torch.Tensor, ...]:
