@@ -16,8 +16,7 @@ from tests.archive import (
     test_file_format,
     test_intake,
 )
-from tests.support import planting
-from tests.support.planting import Bug
+from tests.support.planting import Bug, install
 from tierstore.archive import closed_store, endpoints, export, file, file_format, intake
 
 Check = Callable[[Path, pytest.MonkeyPatch], None]
@@ -269,36 +268,11 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
 ]
 
 
-def plant(module: ModuleType, patch: pytest.MonkeyPatch, bug: Bug | None) -> None:
-    """Every name of the module that another room or a test uses is the copy's."""
-    copy = planting.load(module, bug)
-    for user in (
-        intake,
-        export,
-        closed_store,
-        test_file_format,
-        test_intake,
-        test_damages,
-        test_export,
-        test_file,
-        test_closed_store,
-        endpoints,
-    ):
-        for name, value in list(vars(user).items()):
-            if value is module:
-                patch.setattr(user, name, copy)
-            elif getattr(value, "__module__", None) == module.__name__ and hasattr(copy, name):
-                patch.setattr(user, name, getattr(copy, name))
-    for name in ("read_archive", "write_archive"):
-        if hasattr(copy, name) and copy.__name__ in (intake.__name__, export.__name__):
-            patch.setattr("tests.archive.rig." + name, getattr(copy, name))
-
-
 @pytest.mark.parametrize(("module", "check", "bug"), BUGS, ids=[bug.name for _, _, bug in BUGS])
 def test_a_planted_bug_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, check: Check, bug: Bug
 ) -> None:
-    plant(module, monkeypatch, bug)
+    install(monkeypatch, module, bug)
     with pytest.raises((Exception, pytest.fail.Exception)):
         check(tmp_path, monkeypatch)
 
@@ -311,5 +285,5 @@ PAIRS = {
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_copy_without_a_bug_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: str) -> None:
     module, check = PAIRS[pair]
-    plant(module, monkeypatch, None)
+    install(monkeypatch, module)
     check(tmp_path, monkeypatch)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.util import module_from_spec, spec_from_file_location
+from collections.abc import Mapping
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,13 +14,17 @@ from triton import language as tl
 from triton.language import standard
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-import tierstore.gpu.attention
-
-KERNELS = Path(tierstore.gpu.attention.__file__).with_name("kernels.py")
+KERNELS = "tierstore.gpu.attention.kernels"
 
 
-def interpreted(path: Path = KERNELS) -> ModuleType:
-    """A module of kernels of its own, from the file, which must stay there as long as they are used."""
+def interpreted(instead: Mapping[str, Path] | None = None) -> ModuleType:
+    """A module of kernels of its own.
+
+    ``instead``: a file to take for it, by its name; the file must stay there as long as the kernels are used.
+    """
+    own = find_spec(KERNELS)
+    assert own is not None
+    path = own.origin if instead is None else instead[KERNELS]
     spec = spec_from_file_location("attention_kernels_interpreted", path)
     assert spec is not None
     assert spec.loader is not None

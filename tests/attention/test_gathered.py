@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from triton.runtime.errors import InterpreterError
 
 from tests.attention.cases import LAYOUTS, Case, Scene
-from tests.attention.interpreted import KERNELS, interpreted
+from tests.attention.interpreted import interpreted
 from tests.support.planting import Bug, write
 from tierstore.gpu.attention import gathered
 from tierstore.gpu.attention.backends import for_many
@@ -120,7 +120,7 @@ def require_every_layout(way: Gathered) -> None:
 
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_noticed(bug: Bug, tmp_path: Path) -> None:
-    kernels = interpreted(write(KERNELS.read_text(encoding="utf-8"), bug, tmp_path))
+    kernels = interpreted(write("tierstore.gpu.attention", bug, tmp_path))
     way = Gathered(torch.device("cpu"), tokens=32, kernels=kernels)
     with pytest.raises((AssertionError, InterpreterError)):
         require_every_layout(way)

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from triton.runtime.errors import InterpreterError
 
 from tests.attention.cases import Case, Scene, cases
-from tests.attention.interpreted import KERNELS, interpreted
+from tests.attention.interpreted import interpreted
 from tests.support.planting import Bug, write
 from tierstore.gpu.attention.in_place import InPlace, Tiles
 
@@ -178,6 +178,6 @@ BUGS = [
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_noticed(bug: Bug, tmp_path: Path) -> None:
-    kernels = interpreted(write(KERNELS.read_text(encoding="utf-8"), bug, tmp_path))
+    kernels = interpreted(write("tierstore.gpu.attention", bug, tmp_path))
     with pytest.raises((AssertionError, InterpreterError)):
         require_all_right(kernels)

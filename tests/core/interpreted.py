@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -9,22 +10,17 @@ from types import ModuleType
 import triton
 from triton.language import standard
 
-
-def _file() -> Path:
-    spec = find_spec("tierstore.gpu.quant.codec_kernels")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin)
+KERNELS = "tierstore.gpu.quant.codec_kernels"
 
 
-KERNELS = _file()
-
-
-def interpreted(path: Path = KERNELS) -> ModuleType:
+def interpreted(instead: Mapping[str, Path] | None = None) -> ModuleType:
     """A second ``codec_kernels`` whose kernels are interpreted; the first stays as it is, imported or not.
 
-    ``path``: the file to take for it, which must stay there as long as the kernels are used.
+    ``instead``: a file to take for it, by its name; the file must stay there as long as the kernels are used.
     """
+    own = find_spec(KERNELS)
+    assert own is not None
+    path = own.origin if instead is None else instead[KERNELS]
     spec = spec_from_file_location("codec_kernels_interpreted", path)
     assert spec is not None
     assert spec.loader is not None

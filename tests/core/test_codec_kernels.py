@@ -17,7 +17,7 @@ from triton.runtime.errors import InterpreterError
 
 from tests.codecs.holding import FEATURES, FLOATS, Bytes, page_like_kv, spec_of
 from tests.core.coding import Bench
-from tests.core.interpreted import KERNELS, interpreted
+from tests.core.interpreted import interpreted
 from tests.support.planting import Bug, write
 from tierstore.codecs import LOSSY, fixed_nbytes
 from tierstore.gpu import geometry
@@ -223,6 +223,6 @@ BUGS = [
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_noticed(bug: Bug, tmp_path: Path) -> None:
-    kernels = interpreted(write(KERNELS.read_text(encoding="utf-8"), bug, tmp_path))
+    kernels = interpreted(write("tierstore.gpu.quant", bug, tmp_path))
     with pytest.raises((AssertionError, InterpreterError)):
         require_every_codec(kernels)

@@ -8,9 +8,8 @@ from types import ModuleType
 import pytest
 
 from tests.core import test_admission, test_learning_orders
-from tests.support import planting
-from tests.support.planting import Bug
-from tierstore.policy import admission, history, orders, registry
+from tests.support.planting import Bug, install
+from tierstore.policy import admission, history, orders
 
 Test = Callable[[], None]
 
@@ -138,10 +137,6 @@ BUGS = [
 def test_a_planted_bug_is_noticed(
     module: ModuleType, bug: Bug, test: Test, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changed = planting.load(module, bug)
-    own = {name: x for name, x in vars(changed).items() if getattr(x, "__module__", None) == module.__name__}
-    for user in (registry, orders, test_admission, test_learning_orders):
-        for name in own.keys() & vars(user).keys():
-            monkeypatch.setattr(user, name, own[name])
+    install(monkeypatch, module, bug)
     with pytest.raises((AssertionError, ExceptionGroup)):
         test()

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from tests.codecs.holding import FEATURES, Bytes, decoded, encoded, page_like_kv, spec_of
 from tests.core import virtual_link
-from tests.core.interpreted import KERNELS, interpreted
+from tests.core.interpreted import interpreted
 from tests.support.planting import Bug, write
 from tierstore.codecs import LOSSY
 from tierstore.codecs.host_format import Held
@@ -317,6 +317,6 @@ def test_the_kernel_as_it_is_is_right() -> None:
 
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_noticed(bug: Bug, tmp_path: Path) -> None:
-    kernels = interpreted(write(KERNELS.read_text(encoding="utf-8"), bug, tmp_path))
+    kernels = interpreted(write("tierstore.gpu.quant", bug, tmp_path))
     with pytest.raises(AssertionError):
         require_all_right(kernels)

@@ -7,9 +7,8 @@ import random
 import pytest
 
 from tests.core.order_model import ORDERS, Tier, pages, run
-from tests.support import planting
-from tests.support.planting import Bug
-from tierstore.policy import orders, registry
+from tests.support.planting import Bug, load
+from tierstore.policy import registry
 
 BUGS = [
     (
@@ -147,23 +146,17 @@ def _search(tier: type[Tier], name: str, code: object) -> None:
 
 
 @pytest.mark.parametrize(("name", "bug"), BUGS, ids=[bug.name for _, bug in BUGS])
-def test_a_planted_bug_is_noticed(name: str, bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = planting.load(orders, bug)
-    for known in ("Fifo", "Lru", "Priority", "Lfu", "Slru", "Gdsf"):
-        monkeypatch.setattr(registry, known, vars(changed)[known])
+def test_a_planted_bug_is_noticed(name: str, bug: Bug) -> None:
+    changed = load(registry, bug)
     with pytest.raises(AssertionError):
-        _search(Tier, name, registry)
+        _search(Tier, name, changed)
 
 
 @pytest.mark.parametrize(("name", "bug"), WINDOWED_BUGS, ids=[bug.name for _, bug in WINDOWED_BUGS])
-def test_a_bug_planted_in_an_order_with_a_window_is_noticed(
-    name: str, bug: Bug, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changed = planting.load(orders, bug)
-    for known in ("S3Fifo", "WTinyLfu"):
-        monkeypatch.setattr(registry, known, vars(changed)[known])
+def test_a_bug_planted_in_an_order_with_a_window_is_noticed(name: str, bug: Bug) -> None:
+    changed = load(registry, bug)
     with pytest.raises(AssertionError):
-        _search(Tier, name, registry)
+        _search(Tier, name, changed)
 
 
 @pytest.mark.parametrize("name", ORDERS)

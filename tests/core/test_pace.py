@@ -10,7 +10,7 @@ import pytest
 from tests.core.virtual_link import FAST, SLOW, restore
 from tests.support import planting
 from tests.support.planting import Bug
-from tierstore.gpu import cuda_engine, schedule
+from tierstore.gpu import cuda_engine
 
 GIB = 1 << 30
 
@@ -96,6 +96,5 @@ def test_a_planted_bug_is_noticed(bug: Bug) -> None:
 
 
 @pytest.mark.parametrize("bug", PACES, ids=[bug.name for bug in PACES])
-def test_a_pace_planted_too_slow_or_too_coarse_is_noticed(monkeypatch: pytest.MonkeyPatch, bug: Bug) -> None:
-    monkeypatch.setattr(cuda_engine, "pace_of", planting.load(schedule, bug).pace_of)
-    require_noticed(cuda_engine)
+def test_a_pace_planted_too_slow_or_too_coarse_is_noticed(bug: Bug) -> None:
+    require_noticed(planting.load(cuda_engine, bug))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import NamedTuple
-
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -12,37 +9,21 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.core.machine import ResidencyMachine
 from tests.core.model import Code
 from tests.support import planting
-from tierstore.directory import admission, eviction, lineage, residency
-from tierstore.directory import eviction as victims
-from tierstore.directory import lineage as orphans
-from tierstore.directory import residency as quarantine
-from tierstore.directory import residency as runs
-from tierstore.directory import residency as tier_table
+from tests.support.planting import Bug
+from tierstore.directory import residency
 from tierstore.errors import TierStoreError
-from tierstore.policy import orders
 
 SEARCH = settings(planting.SEARCH, stateful_step_count=50)
-
-
-class Bug(NamedTuple):
-    """``old`` must occur exactly once in the module's source."""
-
-    name: str
-    module: ModuleType
-    old: str
-    new: str
 
 
 BUGS = [
     Bug(
         "abort frees at once",
-        quarantine,
         "table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins + 1)",
         "table.put_back(copy.slot, copy.nbytes)",
     ),
     Bug(
         "abort frees at once and the writer's end is not missed",
-        quarantine,
         """        table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins + 1)
 """,
         """        table.put_back(copy.slot, copy.nbytes)
@@ -51,419 +32,351 @@ BUGS = [
     ),
     Bug(
         "a dead copy forgets its writer",
-        quarantine,
         "Dead(key, copy.nbytes, copy.pins + 1)",
         "Dead(key, copy.nbytes, max(1, copy.pins))",
     ),
     Bug(
         "evict ignores pins",
-        residency,
         "        if copy.pins:\n            table.quarantine",
         "        if False:\n            table.quarantine",
     ),
     Bug(
         "the source is not pinned",
-        residency,
         "            self.pin(key, src)\n        try:",
         "            pass\n        try:",
     ),
     Bug(
         "a copy is readable before commit",
-        residency,
         "Copy(slot, nbytes, rank, pins=pins)",
         "Copy(slot, nbytes, rank, True, pins=pins)",
     ),
     Bug(
         "the sources of a run are not pinned",
-        runs,
         "            below.pins += 1\n            if below.pins == 1:",
         "            if False:",
     ),
     Bug(
         "a pinned copy may leave",
-        eviction,
         "        table.withdraw(copy)\n        if self._memory_only",
         "        if self._memory_only",
     ),
     Bug(
         "a run takes a source that is on its way",
-        runs,
         "if below is None or not below.ready or key in copies",
         "if below is None or key in copies",
     ),
     Bug(
         "a run writes over a copy that is there",
-        runs,
         "not below.ready or key in copies or not free",
         "not below.ready or not free",
     ),
     Bug(
         "a run's copies are not counted as pinned",
-        runs,
         "        table.pinned += len(found) if pins else 0\n",
         "",
     ),
     Bug(
         "a mirror of a pinned copy keeps its queue",
-        eviction,
         "        if self._memory_only.lowest_for(key) != tier:\n            self.settle_mirror",
         "        if False:\n            self.settle_mirror",
     ),
     Bug(
         "the first pin of a run's source is not told",
-        runs,
         "                held(key, src, source, below)\n",
         "                pass\n",
     ),
     Bug(
         "a run pins what is on its way",
-        runs,
         "            if copy is None or not copy.ready:\n                break\n            copy.pins += 1",
         "            if copy is None:\n                break\n            copy.pins += 1",
     ),
     Bug(
         "the first pin of a run is not told",
-        runs,
         "                held(key, tier, table, copy)\n",
         "                pass\n",
     ),
     Bug(
         "a run that arrived stays in its queues",
-        runs,
         "            resettle(key)\n            found",
         "            found",
     ),
-    Bug("a run that arrived is not counted as there", runs, "            table.arriving -= 1\n", ""),
-    Bug("a run without holders is not idle", runs, "            table.idle += not copy.pins\n", ""),
+    Bug("a run that arrived is not counted as there", "            table.arriving -= 1\n", ""),
+    Bug("a run without holders is not idle", "            table.idle += not copy.pins\n", ""),
     Bug(
         "the sources of a run stay pinned",
-        runs,
         "            below.pins -= 1\n            if not",
         "            if not",
     ),
-    Bug("a run's sources are not counted as let go", runs, "                source.pinned -= 1\n", ""),
+    Bug("a run's sources are not counted as let go", "                source.pinned -= 1\n", ""),
     Bug(
         "a run arrives in another copy",
-        runs,
         "copy is None or copy.slot != slot or below",
         "copy is None or below",
     ),
     Bug(
         "a run that was let go stays in its queues",
-        runs,
         "                if copy.ready and not copy.pins:\n",
         "                if False:\n",
     ),
-    Bug("a run keeps its holders", runs, "                    copy.pins -= 1\n", ""),
+    Bug("a run keeps its holders", "                    copy.pins -= 1\n", ""),
     Bug(
         "a new rank of a run leaves the old one in the order",
-        runs,
         "                    each.withdraw(copy)\n",
         "",
     ),
-    Bug("a run lets go another copy", runs, "if other == tier and copy.slot == slot:", "if other == tier:"),
+    Bug("a run lets go another copy", "if other == tier and copy.slot == slot:", "if other == tier:"),
     Bug(
         "a capacity failure keeps the source pinned",
-        residency,
         "                self.unpin(key, src, self.tables[src].copies[key].slot)\n            raise",
         "                pass\n            raise",
     ),
     Bug(
         "an evicted slot is not freed",
-        residency,
         "            table.put_back(copy.slot, copy.nbytes)\n",
         "",
     ),
-    Bug("lineage is not unlinked", residency, "bare = self.lineage.unlink(key)\n", "bare = None\n"),
+    Bug("lineage is not unlinked", "bare = self.lineage.unlink(key)\n", "bare = None\n"),
     Bug(
         "leaf first is ignored",
-        eviction,
         "if not mirror and self._lineage.has_children(key):",
         "if False:",
     ),
     Bug(
         "a parent that becomes known is not protected",
-        residency,
         "            self._settling.resettle(parent)\n        self._settling.resettle(key)",
         "            pass\n        self._settling.resettle(key)",
     ),
     Bug(
         "the parent of a lost page stays protected",
-        residency,
         "            self._settling.resettle(bare)\n",
         "            pass\n",
     ),
     Bug(
         "commit does not return what it did not need",
-        residency,
         "        table.used_nbytes += nbytes - copy.nbytes\n",
         "",
     ),
-    Bug("a freed slot keeps its bytes", tier_table, "        self.used_nbytes -= nbytes\n", ""),
+    Bug("a freed slot keeps its bytes", "        self.used_nbytes -= nbytes\n", ""),
     Bug(
         "the record of a newer copy is erased",
-        quarantine,
         "key is not None and key not in table.copies:",
         "key is not None:",
     ),
     Bug(
         "the record of a dead copy is never erased",
-        quarantine,
         "            table.put_back(slot, dead.nbytes)\n            self.note_erased(tier, table, dead.key)",
         "            table.put_back(slot, dead.nbytes)",
     ),
     Bug(
         "a dead slot is freed with one holder left",
-        quarantine,
         "        if dead.holders == 0:",
         "        if dead.holders <= 1:",
     ),
     Bug(
         "the first pin is not told",
-        residency,
         "            self._settling.held(key, tier, table, copy)\n        else",
         "            table.pinned += 1\n        else",
     ),
-    Bug("a copy that may not leave is thought to wait", tier_table, "        copy.queue = None\n", ""),
+    Bug("a copy that may not leave is thought to wait", "        copy.queue = None\n", ""),
     Bug(
         "a copy waits in two queues",
-        tier_table,
         "            self.withdraw(copy)\n            copy.queue = queue",
         "            copy.queue = queue",
     ),
     Bug(
         "adopt loses the pins of the copy it replaces",
-        residency,
         "pins = table.copies[key].pins\n",
         "pins = 0\n",
     ),
     Bug(
         "the end of a dead transfer aborts the newer copy",
-        residency,
         "if copy is not None and copy.slot == slot and not copy.ready:",
         "if copy is not None and not copy.ready:",
     ),
     Bug(
         "the end of a dead transfer makes the newer copy readable",
-        residency,
         "        if copy is None or copy.slot != slot:\n            self._quarantine.let_go(dst",
         "        if copy is None:\n            self._quarantine.let_go(dst",
     ),
     Bug(
         "what follows a page that left counts as reachable",
-        residency,
         "            self.orphans.gone(key)",
         "            self.orphans.keys.discard(key)",
     ),
     Bug(
         "a page that left is remembered as unreachable",
-        orphans,
         "        self._unreachable.discard(key)\n",
         "",
     ),
     Bug(
         "a page put after one that is not there counts as reachable",
-        residency,
         "            self.orphans.recheck(key, lineage.parent(key))\n",
         "            pass\n",
     ),
     Bug(
         "what follows a page that came back counts as unreachable",
-        residency,
         "        if first and followed:\n            self.orphans.recheck_children(key)\n\n    def _precedes",
         "\n    def _precedes",
     ),
     Bug(
         "what follows a page on its way counts as unreachable",
-        residency,
         "        if first:\n            self.orphans.recheck_children(key)\n        return slot",
         "        return slot",
     ),
     Bug(
         "a page on its way is reachable whatever it follows",
-        residency,
         "        self.orphans.begin(key, self.lineage.parent(key))\n",
         "",
     ),
     Bug(
         "only the children of a lost page become unreachable",
-        orphans,
         "            self._push(key)\n\n    def _push",
         "            pass\n\n    def _push",
     ),
     Bug(
         "a page on its way does not count as there",
-        orphans,
         "not self._pages.held(parent))",
         "self._pages.where(parent) is None)",
     ),
     Bug(
         "a page after an unreachable one is reachable",
-        orphans,
         "(parent in self._unreachable or not",
         "(not",
     ),
     Bug(
         "an unreachable page waits for those after it",
-        eviction,
         "        if key in self.unreachable:\n            table.wait(copy, key, table.droppable)\n            return\n",
         "",
     ),
     Bug(
         "use moves an unreachable page among the others",
-        eviction,
         "        if copy.rank < 0 and key in self.unreachable:\n            return copy.rank\n",
         "",
     ),
     Bug(
         "a retained page that cannot be reached stays with those that can",
-        eviction,
         "if rank != copy.rank and key not in self.unreachable:",
         "if rank != copy.rank:",
     ),
     Bug(
         "a copy of an unreachable page is ordinary",
-        eviction,
         "table.policy.unreachable(key) if key in self.unreachable else table.policy.enter(key)",
         "table.policy.enter(key)",
     ),
     Bug(
         "an unreachable page takes a place below",
-        residency,
         "if cut_off and not table.has_space(nbytes):",
         "if False:",
     ),
     Bug(
         "a page takes the place of the one before it",
-        residency,
         "if parent is not None and parent in victims and not self._elsewhere(parent, table):",
         "if False:",
     ),
     Bug(
         "a page that can be reached again stays first to leave",
-        eviction,
         "                self._rerank(key, tier, table, copy, rank)\n                self.give_up",
         "                self.give_up",
     ),
     Bug(
         "a copy saved below stays unsaved",
-        residency,
         "        else:\n            self._settling.resettle(key)\n        return drop",
         "        return drop",
     ),
     Bug(
         "too few victims are dropped",
-        victims,
         "    victims: dict[PageKey, None] = {}\n",
         "    return [first]\n",
     ),
     Bug(
         "a new rank leaves the old one in the order",
-        eviction,
         "        table.withdraw(copy)\n        copy.rank = rank",
         "        copy.rank = rank",
     ),
-    Bug("a second child hides the first", lineage, "{above.children, key}", "key"),
-    Bug("a lost child stays in its parent's set", lineage, "            above.children.discard(key)\n", ""),
+    Bug("a second child hides the first", "{above.children, key}", "key"),
+    Bug("a lost child stays in its parent's set", "            above.children.discard(key)\n", ""),
     Bug(
         "a memory-only page may be stored",
-        admission,
         "return self.floor if key in self.keys else self.lowest",
         "return self.lowest",
     ),
     Bug(
         "a memory-only page is forgotten while a copy is on its way",
-        residency,
         "        if not self.held(key):\n            self.memory_only.forget(key)",
         "        if True:\n            self.memory_only.forget(key)",
     ),
     Bug(
         "a memory-only page that is gone is remembered",
-        admission,
         "        self.keys.discard(key)\n        self.refused.discard(key)\n        self._lifting.pop(key, None)\n",
         "        pass\n",
     ),
     Bug(
         "a page that is put again becomes memory-only",
-        residency,
         "        if memory_only and fresh:\n            self.memory_only.restrict(key)\n        self.ex",
         "        if memory_only:\n            self.memory_only.restrict(key)\n        self.ex",
     ),
     Bug(
         "a page before a stored one becomes memory-only",
-        admission,
         "        if all(child in self.keys and child not in self.refused for child in self._lineage.children(key)):\n",
         "        if True:\n",
     ),
     Bug(
         "a stored page leaves the one before it memory-only",
-        residency,
         "                self.memory_only.permit(parent)\n",
         "                pass\n",
     ),
     Bug(
         "lifting stops at the first page",
-        admission,
         "            if parent is not None:\n                self.permit(parent)\n",
         "",
     ),
     Bug(
         "a lifted page stays in its queue",
-        residency,
         "                    table.withdraw(table.copies[key])\n            self._settling.resettle(key)\n",
         "                    table.withdraw(table.copies[key])\n",
     ),
     Bug(
         "a mirror of a memory-only page does not go last",
-        eviction,
         "        lowest = self._memory_only.lowest_for(key)\n        if above",
         "        lowest = self._memory_only.lowest\n        if above",
     ),
     Bug(
         "a page before a stored one is refused",
-        admission,
         "        if all(child in self.keys for child in self._lineage.children(key)):\n",
         "        if True:\n",
     ),
     Bug(
         "a page before a refused one becomes memory-only",
-        admission,
         "if all(child in self.keys and child not in self.refused for child",
         "if all(child in self.keys for child",
     ),
     Bug(
         "a refusal outlives the page",
-        admission,
         "        self.keys.discard(key)\n        self.refused.discard(key)\n        self._lifting",
         "        self.keys.discard(key)\n        self._lifting",
     ),
     Bug(
         "a lifted page counts as refused",
-        admission,
         "            self.refused.discard(key)\n            lifted",
         "            lifted",
     ),
     Bug(
         "a request that names a refused page has it written",
-        admission,
         "        if key not in self.refused:\n            self.permit(key)",
         "        self.permit(key)",
     ),
     Bug(
         "a refused page keeps a caller's wish for the one before it",
-        residency,
         "                self.memory_only.permit_named(parent)\n",
         "                pass\n",
     ),
     Bug(
         "what was refused is not permitted when all is to be written",
-        admission,
         "self._lifting.update(dict.fromkeys(self.refused))",
         "pass",
     ),
     Bug(
         "a withdrawn victim is found",
-        orders,
         "return self._keys.pop(rank, None) is not None",
         "return rank in self._keys",
     ),
@@ -472,28 +385,8 @@ BUGS = [
 
 def with_bug(bug: Bug) -> Code:
     """The code with the bug in it; the loaded modules stay as they are."""
-    planted = planting.Bug(bug.name, bug.old, bug.new)
-    rooms = {
-        module: planting.load(module, planted if module is bug.module else None)
-        for module in (
-            orders,
-            lineage,
-            admission,
-            eviction,
-            orphans,
-            runs,
-            tier_table,
-            victims,
-            quarantine,
-            residency,
-        )
-    }
-    for copy in rooms.values():
-        for name, value in list(vars(copy).items()):
-            for loaded, other in rooms.items():
-                if getattr(value, "__module__", None) == loaded.__name__ and name in vars(loaded):
-                    vars(copy)[name] = vars(other)[name]
-    return Code(vars(rooms[residency])["Residency"], vars(rooms[tier_table])["TierTable"])
+    code = planting.load(residency, bug, "tierstore")
+    return Code(code.Residency, code.TierTable)
 
 
 def machine(code: Code) -> type[ResidencyMachine]:
@@ -510,5 +403,5 @@ def test_the_machine_notices(bug: Bug) -> None:
 def test_the_loaded_copy_without_a_bug_passes() -> None:
     """So it is the bugs that are noticed, and not the way the code is loaded."""
     line = "class Residency(Whereabouts):"
-    same = Bug("none", residency, line, line)
+    same = Bug("none", line, line)
     run_state_machine_as_test(machine(with_bug(same)), settings=settings(SEARCH, max_examples=30))

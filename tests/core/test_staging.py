@@ -181,7 +181,11 @@ def test_a_group_by_layers_is_there_when_the_stream_on_which_loads_end_gets_ther
 
 
 BUGS = [
-    Bug("a load fills a slab that is still spread", "            stream.wait_event(free)\n", ""),
+    Bug(
+        "a load fills a slab that is still spread",
+        "slab, free = self._up.turn()\n            stream.wait_event(free)\n",
+        "slab, free = self._up.turn()\n",
+    ),
     Bug(
         "a load is spread before it is there",
         "            self._spreads_on.wait_event(self._up.moved)\n",
@@ -194,8 +198,16 @@ BUGS = [
         "",
     ),
     Bug("a save leaves before it is gathered", "            stream.wait_event(self._down.moved)\n", ""),
-    Bug("the link tells nobody that a save has left", "            free.record(stream)\n", ""),
-    Bug("one slab is all there is", "(at + 1) % _SLABS", "at"),
+    Bug(
+        "the link tells nobody that a save has left",
+        "lengths, stream)\n            free.record(stream)\n",
+        "lengths, stream)\n",
+    ),
+    Bug(
+        "one slab is all there is",
+        "(at + 1) % _SLABS\n        return self.memory",
+        "at\n        return self.memory",
+    ),
     Bug("parts are taken from where pages begin", "slots, host + part.offset, stream", "slots, host, stream"),
     Bug("parts are spread as if pages began with them", " - self.part.offset\n", "\n"),
     Bug(

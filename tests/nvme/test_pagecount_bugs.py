@@ -2,91 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.nvme.test_extent_bugs import outcome
+from tests.nvme import test_headers, test_pagecount
 from tests.support import planting
 from tests.support.planting import Bug
 
-FOUND = "test_pagecount.py::test_what_lmdb_would_stumble_over_is_found"
+FOUND = test_pagecount.test_what_lmdb_would_stumble_over_is_found
 
-BUGS = {
+BUGS: dict[str, tuple[str, str, Callable[..., None]]] = {
     "the free list is not gone through": (
-        "tree.py",
         "    count.free_list()\n",
         "",
-        "test_pagecount.py::test_damage_of_the_free_list_sets_the_directory_aside_and_ends_no_process",
+        test_pagecount.test_damage_of_the_free_list_sets_the_directory_aside_and_ends_no_process,
     ),
     "small trees are not gone through": (
-        "tree.py",
         '        count.small(tree, name.decode(errors="replace"))\n',
         "        pass\n",
         FOUND,
     ),
     "an entry's page is not compared": (
-        "tree.py",
         "value[1:] != (_HEAD_NBYTES + stored, number)",
         "value.page != number",
-        "test_pagecount.py::test_every_bit_of_a_leaf_that_means_something_is_looked_at",
+        test_pagecount.test_every_bit_of_a_leaf_that_means_something_is_looked_at,
     ),
-    "flags of a page are not all compared": ("tree.py", "flags != kind", "not flags & kind", FOUND),
+    "flags of a page are not all compared": ("flags != kind", "not flags & kind", FOUND),
     "a node's flags are not compared": (
-        "tree.py",
         "any(raw[at : at + NODE.size] != _ENTRY_NODE for at in steps)",
         "any(raw[at : at + 4] != _ENTRY_NODE[:4] for at in steps)",
         FOUND,
     ),
     "pages of values are nobody's": (
-        "tree.py",
         "                    self._take(first, self._length(nbytes), name)\n                count += 1",
         "                count += 1",
-        "test_pagecount.py::test_a_free_list_that_names_a_page_of_a_value_is_found",
+        test_pagecount.test_a_free_list_that_names_a_page_of_a_value_is_found,
     ),
     "a large value has only the pages it needs": (
-        "tree.py",
         "or more < 0:",
         "or more != 0:",
-        "test_pagecount.py::test_a_value_that_lmdb_shortened_in_place_passes_with_all_its_pages",
+        test_pagecount.test_a_value_that_lmdb_shortened_in_place_passes_with_all_its_pages,
     ),
-    "borders are not compared": ("tree.py", "keys[0] >= part.low and", "True or", FOUND),
-    "records are not counted": ("tree.py", "if count != tree.entries:", "if False:", FOUND),
+    "borders are not compared": ("keys[0] >= part.low and", "True or", FOUND),
+    "records are not counted": ("if count != tree.entries:", "if False:", FOUND),
     "trees are made one after the other": (
-        "environment.py",
         "with env.begin(write=True) as txn:  # all or none, also after a kill",
         "for txn in [None]:",
-        "test_pagecount.py::test_a_new_directory_has_all_its_trees_or_none",
+        test_pagecount.test_a_new_directory_has_all_its_trees_or_none,
     ),
     "headers are not mended": (
-        "lmdb_pages.py",
         "        if entry.page_number:\n",
         "        if False:\n",
-        "test_headers.py::test_a_header_that_says",
+        test_headers.test_a_header_that_says,
     ),
     "a header is mended that is not on disk yet": (
-        "lmdb_pages.py",
         "if old is None or key in self._fresh:",
         "if old is None:",
-        "test_headers.py::test_a_page_written_twice_in_a_transaction_has_the_pages_that_it_needs",
+        test_headers.test_a_page_written_twice_in_a_transaction_has_the_pages_that_it_needs,
     ),
     "a shorter value keeps the pages of a longer one": (
-        "lmdb_pages.py",
         "if page.key in self._fresh:",
         "if False:",
-        "test_headers.py::test_a_page_written_twice_in_a_transaction_has_the_pages_that_it_needs",
+        test_headers.test_a_page_written_twice_in_a_transaction_has_the_pages_that_it_needs,
     ),
 }
 
 
 def test_a_copy_without_a_bug_passes(tmp_path: Path) -> None:
     planting.copy_of_checkout(tmp_path, "nvme", "campaign")
-    assert outcome(tmp_path, (bug[3] for bug in BUGS.values())) == 0
+    assert planting.outcome(tmp_path, (test for *_, test in BUGS.values())) == 0
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: str, tmp_path: Path) -> None:
-    name, right, wrong, test = BUGS[bug]
+    right, wrong, test = BUGS[bug]
     planting.copy_of_checkout(tmp_path, "nvme", "campaign")
-    planting.plant(tmp_path, f"nvme/{name}", Bug(bug, right, wrong))
-    assert outcome(tmp_path, [test]) in (1, -6, -7, -11)  # failures, or a signal that LMDB ends in
+    planting.plant(tmp_path, "tierstore.nvme", Bug(bug, right, wrong))
+    assert planting.outcome(tmp_path, [test]) in (1, -6, -7, -11)  # failures, or a signal that LMDB ends in

@@ -132,10 +132,9 @@ def test_the_machine_notices_a_planted_bug(bug: Bug) -> None:
 
 @pytest.mark.parametrize("bug", TIMELINE_BUGS, ids=[bug.name for bug in TIMELINE_BUGS])
 def test_the_machine_notices_a_bug_in_the_timeline(bug: Bug) -> None:
-    subject = load(planner)
-    subject.Timeline = load(planner, bug).Timeline  # type: ignore[attr-defined]
+    planted = machine_over(load(planner, bug))
     with pytest.raises(NOTICED):
-        run_state_machine_as_test(machine_over(subject), settings=SEARCH)
+        run_state_machine_as_test(planted, settings=SEARCH)
 
 
 def test_the_loaded_copy_without_a_bug_passes() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from prefetch import prefetcher, state
+from prefetch import prefetcher
 from tests.prefetch.prefetcher_machine import PrefetcherMachine
 from tests.support import planting
 from tests.support.planting import SEARCH, Bug, load, require_noticed
@@ -101,9 +101,7 @@ def test_the_machine_notices_a_bug_in_the_prefetcher(bug: Bug) -> None:
 
 @pytest.mark.parametrize("bug", cases(INTAKE))
 def test_the_machine_notices_a_bug_in_the_intake(bug: Bug) -> None:
-    subject = load(prefetcher)
-    subject.Intake = load(state, bug).Intake  # type: ignore[attr-defined]
-    require_noticed(machine_over(bringing_module=subject), FEWER, SHOWN)
+    require_noticed(machine_over(bringing_module=load(prefetcher, bug)), FEWER, SHOWN)
 
 
 def test_the_loaded_copies_without_a_bug_pass() -> None:

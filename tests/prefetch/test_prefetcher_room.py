@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from prefetch import prefetcher as bringing
 from prefetch import prefetcher as prefetcher_module
 from tests.prefetch.rig import NBYTES, UP, Clock, need, prefetcher_of, run, stored
 from tests.support.bench import Bench, open_bench
 from tests.support.pages import SPEC, chain, read, tiers, where, write
-from tests.support.planting import Bug, load
+from tests.support.planting import Bug, install
 from tierstore.store import TierStore
 from tierstore.types import Hint, LeaseState, Tier
 
@@ -159,7 +158,7 @@ def test_counting_on_the_room_of_pages_that_stay_is_noticed(
 ) -> None:
     """The store displaces nothing that stays, so a state machine that looks at pages alone does not see this bug."""
     bug = Bug("pages that stay take no room", "staying = tuple(self._store.staying())", "staying = ()")
-    monkeypatch.setattr(prefetcher_module, "Bringing", vars(load(bringing, bug))["Bringing"])
+    install(monkeypatch, prefetcher_module, bug)
     with pytest.raises(AssertionError, match="room that nobody will give"):
         require_no_wait_for_what_stays(store, clock)
 

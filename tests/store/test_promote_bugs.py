@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.store import test_promote
-from tests.support import planting
 from tests.support.bench import open_bench
 from tests.support.pages import SPEC, tiers
-from tests.support.planting import Bug
-from tierstore.directory import directory, loads
+from tests.support.planting import Bug, install
+from tierstore.directory import loads
 from tierstore.store import TierStore
 
 Check = Callable[[Path], None]
@@ -57,20 +56,16 @@ BUGS = [
 ]
 
 
-def plant(patch: pytest.MonkeyPatch, bug: Bug | None) -> None:
-    patch.setattr(directory, "Promoting", planting.load(loads, bug).Promoting)
-
-
 @pytest.mark.parametrize(("check", "bug"), BUGS, ids=[bug.name for _, bug in BUGS])
 def test_a_planted_bug_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Check, bug: Bug
 ) -> None:
-    plant(monkeypatch, bug)
+    install(monkeypatch, loads, bug)
     with pytest.raises(AssertionError):
         check(tmp_path)
 
 
 @pytest.mark.parametrize("check", [shared_places, memory_on_the_way])
 def test_a_copy_without_a_bug_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Check) -> None:
-    plant(monkeypatch, None)
+    install(monkeypatch, loads)
     check(tmp_path)
