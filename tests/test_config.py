@@ -208,6 +208,17 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(tmp_path: Path, text: s
     assert all(part in message for part in parts)
 
 
+@pytest.mark.parametrize("name", ["lfu", "slru", "s3-fifo", "w-tinylfu"])
+@pytest.mark.parametrize("tier", ["hbm", "host", "nvme"])
+def test_an_eviction_order_that_was_withdrawn_is_refused_with_its_successor(
+    tmp_path: Path, tier: str, name: str
+) -> None:
+    rest = {"hbm": "device: cpu", "host": "pin: never", "nvme": f"path: {tmp_path}"}[tier]
+    message = refusal(tmp_path, f"{tier}: {{capacity: 1GiB, {rest}, policy: {name}}}")
+    assert f"{tier}.policy is '{name}'" in message
+    assert "no longer has; use 'adaptive' instead" in message
+
+
 @pytest.mark.parametrize(
     ("text", "key", "allowed"),
     [
@@ -217,7 +228,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(tmp_path: Path, text: s
         (
             "hbm: {capacity: 1GiB, device: cpu, policy: LRU}",
             "hbm.policy is 'LRU'",
-            "'lru', 'fifo', 'lfu', 'slru', 's3-fifo', 'w-tinylfu', 'gdsf', 'priority', 'session' or 'adaptive'",
+            "'lru', 'fifo', 'priority', 'gdsf', 'session' or 'adaptive'",
         ),
         ("hbm: {capacity: 1GiB, device: cpu, owner: me}", "hbm.owner is 'me'", "'store' or 'engine'"),
         ("host: {}", "host.capacity is missing", "24GiB"),

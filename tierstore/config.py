@@ -141,9 +141,9 @@ Device = Annotated[str, BeforeValidator(_device), WithJsonSchema(_TEXT | {"patte
 Directory = Annotated[Path, BeforeValidator(_directory), WithJsonSchema(_TEXT | {"minLength": 1})]
 DiskCodec = Literal["none", "exp", "fp8", "fp8+zstd", "int8", "int8+zstd", "k8v4", "int4", "int4-64"]
 HostCodec = Literal["none", "fp8", "int8", "k8v4", "int4", "int4-64"]
-Policy = Literal[
-    "lru", "fifo", "lfu", "slru", "s3-fifo", "w-tinylfu", "gdsf", "priority", "session", "adaptive"
-]
+Policy = Literal["lru", "fifo", "priority", "gdsf", "session", "adaptive"]
+WITHDRAWN_POLICIES = {"lfu": "adaptive", "slru": "adaptive", "s3-fifo": "adaptive", "w-tinylfu": "adaptive"}
+"""Eviction orders that former versions had, and the order to use instead (docs/decisions/024)."""
 Admission = Literal["all", "second_hit", "cost"]
 
 
@@ -336,6 +336,12 @@ def _explained(detail: ErrorDetails) -> str:
         case "capacity_missing":
             return (
                 f"{key}.capacity is missing; allowed: a size, or owner: engine, which brings its own memory"
+            )
+        case "literal_error" if path[-1] == "policy" and str(detail["input"]) in WITHDRAWN_POLICIES:
+            successor = WITHDRAWN_POLICIES[str(detail["input"])]
+            return (
+                f"{key} is {value}, an eviction order that this version no longer has; use '{successor}' instead "
+                f"(allowed: {detail['ctx']['expected']})"
             )
         case "literal_error":
             return f"{key} is {value}; allowed in this version: {detail['ctx']['expected']}"

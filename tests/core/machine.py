@@ -26,7 +26,7 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
         hbm=st.integers(2, 3),
         host=st.integers(2, 3),
         budget=st.sampled_from((20, 25, 34)),
-        policy=st.sampled_from(("lru", "fifo", "lfu", "slru", "gdsf", "session", "adaptive")),
+        policy=st.sampled_from(("lru", "fifo", "gdsf", "session", "adaptive")),
     )
     def start(self, hbm: int, host: int, budget: int, policy: str) -> None:
         self.begin(self.code, hbm, host, budget, policy)

@@ -10,7 +10,7 @@ from tierstore.directory.lineage import ranked_unreachable
 from tierstore.policy import History, Known, registry
 from tierstore.types import PageKey
 
-ORDERS = ["lru", "fifo", "lfu", "slru", "s3-fifo", "w-tinylfu", "gdsf", "priority", "session", "adaptive"]
+ORDERS = ["lru", "fifo", "priority", "gdsf", "session", "adaptive"]
 
 
 def pages() -> str:
@@ -34,7 +34,6 @@ class Tier:
             self.history.put(_key(name), None if parent is None else _key(parent))
             self.ranks[name] = self.policy.enter(_key(name))
             self.bands[name] = 0
-            self._moved()
 
     def hit(self, name: str) -> None:
         self.history.hit(_key(name), below=False)
@@ -45,7 +44,6 @@ class Tier:
         for name in [name for name in reversed(names) if self.bands[name] > -2]:
             self.ranks[name] = self.policy.touch(_key(name), self.ranks[name])
             self.bands[name] = max(self.bands[name], 0)
-        self._moved()
 
     def retain(self, name: str, priority: int = 0) -> None:
         if self.bands[name] > -2:
@@ -61,13 +59,11 @@ class Tier:
     def rejoin(self, name: str) -> None:
         if self.bands[name] == -2:
             self.ranks[name], self.bands[name] = self.policy.enter(_key(name)), 0
-            self._moved()
 
     def end_retention(self, names: str) -> None:
         for name in names:
             self.ranks[name] = self.policy.ordinary(_key(name), self.ranks[name])
             self.bands[name] = min(self.bands[name], 0)
-        self._moved()
 
     def leave(self, name: str) -> None:
         self.policy.left(_key(name), self.ranks.pop(name))
@@ -75,13 +71,6 @@ class Tier:
 
     def order(self) -> str:
         return "".join(sorted(self.ranks, key=self.ranks.__getitem__))
-
-    def _moved(self) -> None:
-        for key, before, rank in self.policy.moved():
-            name = key.decode()
-            assert rank < before, "who loses a place goes sooner"
-            if self.ranks.get(name) == before:
-                self.ranks[name] = rank
 
 
 def run(tier: Tier, steps: list[tuple[str, str]]) -> None:

@@ -12,9 +12,8 @@ from tierstore.directory import residency as runs
 from tierstore.directory.invariants import check_residency
 from tierstore.directory.residency import Residency, TierTable
 from tierstore.errors import LeaseError
-from tierstore.policy.history import History
 from tierstore.policy.orders import Fifo
-from tierstore.policy.registry import Known, make_policy
+from tierstore.policy.registry import make_policy
 from tierstore.types import PageKey, Tier
 
 KEYS = [PageKey(bytes([number]) * 36) for number in range(3)]
@@ -34,15 +33,6 @@ def residency_of(
     for key in keys:
         residency.commit(key, Tier.HOST, residency.reserve(key, Tier.HOST))
     return residency
-
-
-def protecting(pages: Sequence[PageKey]) -> Fifo:
-    """An order of two segments, with four protected places, that remembers these pages as used again."""
-    known = Known(History(len(pages)), 1.0)
-    for key in pages:
-        known.history.put(key, None)
-        known.history.hit(key, below=False)
-    return make_policy("slru", known, pages=6)
 
 
 def require_each_source_to_be_let_go_where_it_was(room: ModuleType) -> None:
@@ -80,46 +70,14 @@ def test_a_page_released_once_too_often_is_a_lease_error() -> None:
         residency.runs.release(KEYS[:1], Tier.HOST, slots[:1])
 
 
-def require_places_given_up_with_the_run(room: ModuleType) -> None:
-    """Five pages are asked for again, four may be protected: the one that is pushed out, and has no part in what the
-    order was asked about last, goes before a page of no fame that was used after it.
-    """
-    new, *known = SIX
-    residency = residency_of(room, SIX, protecting(known))
-    host = residency.tables[Tier.HOST]
-    slots = residency.runs.pin(SIX, Tier.HOST)
-    residency.runs.release(SIX, Tier.HOST, slots)
-    assert list(host.droppable) == [known[-1], new, *reversed(known[:-1])]
-    assert host.droppable.first() == known[-1]
-    check_residency(residency)
-
-
-def test_what_a_run_pushes_out_of_protection_goes_first_at_once() -> None:
-    require_places_given_up_with_the_run(runs)
-
-
-def test_the_same_pages_one_by_one_are_left_in_the_same_order() -> None:
-    one_by_one = residency_of(keys=SIX, host=protecting(SIX[1:]))
+def test_a_run_and_its_pages_one_by_one_are_left_in_the_same_order() -> None:
+    as_run, one_by_one = residency_of(keys=SIX), residency_of(keys=SIX)
+    slots = as_run.runs.pin(SIX, Tier.HOST)
+    as_run.runs.release(SIX, Tier.HOST, slots)
     slots = [one_by_one.pin(key, Tier.HOST) for key in SIX]
     one_by_one.touch(SIX)
     for key, slot in zip(reversed(SIX), reversed(slots), strict=True):
         one_by_one.unpin(key, Tier.HOST, slot)
-    assert list(one_by_one.tables[Tier.HOST].droppable) == [SIX[5], SIX[0], *SIX[4:0:-1]]
-
-
-@pytest.mark.parametrize(
-    "bug",
-    [
-        Bug("places are not given up", "self._settling.give_up_places(other, each)", "pass"),
-        Bug(
-            "of HBM's places alone",
-            "in self._tables.items():\n            self",
-            "in [*self._tables.items()][:1]:\n            self",
-        ),
-    ],
-    ids=lambda bug: bug.name,
-)
-def test_places_kept_after_a_run_are_noticed(bug: Bug) -> None:
-    room = load(runs, bug)
-    with pytest.raises(AssertionError):
-        require_places_given_up_with_the_run(room)
+    assert list(as_run.tables[Tier.HOST].droppable) == SIX[::-1]
+    assert list(one_by_one.tables[Tier.HOST].droppable) == SIX[::-1]
+    check_residency(as_run)

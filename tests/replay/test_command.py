@@ -34,16 +34,16 @@ def test_the_command_prints_a_row_a_policy_and_capacity(tmp_path: Path) -> None:
         "--policy",
         "lru",
         "--policy",
-        "lfu",
+        "gdsf",
     ]
     result = runner.invoke(app, [*args, "--json"])
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout.splitlines()[-1])["rows"]
     assert [(r["policy"], r["capacity_bytes"]) for r in rows] == [
         ("lru", 1 << 30),
-        ("lfu", 1 << 30),
+        ("gdsf", 1 << 30),
         ("lru", 2 << 30),
-        ("lfu", 2 << 30),
+        ("gdsf", 2 << 30),
     ]
     assert all(r["trace"] == "chats" and 0 < r["hit_rate"] <= r["optimal_hit_rate"] for r in rows)
     assert all(r["nvme_bytes_written"] == 0 for r in rows)
@@ -53,13 +53,13 @@ def test_the_command_takes_tiers_and_policies_from_a_configuration(tmp_path: Pat
     file = mooncake(tmp_path / "chats.jsonl", chats(3, 5))
     config = tmp_path / "c.yaml"
     config.write_text(
-        "hbm: {capacity: 1GiB, device: cpu, policy: slru}\nhost: {capacity: 512MiB}\n"
+        "hbm: {capacity: 1GiB, device: cpu, policy: gdsf}\nhost: {capacity: 512MiB}\n"
         f"nvme: {{path: {tmp_path}, capacity: 4GiB, admission: second_hit}}\n"
     )
     result = runner.invoke(app, ["replay", str(tmp_path), "--config", str(config), "--json"])
     assert result.exit_code == 0, result.output
     (found,) = json.loads(result.stdout.splitlines()[-1])["rows"]
-    assert (found["policy"], found["admission"]) == ("slru/lru/lru", "second_hit")
+    assert (found["policy"], found["admission"]) == ("gdsf/lru/lru", "second_hit")
     assert found["nvme_bytes_written"] > 0
     assert file.exists()
 
@@ -115,11 +115,11 @@ def test_a_table_of_numbers_is_whole_however_narrow_the_terminal(
 ) -> None:
     file = mooncake(tmp_path / ("c" * 90 + ".jsonl"), chats(3, 5))
     result = runner.invoke(
-        app, ["replay", str(file), "--policy", "w-tinylfu"], env={"COLUMNS": "40", **terminal}
+        app, ["replay", str(file), "--policy", "adaptive"], env={"COLUMNS": "40", **terminal}
     )
     header, row = result.stdout.splitlines()
     assert header.split()[-8:] == ["the", "future", "share", "of", "it", "to", "NVMe", "pages/s"]
-    assert row.split()[:3] == ["c" * 90, "w-tinylfu", "all"]
+    assert row.split()[:3] == ["c" * 90, "adaptive", "all"]
 
 
 def test_a_folder_without_traces_is_said_to_be_one(tmp_path: Path) -> None:
@@ -145,3 +145,10 @@ def test_a_plot_of_an_unknown_kind_is_refused_before_anything_is_replayed(tmp_pa
     assert "out.xyz ends in '.xyz'; allowed: ." in result.output
     assert ".svg" in result.output
     assert not home.exists()
+
+
+def test_a_withdrawn_order_is_refused_with_its_successor(tmp_path: Path) -> None:
+    file = mooncake(tmp_path / "chats.jsonl", chats(3, 5))
+    result = runner.invoke(app, ["replay", str(file), "--policy", "slru"])
+    assert result.exit_code != 0
+    assert "use adaptive instead" in " ".join(result.output.split())

@@ -21,7 +21,7 @@ from tierstore.cli.output import (
     size_of,
     wide_console,
 )
-from tierstore.config import Admission, Policy, StoreConfig, format_size, load_config
+from tierstore.config import WITHDRAWN_POLICIES, Admission, Policy, StoreConfig, format_size, load_config
 from tierstore.errors import ConfigError
 from tierstore.types import Tier
 
@@ -134,6 +134,12 @@ def _configs(
     for option, text in (*(("--capacity", each) for each in capacities), ("--host", host), ("--nvme", nvme)):
         if text is not None:
             size_of(option, text)
+    for policy in policies:
+        if policy in WITHDRAWN_POLICIES:
+            raise ConfigError(
+                f"--policy {policy} is an eviction order that this version no longer has; "
+                f"use {WITHDRAWN_POLICIES[policy]} instead"
+            )
     _require_known("--policy", policies, get_args(Policy))
     _require_known("--admission", admissions, get_args(Admission))
     for capacity in capacities:

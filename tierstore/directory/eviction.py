@@ -74,7 +74,6 @@ class Settling:
                 policy = table.policy
                 rank = policy.enter(key) if priority is None else policy.retained(priority)
                 self._rerank(key, tier, table, copy, rank)
-                self.give_up_places(tier, table)
 
     def entered(self, keys: Sequence[PageKey], tier: Tier, table: TierTable) -> None:
         """The pages have got a copy: those that are retained or kept wait after the ordinary ones there, too."""
@@ -167,13 +166,6 @@ class Settling:
             table.leaves.shift(copy.rank, key, offered=not inner)
             if key in self._memory_only.keys:
                 table.fleeting.shift(copy.rank, key, offered=not inner)
-
-    def give_up_places(self, tier: Tier, table: TierTable) -> None:
-        """Carries out what the order decided about other pages than those it was asked about."""
-        for key, before, rank in table.policy.moved():
-            copy = table.copies.get(key)
-            if copy is not None and copy.rank == before:
-                self.rerank(key, tier, table, copy, rank)
 
     def rerank(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy, rank: int) -> None:
         """Gives a copy another place in its tier's victim order; no effect while the page cannot be reached."""

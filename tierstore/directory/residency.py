@@ -334,7 +334,6 @@ class Runs:
         table.arriving += len(found)
         table.pinned += len(found) if pins else 0
         self._settling.entered(keys[: len(found)], dst, table)
-        self._settling.give_up_places(dst, table)
         return found
 
     def arrive(
@@ -408,8 +407,6 @@ class Runs:
                     settle(key, other, each, copy)
             if not alive:
                 self._pages.unpin(key, tier, slot)
-        for other, each in self._tables.items():
-            self._settling.give_up_places(other, each)
 
     def load(self, tier: Tier, records: Iterable[tuple[PageKey, PageKey | None, int]]) -> None:
         """Takes over what a tier found at open, oldest first: (key, parent, nbytes). Before anything else."""
@@ -525,7 +522,6 @@ class Residency(Whereabouts):
         table.count(table.copies[key], 1)
         self._settling.entered((key,), tier, table)
         self._make_ready(table, key, parent, fresh=fresh)
-        self._settling.give_up_places(tier, table)
 
     def replace(self, key: PageKey, tier: Tier, slot: int) -> None:
         """An owned slot becomes the page's readable copy; the slot of the old one is free once its pins have ended.
@@ -595,7 +591,6 @@ class Residency(Whereabouts):
         copy = table.copies[key] = Copy(slot, nbytes, rank, pins=pins)
         table.count(copy, 1)
         self._settling.entered((key,), dst, table)
-        self._settling.give_up_places(dst, table)
         if first:
             self.orphans.recheck_children(key)
         return slot
@@ -672,8 +667,6 @@ class Residency(Whereabouts):
                 if copy is not None:
                     rank = self._settling.rank_after_use(key, tier, table, copy)
                     self._settling.rerank(key, tier, table, copy, rank)
-        for tier, table in self._order:
-            self._settling.give_up_places(tier, table)
 
     # -- evict --------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tierstore.policy.admission import Admission, All, Cost, SecondHit
 from tierstore.policy.history import History
-from tierstore.policy.orders import Adaptive, Fifo, Gdsf, Lfu, Lru, Priority, S3Fifo, Session, Slru, WTinyLfu
+from tierstore.policy.orders import Adaptive, Fifo, Gdsf, Lru, Priority, Session
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -66,10 +66,6 @@ _ORDERS: dict[str, Callable[[Known, int], Fifo]] = {
     "lru": lambda known, pages: Lru(),
     "fifo": lambda known, pages: Fifo(),
     "priority": lambda known, pages: Priority(),
-    "lfu": lambda known, pages: Lfu(known.history),
-    "slru": lambda known, pages: Slru(known.history, pages),
-    "s3-fifo": lambda known, pages: S3Fifo(known.history, pages),
-    "w-tinylfu": lambda known, pages: WTinyLfu(known.history, pages),
     "gdsf": lambda known, pages: Gdsf(known.history, known.doubling_depth),
     "session": lambda known, pages: Session(known.history, pages),
     "adaptive": lambda known, pages: Adaptive(known.history, pages),
