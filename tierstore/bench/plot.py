@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure  # no pyplot: no state, no display
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -18,6 +16,8 @@ def draw(rows: Sequence[CodecRow], floor: float, source: str, file: Path) -> Non
 
     Lossless codecs stand on the lower edge: their divergence is 0. ValueError for a suffix matplotlib does not know.
     """
+    from matplotlib.figure import Figure  # no pyplot: no state, no display
+
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     found = [(row.codec, row.ratio, row.kl) for row in rows if row.kl is not None]

@@ -8,8 +8,6 @@ in HBM).
 
 # transformers leaves some of its functions untyped:
 # mypy: allow-untyped-calls
-# transformers leaves some of its functions untyped:
-# mypy: allow-untyped-calls
 
 from __future__ import annotations
 
