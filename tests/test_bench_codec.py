@@ -20,7 +20,7 @@ from tests.adapters.tiny import tiny_llama
 from tierstore.bench import codec, fidelity
 from tierstore.bench.codec import codec_rows
 from tierstore.bench.measurement import Row
-from tierstore.bench.reading import Reader
+from tierstore.bench.model import Reader
 from tierstore.cli.app import app
 from tierstore.codecs import LOSSY
 from tierstore.page import PageSpec

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from tierstore.bench.reading import Reader
+    from tierstore.bench.model import Reader
 
     Bytes = NDArray[np.uint8]
     Make = Callable[[], Callable[[], int]]

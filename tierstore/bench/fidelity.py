@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from tierstore.bench.reading import Reader
+    from tierstore.bench.model import Reader
     from tierstore.page import PageSpec
 
     Bytes = NDArray[np.uint8]

@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from tierstore.bench.link import Direction
     from tierstore.bench.link import Path as LinkPath
     from tierstore.bench.measurement import Row
+    from tierstore.bench.model import Reader
     from tierstore.bench.nvme import DiskRow, Stalls
     from tierstore.bench.overlap import BesideRow, OverlapRow
     from tierstore.bench.prefetch import PrefetchRow
-    from tierstore.bench.reading import Reader
     from tierstore.bench.ttft import TtftRow
 
 PAYLOADS = ["lmdb", "extents"]
@@ -547,7 +547,7 @@ def _of_model(
 ) -> tuple[Sample, list[str], Distance, list[CodecRow]]:
     from tierstore.bench import codec as kv
     from tierstore.bench import fidelity
-    from tierstore.bench.reading import Reader
+    from tierstore.bench.model import Reader
 
     prefix, following, page_size, tokens = sizes
     progress.print(f"{folder.name}: loading")
