@@ -150,7 +150,7 @@ def test_goals_are_of_ratio_and_of_divergence() -> None:
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from tierstore.bench.plot import draw
+    from tierstore.bench.fidelity import draw
 
     rows = [fidelity.CodecRow("int8", 2.1, 1, 1, 0, 0, 0, kl, kl, 1) for kl in (0.0, 1e-3, None)]
     draw(rows, 1e-3, "a model", tmp_path / "a.svg")

@@ -509,7 +509,7 @@ def _plottable(plot: Path | None) -> None:
 
 
 def _draw(found: list[CodecRow], floor: Distance | None, source: str, plot: Path) -> None:
-    from tierstore.bench.plot import draw
+    from tierstore.bench.fidelity import draw
 
     if floor is None:
         raise ConfigError("--plot needs a model: made-up pages move none")
