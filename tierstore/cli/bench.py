@@ -31,7 +31,7 @@ from tierstore.cli.output import (
 )
 from tierstore.cli.replay import _files
 from tierstore.config import MOST_READERS, format_size, parse_size
-from tierstore.demo.given import require_texts
+from tierstore.demo.documents import require_texts
 from tierstore.demo.model import ALLOWED, SMOLLM2
 from tierstore.errors import ConfigError
 

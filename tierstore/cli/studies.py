@@ -25,7 +25,7 @@ from tierstore.cli.output import (
     wide_console,
 )
 from tierstore.config import format_size
-from tierstore.demo.given import made_folder, require_texts
+from tierstore.demo.documents import made_folder, require_texts
 from tierstore.demo.model import ALLOWED, KNOWN, short_name
 from tierstore.errors import ConfigError
 

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from tierstore.demo.given import made_folder, require_texts
+from tierstore.demo.documents import made_folder, require_texts
 from tierstore.errors import ConfigError, TierStoreError
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""Long real texts that are on the machine already: common licences, files of installed packages, or the user's own."""
+"""Long real texts that are on the machine already, common licences or files of installed packages, or the user's own.
+
+The texts and folders that a user names are checked before a model is fetched for them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -157,3 +162,23 @@ def _token_ends(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Where each token of ``text`` ends, in characters."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return [int(end) for _, end in encoded["offset_mapping"]]
+
+
+def require_texts(docs: Sequence[Path], *, folders: bool = True) -> None:
+    """ConfigError unless each of ``--docs`` is a file, or a folder where those are taken. Reads nothing."""
+    for path in docs:
+        if path.is_file() or (folders and path.is_dir()):
+            continue
+        found = "is a folder" if path.is_dir() else "is no file" if path.exists() else "does not exist"
+        more = ", and folders of them" if folders else ""
+        raise ConfigError(f"--docs {path} {found}; allowed: text files{more}")
+
+
+def made_folder(place: Path) -> Path:
+    """The folder ``--dir`` names, made if it is not there. ConfigError if it cannot be."""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = "it is no folder" if place.exists() else error.strerror
+        raise ConfigError(f"--dir {place} cannot be used: {why}; allowed: a folder, new or not") from error
+    return place
