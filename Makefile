@@ -22,7 +22,7 @@ demo: $(READY)
 
 ## compare: real models answer over the store exactly as without it, case by case (ARGS="--model gemma3 --json")
 compare: $(READY)
-	@$(BIN)/tierstore compare $(ARGS)
+	@$(BIN)/python -m benchmarks.compare $(ARGS)
 
 ## test: lint, then every test that needs no GPU (ARGS="-k name")
 test: lint

@@ -17,7 +17,7 @@ CHECKOUT = Path(__file__).parents[1]
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A copy of the code and the contract, to plant imports in."""
-    for package in ("tierstore", "prefetch"):
+    for package in ("tierstore", "prefetch", "benchmarks"):
         shutil.copytree(CHECKOUT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(CHECKOUT / "pyproject.toml", tmp_path)
     return tmp_path
@@ -48,6 +48,7 @@ def test_the_contract_holds(tree: Path) -> None:
             "import tierstore.host.arena",
             "tierstore.gpu is not allowed to import tierstore.host",
         ),
+        ("tierstore/cli/app.py", "import benchmarks", "tierstore.cli is not allowed to import benchmarks"),
         ("tierstore/store.py", "import prefetch", "tierstore.store is not allowed to import prefetch"),
         (
             "tierstore/directory/residency.py",
@@ -81,7 +82,7 @@ def test_every_module_has_a_place_in_the_layers() -> None:
     with open(CHECKOUT / "pyproject.toml", "rb") as file:
         contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
     placed = {name.strip(" ()") for layer in contracts[0]["layers"] for name in re.split(r"\s[|:]\s", layer)}
-    for package in ("tierstore", "prefetch"):
+    for package in ("tierstore", "prefetch", "benchmarks"):
         for module in (CHECKOUT / package).rglob("*.py"):
             parts = module.relative_to(CHECKOUT).with_suffix("").parts
             if parts[-1] == "__init__" and len(list(module.parent.glob("*.py"))) > 1:

@@ -1,0 +1,76 @@
+"""The command ``compare``: prepare the models, ask every case both ways, and show what was found."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.status import Status
+
+from tierstore.cli.output import print_json, refusals
+from tierstore.demo.documents import DocumentError, made_folder, require_texts
+from tierstore.demo.model import KNOWN, ModelError, default_cache_dir, model_folder, short_name
+from tierstore.errors import ConfigError
+from tierstore.gpu.device import require_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tierstore.compare.judging import Row
+
+WIDE = 130
+"""Columns of the table where there is no terminal to ask."""
+
+
+def run(
+    *, model: list[str] | None, docs: list[Path] | None, place: Path | None, device: str, as_json: bool
+) -> None:
+    """Run the command with the options of ``tierstore compare``. Always ends in ``typer.Exit``."""
+    console = Console(stderr=as_json)
+    if not console.is_terminal:
+        console.width = WIDE
+    found: list[Row] = []
+    with refusals(as_json):
+        if find_spec("transformers") is None:
+            raise ConfigError("compare needs transformers: in the checkout pip install -e '.[hf]'")
+        if device != "cpu":
+            require_device(device)
+        require_texts(docs or [])
+        home = made_folder(place or default_cache_dir())
+        with Status("starting", console=console) as status:
+
+            def say(line: str) -> None:
+                status.update(line)
+                console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+            for name in model or KNOWN:
+                found += _compare(name, docs or [], home, device, say)
+    from tierstore.compare import report
+
+    report.show(console, found)
+    if as_json:
+        print_json(report.as_json(found))
+    raise typer.Exit(0 if report.all_held(found) else 1)
+
+
+def _compare(
+    name: str, docs: list[Path], home: Path, device: str, say: Callable[[str], None]
+) -> Iterator[Row]:
+    """The rows of one model; what cannot be prepared is a ConfigError."""
+    from tierstore.compare import cases, prompts
+    from tierstore.compare.subject import Subject, load_tokenizer
+
+    sizes = prompts.Sizes()
+    try:
+        folder = model_folder(name, say)
+        say(f"{folder.name}: loading")
+        texts = prompts.read_texts(load_tokenizer(folder), sizes, docs)
+        subject = Subject.load(short_name(name) or folder.name, folder, device)
+    except (ModelError, DocumentError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    with TemporaryDirectory(prefix="tierstore-compare-", dir=home) as scratch:
+        yield from cases.compare(subject, texts, sizes, Path(scratch), say)
