@@ -16,12 +16,12 @@ from rich.console import Console
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 from typer.testing import CliRunner, Result
 
+from benchmarks.compare.cases import compare, greedy
 from tests.adapters.tiny import PAGE, VOCABULARY, random_prompt, strong, tiny_llama
 from tests.support.folders import save_with_byte_tokenizer
 from tierstore.adapters.huggingface import TierStoreCache, attention
 from tierstore.cli.app import app
 from tierstore.compare import prompts
-from tierstore.compare.cases import compare, greedy
 from tierstore.compare.feeding import Fed
 from tierstore.compare.judging import Plain, Row, beam_verdict, greedy_verdict
 from tierstore.compare.prompts import TEXTS, Sizes, mixed_batch, read_texts

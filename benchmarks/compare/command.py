@@ -61,7 +61,8 @@ def _compare(
     name: str, docs: list[Path], home: Path, device: str, say: Callable[[str], None]
 ) -> Iterator[Row]:
     """The rows of one model; what cannot be prepared is a ConfigError."""
-    from tierstore.compare import cases, prompts
+    from benchmarks.compare import cases
+    from tierstore.compare import prompts
     from tierstore.compare.subject import Subject, load_tokenizer
 
     sizes = prompts.Sizes()
