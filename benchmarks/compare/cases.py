@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.compare.comparison import PATIENCE_S, Asked, Comparison, Say, count_fed, leftovers, open_store
 from tierstore.adapters.huggingface import PrefixCache, Session
-from tierstore.compare.feeding import count_fed
 from tierstore.compare.judging import Row
 from tierstore.compare.prompts import Sizes, forks_inside_a_page, mixed_batch
 from tierstore.compare.request import Prompt, Question, Request
-from tierstore.compare.running import PATIENCE_S, Asked, Comparison, Say, leftovers, open_store
 from tierstore.compare.subject import Subject
 from tierstore.types import Tier
 

@@ -1,16 +1,22 @@
-"""One store, one model: ask a request both ways and hold them against each other."""
+"""One store, one model: ask a request with the store and without it, and compare the answers and what was computed.
+
+What a model really computes is counted where its tokens come in. Equal tokens alone prove little: a prompt fed twice
+into one cache doubles its keys, which hardly moves a softmax.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import PreTrainedModel
+
 from tierstore.adapters.huggingface import TierStoreCache
-from tierstore.compare.feeding import Fed, count_fed
 from tierstore.compare.judging import Answers, Row, Verdict, beam_verdict, greedy_verdict
 from tierstore.compare.prompts import Sizes
 from tierstore.compare.request import Question, Request
@@ -19,6 +25,42 @@ from tierstore.config import load_config
 from tierstore.errors import CapacityError
 from tierstore.store import TierStore
 from tierstore.types import Tier
+
+
+@dataclass(slots=True)
+class Fed:
+    """The forward passes of a model: of each, the columns in its cache before it, its rows and its columns."""
+
+    passes: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Rows times columns, padding among them."""
+        return sum(rows * width for _, rows, width in self.passes)
+
+    def taken_back(self, columns: int) -> list[int]:
+        """Columns of each pass that were removed again (rejected drafts, a rollback). ``columns``: there at last."""
+        begins = [before for before, _, _ in self.passes[1:]] + [columns]
+        return [before + width - begin for (before, _, width), begin in zip(self.passes, begins, strict=True)]
+
+
+@contextmanager
+def count_fed(model: PreTrainedModel, columns: Callable[[], int]) -> Iterator[Fed]:
+    """Count while this is open; ``columns`` says how many are in the model's cache."""
+    fed = Fed()
+
+    def note(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        rows, width = args[0].shape
+        fed.passes.append((columns(), rows, width))
+
+    embeddings = model.get_input_embeddings()
+    assert isinstance(embeddings, torch.nn.Module)
+    hook = embeddings.register_forward_pre_hook(note)
+    try:
+        yield fed
+    finally:
+        hook.remove()
+
 
 Say = Callable[[str], None]
 
