@@ -16,18 +16,16 @@ from rich.console import Console
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 from typer.testing import CliRunner, Result
 
+from benchmarks.compare import subject as prompts
 from benchmarks.compare.cases import compare, greedy
 from benchmarks.compare.comparison import Comparison, Fed, leftovers, open_store
+from benchmarks.compare.subject import TEXTS, Request, Sizes, Subject, load_tokenizer, mixed_batch, read_texts
 from tests.adapters.tiny import PAGE, VOCABULARY, random_prompt, strong, tiny_llama
 from tests.support.folders import save_with_byte_tokenizer
 from tierstore.adapters.huggingface import TierStoreCache, attention
 from tierstore.cli.app import app
-from tierstore.compare import prompts
 from tierstore.compare.judging import Plain, Row, beam_verdict, greedy_verdict
-from tierstore.compare.prompts import TEXTS, Sizes, mixed_batch, read_texts
 from tierstore.compare.report import all_held, as_json, near_ties, show
-from tierstore.compare.request import Request
-from tierstore.compare.subject import Subject, load_tokenizer
 from tierstore.demo.model import GEMMA3, SMOLLM2, KnownModel, is_prepared, prepared_folder
 
 SMALL = Sizes(long=70, short=42, new=6, page=PAGE, chunk=13, inside=3, tail=12, turn=10)

@@ -11,11 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.compare.comparison import PATIENCE_S, Asked, Comparison, Say, count_fed, leftovers, open_store
+from benchmarks.compare.subject import (
+    Prompt,
+    Question,
+    Request,
+    Sizes,
+    Subject,
+    forks_inside_a_page,
+    mixed_batch,
+)
 from tierstore.adapters.huggingface import PrefixCache, Session
 from tierstore.compare.judging import Row
-from tierstore.compare.prompts import Sizes, forks_inside_a_page, mixed_batch
-from tierstore.compare.request import Prompt, Question, Request
-from tierstore.compare.subject import Subject
 from tierstore.types import Tier
 
 TURNS = 6

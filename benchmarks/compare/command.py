@@ -62,8 +62,8 @@ def _compare(
 ) -> Iterator[Row]:
     """The rows of one model; what cannot be prepared is a ConfigError."""
     from benchmarks.compare import cases
-    from tierstore.compare import prompts
-    from tierstore.compare.subject import Subject, load_tokenizer
+    from benchmarks.compare import subject as prompts
+    from benchmarks.compare.subject import Subject, load_tokenizer
 
     sizes = prompts.Sizes()
     try:

@@ -16,11 +16,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.compare.subject import DRAFTED, Question, Request, Sizes, Subject
 from tierstore.adapters.huggingface import TierStoreCache
 from tierstore.compare.judging import Answers, Row, Verdict, beam_verdict, greedy_verdict
-from tierstore.compare.prompts import Sizes
-from tierstore.compare.request import Question, Request
-from tierstore.compare.subject import DRAFTED, Subject
 from tierstore.config import load_config
 from tierstore.errors import CapacityError
 from tierstore.store import TierStore

@@ -1,4 +1,4 @@
-"""A model that is asked with the store and without it, in float32, and a draft model for it."""
+"""A model that is asked with the store and without it, in float32, a draft model for it, and what it is asked."""
 
 # transformers leaves some of its functions untyped:
 # mypy: allow-untyped-calls
@@ -7,8 +7,9 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from transformers import (
@@ -23,8 +24,75 @@ from transformers.utils import logging as transformers_logging
 from tierstore.adapters.huggingface import ATTENTION, TierStoreCache, cache_argument, page_specs
 from tierstore.adapters.huggingface.model_spec import kv_shape
 from tierstore.compare.judging import Plain
-from tierstore.compare.request import SEED, Question, Request
+from tierstore.demo.documents import find_documents
 from tierstore.page import PageSpec
+from tierstore.types import Tier
+
+Prompt = tuple[int, ...]
+
+SEED = 7
+"""Samples are drawn after this seed, with the store and without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What decides the answer: ``rows`` of them to each prompt (samples, or all beams), ``new_tokens`` each."""
+
+    prompts: tuple[Prompt, ...]
+    new_tokens: int
+    kind: Literal["greedy", "samples", "beams"] = "greedy"
+    rows: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a model without any cache of earlier requests computes, of all rows."""
+        return self.rows * sum(len(prompt) + self.new_tokens - 1 for prompt in self.prompts)
+
+    @property
+    def paddings(self) -> list[int]:
+        """Columns of padding before each prompt."""
+        width = max(map(len, self.prompts))
+        return [width - len(prompt) for prompt in self.prompts]
+
+    def tensors(self, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The prompts side by side, padded on the left, and their mask; int64 ``[prompts, columns]``."""
+        pairs = list(zip(self.paddings, self.prompts, strict=True))
+        ids = [[pad] * count + list(prompt) for count, prompt in pairs]
+        mask = [[0] * count + [1] * len(prompt) for count, prompt in pairs]
+        return torch.tensor(ids), torch.tensor(mask)
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of ``generate``."""
+        given: dict[str, Any] = {"max_new_tokens": self.new_tokens, "do_sample": self.kind == "samples"}
+        if self.rows > 1:
+            given["num_return_sequences"] = self.rows
+        if self.kind == "beams":
+            given["num_beams"] = self.rows
+        return given
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A question as it is put to the store, and what must be found there.
+
+    ``salt``: requests of one salt share pages. ``least_reused``: tokens of the prompts that must not be computed again;
+    ``found_in``: the tier that ``least_found`` of them must come from.
+    """
+
+    case: str
+    question: Question
+    salt: bytes = b""
+    chunk: int | None = None
+    assisted: bool = False
+    least_reused: int = 0
+    found_in: Tier | None = None
+    least_found: int = 0
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of ``generate`` over the store; those beyond the question's must not change the answer."""
+        chunk = {} if self.chunk is None else {"prefill_chunk_size": self.chunk}
+        return self.question.options() | chunk
+
 
 _LAYER = re.compile(r"(?<=layers)\.(\d+)\.")
 
@@ -145,3 +213,66 @@ def drafting(model: PreTrainedModel) -> PreTrainedModel:
 
 def _answers(out: torch.Tensor, question: Question) -> list[list[int]]:
     return [[int(token) for token in row[-question.new_tokens :]] for row in out]
+
+
+TEXTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Tokens. The defaults are those of ``tierstore compare``; tests make it small."""
+
+    long: int = 1080
+    short: int = 632
+    new: int = 24
+    page: int = 32
+    chunk: int = 150
+    samples: int = 3
+    beams: int = 4
+    inside: int = 7
+    """How far into a page a prompt follows a stored one before it leaves it."""
+    tail: int = 60
+    """The own part of a prompt that shares the rest."""
+    turn: int = 45
+    """A question of a chat."""
+
+    def stored(self, length: int) -> int:
+        """Tokens of a prompt of ``length`` that need not be computed once it was answered: those in full pages.
+
+        Its last token always is.
+        """
+        return min(length - 1, (length + self.new - 1) // self.page * self.page)
+
+
+def read_texts(tokenizer: PreTrainedTokenizerBase, sizes: Sizes, paths: Sequence[Path] = ()) -> list[Prompt]:
+    """TEXTS different real texts of ``sizes.long`` tokens each. Raises DocumentError if there are too few."""
+    found = find_documents(tokenizer, TEXTS, sizes.long, sizes.long * 5 // 4, paths)
+    return [tuple(tokenizer(document.text, verbose=False)["input_ids"][: sizes.long]) for document in found]
+
+
+def mixed_batch(texts: Sequence[Prompt], sizes: Sizes) -> Question:
+    """Four prompts of different lengths, when the first text is stored and nothing else.
+
+    One whole; one that shares three quarters of its pages; one that leaves it inside a page; one that is new, and so
+    short that the columns of the third are reused beyond that page's begin: a batch begins at one column for all.
+    """
+    stored, *others = texts
+    pages = sizes.long // sizes.page
+    leaves = (pages - 3) * sizes.page + sizes.inside
+    inside = stored[:leaves] + _unlike(stored[leaves], others[1])[: sizes.tail]
+    shared = pages * 3 // 4 * sizes.page
+    partly = stored[:shared] + _unlike(stored[shared], others[0])[: sizes.tail]
+    new = _unlike(stored[0], others[2])[: sizes.tail + sizes.inside // 2]
+    return Question((stored, partly, inside, new), sizes.new)
+
+
+def forks_inside_a_page(text: Prompt, other: Prompt, sizes: Sizes) -> Prompt:
+    """The beginning of ``text``, up to a token inside a page, and then another text."""
+    leaves = (len(text) - sizes.tail) // sizes.page * sizes.page + sizes.inside
+    return text[:leaves] + _unlike(text[leaves], other)[: sizes.tail]
+
+
+def _unlike(token: int, text: Prompt) -> Prompt:
+    """The text from its first word on that is another token than ``token``; the start token left out."""
+    begin = next(i for i, each in enumerate(text) if i and each != token)
+    return text[begin:]
