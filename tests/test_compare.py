@@ -20,12 +20,20 @@ from benchmarks.compare import subject as prompts
 from benchmarks.compare.cases import compare, greedy
 from benchmarks.compare.comparison import Comparison, Fed, leftovers, open_store
 from benchmarks.compare.subject import TEXTS, Request, Sizes, Subject, load_tokenizer, mixed_batch, read_texts
+from benchmarks.compare.verdicts import (
+    Plain,
+    Row,
+    all_held,
+    as_json,
+    beam_verdict,
+    greedy_verdict,
+    near_ties,
+    show,
+)
 from tests.adapters.tiny import PAGE, VOCABULARY, random_prompt, strong, tiny_llama
 from tests.support.folders import save_with_byte_tokenizer
 from tierstore.adapters.huggingface import TierStoreCache, attention
 from tierstore.cli.app import app
-from tierstore.compare.judging import Plain, Row, beam_verdict, greedy_verdict
-from tierstore.compare.report import all_held, as_json, near_ties, show
 from tierstore.demo.model import GEMMA3, SMOLLM2, KnownModel, is_prepared, prepared_folder
 
 SMALL = Sizes(long=70, short=42, new=6, page=PAGE, chunk=13, inside=3, tail=12, turn=10)

@@ -20,8 +20,8 @@ from benchmarks.compare.subject import (
     forks_inside_a_page,
     mixed_batch,
 )
+from benchmarks.compare.verdicts import Row
 from tierstore.adapters.huggingface import PrefixCache, Session
-from tierstore.compare.judging import Row
 from tierstore.types import Tier
 
 TURNS = 6

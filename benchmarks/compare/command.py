@@ -20,7 +20,7 @@ from tierstore.gpu.device import require_device
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tierstore.compare.judging import Row
+    from benchmarks.compare.verdicts import Row
 
 WIDE = 130
 """Columns of the table where there is no terminal to ask."""
@@ -49,12 +49,12 @@ def run(
 
             for name in model or KNOWN:
                 found += _compare(name, docs or [], home, device, say)
-    from tierstore.compare import report
+    from benchmarks.compare import verdicts
 
-    report.show(console, found)
+    verdicts.show(console, found)
     if as_json:
-        print_json(report.as_json(found))
-    raise typer.Exit(0 if report.all_held(found) else 1)
+        print_json(verdicts.as_json(found))
+    raise typer.Exit(0 if verdicts.all_held(found) else 1)
 
 
 def _compare(

@@ -17,8 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.compare.subject import DRAFTED, Question, Request, Sizes, Subject
+from benchmarks.compare.verdicts import Answers, Row, Verdict, beam_verdict, greedy_verdict
 from tierstore.adapters.huggingface import TierStoreCache
-from tierstore.compare.judging import Answers, Row, Verdict, beam_verdict, greedy_verdict
 from tierstore.config import load_config
 from tierstore.errors import CapacityError
 from tierstore.store import TierStore

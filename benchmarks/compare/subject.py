@@ -21,9 +21,9 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.compare.verdicts import Plain
 from tierstore.adapters.huggingface import ATTENTION, TierStoreCache, cache_argument, page_specs
 from tierstore.adapters.huggingface.model_spec import kv_shape
-from tierstore.compare.judging import Plain
 from tierstore.demo.documents import find_documents
 from tierstore.page import PageSpec
 from tierstore.types import Tier

@@ -1,4 +1,4 @@
-"""Whether two runs answered alike, and the rules by which rounding is told from a fault.
+"""Whether two runs answered alike, the rules that tell rounding from a fault, and the table of the verdicts.
 
 Greedy: near-tie if, at the first step that differs, the plain run's two best logits are less than NEAR_TIE apart.
 Beams: near-tie if each answer's score (mean log-probability of its tokens, both as the plain model computes them) is
@@ -10,6 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 NEAR_TIE = 1e-4
 
@@ -81,3 +86,54 @@ def beam_verdict(plain: Plain, found: Answers, score: Score) -> Verdict:
     pairs = enumerate(zip(plain.answers, found, strict=True))
     near = all(abs(score(i, one) - score(i, other)) < NEAR_TIE for i, (one, other) in pairs if one != other)
     return "near-tie" if near else "different"
+
+
+def show(console: Console, rows: Sequence[Row]) -> None:
+    """A line for each case, what is wrong, and the sum."""
+    table = Table("model", "case", "", box=box.SIMPLE_HEAD, header_style="bold")
+    for name in ("reused", "fed", "to feed", "pages shared", "s"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        answered = row.fed > 0
+        table.add_row(
+            row.model,
+            Text(row.case),
+            Text(
+                row.verdict if answered else "yes" if row.held else "no", style="" if row.held else "bold red"
+            ),
+            Text("\n".join(f"{count} {tier}" for tier, count in row.reused.items())),
+            str(row.fed) if answered else "",
+            str(row.to_feed) if answered else "",
+            str(row.shared_pages or ""),
+            f"{row.seconds:.1f}" if answered else "",
+        )
+    console.print(table)
+    for row in rows:
+        for line in (row.note, *(f"WRONG: {wrong}" for wrong in row.wrong)):
+            if line:
+                console.print(Text(f"{row.model}, {row.case}: {line}"), soft_wrap=True)
+    console.print(Text(_sum(rows)), soft_wrap=True)
+
+
+def as_json(rows: Sequence[Row]) -> dict[str, Any]:
+    """``{"equal": bool, "near_ties": n, "rows": [...]}``; equal: every case held."""
+    return {"equal": all_held(rows), "near_ties": near_ties(rows), "rows": [row.plain() for row in rows]}
+
+
+def all_held(rows: Sequence[Row]) -> bool:
+    """Whether no case differs, and all that was counted fits."""
+    return all(row.held for row in rows)
+
+
+def near_ties(rows: Sequence[Row]) -> int:
+    """Cases in which rounding decided."""
+    return sum(row.verdict == "near-tie" for row in rows)
+
+
+def _sum(rows: Sequence[Row]) -> str:
+    answered = [row for row in rows if row.fed]
+    held = sum(row.held for row in answered)
+    ties = near_ties(rows)
+    tie = f", {ties} of them by a near-tie (decided by less than {NEAR_TIE:g})" if ties else ", no near-tie"
+    lost = "" if all_held(rows) else "; NOT EVERYTHING HOLDS"
+    return f"{held} of {len(answered)} cases answered as without the store{tie}{lost}"
