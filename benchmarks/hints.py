@@ -112,7 +112,7 @@ def _of_pages(opened: Opened, documents: int, layers: int) -> Shelf:
 
 
 def _of_random_model(opened: Opened, device: str, documents: int, layers: int) -> Shelf:
-    from tierstore.bench import hinted_model as models
+    from benchmarks import hinted_model as models
 
     drawn = models.random_model(models.llama_8b(layers), device)
 
@@ -126,7 +126,7 @@ def _of_random_model(opened: Opened, device: str, documents: int, layers: int) -
 
 def _of_texts(opened: Opened, model: str, device: str, documents: int, docs: list[Path] | None) -> Shelf:
     """ConfigError where there is no such model."""
-    from tierstore.bench import hinted_model as models
+    from benchmarks import hinted_model as models
 
     files = docs or sorted(COMMON_LICENCES.glob("*"))
     try:

@@ -11,10 +11,10 @@ import pytest
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
+from benchmarks.hinted_model import QUESTION, Answers, random_model, spec_of_random
 from tests.support.pages import counter, where
 from tierstore.bench import hinted
 from tierstore.bench.hinted import CASES, Answer, Asked, HintRow, Library, hint_rows, place
-from tierstore.bench.hinted_model import QUESTION, Answers, random_model, spec_of_random
 from tierstore.bench.hinted_pages import Pages, open_store, page_spec
 from tierstore.cli.app import app
 from tierstore.types import PageKey, Tier
