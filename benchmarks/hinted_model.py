@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from benchmarks.hints import PATIENCE_S, Answer, put
 from tierstore.adapters.huggingface import (
     ATTENTION,
     TierStoreCache,
@@ -18,8 +19,6 @@ from tierstore.adapters.huggingface import (
     model_identity,
     page_spec,
 )
-from tierstore.bench.hinted import PATIENCE_S, Answer
-from tierstore.bench.hinted_pages import put
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

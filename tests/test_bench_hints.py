@@ -11,11 +11,21 @@ import pytest
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
+from benchmarks import hints
 from benchmarks.hinted_model import QUESTION, Answers, random_model, spec_of_random
+from benchmarks.hints import (
+    CASES,
+    Answer,
+    Asked,
+    HintRow,
+    Library,
+    Pages,
+    hint_rows,
+    open_store,
+    page_spec,
+    place,
+)
 from tests.support.pages import counter, where
-from tierstore.bench import hinted
-from tierstore.bench.hinted import CASES, Answer, Asked, HintRow, Library, hint_rows, place
-from tierstore.bench.hinted_pages import Pages, open_store, page_spec
 from tierstore.cli.app import app
 from tierstore.types import PageKey, Tier
 
@@ -24,7 +34,7 @@ PAGES = 6
 
 @pytest.fixture(autouse=True)
 def _short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hinted, "REST_S", 0.001)
+    monkeypatch.setattr(hints, "REST_S", 0.001)
 
 
 @pytest.fixture
@@ -66,8 +76,8 @@ def test_every_case_answers_with_the_bytes_that_were_put(pages: Pages, source: T
     assert all(row.equal and row.pairs == 2 and row.source == source.name for row in rows.values())
     assert rows["resident"].ratio == 1.0
     load_s = rows["none"].load_s
-    assert rows["none"].lead_s == 0.0 < hinted.LATE * load_s <= rows["late"].lead_s
-    assert rows["ahead"].lead_s >= hinted.AHEAD * load_s + hinted.AHEAD_S
+    assert rows["none"].lead_s == 0.0 < hints.LATE * load_s <= rows["late"].lead_s
+    assert rows["ahead"].lead_s >= hints.AHEAD * load_s + hints.AHEAD_S
     assert counter(pages.store, "hints", "deferred") == 2 * 2
 
 
@@ -95,14 +105,14 @@ class Slow:
 def test_ratios_are_to_the_best_there_could_be(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
     """None took 5 s and the resident one 1: a hint 1 s before makes 4 at best, and a hint in good time 1."""
     seen: list[str] = ["resident"]
-    asked = hinted._asked
+    asked = hints._asked
 
     def noted(library: Library, number: int, source: Tier, case: Any, load_s: float) -> Asked:
         seen.append(case)
         found = asked(library, number, source, case, 0.01)
         return found._replace(lead_s={"late": 1.0, "ahead": 6.0}.get(case, found.lead_s))
 
-    monkeypatch.setattr(hinted, "_asked", noted)
+    monkeypatch.setattr(hints, "_asked", noted)
     rows = rows_of(Slow(pages, {}, lambda: seen[-1]), Tier.NVME, rounds=4)
     assert [round(row.ratio, 6) for row in rows.values()] == [1.0, 5.0, 1.1, 1.1]
     assert [row.equal for row in rows.values()] == [True, True, False, True]
@@ -116,9 +126,9 @@ class Diary(Slow):
         super().__init__(pages, {}, lambda: "resident")
         self.noted: list[str] = []
         self.slept: list[float] = []
-        monkeypatch.setattr(hinted, "sleep", self.slept.append)
-        monkeypatch.setattr(hinted, "place", self._placed)
-        monkeypatch.setattr(hinted, "_loads", lambda *ignored: [0.2])
+        monkeypatch.setattr(hints, "sleep", self.slept.append)
+        monkeypatch.setattr(hints, "place", self._placed)
+        monkeypatch.setattr(hints, "_loads", lambda *ignored: [0.2])
 
     def ask(self, number: int) -> Answer:
         self.noted.append(f"asked after {sum(self.slept):.2f} s")
@@ -133,8 +143,8 @@ def test_before_every_answer_is_the_same_rest_and_answers_before_the_first_are_n
     pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rest 0.5 s, leads 0.1 and 0.3 s. What the last answer left in HBM is not read once more."""
-    monkeypatch.setattr(hinted, "REST_S", 0.5)
-    monkeypatch.setattr(hinted, "perf_counter", lambda: 0.0)
+    monkeypatch.setattr(hints, "REST_S", 0.5)
+    monkeypatch.setattr(hints, "perf_counter", lambda: 0.0)
     diary = Diary(pages, monkeypatch)
     rows = rows_of(diary, Tier.NVME)
     warm, rested = ["asked after 0.00 s"] * 2, "asked after 0.50 s"
@@ -145,9 +155,9 @@ def test_before_every_answer_is_the_same_rest_and_answers_before_the_first_are_n
 def test_the_loading_time_of_a_slow_document_is_that_of_one_load(
     pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert len(hinted._loads(pages, 0, Tier.HOST)) == 3
-    monkeypatch.setattr(hinted, "_LOADS_S", 0.0)
-    assert len(hinted._loads(pages, 0, Tier.NVME)) == 1
+    assert len(hints._loads(pages, 0, Tier.HOST)) == 3
+    monkeypatch.setattr(hints, "_LOADS_S", 0.0)
+    assert len(hints._loads(pages, 0, Tier.NVME)) == 1
 
 
 def test_documents_in_host_memory_need_no_disk() -> None:
