@@ -9,10 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks import engine
+from benchmarks.engine import LAYOUTS, EngineRig, Layout, Shape, tensors_of
 from tierstore.adapters.vllm.messages import Orders
-from tierstore.bench import engine_copies
-from tierstore.bench.engine_copies import EngineRig
-from tierstore.bench.engine_tensors import LAYOUTS, Layout, Shape, tensors_of
 from tierstore.bench.link import Ceiling
 from tierstore.cli.app import app
 
@@ -72,7 +71,7 @@ def test_blocks_that_come_back_changed_are_an_error(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(EngineRig, "run", wrong)
     with pytest.raises(RuntimeError, match="bytes differ"):
-        engine_copies.engine_rows("cpu", SHAPE, 70, 1, Ceiling("cpu", 4096), ["LBNHC"])
+        engine.engine_rows("cpu", SHAPE, 70, 1, Ceiling("cpu", 4096), ["LBNHC"])
 
 
 def test_a_layout_that_vllm_has_not_is_refused() -> None:
