@@ -1,6 +1,6 @@
 """Real models answer over the store as they do without it: every case of ``generate``, token by token.
 
-``subject`` is a model in float32 with and without the store, ``prompts`` cuts real texts, ``request`` is what is asked,
-``feeding`` counts what a model computes, ``judging`` holds answers and counts against each other, ``running`` asks one
-request both ways, ``cases`` are all of them, ``report`` shows what came out.
+``subject`` is a model in float32 with and without the store, and what it is asked; ``comparison`` asks one request both
+ways and counts what the model computes; ``cases`` are all of them; ``verdicts`` judges the answers and shows the table;
+``command`` runs them for ``tierstore compare``.
 """

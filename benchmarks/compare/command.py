@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
+from benchmarks.compare import verdicts
 from tierstore.cli.output import print_json, refusals
 from tierstore.demo.documents import DocumentError, made_folder, require_texts
 from tierstore.demo.model import KNOWN, ModelError, default_cache_dir, model_folder, short_name
@@ -49,8 +50,6 @@ def run(
 
             for name in model or KNOWN:
                 found += _compare(name, docs or [], home, device, say)
-    from benchmarks.compare import verdicts
-
     verdicts.show(console, found)
     if as_json:
         print_json(verdicts.as_json(found))
@@ -62,14 +61,13 @@ def _compare(
 ) -> Iterator[Row]:
     """The rows of one model; what cannot be prepared is a ConfigError."""
     from benchmarks.compare import cases
-    from benchmarks.compare import subject as prompts
-    from benchmarks.compare.subject import Subject, load_tokenizer
+    from benchmarks.compare.subject import Sizes, Subject, load_tokenizer, read_texts
 
-    sizes = prompts.Sizes()
+    sizes = Sizes()
     try:
         folder = model_folder(name, say)
         say(f"{folder.name}: loading")
-        texts = prompts.read_texts(load_tokenizer(folder), sizes, docs)
+        texts = read_texts(load_tokenizer(folder), sizes, docs)
         subject = Subject.load(short_name(name) or folder.name, folder, device)
     except (ModelError, DocumentError, ValueError) as error:
         raise ConfigError(str(error)) from error
