@@ -28,7 +28,6 @@ from tierstore.codecs import LOSS_CLASSES, record_head
 from tierstore.errors import IntegrityError
 from tierstore.nvme.allocator import Place
 from tierstore.nvme.capacity import Sizing
-from tierstore.nvme.direct_io import BLOCK
 from tierstore.nvme.entry import (
     ENTRY_NBYTES,
     LOCATION,
@@ -39,7 +38,7 @@ from tierstore.nvme.entry import (
     unpack,
 )
 from tierstore.nvme.environment import Environment
-from tierstore.nvme.extents import ExtentBytes, ExtentFiles, ExtentRecords, ExtentSpace, Sealer, slots_of
+from tierstore.nvme.extents import ExtentBytes, ExtentFiles, ExtentRecords
 from tierstore.nvme.home import FULL, free_nbytes, least_free_nbytes
 from tierstore.nvme.lmdb_pages import InlineBytes, InlineRecords, PageHeaders, numbers_hold
 from tierstore.nvme.reader import RecordReader
@@ -92,7 +91,7 @@ class Catalogue:
         direct: bool = False,
         coding: Coding,
     ) -> None:
-        """Open or make the environment, which ``check.examine`` has passed. lmdb.Error or OSError if it cannot be;
+        """Open or make the environment, which ``examine`` has passed. lmdb.Error or OSError if it cannot be;
         IntegrityError if extent files and entries do not fit together after all.
         """
         self._sizing = sizing
@@ -105,7 +104,6 @@ class Catalogue:
         self.live_nbytes = 0
         self._fingerprint = record_head.fingerprint_digest(fingerprint)
         self._files: ExtentFiles | None = None
-        self._space: ExtentSpace | None = None
         self._env = Environment(
             partial(
                 lmdb.open,
@@ -207,24 +205,16 @@ class Catalogue:
 
     def _set_up_extents(self, directory: Path, direct: bool) -> None:
         self._files = files = ExtentFiles(directory, direct=direct)
-        slots = slots_of(files, self._sizing, self.locations())
-        sealer = Sealer(self._sizing, fingerprint=self._fingerprint, coding=self._coding)
-        self._records = records = ExtentRecords(files, slots, self._sizing, sealer)
-        self._space = ExtentSpace(
-            self,
-            files,
-            slots,
-            records,
-            longest=self._sizing.slot_nbytes // BLOCK,
-            erase_keys=self._sizing.erase_keys,
+        self._records = records = ExtentRecords(
+            self, files, self._sizing, fingerprint=self._fingerprint, coding=self._coding
         )
         try:
-            self.num_dropped = self._space.shrink(self._sizing.extents_nbytes)
+            self.num_dropped = records.shrink(self._sizing.extents_nbytes)
         except (lmdb.Error, OSError) as error:
             if not is_full(error):
                 raise
             _log.warning("%s keeps more than its capacity until the next open: %s", directory, error)
-        self.reader = self._reader(ExtentBytes(self._env, files, slots))
+        self.reader = self._reader(ExtentBytes(self._env, files, records.slots))
 
     def _reader(self, payload: RecordBytes) -> RecordReader:
         form = self._coding.form
@@ -278,7 +268,7 @@ class Catalogue:
 
     def make_places(self, pages: Sequence[Page]) -> bool:
         """Bring free blocks together after ``store`` had no place for these; whether that is worth another try."""
-        return self._space is not None and self._space.join_holes(len(pages))
+        return self._records.make_places(len(pages))
 
     def turn(self) -> None:
         """Commit a transaction that changes next to nothing.

@@ -3,8 +3,8 @@
 ``ExtentFiles``: preallocated files of 4 KiB blocks, past the page cache where the disk takes that. ``Sealer``:
 records made ready in aligned memory by threads of its own, while the chunk before them is written; they do no I/O, so
 that they never hang. ``ExtentRecords``: bytes are durable before an entry names them, and a slot is written again
-only after the end of its entry is committed. ``ExtentBytes``: slots are pinned while they are read. ``ExtentSpace``:
-files cut to a lower capacity, and holes joined.
+only after the end of its entry is committed; files are cut to a lower capacity, and holes joined. ``ExtentBytes``:
+slots are pinned while they are read.
 
 Only the writer's thread, or an open, changes anything; reads are for any thread.
 """
@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 from tierstore.codecs import PageEncoder, record_head
 from tierstore.codecs.record_head import HEAD_NBYTES
 from tierstore.errors import IntegrityError
-from tierstore.nvme import allocator, home
-from tierstore.nvme.allocator import Move, Place, Slots, sorted_by_extent
+from tierstore.nvme import home
+from tierstore.nvme.allocator import Move, Place, Slots, moves, sorted_by_extent
 from tierstore.nvme.capacity import Sizing
 from tierstore.nvme.direct_io import BLOCK, aligned, is_aligned, padded, set_direct
 from tierstore.nvme.entry import LOCATION, NBYTES, Entry, slot_blocks, unpack
@@ -378,20 +378,51 @@ def _in_order(shares: list[list[Sealed]]) -> list[Sealed]:
     return made
 
 
+class Entries(Protocol):
+    """What ``ExtentRecords`` asks of the catalogue that uses it."""
+
+    def locations(self) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.uint64]]]:
+        """LOCATION and NBYTES of all entries, as they are found, some at a time."""
+        ...
+
+    def find(self, wanted: Callable[[bytes], bool]) -> list[tuple[PageKey, bytes]]:
+        """The entries that are."""
+        ...
+
+    def erase(self, keys: Sequence[PageKey]) -> None:
+        """Remove records in one transaction."""
+        ...
+
+    def move(self, places: Mapping[PageKey, Place]) -> None:
+        """Name other places for these in one transaction."""
+        ...
+
+
 class ExtentRecords:
     """Records are slots of extent files; a slot is written again only after the end of its entry is committed."""
 
-    def __init__(self, files: ExtentFiles, slots: Slots, sizing: Sizing, sealer: Sealer) -> None:
+    def __init__(
+        self, entries: Entries, files: ExtentFiles, sizing: Sizing, *, fingerprint: bytes, coding: Coding
+    ) -> None:
+        """``files`` stay the caller's. IntegrityError if a slot of an entry lies outside or reaches into another."""
+        self._entries = entries
         self._files = files
-        self._slots = slots
         self._sizing = sizing
-        self._sealer = sealer
+        self._erase_keys = sizing.erase_keys
+        self._longest = sizing.slot_nbytes // BLOCK
+        self._slots = _slots_of(files, self._longest, entries.locations())
+        self._sealer = Sealer(sizing, fingerprint=fingerprint, coding=coding)
         self._generations = itertools.count(secrets.randbits(62))  # no two openings share any
         self._arriving: dict[PageKey, set[Place]] = {}
         """Slots written for the transaction that is open or comes next, and those it makes free, by key."""
         self._leaving: dict[PageKey, set[Place]] = {}
         self._doubts: dict[PageKey, set[Place]] = {}
         """Slots that an entry may name or not, since a commit failed; the next change of the key's entry settles it."""
+
+    @property
+    def slots(self) -> Slots:
+        """The slots of all files, for whoever reads them."""
+        return self._slots
 
     def write(self, pages: Sequence[Page]) -> Sequence[Written | None]:
         written: list[Written | None] = []
@@ -409,12 +440,8 @@ class ExtentRecords:
             raise
         for page, where in zip(pages, written, strict=True):
             if where is not None:
-                self.arriving(page.key, where.place)
+                self._arrives(page.key, where.place)
         return written
-
-    def arriving(self, key: PageKey, place: Place) -> None:
-        """The transaction that comes next will name this slot under ``key``."""
-        self._arriving.setdefault(key, set()).add(place)
 
     def entry(self, txn: lmdb.Transaction[memoryview], page: Page, written: Written) -> Entry:
         return Entry(
@@ -468,84 +495,6 @@ class ExtentRecords:
     def in_doubt(self, key: PageKey) -> bool:
         return key in self._doubts
 
-    def _put(self, written: Sequence[Written | None], sealed: Sequence[Sealed]) -> None:
-        placed = [(to.place, each.parts) for to, each in zip(written, sealed, strict=True) if to is not None]
-        self._files.write([place for place, _ in placed], [parts for _, parts in placed])
-
-    def _take(self, blocks: int) -> Place | None:
-        """A slot, in a new file where the old ones have none. OSError if the disk has no room for one."""
-        place = self._slots.take(blocks)
-        left = self._sizing.extents_nbytes - self._slots.total * BLOCK
-        if place is None and left >= blocks * BLOCK:
-            nbytes = min(max(self._sizing.extent_nbytes, blocks * BLOCK), left) // BLOCK * BLOCK
-            self._slots.add_extent(self._files.add(nbytes), nbytes // BLOCK)
-            place = self._slots.take(blocks)
-        return place
-
-
-def _places(written: Sequence[Written | None]) -> list[Place]:
-    return [where.place for where in written if where is not None]
-
-
-def slots_of(
-    files: ExtentFiles, sizing: Sizing, entries: Iterable[tuple[NDArray[np.uint64], NDArray[np.uint64]]]
-) -> Slots:
-    """The slots of ``files``; used are those of ``entries``: chunks of the catalogue's LOCATION and NBYTES.
-
-    IntegrityError if one lies outside or reaches into another.
-    """
-    empty = np.empty(0, dtype=np.uint64)
-    chunks = [(empty, empty), *entries]
-    firsts, costs = (np.concatenate(column) for column in zip(*chunks, strict=True))
-    used = sorted_by_extent(firsts, slot_blocks(costs))
-    slots = Slots(sizing.slot_nbytes // BLOCK)
-    for number, nbytes in files.sizes.items():
-        slots.add_extent(number, nbytes // BLOCK, used.pop(number, ()))
-    if used:
-        raise IntegrityError(f"records in extent files {sorted(used)}, which are missing")
-    return slots
-
-
-class Entries(Protocol):
-    """What a catalogue lends for it."""
-
-    def locations(self) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.uint64]]]:
-        """LOCATION and NBYTES of all entries, as they are found, some at a time."""
-        ...
-
-    def find(self, wanted: Callable[[bytes], bool]) -> list[tuple[PageKey, bytes]]:
-        """The entries that are."""
-        ...
-
-    def erase(self, keys: Sequence[PageKey]) -> None:
-        """Remove records in one transaction."""
-        ...
-
-    def move(self, places: Mapping[PageKey, Place]) -> None:
-        """Name other places for these in one transaction."""
-        ...
-
-
-class ExtentSpace:
-    """Of one directory. ``longest``: blocks of a slot at most."""
-
-    def __init__(
-        self,
-        entries: Entries,
-        files: ExtentFiles,
-        slots: Slots,
-        records: ExtentRecords,
-        *,
-        longest: int,
-        erase_keys: int,
-    ) -> None:
-        self._entries = entries
-        self._files = files
-        self._slots = slots
-        self._records = records
-        self._longest = longest
-        self._erase_keys = erase_keys
-
     def shrink(self, nbytes: int) -> int:
         """Give the end of the last extent files back to the disk until all take ``nbytes`` at most; how many records
         were dropped with it. Their entries go first.
@@ -568,10 +517,11 @@ class ExtentSpace:
                 self._files.remove(number)
         return len(lost)
 
-    def join_holes(self, count: int) -> bool:
+    def make_places(self, count: int) -> bool:
         """Move records so that up to ``count`` more of the longest fit; whether any was moved. O(records).
 
-        Raises what the disk or the catalogue raises; every record is then where an entry says.
+        Holes between records are joined. Raises what the disk or the catalogue raises; every record is then where an
+        entry says.
         """
         columns = list(self._entries.locations())
         if not columns:
@@ -581,12 +531,16 @@ class ExtentSpace:
         extents = {
             number: (nbytes // BLOCK, spans.get(number, [])) for number, nbytes in self._files.sizes.items()
         }
-        with allocator.moves(self._slots, extents, self._longest, count) as planned:
+        with moves(self._slots, extents, self._longest, count) as planned:
             if planned:
                 self._move(planned)
         return bool(planned)
 
-    def _move(self, planned: Sequence[allocator.Move]) -> None:
+    def _arrives(self, key: PageKey, place: Place) -> None:
+        """The transaction that comes next will name this slot under ``key``."""
+        self._arriving.setdefault(key, set()).add(place)
+
+    def _move(self, planned: Sequence[Move]) -> None:
         try:
             copy_records(self._files, planned)
         except BaseException:
@@ -597,8 +551,45 @@ class ExtentSpace:
         places = {key: there.pop(_location(raw)) for key, raw in found}
         self._slots.free(there.values())
         for key, place in places.items():
-            self._records.arriving(key, place)
+            self._arrives(key, place)
         self._entries.move(places)
+
+    def _put(self, written: Sequence[Written | None], sealed: Sequence[Sealed]) -> None:
+        placed = [(to.place, each.parts) for to, each in zip(written, sealed, strict=True) if to is not None]
+        self._files.write([place for place, _ in placed], [parts for _, parts in placed])
+
+    def _take(self, blocks: int) -> Place | None:
+        """A slot, in a new file where the old ones have none. OSError if the disk has no room for one."""
+        place = self._slots.take(blocks)
+        left = self._sizing.extents_nbytes - self._slots.total * BLOCK
+        if place is None and left >= blocks * BLOCK:
+            nbytes = min(max(self._sizing.extent_nbytes, blocks * BLOCK), left) // BLOCK * BLOCK
+            self._slots.add_extent(self._files.add(nbytes), nbytes // BLOCK)
+            place = self._slots.take(blocks)
+        return place
+
+
+def _places(written: Sequence[Written | None]) -> list[Place]:
+    return [where.place for where in written if where is not None]
+
+
+def _slots_of(
+    files: ExtentFiles, longest: int, entries: Iterable[tuple[NDArray[np.uint64], NDArray[np.uint64]]]
+) -> Slots:
+    """The slots of ``files``; used are those of ``entries``: chunks of the catalogue's LOCATION and NBYTES.
+
+    IntegrityError if one lies outside or reaches into another.
+    """
+    empty = np.empty(0, dtype=np.uint64)
+    chunks = [(empty, empty), *entries]
+    firsts, costs = (np.concatenate(column) for column in zip(*chunks, strict=True))
+    used = sorted_by_extent(firsts, slot_blocks(costs))
+    slots = Slots(longest)
+    for number, nbytes in files.sizes.items():
+        slots.add_extent(number, nbytes // BLOCK, used.pop(number, ()))
+    if used:
+        raise IntegrityError(f"records in extent files {sorted(used)}, which are missing")
+    return slots
 
 
 def _location(raw: bytes) -> int:

@@ -258,6 +258,9 @@ class InlineRecords:
     def doubt(self) -> None:
         self._fresh.clear()
 
+    def make_places(self, count: int) -> bool:
+        return False
+
     def in_doubt(self, key: PageKey) -> bool:
         return False
 

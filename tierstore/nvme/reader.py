@@ -244,54 +244,8 @@ class Checkers:
                 self._spare.append(scratch)
 
 
-_mishaps_log = logging.getLogger("tierstore.nvme.mishaps")
-
-
-class Mishaps:
-    """Of the reader threads. Any thread."""
-
-    def __init__(self, outbox: Outbox) -> None:
-        self._outbox = outbox
-        self._told = False
-
-    def guarded(self, key: PageKey, act: Callable[[], None]) -> Failure | None:
-        """Do it; what went wrong with the page, counted and told, or None."""
-        try:
-            act()
-        except KeyError:
-            failure = Failure.NOT_FOUND
-        except UnfitError as error:
-            failure = Failure.UNFIT
-            self._tell("page %s on disk is none for memory: %s", key, error)
-        except IntegrityError as error:
-            failure = Failure.INTEGRITY
-            self._tell("page %s on disk is not what was written: %s", key, error)
-        except (MovedError, lmdb.PanicError):  # the writer opens a catalogue in panic anew
-            failure = Failure.UNAVAILABLE
-        except lmdb.ReadersFullError as error:
-            failure = Failure.UNAVAILABLE
-            self._tell(
-                "page %s was not read: other programs read the catalogue in all its places: %s", key, error
-            )
-        except (OSError, lmdb.Error) as error:
-            failure = Failure.IO_ERROR
-            self._tell("page %s could not be read: %s", key, error)
-        except Exception:  # noqa: BLE001  the thread's top: one page fails, the thread goes on
-            failure = Failure.IO_ERROR
-            _mishaps_log.exception("reading page %s failed", key.hex())
-        else:
-            return None
-        self._outbox.count(f"read_{failure.value}")
-        return failure
-
-    def _tell(self, message: str, key: PageKey, error: Exception) -> None:
-        """Warn of the first bad page; a failing disk has thousands, and they are counted."""
-        level = logging.DEBUG if self._told else logging.WARNING
-        self._told = True
-        _mishaps_log.log(level, message, key.hex(), error)
-
-
 _log = logging.getLogger("tierstore.nvme.readers")
+_pages_log = logging.getLogger("tierstore.nvme.mishaps")  # of what goes wrong with single pages
 
 _WORTH_CHECKING_APART = 512 << 10  # bytes of a page: handing over a smaller one takes as long as checking it
 
@@ -324,7 +278,7 @@ class Readers:
     ) -> None:
         self._reader = reader
         self._outbox = outbox
-        self._mishaps = Mishaps(outbox)
+        self._warned = False  # of a bad page
         self._count = count
         self._page_nbytes = page_nbytes
         self._timeout_s = timeout_s
@@ -455,15 +409,51 @@ class Readers:
     def _fetch(self, read: _Read, scratch: NDArray[np.uint8]) -> Fetched | Failure:
         key, out = read.job.transfer.keys[read.index], read.job.pages[read.index]
         fetched: list[Fetched] = []
-        failure = self._mishaps.guarded(key, lambda: fetched.append(self._reader.fetch(key, out, scratch)))
+        failure = self._guarded(key, lambda: fetched.append(self._reader.fetch(key, out, scratch)))
         return fetched[0] if failure is None else failure
 
     def _check(
         self, read: _Read, fetched: Fetched, scratch: NDArray[np.uint8], decoders: Decoders
     ) -> Outcome:
         key, out = read.job.transfer.keys[read.index], read.job.pages[read.index]
-        failure = self._mishaps.guarded(key, lambda: self._reader.check(key, fetched, out, scratch, decoders))
+        failure = self._guarded(key, lambda: self._reader.check(key, fetched, out, scratch, decoders))
         return out.nbytes if failure is None else failure
+
+    def _guarded(self, key: PageKey, act: Callable[[], None]) -> Failure | None:
+        """Call ``act``; return what went wrong with the page, counted and logged, or None."""
+        try:
+            act()
+        except KeyError:
+            failure = Failure.NOT_FOUND
+        except UnfitError as error:
+            failure = Failure.UNFIT
+            self._warn("page %s on disk is none for memory: %s", key, error)
+        except IntegrityError as error:
+            failure = Failure.INTEGRITY
+            self._warn("page %s on disk is not what was written: %s", key, error)
+        except (MovedError, lmdb.PanicError):  # the writer opens a catalogue in panic anew
+            failure = Failure.UNAVAILABLE
+        except lmdb.ReadersFullError as error:
+            failure = Failure.UNAVAILABLE
+            self._warn(
+                "page %s was not read: other programs read the catalogue in all its places: %s", key, error
+            )
+        except (OSError, lmdb.Error) as error:
+            failure = Failure.IO_ERROR
+            self._warn("page %s could not be read: %s", key, error)
+        except Exception:  # noqa: BLE001  the thread's top: one page fails, the thread goes on
+            failure = Failure.IO_ERROR
+            _pages_log.exception("reading page %s failed", key.hex())
+        else:
+            return None
+        self._outbox.count(f"read_{failure.value}")
+        return failure
+
+    def _warn(self, message: str, key: PageKey, error: Exception) -> None:
+        """Warn of the first bad page; a failing disk has thousands, and they are counted."""
+        level = logging.DEBUG if self._warned else logging.WARNING
+        self._warned = True
+        _pages_log.log(level, message, key.hex(), error)
 
     # -- with the lock held -------------------------------------------------------------------------------------
 

@@ -208,6 +208,13 @@ class Records(Protocol):
         """The transaction raised: it may be committed or not."""
         ...
 
+    def make_places(self, count: int) -> bool:
+        """Make room that no erase gives by itself, for up to ``count`` records for which ``write`` had no place.
+
+        Return whether that is worth another try.
+        """
+        ...
+
     def in_doubt(self, key: PageKey) -> bool:
         """Whether something is kept for a record since its last transaction raised, until the next one with it."""
         ...
