@@ -26,14 +26,12 @@ from tests.support.pages import (
     write,
     write_each,
 )
-from tierstore.archive import export as writing
 from tierstore.archive.intake import read_contents
 from tierstore.codecs.record_head import Codec
 from tierstore.config import load_config
 from tierstore.errors import ArchiveError, ConfigError, StoreClosed
 from tierstore.gpu.pool import EnginePages
-from tierstore.nvme import reader as lending
-from tierstore.nvme.reader import RecordReader
+from tierstore.nvme.reader import Memory, RecordReader, read_record
 from tierstore.store import TierStore
 from tierstore.types import PageKey, Tier
 
@@ -251,7 +249,7 @@ def test_a_closed_store_gives_and_takes_nothing(tmp_path: Path) -> None:
 def test_closing_the_store_ends_an_export_that_goes_on_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writing, "most_ahead", lambda page_nbytes: 2)
+    monkeypatch.setattr("tierstore.archive.export.most_ahead", lambda page_nbytes: 2)
     keys = chain(6)
     store = open_store(8, None, tmp_path / "store")
     write(store, keys)
@@ -274,14 +272,14 @@ def test_the_tier_closes_only_after_a_read_that_it_lends(
     write(store, keys)
     store.flush()
     begun, go_on, results = threading.Event(), threading.Event(), []
-    read = lending.read_record
+    read = read_record
 
-    def slow(reader: RecordReader, key: PageKey, memory: lending.Memory) -> object:
+    def slow(reader: RecordReader, key: PageKey, memory: Memory) -> object:
         begun.set()
         assert go_on.wait(PATIENCE_S)
         return read(reader, key, memory)
 
-    monkeypatch.setattr(lending, "read_record", slow)
+    monkeypatch.setattr("tierstore.nvme.reader.read_record", slow)
     tier = store._parts.nvme
     assert tier is not None
     reading = threading.Thread(target=lambda: results.append(tier.lender.record(keys[0])))

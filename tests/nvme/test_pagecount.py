@@ -20,7 +20,6 @@ from tests.nvme.tree_damage import DAMAGES, Hurt, name_twice
 from tierstore.codecs import record_head
 from tierstore.errors import ConfigError
 from tierstore.nvme import catalogue, entry, shard, tree
-from tierstore.nvme import tree as walking
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.environment import Environment
 from tierstore.nvme.tree import walk
@@ -210,7 +209,7 @@ def test_a_walk_reads_no_value(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_head_of_a_record_is_as_long_as_a_walk_takes_it_for() -> None:
-    assert walking._HEAD_NBYTES == record_head.HEAD_NBYTES
+    assert tree._HEAD_NBYTES == record_head.HEAD_NBYTES
 
 
 def content(number: int, version: int, form: str) -> NDArray[np.uint8]:

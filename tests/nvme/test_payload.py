@@ -20,9 +20,9 @@ from tests.nvme.rig import (
 from tests.nvme.watch import Calls
 from tests.support.sick_disk import Failing
 from tierstore.nvme import direct_io, probe
-from tierstore.nvme import shard as opening
 from tierstore.nvme.capacity import EXTENTS_FROM
 from tierstore.nvme.inspection import inspect, purge, verify
+from tierstore.nvme.shard import DEFAULT_READERS
 
 
 @pytest.mark.parametrize("payload", ["lmdb", "extents"])
@@ -123,7 +123,7 @@ def test_readers_that_are_given_ask_nothing_and_a_disk_that_tells_nothing_gets_t
     assert disk.asked == []
     for _ in range(2):  # a directory without the figure is not asked later: the disk may be full by then
         rig = Rig(tmp_path / "home", capacity=EXTENTS_FROM, payload="lmdb")
-        assert rig.tier.stats()["readers"] == opening.DEFAULT_READERS == 2
+        assert rig.tier.stats()["readers"] == DEFAULT_READERS == 2
         rig.close()
     assert disk.asked == [PAGE]
 

@@ -59,7 +59,7 @@ def export(
     """Write pages of a closed store to one portable file, as they are. Exit code 1 if some could not be had."""
     with refusals(as_json):
         from tierstore.archive import closed_store
-        from tierstore.archive import export as writing
+        from tierstore.archive.export import write_archive
 
         if (keys is not None) + everything + (doc is not None) != 1 or (doc is None) != (model is None):
             raise ConfigError("export needs one of --keys FILE, --all, and --doc FILE with --model NAME")
@@ -75,7 +75,7 @@ def export(
         with closed_store.open_source(_only(shards, path, document)) as source, _bar("exported") as show:
             _choose(source, path, listed, loss_class)
             wanted = listed or (source.keys() if document is None else document.keys(source))
-            done = asyncio.run(writing.write_archive(out, wanted, source, show))
+            done = asyncio.run(write_archive(out, wanted, source, show))
     _say_exported(done)
     if as_json:
         print_json({"ok": not done.missing, **asdict(done)})
