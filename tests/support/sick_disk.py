@@ -89,7 +89,7 @@ def hold_clock(tier: NvmeTier) -> None:
     No read or write is late before ``time_is_up``, and what is left alone is not asked again before ``ask_again``, or
     before what hung answers.
     """
-    tier._patience.close()
+    tier._watchdog.close()
     breaker = tier._readers._breaker
     breaker._pause_s = breaker._first_pause_s = breaker._longest_pause_s = math.inf
 

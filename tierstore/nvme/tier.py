@@ -27,7 +27,7 @@ from tierstore.nvme.writer import SyncWork, Writer
 from tierstore.page import PageLayout
 from tierstore.types import Ack, PageKey, Transfer
 
-_patience_log = logging.getLogger("tierstore.nvme.patience")
+_watchdog_log = logging.getLogger("tierstore.nvme.patience")
 
 _LOOKS = 4
 """Looks in the time after which a read or a write is late."""
@@ -36,7 +36,7 @@ _LOOKS = 4
 _CLOSE_S = 5.0
 
 
-class Patience:
+class Watchdog:
     """A daemon thread that calls each of ``looks`` with time.monotonic(), often enough for ``timeout_s``."""
 
     def __init__(self, looks: Sequence[Callable[[float], None]], timeout_s: float) -> None:
@@ -57,7 +57,7 @@ class Patience:
                 try:
                     look(time.monotonic())
                 except Exception:  # noqa: BLE001  the thread's top: it goes on looking
-                    _patience_log.exception("looking after the disk's threads failed")
+                    _watchdog_log.exception("looking after the disk's threads failed")
 
 
 _log = logging.getLogger("tierstore.nvme.tier")
@@ -114,7 +114,7 @@ class NvmeTier:
             undone.callback(self._writer.join, timeout_s)
             undone.callback(self._writer.close)
             self.lender = Lender(shard.catalogue.reader, page_nbytes)
-            self._patience = Patience([self._readers.look, self._writer.look], timeout_s)
+            self._watchdog = Watchdog([self._readers.look, self._writer.look], timeout_s)
             undone.pop_all()
         self._disk_nbytes = 0
         self._pid = os.getpid()
@@ -264,7 +264,7 @@ class NvmeTier:
         if os.getpid() != self._pid or self._closed:
             return True
         deadline = time.monotonic() + timeout_s
-        self._patience.close()
+        self._watchdog.close()
         self._readers.close()
         self._writer.close()
         ended = self._writer.join(max(0.0, deadline - time.monotonic()))

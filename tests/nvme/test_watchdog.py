@@ -12,7 +12,7 @@ import pytest
 
 from tests.nvme.rig import PATIENCE_S, Rig
 from tests.support.sick_disk import Hanging
-from tierstore.nvme.tier import Patience
+from tierstore.nvme.tier import Watchdog
 
 
 def test_it_looks_on_after_an_error_and_never_once_it_is_closed(caplog: pytest.LogCaptureFixture) -> None:
@@ -29,14 +29,14 @@ def test_it_looks_on_after_an_error_and_never_once_it_is_closed(caplog: pytest.L
 
     began = monotonic()
     with caplog.at_level(logging.CRITICAL):
-        patience = Patience([broken, look], timeout_s=0.004)
+        watchdog = Watchdog([broken, look], timeout_s=0.004)
         assert often.wait(PATIENCE_S)
-        patience.close()
+        watchdog.close()
     number = len(looks)
     assert began <= looks[0]
     assert looks == sorted(looks)
-    assert not patience._thread.is_alive()
-    patience.close()
+    assert not watchdog._thread.is_alive()
+    watchdog.close()
     assert len(looks) == number
 
 
