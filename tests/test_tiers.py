@@ -16,7 +16,7 @@ from tests.nvme.rig import PATIENCE_S, Rig, blank, key
 from tests.tier_contract import Page, TierContract, TierUnderTest
 from tierstore.codecs import record_head
 from tierstore.codecs.exp import Decoder, Geometry
-from tierstore.codecs.host_format import Held
+from tierstore.codecs.host_format import HostFormat
 from tierstore.codecs.record_head import HEAD_NBYTES, Codec
 from tierstore.gpu.pool import CpuPool, EnginePages, EnginePool, GroupedPages
 from tierstore.host.arena import HostArena
@@ -185,7 +185,7 @@ class HeldDiskUnderTest(DiskUnderTest):
 
     def __init__(self, spec: PageSpec, home: Path, payload: str) -> None:
         layout = PageLayout.of(spec)
-        self._form = Held.of("int8", layout)
+        self._form = HostFormat.of("int8", layout)
         rig = Rig(
             home / "disk",
             page_nbytes=layout.blob_nbytes,
@@ -242,7 +242,7 @@ class TestNvmeTierUnderEncodedMemory(TierContract):
 
     def pages(self, spec: PageSpec, number: int, seed: int = 0) -> list[Page]:
         """Whatever a slot may show: behind a payload there is nothing."""
-        form = Held.of("int8", PageLayout.of(replace(spec, dtype="float32")))
+        form = HostFormat.of("int8", PageLayout.of(replace(spec, dtype="float32")))
         found = [
             np.random.default_rng([seed, i]).integers(0, 256, form.view_nbytes, dtype=np.uint8)
             for i in range(number)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from tierstore.codecs import LOSS_CLASSES, saves
-from tierstore.codecs.host_format import Held
+from tierstore.codecs.host_format import HostFormat
 from tierstore.directory.directory import Directory
 from tierstore.directory.residency import TierTable
 from tierstore.errors import ConfigError
@@ -89,16 +89,16 @@ def check_sections(config: StoreConfig, layout: PageLayout) -> None:
         )
 
 
-def held_form(config: StoreConfig, layout: PageLayout) -> Held:
+def held_form(config: StoreConfig, layout: PageLayout) -> HostFormat:
     """How host memory holds pages. ConfigError for a codec that does not suit them."""
     codec = "none" if config.host is None else config.host.codec
     try:
-        return Held.of(codec, layout)
+        return HostFormat.of(codec, layout)
     except ValueError as error:
         raise ConfigError(f"host.codec is {codec!r}; allowed: {error}") from error
 
 
-def slots_of(section: str, capacity: int | None, pages: PageLayout | Held) -> int | None:
+def slots_of(section: str, capacity: int | None, pages: PageLayout | HostFormat) -> int | None:
     """Pages of a memory tier, None without a capacity. ConfigError if not even one fits."""
     if capacity is None:
         return None
@@ -111,7 +111,7 @@ def slots_of(section: str, capacity: int | None, pages: PageLayout | Held) -> in
     return slots
 
 
-def check_memory(layout: PageLayout, hbm_slots: int | None, held: Held, host_slots: int | None) -> None:
+def check_memory(layout: PageLayout, hbm_slots: int | None, held: HostFormat, host_slots: int | None) -> None:
     """ConfigError if so many slots need more memory than is available now."""
     available = available_nbytes()
     wanted = {
@@ -153,7 +153,7 @@ class HostSlots(Protocol):
         ...
 
     @property
-    def held(self) -> Held:
+    def held(self) -> HostFormat:
         """The form of its pages."""
         ...
 
@@ -184,7 +184,7 @@ class Parts:
     """
 
     layout: PageLayout
-    held: Held
+    held: HostFormat
     device: HbmDevice
     pool: OwnPool | None
     arena: HostArena | None
@@ -338,7 +338,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _open_nvme(config: NvmeConfig, held: Held, wake: Callable[[], None]) -> NvmeTier:
+def _open_nvme(config: NvmeConfig, held: HostFormat, wake: Callable[[], None]) -> NvmeTier:
     layout = held.layout
     if config.codec != "none" and not saves(config.codec, layout):
         _log.warning(

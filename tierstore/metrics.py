@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from tierstore.build import Parts
-    from tierstore.codecs.host_format import Held
+    from tierstore.codecs.host_format import HostFormat
     from tierstore.config import StoreConfig
     from tierstore.directory.directory import Directory
     from tierstore.directory.residency import TierTable
@@ -377,7 +377,9 @@ def _hbm_of(ranks: Mapping[int, RankHealth]) -> dict[str, object]:
     }
 
 
-def _host_of(ranks: Mapping[int, RankHealth], config: StoreConfig, held: Held) -> dict[str, object] | None:
+def _host_of(
+    ranks: Mapping[int, RankHealth], config: StoreConfig, held: HostFormat
+) -> dict[str, object] | None:
     """Host memory of all ranks together, under the keys of ``HostArena.stats``; None: there is none."""
     if not ranks or config.host is None:
         return None

@@ -22,7 +22,7 @@ from tierstore.types import Ack, Erase, Failure, Tier, Transfer
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tierstore.codecs.host_format import Held
+    from tierstore.codecs.host_format import HostFormat
     from tierstore.config import StoreConfig
     from tierstore.page import PageLayout
     from tierstore.types import PageKey
@@ -61,7 +61,7 @@ class Disk:
 @dataclass(frozen=True)
 class _Host:
     num_slots: int
-    held: Held
+    held: HostFormat
 
 
 class Ranks(Mover):

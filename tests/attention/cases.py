@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from tierstore.gpu.attention.backends import Way, attend
+from tierstore.gpu.attention.backends import AttentionBackend, attend
 from tierstore.gpu.attention.paging import Paging, Shape
 
 LAYERS = 3
@@ -80,12 +80,12 @@ class Scene:
         q = torch.randn(paging.num_queries, heads, case.head_dim, generator=chance)
         return cls(paging, q.to(device, case.dtype), pages)
 
-    def run(self, way: Way) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, way: AttentionBackend) -> tuple[torch.Tensor, torch.Tensor]:
         """Results and logarithms, into memory that held NaN."""
         way.plan(self.paging)
         return self.run_again(way)
 
-    def run_again(self, way: Way) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_again(self, way: AttentionBackend) -> tuple[torch.Tensor, torch.Tensor]:
         """The same, as planned before."""
         shape = self.paging.shape
         size = (len(self.q), shape.num_qo_heads, shape.head_dim_vo)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.codecs.holding import Bytes, decoded, encoded, page_like_kv, spec_of, values_of, words_of
 from tierstore import codecs
 from tierstore.codecs import LOSSY, lossy
-from tierstore.codecs.lossy import Decoder, Encoder, Places
+from tierstore.codecs.lossy import Decoder, Encoder, PayloadLayout
 from tierstore.codecs.quantization import Shape
 from tierstore.errors import IntegrityError
 from tierstore.page import PageLayout
@@ -327,6 +327,6 @@ def test_the_smallest_of_zeros_is_stored_without_a_sign_in_whatever_order_they_c
         for page in (words.view(np.uint8), np.full_like(words, 0x8000).view(np.uint8)):
             payload = encoded(LOSSY[name], layout, page)
             assert payload is not None
-            places = Places.of(layout, LOSSY[name])
+            places = PayloadLayout.of(layout, LOSSY[name])
             for _, parts in places.parts(payload[: places.kept_nbytes], payload[places.kept_nbytes :]):
                 assert not parts.floors.any()

@@ -10,7 +10,7 @@ import torch
 
 from tests.codecs.holding import Bytes, decoded, encoded
 from tierstore.codecs import LOSSY
-from tierstore.codecs.lossy import Places
+from tierstore.codecs.lossy import PayloadLayout
 from tierstore.errors import IntegrityError
 from tierstore.gpu import geometry
 from tierstore.gpu.pool import EnginePages, EnginePool
@@ -30,7 +30,7 @@ class Bench:
         self, name: str, layout: PageLayout, pages: Sequence[Bytes], kernels: ModuleType, device: str = "cpu"
     ) -> None:
         self.codec, self.layout, self.pages = LOSSY[name], layout, pages
-        self.nbytes = Places.of(layout, self.codec).fixed_nbytes
+        self.nbytes = PayloadLayout.of(layout, self.codec).fixed_nbytes
         self.stride = -(-self.nbytes // 16) * 16 + 16
         self.order = [*range(1, len(pages)), 0]
         self._device = device
@@ -49,12 +49,12 @@ class Bench:
 
         self.write: Callable[[int, Bytes], None] = write
         self.read: Callable[[int], Bytes] = read
-        self._open(geometry.pool_lots(pool, self.layout), pool)
+        self._open(geometry.pool_strides(pool, self.layout), pool)
 
     def engine_slots(self, engine: Sequence[EnginePages]) -> None:
         """In an engine's tensors."""
         pool = EnginePool(self.layout, engine)
-        found = geometry.tensor_lots(pool.layers)
+        found = geometry.tensor_strides(pool.layers)
         assert found is not None
 
         def read(slot: int) -> Bytes:
@@ -116,7 +116,7 @@ class Bench:
             return False
         return True
 
-    def _open(self, found: tuple[geometry.Lot, ...], pool: torch.Tensor | None) -> None:
+    def _open(self, found: tuple[geometry.GroupStrides, ...], pool: torch.Tensor | None) -> None:
         self.payloads = torch.empty(len(self.pages) * self.stride, dtype=torch.uint8, device=self._device)
         self.coder = Coder(self.codec, self.layout, found, pool, self.stride, self._kernels)
 
@@ -133,7 +133,7 @@ class Bench:
         """Without what stands for bytes between KV groups, unless ``gaps``."""
         if gaps:
             return payload
-        places, known = Places.of(self.layout, self.codec), np.ones(self.nbytes, dtype=bool)
+        places, known = PayloadLayout.of(self.layout, self.codec), np.ones(self.nbytes, dtype=bool)
         at = sum(plane.scale_nbytes + plane.floor_nbytes for plane in places.planes)
         ends = [o + s.page_nbytes for o, s in zip(self.layout.offsets, self.layout.specs, strict=True)]
         for start, end in places.gaps():

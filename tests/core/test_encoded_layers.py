@@ -20,13 +20,13 @@ pytest.importorskip("triton")
 from tests.codecs.holding import FLOATS, Bytes, decoded, page_like_kv, spec_of
 from tests.core.test_codec_kernels import KERNELS_HERE
 from tierstore.codecs import LOSSY
-from tierstore.codecs.host_format import Held, Packer
+from tierstore.codecs.host_format import HostFormat, Packer
 from tierstore.gpu import geometry, quant
 from tierstore.gpu.geometry import Cut, LayerGroups
 from tierstore.gpu.pool import EnginePages, EnginePool
 from tierstore.gpu.quant import encoded_routes
 from tierstore.gpu.quant.coder import Coder
-from tierstore.gpu.quant.encoded_routes import Coded, PayloadSlabs, parts_of
+from tierstore.gpu.quant.encoded_routes import EncodedSlabRoute, PayloadSlabs, parts_of
 from tierstore.page import PageLayout
 
 NAMES = [name for name, codec in LOSSY.items() if not codec.zstd]
@@ -81,9 +81,9 @@ class Card:
 class Bench:
     """Pages in slots of ordinary memory, their payloads in others, and the way between them by layers."""
 
-    held: Held
+    held: HostFormat
     pool: Own | EnginePool
-    route: Coded
+    route: EncodedSlabRoute
     payloads: Bytes
     pages: list[Bytes]
 
@@ -111,7 +111,7 @@ class Own:
 
     def __init__(self, layout: PageLayout) -> None:
         self._rows = torch.zeros(SLOTS, layout.slot_nbytes, dtype=torch.uint8)
-        self.lots = geometry.pool_lots(self._rows.flatten(), layout)
+        self.lots = geometry.pool_strides(self._rows.flatten(), layout)
 
     def read(self, slot: int, page: Bytes) -> None:
         np.copyto(page, self._rows[slot, : len(page)].numpy())
@@ -132,7 +132,7 @@ def open_bench(
     shares: tuple[int, ...] = (1, 2, 2),
 ) -> Bench:
     layout = layout_of(dtype)
-    held = Held.of(name, layout)
+    held = HostFormat.of(name, layout)
     patch.setattr(quant, "codec_kernels", KERNELS_HERE, raising=False)
     patch.setitem(sys.modules, "tierstore.gpu.quant.codec_kernels", KERNELS_HERE)
     patch.setattr(torch.cuda, "device", lambda device: nullcontext())
@@ -150,7 +150,7 @@ def open_bench(
     layers, groups = encoded_routes._by_layers(pool, held, slabs, driver, CPU)  # type: ignore[arg-type]
     nothing: Any = None
     side: Any = (Stream(), Stream())
-    route = Coded(name, nothing, (slabs, nothing), (slabs, nothing), side, Card(), layers, groups)
+    route = EncodedSlabRoute(name, nothing, (slabs, nothing), (slabs, nothing), side, Card(), layers, groups)
     pages = [page_like_kv(layout, seed, frozenset({"outliers"})) for seed in range(5)]
     payloads, packer = np.zeros((len(pages), held.slot_nbytes), dtype=np.uint8), Packer(held)
     assert all(packer.pack(page, row) for page, row in zip(pages, payloads, strict=True))
@@ -203,15 +203,15 @@ def test_a_payload_that_nobody_made_is_told_with_the_group_it_is_in(monkeypatch:
 
 def test_pages_of_several_kv_groups_go_whole_and_so_do_small_ones() -> None:
     several = PageLayout.of([spec_of("bfloat16", 4, 32, 2, 64), spec_of("bfloat16", 4, 32, 2, 64)])
-    assert parts_of(Held.of("int8", several), LayerGroups.of(several, 3, 1)) == []
+    assert parts_of(HostFormat.of("int8", several), LayerGroups.of(several, 3, 1)) == []
     small = layout_of("bfloat16")
-    assert parts_of(Held.of("int8", small), LayerGroups.of(small, 3, 1 << 20)) == []
+    assert parts_of(HostFormat.of("int8", small), LayerGroups.of(small, 3, 1 << 20)) == []
 
 
 def test_the_pieces_of_all_groups_are_the_payload() -> None:
     """Of an 8B model's pages: two groups, the second the smaller one, and four pieces in each."""
     layout = PageLayout.of(spec_of("bfloat16", 32, 64, 8, 128))
-    held = Held.of("int8", layout)
+    held = HostFormat.of("int8", layout)
     parts = parts_of(held, LayerGroups.by_shares(layout, encoded_routes.CUTS))
     assert [(part.first, part.end) for part in parts] == [(0, 20), (20, 32)]
     assert [len(part.pieces) for part in parts] == [4, 4]

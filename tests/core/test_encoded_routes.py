@@ -69,7 +69,7 @@ class Machine:
             (slabs, Link(self, slabs))
             for slabs in (module.PayloadSlabs(STRIDE, STRIDE, SLAB_PAGES * STRIDE, self) for _ in "ud")
         ]
-        self.route = module.Coded("turned over", self, *ends, tuple(side), self)
+        self.route = module.EncodedSlabRoute("turned over", self, *ends, tuple(side), self)
 
     def load(self, slots: list[int], host: list[int]) -> NDArray[np.int32]:
         found: NDArray[np.int32] = self.route.load(np.array(slots), np.array(host), self.up)

@@ -20,13 +20,13 @@ from tests.core import virtual_link
 from tests.core.interpreted import interpreted
 from tests.support.planting import Bug, write
 from tierstore.codecs import LOSSY
-from tierstore.codecs.host_format import Held
+from tierstore.codecs.host_format import HostFormat
 from tierstore.errors import IntegrityError
 from tierstore.gpu import cuda_engine, geometry
 from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.pool import EnginePages, EnginePool
 from tierstore.gpu.quant import encoded_routes
-from tierstore.gpu.quant.encoded_routes import Fetcher, Grid, Mapped
+from tierstore.gpu.quant.encoded_routes import EncodedMappedRoute, Fetcher, Grid
 from tierstore.page import PageLayout
 
 FETCHING_HERE = interpreted()
@@ -76,13 +76,15 @@ class Bench:
         self._pool = EnginePool(layout, engine) if engine else None
         layers = LayerGroups.of(layout, groups, 1) if groups > 1 else None
         where = (
-            geometry.tensor_lots(self._pool.layers) if self._pool else geometry.pool_lots(self._rows, layout)
+            geometry.tensor_strides(self._pool.layers)
+            if self._pool
+            else geometry.pool_strides(self._rows, layout)
         )
         assert where is not None
         fetcher = Fetcher(self.codec, layout, where, kernels.fetch, grid)
         card: Any = Card()
         saves: Any = NoSaves()
-        self.route = Mapped("here", fetcher, saves, card, layers)
+        self.route = EncodedMappedRoute("here", fetcher, saves, card, layers)
 
     def load(self, slots: Sequence[int], group: int | None = None) -> list[int]:
         """From the first payloads; the flags."""
@@ -237,7 +239,9 @@ def test_a_bad_code_is_told_with_the_group_it_is_in() -> None:
 class NoPieces(virtual_link.Link):
     """What a launch costs its caller does not grow with its pages."""
 
-    def __init__(self, clock: virtual_link.Clock, held: Held, processor: virtual_link.Processor) -> None:
+    def __init__(
+        self, clock: virtual_link.Clock, held: HostFormat, processor: virtual_link.Processor
+    ) -> None:
         super().__init__(clock, held, processor)
         self.layers = LayerGroups.by_shares(held.layout, encoded_routes.MAPPED_CUTS)
         self.group_pieces = 0

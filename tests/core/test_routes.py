@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tierstore.gpu import geometry
 from tierstore.gpu.driver import Driver
 from tierstore.gpu.geometry import LayerGroups
-from tierstore.gpu.routes import Choice, Direction, Option, Route, Straight, Way, WholePages, measured
+from tierstore.gpu.routes import Direction, DmaRoute, FastestRoute, Option, Route, Way, WholePages, measured
 from tierstore.page import PageLayout, PageSpec
 
 SPEC = PageSpec(num_layers=4, page_size=1, num_kv_heads=1, head_dim=256, dtype="uint8", model="m")
@@ -89,7 +89,7 @@ def slots(number: int) -> NDArray[np.int64]:
 def test_each_batch_takes_the_way_that_ends_first() -> None:
     dma, kernel = Noted("straight"), Noted("kernel")
     options = [Option(dma, "dma", 1, 4096), Option(kernel, "kernel", 1, 4096)]
-    choice = Choice(options, RATES)
+    choice = FastestRoute(options, RATES)
     choice.load(slots(2), slots(2), STREAM)
     choice.load(slots(500), slots(500), STREAM)
     flags = choice.save(slots(500), slots(500), STREAM)
@@ -110,7 +110,7 @@ def test_each_batch_takes_the_way_that_ends_first() -> None:
 def test_a_kernel_must_be_faster_by_a_tenth(piece_nbytes: int, taken: str) -> None:
     routes = {"dma": Noted("dma"), "kernel": Noted("kernel")}
     ways: list[Way] = ["dma", "kernel"]
-    choice = Choice([Option(routes[way], way, 1, piece_nbytes) for way in ways], RATES)
+    choice = FastestRoute([Option(routes[way], way, 1, piece_nbytes) for way in ways], RATES)
     choice.load(slots(500), slots(500), STREAM)
     assert [name for name, route in routes.items() if route.calls] == [taken]
 
@@ -118,7 +118,7 @@ def test_a_kernel_must_be_faster_by_a_tenth(piece_nbytes: int, taken: str) -> No
 def test_many_pieces_of_a_page_and_what_comes_on_top_count() -> None:
     pieces, slab = Noted("straight"), Noted("slab")
     options = [Option(pieces, "dma", 64, 32 << 10), Option(slab, "dma", 1, 2 << 20, extra_s=50e-6)]
-    choice = Choice(options, RATES)
+    choice = FastestRoute(options, RATES)
     choice.load(slots(1), slots(1), STREAM)
     choice.load(slots(32), slots(32), STREAM)
     assert (pieces.calls, slab.calls) == (["load 1 on the lane's"], ["load 32 on the lane's"])
@@ -136,7 +136,7 @@ def test_loads_by_layers_go_by_the_way_that_takes_least(piece_nbytes: int, piece
         Option(kernel, "kernel", pieces, piece_nbytes),
         Option(slab, "dma", 1, pieces * piece_nbytes, extra_s=50e-6),
     ]
-    choice = Choice(options, RATES)
+    choice = FastestRoute(options, RATES)
     choice.load_group(1, slots(3), slots(3), STREAM)
     assert [route.name for route in (straight, slab, kernel) if route.calls] == [taken]
     assert choice.group_pieces == (straight if taken == "straight" else slab).group_pieces
@@ -164,11 +164,11 @@ def test_the_driver_is_not_asked_for_many_pieces_where_there_is_another_way() ->
     pieces, slab = Noted("straight"), Noted("slab")
     pieces.pieces = 64
     options = [Option(pieces, "dma", 64, 256 << 10), Option(slab, "dma", 1, 16 << 20, extra_s=50e-6)]
-    choice = Choice(options, RATES)
+    choice = FastestRoute(options, RATES)
     choice.save(slots(2), slots(2), STREAM)
     choice.save(slots(3), slots(3), STREAM)
     assert (pieces.calls, slab.calls) == (["save 2"], ["save 3"])
-    alone = Choice(options[:1], RATES)
+    alone = FastestRoute(options[:1], RATES)
     alone.save(slots(3), slots(3), STREAM)
     assert pieces.calls[1:] == ["save 3"]
 
@@ -180,7 +180,7 @@ def test_loads_end_on_one_stream_whichever_way_they_take(monkeypatch: pytest.Mon
     straight.layers = LAYERS
     slab.loads_end_on = cast("torch.cuda.Stream", side)
     options = [Option(straight, "dma", 64, 32 << 10), Option(slab, "dma", 1, 2 << 20, extra_s=50e-6)]
-    choice = Choice(options, RATES, slab.loads_end_on)
+    choice = FastestRoute(options, RATES, slab.loads_end_on)
     choice.load(slots(32), slots(32), STREAM)
     assert slab.calls
     assert not side.waits, "it ends there by itself"
@@ -202,11 +202,11 @@ def test_pages_of_one_layer_group_go_whole_by_whatever_way_asks_for_fewest_piece
     pieces = geometry.tensor_segments(layers, layout, 128)
     assert pieces is not None
     groups = geometry.tensor_group_segments(layers, layout, by_layers, 128)
-    straight = Straight(pieces, cast("Driver", None), by_layers, groups)
+    straight = DmaRoute(pieces, cast("Driver", None), by_layers, groups)
     assert straight.layers == (None if number == 1 else by_layers)
     slab = WholePages()
     slab.name = "slab"  # type: ignore[attr-defined]
-    choice = Choice(
+    choice = FastestRoute(
         [Option(straight, "dma", len(pieces), 512), Option(cast("Route", slab), "dma", 1, 2048)], RATES
     )
     assert (choice.layers is None, choice.pieces) == (number == 1, 1)

@@ -91,7 +91,7 @@ class Machine:
         mover = Mover(geometry.tensor_segments(layers, LAYOUT, 99))
         whole_pages = module.ByPieces(mover, mover, LAYOUT)
         device = torch.device("cpu")
-        self.route = module.Slab(whole_pages, LAYOUT, Driver(), device, tuple(side), self.layers, groups)
+        self.route = module.SlabRoute(whole_pages, LAYOUT, Driver(), device, tuple(side), self.layers, groups)
 
     def engine(self) -> list[NDArray[np.uint8]]:
         """A copy of the engine's pages by slot, of each KV group ``[slots, bytes]``."""

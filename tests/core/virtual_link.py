@@ -14,7 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tierstore.codecs.host_format import Held
+from tierstore.codecs.host_format import HostFormat
 from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.gpu import schedule
 from tierstore.gpu.geometry import LayerGroups
@@ -76,7 +76,7 @@ class Link(WholePages):
     name = "virtual"
     layers: LayerGroups
 
-    def __init__(self, clock: Clock, held: Held, processor: Processor) -> None:
+    def __init__(self, clock: Clock, held: HostFormat, processor: Processor) -> None:
         self.layers, self.group_pieces = LayerGroups.of(held.layout), 1
         if held.encoded:
             self.layers = LayerGroups.by_shares(held.layout, CUTS)
@@ -108,7 +108,7 @@ class Host:
     pinned_slots = 1 << 30
     pinning = False
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: HostFormat) -> None:
         self.held = held
 
     def addresses(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -163,12 +163,12 @@ def restore(
         for where in (module, schedule):
             patch.setattr(where, "monotonic", lambda: clock.now)
         patch.setattr(module.CudaCopyEngine, "_wake_thread", lambda self, dst: None)
-        held = Held.of(codec, PageLayout.of(spec))
+        held = HostFormat.of(codec, PageLayout.of(spec))
         return _Run(module, clock, held, processor).restore(nbytes // spec.page_nbytes, away)
 
 
 class _Run:
-    def __init__(self, module: ModuleType, clock: Clock, held: Held, processor: Processor) -> None:
+    def __init__(self, module: ModuleType, clock: Clock, held: HostFormat, processor: Processor) -> None:
         self._clock, self._processor, self._nbytes = clock, processor, held.payload_nbytes
         self._link = Link(clock, held, processor)
         streams = cast("tuple[torch.cuda.Stream, torch.cuda.Stream]", (Stream(), Stream()))

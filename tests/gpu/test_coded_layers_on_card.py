@@ -13,7 +13,7 @@ from tests.gpu.card import delay
 from tests.support.bench import open_bench
 from tests.support.pages import PATIENCE_S, chain, page_tensor, tiers
 from tierstore.codecs import LOSSY
-from tierstore.codecs.host_format import Held, Packer
+from tierstore.codecs.host_format import HostFormat, Packer
 from tierstore.page import PageLayout, PageSpec
 from tierstore.types import LeaseState, Tier
 
@@ -32,7 +32,7 @@ def spec_of(head_dim: int) -> PageSpec:
 def lossy(page: torch.Tensor, name: str, spec: PageSpec) -> torch.Tensor:
     """What the CPU makes of a page, as int16 ``[layers, numbers of a layer]``."""
     layout = PageLayout.of(spec)
-    held = Held.of(name, layout)
+    held = HostFormat.of(name, layout)
     slot = np.zeros(held.slot_nbytes, dtype=np.uint8)
     assert Packer(held).pack(page.cpu().view(torch.uint8).flatten().numpy(), slot)
     found = decoded(LOSSY[name], layout, slot[: held.payload_nbytes])

@@ -16,7 +16,7 @@ from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.driver import CudaPinner, Driver
 from tierstore.gpu.geometry import LayerGroups, tensor_segments
 from tierstore.gpu.pool import CudaPool, EnginePages, EnginePool, GroupedPages
-from tierstore.gpu.routes import Kernel, Route, Straight, through_slabs
+from tierstore.gpu.routes import DmaRoute, KernelRoute, Route, through_slabs
 from tierstore.gpu.schedule import Pace
 from tierstore.host.arena import HostArena
 from tierstore.page import PageLayout, PageSpec
@@ -107,7 +107,7 @@ class TestOwnSlotsByBatches(TierContract):
         layout = PageLayout.of(spec)
         pool, arena = CudaPool(layout, num_slots, DEVICE), pinned(layout, num_slots)
         assert not isinstance(pool.pages, GroupedPages)
-        engine = card_engine(pool, arena, layout, lambda driver: Straight(pool.segments, driver))
+        engine = card_engine(pool, arena, layout, lambda driver: DmaRoute(pool.segments, driver))
         return OnCard(spec, num_slots, engine, arena, pool.pages)
 
 
@@ -119,7 +119,7 @@ class TestOwnSlotsOneByOne(TierContract):
 
         def route(driver: Driver) -> Route:
             driver._batch = None
-            return Straight(pool.segments, driver)
+            return DmaRoute(pool.segments, driver)
 
         return OnCard(spec, num_slots, card_engine(pool, arena, layout, route), arena, pool.pages)
 
@@ -131,9 +131,9 @@ class TestOwnSlotsByTheKernel(TierContract):
         assert not isinstance(pool.pages, GroupedPages)
 
         def route(driver: Driver) -> Route:
-            if Kernel.suits(pool.segments):
-                return Kernel(pool.segments, DEVICE)
-            return Straight(pool.segments, driver)
+            if KernelRoute.suits(pool.segments):
+                return KernelRoute(pool.segments, DEVICE)
+            return DmaRoute(pool.segments, driver)
 
         return OnCard(spec, num_slots, card_engine(pool, arena, layout, route), arena, pool.pages)
 
@@ -143,7 +143,7 @@ class TestOwnSlotsWithUnpinnedMemory(TierContract):
         layout = PageLayout.of(spec)
         pool, arena = CudaPool(layout, num_slots, DEVICE), HostArena(layout, num_slots)
         assert not isinstance(pool.pages, GroupedPages)
-        engine = card_engine(pool, arena, layout, lambda driver: Straight(pool.segments, driver))
+        engine = card_engine(pool, arena, layout, lambda driver: DmaRoute(pool.segments, driver))
         return OnCard(spec, num_slots, engine, arena, pool.pages)
 
 
@@ -154,7 +154,7 @@ class TestEngineSlotsPieceByPiece(TierContract):
         segments = tensor_segments(pool.layers, layout, 1 << 20)
         assert segments is not None
         arena = pinned(layout, num_slots)
-        engine = card_engine(pool, arena, layout, lambda driver: Straight(segments, driver))
+        engine = card_engine(pool, arena, layout, lambda driver: DmaRoute(segments, driver))
         return OnCard(spec, num_slots, engine, arena, view)
 
 
@@ -179,7 +179,7 @@ class TestEngineSlotsThroughASlabByLayers(TierContract):
         arena = pinned(layout, num_slots)
         layers = LayerGroups.of(layout, 16, 1)
         found = [tensor_segments(pool.layers, layout, 1 << 20, parts[:1]) for parts in layers.parts]
-        by_layers = len(layers) > 1 and all(map(Kernel.suits, found))  # not with layers of a few bytes
+        by_layers = len(layers) > 1 and all(map(KernelRoute.suits, found))  # not with layers of a few bytes
 
         def route(driver: Driver) -> Route:
             slab = through_slabs(pool.layers, layout, driver, DEVICE, layers)

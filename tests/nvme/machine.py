@@ -38,7 +38,7 @@ from tests.nvme.rig import (
 )
 from tests.nvme.watch import Watch, watching
 from tierstore.codecs import encoder, record_head
-from tierstore.codecs.host_format import Held
+from tierstore.codecs.host_format import HostFormat
 from tierstore.nvme.allocator import Place
 from tierstore.nvme.entry import slot_blocks, unpack
 from tierstore.nvme.extents import ExtentRecords
@@ -355,7 +355,7 @@ class HeldMachine(TierMachine):
     page_nbytes, capacity = 32 << 10, 3 << 20
     layout = LAYOUT
     held = "int8"
-    form = Held.of("int8", LAYOUT)
+    form = HostFormat.of("int8", LAYOUT)
 
     def page(self, number: int, version: int) -> NDArray[np.uint8]:
         view = self.blank()

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.codecs.host_format import Held
+from tierstore.codecs.host_format import HostFormat
 from tierstore.nvme.tier import NvmeTier
 from tierstore.page import PageLayout, PageSpec
 from tierstore.types import Ack, PageKey, Tier, Transfer
@@ -98,7 +98,7 @@ class Rig:
     ) -> None:
         self.home = home
         self.page_nbytes = page_nbytes
-        self.view_nbytes = page_nbytes if layout is None else Held.of(held, layout).view_nbytes
+        self.view_nbytes = page_nbytes if layout is None else HostFormat.of(held, layout).view_nbytes
         self._woken = threading.Event()
         self._acks: dict[int, Ack] = {}
         self._last_id = 0

@@ -12,7 +12,7 @@ from tests.support import pages
 from tests.support.planting import Plants
 from tierstore import store as saving_module
 from tierstore.codecs.host_format import Packer, Unpacker
-from tierstore.codecs.lossy import Spreader
+from tierstore.codecs.lossy import CodeExpander
 from tierstore.directory import invariants
 from tierstore.directory import transfers as arrivals_module
 from tierstore.directory.admission import Admitting, MemoryOnly
@@ -364,7 +364,7 @@ def a_page_is_unpacked_once_too_often(patch: pytest.MonkeyPatch) -> None:
 
 @BUGS_OF_ENCODED_MEMORY.bug
 def compressed_codes_are_taken_for_codes(patch: pytest.MonkeyPatch) -> None:
-    def as_it_is(self: Spreader, payload: Any, out: Any) -> None:
+    def as_it_is(self: CodeExpander, payload: Any, out: Any) -> None:
         out[: payload.nbytes] = payload
 
-    patch.setattr(Spreader, "decode", as_it_is)
+    patch.setattr(CodeExpander, "decode", as_it_is)

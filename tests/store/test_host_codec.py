@@ -17,7 +17,7 @@ from tests.support import pages as support
 from tests.support.pages import PATIENCE_S, chain, page_tensor, tier_stats, where
 from tierstore import codecs
 from tierstore.archive import closed_store, intake
-from tierstore.codecs.host_format import Held, Packer
+from tierstore.codecs.host_format import HostFormat, Packer
 from tierstore.codecs.record_head import Codec, Head, parse
 from tierstore.config import load_config
 from tierstore.errors import ConfigError
@@ -329,7 +329,7 @@ def test_no_bytes_of_other_memory_are_packed_with_a_page(monkeypatch: pytest.Mon
     rubbish = partial(np.full, fill_value=0xEE)
     with monkeypatch.context() as patch:
         patch.setattr(np, "empty", lambda shape, dtype=float: rubbish(shape, dtype=dtype))
-        packer = Packer(Held.of("int8", layout))
+        packer = Packer(HostFormat.of("int8", layout))
     for spec, offset in zip(layout.specs, layout.offsets, strict=True):
         packer.page[offset : offset + spec.page_nbytes] = 0
     assert not packer.page.any()

@@ -18,7 +18,7 @@ import torch
 from tierstore import codecs
 from tierstore.bench.link import Ends, Rig, device_of, locked_arena, settle
 from tierstore.codecs import LOSSY
-from tierstore.codecs.lossy import Places
+from tierstore.codecs.lossy import PayloadLayout
 from tierstore.errors import ConfigError
 from tierstore.gpu.device import Between, open_device
 from tierstore.gpu.pool import GroupedPages
@@ -303,7 +303,7 @@ def _checked(side: _Side, codec: str, layout: PageLayout) -> float:
 def _error(after: torch.Tensor, before: torch.Tensor, codec: str, layout: PageLayout) -> float:
     """RuntimeError unless each plane of a layer of a page is within the codec's bound."""
     whole = moved = 0.0
-    planes = Places.of(layout, LOSSY[codec]).planes
+    planes = PayloadLayout.of(layout, LOSSY[codec]).planes
     for now, then in zip(after, before, strict=True):
         norms = then.float().flatten(2).norm(dim=2)
         errors = (now.float() - then.float()).flatten(2).norm(dim=2)

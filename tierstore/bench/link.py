@@ -15,7 +15,7 @@ from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.device import pinner, require_device
 from tierstore.gpu.driver import Driver
 from tierstore.gpu.pool import CpuPool, CudaPool, EnginePages, EnginePool, GroupedPages
-from tierstore.gpu.routes import Kernel, Straight, through_slabs
+from tierstore.gpu.routes import DmaRoute, KernelRoute, through_slabs
 from tierstore.host.arena import HostArena
 from tierstore.host.pinning import CHUNK_NBYTES
 from tierstore.page import PageLayout, PageSpec
@@ -216,9 +216,9 @@ class Rig(Ends):
             route, name = through_slabs(pool.layers, layout, driver, device), f"slab, {driver.call}"
         else:
             assert isinstance(pool, CudaPool)
-            route, name = Straight(pool.segments, driver), f"straight, {driver.call}"
+            route, name = DmaRoute(pool.segments, driver), f"straight, {driver.call}"
             if path == "kernel":
-                route, name = Kernel(pool.segments, device), "kernel"
+                route, name = KernelRoute(pool.segments, device), "kernel"
         streams = (driver.stream(device.index), driver.stream(device.index))
         return CudaCopyEngine(route, arena, self.page_nbytes, streams, threads), name
 

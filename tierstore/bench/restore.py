@@ -24,7 +24,7 @@ from tierstore.bench.core import synthetic_pages
 from tierstore.bench.measurement import Row
 from tierstore.build import Parts, make_directory
 from tierstore.codecs import LOSSY
-from tierstore.codecs.host_format import Held
+from tierstore.codecs.host_format import HostFormat
 from tierstore.config import load_config
 from tierstore.gpu import geometry
 from tierstore.gpu.cuda_engine import CudaCopyEngine
@@ -36,12 +36,12 @@ from tierstore.gpu.quant.encoded_routes import (
     CUTS,
     DOWN_NBYTES,
     UP_NBYTES,
-    Coded,
+    EncodedSlabRoute,
     LayerCoder,
     PayloadSlabs,
     parts_of,
 )
-from tierstore.gpu.routes import Straight
+from tierstore.gpu.routes import DmaRoute
 from tierstore.metrics import Metrics
 from tierstore.mover import Mover
 from tierstore.page import PageLayout, PageSpec
@@ -129,26 +129,26 @@ class PaperKernel:
 
 
 class PaperCard:
-    """What ``coded.Coded`` asks of a card."""
+    """What ``EncodedSlabRoute`` asks of a card."""
 
     def event(self) -> PaperEvent:
-        """See ``coded.Card``."""
+        """See ``encoded_routes.Card``."""
         return PaperEvent()
 
     def zeros(self, nbytes: int) -> torch.Tensor:
-        """See ``coded.Card``."""
+        """See ``encoded_routes.Card``."""
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def uploaded(self, slots: NDArray[np.int64]) -> torch.Tensor:
-        """See ``coded.Card``."""
+        """See ``encoded_routes.Card``."""
         return torch.from_numpy(slots)
 
     def flags(self, pages: int) -> torch.Tensor:
-        """See ``coded.Card``."""
+        """See ``encoded_routes.Card``."""
         return torch.zeros(pages, dtype=torch.int32)
 
     def using(self, stream: PaperStream) -> AbstractContextManager[object]:
-        """See ``coded.Card``."""
+        """See ``encoded_routes.Card``."""
         return nullcontext()
 
 
@@ -157,7 +157,7 @@ class PaperHost:
 
     pinning = False
 
-    def __init__(self, num_slots: int, held: Held) -> None:
+    def __init__(self, num_slots: int, held: HostFormat) -> None:
         self.num_slots = self.pinned_slots = num_slots
         self.held = held
 
@@ -277,7 +277,7 @@ class Rig:
 
     def __init__(self, pages: int, shape: Shape, codec: Codec) -> None:
         layout = PageLayout.of(shape.spec)
-        held = Held.of(codec, layout)
+        held = HostFormat.of(codec, layout)
         self.pages, self.num_layers = pages, shape.num_layers
         self.watch = Stopwatch()
         self.driver = PaperDriver(_SAVE_RATE)
@@ -347,7 +347,7 @@ class Rig:
         ):
             self.watch.watch(owner, method, part)
 
-    def _engine(self, layout: PageLayout, held: Held) -> CudaCopyEngine:
+    def _engine(self, layout: PageLayout, held: HostFormat) -> CudaCopyEngine:
         streams: Any = (PaperStream(), PaperStream())
         route = self._coded(layout, held) if held.encoded else self._straight(layout)
         return CudaCopyEngine(
@@ -362,14 +362,14 @@ class Rig:
     def _straight(self, layout: PageLayout) -> Route:
         layers = LayerGroups.of(layout)
         groups = geometry.pool_group_segments(0, layout, layers)
-        return Straight(geometry.pool_segments(0, layout), cast("Any", self.driver), layers, groups)
+        return DmaRoute(geometry.pool_segments(0, layout), cast("Any", self.driver), layers, groups)
 
-    def _coded(self, layout: PageLayout, held: Held) -> Route:
-        """As ``encoded_routes.coded`` makes it for slots of our own."""
+    def _coded(self, layout: PageLayout, held: HostFormat) -> Route:
+        """As ``encoded_routes.encoded_route`` makes it for slots of our own."""
         card: Any = PaperCard()
         driver: Any = self.driver
         kernels: Any = _Kernels(self.kernels)
-        lot = geometry.pool_lots(torch.empty(layout.slot_nbytes, dtype=torch.uint8), layout)
+        lot = geometry.pool_strides(torch.empty(layout.slot_nbytes, dtype=torch.uint8), layout)
         coder = Coder(LOSSY[held.codec], layout, lot, None, held.slot_nbytes, kernels)
         up, down = (
             PayloadSlabs(layout.blob_nbytes, held.slot_nbytes, nbytes, card)
@@ -380,11 +380,13 @@ class Rig:
         groups = []
         for part in parts_of(held, layers):
             some = Coder(LOSSY[held.codec], part.layout, lot, None, part.stride, kernels)
-            carry = [Straight(part.rows(0), driver) for _ in range(2)]
+            carry = [DmaRoute(part.rows(0), driver) for _ in range(2)]
             groups.append(LayerCoder(some, part.stride, carry, len(part.pieces)))
         side: Any = (PaperStream(), PaperStream())
-        ends = [(slabs, Straight(rows, driver)) for slabs in (up, down)]
-        return Coded("paper", coder, ends[0], ends[1], side, card, layers if groups else None, groups)
+        ends = [(slabs, DmaRoute(rows, driver)) for slabs in (up, down)]
+        return EncodedSlabRoute(
+            "paper", coder, ends[0], ends[1], side, card, layers if groups else None, groups
+        )
 
 
 class _Kernels:
@@ -394,7 +396,9 @@ class _Kernels:
         self.measure, self.pack, self.expand, self.keep = found
 
 
-def _open(pages: int, layout: PageLayout, held: Held, engine: CudaCopyEngine) -> tuple[TierStore, Parts]:
+def _open(
+    pages: int, layout: PageLayout, held: HostFormat, engine: CudaCopyEngine
+) -> tuple[TierStore, Parts]:
     nbytes = pages * layout.page_nbytes
     config = load_config(
         {"hbm": {"capacity": nbytes, "device": "cpu"}, "host": {"capacity": nbytes, "codec": held.codec}}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from tierstore.codecs import exp, lossy
-from tierstore.codecs.lossy import LOSS_CLASSES, LOSSY, Places
+from tierstore.codecs.lossy import LOSS_CLASSES, LOSSY, PayloadLayout
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,7 +77,9 @@ def saves(name: str, layout: PageLayout) -> bool:
     """
     if _known(name) == "none":
         return False
-    return bool(exp.Geometry.of(layout).groups if name == "exp" else Places.of(layout, LOSSY[name]).planes)
+    return bool(
+        exp.Geometry.of(layout).groups if name == "exp" else PayloadLayout.of(layout, LOSSY[name]).planes
+    )
 
 
 def fixed_nbytes(name: str, layout: PageLayout) -> int | None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HostFormat:
     """The form of the pages of ``layout`` in a slot; ``payload_nbytes`` of it are used. Make it with ``of``."""
 
     codec: str
@@ -27,7 +27,7 @@ class Held:
     payload_nbytes: int
 
     @classmethod
-    def of(cls, codec: str, layout: PageLayout) -> Held:
+    def of(cls, codec: str, layout: PageLayout) -> HostFormat:
         """ValueError, saying what is allowed, for a codec of payloads of many lengths, or that encodes no such page."""
         nbytes = codecs.fixed_nbytes(codec, layout)
         if nbytes is not None:
@@ -61,7 +61,7 @@ class Held:
 class Packer:
     """Pages into slots of an encoded form. For one thread."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: HostFormat) -> None:
         self._encoder = codecs.encoder(held.codec, held.layout)
         # Zeros: what lies between KV groups is packed too, and nobody may write it.
         self.page = np.zeros(held.layout.blob_nbytes, dtype=np.uint8)
@@ -83,7 +83,7 @@ class Packer:
 class Unpacker:
     """Slots of an encoded form back into pages. For one thread."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: HostFormat) -> None:
         self._held = held
         self._decoder = codecs.decoder(held.codec, held.layout)
         self.page = np.empty(held.layout.blob_nbytes, dtype=np.uint8)

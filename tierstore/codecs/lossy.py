@@ -2,10 +2,10 @@
 
 ``LOSSY`` says how each codec quantizes keys and values, and its loss class. A loss class is part of the key namespace:
 pages of one class may stand for each other, pages of two never do. Codecs that give back the same numbers are of one
-class: ``int8`` and ``int8+zstd`` state the same numbers, and going from one to the other (``Squeezer``, ``Spreader``)
-loses nothing and asks for no arithmetic.
+class: ``int8`` and ``int8+zstd`` state the same numbers, and going from one to the other (``CodeCompressor``,
+``CodeExpander``) loses nothing and asks for no arithmetic.
 
-``Places`` says which bytes of a page are keys and values, and where in a payload their codes and scales lie:
+``PayloadLayout`` says which bytes of a page are keys and values, and where in a payload their codes and scales lie:
 
     payload = of each KV group, keys then values: scales, and the smallest numbers where they are stored
             | the bytes of the page that are no such numbers
@@ -169,14 +169,14 @@ class Parts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class PayloadLayout:
     """The planes of a page in their order, and the lengths of a payload."""
 
     page_nbytes: int
     planes: tuple[Plane, ...]
 
     @classmethod
-    def of(cls, layout: PageLayout, codec: Lossy) -> Places:
+    def of(cls, layout: PageLayout, codec: Lossy) -> PayloadLayout:
         """Groups of floats with tokens are encoded; other dtypes and states of no tokens are kept as they are."""
         planes = []
         for offset, spec in zip(layout.offsets, layout.specs, strict=True):
@@ -251,12 +251,12 @@ def expanded(zstd: zstandard.ZstdDecompressor, frame: Bytes, wanted: int) -> Byt
     return np.frombuffer(codes, dtype=np.uint8)
 
 
-class Squeezer:
+class CodeCompressor:
     """Payloads of a codec without zstandard into those of ``codec``, which is the same with it. For one thread."""
 
     def __init__(self, codec: Lossy, layout: PageLayout) -> None:
         self.name = codec.name
-        self._places = Places.of(layout, codec)
+        self._places = PayloadLayout.of(layout, codec)
         self._zstd = compressor()
 
     def encode(self, payload: Bytes, out: Bytes) -> int | None:
@@ -274,11 +274,11 @@ class Squeezer:
         return length
 
 
-class Spreader:
-    """The way back of ``Squeezer``. For one thread."""
+class CodeExpander:
+    """The way back of ``CodeCompressor``. For one thread."""
 
     def __init__(self, codec: Lossy, layout: PageLayout) -> None:
-        self._places = Places.of(layout, codec)
+        self._places = PayloadLayout.of(layout, codec)
         self._zstd = zstandard.ZstdDecompressor()
 
     def decode(self, payload: Bytes, out: Bytes) -> None:
@@ -297,7 +297,7 @@ _PART = 1 << 16  # numbers handled at a time: passes over them stay in the proce
 
 def fixed_nbytes(codec: Lossy, layout: PageLayout) -> int | None:
     """The length of every payload; None where it depends on the numbers or no page of this layout is encoded."""
-    places = Places.of(layout, codec)
+    places = PayloadLayout.of(layout, codec)
     return (
         places.fixed_nbytes
         if not codec.zstd and places.planes and _worth(places, places.fixed_nbytes)
@@ -308,7 +308,7 @@ def fixed_nbytes(codec: Lossy, layout: PageLayout) -> int | None:
 class _Passes:
     """Scratch for the largest part of any plane, and the parts."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: PayloadLayout) -> None:
         room = max((plane.shape.numbers * _step(plane) for plane in places.planes), default=0)
         self._numbers, self._spare = np.empty(room, np.float32), np.empty(room, np.float32)
 
@@ -329,7 +329,7 @@ def _step(plane: Plane) -> int:
     return min(plane.layers, max(1, _PART // plane.shape.numbers))
 
 
-def _worth(places: Places, length: int) -> bool:
+def _worth(places: PayloadLayout, length: int) -> bool:
     return length <= MOST_STORED * places.page_nbytes
 
 
@@ -338,7 +338,7 @@ class Encoder:
 
     def __init__(self, codec: Lossy, layout: PageLayout) -> None:
         self.name = codec.name
-        self._places = Places.of(layout, codec)
+        self._places = PayloadLayout.of(layout, codec)
         self._passes = _Passes(self._places)
         self._codes = np.empty(self._places.code_nbytes if codec.zstd else 0, dtype=np.uint8)
         self._zstd = compressor() if codec.zstd else None
@@ -387,7 +387,7 @@ class Decoder:
 
     def __init__(self, codec: Lossy, layout: PageLayout) -> None:
         self.name = codec.name
-        self._places = Places.of(layout, codec)
+        self._places = PayloadLayout.of(layout, codec)
         self._passes = _Passes(self._places)
         self._zstd = zstandard.ZstdDecompressor() if codec.zstd else None
 

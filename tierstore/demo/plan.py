@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tierstore.codecs.host_format import Held
+from tierstore.codecs.host_format import HostFormat
 from tierstore.demo.documents import Document
 from tierstore.demo.session import PlainAnswer, Session
 from tierstore.page import PageLayout, PageSpec
@@ -154,7 +154,7 @@ def store_config(
 
     Host memory gets room for as many pages whatever holds them: with more of them nothing would come from disk.
     """
-    page_nbytes, held = spec.page_nbytes, Held.of(settings.host_codec, PageLayout.of(spec))
+    page_nbytes, held = spec.page_nbytes, HostFormat.of(settings.host_codec, PageLayout.of(spec))
     pages = 2 * (sizes.documents + 4 * num_questions) + 16
     return {
         "hbm": {"capacity": sizes.hbm * page_nbytes, "device": settings.device},

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tierstore.codecs.host_format import Held
+    from tierstore.codecs.host_format import HostFormat
     from tierstore.gpu.geometry import LayerGroups, Part
     from tierstore.gpu.pool import HbmBytes
 
@@ -214,7 +214,7 @@ class CpuCopyEngine:
         host: HostBytes,
         page_nbytes: int,
         wake: Callable[[], None],
-        held: Held | None = None,
+        held: HostFormat | None = None,
         layers: LayerGroups | None = None,
     ) -> None:
         encoded = held is not None and held.encoded

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tierstore.codecs.host_format import Held
+    from tierstore.codecs.host_format import HostFormat
     from tierstore.gpu.cpu_engine import CopyEngine
     from tierstore.gpu.routes import Route
     from tierstore.gpu.schedule import Flight, Pace
@@ -44,7 +44,7 @@ _ALONE_S = 0.01
 class PinnedHost(Protocol):
     """Page slots in host memory, page-locked from the first on."""
 
-    held: Held
+    held: HostFormat
     """The form that pages have there, and cross the link in."""
 
     @property

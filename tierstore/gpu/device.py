@@ -19,8 +19,8 @@ from tierstore.gpu.driver import CudaPinner, Driver, DriverError
 from tierstore.gpu.geometry import MOST_GROUPS, LayerGroups
 from tierstore.gpu.layer_events import AllOf, Event, StreamEvent
 from tierstore.gpu.pool import CpuPool, CudaPool, EnginePool
-from tierstore.gpu.quant.encoded_routes import coded
-from tierstore.gpu.routes import Choice
+from tierstore.gpu.quant.encoded_routes import encoded_route
+from tierstore.gpu.routes import FastestRoute
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -164,7 +164,7 @@ class CudaDevice:
             for stream in (*streams, *route.streams):
                 tensor.record_stream(stream)  # should the store be dropped with copies on their way
         self._copies = f"{route.name}, {self._driver.call}"
-        self._batches = route.batches if isinstance(route, Choice) else {}
+        self._batches = route.batches if isinstance(route, FastestRoute) else {}
         nbytes = between.layout.page_nbytes
         return CudaCopyEngine(route, host, nbytes, streams, threads, wake=between.wake)
 
@@ -201,11 +201,11 @@ class CudaDevice:
         """Or why there is none."""
         pool, held, most_groups = between.pool, between.host.held, between.most_groups
         if held.encoded:
-            return coded(pool, held, driver, self._device)
+            return encoded_route(pool, held, driver, self._device)
         if isinstance(pool, CudaPool):
-            return routes.of_own(pool, held.layout, driver, self._device, most_groups)
+            return routes.own_pool_route(pool, held.layout, driver, self._device, most_groups)
         assert isinstance(pool, EnginePool)
-        return routes.of_engine(pool.layers, held.layout, driver, self._device, most_groups)
+        return routes.engine_route(pool.layers, held.layout, driver, self._device, most_groups)
 
 
 def open_device(name: str) -> HbmDevice:

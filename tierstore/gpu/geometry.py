@@ -2,9 +2,9 @@
 
 ``LayerGroups`` says which layers of a page cross the link together. Loads go group by group, all pages of a batch for
 each, so that an engine can compute the first layers while the others are still in flight (the idea of LayerKV and of
-LMCache's layer-wise transfers). ``Segments`` describes a page as contiguous pieces, for copies. ``Lot`` describes a KV
-group by its strides, for kernels that address each number. Both describe slots of the store's own and an engine's
-tensors alike. Nothing is read or copied here.
+LMCache's layer-wise transfers). ``Segments`` describes a page as contiguous pieces, for copies. ``GroupStrides``
+describes a KV group by its strides, for kernels that address each number. Both describe slots of the store's own and
+an engine's tensors alike. Nothing is read or copied here.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ _VECTOR = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Lot:
+class GroupStrides:
     """One KV group. Strides and ``deltas`` are counted in numbers of ``itemsize`` bytes.
 
     Number ``[l, p, t, h, d]`` of slot s lies ``s * slot + deltas[l] + p * strides[0] + t * strides[1] + ...`` after the
@@ -292,7 +292,7 @@ class Lot:
         return found.set_(self.memory.untyped_storage(), start // dtype.itemsize, (1,), (1,))
 
 
-def pool_lots(memory: torch.Tensor, layout: PageLayout) -> tuple[Lot, ...]:
+def pool_strides(memory: torch.Tensor, layout: PageLayout) -> tuple[GroupStrides, ...]:
     """The groups of slots of our own, flat uint8 ``[num_slots * slot_nbytes]``."""
     lots = []
     for offset, spec in zip(layout.offsets, layout.specs, strict=True):
@@ -301,16 +301,18 @@ def pool_lots(memory: torch.Tensor, layout: PageLayout) -> tuple[Lot, ...]:
         deltas = tuple(layer * planes * plane for layer in range(layers))
         strides = (plane, heads * dim, dim, 1)
         slot = layout.slot_nbytes // itemsize
-        lots.append(Lot(memory[offset:], itemsize, (planes, tokens, heads, dim), deltas, slot, strides))
+        lots.append(
+            GroupStrides(memory[offset:], itemsize, (planes, tokens, heads, dim), deltas, slot, strides)
+        )
     return tuple(lots)
 
 
-def byte_lot(memory: torch.Tensor, start: int, nbytes: int, stride: int) -> Lot:
+def byte_strides(memory: torch.Tensor, start: int, nbytes: int, stride: int) -> GroupStrides:
     """``nbytes`` bytes of each slot, from its byte ``start`` on; slots are ``stride`` bytes apart."""
-    return Lot(memory[start:], 1, (1, 1, 1, nbytes), (0,), stride, (nbytes, nbytes, nbytes, 1))
+    return GroupStrides(memory[start:], 1, (1, 1, 1, nbytes), (0,), stride, (nbytes, nbytes, nbytes, 1))
 
 
-def tensor_lots(groups: Sequence[Sequence[torch.Tensor]]) -> tuple[Lot, ...] | None:
+def tensor_strides(groups: Sequence[Sequence[torch.Tensor]]) -> tuple[GroupStrides, ...] | None:
     """An engine's layers ``[slots, planes, tokens, heads, dim]``, one sequence a KV group.
 
     None where the layers of a group have different strides.
@@ -325,7 +327,7 @@ def tensor_lots(groups: Sequence[Sequence[torch.Tensor]]) -> tuple[Lot, ...] | N
         planes, tokens, heads, dim = first.shape[1:]
         slot, *strides = first.stride()
         lots.append(
-            Lot(
+            GroupStrides(
                 first,
                 itemsize,
                 (planes, tokens, heads, dim),

@@ -1,9 +1,9 @@
 """The routes between device memory and page-locked host slots, the measured speed of each, and the choice among them.
 
-``Straight`` copies each piece by DMA, ``Kernel`` by the copy kernel; slabs are in ``staging``, routes to encoded host
-memory in ``quant``. ``rates_of`` measures a card's link once a process, in a fraction of a second. ``Choice`` takes,
-for each batch, the route that is expected to end first. ``of_own`` and ``of_engine`` build the route for a pool.
-Routes only queue work; they never wait.
+``DmaRoute`` copies each piece by DMA, ``KernelRoute`` by the copy kernel; slabs are in ``staging``, routes to encoded
+host memory in ``quant``. ``rates_of`` measures a card's link once a process, in a fraction of a second.
+``FastestRoute`` takes, for each batch, the route that is expected to end first. ``own_pool_route`` and
+``engine_route`` build the route for a pool. Routes only queue work; they never wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from tierstore.gpu import geometry
 from tierstore.gpu.copy_kernel import DOWN, NEAR, UP, Pieces
 from tierstore.gpu.geometry import MOST_GROUPS, LayerGroups, Segments
-from tierstore.gpu.staging import ByLayers, ByPieces, PartByPieces, Slab
+from tierstore.gpu.staging import ByLayers, ByPieces, PartByPieces, SlabRoute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -87,7 +87,7 @@ class WholePages:
         raise NotImplementedError
 
 
-class Straight:
+class DmaRoute:
     """One copy a piece. ``groups``: the pieces of each of ``layers``, as ``Segments`` has them of all; pages go whole
     where there is one."""
 
@@ -135,7 +135,7 @@ def _pieces(
     return there, here, np.tile(segments.nbytes, len(slots))
 
 
-class Kernel(WholePages):
+class KernelRoute(WholePages):
     """A route (see ``routes.Route``) straight between slots and mapped host memory."""
 
     name = "kernel"
@@ -266,7 +266,7 @@ class Option:
         return handicap * crossing + self.extra_s
 
 
-class Choice:
+class FastestRoute:
     """Several routes as one. Loads by layers go by the one of those with layers that is expected to take least."""
 
     def __init__(
@@ -410,7 +410,7 @@ _LAUNCH_S = 10e-6
 """A launch of torch's, where it takes one or two a layer."""
 
 
-def of_own(
+def own_pool_route(
     pool: CudaPool,
     layout: PageLayout,
     driver: Driver,
@@ -419,16 +419,16 @@ def of_own(
 ) -> Route:
     """For slots of our own: by DMA, or by the kernel where pages are so small that it may be faster."""
     layers = LayerGroups.of(layout, most_groups)
-    straight = Straight(pool.segments, driver, layers, pool.groups(layers))
-    if layout.blob_nbytes > SIZES[-1] or not Kernel.suits(pool.segments):
+    straight = DmaRoute(pool.segments, driver, layers, pool.groups(layers))
+    if layout.blob_nbytes > SIZES[-1] or not KernelRoute.suits(pool.segments):
         return straight
     options = [Option(straight, "dma", 1, layout.blob_nbytes)]
     with suppress(ImportError):  # cupy comes with the extra "gpu"; DMA does without it
-        options.append(Option(Kernel(pool.segments, device), "kernel", 1, layout.blob_nbytes))
-    return Choice(options, rates_of(driver, device)) if len(options) > 1 else straight
+        options.append(Option(KernelRoute(pool.segments, device), "kernel", 1, layout.blob_nbytes))
+    return FastestRoute(options, rates_of(driver, device)) if len(options) > 1 else straight
 
 
-def of_engine(
+def engine_route(
     layers: Sequence[Sequence[torch.Tensor]],
     layout: PageLayout,
     driver: Driver,
@@ -444,12 +444,12 @@ def of_engine(
     slab = through_slabs(layers, layout, driver, device, groups)
     last = _SPREAD_S if slab.one_launch else 2 * _LAUNCH_S * sum(len(group) for group in layers)
     options.append(Option(slab, "dma", 1, layout.blob_nbytes, last))
-    return Choice(options, rates_of(driver, device), slab.side[0])
+    return FastestRoute(options, rates_of(driver, device), slab.side[0])
 
 
 def misses_kernel(route: Route, layout: PageLayout) -> bool:
     """Return whether the copy kernel would be one of the route's ways if cupy were installed."""
-    small = isinstance(route, Choice) or layout.blob_nbytes <= SIZES[-1]
+    small = isinstance(route, FastestRoute) or layout.blob_nbytes <= SIZES[-1]
     return small and find_spec("cupy") is None
 
 
@@ -459,7 +459,7 @@ def through_slabs(
     driver: Driver,
     device: torch.device,
     by_layers: LayerGroups | None = None,
-) -> Slab:
+) -> SlabRoute:
     """Pages to and from an engine's layers; by one kernel, or by torch's where it cannot or cupy is missing.
 
     ``by_layers``: how loads are cut, where the kernel can.
@@ -469,7 +469,7 @@ def through_slabs(
     groups = (
         [] if by_layers is None or len(by_layers) == 1 else _part_by_part(layers, layout, device, by_layers)
     )
-    slab = Slab(spreading, layout, driver, device, side, by_layers if groups else None, groups)
+    slab = SlabRoute(spreading, layout, driver, device, side, by_layers if groups else None, groups)
     for tensor in slab.memory:
         for stream in side:
             tensor.record_stream(stream)  # should the store be dropped with copies on their way
@@ -488,10 +488,10 @@ def _piece_by_piece(
     options = []
     if number <= _MOST_PIECES:
         groups = geometry.tensor_group_segments(layers, layout, by_layers, _MOST_PIECES)
-        options.append(Option(Straight(found, driver, by_layers, groups), "dma", number, nbytes))
-    if Kernel.suits(found):
+        options.append(Option(DmaRoute(found, driver, by_layers, groups), "dma", number, nbytes))
+    if KernelRoute.suits(found):
         with suppress(ImportError):
-            options.append(Option(Kernel(found, device), "kernel", number, nbytes))
+            options.append(Option(KernelRoute(found, device), "kernel", number, nbytes))
     return options
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from tierstore.codecs.host_format import Held
+    from tierstore.codecs.host_format import HostFormat
     from tierstore.gpu.geometry import LayerGroups
 
 Item = TypeVar("Item")
@@ -192,7 +192,7 @@ MAPPED = Pace(together=512 << 20, ahead=2 << 30, enough=128 << 20, behind=1 << 3
 of the link ahead, as whoever launches may have to wait so long for its turn. What comes later waits for them."""
 
 
-def pace_of(held: Held, pieces: int) -> Pace:
+def pace_of(held: HostFormat, pieces: int) -> Pace:
     """For pages that host memory holds so, of which a layer group has so many pieces; 0: their copies need none."""
     if not held.encoded:
         return AS_THEY_ARE

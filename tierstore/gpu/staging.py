@@ -139,7 +139,7 @@ class _Slabs:
         return self.memory[at], self.free[at]
 
 
-class Slab:
+class SlabRoute:
     """Pages to and from slabs in HBM, spread and gathered there beside the link's next copies.
 
     ``side``: streams for the spreading of loads and of saves. A load ends on the first of them, a save where it began.

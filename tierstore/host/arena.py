@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tierstore.codecs.host_format import Held
+from tierstore.codecs.host_format import HostFormat
 from tierstore.host.pinning import Pinning
 from tierstore.page import buffer
 
@@ -27,7 +27,7 @@ class HostArena:
     def __init__(
         self, layout: PageLayout, num_slots: int, pinner: Pinner | None = None, *, codec: str = "none"
     ) -> None:
-        self.held = held = Held.of(codec, layout)
+        self.held = held = HostFormat.of(codec, layout)
         self.num_slots = num_slots
         self.nbytes = num_slots * held.slot_nbytes
         self._stride = held.slot_nbytes

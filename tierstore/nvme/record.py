@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from tierstore import codecs
 from tierstore.codecs import LOSSY, PageDecoder, PageEncoder, record_head
-from tierstore.codecs.host_format import Held, Packer
-from tierstore.codecs.lossy import Spreader, Squeezer
+from tierstore.codecs.host_format import HostFormat, Packer
+from tierstore.codecs.lossy import CodeCompressor, CodeExpander
 from tierstore.codecs.record_head import CODECS, NAMES, Codec, Head
 from tierstore.errors import IntegrityError
 from tierstore.nvme.allocator import Place
@@ -67,9 +67,9 @@ class Coding:
             raise ValueError(f"codec is {self.name!r}; allowed: {', '.join(allowed_over(self.held))}")
 
     @property
-    def form(self) -> Held | None:
+    def form(self) -> HostFormat | None:
         """How memory holds a page; None: as it is."""
-        return None if self.held == "none" or self.layout is None else Held.of(self.held, self.layout)
+        return None if self.held == "none" or self.layout is None else HostFormat.of(self.held, self.layout)
 
     @property
     def on_disk(self) -> str:
@@ -96,7 +96,7 @@ class Coding:
             return None
         if self.held == "none":
             return codecs.encoder(self.name, self.layout)
-        return Squeezer(LOSSY[self.name], self.layout)
+        return CodeCompressor(LOSSY[self.name], self.layout)
 
     def decoders(self) -> Decoders:
         """For one thread."""
@@ -106,12 +106,12 @@ class Coding:
 class Decoders:
     """What turns records into pages as memory holds them, for one thread; each part is made when it is first needed."""
 
-    def __init__(self, layout: PageLayout | None, form: Held | None = None) -> None:
+    def __init__(self, layout: PageLayout | None, form: HostFormat | None = None) -> None:
         self._layout = layout
         self._form = form
         self._plain = Codec.NONE if form is None else CODECS[form.codec]
         self._made: dict[Codec, PageDecoder | None] = {}
-        self._spreader: Spreader | None = None
+        self._spreader: CodeExpander | None = None
         self._packer: Packer | None = None
 
     def of(self, codec: Codec) -> PageDecoder | None:
@@ -144,10 +144,10 @@ class Decoders:
         if (head.raw_nbytes, head.stored_nbytes) != (wanted, stored):
             raise IntegrityError(f"record of a page of {head.raw_nbytes} bytes, not {wanted}")
 
-    def _repack(self, form: Held, head: Head, payload: Bytes, slot: Bytes) -> None:
+    def _repack(self, form: HostFormat, head: Head, payload: Bytes, slot: Bytes) -> None:
         squeezed = f"{form.codec}+zstd"
         if head.raw_nbytes == form.layout.blob_nbytes and NAMES[head.codec] == squeezed:
-            self._spreader = self._spreader or Spreader(LOSSY[squeezed], form.layout)
+            self._spreader = self._spreader or CodeExpander(LOSSY[squeezed], form.layout)
             self._spreader.decode(payload, slot)
             return
         self._packer = self._packer or Packer(form)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierstore.build import check_memory, check_sections, held_form, owns_hbm, slots_of
 from tierstore.codecs import fixed_nbytes
-from tierstore.codecs.host_format import Held
+from tierstore.codecs.host_format import HostFormat
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
 from tierstore.nvme.capacity import EXTENTS_FROM, size_extents
@@ -79,7 +79,7 @@ def _noted(refused: list[str]) -> Iterator[None]:
 
 def _memory(config: StoreConfig, layout: PageLayout, refused: list[str]) -> Iterator[TierSize]:
     slots: dict[Tier, int | None] = {Tier.HBM: None, Tier.HOST: None}
-    held = Held.of("none", layout)
+    held = HostFormat.of("none", layout)
     with suppress(ConfigError):  # check_sections has noted it
         held = held_form(config, layout)
     for tier, section in ((Tier.HBM, config.hbm), (Tier.HOST, config.host)):

@@ -1,7 +1,7 @@
 """The backends that compute attention over pages, and the choice among them.
 
-``attend`` and ``Reference`` are plain torch: what every other backend is compared with, and the backend of the CPU.
-``InPlace`` and ``Gathered`` are modules of their own. ``for_one`` and ``for_many`` choose.
+``attend`` and ``ReferenceBackend`` are plain torch: the backend of the CPU, and what every other backend is compared
+with. ``InPlace`` and ``Gathered`` are modules of their own. ``for_one`` and ``for_many`` choose.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ GATHERED_WORK = 1 << 36
 launches take longer than it saves. Measured on an H200: docs/measurements.md."""
 
 
-class Way(Protocol):
+class AttentionBackend(Protocol):
     """How a step's attention is computed."""
 
     def plan(self, paging: Paging) -> None:
@@ -104,7 +104,7 @@ class Way(Protocol):
         ...
 
 
-class Reference:
+class ReferenceBackend:
     """Plain torch, sums in float32, on any device."""
 
     def plan(self, paging: Paging) -> None:
@@ -136,11 +136,11 @@ def require_backend(device: torch.device, name: Backend) -> None:
         raise ValueError(f'backend is "{name}"; allowed on {device.type}: {", ".join(allowed)}')
 
 
-def make(name: Backend, device: torch.device, max_pages: int | None = None) -> Way:
+def make(name: Backend, device: torch.device, max_pages: int | None = None) -> AttentionBackend:
     """The way of that name. ValueError for one that is none, or that needs a card."""
     require_backend(device, name)
     if name == "reference":
-        return Reference()
+        return ReferenceBackend()
     if name == "gathered":
         return gathered.Gathered(device)
     return InPlace(device, max_pages=max_pages)

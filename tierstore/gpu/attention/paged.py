@@ -9,7 +9,15 @@ from __future__ import annotations
 import torch
 
 from tierstore.gpu.attention import backends
-from tierstore.gpu.attention.backends import Backend, Way, device_of, for_many, for_one, make, require_backend
+from tierstore.gpu.attention.backends import (
+    AttentionBackend,
+    Backend,
+    device_of,
+    for_many,
+    for_one,
+    make,
+    require_backend,
+)
 from tierstore.gpu.attention.paging import Numbers, Paging, Shape
 
 merge_states = backends.merge_states
@@ -20,7 +28,7 @@ class _Paged:
 
     def __init__(self) -> None:
         self._paging: Paging | None = None
-        self._way: Way | None = None
+        self._way: AttentionBackend | None = None
         self.backend: Backend = "auto"
         """The one that the last plan chose."""
 
@@ -136,7 +144,7 @@ class PagedPrefill(_Paged):
         super().__init__()
         self._device, self._backend = device_of(device), backend
         require_backend(self._device, backend)
-        self._ways: dict[Backend, Way] = {}
+        self._ways: dict[Backend, AttentionBackend] = {}
 
     def plan(
         self,

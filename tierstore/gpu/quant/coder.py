@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from tierstore.codecs.lossy import Places
+from tierstore.codecs.lossy import PayloadLayout
 from tierstore.codecs.quantization import LARGEST, Steps
 from tierstore.gpu import geometry
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from tierstore.codecs.lossy import Lossy, Plane
-    from tierstore.gpu.geometry import Lot
+    from tierstore.gpu.geometry import GroupStrides
     from tierstore.page import PageLayout
 
 BLOCK = 4096
@@ -61,7 +61,7 @@ class Launch:
 
     @classmethod
     def of(
-        cls, kernel: Any, grid: tuple[int, int], words: torch.Tensor, lot: Lot, known: Constants
+        cls, kernel: Any, grid: tuple[int, int], words: torch.Tensor, lot: GroupStrides, known: Constants
     ) -> Launch:
         """Of what is known of the pages the kernel is told what it has a name for."""
         deltas = torch.tensor(lot.deltas, dtype=torch.int64, device=words.device)
@@ -93,13 +93,13 @@ class Coder:
         self,
         codec: Lossy,
         layout: PageLayout,
-        lots: tuple[Lot, ...],
+        lots: tuple[GroupStrides, ...],
         pool: torch.Tensor | None,
         stride: int,
         kernels: ModuleType,
     ) -> None:
         """``codec``: one of fixed length for this layout, see ``codecs.fixed_nbytes``."""
-        places = Places.of(layout, codec)
+        places = PayloadLayout.of(layout, codec)
         assert not codec.zstd
         assert 0 < places.fixed_nbytes <= stride
         self._encoding: list[Launch] = []
@@ -181,7 +181,7 @@ class Run:
         return found | _groups(plane, sides) | _arithmetic(plane)
 
 
-def runs_of(places: Places) -> Iterator[Run]:
+def runs_of(places: PayloadLayout) -> Iterator[Run]:
     scales, codes = 0, places.kept_nbytes
     for _, alike in groupby(places.planes, lambda plane: (plane.offset, plane.scheme)):
         planes = list(alike)
@@ -190,7 +190,7 @@ def runs_of(places: Places) -> Iterator[Run]:
         codes += sum(plane.code_nbytes for plane in planes)
 
 
-def strides_of(lot: Lot) -> Constants:
+def strides_of(lot: GroupStrides) -> Constants:
     plane, token, head, number = lot.strides
     return {
         "SLOT": lot.slot,
@@ -240,20 +240,20 @@ def _arithmetic(plane: Plane) -> Constants:
 
 
 def _kept(
-    places: Places, layout: PageLayout, lots: tuple[Lot, ...], pool: torch.Tensor | None
-) -> Iterator[tuple[Lot, int]]:
+    places: PayloadLayout, layout: PageLayout, lots: tuple[GroupStrides, ...], pool: torch.Tensor | None
+) -> Iterator[tuple[GroupStrides, int]]:
     """What is kept as it is, each with its place in a payload."""
     at = sum(plane.scale_nbytes + plane.floor_nbytes for plane in places.planes)
     for start, end in places.gaps():
         if pool is not None:
-            yield geometry.byte_lot(pool, start, end - start, layout.slot_nbytes), at
+            yield geometry.byte_strides(pool, start, end - start, layout.slot_nbytes), at
         else:
             inside = (i for i, offset in enumerate(layout.offsets) if start <= offset < end)
             yield from ((lots[i], at + layout.offsets[i] - start) for i in inside)
         at += end - start
 
 
-def _keep(kernel: Any, lot: Lot, at: int, stride: int, *, back: bool) -> Launch:
+def _keep(kernel: Any, lot: GroupStrides, at: int, stride: int, *, back: bool) -> Launch:
     nbytes = lot.numbers * lot.itemsize
     known = strides_of(lot) | {
         "PLANES": lot.shape[0],

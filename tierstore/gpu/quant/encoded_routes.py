@@ -1,9 +1,9 @@
 """Routes to host memory that holds pages encoded: the card encodes and decodes, and only payloads cross the link.
 
-``Coded`` carries payloads through slabs in HBM: kernels encode or decode one slab, on a stream of their own, while the
-link carries another. ``Mapped`` has a kernel read payloads straight from mapped host memory: one launch for hundreds
-of pages, or layers of them, where DMA takes four pieces a page. ``coded`` builds the route for a pool, where the card
-can code. Everything is queued; nothing waits.
+``EncodedSlabRoute`` carries payloads through slabs in HBM: kernels encode or decode one slab, on a stream of their own,
+while the link carries another. ``EncodedMappedRoute`` has a kernel read payloads straight from mapped host memory: one
+launch for hundreds of pages, or layers of them, where DMA takes four pieces a page. ``encoded_route`` builds the route
+for a pool, where the card can code. Everything is queued; nothing waits.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from tierstore.codecs import LOSSY
-from tierstore.codecs.lossy import Places
+from tierstore.codecs.lossy import PayloadLayout
 from tierstore.gpu import geometry
 from tierstore.gpu.geometry import Cut, LayerGroups, Segments
 from tierstore.gpu.pool import CudaPool, EnginePool
 from tierstore.gpu.quant.coder import FP8, WORDS, Call, Coder, blocks, power, runs_of, strides_of
-from tierstore.gpu.routes import SIZES, Choice, Kernel, Option, Straight, rates_of
+from tierstore.gpu.routes import SIZES, DmaRoute, FastestRoute, KernelRoute, Option, rates_of
 from tierstore.page import PageLayout
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tierstore.codecs.host_format import Held
+    from tierstore.codecs.host_format import HostFormat
     from tierstore.codecs.lossy import Lossy
     from tierstore.gpu.driver import Driver
-    from tierstore.gpu.geometry import Lot
+    from tierstore.gpu.geometry import GroupStrides
     from tierstore.gpu.pool import OwnPool
     from tierstore.gpu.quant.coder import Constants, Run
     from tierstore.gpu.routes import Route
@@ -43,7 +43,7 @@ _ALIGNMENT = 512
 
 
 @dataclass(frozen=True, slots=True)
-class CodedPart:
+class EncodedPart:
     """Layers ``[first, end)``. ``layout``: of a page that has these only; ``stride``: between such payloads in a slab.
 
     ``pieces``: of each its place in such a payload, its place in the whole one, and its length.
@@ -61,16 +61,16 @@ class CodedPart:
         return Segments(*np.ascontiguousarray(np.array(columns, dtype=np.int64).T))
 
 
-def parts_of(held: Held, layers: LayerGroups) -> list[CodedPart]:
+def parts_of(held: HostFormat, layers: LayerGroups) -> list[EncodedPart]:
     """Of each group; nothing for pages of several KV groups, and for bytes that are kept as they are."""
     codec, layout = LOSSY[held.codec], held.layout
-    whole = Places.of(layout, codec)
+    whole = PayloadLayout.of(layout, codec)
     if len(layers) == 1 or len(layout.specs) > 1 or whole.kept_nbytes != _scales_nbytes(whole):
         return []
     found = []
     for [part] in layers.parts:
         some = PageLayout.of(replace(layout.specs[0], num_layers=part.end - part.first))
-        places = Places.of(some, codec)
+        places = PayloadLayout.of(some, codec)
         if places.kept_nbytes != _scales_nbytes(places):
             return []
         pieces = zip(_parts(places), _parts(whole), strict=True)
@@ -79,15 +79,15 @@ def parts_of(held: Held, layers: LayerGroups) -> list[CodedPart]:
             for (at, nbytes), (there, _) in pieces
         )
         stride = -(-places.fixed_nbytes // _ALIGNMENT) * _ALIGNMENT
-        found.append(CodedPart(part.first, part.end, some, stride, cut))
+        found.append(EncodedPart(part.first, part.end, some, stride, cut))
     return found
 
 
-def _scales_nbytes(places: Places) -> int:
+def _scales_nbytes(places: PayloadLayout) -> int:
     return sum(plane.scale_nbytes + plane.floor_nbytes for plane in places.planes)
 
 
-def _parts(places: Places) -> Iterator[tuple[int, int]]:
+def _parts(places: PayloadLayout) -> Iterator[tuple[int, int]]:
     """Where scales, smallest numbers and codes of each plane begin, and their lengths; no empty ones."""
     at = 0
     for plane in places.planes:
@@ -209,7 +209,7 @@ class Saves:
     def __init__(
         self, coder: Coder, down: tuple[PayloadSlabs, Route], side: torch.cuda.Stream, card: Card
     ) -> None:
-        """``down``: see ``Coded``."""
+        """``down``: see ``EncodedSlabRoute``."""
         self._coder = coder
         self._slabs, self._carry = down
         self.side = side
@@ -218,7 +218,7 @@ class Saves:
     def save(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32]:
-        """See ``Coded``."""
+        """See ``EncodedSlabRoute``."""
         slabs, side = self._slabs, self.side
         with self._card.using(side):
             index, flags = self._card.uploaded(slots), self._card.flags(len(slots))
@@ -234,7 +234,7 @@ class Saves:
         return flags.numpy()
 
 
-class Coded:
+class EncodedSlabRoute:
     """Pages to and from slots that hold payloads.
 
     ``up``, ``down``: the slabs of each direction, and routes between their rows and host memory. ``side``: streams for
@@ -330,7 +330,7 @@ class Grid(NamedTuple):
     stages: int
 
 
-UP = Grid(24, 4, 8192, 65536, 3)
+FETCH_GRID = Grid(24, 4, 8192, 65536, 3)
 """At least 192 KiB on their way. By calculation: 128 KiB fill the link, as the copy kernel does, and each tile begins
 anew."""
 
@@ -351,12 +351,12 @@ class Fetcher:
     """Decodes payloads in host memory into pages of ``lots``; see ``Coder``, whose pages these are to the byte."""
 
     def __init__(
-        self, codec: Lossy, layout: PageLayout, lots: tuple[Lot, ...], kernel: Any, grid: Grid
+        self, codec: Lossy, layout: PageLayout, lots: tuple[GroupStrides, ...], kernel: Any, grid: Grid
     ) -> None:
         """``layout``: such as ``suits``. ``kernel``: ``codec_kernels.fetch``."""
         self._grid = grid
         self._launches: list[_Launch] = []
-        for run in runs_of(Places.of(layout, codec)):
+        for run in runs_of(PayloadLayout.of(layout, codec)):
             lot = lots[layout.offsets.index(run.plane.offset)]
             words = lot.words(WORDS[run.plane.dtype], run.plane.index)
             known = strides_of(lot) | run.constants(0)
@@ -368,13 +368,13 @@ class Fetcher:
     @staticmethod
     def suits(codec: Lossy, layout: PageLayout) -> bool:
         """Whether all of a page is encoded, and all its scales are for whole rows of codes or for columns of a tile."""
-        places = Places.of(layout, codec)
+        places = PayloadLayout.of(layout, codec)
         return not any(places.gaps()) and all(map(_suits, runs_of(places)))
 
     @staticmethod
     def smallest_tile(codec: Lossy, layout: PageLayout, grid: Grid) -> int:
         """Bytes of codes that a program reads before its next reads must wait for what they depend on."""
-        codes = (int(run.constants(0)["LAYER_CODES"]) for run in runs_of(Places.of(layout, codec)))
+        codes = (int(run.constants(0)["LAYER_CODES"]) for run in runs_of(PayloadLayout.of(layout, codec)))
         return min(grid.tile_nbytes, min(codes, default=0))
 
     def queue(self, table: torch.Tensor, flags: torch.Tensor, layers: tuple[int, int] | None = None) -> None:
@@ -399,7 +399,7 @@ class Fetcher:
         return {**launch.constants, "num_warps": self._grid.warps, "enable_fp_fusion": False}
 
 
-class Mapped:
+class EncodedMappedRoute:
     """A route (see ``routes.Route``) from host memory by a ``Fetcher``, and to it by ``saves``.
 
     Loads begin and end on the stream that they are given. ``layers``: of pages of one KV group; None: whole pages only.
@@ -453,7 +453,7 @@ class Mapped:
         stream: torch.cuda.Stream,
     ) -> NDArray[np.int32]:
         with self._card.using(stream):
-            table, flags = table_of(self._card, len(slots))
+            table, flags = fetch_table(self._card, len(slots))
             filled = table.numpy()
             filled[: len(slots)], filled[len(slots) :] = slots, host
             self._fetcher.queue(table, flags, layers)
@@ -461,7 +461,7 @@ class Mapped:
         return found
 
 
-def table_of(card: Card, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+def fetch_table(card: Card, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A table and flags in one piece of memory, so that whoever keeps the flags keeps both."""
     # Not uploaded: two calls more, each of which may hand Python's lock to another thread.
     memory = card.flags(5 * pages)
@@ -512,15 +512,17 @@ pieces a page, and more where smallest numbers are stored, that take the link a 
 pages of 2 MiB in two groups came at half the speed of whole ones. Bytes are those of pages as they are."""
 
 MAPPED_CUTS = (Cut((1, 1, 1, 1), 512 << 10), Cut((1, 1), 512 << 10))
-"""Where kernels read payloads in host memory (see ``Mapped``): a group is one more launch for hundreds of pages, and
-nothing else."""
+"""Where kernels read payloads in host memory (see ``EncodedMappedRoute``): a group is one more launch for hundreds of
+pages, and nothing else."""
 
 MAPPED_NBYTES = 64 << 10
 """Of codes that a layer has of K, or of V, in a page. With fewer such kernels are slow: of 16 KiB, pages of 2 MiB as
 ``int8``, they carry .67 of what the link can."""
 
 
-def coded(pool: OwnPool | EnginePool, held: Held, driver: Driver, device: torch.device) -> Route | str:
+def encoded_route(
+    pool: OwnPool | EnginePool, held: HostFormat, driver: Driver, device: torch.device
+) -> Route | str:
     """Between these slots and host slots of ``held``. Compiles, seconds the first time on a machine.
 
     Else why not, after a warning: pages are then coded by the CPU, far below the speed of the link.
@@ -542,18 +544,18 @@ def coded(pool: OwnPool | EnginePool, held: Held, driver: Driver, device: torch.
     layers, groups = _by_layers(pool, held, up, driver, device)
     torch.cuda.current_stream(device).synchronize()  # zeros are there before another stream looks
     name = f"{held.codec} on the card"
-    return Coded(name, coder, (up, carry_up), (down, carry_down), side, card, layers, groups)
+    return EncodedSlabRoute(name, coder, (up, carry_up), (down, carry_down), side, card, layers, groups)
 
 
-def _mapped(held: Held, fetcher: Fetcher, saves: Saves, card: TorchCard) -> Mapped:
+def _mapped(held: HostFormat, fetcher: Fetcher, saves: Saves, card: TorchCard) -> EncodedMappedRoute:
     layers = LayerGroups.by_shares(held.layout, MAPPED_CUTS if len(held.layout.specs) == 1 else ())
     name = f"{held.codec} on the card from host memory"
-    return Mapped(name, fetcher, saves, card, layers if len(layers) > 1 else None)
+    return EncodedMappedRoute(name, fetcher, saves, card, layers if len(layers) > 1 else None)
 
 
 def _slabs(
     nbytes: int,
-    held: Held,
+    held: HostFormat,
     card: TorchCard,
     side: tuple[torch.cuda.Stream, torch.cuda.Stream],
     driver: Driver,
@@ -565,7 +567,9 @@ def _slabs(
     return slabs, _carrier(slabs, held.slot_nbytes, driver, device)
 
 
-def _fetcher(pool: OwnPool | EnginePool, held: Held, card: TorchCard, device: torch.device) -> Fetcher | None:
+def _fetcher(
+    pool: OwnPool | EnginePool, held: HostFormat, card: TorchCard, device: torch.device
+) -> Fetcher | None:
     """None where such kernels cannot decode these pages, or slowly, or triton cannot compile them."""
     from tierstore.gpu.quant import codec_kernels
     from tierstore.gpu.quant.codec_kernels import fetch
@@ -573,19 +577,19 @@ def _fetcher(pool: OwnPool | EnginePool, held: Held, card: TorchCard, device: to
     codec, found = LOSSY[held.codec], _lots(pool, held)
     if found is None or not Fetcher.suits(codec, held.layout):
         return None
-    if Fetcher.smallest_tile(codec, held.layout, UP) < MAPPED_NBYTES:
+    if Fetcher.smallest_tile(codec, held.layout, FETCH_GRID) < MAPPED_NBYTES:
         return None
-    fetcher = Fetcher(codec, held.layout, found, fetch, UP)
+    fetcher = Fetcher(codec, held.layout, found, fetch, FETCH_GRID)
     try:
         with torch.cuda.device(device):
-            fetcher.compile(*table_of(card, 1))
+            fetcher.compile(*fetch_table(card, 1))
     except codec_kernels.REFUSALS as error:
         _log.warning("host.codec %s: pages come through slabs: triton cannot compile: %s", held.codec, error)
         return None
     return fetcher
 
 
-def _coder(pool: OwnPool | EnginePool, held: Held, device: torch.device) -> Coder | str:
+def _coder(pool: OwnPool | EnginePool, held: HostFormat, device: torch.device) -> Coder | str:
     try:
         from tierstore.gpu.quant import codec_kernels
     except ImportError:
@@ -603,15 +607,15 @@ def _coder(pool: OwnPool | EnginePool, held: Held, device: torch.device) -> Code
     return coder
 
 
-def _lots(pool: OwnPool | EnginePool, held: Held) -> tuple[Lot, ...] | None:
+def _lots(pool: OwnPool | EnginePool, held: HostFormat) -> tuple[GroupStrides, ...] | None:
     if isinstance(pool, CudaPool):
-        return geometry.pool_lots(pool.bytes, held.layout)
+        return geometry.pool_strides(pool.bytes, held.layout)
     assert isinstance(pool, EnginePool)
-    return geometry.tensor_lots(pool.layers)
+    return geometry.tensor_strides(pool.layers)
 
 
 def _by_layers(
-    pool: OwnPool | EnginePool, held: Held, slabs: PayloadSlabs, driver: Driver, device: torch.device
+    pool: OwnPool | EnginePool, held: HostFormat, slabs: PayloadSlabs, driver: Driver, device: torch.device
 ) -> tuple[LayerGroups | None, list[LayerCoder]]:
     """Loads by layers, where pages are large and all of them is encoded; else none."""
     from tierstore.gpu.quant import codec_kernels
@@ -632,14 +636,14 @@ def _by_layers(
             _log.warning("host.codec %s: pages come whole: triton cannot compile: %s", held.codec, error)
             return None, []
         carry = [
-            Straight(part.rows(slabs.memory.data_ptr() + at * slabs.nbytes), driver)
+            DmaRoute(part.rows(slabs.memory.data_ptr() + at * slabs.nbytes), driver)
             for at in range(len(slabs.memory) // slabs.nbytes)
         ]
         groups.append(LayerCoder(coder, part.stride, carry, len(part.pieces)))
     return layers, groups
 
 
-def _any_call(held: Held, device: torch.device) -> Call:
+def _any_call(held: HostFormat, device: torch.device) -> Call:
     """Of the form that all calls have."""
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     flags = torch.zeros(1, dtype=torch.int32, pin_memory=True)
@@ -650,10 +654,10 @@ def _carrier(slabs: PayloadSlabs, nbytes: int, driver: Driver, device: torch.dev
     """Between the slabs' rows and host memory: by DMA, or by the copy kernel where payloads are small."""
     columns = (slabs.memory.data_ptr(), slabs.stride, 0, nbytes)
     rows = Segments(*(np.array([column], dtype=np.int64) for column in columns))
-    straight = Straight(rows, driver)
-    if nbytes > SIZES[-1] or not Kernel.suits(rows):
+    straight = DmaRoute(rows, driver)
+    if nbytes > SIZES[-1] or not KernelRoute.suits(rows):
         return straight
     options = [Option(straight, "dma", 1, nbytes)]
     with suppress(ImportError):  # cupy comes with the extra "gpu"
-        options.append(Option(Kernel(rows, device), "kernel", 1, nbytes))
-    return Choice(options, rates_of(driver, device)) if len(options) > 1 else straight
+        options.append(Option(KernelRoute(rows, device), "kernel", 1, nbytes))
+    return FastestRoute(options, rates_of(driver, device)) if len(options) > 1 else straight
