@@ -30,26 +30,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierstore.codecs.host_format import HostFormat
-    from tierstore.gpu.geometry import LayerGroups, Part
+    from tierstore.gpu.geometry import LayerGroups
     from tierstore.gpu.pool import HbmBytes
 
 _layer_loads_log = logging.getLogger("tierstore.gpu.layer_loads")
-
-
-class LayerBytes(Protocol):
-    """Page slots that can be filled by layers."""
-
-    def write_part(self, slot: int, page: NDArray[np.uint8], part: Part) -> None:
-        """Copies these layers of ``page``, flat uint8 ``[blob_nbytes]``, into the slot."""
-        ...
-
-
-class Pages(Protocol):
-    """Page slots in host memory."""
-
-    def view(self, slot: int) -> NDArray[np.uint8]:
-        """The slot's page in place, flat uint8 ``[blob_nbytes]``."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -65,8 +49,8 @@ class LayerLoads:
 
     def __init__(
         self,
-        hbm: LayerBytes,
-        host: Pages,
+        hbm: HbmBytes,
+        host: HostBytes,
         page_nbytes: int,
         layers: LayerGroups,
         moved: Callable[[Ack | None], None],
