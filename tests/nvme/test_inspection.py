@@ -66,6 +66,16 @@ def test_inspect_changes_nothing(home: Path) -> None:
     assert {path: path.read_bytes() for path in home.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize("page_nbytes", [1, 2048, 4095, 4096, 4097, 8192])
+def test_verify_finds_nothing_wrong_with_whole_pages_of_any_length(tmp_path: Path, page_nbytes: int) -> None:
+    # the buffer for the head of a record and that for its payload were one when a payload had exactly one block
+    rig = Rig(tmp_path / "sound", page_nbytes=page_nbytes)
+    rig.write(range(3))
+    rig.close()
+    (verdict,) = verify(tmp_path / "sound")
+    assert (verdict.checked, verdict.bad) == (3, ())
+
+
 def test_verify_reads_every_record_and_names_the_bad_ones(home: Path) -> None:
     path, position = find(home, page(1).tobytes(), "cd34")
     change(path, position + 99, bytes([page(1)[99] ^ 1]))

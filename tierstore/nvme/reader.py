@@ -163,7 +163,7 @@ class RecordReader:
 
         Encoded pages are not decoded: what is checked is that they are what was written.
         """
-        scratch = out = aligned(0)
+        out, scratch = aligned(0)[:0], scratch_for(0)
         with self._env.begin() as txn:
             items = list(self._listed(txn))
         for key, raw in items:
