@@ -4,7 +4,7 @@
       "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
       "kv_connector_extra_config": {"config": "tiers.yaml"}}'
 
-The scheduler's process decides (``scheduling``: a directory, metadata only), each worker's process moves (``working``:
+The scheduler's process decides (``scheduler``: a directory, metadata only), each worker's process moves (``worker``:
 host memory, disk, the engine's tensors); ``messages`` is all that crosses. vLLM is imported with the connector's name.
 """
 

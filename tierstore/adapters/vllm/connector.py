@@ -69,7 +69,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
     """KV blocks kept in host memory and on NVMe, checked, bounded, and still there after a restart.
 
     ``kv_connector_extra_config``: ``config``, the path of a YAML file or its content as a mapping, and what
-    ``settings.Settings`` names. Requests wait for their loads beside the running ones; what cannot be loaded is
+    ``config.Settings`` names. Requests wait for their loads beside the running ones; what cannot be loaded is
     computed.
 
     Layers of full attention, sliding windows and local chunks have groups of their own (``SupportsHMA``) where vLLM

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What is asked of them. ``config``: of one rank; the others are as in ``settings.Settings``."""
+    """What is asked of them. ``config``: of one rank; the others are as in ``config.Settings``."""
 
     config: StoreConfig
     groups: Groups
@@ -110,7 +110,7 @@ class Tiers:
         return moves or coming or directory.placement.next_spill is not None
 
     def counted(self) -> dict[str, dict[str, float]]:
-        """Counters and gauges by their names in ``figures``."""
+        """Counters and gauges by their names in ``metrics``."""
         self.store.stats()  # it brings the gauges up to date
         left = {Tier.NVME.name: float(self.offers.left)}
         return {**self.store.metrics.snapshot(), "left_pages": left}
