@@ -11,7 +11,8 @@ from tests.adapters.vllm_engine import DOCUMENT, OUT, Engine
 from tests.support.pages import chain
 from tests.support.planting import Plant
 from tierstore.adapters.vllm import stores as storing_module
-from tierstore.adapters.vllm.stores import Storing
+from tierstore.adapters.vllm.kv_groups import Group, Groups
+from tierstore.adapters.vllm.stores import Stores
 from tierstore.types import PageKey, Tier
 
 
@@ -66,7 +67,7 @@ class FakeStore:
 
 def test_a_block_that_was_given_away_is_not_stored_as_what_it_held() -> None:
     store: Any = FakeStore()
-    storing = Storing(store)
+    storing = Stores(store, Groups((Group(0, 4),)), None)
     one, two, three = chain(3)
     storing.add([one, two, three], [5, 6, 7], [None, one, two])
     assert storing.reused([6]) == ()
@@ -77,7 +78,7 @@ def test_a_block_that_was_given_away_is_not_stored_as_what_it_held() -> None:
 
 def test_a_block_given_away_is_fenced_only_while_a_copy_reads_it() -> None:
     store: Any = FakeStore()
-    storing = Storing(store)
+    storing = Stores(store, Groups((Group(0, 4),)), None)
     storing.add(chain(2), [5, 6], [None, chain(1)[0]])
     storing.put(set())
     store.reading = {6}
@@ -96,7 +97,7 @@ def test_a_bounded_number_is_stored_in_a_step_and_nothing_out_of_blocks_being_lo
 ) -> None:
     monkeypatch.setattr(storing_module, "MOST_A_STEP", 2)
     store: Any = FakeStore()
-    storing = Storing(store)
+    storing = Stores(store, Groups((Group(0, 4),)), None)
     keys = chain(5)
     storing.add(keys, [1, 2, 3, 4, 5], [None, *keys[:-1]])
     storing.put({1})

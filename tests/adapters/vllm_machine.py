@@ -141,7 +141,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.run()
             self.engine.check()
             assert len(self.engine.free) == self.blocks, "blocks leak"
-            assert not self.engine.half._tiers.storing.busy, "blocks are held for ever"
+            assert not self.engine.half._tiers.stores.busy, "blocks are held for ever"
             assert not self.engine.half._tiers.parts.directory.leasing.open, "leases leak"
         finally:
             self.patch.undo()

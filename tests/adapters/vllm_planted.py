@@ -17,7 +17,7 @@ from tierstore.adapters.vllm.loads import Loading
 from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.requests import Step, Steps
 from tierstore.adapters.vllm.scheduler import SchedulerHalf
-from tierstore.adapters.vllm.stores import Storing
+from tierstore.adapters.vllm.stores import Stores
 from tierstore.adapters.vllm.worker import WorkerHalf
 from tierstore.ranks import Ranks
 from tierstore.types import Ack, LeaseState, PageKey
@@ -43,23 +43,23 @@ def sleep_does_not_wait(patch: pytest.MonkeyPatch) -> None:
 
 @PLANTED.bug
 def queued_copies_are_not_withdrawn(patch: pytest.MonkeyPatch) -> None:
-    def wrong(self: Storing, blocks: Iterable[int]) -> tuple[int, ...]:
+    def wrong(self: Stores, blocks: Iterable[int]) -> tuple[int, ...]:
         for block in blocks:
             self._collected.pop(block, None)
         return ()
 
-    patch.setattr(Storing, "reused", wrong)
+    patch.setattr(Stores, "reused", wrong)
 
 
 @PLANTED.bug
 def blocks_are_freed_before_they_are_copied(patch: pytest.MonkeyPatch) -> None:
-    put = Storing._put
+    put = Stores._put
 
-    def wrong(self: Storing, run: Sequence[Any]) -> None:
+    def wrong(self: Stores, run: Sequence[Any]) -> None:
         put(self, run)
         self.busy.clear()
 
-    patch.setattr(Storing, "_put", wrong)
+    patch.setattr(Stores, "_put", wrong)
 
 
 @PLANTED.bug

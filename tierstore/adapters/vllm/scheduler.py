@@ -20,7 +20,7 @@ from tierstore.adapters.vllm.loads import Ahead, Loading
 from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.metrics import Figures
 from tierstore.adapters.vllm.requests import Known, Request, Step
-from tierstore.adapters.vllm.stores import Filling, Storing
+from tierstore.adapters.vllm.stores import Stores
 from tierstore.config import PrefetchConfig
 from tierstore.errors import ConfigError
 from tierstore.page import PageLayout
@@ -59,8 +59,7 @@ class Tiers:
     ranks: Ranks
     parts: Parts
     store: TierStore
-    storing: Storing
-    filling: Filling
+    stores: Stores
     loading: Loading
     afterwards: Afterwards
     ahead: Ahead | None
@@ -81,7 +80,7 @@ class Tiers:
         layout, ranks = PageLayout.of(hellos[0].spec), Ranks(len(hellos))
         parts = assemble_apart(terms.config, layout, [hello.opened for hello in hellos], ranks)
         store = TierStore(terms.config, parts, Wakeup(), pump=False)
-        storing = Storing(store)
+        stores = Stores(store, terms.groups, events)
         if events is not None:
             parts.directory.watch(events.came, events.left)
         ahead = None
@@ -92,8 +91,7 @@ class Tiers:
             ranks=ranks,
             parts=parts,
             store=store,
-            storing=storing,
-            filling=Filling(store, storing, terms.groups, events),
+            stores=stores,
             loading=Loading(store, terms.load_timeout_s),
             afterwards=Afterwards(store),
             ahead=ahead,
@@ -105,7 +103,7 @@ class Tiers:
     def moving(self) -> bool:
         """Whether something is on its way, or is to be."""
         directory = self.parts.directory
-        moves = self.ranks.waiting or self.storing.waiting or directory.busy()
+        moves = self.ranks.waiting or self.stores.waiting or directory.busy()
         coming = self.ahead is not None and self.ahead.waits
         return moves or coming or directory.placement.next_spill is not None
 
@@ -117,7 +115,7 @@ class Tiers:
 
     def forget(self) -> None:
         """Nothing stored so far is found again, and what loads are bringing counts as failed."""
-        self.storing.forget()
+        self.stores.forget()
         self.loading.void()
         tables = self.parts.directory.residency.tables.values()
         self.store.evict(list(dict.fromkeys(key for table in tables for key in table.copies)))
@@ -125,7 +123,7 @@ class Tiers:
     def check(self) -> None:
         """AssertionError naming the first invariant that does not hold."""
         self.store.check()
-        self.storing.check(self.loading.writing)
+        self.stores.check(self.loading.writing)
 
 
 def _most_ahead(config: StoreConfig, hello: Hello) -> int:
@@ -273,7 +271,7 @@ class SchedulerHalf:
             return
         waits = known.verdict is not None or tiers.loading.of(request_id)
         if known.limit is None and not waits and self._is_of_its_adapter(known):
-            tiers.filling.collect(known, tables, computed, computed)
+            tiers.stores.collect(known, tables, computed, computed)
         del self._known[request_id]
         if tiers.ahead is not None and not known.left:
             tiers.ahead.over(request_id)
@@ -287,20 +285,20 @@ class SchedulerHalf:
         tiers = self._tiers
         if tiers is None:
             return Orders()
-        storing, loading = tiers.storing, tiers.loading
+        stores, loading = tiers.stores, tiers.loading
         steps = list(steps)
         if steps:
             self._moved = monotonic()
-        fence = storing.reused(block for step in steps for block in step.fresh)
-        storing.reused(loading.fresh_blocks())  # these loads wait until nothing reads their blocks
-        loading.start(storing.busy, idle=not steps)
+        fence = stores.reused(block for step in steps for block in step.fresh)
+        stores.reused(loading.fresh_blocks())  # these loads wait until nothing reads their blocks
+        loading.start(stores.busy, idle=not steps)
         if tiers.ahead is not None:
             tiers.ahead.advance()
         self._settle(tiers)
         before = tuple(tiers.ranks.take())
         for step in steps:
             self._follow(tiers, step)
-        storing.put(loading.into)
+        stores.put(loading.into)
         failed = loading.take_failed()
         after, waits = tuple(tiers.ranks.take()), loading.waits
         idle = not steps and (waits or tiers.moving)
@@ -323,7 +321,7 @@ class SchedulerHalf:
                 tiers.ranks.deliver(rank, acks)
                 if any(ack.num_ready for ack in acks):
                     self._moved = monotonic()
-        tiers.storing.returned(tiers.store.poll())
+        tiers.stores.returned(tiers.store.poll())
         if tiers.costs is not None:
             tiers.costs.look()
         self._settle(tiers)
@@ -354,7 +352,7 @@ class SchedulerHalf:
     def at_rest(self) -> bool:
         """Whether no copy out of the engine's blocks, or into them, is under way or ordered, as far as was heard."""
         tiers = self._tiers
-        return tiers is None or not (tiers.storing.busy or tiers.loading.into)
+        return tiers is None or not (tiers.stores.busy or tiers.loading.into)
 
     def check(self) -> None:
         """AssertionError naming the first invariant that does not hold."""
@@ -384,7 +382,7 @@ class SchedulerHalf:
         if step.first and tiers.ahead is not None and not known.left:
             tiers.ahead.over(step.request_id)
         if self._is_of_its_adapter(known, look=step.first):
-            tiers.filling.follow(known, step)
+            tiers.stores.follow(known, step)
             if known.adapter is not None and step.first:
                 self._adapters.runs(known.adapter)
 

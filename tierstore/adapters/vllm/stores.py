@@ -1,8 +1,8 @@
 """Pages on their way out of the engine's blocks: which blocks a step fills, and when they are copied.
 
-``Filling`` finds the blocks that a step fills, each once, while they belong to the request. ``Storing`` puts a bounded
-number of them each step. A block may be overwritten once vLLM has given it to another request: a page that still
-waits then is given up, and the worker waits for a copy that already reads the block before the step overwrites it.
+Blocks that a step fills are collected, each once, while they belong to the request, and a bounded number of them is put
+each step. A block may be overwritten once vLLM has given it to another request: a page that still waits then is given
+up, and the worker waits for a copy that already reads the block before the step overwrites it.
 """
 
 from __future__ import annotations
@@ -29,19 +29,42 @@ class _Page(NamedTuple):
     parent: PageKey | None
 
 
-class Storing:
-    """Pages by the block that holds them."""
+class Stores:
+    """Pages to be stored, by the block that holds them. ``events``: is told of what is to be stored."""
 
-    def __init__(self, store: TierStore) -> None:
+    def __init__(self, store: TierStore, groups: Groups, events: Events | None) -> None:
         self.busy: set[int] = set()
         """Blocks that the store may read."""
         self._store = store
+        self._groups = groups
+        self._events = events
         self._collected: dict[int, _Page] = {}
 
     @property
     def waiting(self) -> bool:
         """Whether pages wait to be put, or to be copied out."""
         return bool(self._collected or self.busy)
+
+    def follow(self, known: Known, step: Step) -> None:
+        """Blocks that are full once the step has run are to be stored."""
+        if step.first:
+            known.collected = [self._stored(known, group, step.computed) for group in self._groups.all]
+        self.collect(known, step.tables, step.computed, step.computed + step.scheduled)
+
+    def collect(self, known: Known, tables: Sequence[Sequence[int]], before: int, computed: int) -> None:
+        """Full blocks whose hashes are known: a token that was sampled but not told yet has none.
+
+        What a window did not need any more at token ``before``, where the step began, may be somebody else's by now.
+        """
+        for group, table in zip(self._groups.all, tables, strict=True):
+            start = max(known.collected[group.number], group.first_needed(before))
+            full = min(len(table), computed // group.block_size)
+            if full <= start:
+                continue
+            keys = known.chains[group.number].first(full)
+            if start < len(keys):
+                self._collect(known, group, table, start, keys)
+                known.collected[group.number] = len(keys)
 
     def add(self, keys: Sequence[PageKey], blocks: Sequence[int], parents: Sequence[PageKey | None]) -> None:
         """These blocks hold these pages once the coming step has run, until they are reused. ``parents``: the page
@@ -92,48 +115,17 @@ class Storing:
         self._store.put(keys, blocks, parents=parents)
         self.busy.update(blocks)
 
-
-class Filling:
-    """Follows the requests that run. ``events``: is told of what is to be stored."""
-
-    def __init__(self, store: TierStore, storing: Storing, groups: Groups, events: Events | None) -> None:
-        self._store = store
-        self._storing = storing
-        self._groups = groups
-        self._events = events
-
-    def follow(self, known: Known, step: Step) -> None:
-        """Blocks that are full once the step has run are to be stored."""
-        if step.first:
-            known.collected = [self._stored(known, group, step.computed) for group in self._groups.all]
-        self.collect(known, step.tables, step.computed, step.computed + step.scheduled)
-
-    def collect(self, known: Known, tables: Sequence[Sequence[int]], before: int, computed: int) -> None:
-        """Full blocks whose hashes are known: a token that was sampled but not told yet has none.
-
-        What a window did not need any more at token ``before``, where the step began, may be somebody else's by now.
-        """
-        for group, table in zip(self._groups.all, tables, strict=True):
-            start = max(known.collected[group.number], group.first_needed(before))
-            full = min(len(table), computed // group.block_size)
-            if full <= start:
-                continue
-            keys = known.chains[group.number].first(full)
-            if start < len(keys):
-                self._add(known, group, table, start, keys)
-                known.collected[group.number] = len(keys)
-
     def _stored(self, known: Known, group: Group, computed: int) -> int:
         """Blocks up to the first that the request holds and the store does not."""
         first = group.first_needed(computed)
         there = known.chains[group.number].first(computed // group.block_size)[first:]
         return first + self._store.match(there).num_pages
 
-    def _add(
+    def _collect(
         self, known: Known, group: Group, table: Sequence[int], start: int, keys: Sequence[PageKey]
     ) -> None:
         held = [i for i in range(start, len(keys)) if not (group.partial and table[i] == NULL_BLOCK)]
-        self._storing.add(
+        self.add(
             [keys[i] for i in held],
             [table[i] for i in held],
             [self._parent(known, group, keys, i) for i in held],
