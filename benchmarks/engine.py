@@ -19,7 +19,7 @@ import torch
 from rich.table import Table
 
 from tierstore.adapters.vllm.config import Settings
-from tierstore.adapters.vllm.kv_layout import Geometry, geometry
+from tierstore.adapters.vllm.kv_layout import KVLayout, kv_layout
 from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.worker import WorkerHalf
 from tierstore.bench.link import Ceiling, device_of, settle
@@ -139,14 +139,14 @@ class EngineRig:
         self.device = device_of(device)
         self.block_nbytes, self.blocks = shape.block_nbytes, blocks
         tensors = tensors_of(layout, shape, blocks, self.device)
-        self.geometry: Geometry = geometry(
+        self.kv_layout: KVLayout = kv_layout(
             tensors, num_blocks=blocks, block_size=shape.block_size, identity="tierstore-bench", shard=0
         )
-        self.pages = [tensor[:, 0] for tensor in self.geometry.pages.tensors]
+        self.pages = [tensor[:, 0] for tensor in self.kv_layout.pages.tensors]
         """A layer's blocks: ``[blocks, pieces, elements]``."""
         host = {"capacity": blocks * shape.block_nbytes, "pin": "never" if device == "cpu" else "always"}
         config = Settings.of({"config": {"host": host}}).of_rank(1, None, device)
-        self.half = WorkerHalf.open(config, self.geometry, 0)
+        self.half = WorkerHalf.open(config, self.kv_layout, 0)
         self._wait_pinned()
         self._number = 0
 

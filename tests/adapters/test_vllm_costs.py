@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.adapters.vllm_engine import DOCUMENT, Engine
 from tests.support.pages import chain
 from tierstore.adapters.vllm import costs as choosing
-from tierstore.adapters.vllm.costs import Measured, Pace, worth_loading
-from tierstore.adapters.vllm.hit import Plan, Span
+from tierstore.adapters.vllm.costs import ComputeRate, MeasuredCosts, worth_loading
+from tierstore.adapters.vllm.hit import Hit, Span
 from tierstore.adapters.vllm.kv_groups import Group
-from tierstore.adapters.vllm.loads import Ahead
+from tierstore.adapters.vllm.loads import DiskPrefetch
 from tierstore.directory.residency import Residency, TierTable
 from tierstore.directory.transfers import Move, Traffic
 from tierstore.policy import make_policy
@@ -25,7 +25,7 @@ HOST, NVME = Tier.HOST, Tier.NVME
 SIZE = 16
 
 
-class Known:
+class RequestState:
     """Seconds to load a page, to read one, to compute a token, and more of that for each before it."""
 
     def __init__(self, load: float, read: float, token: float | None, before: float = 0.0) -> None:
@@ -43,9 +43,9 @@ class Known:
         return self.token * (end - start) + self.before * (end * end - start * start) / 2
 
 
-def hit(tiers: list[Tier], first: int = 0) -> Plan:
+def hit(tiers: list[Tier], first: int = 0) -> Hit:
     span = Span(Group(0, SIZE), first, chain(len(tiers)), tiers)
-    return Plan(first * SIZE, (first + len(tiers)) * SIZE, (span,))
+    return Hit(first * SIZE, (first + len(tiers)) * SIZE, (span,))
 
 
 @given(
@@ -60,7 +60,7 @@ def hit(tiers: list[Tier], first: int = 0) -> Plan:
 def test_no_other_number_of_pages_is_done_sooner_but_by_a_quarter(
     tiers: list[Tier], first: int, more: int, load: float, read: float, token: float, before: float
 ) -> None:
-    plan, costs = hit(tiers, first), Known(min(load, token * SIZE), read, token, before)
+    plan, costs = hit(tiers, first), RequestState(min(load, token * SIZE), read, token, before)
     total = plan.end + more
 
     def done(pages: int) -> float:
@@ -81,16 +81,16 @@ def test_no_other_number_of_pages_is_done_sooner_but_by_a_quarter(
 @pytest.mark.parametrize(
     ("tiers", "costs", "pages"),
     [
-        ([NVME] * 4, Known(0.1, 3.0, 0.1), 0),
-        ([HOST, HOST, NVME, HOST], Known(0.1, 9.0, 0.1), 2),
-        ([NVME, HOST, HOST, HOST], Known(0.1, 3.0, 0.1), 4),
-        ([NVME] * 4, Known(0.1, 1.65, 0.1), 4),  # not clearly quicker
-        ([HOST] * 4, Known(9.0, 9.0, 0.1), 4),  # memory is not asked about
-        ([NVME] * 4, Known(0.1, 9.0, None), 4),
-        ([], Known(0.1, 9.0, 0.1), 0),
+        ([NVME] * 4, RequestState(0.1, 3.0, 0.1), 0),
+        ([HOST, HOST, NVME, HOST], RequestState(0.1, 9.0, 0.1), 2),
+        ([NVME, HOST, HOST, HOST], RequestState(0.1, 3.0, 0.1), 4),
+        ([NVME] * 4, RequestState(0.1, 1.65, 0.1), 4),  # not clearly quicker
+        ([HOST] * 4, RequestState(9.0, 9.0, 0.1), 4),  # memory is not asked about
+        ([NVME] * 4, RequestState(0.1, 9.0, None), 4),
+        ([], RequestState(0.1, 9.0, 0.1), 0),
     ],
 )
-def test_what_is_loaded_of_a_hit(tiers: list[Tier], costs: Known, pages: int) -> None:
+def test_what_is_loaded_of_a_hit(tiers: list[Tier], costs: RequestState, pages: int) -> None:
     plan = hit(tiers)
     assert worth_loading(plan, plan.end + 1, costs) == pages * SIZE
 
@@ -104,7 +104,7 @@ def test_a_card_computes_short_prompts_sooner_than_a_slow_disk_gives_them(
 ) -> None:
     # an H200 and the 8B shape: 128 KiB a token, 2.28e-5 n + 4.33e-10 n^2 seconds
     page = SIZE * (128 << 10)
-    costs = Known(page / 54e9, page / (disk_gbps * 1e9), 2.28e-5, 2 * 4.33e-10)
+    costs = RequestState(page / 54e9, page / (disk_gbps * 1e9), 2.28e-5, 2 * 4.33e-10)
     plan = hit([NVME] * (tokens // SIZE - 4))
     assert worth_loading(plan, tokens, costs) == (plan.tokens if loaded else 0)
 
@@ -112,18 +112,18 @@ def test_a_card_computes_short_prompts_sooner_than_a_slow_disk_gives_them(
 def test_a_hit_with_windows_is_loaded_whole_or_not_at_all() -> None:
     full = Span(Group(0, SIZE), 0, chain(3), [HOST, HOST, NVME])
     window = Span(Group(1, SIZE, window=SIZE + 1), 2, chain(1), [NVME])
-    plan = Plan(0, 3 * SIZE, (full, window))
-    assert worth_loading(plan, plan.end + 1, Known(0.1, 9.0, 0.1)) == 0
-    assert worth_loading(plan, plan.end + 1, Known(0.1, 1.0, 0.1)) == plan.tokens
+    plan = Hit(0, 3 * SIZE, (full, window))
+    assert worth_loading(plan, plan.end + 1, RequestState(0.1, 9.0, 0.1)) == 0
+    assert worth_loading(plan, plan.end + 1, RequestState(0.1, 1.0, 0.1)) == plan.tokens
 
 
 class Disk:
-    """A disk of which 100 bytes are a page, as ``Measured`` sees it. ``clock``: now."""
+    """A disk of which 100 bytes are a page, as ``MeasuredCosts`` sees it. ``clock``: now."""
 
     def __init__(self, read_rate: float | None) -> None:
         self.clock = 0.0
         self.traffic = Traffic(Residency({HOST: TierTable(make_policy("lru"))}), 100)
-        self.costs = Measured(self.traffic, Pace(), 100, read_rate, lambda: self.clock)
+        self.costs = MeasuredCosts(self.traffic, ComputeRate(), 100, read_rate, lambda: self.clock)
 
     def order(self, pages: int, edge: tuple[Tier, Tier] = (NVME, HOST)) -> list[Transfer]:
         for key in chain(pages):
@@ -250,8 +250,8 @@ def on_disk(tmp_path: Path, load: str = "if_faster") -> Engine:
 
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing.Measured, "load_s", lambda self, pages, on_disk, coming: 9.0 * on_disk)
-    monkeypatch.setattr(choosing.Measured, "compute_s", lambda self, start, end: float(end - start))
+    monkeypatch.setattr(choosing.MeasuredCosts, "load_s", lambda self, pages, on_disk, coming: 9.0 * on_disk)
+    monkeypatch.setattr(choosing.MeasuredCosts, "compute_s", lambda self, start, end: float(end - start))
 
 
 @pytest.mark.usefixtures("slow_disk")
@@ -279,7 +279,7 @@ def test_what_is_left_behind_a_beginning_that_is_loaded_comes_up_too(tmp_path: P
     store, tables = engine.half._tiers.store, engine.half._tiers.parts.directory.residency.tables
     engine.add(DOCUMENT[:5], 1)  # two pages, which come up
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choosing.Measured, "load_s", lambda self, pages, on_disk, coming: 0.0)
+        patch.setattr(choosing.MeasuredCosts, "load_s", lambda self, pages, on_disk, coming: 0.0)
         engine.run()
     assert (engine.taken, len(tables[HOST].copies)) == (4, 2)
     engine.forget()
@@ -299,7 +299,7 @@ def test_what_is_left_comes_up_though_its_request_has_ended_and_the_engine_steps
     engine = on_disk(tmp_path)
     engine.add(DOCUMENT, 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ahead, "advance", lambda self: None)
+        patch.setattr(DiskPrefetch, "advance", lambda self: None)
         while engine.requests:
             engine.step()
     copies = engine.half._tiers.parts.directory.residency.tables[HOST].copies
@@ -334,7 +334,7 @@ def test_pages_that_are_left_are_counted_once_though_vllm_asks_again(tmp_path: P
     name = engine.add(DOCUMENT, 1)
     for _ in range(2):
         assert engine.half.offer(engine.requests[name], 0) == 0
-        engine.half._known[name].verdict = None
+        engine.half._known[name].lookup = None
     assert engine.half._tiers.counted()["left_pages"] == {"NVME": 4.0}
     engine.run()
     engine.close()
@@ -344,7 +344,7 @@ def test_the_disk_is_looked_at_before_and_after_each_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[bool] = []
-    monkeypatch.setattr(Measured, "look", lambda self, *, computes=False: looks.append(computes))
+    monkeypatch.setattr(MeasuredCosts, "look", lambda self, *, computes=False: looks.append(computes))
     engine = on_disk(tmp_path)
     looks.clear()
     engine.step()
@@ -390,9 +390,9 @@ def test_pages_of_a_request_that_runs_come_up_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = on_disk(tmp_path)
-    monkeypatch.setattr(engine.half._tiers.offers, "of", lambda known, computed, others: 0)
+    monkeypatch.setattr(engine.half._tiers.hits, "tokens", lambda known, computed, others: 0)
     engine.add(DOCUMENT, 1)
     engine.step()
-    assert engine.half._tiers.ahead._queue == {}
+    assert engine.half._tiers.disk_prefetch._queue == {}
     engine.run()
     engine.close()

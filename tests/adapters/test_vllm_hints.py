@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.adapters import vllm_engine
-from tests.adapters.test_vllm_ahead import only_on_disk
+from tests.adapters.test_vllm_disk_prefetch import only_on_disk
 from tests.adapters.vllm_engine import DOCUMENT, Engine
 from tests.adapters.vllm_stub import HOST
-from tierstore.adapters.vllm.hints import NOTHING, Told, told_of
-from tierstore.adapters.vllm.loads import Ahead
+from tierstore.adapters.vllm.hints import NO_HINTS, RequestHints, hints_of
+from tierstore.adapters.vllm.loads import DiskPrefetch
 from tierstore.types import PageKey, Tier
 
 OTHER = [2, *DOCUMENT[1:]]
@@ -30,17 +30,17 @@ def envelope(*actions: tuple[str, Any], version: str = "1") -> SimpleNamespace:
     return SimpleNamespace(protocol_version="1", message_id="m", actions=told)
 
 
-def of(*actions: tuple[str, Any], version: str = "1") -> Told:
-    return told_of(SimpleNamespace(kv_hints=envelope(*actions, version=version)))
+def of(*actions: tuple[str, Any], version: str = "1") -> RequestHints:
+    return hints_of(SimpleNamespace(kv_hints=envelope(*actions, version=version)))
 
 
 def test_actions_are_read_and_those_of_others_are_theirs() -> None:
-    assert told_of(SimpleNamespace()) == told_of(SimpleNamespace(kv_hints=None)) == NOTHING
-    assert of(("kvcr.move", {"to": "nowhere"})) == NOTHING
-    assert of(("tierstore.will_need", {"deadline_s": 1.5, "priority": 2})) == Told(1.5, 2)
-    assert of(("tierstore.retain", {"ttl_s": 60})) == Told(after="retain", keep_s=60)
+    assert hints_of(SimpleNamespace()) == hints_of(SimpleNamespace(kv_hints=None)) == NO_HINTS
+    assert of(("kvcr.move", {"to": "nowhere"})) == NO_HINTS
+    assert of(("tierstore.will_need", {"deadline_s": 1.5, "priority": 2})) == RequestHints(1.5, 2)
+    assert of(("tierstore.retain", {"ttl_s": 60})) == RequestHints(after="retain", keep_s=60)
     both = of(("tierstore.will_need", {}), ("tierstore.retain", {"ttl_s": 9.0, "priority": 1}))
-    assert both == Told(after="retain", keep_s=9.0, keep_priority=1)
+    assert both == RequestHints(after="retain", keep_s=9.0, keep_priority=1)
     assert of(("tierstore.retain", {"ttl_s": 60}), ("tierstore.wont_need", {})).after == "wont_need"
 
 
@@ -66,12 +66,12 @@ def test_an_action_that_cannot_be_read_is_logged_and_left(
     kind: str, payload: Any, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert of((kind, payload), ("tierstore.will_need", {"deadline_s": 3})) == Told(3)
+        assert of((kind, payload), ("tierstore.will_need", {"deadline_s": 3})) == RequestHints(3)
     assert why in caplog.text
 
 
 def test_an_action_of_another_version_is_left(caplog: pytest.LogCaptureFixture) -> None:
-    assert of(("tierstore.wont_need", {}), version="2") == NOTHING
+    assert of(("tierstore.wont_need", {}), version="2") == NO_HINTS
     assert "of version '1'" in caplog.text
 
 
@@ -100,7 +100,7 @@ def test_pages_of_a_request_that_starts_sooner_come_up_before_those_of_one_that_
 ) -> None:
     later = ask(engine, DOCUMENT, envelope(("tierstore.will_need", {"deadline_s": 30})), monkeypatch)
     sooner = ask(engine, OTHER, None, monkeypatch)
-    ahead = engine.half._tiers.ahead
+    ahead = engine.half._tiers.disk_prefetch
     monkeypatch.setattr(ahead, "_most", 4)
     for records in engine.records:
         records.hold((Tier.NVME, Tier.HOST))
@@ -142,8 +142,8 @@ def test_pages_that_nobody_will_need_are_the_first_to_go_once_the_request_has_en
 
 
 def test_a_request_id_that_is_used_again_is_brought_up_again(engine: Engine) -> None:
-    tables, ahead = engine.half._tiers.parts.directory.residency.tables, engine.half._tiers.ahead
-    assert isinstance(ahead, Ahead)
+    tables, ahead = engine.half._tiers.parts.directory.residency.tables, engine.half._tiers.disk_prefetch
+    assert isinstance(ahead, DiskPrefetch)
     keys = list(tables[Tier.NVME].copies)[:2]
     ahead.want("same", keys, 0)
     ahead.over("same")

@@ -16,7 +16,7 @@ from tests.adapters import vllm_planted
 from tests.adapters import vllm_stub as stub
 from tests.adapters.vllm_engine import DOCUMENT, Engine
 from tests.adapters.vllm_pool import BLOCK, Kind, Pool
-from tierstore.adapters.vllm.hit import into, longest
+from tierstore.adapters.vllm.hit import longest_hit, pages_to_load
 from tierstore.adapters.vllm.kv_groups import Group, Groups, groups_of
 from tierstore.errors import ConfigError
 from tierstore.types import Match, PageKey, Tier
@@ -66,7 +66,7 @@ def test_a_hit_is_the_longest_at_whose_end_every_group_has_what_the_next_token_s
         )
 
     ends = [end for end in range(start, max(start, limit) + 1, groups.unit) if end == start or whole(end)]
-    plan = longest(groups, chains, start, limit, some(held))
+    plan = longest_hit(groups, chains, start, limit, some(held))
     assert (plan.start, plan.end) == (start, ends[-1])
     wanted = {
         (end, pages[g.number, i])
@@ -83,7 +83,7 @@ def test_what_a_window_has_given_back_is_neither_loaded_nor_missed() -> None:
     groups = Groups((Group(0, 4, 2), Group(1, 2, window=3)))
     chains = groups.chains(HASHES, NAMES[: len(groups.all)])
     tables = [[11, 12, 13], [0, 0, 0, 24, 25]]
-    pages = into(groups, chains, tables, 4, 8)
+    pages = pages_to_load(groups, chains, tables, 4, 8)
     assert [(start, block) for start, _, block in pages] == [(4, 12), (6, 24)]
     assert [key for _, key, _ in pages] == [chains[0].at(1), chains[1].at(3)]
 
@@ -91,9 +91,9 @@ def test_what_a_window_has_given_back_is_neither_loaded_nor_missed() -> None:
 def test_a_table_that_lacks_a_block_that_is_to_be_loaded_is_refused() -> None:
     groups = Groups((Group(0, 4, 2),))
     chains = groups.chains(HASHES, NAMES[:1])
-    assert [block for _, _, block in into(groups, chains, [[11, 12, 13]], 4, 8)] == [12]
+    assert [block for _, _, block in pages_to_load(groups, chains, [[11, 12, 13]], 4, 8)] == [12]
     with pytest.raises(ValueError, match="shorter"):
-        into(groups, chains, [[11]], 4, 8)
+        pages_to_load(groups, chains, [[11]], 4, 8)
 
 
 @dataclass

@@ -10,8 +10,8 @@ from tests.support.events import ManualEvent
 from tests.support.pages import chain
 from tierstore.adapters.vllm.kv_groups import Group, Groups
 from tierstore.adapters.vllm.messages import Catalogue, Report
-from tierstore.adapters.vllm.requests import Steps
-from tierstore.adapters.vllm.worker import Feed
+from tierstore.adapters.vllm.requests import StepReader
+from tierstore.adapters.vllm.worker import CommandQueue
 from tierstore.mover import Mover
 from tierstore.pump import Wakeup
 from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
@@ -34,7 +34,7 @@ def test_reports_of_ranks_and_of_steps_come_together() -> None:
 
 
 def test_block_tables_grow_and_start_anew_after_a_preemption() -> None:
-    steps = Steps(Groups((Group(0, 4), Group(1, 2))))
+    steps = StepReader(Groups((Group(0, 4), Group(1, 2))))
     new = SimpleNamespace(req_id="a", block_ids=([7, 8], [1, 2, 3]), num_computed_tokens=4)
 
     def output(cached: list[tuple[str, list[int] | None, int]], resumed: set[str], **scheduled: int) -> Any:
@@ -87,7 +87,7 @@ def copy_out(number: int, slot: int) -> Transfer:
 
 def test_what_waits_for_the_engine_starts_in_order_and_lets_the_rest_pass() -> None:
     mover, wakeup = FakeMover(), Wakeup()
-    feed = Feed(mover, wakeup)
+    feed = CommandQueue(mover, wakeup)
     first, second = ManualEvent(), ManualEvent()
     second.happen()
     feed.submit(copy_out(1, 5), first)
@@ -110,7 +110,7 @@ def test_what_waits_for_the_engine_starts_in_order_and_lets_the_rest_pass() -> N
 
 def test_a_device_that_tells_only_when_asked_is_asked_between_steps() -> None:
     mover, wakeup = FakeMover(polled=True), Wakeup()
-    feed = Feed(mover, wakeup)
+    feed = CommandQueue(mover, wakeup)
     seen = wakeup.count
     feed.submit(copy_out(1, 5))
     mover.acks = [Ack(1, True, 1, 1)]

@@ -13,7 +13,7 @@ def test_figures_are_what_was_added_and_add_up_again(monkeypatch: pytest.MonkeyP
     now = [0.0]
     monkeypatch.setattr(metrics, "monotonic", lambda: now[0])
     total: dict[str, dict[str, float]] = {"hits_pages": {"HOST": 3.0}, "pages": {"HOST,free": 5.0}}
-    taker = metrics.Figures(lambda: total)
+    taker = metrics.MetricsReader(lambda: total)
     first = taker.take()
     assert first == total
     total = {"hits_pages": {"HOST": 4.0, "NVME": 2.0}, "pages": {"HOST,free": 1.0}, "lock": {"x": 1.0}}

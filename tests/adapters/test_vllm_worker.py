@@ -15,8 +15,8 @@ from tests.adapters.vllm_engine import DOCUMENT, IN, OUT, Engine
 from tests.adapters.vllm_stub import HOST
 from tierstore.adapters.vllm import worker as working
 from tierstore.adapters.vllm.config import Settings
-from tierstore.adapters.vllm.costs import Pace
-from tierstore.adapters.vllm.kv_layout import geometry
+from tierstore.adapters.vllm.costs import ComputeRate
+from tierstore.adapters.vllm.kv_layout import kv_layout
 from tierstore.adapters.vllm.messages import Orders, Report
 from tierstore.adapters.vllm.requests import Step
 from tierstore.adapters.vllm.scheduler import measured
@@ -157,7 +157,7 @@ def test_engines_that_step_together_wait_for_no_copy_of_one_of_them(engines: int
 
 
 def _hello_of(tiers: dict[str, object]) -> Any:
-    found = geometry([torch.zeros(2, 4, 1, 8)], num_blocks=2, block_size=4, identity="m", shard=0)
+    found = kv_layout([torch.zeros(2, 4, 1, 8)], num_blocks=2, block_size=4, identity="m", shard=0)
     config = {"host": {"capacity": 1 << 20, "pin": "never"}, **tiers}
     half = WorkerHalf.open(Settings.of({"config": config}).of_rank(1, None, "cpu"), found, 0)
     half.close()
@@ -190,6 +190,6 @@ def test_of_several_workers_the_slowest_disk_counts(tmp_path: Path) -> None:
         hello = _half(engine).hello
         hellos = [replace(hello, rank=rank, read_rate=rate) for rank, rate in enumerate((256.0, 64.0, None))]
         terms, traffic = engine.half._terms, engine.half._tiers.parts.directory.traffic
-        costs = measured(terms, hellos, traffic, Pace())
+        costs = measured(terms, hellos, traffic, ComputeRate())
         assert (None if costs is None else costs.load_s(3, 3)) == seconds
         engine.close()

@@ -26,7 +26,7 @@ from tests.adapters import vllm_stub as stub
 from tests.adapters.vllm_pool import BLOCK, FULL, Kind, Pool, Tables, hashes_of
 from tests.support.bench import WiredMover
 from tests.support.stalls import Gate, GatedCopies, GatedRecords
-from tierstore.adapters.vllm.kv_layout import Geometry
+from tierstore.adapters.vllm.kv_layout import KVLayout
 from tierstore.adapters.vllm.worker import WorkerHalf
 from tierstore.build import Parts, assemble
 from tierstore.config import StoreConfig
@@ -183,7 +183,7 @@ class Engine:
         wakeup = ImpatientWakeup()
         wakeup.gates = []
 
-        def opened(config: StoreConfig, found: Geometry, number: int) -> WorkerHalf:
+        def opened(config: StoreConfig, found: KVLayout, number: int) -> WorkerHalf:
             parts: Parts = assemble(config, PageLayout.of(found.spec), wakeup.bump)
             if number in self.pinners:
                 assert parts.arena is not None

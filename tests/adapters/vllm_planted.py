@@ -10,12 +10,12 @@ import pytest
 
 from tests.support.planting import Plants
 from tierstore.adapters.vllm import hit, loads, scheduler, stores
-from tierstore.adapters.vllm.hit import into
+from tierstore.adapters.vllm.hit import pages_to_load
 from tierstore.adapters.vllm.keys import namespace
 from tierstore.adapters.vllm.kv_groups import Group, Groups
-from tierstore.adapters.vllm.loads import Loading
+from tierstore.adapters.vllm.loads import Loads
 from tierstore.adapters.vllm.messages import Orders
-from tierstore.adapters.vllm.requests import Step, Steps
+from tierstore.adapters.vllm.requests import Step, StepReader
 from tierstore.adapters.vllm.scheduler import SchedulerHalf
 from tierstore.adapters.vllm.stores import Stores
 from tierstore.adapters.vllm.worker import WorkerHalf
@@ -82,39 +82,39 @@ def stored_before_they_are_computed(patch: pytest.MonkeyPatch) -> None:
 
 @PLANTED.bug
 def loads_start_into_blocks_that_are_read(patch: pytest.MonkeyPatch) -> None:
-    start = Loading.start
-    patch.setattr(Loading, "start", lambda self, busy, idle: start(self, frozenset(), idle))
+    start = Loads.start
+    patch.setattr(Loads, "start", lambda self, busy, idle: start(self, frozenset(), idle))
 
 
 @PLANTED.bug
 def told_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
-    start = Loading.start
+    start = Loads.start
 
-    def wrong(self: Loading, busy: Set[int], idle: bool) -> None:
+    def wrong(self: Loads, busy: Set[int], idle: bool) -> None:
         start(self, busy, idle)
         self._loaded.update(load.request_id for load in self._loads)
 
-    patch.setattr(Loading, "start", wrong)
+    patch.setattr(Loads, "start", wrong)
 
 
 @PLANTED.bug
 def failed_loads_count_as_loaded(patch: pytest.MonkeyPatch) -> None:
-    settle = Loading.settle
+    settle = Loads.settle
 
-    def wrong(self: Loading) -> list[Any]:
+    def wrong(self: Loads) -> list[Any]:
         failed = settle(self)
         self._loaded.update(self._failed)
         self._failed.clear()
         return failed
 
-    patch.setattr(Loading, "settle", wrong)
+    patch.setattr(Loads, "settle", wrong)
 
 
 @PLANTED.bug
 def the_first_bad_block_is_not_told(patch: pytest.MonkeyPatch) -> None:
-    take = Loading.take_failed
+    take = Loads.take_failed
     patch.setattr(
-        Loading, "take_failed", lambda self: {name: bad[1:] or bad for name, bad in take(self).items()}
+        Loads, "take_failed", lambda self: {name: bad[1:] or bad for name, bad in take(self).items()}
     )
 
 
@@ -128,15 +128,15 @@ def a_gap_in_a_load_is_not_seen(patch: pytest.MonkeyPatch) -> None:
             load.arrived += lease.num_pages
 
     patch.setattr(loads, "_end_pieces", blind)
-    settle = Loading.settle
+    settle = Loads.settle
 
-    def wrong(self: Loading) -> list[Any]:
+    def wrong(self: Loads) -> list[Any]:
         failed = settle(self)
         for load in failed:
             self._failed[load.request_id] = load.blocks[load.arrived :] or load.blocks[-1:]
         return failed
 
-    patch.setattr(Loading, "settle", wrong)
+    patch.setattr(Loads, "settle", wrong)
 
 
 @PLANTED.bug
@@ -146,7 +146,7 @@ def aborted_loads_are_never_told(patch: pytest.MonkeyPatch) -> None:
     def wrong(self: SchedulerHalf, request_id: str, blocks: Sequence[Sequence[int]], computed: int) -> None:
         finished(self, request_id, blocks, computed)
         assert self._tiers is not None
-        loading = self._tiers.loading
+        loading = self._tiers.loads
         loading._loads = [x for x in loading._loads if x.request_id != request_id]
 
     patch.setattr(SchedulerHalf, "finished", wrong)
@@ -154,16 +154,16 @@ def aborted_loads_are_never_told(patch: pytest.MonkeyPatch) -> None:
 
 @PLANTED.bug
 def an_id_is_told_of_only_once(patch: pytest.MonkeyPatch) -> None:
-    take = Loading.take_loaded
-    told: dict[Loading, set[str]] = {}
+    take = Loads.take_loaded
+    told: dict[Loads, set[str]] = {}
 
-    def wrong(self: Loading) -> set[str]:
+    def wrong(self: Loads) -> set[str]:
         before = told.setdefault(self, set())
         fresh = take(self) - before
         before |= fresh
         return fresh
 
-    patch.setattr(Loading, "take_loaded", wrong)
+    patch.setattr(Loads, "take_loaded", wrong)
 
 
 @PLANTED.bug
@@ -212,27 +212,27 @@ def groups_share_their_keys(patch: pytest.MonkeyPatch) -> None:
 
 @PLANTED.bug
 def only_the_first_groups_blocks_are_fenced(patch: pytest.MonkeyPatch) -> None:
-    of = Steps.of
+    of = StepReader.of
 
-    def wrong(self: Steps, output: Any) -> list[Step]:
+    def wrong(self: StepReader, output: Any) -> list[Step]:
         return [
             replace(step, fresh=[b for b in step.fresh if b in step.tables[0]]) for step in of(self, output)
         ]
 
-    patch.setattr(Steps, "of", wrong)
+    patch.setattr(StepReader, "of", wrong)
 
 
 @PLANTED.bug
 def a_hit_counts_without_its_windows(patch: pytest.MonkeyPatch) -> None:
     def wrong(groups: Groups, chains: Any, tables: Any, start: int, end: int) -> list[Any]:
-        found = into(groups, chains, tables, start, end)
+        found = pages_to_load(groups, chains, tables, start, end)
         windows = {
             block for group, table in zip(groups.all, tables, strict=True) if group.partial for block in table
         }
         return [page for page in found if page[2] not in windows] or found
 
     patch.setattr(hit, "_windows", lambda groups, chains, start, end, find: [])
-    patch.setattr(scheduler, "into", wrong)
+    patch.setattr(scheduler, "pages_to_load", wrong)
 
 
 def what_a_window_gave_back_is_stored(patch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tierstore.adapters.vllm.connector import TierStoreConnector
-from tierstore.adapters.vllm.kv_layout import Geometry
+from tierstore.adapters.vllm.kv_layout import KVLayout
 from tierstore.adapters.vllm.messages import Report
 from tierstore.adapters.vllm.worker import WorkerHalf
 from tierstore.config import StoreConfig
@@ -22,11 +22,11 @@ class FaultyHalf(WorkerHalf):
     tensors: Sequence[Any] = ()
 
     @classmethod
-    def open(cls, config: StoreConfig, geometry: Geometry, rank: int) -> WorkerHalf:
+    def open(cls, config: StoreConfig, kv_layout: KVLayout, rank: int) -> WorkerHalf:
         """As its base does."""
-        half = super().open(config, geometry, rank)
+        half = super().open(config, kv_layout, rank)
         assert isinstance(half, FaultyHalf)
-        half.tensors = geometry.pages.tensors
+        half.tensors = kv_layout.pages.tensors
         half.loads = {}
         half.seen = 0
         return half

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tierstore.adapters.vllm import compat
 from tierstore.adapters.vllm.keys import identity
 from tierstore.adapters.vllm.kv_groups import Groups, groups_of
-from tierstore.adapters.vllm.kv_layout import geometry
+from tierstore.adapters.vllm.kv_layout import kv_layout
 from tierstore.config import HbmConfig, load_config
 from tierstore.errors import ConfigError
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from tierstore.adapters.vllm.keys import Adapter
-    from tierstore.adapters.vllm.kv_layout import Geometry
+    from tierstore.adapters.vllm.kv_layout import KVLayout
     from tierstore.config import StoreConfig
 
 Load = Literal["always", "if_faster"]
@@ -235,12 +235,12 @@ class Deployment:
         """The namespaces of the keys of requests with this LoRA adapter."""
         return self.groups.namespaces(f"{self.identity} lora {adapter.digest} {self.lora}")
 
-    def of_rank(self, tensors: Sequence[torch.Tensor], rank: int) -> tuple[StoreConfig, Geometry]:
+    def of_rank(self, tensors: Sequence[torch.Tensor], rank: int) -> tuple[StoreConfig, KVLayout]:
         """What the half of worker ``rank`` opens: its share of the tiers, and the engine's ``tensors`` as pages.
 
         ConfigError for tensors that are no pages.
         """
-        found = geometry(
+        found = kv_layout(
             tensors,
             num_blocks=self.num_blocks,
             block_size=(self.groups.spine or self.groups.all[0]).block_size,

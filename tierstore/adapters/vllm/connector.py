@@ -22,7 +22,7 @@ from tierstore.adapters.vllm import compat
 from tierstore.adapters.vllm.config import Deployment
 from tierstore.adapters.vllm.hit import local_tokens
 from tierstore.adapters.vllm.messages import Hello, Orders, Report
-from tierstore.adapters.vllm.requests import Steps
+from tierstore.adapters.vllm.requests import StepReader
 from tierstore.adapters.vllm.scheduler import SchedulerHalf
 from tierstore.adapters.vllm.worker import WorkerHalf
 from tierstore.errors import ConfigError
@@ -86,7 +86,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         self._orders = Orders()
         if role == KVConnectorRole.SCHEDULER:
             self._deployment.tell(self._kv_transfer_config)
-            self._steps = Steps(self._deployment.groups)
+            self._steps = StepReader(self._deployment.groups)
             self._pool: Any = None
             self._scheduler = SchedulerHalf.of(self._deployment)
 
@@ -323,7 +323,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
 
     def _open(self, tensors: list[torch.Tensor]) -> None:
         rank = self._rank()
-        config, geometry = self._deployment.of_rank(tensors, rank)
-        self._worker = self._open_half(config, geometry, rank)
+        config, kv_layout = self._deployment.of_rank(tensors, rank)
+        self._worker = self._open_half(config, kv_layout, rank)
         if self._deployment.replica is not None:
             self._worker.idle_s = 0.0  # the other engines' steps wait for this one's

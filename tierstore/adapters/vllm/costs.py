@@ -3,7 +3,7 @@
 A request computes nothing while it loads, and every token behind the last loaded page is computed. Each token takes
 longer to compute than the one before it; each page of a run on disk takes as long to read as the others. So either
 all pages of such a run are worth loading or none, and a hit ends before a run or is loaded whole.
-``Measured`` learns the disk's rate from the store's traffic, ``Pace`` the engine's rate from its own steps.
+``MeasuredCosts`` learns the disk's rate from the store's traffic, ``ComputeRate`` the engine's rate from its own steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from tierstore.adapters.vllm.hit import Plan
+    from tierstore.adapters.vllm.hit import Hit
     from tierstore.adapters.vllm.requests import Step
     from tierstore.directory.transfers import Traffic
     from tierstore.types import PageKey
@@ -71,16 +71,16 @@ class _End(NamedTuple):
     on_disk: int
 
 
-def worth_loading(plan: Plan, total: int, costs: Costs) -> int:
-    """Tokens of ``plan`` that are to be loaded, for a prompt of ``total``. All of them where something is not known."""
-    *shorter, whole = _ends(plan)
+def worth_loading(hit: Hit, total: int, costs: Costs) -> int:
+    """Tokens of ``hit`` that are to be loaded, for a prompt of ``total``. All of them where something is not known."""
+    *shorter, whole = _ends(hit)
     if not whole.on_disk:
         return whole.tokens
 
-    coming = costs.coming([key for span in plan.spans for key in span.keys])
+    coming = costs.coming([key for span in hit.spans for key in span.keys])
 
     def done_s(end: _End) -> float | None:
-        computing = costs.compute_s(plan.start + end.tokens, total)
+        computing = costs.compute_s(hit.start + end.tokens, total)
         return None if computing is None else costs.load_s(end.pages, end.on_disk, coming) + computing
 
     all_s = done_s(whole)
@@ -90,7 +90,7 @@ def worth_loading(plan: Plan, total: int, costs: Costs) -> int:
     return end.tokens if all_s > _CLEARLY * least_s else whole.tokens
 
 
-class Measured:
+class MeasuredCosts:
     """``Costs`` out of what the store and the engine have done lately. ``read_rate``: bytes a second that the disk was
     found to give at open, None: it was not asked.
 
@@ -102,13 +102,13 @@ class Measured:
     def __init__(
         self,
         traffic: Traffic,
-        pace: Pace,
+        compute_rate: ComputeRate,
         page_nbytes: int,
         read_rate: float | None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._traffic = traffic
-        self._pace = pace
+        self._compute_rate = compute_rate
         self._page_s = page_nbytes / read_rate if read_rate else 0.0
         self._clock = clock
         self._at = 0.0
@@ -150,7 +150,7 @@ class Measured:
 
     def compute_s(self, start: int, end: int) -> float | None:
         """See ``Costs``."""
-        return self._pace.seconds(start, end)
+        return self._compute_rate.seconds(start, end)
 
     def _reading_s(self, pages: int, coming: int) -> float:
         """Until these pages are there, after those of others that are read already."""
@@ -163,9 +163,9 @@ class Measured:
         return self._known_at is not None and now - self._known_at <= _OLD_S
 
 
-def _ends(plan: Plan) -> Iterator[_End]:
-    """The shortest first, the whole plan last. Of several groups nothing less than all has the windows it needs."""
-    spans = plan.spans
+def _ends(hit: Hit) -> Iterator[_End]:
+    """The shortest first, the whole hit last. Of several groups nothing less than all has the windows it needs."""
+    spans = hit.spans
     if len(spans) == 1 and not spans[0].group.partial:
         tiers, size, on_disk = spans[0].tiers, spans[0].group.block_size, 0
         for first, last in pairwise([*_changes(tiers), len(tiers)]):
@@ -175,7 +175,7 @@ def _ends(plan: Plan) -> Iterator[_End]:
     else:
         yield _End(0, 0, 0)
     pages = [tier for span in spans for tier in span.tiers]
-    yield _End(plan.tokens, len(pages), pages.count(Tier.NVME))
+    yield _End(hit.tokens, len(pages), pages.count(Tier.NVME))
 
 
 def _changes(tiers: Sequence[Tier]) -> list[int]:
@@ -201,7 +201,7 @@ class _Step(NamedTuple):
     context: float
 
 
-class Pace:
+class ComputeRate:
     """Seconds of computing. Steps end in the order in which they were ordered, whether or not they are told of.
 
     The first one does not count: it compiles and allocates.

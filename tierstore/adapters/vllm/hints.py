@@ -36,7 +36,7 @@ _PAYLOADS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RequestHints:
     """``starts_in_s``, ``priority``: when the request is expected to start; of equals the higher goes first.
 
     ``after``: what becomes of its pages once it has ended; None: nothing was said. ``keep_s``, ``keep_priority``: of
@@ -50,48 +50,48 @@ class Told:
     keep_priority: int = 0
 
 
-NOTHING = Told()
+NO_HINTS = RequestHints()
 
 
-def told_of(request: object) -> Told:
+def hints_of(request: object) -> RequestHints:
     """What came with a request of vLLM; of actions of one kind the last counts."""
-    told = NOTHING
+    hints = NO_HINTS
     for action in compat.hint_actions(request):
         if action.action_type.startswith(PREFIX):
             try:
-                told = _with(told, action)
+                hints = _with(hints, action)
             except ValueError as error:
                 _log.warning("kv_hints: action %s is left: %s", action.action_id, error)
-    return told
+    return hints
 
 
-class Afterwards:
+class PageRetention:
     """Has the store keep the pages of requests, or give them up first, as was told."""
 
     def __init__(self, store: TierStore) -> None:
         self._store = store
         self._revisions = count(1)
 
-    def waits(self, request_id: str, told: Told, keys: Sequence[PageKey]) -> None:
+    def waits(self, request_id: str, hints: RequestHints, keys: Sequence[PageKey]) -> None:
         """A request is queued whose pages are these: those it is to leave behind are kept from now on."""
-        if told.after == "retain":
-            self._hint(request_id, told, keys)
+        if hints.after == "retain":
+            self._hint(request_id, hints, keys)
 
-    def ended(self, request_id: str, told: Told, keys: Sequence[PageKey]) -> None:
+    def ended(self, request_id: str, hints: RequestHints, keys: Sequence[PageKey]) -> None:
         """It has ended. Pages still on their way out of vLLM's blocks are retained too once they come; of those that
         nobody needs, only what there is by now goes first.
         """
-        if told.after is not None and keys:
-            self._hint(request_id, told, keys)
+        if hints.after is not None and keys:
+            self._hint(request_id, hints, keys)
 
-    def _hint(self, request_id: str, told: Told, keys: Sequence[PageKey]) -> None:
-        assert told.after is not None
-        ttl_s = told.keep_s if told.after == "retain" else None
+    def _hint(self, request_id: str, hints: RequestHints, keys: Sequence[PageKey]) -> None:
+        assert hints.after is not None
+        ttl_s = hints.keep_s if hints.after == "retain" else None
         name, revision = f"{request_id} afterwards", next(self._revisions)
-        self._store.hint(Hint(name, revision, tuple(keys), told.after, None, told.keep_priority, ttl_s))
+        self._store.hint(Hint(name, revision, tuple(keys), hints.after, None, hints.keep_priority, ttl_s))
 
 
-def _with(told: Told, action: Any) -> Told:
+def _with(hints: RequestHints, action: Any) -> RequestHints:
     kind, payload = action.action_type.removeprefix(PREFIX), action.payload
     if kind not in _PAYLOADS or action.action_version != VERSION:
         allowed = ", ".join(PREFIX + name for name in _PAYLOADS)
@@ -105,16 +105,16 @@ def _with(told: Told, action: Any) -> Told:
         allowed = ", ".join(sorted(_PAYLOADS[kind])) or "nothing"
         raise ValueError(f"{strange[0]} in the payload of {action.action_type}; allowed: {allowed}")
     if kind == "wont_need":
-        return replace(told, after="wont_need")
+        return replace(hints, after="wont_need")
     priority = _number(payload, "priority", 0)
     if priority != int(priority):
         raise ValueError(f"priority {priority!r}; allowed: a whole number")
     if kind == "will_need":
-        return replace(told, starts_in_s=_number(payload, "deadline_s", 0.0), priority=int(priority))
+        return replace(hints, starts_in_s=_number(payload, "deadline_s", 0.0), priority=int(priority))
     keep_s = _number(payload, "ttl_s", 0.0)
     if not keep_s:
         raise ValueError("tierstore.retain without a ttl_s above 0: nothing is kept for ever")
-    return replace(told, after="retain", keep_s=keep_s, keep_priority=int(priority))
+    return replace(hints, after="retain", keep_s=keep_s, keep_priority=int(priority))
 
 
 def _number(payload: Mapping[str, object], name: str, otherwise: float) -> float:

@@ -1,9 +1,9 @@
 """How many tokens of a prompt the connector answers to vLLM, and which pages that takes.
 
-``Offers.of`` gives the number: looked up once and repeated, however often vLLM asks. ``longest`` finds the hit. A
-group of full attention needs all blocks up to the hit's end, a sliding window only those that the next token sees;
-the hit is the longest at whose end all windows are there, within what full attention has. ``costs`` may shorten it.
-``into`` names the pages and blocks of a hit that vLLM has taken; ``local_tokens`` says what vLLM holds itself.
+``HitLookup.tokens`` gives the number: looked up once and repeated, however often vLLM asks. ``longest_hit`` finds the
+hit. A group of full attention needs all blocks up to the hit's end, a sliding window only those that the next token
+sees; the hit is the longest at whose end all windows are there, within what full attention has. ``costs`` may shorten
+it. ``pages_to_load`` names the pages and blocks of a hit that vLLM has taken; ``local_tokens`` says what vLLM holds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tierstore.adapters.vllm.costs import worth_loading
 from tierstore.adapters.vllm.kv_groups import NULL_BLOCK
-from tierstore.adapters.vllm.requests import Verdict
+from tierstore.adapters.vllm.requests import Lookup
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from tierstore.adapters.vllm.costs import Costs
     from tierstore.adapters.vllm.keys import KeyChain
     from tierstore.adapters.vllm.kv_groups import Group, Groups
-    from tierstore.adapters.vllm.loads import Ahead
-    from tierstore.adapters.vllm.requests import Known
+    from tierstore.adapters.vllm.loads import DiskPrefetch
+    from tierstore.adapters.vllm.requests import RequestState
     from tierstore.store import TierStore
     from tierstore.types import Match, PageKey
 
@@ -45,7 +45,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Hit:
     """A hit from token ``start`` to ``end``, and what of each group it takes."""
 
     start: int
@@ -62,12 +62,12 @@ class Plan:
         """Pages that it takes."""
         return sum(len(span.keys) for span in self.spans)
 
-    def up_to(self, tokens: int) -> Plan:
+    def up_to(self, tokens: int) -> Hit:
         """Its beginning."""
         if tokens >= self.tokens:
             return self
         end = self.start + tokens
-        return Plan(self.start, end, tuple(_cut(span, end) for span in self.spans))
+        return Hit(self.start, end, tuple(_cut(span, end) for span in self.spans))
 
     @property
     def sources(self) -> dict[Tier, int]:
@@ -90,7 +90,7 @@ class Plan:
         return found if len(self.spans) == 1 else sorted(found, key=lambda page: page[0])
 
 
-def longest(groups: Groups, chains: Sequence[KeyChain], start: int, limit: int, find: Find) -> Plan:
+def longest_hit(groups: Groups, chains: Sequence[KeyChain], start: int, limit: int, find: Find) -> Hit:
     """The longest hit from ``start`` on of at most ``limit`` tokens in all, a multiple of ``groups.unit``."""
     unit = groups.unit
     end = max(start, limit // unit * unit)
@@ -112,10 +112,10 @@ def longest(groups: Groups, chains: Sequence[KeyChain], start: int, limit: int, 
             break
         end = max(start, missing // unit * unit)
     spans_by_number = dict([*((n, _cut(span, end)) for n, span in whole), *windows])
-    return Plan(start, end, tuple(spans_by_number[n] for n in sorted(spans_by_number)) if end > start else ())
+    return Hit(start, end, tuple(spans_by_number[n] for n in sorted(spans_by_number)) if end > start else ())
 
 
-def into(
+def pages_to_load(
     groups: Groups, chains: Sequence[KeyChain], tables: Sequence[Sequence[int]], start: int, end: int
 ) -> list[tuple[int, PageKey, int]]:
     """What to load for the tokens from ``start`` to ``end``: the token at which a page begins, its key and its block.
@@ -162,20 +162,21 @@ def _cut(span: Span, end: int) -> Span:
     return Span(span.group, span.first, span.keys[:pages], span.tiers[:pages])
 
 
-_VERDICT_ASKS = 64
-"""How often a verdict is repeated before pages are looked up again: a request that waits for room asks every step."""
+_LOOKUP_ASKS = 64
+"""How often a lookup is repeated before pages are looked up again: a request that waits for room asks every step."""
 
 
-class Offers:
-    """Lookups in a store. ``put_off_s``: so long a request waits for what ``ahead`` brings up from disk. ``costs``:
-    pages are left where they are if computing is quicker, and nobody else wants the engine; None: never.
+class HitLookup:
+    """Lookups in a store. ``put_off_s``: so long a request waits for what ``disk_prefetch`` brings up from disk.
+
+    ``costs``: pages are left where they are if computing is quicker, and nobody else wants the engine; None: never.
     """
 
     def __init__(
         self,
         store: TierStore,
         groups: Groups,
-        ahead: Ahead | None,
+        disk_prefetch: DiskPrefetch | None,
         put_off_s: float,
         costs: Costs | None = None,
     ) -> None:
@@ -183,65 +184,65 @@ class Offers:
         """Pages that were left where they were."""
         self._store = store
         self._groups = groups
-        self._ahead = ahead
+        self._disk_prefetch = disk_prefetch
         self._put_off_s = put_off_s
         self._costs = costs
 
-    def of(self, known: Known, computed: int, others: int = 0) -> int | None:
+    def tokens(self, known: RequestState, computed: int, others: int = 0) -> int | None:
         """Tokens beyond ``computed``; None: ask again. ``others``: requests that want the engine meanwhile."""
-        return None if self._put_off(known) else self._verdict(known, computed, others).plan.tokens
+        return None if self._put_off(known) else self._lookup(known, computed, others).hit.tokens
 
-    def wanted(self, known: Known, local: int) -> tuple[list[PageKey], int]:
+    def wanted(self, known: RequestState, local: int) -> tuple[list[PageKey], int]:
         """The pages of the longest hit, and how many of them lie within the first ``local`` tokens."""
         if self._groups.whole:
             size = self._groups.unit
             return known.chains[0].first((known.request.num_tokens - 1) // size), local // size
-        pages = self._plan(known, 0).keys
+        pages = self._longest(known, 0).keys
         return [key for _, key in pages], sum(1 for end, _ in pages if end <= local)
 
-    def _verdict(self, known: Known, computed: int, others: int) -> Verdict:
-        verdict, tokens = known.verdict, known.request.num_tokens
+    def _lookup(self, known: RequestState, computed: int, others: int) -> Lookup:
+        lookup, tokens = known.lookup, known.request.num_tokens
         if (
-            verdict is None
-            or (verdict.tokens, verdict.computed) != (tokens, computed)
-            or verdict.asked >= _VERDICT_ASKS
-            or verdict.stale
+            lookup is None
+            or (lookup.tokens, lookup.computed) != (tokens, computed)
+            or lookup.asked >= _LOOKUP_ASKS
+            or lookup.stale
         ):
-            plan = self._plan(known, computed)
+            hit = self._longest(known, computed)
             if self._costs is not None and not others:
-                plan = self._worth(known, plan, self._costs)
-            verdict = known.verdict = Verdict(tokens, computed, plan)
-        verdict.asked += 1
-        return verdict
+                hit = self._worth(known, hit, self._costs)
+            lookup = known.lookup = Lookup(tokens, computed, hit)
+        lookup.asked += 1
+        return lookup
 
-    def _put_off(self, known: Known) -> bool:
+    def _put_off(self, known: RequestState) -> bool:
         """Whether the request is to wait in vLLM's queue; where it has waited its pages are looked up anew."""
-        if not self._put_off_s or self._ahead is None or known.put_off == math.inf:
+        if not self._put_off_s or self._disk_prefetch is None or known.put_off == math.inf:
             return False
         now = monotonic()
         since = known.put_off = now if known.put_off is None else known.put_off
-        if now - since < self._put_off_s and self._ahead.coming(known.request.request_id):
+        if now - since < self._put_off_s and self._disk_prefetch.coming(known.request.request_id):
             return True
-        known.put_off, known.verdict = math.inf, None
+        known.put_off, known.lookup = math.inf, None
         return False
 
-    def _worth(self, known: Known, plan: Plan, costs: Costs) -> Plan:
+    def _worth(self, known: RequestState, hit: Hit, costs: Costs) -> Hit:
         """What of it is loaded; the rest is brought up behind."""
-        loaded = plan.up_to(worth_loading(plan, known.request.num_tokens, costs))
-        if loaded.tokens < plan.tokens:
+        loaded = hit.up_to(worth_loading(hit, known.request.num_tokens, costs))
+        if loaded.tokens < hit.tokens:
             if not known.left:
-                self.left += plan.pages - loaded.pages
+                self.left += hit.pages - loaded.pages
             known.left = True
-            if self._ahead is not None:
-                self._ahead.behind(known.request.request_id)
+            if self._disk_prefetch is not None:
+                self._disk_prefetch.behind(known.request.request_id)
         return loaded
 
-    def _plan(self, known: Known, computed: int) -> Plan:
+    def _longest(self, known: RequestState, computed: int) -> Hit:
         """The longest hit; at least one token is left to compute."""
         limit = known.request.num_tokens - 1
         if known.limit is not None:
             limit = min(limit, known.limit)
-        return longest(self._groups, known.chains, computed, limit, self._store.match)
+        return longest_hit(self._groups, known.chains, computed, limit, self._store.match)
 
 
 class Pool(Protocol):

@@ -18,7 +18,7 @@ from tierstore.page import DTYPE_NBYTES, PageSpec
 
 
 @dataclass(frozen=True)
-class Geometry:
+class KVLayout:
     """What a rank's pages are, and where they lie."""
 
     spec: PageSpec
@@ -33,9 +33,9 @@ class _Blocks:
     order: tuple[tuple[int, int], ...]
 
 
-def geometry(
+def kv_layout(
     tensors: Sequence[torch.Tensor], *, num_blocks: int, block_size: int, identity: str, shard: int
-) -> Geometry:
+) -> KVLayout:
     """The pages of all KV groups: ``tensors``, one a layer or one for all, each once however many layers share it.
 
     Groups overlay the same bytes, so a block is the same page whichever group has it, and of tensors that are views of
@@ -62,7 +62,7 @@ def geometry(
         shard=shard,
         model=f"vllm {orders} {identity}",
     )
-    return Geometry(spec, EnginePages([layer.unsqueeze(1) for layer in layers], "BNHD"))
+    return KVLayout(spec, EnginePages([layer.unsqueeze(1) for layer in layers], "BNHD"))
 
 
 def _overlaid(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:

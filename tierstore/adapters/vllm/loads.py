@@ -1,8 +1,8 @@
 """Loads into the engine's blocks, and pages read from disk to host memory ahead of the requests that need them.
 
-``Loading`` starts the loads that vLLM waits for, once their blocks are free of copies, and reports each exactly once,
-when nothing writes its blocks any more. ``Ahead`` works for queued requests, a few pages each step: what it brings
-displaces no page that a load needs and is not pinned, so a wrong prediction costs reads and nothing else.
+``Loads`` starts the loads that vLLM waits for, once their blocks are free of copies, and reports each exactly once,
+when nothing writes its blocks any more. ``DiskPrefetch`` works for queued requests, a few pages each step: what it
+brings displaces no page that a load needs and is not pinned, so a wrong prediction costs reads and nothing else.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
-from tierstore.adapters.vllm.hints import NOTHING
+from tierstore.adapters.vllm.hints import NO_HINTS
 from tierstore.types import Hint, HintResult, LeaseState, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence, Set
 
-    from tierstore.adapters.vllm.hints import Told
+    from tierstore.adapters.vllm.hints import RequestHints
     from tierstore.lease import Lease
     from tierstore.store import TierStore
     from tierstore.types import PageKey
@@ -57,7 +57,7 @@ class Load:
         return self.short or self.void or self.started == len(self.keys)
 
 
-class Loading:
+class Loads:
     """All loads that vLLM waits for. Each is told of exactly once, as loaded or as failed; also of aborted requests."""
 
     def __init__(self, store: TierStore, timeout_s: float) -> None:
@@ -185,7 +185,7 @@ class _Wanted(NamedTuple):
         return (self.due, -self.hint.priority)
 
 
-class Ahead:
+class DiskPrefetch:
     """The queue of requests whose pages are wanted. ``most``: pages under way at once; ``room``: all that host memory
     holds."""
 
@@ -200,10 +200,12 @@ class Ahead:
         self._queue: dict[str, _Wanted] = {}
         self._store.take_hints()  # from now on the store knows that somebody acts on them
 
-    def want(self, request_id: str, keys: Sequence[PageKey], local: int, told: Told = NOTHING) -> None:
+    def want(
+        self, request_id: str, keys: Sequence[PageKey], local: int, hints: RequestHints = NO_HINTS
+    ) -> None:
         """A request was queued; the engine itself holds its first ``local`` pages now.
 
-        It is expected to start now, and so after all that came before, unless ``told`` says something else. What
+        It is expected to start now, and so after all that came before, unless ``hints`` says something else. What
         host memory has no room for besides its other pages is not waited for: it never comes.
         """
         found = self._store.match(keys[local:])
@@ -214,11 +216,11 @@ class Ahead:
             request_id,
             next(self._revisions),
             tuple(keys[:end]),
-            deadline_s=told.starts_in_s or None,
-            priority=told.priority,
+            deadline_s=hints.starts_in_s or None,
+            priority=hints.priority,
         )
         if self._store.hint(hint) is HintResult.DEFERRED:
-            self._queue[request_id] = _Wanted(hint, self._clock() + told.starts_in_s, local)
+            self._queue[request_id] = _Wanted(hint, self._clock() + hints.starts_in_s, local)
 
     def over(self, request_id: str) -> None:
         """The request loads its pages now, or has gone."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 Rows = dict[str, float]
 
 
-class Figure(NamedTuple):
+class Metric(NamedTuple):
     """A metric: its labels, and what it says. ``gauge``: its value now, not a sum."""
 
     labels: tuple[str, ...]
@@ -19,33 +19,33 @@ class Figure(NamedTuple):
     gauge: bool = False
 
 
-FIGURES: dict[str, Figure] = {
-    "hits_pages": Figure(("tier",), "Pages found for loads, by the fastest tier that had them"),
-    "misses_pages": Figure(("reason",), "Pages of loads that did not come, by reason"),
-    "left_pages": Figure(("tier",), "Pages of hits that were computed, since that is quicker, by their tier"),
-    "transfer_bytes": Figure(("src", "dst"), "Payload bytes moved"),
-    "transfer_seconds": Figure(("src", "dst"), "Time in transfers"),
-    "failed_pages": Figure(("src", "dst", "reason"), "Pages not moved"),
-    "dropped_copies": Figure(("tier", "reason"), "Copies dropped"),
-    "pages": Figure(("tier", "state"), "Pages now", gauge=True),
-    "unpinned_bytes": Figure(
+METRICS: dict[str, Metric] = {
+    "hits_pages": Metric(("tier",), "Pages found for loads, by the fastest tier that had them"),
+    "misses_pages": Metric(("reason",), "Pages of loads that did not come, by reason"),
+    "left_pages": Metric(("tier",), "Pages of hits that were computed, since that is quicker, by their tier"),
+    "transfer_bytes": Metric(("src", "dst"), "Payload bytes moved"),
+    "transfer_seconds": Metric(("src", "dst"), "Time in transfers"),
+    "failed_pages": Metric(("src", "dst", "reason"), "Pages not moved"),
+    "dropped_copies": Metric(("tier", "reason"), "Copies dropped"),
+    "pages": Metric(("tier", "state"), "Pages now", gauge=True),
+    "unpinned_bytes": Metric(
         ("rank",), "Host memory that was to be page-locked and is not, or not yet", gauge=True
     ),
-    "slow_copies": Figure(
+    "slow_copies": Metric(
         ("rank",), "1 where copies to and from HBM take a slower route than the card allows", gauge=True
     ),
-    "rank_disk_trouble": Figure(("rank",), "1 while the rank's disk is read-only or absent", gauge=True),
-    "rank_open_transfers": Figure(("rank",), "Transfers that the rank has not ended", gauge=True),
-    "rank_failed_pages": Figure(("rank",), "Pages that the rank did not move"),
-    "rank_stalled_steps": Figure(("rank",), "Steps that waited 10 s or longer for copies on the rank"),
-    "rank_faults": Figure(("rank",), "Unexpected errors in the rank's threads"),
+    "rank_disk_trouble": Metric(("rank",), "1 while the rank's disk is read-only or absent", gauge=True),
+    "rank_open_transfers": Metric(("rank",), "Transfers that the rank has not ended", gauge=True),
+    "rank_failed_pages": Metric(("rank",), "Pages that the rank did not move"),
+    "rank_stalled_steps": Metric(("rank",), "Steps that waited 10 s or longer for copies on the rank"),
+    "rank_faults": Metric(("rank",), "Unexpected errors in the rank's threads"),
 }
 """By their names in ``tierstore.metrics``; in Prometheus ``vllm:tierstore_<name>``."""
 
 _EVERY_S = 1.0
 
 
-class Figures:
+class MetricsReader:
     """Takes a snapshot now and then. Scheduler's thread."""
 
     def __init__(self, snapshot: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
@@ -65,9 +65,9 @@ class Figures:
             return None
         self._next = now + _EVERY_S
         found = self._snapshot()
-        added = {name: self._added(name, dict(found.get(name, {}))) for name in FIGURES}
-        by_rank = {name: added[name] for name in FIGURES if FIGURES[name].gauge and name != "pages"}
-        moved = any(rows for name, rows in added.items() if not FIGURES[name].gauge)
+        added = {name: self._added(name, dict(found.get(name, {}))) for name in METRICS}
+        by_rank = {name: added[name] for name in METRICS if METRICS[name].gauge and name != "pages"}
+        moved = any(rows for name, rows in added.items() if not METRICS[name].gauge)
         # What only gauges say must not wait for the next hit: a rank without pinned memory may never have one.
         news = {n: r for n, r in by_rank.items() if r != self._told.get(n, dict.fromkeys(r, 0.0))}
         if not (moved or news):
@@ -76,7 +76,7 @@ class Figures:
         return {name: rows for name, rows in added.items() if rows}
 
     def _added(self, name: str, rows: Rows) -> Rows:
-        if FIGURES[name].gauge:
+        if METRICS[name].gauge:
             return rows
         before, self._before[name] = self._before.get(name, {}), rows
         added = {labels: value - before.get(labels, 0.0) for labels, value in rows.items()}
@@ -87,7 +87,7 @@ def summed(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Rows]:
     """Of two takes, the other the later one."""
     found = {name: dict(rows) for name, rows in one.items()}
     for name, rows in other.items():
-        if FIGURES[name].gauge:
+        if METRICS[name].gauge:
             found[name] = dict(rows)
             continue
         mine = found.setdefault(name, {})

@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from tierstore.adapters.vllm.metrics import FIGURES, in_words, summed
+from tierstore.adapters.vllm.metrics import METRICS, in_words, summed
 
 
 @dataclass
@@ -49,7 +49,7 @@ class TierStorePrometheus(KVConnectorPromMetrics):  # type: ignore[misc]
                 documentation=f"TierStore: {figure.says}.",
                 labelnames=[*labelnames, *figure.labels],
             )
-            for name, figure in FIGURES.items()
+            for name, figure in METRICS.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -58,7 +58,7 @@ class TierStorePrometheus(KVConnectorPromMetrics):  # type: ignore[misc]
         for name, rows in transfer_stats_data.items():
             for labels, value in rows.items():
                 metric = self._metrics[name].labels(*of_engine, *labels.split(","))
-                if FIGURES[name].gauge:
+                if METRICS[name].gauge:
                     metric.set(value)
                 else:
                     metric.inc(value)

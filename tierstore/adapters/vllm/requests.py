@@ -1,6 +1,6 @@
 """What the scheduler's half knows of each request, and what the request does in a step.
 
-``Steps`` reads vLLM's ``SchedulerOutput``, which names only a part of each block table, and keeps the rest.
+``StepReader`` reads vLLM's ``SchedulerOutput``, which names only a part of each block table, and keeps the rest.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tierstore.adapters.vllm.hints import NOTHING, Told
+from tierstore.adapters.vllm.hints import NO_HINTS, RequestHints
 from tierstore.adapters.vllm.keys import Hashed, KeyChain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tierstore.adapters.vllm.hit import Plan
+    from tierstore.adapters.vllm.hit import Hit
     from tierstore.adapters.vllm.keys import Adapter
     from tierstore.adapters.vllm.kv_groups import Groups
     from tierstore.types import PageKey
@@ -47,7 +47,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class Known:
+class RequestState:
     """A live request. ``chains``: its keys, by group. ``limit``: tokens beyond this are not offered any more: they
     could not be loaded.
     """
@@ -55,16 +55,16 @@ class Known:
     request: Request
     chains: tuple[KeyChain, ...]
     limit: int | None = None
-    verdict: Verdict | None = None
+    lookup: Lookup | None = None
     put_off: float | None = None
     """Since when it waits for what comes up from disk."""
     left: bool = False
     """Whether pages of it were left where they were."""
-    taken: Plan | None = None
+    taken: Hit | None = None
     """The offer that was taken last."""
     collected: list[int] = field(default_factory=list)
     """Blocks of each group that were handed on to be stored, or that are stored, or given back before."""
-    told: Told = NOTHING
+    hints: RequestHints = NO_HINTS
     adapter: Adapter | None = None
     """The LoRA adapter that it computes with; None: the model alone."""
 
@@ -75,18 +75,18 @@ class Known:
 
 
 @dataclass(slots=True)
-class Verdict:
+class Lookup:
     """What a lookup found for a request of so many tokens with so many computed. ``stale``: who asks again is to have
     a new one; this one may have been taken."""
 
     tokens: int
     computed: int
-    plan: Plan
+    hit: Hit
     asked: int = field(default=0)
     stale: bool = False
 
 
-class Steps:
+class StepReader:
     """The block tables of all requests that run."""
 
     def __init__(self, groups: Groups) -> None:

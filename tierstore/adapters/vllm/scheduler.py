@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from tierstore.adapters.vllm.costs import Measured, Pace
+from tierstore.adapters.vllm.costs import ComputeRate, MeasuredCosts
 from tierstore.adapters.vllm.events import Events
-from tierstore.adapters.vllm.hints import Afterwards, told_of
-from tierstore.adapters.vllm.hit import Offers, into
+from tierstore.adapters.vllm.hints import PageRetention, hints_of
+from tierstore.adapters.vllm.hit import HitLookup, pages_to_load
 from tierstore.adapters.vllm.keys import Adapters
-from tierstore.adapters.vllm.loads import Ahead, Loading
+from tierstore.adapters.vllm.loads import DiskPrefetch, Loads
 from tierstore.adapters.vllm.messages import Orders
-from tierstore.adapters.vllm.metrics import Figures
-from tierstore.adapters.vllm.requests import Known, Request, Step
+from tierstore.adapters.vllm.metrics import MetricsReader
+from tierstore.adapters.vllm.requests import Request, RequestState, Step
 from tierstore.adapters.vllm.stores import Stores
 from tierstore.config import PrefetchConfig
 from tierstore.errors import ConfigError
@@ -54,20 +54,22 @@ class Terms:
 
 @dataclass(slots=True, eq=False)
 class Tiers:
-    """``ahead``: None without a disk. ``costs``: None where what is stored is always loaded."""
+    """``disk_prefetch``: None without a disk. ``costs``: None where what is stored is always loaded."""
 
     ranks: Ranks
     parts: Parts
     store: TierStore
     stores: Stores
-    loading: Loading
-    afterwards: Afterwards
-    ahead: Ahead | None
-    costs: Measured | None
-    offers: Offers
+    loads: Loads
+    retention: PageRetention
+    disk_prefetch: DiskPrefetch | None
+    costs: MeasuredCosts | None
+    hits: HitLookup
 
     @classmethod
-    def of(cls, terms: Terms, hellos: Sequence[Hello], pace: Pace, events: Events | None) -> Tiers:
+    def of(
+        cls, terms: Terms, hellos: Sequence[Hello], compute_rate: ComputeRate, events: Events | None
+    ) -> Tiers:
         """Over the workers that said hello. ConfigError unless they have opened the same.
 
         ``events``: is told of every copy that comes and goes from now on.
@@ -83,20 +85,20 @@ class Tiers:
         stores = Stores(store, terms.groups, events)
         if events is not None:
             parts.directory.watch(events.came, events.left)
-        ahead = None
+        disk_prefetch = None
         if terms.config.nvme is not None:
-            ahead = Ahead(store, _most_ahead(terms.config, hellos[0]), hellos[0].host_slots)
-        costs = measured(terms, hellos, parts.directory.traffic, pace)
+            disk_prefetch = DiskPrefetch(store, _most_ahead(terms.config, hellos[0]), hellos[0].host_slots)
+        costs = measured(terms, hellos, parts.directory.traffic, compute_rate)
         return cls(
             ranks=ranks,
             parts=parts,
             store=store,
             stores=stores,
-            loading=Loading(store, terms.load_timeout_s),
-            afterwards=Afterwards(store),
-            ahead=ahead,
+            loads=Loads(store, terms.load_timeout_s),
+            retention=PageRetention(store),
+            disk_prefetch=disk_prefetch,
             costs=costs,
-            offers=Offers(store, terms.groups, ahead, terms.put_off_s, costs),
+            hits=HitLookup(store, terms.groups, disk_prefetch, terms.put_off_s, costs),
         )
 
     @property
@@ -104,26 +106,26 @@ class Tiers:
         """Whether something is on its way, or is to be."""
         directory = self.parts.directory
         moves = self.ranks.waiting or self.stores.waiting or directory.busy()
-        coming = self.ahead is not None and self.ahead.waits
+        coming = self.disk_prefetch is not None and self.disk_prefetch.waits
         return moves or coming or directory.placement.next_spill is not None
 
     def counted(self) -> dict[str, dict[str, float]]:
         """Counters and gauges by their names in ``metrics``."""
         self.store.stats()  # it brings the gauges up to date
-        left = {Tier.NVME.name: float(self.offers.left)}
+        left = {Tier.NVME.name: float(self.hits.left)}
         return {**self.store.metrics.snapshot(), "left_pages": left}
 
     def forget(self) -> None:
         """Nothing stored so far is found again, and what loads are bringing counts as failed."""
         self.stores.forget()
-        self.loading.void()
+        self.loads.void()
         tables = self.parts.directory.residency.tables.values()
         self.store.evict(list(dict.fromkeys(key for table in tables for key in table.copies)))
 
     def check(self) -> None:
         """AssertionError naming the first invariant that does not hold."""
         self.store.check()
-        self.stores.check(self.loading.writing)
+        self.stores.check(self.loads.writing)
 
 
 def _most_ahead(config: StoreConfig, hello: Hello) -> int:
@@ -133,12 +135,16 @@ def _most_ahead(config: StoreConfig, hello: Hello) -> int:
     return max(1, min(share, limits.max_in_flight // hello.spec.page_nbytes))
 
 
-def measured(terms: Terms, hellos: Sequence[Hello], traffic: Traffic, pace: Pace) -> Measured | None:
+def measured(
+    terms: Terms, hellos: Sequence[Hello], traffic: Traffic, compute_rate: ComputeRate
+) -> MeasuredCosts | None:
     """What the workers' disks give, the slowest of them counting; None: what is stored is always loaded."""
     if terms.load == "always" or terms.config.nvme is None:
         return None
     rates = [hello.read_rate for hello in hellos if hello.read_rate is not None]
-    return Measured(traffic, pace, hellos[0].spec.page_nbytes, min(rates, default=None), monotonic)
+    return MeasuredCosts(
+        traffic, compute_rate, hellos[0].spec.page_nbytes, min(rates, default=None), monotonic
+    )
 
 
 _QUIET_S = 5.0
@@ -169,10 +175,10 @@ class SchedulerHalf:
         self._namespaces = tuple(namespaces)
         self._with_adapter = with_adapter
         self._adapters = Adapters()
-        self._pace = Pace()
-        self._known: dict[str, Known] = {}
+        self._compute_rate = ComputeRate()
+        self._known: dict[str, RequestState] = {}
         self._tiers: Tiers | None = None
-        self._figures: Figures | None = None
+        self._metrics: MetricsReader | None = None
         self._number = 0
         self._moved = monotonic()
 
@@ -193,15 +199,15 @@ class SchedulerHalf:
 
     def meet(self, hellos: Sequence[Hello]) -> None:
         """All workers are open. ConfigError unless they have opened the same."""
-        self._tiers = Tiers.of(self._terms, hellos, self._pace, self.events)
-        self._figures = Figures(self._tiers.counted)
+        self._tiers = Tiers.of(self._terms, hellos, self._compute_rate, self.events)
+        self._metrics = MetricsReader(self._tiers.counted)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
     @property
     def looks_ahead(self) -> bool:
         """Whether it counts what of a queued request the engine holds."""
-        return self._tiers is not None and self._tiers.ahead is not None
+        return self._tiers is not None and self._tiers.disk_prefetch is not None
 
     def arrived(self, request: Request, local: int = 0) -> None:
         """A request was queued, of which the engine holds the first ``local`` tokens now.
@@ -210,7 +216,7 @@ class SchedulerHalf:
         itself takes no such request.
         """
         tiers = self._tiers
-        if tiers is None or tiers.loading.of(request.request_id):
+        if tiers is None or tiers.loads.of(request.request_id):
             return
         adapter, namespaces = None, self._namespaces
         lora = getattr(request, "lora_request", None)
@@ -219,13 +225,13 @@ class SchedulerHalf:
             if adapter is None or self._with_adapter is None:
                 return  # what it computes cannot be told: nothing of it is reused or stored
             namespaces = tuple(self._with_adapter(adapter))
-        chains, told = self.groups.chains(request, namespaces), told_of(request)
-        known = Known(request, chains, collected=[0] * len(chains), told=told, adapter=adapter)
+        chains, hints = self.groups.chains(request, namespaces), hints_of(request)
+        known = RequestState(request, chains, collected=[0] * len(chains), hints=hints, adapter=adapter)
         self._known[request.request_id] = known
-        if told.after is not None:
-            tiers.afterwards.waits(request.request_id, told, known.keys)
-        if tiers.ahead is not None:
-            tiers.ahead.want(request.request_id, *tiers.offers.wanted(known, local), told)
+        if hints.after is not None:
+            tiers.retention.waits(request.request_id, hints, known.keys)
+        if tiers.disk_prefetch is not None:
+            tiers.disk_prefetch.want(request.request_id, *tiers.hits.wanted(known, local), hints)
 
     def offer(self, request: Request, computed: int) -> int | None:
         """Tokens that can be loaded beyond ``computed``, whole blocks, at least one token left to compute.
@@ -236,11 +242,11 @@ class SchedulerHalf:
         tiers, known = self._tiers, self._known.get(request.request_id)
         if tiers is None or known is None or computed % self.groups.unit:
             return 0
-        if not self._is_of_its_adapter(known, look=known.verdict is None):
+        if not self._is_of_its_adapter(known, look=known.lookup is None):
             known.limit = 0
-            if known.verdict is not None:
-                known.verdict.stale = True
-        return tiers.offers.of(known, computed, len(self._known) - 1)
+            if known.lookup is not None:
+                known.lookup.stale = True
+        return tiers.hits.tokens(known, computed, len(self._known) - 1)
 
     def sources(self, request: Request, tokens: int) -> dict[Tier, int]:
         """Where the tokens of the offer taken last come from."""
@@ -250,16 +256,16 @@ class SchedulerHalf:
     def allocated(self, request: Request, tables: Sequence[Sequence[int]], tokens: int) -> None:
         """vLLM has taken the offer: ``tokens`` of it are to be loaded into the request's blocks, by group."""
         tiers, known = self._tiers, self._known.get(request.request_id)
-        if tiers is None or known is None or known.verdict is None or not tokens:
+        if tiers is None or known is None or known.lookup is None or not tokens:
             return
-        start = known.verdict.computed
-        pages = into(self.groups, known.chains, tables, start, start + tokens)
+        start = known.lookup.computed
+        pages = pages_to_load(self.groups, known.chains, tables, start, start + tokens)
         # Where a chunk ends nothing before it is needed: no page, and vLLM waits to hear of a load all the same.
         starts, keys, blocks = zip(*pages, strict=True) if pages else ((), (), ())
-        tiers.loading.want(request.request_id, keys, blocks, starts)
-        known.taken, known.verdict = known.verdict.plan, None
-        if tiers.ahead is not None and not known.left:
-            tiers.ahead.over(request.request_id)
+        tiers.loads.want(request.request_id, keys, blocks, starts)
+        known.taken, known.lookup = known.lookup.hit, None
+        if tiers.disk_prefetch is not None and not known.left:
+            tiers.disk_prefetch.over(request.request_id)
 
     def finished(self, request_id: str, tables: Sequence[Sequence[int]], computed: int) -> None:
         """The request has ended or was aborted with so many tokens computed in these blocks, by group, which are
@@ -269,14 +275,14 @@ class SchedulerHalf:
         tiers, known = self._tiers, self._known.get(request_id)
         if tiers is None or known is None:
             return
-        waits = known.verdict is not None or tiers.loading.of(request_id)
+        waits = known.lookup is not None or tiers.loads.of(request_id)
         if known.limit is None and not waits and self._is_of_its_adapter(known):
             tiers.stores.collect(known, tables, computed, computed)
         del self._known[request_id]
-        if tiers.ahead is not None and not known.left:
-            tiers.ahead.over(request_id)
-        if known.told.after is not None:
-            tiers.afterwards.ended(request_id, known.told, known.keys)
+        if tiers.disk_prefetch is not None and not known.left:
+            tiers.disk_prefetch.over(request_id)
+        if known.hints.after is not None:
+            tiers.retention.ended(request_id, known.hints, known.keys)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -285,27 +291,27 @@ class SchedulerHalf:
         tiers = self._tiers
         if tiers is None:
             return Orders()
-        stores, loading = tiers.stores, tiers.loading
+        stores, loads = tiers.stores, tiers.loads
         steps = list(steps)
         if steps:
             self._moved = monotonic()
         fence = stores.reused(block for step in steps for block in step.fresh)
-        stores.reused(loading.fresh_blocks())  # these loads wait until nothing reads their blocks
-        loading.start(stores.busy, idle=not steps)
-        if tiers.ahead is not None:
-            tiers.ahead.advance()
+        stores.reused(loads.fresh_blocks())  # these loads wait until nothing reads their blocks
+        loads.start(stores.busy, idle=not steps)
+        if tiers.disk_prefetch is not None:
+            tiers.disk_prefetch.advance()
         self._settle(tiers)
         before = tuple(tiers.ranks.take())
         for step in steps:
             self._follow(tiers, step)
-        stores.put(loading.into)
-        failed = loading.take_failed()
-        after, waits = tuple(tiers.ranks.take()), loading.waits
+        stores.put(loads.into)
+        failed = loads.take_failed()
+        after, waits = tuple(tiers.ranks.take()), loads.waits
         idle = not steps and (waits or tiers.moving)
         if tiers.costs is not None:
             tiers.costs.look(computes=bool(steps))
         self._number += 1
-        answer = self._pace.ordered(self._number, steps, monotonic()) or waits
+        answer = self._compute_rate.ordered(self._number, steps, monotonic()) or waits
         return Orders(fence, before, after, failed, answer, idle, self._number)
 
     def heard(self, report: Report | None) -> set[str]:
@@ -314,7 +320,7 @@ class SchedulerHalf:
         if tiers is None:
             return set()
         if report is not None:
-            self._pace.ended(report.number, monotonic())
+            self._compute_rate.ended(report.number, monotonic())
             for rank, health in report.health.items():
                 tiers.ranks.hear(rank, health)
             for rank, acks in report.acks.items():
@@ -325,7 +331,7 @@ class SchedulerHalf:
         if tiers.costs is not None:
             tiers.costs.look()
         self._settle(tiers)
-        return tiers.loading.take_loaded()
+        return tiers.loads.take_loaded()
 
     @property
     def pending(self) -> bool:
@@ -345,14 +351,14 @@ class SchedulerHalf:
             return
         self._tiers.forget()
         for known in self._known.values():
-            if known.verdict is not None:
-                known.verdict.stale = True
+            if known.lookup is not None:
+                known.lookup.stale = True
 
     @property
     def at_rest(self) -> bool:
         """Whether no copy out of the engine's blocks, or into them, is under way or ordered, as far as was heard."""
         tiers = self._tiers
-        return tiers is None or not (tiers.stores.busy or tiers.loading.into)
+        return tiers is None or not (tiers.stores.busy or tiers.loads.into)
 
     def check(self) -> None:
         """AssertionError naming the first invariant that does not hold."""
@@ -365,7 +371,7 @@ class SchedulerHalf:
 
     def figures(self) -> dict[str, dict[str, float]] | None:
         """What was counted since the last look, once a second at most."""
-        return None if self._figures is None else self._figures.take()
+        return None if self._metrics is None else self._metrics.take()
 
     def close(self) -> None:
         """Ends it. What only host memory holds is lost with the workers."""
@@ -378,15 +384,15 @@ class SchedulerHalf:
         known = self._known.get(step.request_id)
         if known is None:
             return
-        known.verdict = None
-        if step.first and tiers.ahead is not None and not known.left:
-            tiers.ahead.over(step.request_id)
+        known.lookup = None
+        if step.first and tiers.disk_prefetch is not None and not known.left:
+            tiers.disk_prefetch.over(step.request_id)
         if self._is_of_its_adapter(known, look=step.first):
             tiers.stores.follow(known, step)
             if known.adapter is not None and step.first:
                 self._adapters.runs(known.adapter)
 
-    def _is_of_its_adapter(self, known: Known, *, look: bool = False) -> bool:
+    def _is_of_its_adapter(self, known: RequestState, *, look: bool = False) -> bool:
         """Whether the request computes what its keys say. ``look``: at the adapter's files."""
         return known.adapter is None or self._adapters.holds(known.adapter, look=look)
 
@@ -396,7 +402,7 @@ class SchedulerHalf:
         Else it gives all blocks back, and keeps them reserved for the request: a second load of its own would have to
         find room beside them, which on a small pool is never there. So it computes all of it.
         """
-        for load in tiers.loading.settle():
+        for load in tiers.loads.settle():
             known = self._known.get(load.request_id)
             if known is not None:
                 known.limit = load.starts[load.arrived] if self.groups.whole else 0

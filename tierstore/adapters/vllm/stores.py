@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from tierstore.adapters.vllm.events import Events
     from tierstore.adapters.vllm.kv_groups import Group, Groups
-    from tierstore.adapters.vllm.requests import Known, Step
+    from tierstore.adapters.vllm.requests import RequestState, Step
     from tierstore.store import TierStore
     from tierstore.types import PageKey
 
@@ -45,13 +45,15 @@ class Stores:
         """Whether pages wait to be put, or to be copied out."""
         return bool(self._collected or self.busy)
 
-    def follow(self, known: Known, step: Step) -> None:
+    def follow(self, known: RequestState, step: Step) -> None:
         """Blocks that are full once the step has run are to be stored."""
         if step.first:
             known.collected = [self._stored(known, group, step.computed) for group in self._groups.all]
         self.collect(known, step.tables, step.computed, step.computed + step.scheduled)
 
-    def collect(self, known: Known, tables: Sequence[Sequence[int]], before: int, computed: int) -> None:
+    def collect(
+        self, known: RequestState, tables: Sequence[Sequence[int]], before: int, computed: int
+    ) -> None:
         """Full blocks whose hashes are known: a token that was sampled but not told yet has none.
 
         What a window did not need any more at token ``before``, where the step began, may be somebody else's by now.
@@ -115,14 +117,14 @@ class Stores:
         self._store.put(keys, blocks, parents=parents)
         self.busy.update(blocks)
 
-    def _stored(self, known: Known, group: Group, computed: int) -> int:
+    def _stored(self, known: RequestState, group: Group, computed: int) -> int:
         """Blocks up to the first that the request holds and the store does not."""
         first = group.first_needed(computed)
         there = known.chains[group.number].first(computed // group.block_size)[first:]
         return first + self._store.match(there).num_pages
 
     def _collect(
-        self, known: Known, group: Group, table: Sequence[int], start: int, keys: Sequence[PageKey]
+        self, known: RequestState, group: Group, table: Sequence[int], start: int, keys: Sequence[PageKey]
     ) -> None:
         held = [i for i in range(start, len(keys)) if not (group.partial and table[i] == NULL_BLOCK)]
         self.add(
@@ -133,7 +135,9 @@ class Stores:
         if self._events is not None:
             self._events.learn(known.request, keys[start:], start, group)
 
-    def _parent(self, known: Known, group: Group, keys: Sequence[PageKey], number: int) -> PageKey | None:
+    def _parent(
+        self, known: RequestState, group: Group, keys: Sequence[PageKey], number: int
+    ) -> PageKey | None:
         """The page without which this one is of no use.
 
         Of full attention the one before. Of a window the page of full attention that ends with it: where room is

@@ -1,7 +1,7 @@
 """The half in a worker: the tiers' bytes and the engine's tensors. It does what the scheduler's half orders.
 
 Calls come from the worker's thread, once a step: ``begin``, ``go``, ``end``, ``report``. No decision is made here.
-``Feed`` hands commands to the mover, some only once the engine has got there, and keeps what is open.
+``CommandQueue`` hands commands to the mover, some only once the engine has got there, and keeps what is open.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence, Set
     from pathlib import Path
 
-    from tierstore.adapters.vllm.kv_layout import Geometry
+    from tierstore.adapters.vllm.kv_layout import KVLayout
     from tierstore.build import Parts
     from tierstore.config import StoreConfig
     from tierstore.directory.residency import Residency
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
     Commands = Sequence[Transfer | Erase]
 
-_feed_log = logging.getLogger("tierstore.adapters.vllm.feed")
+_queue_log = logging.getLogger("tierstore.adapters.vllm.feed")
 
 _POLL_S = 0.001
 
 
-class Feed:
+class CommandQueue:
     """One mover's intake and its acks. Any thread.
 
     Where the device tells of an end only when asked, a thread asks while something is on its way: steps of the engine
@@ -149,7 +149,7 @@ class Feed:
                     self._advance()
                 except Exception:  # noqa: BLE001 - a thread's top: log it, go on
                     self.faults += 1
-                    _feed_log.exception("commands could not be handed on")
+                    _queue_log.exception("commands could not be handed on")
                 self._turn.wait(_POLL_S if self._queue or self._mover.polled else None)
 
 
@@ -167,19 +167,19 @@ _REST_S = 30.0
 class WorkerHalf:
     """Opened tiers of one rank, and the engine's tensors there."""
 
-    def __init__(self, parts: Parts, geometry: Geometry, rank: int, wakeup: Wakeup) -> None:
+    def __init__(self, parts: Parts, kv_layout: KVLayout, rank: int, wakeup: Wakeup) -> None:
         """Takes over opened parts, whose threads call ``wakeup``; use ``open``."""
         assert parts.arena is not None
         self._wakeup = wakeup
-        pool = parts.device.register(parts.layout, (geometry.pages,))
+        pool = parts.device.register(parts.layout, (kv_layout.pages,))
         # A request waits for all of its pages: none is cut by layers.
         copies = parts.device.open_copies(Between(pool, parts.arena, wakeup.bump, most_groups=1))
         parts.mover.attach(copies)
         self._rank = rank
-        self._shard = geometry.spec.shard.to_bytes(2, "big")
+        self._shard = kv_layout.spec.shard.to_bytes(2, "big")
         self._last_use: Callable[[Event | None], Event | None] = parts.device.last_use
         self._arena, self._nvme, self._stats = parts.arena, parts.nvme, parts.device.stats
-        self._feed = Feed(parts.mover, wakeup)
+        self._commands = CommandQueue(parts.mover, wakeup)
         self._opened = health(parts.device, parts.arena, parts.nvme)  # device and route stay as they are now
         self._stalled_steps = 0
         self._reported = self.health()
@@ -194,7 +194,7 @@ class WorkerHalf:
             catalogue = Catalogue.of(parts.nvme.record_nbytes, parts.nvme.budget_nbytes, found)
         self.hello = Hello(
             rank,
-            replace(geometry.spec, shard=0),
+            replace(kv_layout.spec, shard=0),
             pool.num_slots,
             parts.arena.num_slots,
             catalogue,
@@ -202,13 +202,13 @@ class WorkerHalf:
         )
 
     @classmethod
-    def open(cls, config: StoreConfig, geometry: Geometry, rank: int) -> WorkerHalf:
+    def open(cls, config: StoreConfig, kv_layout: KVLayout, rank: int) -> WorkerHalf:
         """Opens the tiers; ConfigError as ``TierStore.open`` has it, with nothing changed."""
         wakeup = Wakeup()
-        half = cls(assemble(config, PageLayout.of(geometry.spec), wakeup.bump), geometry, rank, wakeup)
+        half = cls(assemble(config, PageLayout.of(kv_layout.spec), wakeup.bump), kv_layout, rank, wakeup)
         if config.nvme is not None:
             half.hello = replace(
-                half.hello, read_rate=_read_rate(config.nvme.path, geometry.spec.page_nbytes)
+                half.hello, read_rate=_read_rate(config.nvme.path, kv_layout.spec.page_nbytes)
             )
         return half
 
@@ -250,10 +250,10 @@ class WorkerHalf:
         deadline = monotonic() + (self.idle_s if self._idle else 0.0)
         while True:
             seen = self._wakeup.count
-            acks = self._feed.take()
-            if acks or not self._feed.busy or monotonic() >= deadline:
+            acks = self._commands.take()
+            if acks or not self._commands.busy or monotonic() >= deadline:
                 return self._said(tuple(acks))
-            self._wakeup.wait(seen, deadline, self._feed.pause(self.idle_s))
+            self._wakeup.wait(seen, deadline, self._commands.pause(self.idle_s))
 
     def empty_report(self) -> Report:
         """A word that nothing has ended."""
@@ -268,18 +268,18 @@ class WorkerHalf:
         deadline = monotonic() + self.rest_s
         while True:
             seen = self._wakeup.count
-            self._feed.advance()
-            if not self._feed.at_engine:
+            self._commands.advance()
+            if not self._commands.at_engine:
                 return True
             if monotonic() >= deadline:
                 return False
-            self._wakeup.wait(seen, deadline, self._feed.pause(_LOOK_S))
+            self._wakeup.wait(seen, deadline, self._commands.pause(_LOOK_S))
 
     # -- life ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """AssertionError unless everything ordered is under way or told."""
-        self._feed.check()
+        self._commands.check()
 
     def health(self) -> RankHealth:
         """Return what this rank has now of the memory, routes and disk that it asked for."""
@@ -290,7 +290,7 @@ class WorkerHalf:
             pinning=self._arena.pinning,
             refused=self._arena.refused,
             disk=None if self._nvme is None else self._nvme.state,
-            faults=self._feed.faults,
+            faults=self._commands.faults,
             stalled_steps=self._stalled_steps,
         )
 
@@ -304,7 +304,7 @@ class WorkerHalf:
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Ends copies and tiers: what is on its way to disk gets there, what only host memory holds is lost."""
-        if not self._feed.close(timeout_s):
+        if not self._commands.close(timeout_s):
             _log.warning("a copy or I/O thread did not end within %s s and was left behind", timeout_s)
         else:
             self._arena.close()
@@ -323,16 +323,16 @@ class WorkerHalf:
         for command in commands:
             own = self._own(command)
             of_engine = isinstance(own, Transfer) and Tier.HBM in (own.src, own.dst)
-            self._feed.submit(own, self._launched if of_engine else None)
+            self._commands.submit(own, self._launched if of_engine else None)
 
     def _wait_for(self, slots: frozenset[int]) -> None:
         start = warned = monotonic()
-        while self._feed.reads(slots):
+        while self._commands.reads(slots):
             seen = self._wakeup.count
-            self._feed.advance()
-            if not self._feed.reads(slots):
+            self._commands.advance()
+            if not self._commands.reads(slots):
                 return
-            self._wakeup.wait(seen, None, self._feed.pause(_LOOK_S))
+            self._wakeup.wait(seen, None, self._commands.pause(_LOOK_S))
             if monotonic() - warned > _FENCE_WARN_S:
                 self._stalled_steps += warned == start
                 warned = monotonic()

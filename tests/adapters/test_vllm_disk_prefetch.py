@@ -52,7 +52,7 @@ def test_nothing_comes_up_for_a_request_that_has_gone_or_that_the_engine_holds(t
     store, tables = half._tiers.store, half._tiers.parts.directory.residency.tables
     store.evict(list(tables[Tier.NVME].copies), Tier.HOST)
     keys = KeyChain(SimpleNamespace(block_hashes=hashes_of(DOCUMENT)), half._namespaces[0]).first(4)
-    ahead = half._tiers.ahead
+    ahead = half._tiers.disk_prefetch
     ahead.want("held", keys, 4)
     ahead.want("gone", keys, 0)
     ahead.over("gone")
@@ -80,10 +80,10 @@ def test_a_request_whose_pages_have_gone_keeps_no_other_from_being_brought_up(tm
         for document in documents
     ]
     first, second = (chain.first(4) for chain in chains)
-    half._tiers.ahead.want("first", first, 0)
-    half._tiers.ahead.want("second", second, 0)
+    half._tiers.disk_prefetch.want("first", first, 0)
+    half._tiers.disk_prefetch.want("second", second, 0)
     store.evict(first)
-    half._tiers.ahead.advance()
+    half._tiers.disk_prefetch.advance()
     assert set(tables[Tier.HOST].copies) <= set(second)
     assert tables[Tier.HOST].copies
     engine.run()
@@ -235,7 +235,7 @@ def test_what_nobody_waits_for_comes_after_all_that_is_waited_for_and_its_hint_e
         KeyChain(SimpleNamespace(block_hashes=hashes_of(document)), half._namespaces[0]).first(4)
         for document in documents
     )
-    ahead = half._tiers.ahead
+    ahead = half._tiers.disk_prefetch
     ahead.want("computes", first, 0)
     ahead.behind("computes")
     ahead.behind("never heard of")
@@ -261,7 +261,7 @@ def test_only_a_few_requests_have_pages_come_up_behind_them(tmp_path: Path) -> N
     half._tiers.store.evict(list(half._tiers.parts.directory.residency.tables[Tier.NVME].copies), Tier.HOST)
     keys = KeyChain(SimpleNamespace(block_hashes=hashes_of(DOCUMENT)), half._namespaces[0]).first(4)
     for number in range(9):
-        half._tiers.ahead.want(f"r{number}", keys, 0)
-        half._tiers.ahead.behind(f"r{number}")
-    assert list(half._tiers.ahead._queue) == ["r5", "r6", "r7", "r8"]
+        half._tiers.disk_prefetch.want(f"r{number}", keys, 0)
+        half._tiers.disk_prefetch.behind(f"r{number}")
+    assert list(half._tiers.disk_prefetch._queue) == ["r5", "r6", "r7", "r8"]
     engine.close()
