@@ -2,7 +2,7 @@
 
 It is a caller like any other: it holds no pages, no lease and no lock, and without it everything is served as well,
 only later. The store decides what a page may displace, and that nothing starts for a hint that was withdrawn
-(``TierStore.promote``). ``Bringing`` is one turn: take in hints, plan where that is due, start what can start.
+(``TierStore.promote``). ``PrefetchLoop`` is one turn: take in hints, plan where that is due, start what can start.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from weakref import WeakSet
 
 from prefetch.planner import PIECE_PAGES, plan
-from prefetch.state import Intake, Keeping, Window
-from prefetch.types import Machine, Promotion, Retained, Want
+from prefetch.state import ExpectedRequests, KeptPages, LoadWindow
+from prefetch.types import Machine, Retained, Want
 from tierstore.config import PrefetchConfig
 from tierstore.errors import StoreClosed
 from tierstore.types import Hint, Tier, require_time, seconds_to_wait
@@ -68,7 +68,7 @@ _LOOK_AHEAD = 4
 """Promotions that are tried after one that cannot start yet."""
 
 
-class _Ahead(NamedTuple):
+class _Planned(NamedTuple):
     """A planned promotion whose hint is known; ``over``: hints that are needed later, the last of them last."""
 
     hint: Hint
@@ -76,7 +76,7 @@ class _Ahead(NamedTuple):
     over: tuple[Hint, ...]
 
 
-class Bringing:
+class PrefetchLoop:
     """The requests expected and what is under way for them. One thread at a time, the clock is given."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Bringing:
         clock: Callable[[], float],
     ) -> None:
         figures = store.stats()
-        self.intake = Intake()
+        self.expected = ExpectedRequests()
         self.in_flight = 0
         self.counts: Counter[str] = Counter()
         self._store = store
@@ -98,14 +98,14 @@ class Bringing:
         tiers = sorted(Tier[name] for name in section(figures, "tiers"))
         self._top = tiers[0]
         self._promoted_to = [tier for tier in tiers[:-1] if tier <= Tier.HOST]
-        self._ahead: dict[Tier, list[_Ahead]] = {}
+        self._planned: dict[Tier, list[_Planned]] = {}
         self._staged: set[PageKey] = set()
-        self._keeping = Keeping(store, self._promoted_to)
+        self._kept = KeptPages(store, self._promoted_to)
         self._wave = PIECE_PAGES
         self._load_s = 0.0
         self._arriving = 0
         """Pages on their way into HBM."""
-        self._window = Window()
+        self._window = LoadWindow()
         self._plan_at = self._planned_at = -inf
         self._soonest = inf
         """For a plan without a hint, once all is under way: inf after one that found nothing to bring."""
@@ -119,12 +119,12 @@ class Bringing:
         """
         fresh = self._take(timeout_s)
         now = self._clock()
-        self.intake.expire(now)
-        expected = self.intake.in_order()
+        self.expected.expire(now)
+        expected = self.expected.in_order()
         self._note_misses(expected, now)
         if not expected:
-            self._ahead, self._staged = {}, set()
-            self._keeping.clear()
+            self._planned, self._staged = {}, set()
+            self._kept.clear()
             self._see_what_flies(_NOBODYS)
             return _IDLE_S
         if fresh and self._idle:
@@ -133,19 +133,19 @@ class Bringing:
             self._replan(expected, now)
         self._see_what_flies(expected[0].hint)
         started = 0
-        for tier in sorted(self._ahead):
-            self._keeping.ask(tier)
+        for tier in sorted(self._planned):
+            self._kept.ask(tier)
             started += self._start(tier)
         if now >= self._plan_at:
             return 0.0
         if started:  # what is planned goes on as planned
             self._plan_at = max(self._plan_at, min(now + _PLAN_AGAIN_S, self._planned_at + _IDLE_S))
         if started or self.in_flight:
-            if not any(self._ahead.values()):
+            if not any(self._planned.values()):
                 self._plan_at = min(self._plan_at, max(now + _PLAN_SOON_S, self._soonest))
                 return max(_BUSY_S, min(_BLOCKED_S, self._plan_at - now))
             return _BUSY_S
-        return _BLOCKED_S if any(self._ahead.values()) else _PLAN_AGAIN_S
+        return _BLOCKED_S if any(self._planned.values()) else _PLAN_AGAIN_S
 
     def _see_what_flies(self, hint: Hint) -> None:
         """``hint``: any; nothing starts for it."""
@@ -155,12 +155,12 @@ class Bringing:
 
     def _take(self, timeout_s: float) -> bool:
         hints = self._store.take_hints(timeout_s)
-        self.intake.take(hints, self._clock())
+        self.expected.take(hints, self._clock())
         return bool(hints)
 
     @property
     def _idle(self) -> bool:
-        return not (self.in_flight or any(self._ahead.values()))
+        return not (self.in_flight or any(self._planned.values()))
 
     def _begin(self, expected: list[Expected], now: float) -> None:
         """Plans for the first pages alone where there are many more: the link need not wait for the whole plan.
@@ -193,21 +193,23 @@ class Bringing:
         found = plan(wants, machine, now, retained, most_pages=_PLAN_PAGES)
         ranks = {each.hint.request_id: rank for rank, each in enumerate(soon)}
         hints = tuple(each.hint for each in soon)
-        self._keeping.plan(hints, wants, [found.outcomes[want.request_id].load for want in wants])
+        self._kept.plan(hints, wants, [found.outcomes[want.request_id].load for want in wants])
         self._take_over(found, hints, ranks, machine)
         self._planned_at = now
         rest = _PLAN_SHARE * (self._clock() - now)
-        self._soonest = now + rest if self._ahead else inf
-        self._plan_at = now + max(rest, _PLAN_AGAIN_S if self._ahead else _IDLE_S)
+        self._soonest = now + rest if self._planned else inf
+        self._plan_at = now + max(rest, _PLAN_AGAIN_S if self._planned else _IDLE_S)
 
     def _take_over(
         self, found: Plan, hints: tuple[Hint, ...], ranks: dict[str, int], machine: Machine
     ) -> None:
         """What is planned comes next."""
-        self._ahead = {}
+        self._planned = {}
         for promotion in found.promotions:
             rank = ranks[promotion.request_id]
-            self._ahead.setdefault(promotion.dst, []).append(_ahead(promotion, hints, rank))
+            self._planned.setdefault(promotion.dst, []).append(
+                _Planned(hints[rank], promotion.keys, hints[rank + 1 :])
+            )
         quickest = min((s for s in (machine.read_s, machine.load_s) if s), default=inf)
         self._wave = max(PIECE_PAGES, int(_WAVE_S / quickest))
         self._load_s = machine.load_s
@@ -240,7 +242,7 @@ class Bringing:
 
     def _start(self, dst: Tier) -> int:
         """Starts what comes next on the way to a tier, as long as it may; pages started."""
-        queue, started, at = self._ahead[dst], 0, 0
+        queue, started, at = self._planned[dst], 0, 0
         while at < min(len(queue), _LOOK_AHEAD):
             room = self._room(dst)
             hint, keys, over = queue[at]
@@ -249,13 +251,13 @@ class Bringing:
             found = self._store.promote(hint, keys[:room], dst, over)
             self._note_under_way(found, dst)
             if not found.in_force:
-                self.intake.drop(hint)
+                self.expected.drop(hint)
                 queue[:] = [each for each in queue if each.hint is not hint]
                 at = 0
                 continue
             started += len(found.keys)
             self._note_started(found.keys, dst)
-            self._keeping.note(hint, keys[: found.covered], dst)
+            self._kept.note(hint, keys[: found.covered], dst)
             if found.covered == len(keys):
                 del queue[at]
                 continue
@@ -297,10 +299,6 @@ class Bringing:
         self._missed = set(marks)
 
 
-def _ahead(promotion: Promotion, hints: tuple[Hint, ...], rank: int) -> _Ahead:
-    return _Ahead(hints[rank], promotion.keys, hints[rank + 1 :])
-
-
 def _soon(expected: list[Expected]) -> list[Expected]:
     """Who is planned for: the first, as many as have so many pages together."""
     pages, found = 0, []
@@ -333,7 +331,7 @@ class Prefetcher:
     ) -> None:
         self._store = store
         self._config = config or _configured(store.stats())
-        self._bringing = Bringing(store, self._config, compute, clock)
+        self._loop = PrefetchLoop(store, self._config, compute, clock)
         self._faults = 0
         self._closing = Event()
         self._thread: Thread | None = None
@@ -402,17 +400,16 @@ class Prefetcher:
 
         What became of the bytes is the store's to say: ``prefetch_bytes`` among the counters of ``TierStore.stats``.
         """
-        bringing = self._bringing
+        loop = self._loop
         return {
-            "expected": len(bringing.intake),
-            "turned_away": bringing.intake.turned_away,
-            "in_flight_pages": bringing.in_flight,
+            "expected": len(loop.expected),
+            "turned_away": loop.expected.turned_away,
+            "in_flight_pages": loop.in_flight,
             "max_in_flight": self._config.max_in_flight,
             "share_of_host": self._config.share_of_host,
             "faults": self._faults,
             **{
-                name: bringing.counts[name]
-                for name in ("read_bytes", "loaded_bytes", "deadline_misses", "plans")
+                name: loop.counts[name] for name in ("read_bytes", "loaded_bytes", "deadline_misses", "plans")
             },
         }
 
@@ -421,7 +418,7 @@ class Prefetcher:
 
         The seconds after which the next turn is worth while. One thread at a time: its own, once it is attached.
         """
-        return self._bringing.turn(timeout_s)
+        return self._loop.turn(timeout_s)
 
     @property
     def _serves(self) -> bool:

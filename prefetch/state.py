@@ -1,7 +1,8 @@
 """What the prefetcher remembers between its turns: expected requests, pages to keep in memory, loads under way.
 
-``Intake`` holds the newest hint of each request until it is withdrawn or its time has run out. ``Keeping`` asks the
-store to keep what expected requests have in memory already. ``Window`` says how many loads may start now. No clock.
+``ExpectedRequests`` holds the newest hint of each request until it is withdrawn or its time has run out. ``KeptPages``
+asks the store to keep what expected requests have in memory already. ``LoadWindow`` says how many loads may start now.
+No clock.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Expected(NamedTuple):
         return (self.deadline, -self.hint.priority)
 
 
-class Intake:
+class ExpectedRequests:
     """Bounded: with ``most`` requests in it, of those and a new one the one needed last is turned away."""
 
     def __init__(self, most: int = MOST_REQUESTS) -> None:
@@ -86,7 +87,7 @@ class _There(NamedTuple):
     over: tuple[Hint, ...]
 
 
-class Keeping:
+class KeptPages:
     """Each page is named to the store once for every revision of a hint. One thread at a time."""
 
     def __init__(self, store: TierStore, tiers: Iterable[Tier]) -> None:
@@ -136,7 +137,7 @@ _NEXT_AT = 0.6
 """Of a half's time on the link: what starts later than at a half of it does not join the same wave."""
 
 
-class Window:
+class LoadWindow:
     """The way into HBM, filled half by half: the second half is started while the first one crosses the link.
 
     Pages that go up layer group by layer group end together, a wave at its end (``tierstore.gpu.schedule``). Were a

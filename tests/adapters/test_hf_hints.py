@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import LlamaForCausalLM
 
-from prefetch.prefetcher import Bringing
+from prefetch.prefetcher import PrefetchLoop
 from tests.adapters.tiny import PAGE, open_store, plain, random_prompt, tiny_llama
 from tests.support.pages import PATIENCE_S
 from tierstore.adapters.huggingface import PrefixCache
@@ -36,14 +36,14 @@ def model() -> LlamaForCausalLM:
     return tiny_llama()
 
 
-def pause(store: TierStore, clock: Clock, bringing: Bringing | None, tokens: tuple[int, ...]) -> list[Tier]:
+def pause(store: TierStore, clock: Clock, loop: PrefetchLoop | None, tokens: tuple[int, ...]) -> list[Tier]:
     """The session rests, its pages go to disk; where they are when it goes on."""
     keys = store.keys(tokens[: len(tokens) - len(tokens) % PAGE])
     store.demote(keys, Tier.NVME)
     assert store.drain(PATIENCE_S)
     for _ in range(10):
-        if bringing is not None:
-            bringing.turn(0.0)
+        if loop is not None:
+            loop.turn(0.0)
         assert store.drain(PATIENCE_S)
         clock.now += PAUSE_S / 10
     return list(store.match(keys).tiers)
@@ -55,13 +55,13 @@ def test_a_session_finds_its_pages_in_hbm_once_its_pauses_are_known(
 ) -> None:
     clock = Clock()
     with open_store(model, host=32, disk=tmp_path) as store, PrefixCache(store, model, clock=clock) as cache:
-        bringing = Bringing(store, PrefetchConfig(share_of_host=1.0), None, clock) if prefetched else None
+        loop = PrefetchLoop(store, PrefetchConfig(share_of_host=1.0), None, clock) if prefetched else None
         session, found = cache.session("a"), []
         for number in range(6):
             session.append(random_prompt(PAGE, seed=number))
             expected = plain(model, list(session.tokens), max_new_tokens=4)
             assert session.generate(**ANSWER) == expected
-            found.append(set(pause(store, clock, bringing, session.tokens)))
+            found.append(set(pause(store, clock, loop, session.tokens)))
         usual = {Tier.HBM} if prefetched else {Tier.NVME}
         assert found == [{Tier.NVME}] * 3 + [usual] * 3
         store.check()
@@ -70,15 +70,15 @@ def test_a_session_finds_its_pages_in_hbm_once_its_pauses_are_known(
 def test_a_session_that_ends_is_expected_no_more(model: LlamaForCausalLM, tmp_path: Path) -> None:
     clock = Clock()
     with open_store(model, host=32, disk=tmp_path) as store, PrefixCache(store, model, clock=clock) as cache:
-        bringing = Bringing(store, PrefetchConfig(), None, clock)
+        loop = PrefetchLoop(store, PrefetchConfig(), None, clock)
         for name in ("dropped", "expired", "closed"):
             session = cache.session(name, ttl_s=100.0)
             for number in range(4):
                 clock.now += PAUSE_S
                 session.append(random_prompt(PAGE, seed=number))
                 session.generate(**ANSWER)
-            bringing.turn(0.0)
-            assert len(bringing.intake) == 1
+            loop.turn(0.0)
+            assert len(loop.expected) == 1
             if name == "dropped":
                 session.drop()
             elif name == "expired":
@@ -86,5 +86,5 @@ def test_a_session_that_ends_is_expected_no_more(model: LlamaForCausalLM, tmp_pa
                 cache.expire()
             else:
                 cache.close()
-            bringing.turn(0.0)
-            assert len(bringing.intake) == 0, name
+            loop.turn(0.0)
+            assert len(loop.expected) == 0, name

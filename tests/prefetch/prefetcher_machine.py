@@ -49,7 +49,7 @@ class Asked(NamedTuple):
 class PrefetcherMachine(RuleBasedStateMachine):
     """``planted``: the modules under test, loaded anew where they have a bug."""
 
-    bringing_module: ClassVar[ModuleType] = prefetcher
+    loop_module: ClassVar[ModuleType] = prefetcher
     promoting_module: ClassVar[ModuleType] = loads
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
         self.store = self.bench.store
         vars(self.store)["promote"] = self.promote
         limits = PrefetchConfig(max_in_flight=MOST * SPEC.page_nbytes, share_of_host=SHARE / HOST)
-        self.subject: prefetcher.Bringing = self.bringing_module.Bringing(
+        self.subject: prefetcher.PrefetchLoop = self.loop_module.PrefetchLoop(
             self.store, limits, None, lambda: self.now
         )
         for keys in SEQUENCES:
@@ -371,7 +371,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
         self.subject.turn(0.0)
         self.store.poll()
         assert self.bench.directory.promoting.num_kept == 0
-        assert len(self.subject.intake) == 0
+        assert len(self.subject.expected) == 0
         require_nothing_held(self.store)
 
     # -- inside -------------------------------------------------------------------------------------------------

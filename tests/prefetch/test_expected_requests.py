@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from prefetch.state import Intake
+from prefetch.state import ExpectedRequests
 from tests.support.pages import chain
 from tierstore.types import Hint, PageKey
 
@@ -32,12 +32,12 @@ def hint(
     )
 
 
-def names(intake: Intake) -> list[str]:
+def names(intake: ExpectedRequests) -> list[str]:
     return [each.hint.request_id for each in intake.in_order()]
 
 
 def test_who_is_needed_sooner_comes_first_then_the_higher_priority_then_the_earlier() -> None:
-    intake = Intake()
+    intake = ExpectedRequests()
     intake.take([hint("none"), hint("nine", deadline_s=9.0), hint("five", deadline_s=5.0)], 100.0)
     intake.take([hint("urgent", deadline_s=9.0, priority=1), hint("last")], 100.0)
     assert names(intake) == ["five", "urgent", "nine", "none", "last"]
@@ -45,7 +45,7 @@ def test_who_is_needed_sooner_comes_first_then_the_higher_priority_then_the_earl
 
 
 def test_a_newer_revision_replaces_and_an_older_one_does_nothing() -> None:
-    intake = Intake()
+    intake = ExpectedRequests()
     intake.take([hint("a", 2, chain(1, "x")), hint("a", 1), hint("a", 2)], 0.0)
     assert [each.hint.keys for each in intake.in_order()] == [tuple(chain(1, "x"))]
     intake.take([hint("a", 3, chain(1, "y"))], 0.0)
@@ -56,13 +56,13 @@ def test_a_newer_revision_replaces_and_an_older_one_does_nothing() -> None:
     "last", [hint("a", 2, []), hint("a", 2, need="retain"), hint("a", 2, need="wont_need")]
 )
 def test_a_request_that_needs_nothing_more_is_expected_no_more(last: Hint) -> None:
-    intake = Intake()
+    intake = ExpectedRequests()
     intake.take([hint("a"), last], 0.0)
     assert len(intake) == 0
 
 
 def test_a_hint_ends_with_its_time() -> None:
-    intake = Intake()
+    intake = ExpectedRequests()
     intake.take([hint("short", ttl_s=5.0), hint("due", deadline_s=10.0), hint("open")], 100.0)
     intake.expire(104.9)
     assert len(intake) == 3
@@ -72,7 +72,7 @@ def test_a_hint_ends_with_its_time() -> None:
 
 
 def test_a_hint_that_is_in_force_no_more_is_dropped_but_not_a_newer_one() -> None:
-    intake = Intake()
+    intake = ExpectedRequests()
     intake.take([hint("a"), hint("b", 2)], 0.0)
     intake.drop(hint("a"))
     intake.drop(hint("b"))
@@ -80,7 +80,7 @@ def test_a_hint_that_is_in_force_no_more_is_dropped_but_not_a_newer_one() -> Non
 
 
 def test_of_too_many_the_one_needed_last_is_turned_away() -> None:
-    intake = Intake(most=2)
+    intake = ExpectedRequests(most=2)
     intake.take(
         [hint("far", deadline_s=90.0), hint("near", deadline_s=1.0), hint("mid", deadline_s=5.0)], 0.0
     )

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from prefetch.planner import PIECE_PAGES
-from prefetch.state import Window
+from prefetch.state import LoadWindow
 from tierstore.gpu.schedule import Waves
 
 MOST = 4 * PIECE_PAGES
@@ -16,7 +16,7 @@ TURN_S = 20.0
 
 
 def test_a_half_is_started_and_the_next_once_most_of_it_has_crossed() -> None:
-    window = Window()
+    window = LoadWindow()
     assert window.room(0.0, 0, MOST, 1.0) == HALF
     window.started(PIECE_PAGES)
     assert window.room(0.0, PIECE_PAGES, MOST, 1.0) == HALF - PIECE_PAGES
@@ -26,7 +26,7 @@ def test_a_half_is_started_and_the_next_once_most_of_it_has_crossed() -> None:
 
 
 def test_a_half_that_was_started_ahead_counts_from_the_end_of_the_one_before() -> None:
-    window = Window()
+    window = LoadWindow()
     window.room(0.0, 0, MOST, 1.0)
     window.started(HALF)
     window.room(HALF * 0.7, HALF, MOST, 1.0)
@@ -36,18 +36,18 @@ def test_a_half_that_was_started_ahead_counts_from_the_end_of_the_one_before() -
 
 
 def test_there_is_never_more_under_way_than_may_be() -> None:
-    window = Window()
+    window = LoadWindow()
     assert window.room(0.0, 0, MOST, 1.0) == HALF
     window.started(HALF)
     assert window.room(1000.0, MOST - 3, MOST, 1.0) == 3
 
 
 def test_where_the_rate_is_not_known_or_little_may_be_under_way_only_that_counts() -> None:
-    window = Window()
+    window = LoadWindow()
     window.room(0.0, 0, MOST, 0.0)
     window.started(HALF)
     assert window.room(0.0, HALF, MOST, 0.0) == HALF
-    assert Window().room(0.0, 5, PIECE_PAGES, 1.0) == PIECE_PAGES - 5
+    assert LoadWindow().room(0.0, 5, PIECE_PAGES, 1.0) == PIECE_PAGES - 5
 
 
 def idle_s(room: Callable[[float, int], int], started: Callable[[int], None]) -> float:
@@ -75,7 +75,7 @@ def idle_s(room: Callable[[float, int], int], started: Callable[[int], None]) ->
 
 
 def test_the_link_does_not_stand_still_between_two_waves() -> None:
-    window = Window()
+    window = LoadWindow()
     assert idle_s(lambda now, arriving: window.room(now, arriving, MOST, 1.0), window.started) <= TURN_S
 
 

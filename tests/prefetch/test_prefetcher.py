@@ -54,8 +54,8 @@ def test_no_copy_starts_after_the_call_that_cancelled_returned(bench: Bench, clo
     prefetcher.turn(0.0)
     store.hint(Hint("r", 2, ()))
     before = [where(store, key) for key in keys[1:]]
-    for tier in list(prefetcher._bringing._ahead):  # what was planned before the cancel was heard of
-        prefetcher._bringing._start(tier)
+    for tier in list(prefetcher._loop._planned):  # what was planned before the cancel was heard of
+        prefetcher._loop._start(tier)
     run(prefetcher, store, clock, 3)
     assert [where(store, key) for key in keys[1:]] == before
     assert prefetcher.stats()["expected"] == 0

@@ -56,13 +56,15 @@ BRINGING = [
     ),
     Bug(
         "the latest go first",
-        "expected = self.intake.in_order()",
-        "expected = self.intake.in_order()[::-1]",
+        "expected = self.expected.in_order()",
+        "expected = self.expected.in_order()[::-1]",
     ),
-    Bug("what is there is not kept", "            self._keeping.ask(tier)\n", ""),
+    Bug("what is there is not kept", "            self._kept.ask(tier)\n", ""),
     Bug("it plans once", "if fresh or now >= self._plan_at:", "if fresh:"),
-    Bug("it does not hear of what is new", "        self.intake.take(hints, self._clock())\n", ""),
-    Bug("loads are never started", "for tier in sorted(self._ahead):", "for tier in {*self._ahead} - {0}:"),
+    Bug("it does not hear of what is new", "        self.expected.take(hints, self._clock())\n", ""),
+    Bug(
+        "loads are never started", "for tier in sorted(self._planned):", "for tier in {*self._planned} - {0}:"
+    ),
 ]
 INTAKE = [
     Bug(
@@ -96,15 +98,15 @@ def test_the_machine_notices_a_bug_in_promotions(bug: Bug) -> None:
 
 @pytest.mark.parametrize("bug", cases(BRINGING))
 def test_the_machine_notices_a_bug_in_the_prefetcher(bug: Bug) -> None:
-    require_noticed(machine_over(bringing_module=load(prefetcher, bug)), FEWER, SHOWN)
+    require_noticed(machine_over(loop_module=load(prefetcher, bug)), FEWER, SHOWN)
 
 
 @pytest.mark.parametrize("bug", cases(INTAKE))
 def test_the_machine_notices_a_bug_in_the_intake(bug: Bug) -> None:
-    require_noticed(machine_over(bringing_module=load(prefetcher, bug)), FEWER, SHOWN)
+    require_noticed(machine_over(loop_module=load(prefetcher, bug)), FEWER, SHOWN)
 
 
 def test_the_loaded_copies_without_a_bug_pass() -> None:
     """So it is the bugs that are noticed, and not the way the code is loaded."""
-    machine = machine_over(bringing_module=load(prefetcher), promoting_module=load(loads))
+    machine = machine_over(loop_module=load(prefetcher), promoting_module=load(loads))
     run_state_machine_as_test(machine, settings=settings(SEARCH, max_examples=10))

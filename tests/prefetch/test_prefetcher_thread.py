@@ -97,7 +97,7 @@ def test_a_storm_of_hints_leaves_memory_and_queues_bounded_and_no_lease_cut(tmp_
                         same(page_tensor(store)[slot], key)
                         for key, slot in zip(keys, lease.slots, strict=False)
                     )
-                assert len(prefetcher._bringing.intake) <= 500
+                assert len(prefetcher._loop.expected) <= 500
         for name in {f"r{number}" for number in range(500)}:
             store.hint(Hint(name, 1000, ()))
     assert store.drain(60.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prefetch import Sessions, Waiting, ahead
-from prefetch.prefetcher import Bringing
+from prefetch.prefetcher import PrefetchLoop
 from prefetch.sources import OVERDUE_S, Pauses
 from tests.support.bench import Bench, open_bench
 from tests.support.pages import PATIENCE_S, SPEC, chain, read, tiers, write
@@ -214,14 +214,14 @@ def test_documents_are_in_hbm_when_their_turn_comes_though_no_two_fit_together(
         write(store, chain(4, name))
         store.demote(chain(4, name), Tier.NVME)
         assert store.drain(PATIENCE_S)
-    bringing = Bringing(store, PrefetchConfig(share_of_host=1.0), None, clock)
+    loop = PrefetchLoop(store, PrefetchConfig(share_of_host=1.0), None, clock)
     found = []
     for name in ahead(store, names, lambda name: chain(4, name), window=1, clock=clock):
         found.append(store.match(chain(4, name)).tiers.count(Tier.HBM))
         with store.acquire(chain(4, name)) as lease:
             lease.wait(PATIENCE_S)
         for _ in range(8):  # while the document is worked on
-            bringing.turn(0.0)
+            loop.turn(0.0)
             assert store.drain(PATIENCE_S)
             clock.now += 0.1
         assert read(store, chain(4, name)) == 4
@@ -315,14 +315,14 @@ def test_pauses_below_zero_count_as_none_and_old_ones_are_forgotten() -> None:
 def test_pages_of_a_session_are_back_in_hbm_when_its_usual_pause_is_over(
     store: TierStore, clock: Clock
 ) -> None:
-    bringing, keys = Bringing(store, PrefetchConfig(), None, clock), chain(4, "talk")
+    loop, keys = PrefetchLoop(store, PrefetchConfig(), None, clock), chain(4, "talk")
     write(store, keys)
     sessions = Sessions(store, clock=clock)
     turns(sessions, clock, 30.0, 30.0, 30.0, keys=keys)
     store.demote(keys, Tier.NVME)
     assert store.drain(PATIENCE_S)
     while clock.now < 100.0 + 4 * 30.0:
-        bringing.turn(0.0)
+        loop.turn(0.0)
         assert store.drain(PATIENCE_S)
         clock.now += 1.0
     assert store.match(keys).tiers == (Tier.HBM,) * 4
