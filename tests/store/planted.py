@@ -13,15 +13,15 @@ from tests.support.planting import Plants
 from tierstore import store as saving_module
 from tierstore.codecs.host_format import Packer, Unpacker
 from tierstore.codecs.lossy import CodeExpander
+from tierstore.directory import directory as directory_module
 from tierstore.directory import invariants
-from tierstore.directory import transfers as arrivals_module
 from tierstore.directory.admission import Admitting, MemoryOnly
 from tierstore.directory.directory import Directory
 from tierstore.directory.leases import LeaseRecord, Leasing
 from tierstore.directory.loads import Load
 from tierstore.directory.residency import Quarantine, Residency, Runs, TierTable
 from tierstore.directory.slots import Sealing
-from tierstore.directory.transfers import Arrivals, Traffic
+from tierstore.directory.transfers import Traffic
 from tierstore.events import PendingEvents
 from tierstore.gpu.layer_events import HERE
 from tierstore.mover import Mover
@@ -75,30 +75,30 @@ def a_layer_is_ready_when_it_is_asked_for(patch: pytest.MonkeyPatch) -> None:
 
 @BUGS_IN_MEMORY.bug
 def a_failed_page_is_served(patch: pytest.MonkeyPatch) -> None:
-    def failed(self: Arrivals, transfer: Transfer, i: int, failure: Failure) -> None:
+    def failed(self: Directory, transfer: Transfer, i: int, failure: Failure) -> None:
         self._arrived(transfer, i, 0, 0.0)
 
-    patch.setattr(Arrivals, "_failed", failed)
+    patch.setattr(Directory, "_failed", failed)
 
 
 @BUGS_IN_MEMORY.bug
 def a_source_is_unpinned_at_submit(patch: pytest.MonkeyPatch) -> None:
-    take, unpin = Directory.take_commands, Arrivals._unpin
+    take, unpin = Directory.take_commands, Directory._unpin
 
     def early(self: Directory) -> list[Transfer | Erase]:
         commands = take(self)
         for command in commands:
             if isinstance(command, Transfer):
                 for key, slot in zip(command.keys, command.src_slots, strict=True):
-                    unpin(self.arrivals, key, command.src, slot)
+                    unpin(self, key, command.src, slot)
         return commands
 
-    def never(self: Arrivals, key: PageKey, tier: Tier, slot: int) -> None:
-        if slot in {copy.slot for copy in self._residency.tables[tier].copies.values() if copy.pins}:
+    def never(self: Directory, key: PageKey, tier: Tier, slot: int) -> None:
+        if slot in {copy.slot for copy in self.residency.tables[tier].copies.values() if copy.pins}:
             return
 
     patch.setattr(Directory, "take_commands", early)
-    patch.setattr(Arrivals, "_unpin", never)
+    patch.setattr(Directory, "_unpin", never)
 
 
 @BUGS_IN_MEMORY.bug
@@ -304,41 +304,41 @@ def an_admitted_page_leaves_those_before_it_refused(patch: pytest.MonkeyPatch) -
 def a_late_slot_is_free_at_once(patch: pytest.MonkeyPatch) -> None:
     let_go = Quarantine.let_go
 
-    def late(self: Arrivals, key: PageKey, dst: Tier, slot: int) -> None:
-        copy = self._residency.tables[dst].copies.get(key)
+    def late(self: Directory, key: PageKey, dst: Tier, slot: int) -> None:
+        copy = self.residency.tables[dst].copies.get(key)
         if copy is not None and copy.slot == slot and not copy.ready:
-            self._residency.fail(key, dst, slot)
+            self.residency.fail(key, dst, slot)
             self._settled(key, dst, readable=False)
 
     def tolerant(self: Quarantine, tier: Tier, table: TierTable, slot: int) -> None:
         if slot in table.quarantine:
             let_go(self, tier, table, slot)
 
-    patch.setattr(Arrivals, "_late", late)
+    patch.setattr(Directory, "_late", late)
     patch.setattr(Quarantine, "let_go", tolerant)
 
 
 @BUGS_OF_SICK_DISKS.bug
 def a_late_page_is_waited_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Arrivals, "_late", lambda self, key, dst, slot: None)
+    patch.setattr(Directory, "_late", lambda self, key, dst, slot: None)
 
 
 @BUGS_OF_SICK_DISKS.bug
 def a_late_page_gives_up_its_source(patch: pytest.MonkeyPatch) -> None:
-    late, unpin = Arrivals._late, Arrivals._unpin
+    late, unpin = Directory._late, Directory._unpin
 
-    def early(self: Arrivals, key: PageKey, dst: Tier, slot: int) -> None:
+    def early(self: Directory, key: PageKey, dst: Tier, slot: int) -> None:
         late(self, key, dst, slot)
-        copy = self._residency.tables[Tier.NVME].copies.get(key)
+        copy = self.residency.tables[Tier.NVME].copies.get(key)
         if copy is not None and copy.pins:
             unpin(self, key, Tier.NVME, copy.slot)
 
-    patch.setattr(Arrivals, "_late", early)
+    patch.setattr(Directory, "_late", early)
 
 
 @BUGS_OF_SICK_DISKS.bug
 def a_page_that_was_not_tried_loses_its_record(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(arrivals_module, "_UNTRIED", frozenset())
+    patch.setattr(directory_module, "_UNTRIED", frozenset())
 
 
 @BUGS_OF_ENCODED_MEMORY.bug

@@ -343,7 +343,7 @@ class Rig:
             (engine, "poll", "poll"),
             (engine._lanes[Tier.HBM], "launch", "launch"),
             (self.driver, "copy", "driver"),
-            (directory.arrivals, "apply", "acks"),
+            (directory, "apply", "acks"),
         ):
             self.watch.watch(owner, method, part)
 

@@ -15,9 +15,9 @@ from tierstore.directory.leases import Covering, Leasing
 from tierstore.directory.loads import Loads, Promoting
 from tierstore.directory.residency import Residency
 from tierstore.directory.slots import Outgoing, OwnedSlots, Sealing
-from tierstore.directory.transfers import BATCH_PAGES, Arrivals, Traffic
+from tierstore.directory.transfers import BATCH_PAGES, Traffic
 from tierstore.directory.writeback import Placement, Ticket
-from tierstore.types import Ack, Erase, Hint, PageKey, Promoted, Tier, Transfer
+from tierstore.types import Ack, Erase, Failure, Hint, PageKey, Promoted, Tier, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from tierstore.directory.residency import TierTable
     from tierstore.policy import Admission, History, WriteBudget
     from tierstore.types import Counters
+
+
+_UNTRIED = frozenset({Failure.CLOSED, Failure.UNAVAILABLE})
+"""Reads that say nothing of their record."""
 
 
 class Directory:
@@ -54,6 +58,7 @@ class Directory:
         self.owned = OwnedSlots(self.residency, self.space, self.drops)
         self.hints = HintTable(self.residency)
         self.drops.left = self._left
+        self._came: Callable[[PageKey, Tier], None] | None = None
         self._watcher: Callable[[PageKey, Tier], None] | None = None
         self.leasing = Leasing(
             self.residency, self.loads, self.placement.sinks, metrics, self.placement.unwritten
@@ -64,18 +69,8 @@ class Directory:
         )
         self.sealing = Sealing(self.residency, self.admitting, self.leasing, self.loads, self.placement)
         self.outgoing = Outgoing(self.residency, self.space, self.loads, self.admitting, self.placement.sinks)
-        self.arrivals = Arrivals(
-            self.residency,
-            self.traffic,
-            self.loads,
-            self.placement,
-            self.outgoing,
-            self.drops,
-            self.admitting,
-            metrics,
-            page_nbytes,
-        )
         self._metrics = metrics
+        self._page_nbytes = page_nbytes
 
     # -- HBM slots ----------------------------------------------------------------------------------------------
 
@@ -231,7 +226,7 @@ class Directory:
         """Applies finished transfers and decides what to do next, a bounded amount; whether there is more to decide."""
         self.admitting.tick(now)
         for ack in acks:
-            self.arrivals.apply(ack, now)
+            self.apply(ack, now)
         self.leasing.expire(now)
         self.hints.expire(now)
         more = self.promoting.end(BATCH_PAGES)
@@ -261,7 +256,116 @@ class Directory:
 
     def watch(self, came: Callable[[PageKey, Tier], None], left: Callable[[PageKey, Tier], None]) -> None:
         """From now on tells of every copy below HBM that becomes readable, and of every copy that is dropped."""
-        self.arrivals.came, self._watcher = came, left
+        self._came, self._watcher = came, left
+
+    # -- the end of transfers -----------------------------------------------------------------------------------
+
+    def apply(self, ack: Ack, now: float) -> None:
+        """Every page of the transfer is settled: its source let go, its destination readable or free again.
+
+        But for late ones: nobody waits for them any more, and source and slot stay as they are until their own ack.
+        """
+        transfer = self.traffic.settle(ack, now)
+        self._metrics.moved(transfer, ack, self._page_nbytes)
+        whole = ack.ok and not (ack.failures or ack.late)
+        if whole and transfer.dst == Tier.HBM and self.loads.owned:
+            keys, src = transfer.keys, transfer.src
+            self.loads.all_arrived(keys, src, transfer.src_slots, transfer.dst_slots)
+            self.placement.sinks.all_unpinned(keys, src)
+            return
+        failures = dict(ack.failures)
+        if not ack.ok and not failures:
+            failures = dict.fromkeys(range(len(transfer.keys)), Failure.IO_ERROR)
+        share = ack.nbytes // ack.num_ready if ack.num_ready else 0
+        sizes = iter(ack.sizes)
+        for i, src_slot in enumerate(transfer.src_slots):
+            if i in ack.late:
+                self._late(transfer.keys[i], transfer.dst, transfer.dst_slots[i])
+                continue
+            if transfer.src in self.residency.tables:
+                self._unpin(transfer.keys[i], transfer.src, src_slot)
+            else:
+                self.outgoing.ended(src_slot)
+            if i in failures:
+                self._failed(transfer, i, failures[i])
+            else:
+                self._arrived(transfer, i, next(sizes, share), now)
+
+    def _arrived(self, transfer: Transfer, i: int, nbytes: int, now: float) -> None:
+        key, slot, dst = transfer.keys[i], transfer.dst_slots[i], transfer.dst
+        if dst == Tier.HBM:
+            self.loads.arrived(key, slot)
+            return
+        if dst == Tier.NVME:
+            self.admitting.written(key, nbytes, now)
+        sized = self.residency.tables[dst].budget_nbytes is not None
+        readable = self.residency.commit(key, dst, slot, nbytes if sized else 0, transfer.parents[i])
+        if readable and self._came is not None:
+            self._came(key, dst)
+        if readable and transfer.src < dst:
+            self.placement.saved(key, dst)
+        self._settled(key, dst, readable=readable)
+
+    def _failed(self, transfer: Transfer, i: int, failure: Failure) -> None:
+        key, slot, dst = transfer.keys[i], transfer.dst_slots[i], transfer.dst
+        if _tells_of_source(transfer.src, failure):
+            self._drop_broken(key, transfer.src, transfer.src_slots[i], failure)
+        if dst == Tier.HBM:
+            self.loads.failed(key, slot)
+            return
+        self.residency.fail(key, dst, slot)
+        if failure is Failure.UNFIT and transfer.src < dst:
+            self._drop_unfit(key, transfer.src)
+        elif transfer.src < dst:
+            self.placement.not_saved(key, transfer.src, dst)
+        self._settled(key, dst, readable=False)
+
+    def _late(self, key: PageKey, dst: Tier, slot: int) -> None:
+        """The page does not come in its time: whoever waits goes on without it."""
+        copy = self.residency.tables[dst].copies.get(key)
+        if copy is None or copy.slot != slot or copy.ready:
+            return
+        if dst == Tier.HBM:
+            self.loads.late(key, slot)
+        else:
+            self.residency.abort(key, dst)
+            self._settled(key, dst, readable=False)
+
+    def _settled(self, key: PageKey, dst: Tier, *, readable: bool) -> None:
+        """A copy came to its end in a tier below HBM: tells all who wait for the page there, whoever sent it."""
+        if dst == Tier.HOST and key not in self.residency.tables[dst].copies:
+            self.loads.lost(key)
+        elif dst == Tier.HOST and readable:
+            self.loads.promoted(key)
+        self.placement.sinks.wake(key)
+
+    def _drop_broken(self, key: PageKey, tier: Tier, slot: int, failure: Failure) -> None:
+        table = self.residency.tables.get(tier)
+        copy = None if table is None else table.copies.get(key)
+        if copy is not None and copy.ready and copy.slot == slot:
+            self.residency.dropped.append(self.residency.evict(key, tier))
+            self.drops.note(failure.value)
+
+    def _drop_unfit(self, key: PageKey, src: Tier) -> None:
+        """The tier below takes any page but this one: without a way down it goes, like a page that a codec broke.
+
+        To keep it would ask for a place of its own in every order: it could neither be saved nor, with pages after it
+        below, be dropped. Numbers that no codec can state come from a model that has gone wrong.
+        """
+        self.placement.sinks.settle(key, failed=True)
+        if src not in self.residency.tables:
+            self._metrics.dropped(src, Failure.UNFIT.value, 1)
+            return
+        self.drops.note()
+        if self.residency.tables[src].ready(key):
+            self.residency.dropped.append(self.residency.evict(key, src))
+            self.drops.note(Failure.UNFIT.value)
+        if self.residency.where(key) is None:
+            self.placement.forgotten(key)
+
+    def _unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
+        self.residency.unpin(key, tier, slot)
+        self.placement.sinks.unpinned(key, tier)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -322,3 +426,9 @@ class Directory:
         self.drops.note()
         self.drops.tell(refused=bool(self.space.failing))
         self.traffic.emit(now)
+
+
+def _tells_of_source(src: Tier, failure: Failure) -> bool:
+    """Whether the failure says that the copy there is worth nothing: a record that cannot be read, memory that holds no
+    payload of its codec."""
+    return failure not in _UNTRIED if src == Tier.NVME else failure is Failure.INTEGRITY
