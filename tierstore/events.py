@@ -151,9 +151,9 @@ class PendingEvents:
     def release(self, lease: LeaseRecord, after: Event | None) -> bool:
         """``release``: ends some pins, or defers that; whether to call again."""
         if after is None or _happened(after):
-            return self._directory.leasing.release_some(lease, BATCH_PAGES)
-        self._directory.leasing.stop_waiting(lease)
-        self._defer(after, partial(self._directory.leasing.release_some, lease, BATCH_PAGES))
+            return self._directory.leases.release_some(lease, BATCH_PAGES)
+        self._directory.leases.stop_waiting(lease)
+        self._defer(after, partial(self._directory.leases.release_some, lease, BATCH_PAGES))
         return False
 
     def _defer(
@@ -174,7 +174,7 @@ class PendingEvents:
         They are missing for the leases too that have these slots.
         """
         self._directory.drop_unwritten(*pages)
-        self._directory.leasing.never_written(set(pages[1]), event)
+        self._directory.leases.never_written(set(pages[1]), event)
         return self._written(pages)
 
     def _written_by_others(self, keys: Sequence[PageKey], after: Event | None) -> set[PageKey]:

@@ -241,7 +241,7 @@ class Holding:
         with self._progress.lock:
             if into is not None:
                 self._directory.outgoing.require_usable(into)
-            record = self._directory.leasing.begin(keys, deadline, into, exact=exact)
+            record = self._directory.leases.begin(keys, deadline, into, exact=exact)
         try:
             self._extend(record)
             if wait_for_room_s and _lacks_room(record):
@@ -343,7 +343,7 @@ class Holding:
     def _arriving(self, record: LeaseRecord, layer: int) -> Arriving:
         if record.state is not LeaseState.PENDING:
             return HERE
-        coming = self._directory.leasing.under_way(record)
+        coming = self._directory.leases.under_way(record)
         return NOT_YET if coming is None else self._mover.arriving(coming, layer)
 
     def release_lease(self, record: LeaseRecord, after: Event | None) -> None:

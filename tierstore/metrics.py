@@ -286,7 +286,7 @@ class Metrics:
 def occupancy(directory: Directory, tier: Tier) -> str:
     """One line for an error message: what the slots of a tier are doing."""
     states = ", ".join(f"{number} {state}" for state, number in _states(directory, tier).items())
-    return f"{states}; {len(directory.leasing.open)} leases are open"
+    return f"{states}; {len(directory.leases.open)} leases are open"
 
 
 def explain_page(directory: Directory, key: PageKey) -> dict[str, object]:
@@ -317,8 +317,8 @@ def explain_page(directory: Directory, key: PageKey) -> dict[str, object]:
 
 def held_or_retained(directory: Directory) -> list[PageKey]:
     """Keys under a lease or a retain hint, each once, wherever their pages are."""
-    held = [key for lease in directory.leasing.open for key, _ in lease.held]
-    leased = [key for lease in directory.leasing.open for key in lease.keys[: len(lease.slots)]]
+    held = [key for lease in directory.leases.open for key, _ in lease.held]
+    leased = [key for lease in directory.leases.open for key in lease.keys[: len(lease.slots)]]
     return list(dict.fromkeys([*held, *leased, *directory.hints.keys_retained]))
 
 
@@ -353,7 +353,7 @@ def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:
         "memory_only": len(memory_only.keys) - len(memory_only.refused),
         "unreachable": len(directory.residency.orphans),
         "admission": None if parts.nvme is None else _admission(directory, layout.page_nbytes, parts.metrics),
-        "leases": len(directory.leasing.open),
+        "leases": len(directory.leases.open),
         "in_flight": {f"{s.name}->{d.name}": n for (s, d), n in directory.traffic.pages.items() if n},
         "bytes_per_s": {f"{s.name}->{d.name}": rate for (s, d), rate in directory.traffic.rates.items()},
         "failing": sorted(tier.name for tier in directory.space.failing),

@@ -251,7 +251,7 @@ class Progress:
             for t in (
                 self._directory.placement.next_spill,
                 self._directory.hints.next_expiry,
-                self._directory.leasing.next_deadline,
+                self._directory.leases.next_deadline,
             )
             if t is not None
         ]

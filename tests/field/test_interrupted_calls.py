@@ -31,7 +31,7 @@ def opened(path: Path) -> TierStore:
 
 def in_the_middle(store: TierStore, patch: pytest.MonkeyPatch, do: Any) -> None:
     """Once: what a handler does while the store looks for room."""
-    leasing: Any = store._directory.leasing
+    leasing: Any = store._directory.leases
     begin = leasing.begin
 
     def interrupted(*args: Any, **named: Any) -> Any:

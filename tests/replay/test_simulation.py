@@ -71,7 +71,7 @@ def test_the_directory_is_sound_after_every_request(tmp_path: Path, policy: str,
         assert list(simulated.directory.residency.match(request.keys)) == [Tier.HBM] * len(request.keys)
         assert len(found) <= len(request.keys)
         invariants.check_residency(simulated.directory.residency)
-        assert not simulated.directory.leasing.open
+        assert not simulated.directory.leases.open
         assert simulated.directory.traffic.idle()
 
 

@@ -17,7 +17,7 @@ from tierstore.directory import directory as directory_module
 from tierstore.directory import invariants
 from tierstore.directory.admission import Admitting, MemoryOnly
 from tierstore.directory.directory import Directory
-from tierstore.directory.leases import LeaseRecord, Leasing
+from tierstore.directory.leases import LeaseRecord, Leases
 from tierstore.directory.loads import Load
 from tierstore.directory.residency import Quarantine, Residency, Runs, TierTable
 from tierstore.directory.slots import Sealing
@@ -62,7 +62,7 @@ def a_load_is_ready_when_it_is_submitted(patch: pytest.MonkeyPatch) -> None:
             if isinstance(command, Transfer) and command.dst == Tier.HBM:
                 for slot in command.dst_slots:
                     if slot in self.loads.by_slot:
-                        self.leasing.arrived(self.loads.by_slot[slot])
+                        self.leases.arrived(self.loads.by_slot[slot])
         return commands
 
     patch.setattr(Directory, "take_commands", eager)
@@ -103,10 +103,10 @@ def a_source_is_unpinned_at_submit(patch: pytest.MonkeyPatch) -> None:
 
 @BUGS_IN_MEMORY.bug
 def a_lease_is_not_cut(patch: pytest.MonkeyPatch) -> None:
-    def cut(self: Leasing, lease: LeaseRecord, index: int, reason: str) -> None:
+    def cut(self: Leases, lease: LeaseRecord, index: int, reason: str) -> None:
         lease.waiting.discard(index)
 
-    patch.setattr(Leasing, "cut", cut)
+    patch.setattr(Leases, "cut", cut)
 
 
 @BUGS_IN_MEMORY.bug
@@ -121,11 +121,11 @@ def evict_forgets_a_tier(patch: pytest.MonkeyPatch) -> None:
 
 @BUGS_IN_MEMORY.bug
 def an_adopted_page_keeps_the_old_slot(patch: pytest.MonkeyPatch) -> None:
-    def moved(self: Leasing, load: Load, slot: int) -> None:
+    def moved(self: Leases, load: Load, slot: int) -> None:
         for lease, index in load.waiters:
             lease.waiting.discard(index)
 
-    patch.setattr(Leasing, "moved", moved)
+    patch.setattr(Leases, "moved", moved)
 
 
 @BUGS_IN_MEMORY.bug
@@ -223,7 +223,7 @@ def a_replaced_slot_is_free_before_it_is_written(patch: pytest.MonkeyPatch) -> N
 
 @BUGS_IN_MEMORY.bug
 def leases_keep_a_page_whose_writer_failed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Leasing, "never_written", lambda self, slots, event: None)
+    patch.setattr(Leases, "never_written", lambda self, slots, event: None)
 
 
 @BUGS_ON_DISK.bug

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tierstore.directory.admission import Admitting
 from tierstore.directory.eviction import STALL_S, Drops
 from tierstore.directory.hints import HintTable
-from tierstore.directory.leases import Covering, Leasing
+from tierstore.directory.leases import Leases
 from tierstore.directory.loads import Loads, Promoting
 from tierstore.directory.residency import Residency
 from tierstore.directory.slots import Outgoing, OwnedSlots, Sealing
@@ -60,17 +60,13 @@ class Directory:
         self.drops.left = self._left
         self._came: Callable[[PageKey, Tier], None] | None = None
         self._watcher: Callable[[PageKey, Tier], None] | None = None
-        self.leasing = Leasing(
-            self.residency, self.loads, self.placement.sinks, metrics, self.placement.unwritten
-        )
-        self.covering = Covering(self.residency, self.traffic, self.loads, self.drops.fate, self._hit)
+        self.leases = Leases(self.residency, self.loads, self.placement, self.drops, metrics, self._hit)
         self.promoting = Promoting(
-            self.residency, self.traffic, self.loads, self.leasing.open, self.hints, metrics, page_nbytes
+            self.residency, self.traffic, self.loads, self.hints, metrics, self.leases.awaits
         )
-        self.sealing = Sealing(self.residency, self.admitting, self.leasing, self.loads, self.placement)
+        self.sealing = Sealing(self.residency, self.admitting, self.leases, self.loads, self.placement)
         self.outgoing = Outgoing(self.residency, self.space, self.loads, self.admitting, self.placement.sinks)
         self._metrics = metrics
-        self._page_nbytes = page_nbytes
 
     # -- HBM slots ----------------------------------------------------------------------------------------------
 
@@ -115,7 +111,7 @@ class Directory:
         Where HBM is full of unsaved pages the lease ends; they are saved, or dropped where that is not possible, for
         whoever asks next.
         """
-        self.covering.extend(lease, limit, now)
+        self.leases.extend(lease, limit, now)
         if lease.complete and lease.miss_reason == "no_room":
             # Whoever asks next is likely to want the same: saving others must not push these out.
             self.residency.touch(lease.keys[len(lease.slots) : len(lease.slots) + limit])
@@ -227,7 +223,7 @@ class Directory:
         self.admitting.tick(now)
         for ack in acks:
             self.apply(ack, now)
-        self.leasing.expire(now)
+        self.leases.expire(now)
         self.hints.expire(now)
         more = self.promoting.end(BATCH_PAGES)
         more |= self.residency.orphans.advance(BATCH_PAGES)
@@ -266,7 +262,7 @@ class Directory:
         But for late ones: nobody waits for them any more, and source and slot stay as they are until their own ack.
         """
         transfer = self.traffic.settle(ack, now)
-        self._metrics.moved(transfer, ack, self._page_nbytes)
+        self._metrics.moved(transfer, ack, self.traffic.page_nbytes)
         whole = ack.ok and not (ack.failures or ack.late)
         if whole and transfer.dst == Tier.HBM and self.loads.owned:
             keys, src = transfer.keys, transfer.src
@@ -398,7 +394,7 @@ class Directory:
     def _abort(self, key: PageKey, tier: Tier, slot: int) -> None:
         self.residency.abort(key, tier)
         if tier == Tier.HBM:
-            self.leasing.lost(self.loads.cancel(slot), "evicted")
+            self.leases.lost(self.loads.cancel(slot), "evicted")
         elif tier == Tier.HOST:
             self.loads.lost(key)
 
@@ -418,11 +414,11 @@ class Directory:
                 self.loads.give_up_queued()
         for load, arrived in self.loads.ended:
             if arrived:
-                self.leasing.arrived(load)
+                self.leases.arrived(load)
             else:
-                self.leasing.lost(load, "failed")
+                self.leases.lost(load, "failed")
         self.loads.ended.clear()
-        self.leasing.cut_replaced()
+        self.leases.cut_replaced()
         self.drops.note()
         self.drops.tell(refused=bool(self.space.failing))
         self.traffic.emit(now)

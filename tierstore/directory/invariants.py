@@ -182,7 +182,7 @@ def _expected_pins(directory: Directory, pending: Pending) -> Slots:
         (load.source, load.source_slot) for load in directory.loads.by_slot.values() if not load.submitted
     )
     if directory.owns_hbm:
-        for lease in directory.leasing.open:
+        for lease in directory.leases.open:
             want.update((Tier.HBM, slot) for slot in lease.slots)
             want.update((Tier.HBM, slot) for _, slot in lease.held)
         want.update((Tier.HBM, slot) for _, slots in pending.writing for slot in slots)
@@ -193,7 +193,7 @@ def _check_leases(directory: Directory) -> None:
     if not directory.owns_hbm:
         return
     table = directory.residency.tables[Tier.HBM]
-    for lease in directory.leasing.open:
+    for lease in directory.leases.open:
         for i, slot in enumerate(lease.slots):
             copy = table.copies.get(lease.keys[i])
             current = copy is not None and copy.slot == slot

@@ -16,10 +16,10 @@ from tierstore.types import LeaseState, PageKey, Tier
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from tierstore.directory.eviction import Drops
     from tierstore.directory.loads import Load, Loads
     from tierstore.directory.residency import Residency
-    from tierstore.directory.transfers import Traffic
-    from tierstore.directory.writeback import Sinks
+    from tierstore.directory.writeback import Placement
     from tierstore.types import Counters, Event
 
 
@@ -70,18 +70,22 @@ class LeaseRecord:
         return LeaseState.FAILED if self.cut and not self.slots else LeaseState.READY
 
 
-class Leasing:
-    """The open leases of a store, from their begin to their release. What they cover: ``covering``."""
+class Leases:
+    """The open leases of a store, from their begin to their release.
+
+    ``drops`` tells why a page is gone, for the reason of a miss. ``hit`` is told of the pages that a lease takes in,
+    and of the fastest tier that had them.
+    """
 
     def __init__(
         self,
         residency: Residency,
         loads: Loads,
-        sinks: Sinks,
+        placement: Placement,
+        drops: Drops,
         metrics: Counters,
-        unwritten: Mapping[PageKey, int],
+        hit: Callable[[Sequence[PageKey], Tier], None],
     ) -> None:
-        """``unwritten``: pages whose bytes an engine has not finished writing, by HBM slot."""
         self.open: set[LeaseRecord] = set()
         self.next_deadline: float | None = None
         """When the next lease is to be cut, as of the last ``expire``."""
@@ -90,9 +94,12 @@ class Leasing:
         """Open leases with a deadline that may still have to be cut: the others cost ``expire`` nothing."""
         self._residency = residency
         self._loads = loads
-        self._sinks = sinks
+        self._sinks = placement.sinks
+        self._unwritten: Mapping[PageKey, int] = placement.unwritten
+        """Pages whose bytes an engine has not finished writing, by HBM slot."""
+        self._drops = drops
         self._metrics = metrics
-        self._unwritten = unwritten
+        self._hit = hit
         self._hbm = residency.tables.get(Tier.HBM)
         """None where an engine owns HBM: leases pin nothing there."""
 
@@ -105,6 +112,21 @@ class Leasing:
         if deadline is not None:
             self._timed.add(lease)
         return lease
+
+    def extend(self, lease: LeaseRecord, limit: int, now: float) -> None:
+        """Adds up to ``limit`` pages; the lease is complete when the next page cannot be had."""
+        end = len(lease.slots) + limit
+        while (index := len(lease.slots)) < end:
+            if lease.cut or index == len(lease.keys):
+                lease.complete = True
+                return
+            if self._attach_run(lease, index, lease.keys[index:end]):
+                continue
+            reason = self._attach(lease, index, lease.keys[index], now)
+            if reason is not None:
+                lease.miss_reason = reason
+                lease.complete = True
+                return
 
     def hold(self, lease: LeaseRecord, key: PageKey) -> None:
         """Pins a page sealed under the lease until its release."""
@@ -231,102 +253,15 @@ class Leasing:
             self.open.discard(lease)
         return more
 
-    # -- inside -------------------------------------------------------------------------------------------------
-
-    def _first_not_there(self, lease: LeaseRecord) -> int | None:
-        """The first page that is on its way, or still being written for a caller who was not told of its writer."""
-        found = min(lease.waiting, default=None)
-        if not self._unwritten or lease.told:
-            return found
-        pages = enumerate(zip(lease.keys[:found], lease.slots[:found], strict=False))
-        return next((i for i, (key, slot) in pages if self._unwritten.get(key) == slot), found)
-
-    def _still_landing(self, lease: LeaseRecord, index: int) -> bool:
-        load = self._loads.by_slot.get(lease.slots[index])
-        if load is None:
-            return False
-        if not load.submitted:
-            self._loads.cancel(load.slot)
-        return load.submitted
-
-    def _release(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
-        """These pages were used, and a pin of each ends."""
-        if self._hbm is None:
-            self._residency.touch(keys)
-            return
-        self._residency.runs.release(keys, Tier.HBM, slots)
-        self._sinks.all_unpinned(reversed(keys), Tier.HBM)
-
-    def _unpin_from(self, lease: LeaseRecord, start: int) -> None:
-        if self._hbm is not None:
-            pins = list(zip(lease.keys[start:], lease.slots[start:], strict=False))
-            for key, slot in reversed(pins):
-                self._residency.unpin(key, Tier.HBM, slot)
-                self._sinks.unpinned(key, Tier.HBM)
-        del lease.slots[start:]
-
-    def _count(self, lease: LeaseRecord) -> None:
-        """Counts every page asked for, once: a hit where it was found, or a miss with its reason."""
-        if lease.counted:
-            return
-        lease.counted = True
-        served = [tier for i, tier in enumerate(lease.sources[: len(lease.slots)]) if i not in lease.waiting]
-        for tier, pages in Counter(served).items():
-            self._metrics.hit(tier, pages)
-        if lease.waiting:
-            self._metrics.miss("released_early", len(lease.waiting))
-        missed = len(lease.keys) - len(lease.slots)
-        if missed:
-            self._metrics.miss(lease.miss_reason)
-        if missed > 1:
-            self._metrics.miss("after_gap", missed - 1)
-
-
-def last_key(lease: LeaseRecord | None) -> PageKey | None:
-    """The page that the next one sealed under this lease follows."""
-    if lease is None:
-        return None
-    if lease.held:
-        return lease.held[-1][0]
-    return lease.keys[len(lease.slots) - 1] if lease.slots else None
-
-
-class Covering:
-    """Of the leases of a store. ``fate`` tells why a page is gone, for the reason of a miss.
-
-    ``hit`` is told of the pages that a lease takes in, and of the fastest tier that had them.
-    """
-
-    def __init__(
-        self,
-        residency: Residency,
-        traffic: Traffic,
-        loads: Loads,
-        fate: Callable[[PageKey], str | None],
-        hit: Callable[[Sequence[PageKey], Tier], None],
-    ) -> None:
-        self._residency = residency
-        self._traffic = traffic
-        self._loads = loads
-        self._fate = fate
-        self._hit = hit
-        self._hbm = residency.tables.get(Tier.HBM)
-        """None where an engine owns HBM: leases pin nothing there."""
-
-    def extend(self, lease: LeaseRecord, limit: int, now: float) -> None:
-        """Adds up to ``limit`` pages; the lease is complete when the next page cannot be had."""
-        end = len(lease.slots) + limit
-        while (index := len(lease.slots)) < end:
-            if lease.cut or index == len(lease.keys):
-                lease.complete = True
-                return
-            if self._attach_run(lease, index, lease.keys[index:end]):
-                continue
-            reason = self._attach(lease, index, lease.keys[index], now)
-            if reason is not None:
-                lease.miss_reason = reason
-                lease.complete = True
-                return
+    def awaits(self, src: Tier) -> bool:
+        """Whether a lease waits for a page that has to come from ``src``."""
+        by_slot = self._loads.by_slot
+        return any(
+            load is not None and load.source == src
+            for lease in self.open
+            if not lease.released
+            for load in (by_slot.get(lease.slots[index]) for index in lease.waiting)
+        )
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -389,7 +324,7 @@ class Covering:
         """Adds one page to a lease; the reason if it cannot."""
         if not self._residency.exactness.exact(key):
             if lease.exact:
-                return "inexact" if self._residency.held(key) else self._fate(key) or "not_found"
+                return "inexact" if self._residency.held(key) else self._drops.fate(key) or "not_found"
             if lease.inexact_from is None:
                 lease.inexact_from = index
         copy = None if self._hbm is None else self._hbm.copies.get(key)
@@ -403,8 +338,8 @@ class Covering:
             return None
         source = self._residency.where(key)
         if source is None:
-            return self._fate(key) or "not_found"
-        if lease.deadline is not None and self._too_late(source, lease.deadline, now):
+            return self._drops.fate(key) or "not_found"
+        if lease.deadline is not None and self._loads.too_late(source, lease.deadline, now):
             return "deadline"
         slot = (
             self._reserve(key, source) if lease.into is None else self._given(lease.into[index], key, source)
@@ -436,7 +371,59 @@ class Covering:
         self._residency.pin(key, source)
         return slot
 
-    def _too_late(self, source: Tier, deadline: float, now: float) -> bool:
-        hops = [tier for tier in self._residency.tables if Tier.HBM < tier <= source]
-        edges = zip(reversed(hops), [*reversed(hops[:-1]), Tier.HBM], strict=True)
-        return deadline <= now or now + sum(self._traffic.seconds_for(e, 1) for e in edges) > deadline
+    def _first_not_there(self, lease: LeaseRecord) -> int | None:
+        """The first page that is on its way, or still being written for a caller who was not told of its writer."""
+        found = min(lease.waiting, default=None)
+        if not self._unwritten or lease.told:
+            return found
+        pages = enumerate(zip(lease.keys[:found], lease.slots[:found], strict=False))
+        return next((i for i, (key, slot) in pages if self._unwritten.get(key) == slot), found)
+
+    def _still_landing(self, lease: LeaseRecord, index: int) -> bool:
+        load = self._loads.by_slot.get(lease.slots[index])
+        if load is None:
+            return False
+        if not load.submitted:
+            self._loads.cancel(load.slot)
+        return load.submitted
+
+    def _release(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
+        """These pages were used, and a pin of each ends."""
+        if self._hbm is None:
+            self._residency.touch(keys)
+            return
+        self._residency.runs.release(keys, Tier.HBM, slots)
+        self._sinks.all_unpinned(reversed(keys), Tier.HBM)
+
+    def _unpin_from(self, lease: LeaseRecord, start: int) -> None:
+        if self._hbm is not None:
+            pins = list(zip(lease.keys[start:], lease.slots[start:], strict=False))
+            for key, slot in reversed(pins):
+                self._residency.unpin(key, Tier.HBM, slot)
+                self._sinks.unpinned(key, Tier.HBM)
+        del lease.slots[start:]
+
+    def _count(self, lease: LeaseRecord) -> None:
+        """Counts every page asked for, once: a hit where it was found, or a miss with its reason."""
+        if lease.counted:
+            return
+        lease.counted = True
+        served = [tier for i, tier in enumerate(lease.sources[: len(lease.slots)]) if i not in lease.waiting]
+        for tier, pages in Counter(served).items():
+            self._metrics.hit(tier, pages)
+        if lease.waiting:
+            self._metrics.miss("released_early", len(lease.waiting))
+        missed = len(lease.keys) - len(lease.slots)
+        if missed:
+            self._metrics.miss(lease.miss_reason)
+        if missed > 1:
+            self._metrics.miss("after_gap", missed - 1)
+
+
+def last_key(lease: LeaseRecord | None) -> PageKey | None:
+    """The page that the next one sealed under this lease follows."""
+    if lease is None:
+        return None
+    if lease.held:
+        return lease.held[-1][0]
+    return lease.keys[len(lease.slots) - 1] if lease.slots else None

@@ -22,7 +22,7 @@ from tierstore.policy.orders import BAND
 from tierstore.types import Promoted, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence, Set
+    from collections.abc import Callable, Sequence
 
     from tierstore.directory.hints import HintTable
     from tierstore.directory.leases import LeaseRecord
@@ -205,6 +205,12 @@ class Loads:
         """Whether a load is under way whose page no lease holds: its slot can be had once it has ended."""
         return any(load.submitted and self._unheld(load.key) for load in self.by_slot.values())
 
+    def too_late(self, source: Tier, deadline: float, now: float) -> bool:
+        """Whether a page from ``source`` is expected in HBM only after the deadline."""
+        hops = [tier for tier in self._residency.tables if Tier.HBM < tier <= source]
+        edges = zip(reversed(hops), [*reversed(hops[:-1]), Tier.HBM], strict=True)
+        return deadline <= now or now + sum(self._traffic.seconds_for(e, 1) for e in edges) > deadline
+
     def abandon(self, slot: int) -> None:
         """Engine-owned HBM: nobody waits for this load any more; its slot is told once nothing writes it."""
         load = self.by_slot[slot]
@@ -249,26 +255,24 @@ class _Brought(NamedTuple):
 
 
 class Promoting:
-    """All promotions of a store."""
+    """All promotions of a store. ``awaited``: whether a lease waits for a page from a tier."""
 
     def __init__(
         self,
         residency: Residency,
         traffic: Traffic,
         loads: Loads,
-        leases: Set[LeaseRecord],
         hints: HintTable,
         metrics: Counters,
-        page_nbytes: int,
+        awaited: Callable[[Tier], bool],
     ) -> None:
         self._residency = residency
         self._tables = residency.tables
         self._traffic = traffic
         self._loads = loads
-        self._leases = leases
         self._hints = hints
         self._metrics = metrics
-        self._page_nbytes = page_nbytes
+        self._awaited = awaited
         self._moving: dict[Tier, OrderedDict[PageKey, None]] = {tier: OrderedDict() for tier in self._tables}
         self._kept: dict[str, OrderedDict[_Place, None]] = {}
         """By request what is kept for it, in the order in which it came."""
@@ -346,7 +350,7 @@ class Promoting:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _count(self, result: str, pages: int = 1) -> None:
-        self._metrics.prefetched(result, pages * self._page_nbytes)
+        self._metrics.prefetched(result, pages * self._traffic.page_nbytes)
 
     def _note_brought(self, hint: Hint, keys: Sequence[PageKey], src: Tier, tier: Tier) -> None:
         first = _Brought(tier, hint, ((src, tier),))
@@ -356,16 +360,6 @@ class Promoting:
                 self._brought[key] = first._replace(ways=before.ways + first.ways)
             else:
                 self._brought[key] = first
-
-    def _awaited(self, src: Tier) -> bool:
-        """Whether a lease waits for a page that has to come from there."""
-        by_slot = self._loads.by_slot
-        return any(
-            load is not None and load.source == src
-            for lease in self._leases
-            if not lease.released
-            for load in (by_slot.get(lease.slots[index]) for index in lease.waiting)
-        )
 
     def _find_room(self, tier: Tier, over: Sequence[Hint]) -> bool:
         """Whether a slot can be had that costs no page somebody comes back for."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tierstore.directory.admission import Admitting
     from tierstore.directory.eviction import Drops, Space
-    from tierstore.directory.leases import LeaseRecord, Leasing
+    from tierstore.directory.leases import LeaseRecord, Leases
     from tierstore.directory.loads import Loads
     from tierstore.directory.residency import Residency
     from tierstore.directory.writeback import Placement, Sinks
@@ -83,13 +83,13 @@ class Sealing:
         self,
         residency: Residency,
         admitting: Admitting,
-        leasing: Leasing,
+        leases: Leases,
         loads: Loads,
         placement: Placement,
     ) -> None:
         self._residency = residency
         self._admitting = admitting
-        self._leasing = leasing
+        self._leases = leases
         self._loads = loads
         self._placement = placement
 
@@ -136,7 +136,7 @@ class Sealing:
                 self._residency.memory_only.permit_named(key)
             kept.append(table.copies[key].slot)
             if lease is not None:
-                self._leasing.hold(lease, key)
+                self._leases.hold(lease, key)
             parent = key
         self._residency.touch(keys)
         return kept, duplicates
@@ -177,7 +177,7 @@ class Sealing:
             self._placement.unwritten[key] = self._residency.pin(key, Tier.HBM)
         # Only now: whoever sees that a lease waits for no copy any more must see that its page is still being written.
         if old_slot is not None and old_slot in self._loads.by_slot:
-            self._leasing.moved(self._loads.cancel(old_slot), slot)
+            self._leases.moved(self._loads.cancel(old_slot), slot)
 
     def _replace(self, key: PageKey, slot: int, parent: PageKey | None, *, written: bool) -> bool:
         """Make ``slot`` the page's copy in place of one that is still being written; leases keep the old slot.

@@ -53,7 +53,7 @@ class Traffic:
         self.moved_at: dict[Edge, float] = {}
         """When the edge last made progress or began to carry something."""
         self._residency = residency
-        self._page_nbytes = page_nbytes
+        self.page_nbytes = page_nbytes
         self._moves: dict[Edge, list[Move]] = defaultdict(list)
         self._next_id = 0
 
@@ -94,7 +94,7 @@ class Traffic:
         self.moved_at[edge] = now
         self.arrived[edge] += ack.num_ready
         if ack.num_ready and ack.seconds > 0:
-            rate = ack.num_ready * self._page_nbytes / ack.seconds
+            rate = ack.num_ready * self.page_nbytes / ack.seconds
             self.rates[edge] = self.rates.get(edge, rate) * (1 - _SMOOTHING) + rate * _SMOOTHING
         return transfer
 
@@ -116,12 +116,12 @@ class Traffic:
         rate = self.rates.get(edge)
         if rate is None:
             return 0.0
-        return (self.carrying(*edge) + pages) * self._page_nbytes / rate
+        return (self.carrying(*edge) + pages) * self.page_nbytes / rate
 
     def page_seconds(self, edge: Edge) -> float:
         """Seconds that a page takes along the edge at the rate measured, alone; 0 while none is known."""
         rate = self.rates.get(edge)
-        return 0.0 if rate is None else self._page_nbytes / rate
+        return 0.0 if rate is None else self.page_nbytes / rate
 
     def stalled(self, edge: Edge, now: float, limit_s: float) -> bool:
         """Whether the edge carries pages and has made no progress for ``limit_s``."""

@@ -97,7 +97,7 @@ class Simulation:
         """The tiers in which the pages of its prefix were found. All its pages are held at the end, then let go."""
         directory, keys, now = self.directory, request.keys, request.at
         self._run(now)
-        lease = directory.leasing.begin(keys, None, None, exact=False)
+        lease = directory.leases.begin(keys, None, None, exact=False)
         while not lease.complete:
             directory.extend_lease(lease, len(keys) + 1, now)
             if lease.complete and lease.miss_reason == "no_room" and len(lease.slots) < len(keys):
@@ -105,7 +105,7 @@ class Simulation:
         self._run(now)
         found = lease.sources[: len(lease.slots)]
         self._put(keys, len(lease.slots), now)
-        while directory.leasing.release_some(lease, len(keys) + 1):
+        while directory.leases.release_some(lease, len(keys) + 1):
             pass
         self._run(now)
         return found
