@@ -286,7 +286,7 @@ def make_directory(
     )
     if disk is not None:
         with _collector_paused():
-            directory.residency.runs.load(Tier.NVME, disk.records())
+            directory.residency.load(Tier.NVME, disk.records())
     return directory
 
 

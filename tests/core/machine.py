@@ -164,7 +164,7 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
     @rule(keys=key_lists, tier=st.sampled_from(TIERS))
     def pin_a_run(self, keys: list[PageKey], tier: Tier) -> None:
         run = list(takewhile(lambda key: key in self.ready[tier], keys))
-        assert self.residency.runs.pin(keys, tier) == [self.ready[tier][key] for key in run]
+        assert self.residency.pin_run(keys, tier) == [self.ready[tier][key] for key in run]
         self.holds += [Hold(key, tier, self.ready[tier][key]) for key in run]
 
     @precondition(lambda self: self.holds)
@@ -190,11 +190,11 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
 
     @rule(keys=key_lists, wanted=st.booleans())
     def set_wanted(self, keys: list[PageKey], wanted: bool) -> None:
-        self.residency.retaining.set_wanted(keys, wanted=wanted)
+        self.residency.queues.set_wanted(keys, wanted=wanted)
 
     @rule(keys=key_lists)
     def end_retention(self, keys: list[PageKey]) -> None:
-        self.residency.retaining.end_retention(keys)
+        self.residency.queues.end_retention(keys)
 
     @precondition(lambda self: any(self.ready.values()))
     @rule(data=st.data())

@@ -149,7 +149,7 @@ class ResidencyModel:
             if taken or key not in self.ready[Tier.HOST]:
                 break
             wanted.append(key)
-        found = self.residency.runs.reserve(keys, Tier.HBM, Tier.HOST)
+        found = self.residency.reserve_run(keys, Tier.HBM, Tier.HOST)
         assert [src_slot for _, src_slot in found] == [self.ready[Tier.HOST][key] for key in wanted]
         for key, (slot, src_slot) in zip(wanted, found, strict=True):
             self._scribble(Tier.HBM, slot)
@@ -181,7 +181,7 @@ class ResidencyModel:
         keys, src = [f.key for f in flights], flights[0].src
         assert src is not None
         slots, src_slots = [f.dst_slot for f in flights], [f.src_slot for f in flights]
-        found = self.residency.runs.arrive(keys, src, src_slots, Tier.HBM, slots)
+        found = self.residency.arrive_run(keys, src, src_slots, Tier.HBM, slots)
         assert found == [f.live for f in flights]
         for flight in flights:
             if flight.live:
@@ -192,7 +192,7 @@ class ResidencyModel:
         keys, slots = [hold.key for hold in holds], [hold.slot for hold in holds]
         for key in keys:
             self.history.hit(key, below=False)
-        self.residency.runs.release(keys, holds[0].tier, slots)
+        self.residency.release_run(keys, holds[0].tier, slots)
         for hold in holds:
             self.holds.remove(hold)
 

@@ -66,7 +66,7 @@ def test_who_does_not_need_a_page_does_not_speak_for_who_will_need_it(
     table.take()
     table.apply(hint("will_need", B, C, who="a", ttl_s=5.0), 0.0)
     table.apply(hint("will_need", C, who="b", ttl_s=9.0), 0.0)
-    residency.retaining.keep(C, Tier.HBM, 0)  # what a prefetcher has the store do
+    residency.queues.keep(C, Tier.HBM, 0)  # what a prefetcher has the store do
     table.apply(hint("wont_need", B, C), 0.0)
     assert order(residency) == [A, B, C]
     table.expire(5.0)

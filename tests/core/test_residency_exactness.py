@@ -110,7 +110,7 @@ class ExactnessMachine(RuleBasedStateMachine):
 
     def start(self, key: PageKey, src: Tier, dst: Tier) -> None:
         if len(self.moving) % 2:  # in a run, as leases take pages
-            [(slot, _)] = self.residency.runs.reserve([key], dst, src, pins=0)
+            [(slot, _)] = self.residency.reserve_run([key], dst, src, pins=0)
         else:
             slot = self.residency.reserve(key, dst, src=src)
         self.moving.append((key, src, self.residency.tables[src].copies[key].slot, dst, slot))

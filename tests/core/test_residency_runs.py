@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from tests.support.planting import Bug, load
-from tierstore.directory import residency as runs
+from tierstore.directory import residency as module
 from tierstore.directory.invariants import check_residency
 from tierstore.directory.residency import Residency, TierTable
 from tierstore.errors import LeaseError
@@ -21,15 +21,14 @@ SIX = [PageKey(bytes([number]) * 36) for number in range(6)]
 
 
 def residency_of(
-    room: ModuleType = runs, keys: Sequence[PageKey] = KEYS, host: Fifo | None = None
+    room: ModuleType = module, keys: Sequence[PageKey] = KEYS, host: Fifo | None = None
 ) -> Residency:
     """All pages are readable in HOST."""
     tables = {
         Tier.HBM: TierTable(make_policy("lru"), num_slots=6),
         Tier.HOST: TierTable(host or make_policy("lru"), num_slots=6),
     }
-    residency = Residency(tables)
-    residency.runs = room.Runs(residency.tables, residency._settling, residency)
+    residency: Residency = room.Residency(tables)
     for key in keys:
         residency.commit(key, Tier.HOST, residency.reserve(key, Tier.HOST))
     return residency
@@ -39,41 +38,41 @@ def require_each_source_to_be_let_go_where_it_was(room: ModuleType) -> None:
     """A page was dropped from HOST on its way up and written there again: the newer copy is not the load's source."""
     residency = residency_of(room)
     host = residency.tables[Tier.HOST]
-    places = residency.runs.reserve(KEYS, Tier.HBM, Tier.HOST)
+    places = residency.reserve_run(KEYS, Tier.HBM, Tier.HOST)
     residency.evict(KEYS[1], Tier.HOST)
     residency.commit(KEYS[1], Tier.HOST, residency.reserve(KEYS[1], Tier.HOST))
     held = residency.pin(KEYS[1], Tier.HOST)
     slots, sources = zip(*places, strict=True)
     assert held != sources[1]
-    assert residency.runs.arrive(KEYS, Tier.HOST, sources, Tier.HBM, slots) == [True] * 3
+    assert residency.arrive_run(KEYS, Tier.HOST, sources, Tier.HBM, slots) == [True] * 3
     assert [host.copies[key].pins for key in KEYS] == [0, 1, 0]
     assert not host.quarantine
     check_residency(residency)
 
 
 def test_each_source_is_let_go_where_it_was() -> None:
-    require_each_source_to_be_let_go_where_it_was(runs)
+    require_each_source_to_be_let_go_where_it_was(module)
 
 
 def test_the_newer_copy_taken_for_the_source_is_noticed() -> None:
-    planted = load(runs, Bug("another source", "below.slot != src_slot or not", "not"))
+    planted = load(module, Bug("another source", "below.slot != src_slot or not", "not"))
     with pytest.raises((AssertionError, LeaseError)):
         require_each_source_to_be_let_go_where_it_was(planted)
 
 
 def test_a_page_released_once_too_often_is_a_lease_error() -> None:
     residency = residency_of()
-    slots = residency.runs.pin(KEYS, Tier.HOST)
-    residency.runs.release(KEYS, Tier.HOST, slots)
+    slots = residency.pin_run(KEYS, Tier.HOST)
+    residency.release_run(KEYS, Tier.HOST, slots)
     check_residency(residency)
     with pytest.raises(LeaseError, match="below zero"):
-        residency.runs.release(KEYS[:1], Tier.HOST, slots[:1])
+        residency.release_run(KEYS[:1], Tier.HOST, slots[:1])
 
 
 def test_a_run_and_its_pages_one_by_one_are_left_in_the_same_order() -> None:
     as_run, one_by_one = residency_of(keys=SIX), residency_of(keys=SIX)
-    slots = as_run.runs.pin(SIX, Tier.HOST)
-    as_run.runs.release(SIX, Tier.HOST, slots)
+    slots = as_run.pin_run(SIX, Tier.HOST)
+    as_run.release_run(SIX, Tier.HOST, slots)
     slots = [one_by_one.pin(key, Tier.HOST) for key in SIX]
     one_by_one.touch(SIX)
     for key, slot in zip(reversed(SIX), reversed(slots), strict=True):

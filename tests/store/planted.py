@@ -19,7 +19,7 @@ from tierstore.directory.admission import Admitting, MemoryOnly
 from tierstore.directory.directory import Directory
 from tierstore.directory.leases import LeaseRecord, Leases
 from tierstore.directory.loads import Load
-from tierstore.directory.residency import Quarantine, Residency, Runs, TierTable
+from tierstore.directory.residency import Residency, TierTable
 from tierstore.directory.slots import Sealing
 from tierstore.directory.transfers import Traffic
 from tierstore.events import PendingEvents
@@ -37,19 +37,19 @@ BUGS_OF_ENCODED_MEMORY = Plants()
 
 @BUGS_IN_MEMORY.bug
 def abort_frees_at_once(patch: pytest.MonkeyPatch) -> None:
-    let_go = Quarantine.let_go
+    let_go = Residency._let_go
 
     def abort(self: Residency, key: PageKey, dst: Tier) -> None:
         table = self.tables[dst]
         copy = table.copies.pop(key)
         table.put_back(copy.slot, copy.nbytes)
 
-    def tolerant(self: Quarantine, tier: Tier, table: TierTable, slot: int) -> None:
+    def tolerant(self: Residency, tier: Tier, table: TierTable, slot: int) -> None:
         if slot in table.quarantine:
             let_go(self, tier, table, slot)
 
     patch.setattr(Residency, "abort", abort)
-    patch.setattr(Quarantine, "let_go", tolerant)
+    patch.setattr(Residency, "_let_go", tolerant)
 
 
 @BUGS_IN_MEMORY.bug
@@ -140,12 +140,12 @@ def a_duplicate_is_not_freed(patch: pytest.MonkeyPatch) -> None:
 
 @BUGS_ON_DISK.bug
 def parents_are_lost_at_reopen(patch: pytest.MonkeyPatch) -> None:
-    load = Runs.load
+    load = Residency.load
 
-    def orphaned(self: Runs, tier: Tier, records: Iterable[tuple[PageKey, PageKey | None, int]]) -> None:
+    def orphaned(self: Residency, tier: Tier, records: Iterable[tuple[PageKey, PageKey | None, int]]) -> None:
         load(self, tier, ((key, None, nbytes) for key, _, nbytes in records))
 
-    patch.setattr(Runs, "load", orphaned)
+    patch.setattr(Residency, "load", orphaned)
 
 
 @BUGS_ON_DISK.bug
@@ -302,7 +302,7 @@ def an_admitted_page_leaves_those_before_it_refused(patch: pytest.MonkeyPatch) -
 
 @BUGS_OF_SICK_DISKS.bug
 def a_late_slot_is_free_at_once(patch: pytest.MonkeyPatch) -> None:
-    let_go = Quarantine.let_go
+    let_go = Residency._let_go
 
     def late(self: Directory, key: PageKey, dst: Tier, slot: int) -> None:
         copy = self.residency.tables[dst].copies.get(key)
@@ -310,12 +310,12 @@ def a_late_slot_is_free_at_once(patch: pytest.MonkeyPatch) -> None:
             self.residency.fail(key, dst, slot)
             self._settled(key, dst, readable=False)
 
-    def tolerant(self: Quarantine, tier: Tier, table: TierTable, slot: int) -> None:
+    def tolerant(self: Residency, tier: Tier, table: TierTable, slot: int) -> None:
         if slot in table.quarantine:
             let_go(self, tier, table, slot)
 
     patch.setattr(Directory, "_late", late)
-    patch.setattr(Quarantine, "let_go", tolerant)
+    patch.setattr(Residency, "_let_go", tolerant)
 
 
 @BUGS_OF_SICK_DISKS.bug

@@ -110,7 +110,7 @@ def _copy_to_host(residency: Residency, keys: list[PageKey]) -> None:
 
 def _load_nvme(pages: int) -> Residency:
     residency = Residency({Tier.NVME: TierTable(make_policy("lru"), budget_nbytes=pages)})
-    residency.runs.load(Tier.NVME, ((key, parent, 1) for key, parent in synthetic_pages(pages)))
+    residency.load(Tier.NVME, ((key, parent, 1) for key, parent in synthetic_pages(pages)))
     return residency
 
 

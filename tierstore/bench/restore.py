@@ -336,7 +336,7 @@ class Rig:
         directory = parts.directory
         for owner, method, part in (
             (directory, "extend_lease", "plan"),
-            (directory.residency.runs, "reserve", "reserve"),
+            (directory.residency, "reserve_run", "reserve"),
             (directory.residency, "reserve", "reserve"),
             (directory.loads, "start_run", "plan"),
             (engine, "submit", "submit"),

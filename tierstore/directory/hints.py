@@ -138,13 +138,13 @@ class HintTable:
             self._end_at(now + lifetime(hint), hint)
             return HintResult.DEFERRED
         if hint.need == "retain":
-            retain = partial(self._residency.retaining.set_wanted, wanted=True, priority=hint.priority)
+            retain = partial(self._residency.queues.set_wanted, wanted=True, priority=hint.priority)
             self._changes.append((retain, list(hint.keys)))
             self._retain(hint, now)
         else:
             # One request does not speak for another.
             left = [key for key in hint.keys if key not in self._holders and key not in self._expecting]
-            self._changes.append((partial(self._residency.retaining.set_wanted, wanted=False), left))
+            self._changes.append((partial(self._residency.queues.set_wanted, wanted=False), left))
         return HintResult.APPLIED
 
     def _can_queue(self, request_id: str) -> bool:
@@ -175,7 +175,7 @@ class HintTable:
         retained = self._retained.pop(request_id, None)
         if retained is not None:
             free = _uncount(self._holders, retained[1])
-            self._changes.append((self._residency.retaining.end_retention, free))
+            self._changes.append((self._residency.queues.end_retention, free))
 
 
 def _uncount(counter: Counter[PageKey], keys: Iterable[PageKey]) -> list[PageKey]:

@@ -284,13 +284,13 @@ class Leases:
         """``_attach_run`` without a look at whether they are exact."""
         assert self._hbm is not None
         if keys[0] in self._hbm.copies:
-            slots = self._residency.runs.pin(keys, Tier.HBM)
+            slots = self._residency.pin_run(keys, Tier.HBM)
             lease.slots += slots
             return self._taken(lease, keys[: len(slots)], Tier.HBM) or self._join_run(lease, index, keys)
         gate = self._loads.gate
         if lease.deadline is not None or gate == Tier.HBM:
             return False
-        places = self._residency.runs.reserve(keys, Tier.HBM, gate)
+        places = self._residency.reserve_run(keys, Tier.HBM, gate)
         keys = keys[: len(places)]
         self._loads.start_run(lease, index, keys, places)
         lease.slots += [slot for slot, _ in places]
@@ -392,7 +392,7 @@ class Leases:
         if self._hbm is None:
             self._residency.touch(keys)
             return
-        self._residency.runs.release(keys, Tier.HBM, slots)
+        self._residency.release_run(keys, Tier.HBM, slots)
         self._sinks.all_unpinned(reversed(keys), Tier.HBM)
 
     def _unpin_from(self, lease: LeaseRecord, start: int) -> None:

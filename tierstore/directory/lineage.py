@@ -18,8 +18,8 @@ from tierstore.policy.orders import BAND
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator
 
-    from tierstore.directory.eviction import Settling
-    from tierstore.directory.residency import TierTable, Whereabouts
+    from tierstore.directory.eviction import VictimQueues
+    from tierstore.directory.residency import Residency, TierTable
     from tierstore.types import PageKey
 
 
@@ -147,13 +147,13 @@ class Orphans:
     if its parent's state has changed, and what follows it only if its own state changes.
     """
 
-    def __init__(self, pages: Whereabouts, lineage: Lineage, settling: Settling) -> None:
+    def __init__(self, pages: Residency, lineage: Lineage, queues: VictimQueues) -> None:
         self.revived: deque[PageKey] = deque()
         """Pages that became reachable again since this was last emptied: they may have to be saved now."""
         self._pages = pages
         self._lineage = lineage
-        self._settling = settling
-        self.keys = self._unreachable = settling.unreachable
+        self._queues = queues
+        self.keys = self._unreachable = queues.unreachable
         self._changed: OrderedDict[PageKey, Iterator[PageKey] | None] = OrderedDict()
         """Pages whose children have to be looked at, with those that are left; None: all of them."""
 
@@ -227,15 +227,15 @@ class Orphans:
         waiting = deque(roots)
         while waiting:
             key = waiting.popleft()
-            self._settling.cut_off(key)
+            self._queues.cut_off(key)
             waiting.extend(self._lineage.children(key))
 
     def _flip(self, key: PageKey) -> None:
         if key in self._unreachable:
-            self._settling.rejoin(key)
+            self._queues.rejoin(key)
             self.revived.append(key)
         else:
-            self._settling.cut_off(key)
+            self._queues.cut_off(key)
         if self._lineage.has_children(key):
             self._push(key)
 

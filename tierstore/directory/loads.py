@@ -157,7 +157,7 @@ class Loads:
         self, keys: Sequence[PageKey], src: Tier, src_slots: Sequence[int], slots: Sequence[int]
     ) -> None:
         """As ``arrived`` for each; their sources are let go. Where HBM is the store's own."""
-        readable = self._residency.runs.arrive(keys, src, src_slots, Tier.HBM, slots)
+        readable = self._residency.arrive_run(keys, src, src_slots, Tier.HBM, slots)
         by_slot = self.by_slot
         for key, slot, there in zip(keys, slots, readable, strict=True):
             load = by_slot.get(slot)
@@ -414,7 +414,7 @@ class Promoting:
 
     def _bring_run(self, keys: Sequence[PageKey], src: Tier, dst: Tier) -> Sequence[PageKey]:
         """As ``_bring`` for the first of ``keys``, into free slots."""
-        places = self._residency.runs.reserve(keys, dst, src, pins=0)
+        places = self._residency.reserve_run(keys, dst, src, pins=0)
         keys = keys[: len(places)]
         self._moving[dst].update(dict.fromkeys(keys))
         if dst == Tier.HBM and src == self._loads.gate:
@@ -449,7 +449,7 @@ class Promoting:
             if place not in kept:
                 kept[place] = None
                 self._keepers[place] += 1
-            self._residency.retaining.keep(key, tier, hint.priority)
+            self._residency.queues.keep(key, tier, hint.priority)
 
     def _take_ended(self) -> None:
         """A newer hint of the same request begins with nothing kept."""
@@ -464,7 +464,7 @@ class Promoting:
         if self._keepers[place]:
             return
         del self._keepers[place]
-        self._residency.retaining.end_keeping(*place)
+        self._residency.queues.end_keeping(*place)
 
     def _settle(self) -> None:
         """Forgets what has arrived or will not come: looks at a bounded number, each in its turn."""

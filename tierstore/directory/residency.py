@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.directory.admission import MemoryOnly
-from tierstore.directory.eviction import Retaining, Settling, choose_victims
+from tierstore.directory.eviction import VictimQueues, choose_victims
 from tierstore.directory.lineage import Lineage, Orphans
 from tierstore.errors import CapacityError, LeaseError
 from tierstore.policy import VictimQueue
@@ -134,38 +134,6 @@ class TierTable:
                 self.fleeting.withdraw(rank)
 
 
-class Quarantine:
-    """Of all tiers; each table has its own dead slots. Changed by residency, of which it is a part."""
-
-    def __init__(self) -> None:
-        self.erased: deque[tuple[Tier, PageKey]] = deque()
-        """Records of key-addressed tiers whose bytes nobody needs any more."""
-
-    def kill(self, key: PageKey, table: TierTable) -> None:
-        """A copy on its way will never be readable: its writer and its pins hold the slot."""
-        copy = table.copies.pop(key)
-        table.count(copy, -1)
-        table.policy.left(key, copy.rank)
-        table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins + 1)
-
-    def let_go(self, tier: Tier, table: TierTable, slot: int) -> None:
-        """One holder of a dead slot has ended. LeaseError if it has none."""
-        dead = table.quarantine.get(slot)
-        if dead is None:
-            raise LeaseError(f"slot {slot} of {tier.name} has no such holder")
-        dead.holders -= 1
-        if dead.holders == 0:
-            del table.quarantine[slot]
-            table.put_back(slot, dead.nbytes)
-            self.note_erased(tier, table, dead.key)
-
-    def note_erased(self, tier: Tier, table: TierTable, key: PageKey | None) -> None:
-        """Nothing uses a dead copy any more: where bytes are kept by key, its record is to be erased."""
-        # A newer copy under the same key owns the record now: erasing it would lose that one.
-        if table.num_slots is None and key is not None and key not in table.copies:
-            self.erased.append((tier, key))
-
-
 class Exactness:
     """Of the pages of a store. ``tables``: of its tiers. Changed by residency alone."""
 
@@ -243,13 +211,39 @@ class Exactness:
         self._tainted.discard(key)
 
 
-class Whereabouts:
-    """The tables of all tiers, fastest first, as far as they can be asked. What changes them: ``residency``."""
+class Drop(NamedTuple):
+    """A copy that left its tier. ``last``: no other tier holds the page now. ``memory_only``: none below was to.
+
+    ``refused``: admission did not want it below. ``unreachable``: a page before it was gone.
+    """
+
+    tier: Tier
+    key: PageKey
+    last: bool
+    memory_only: bool
+    refused: bool
+    unreachable: bool
+
+
+class Residency:
+    """The tables of all tiers and the lineage of their pages. The only code that changes residency."""
 
     def __init__(self, tables: Mapping[Tier, TierTable]) -> None:
         self.tables = {tier: tables[tier] for tier in sorted(tables)}
+        """Fastest first."""
         self._order = list(self.tables.items())
         self._copies = [table.copies for _, table in self._order]
+        self.lineage = Lineage()
+        self.memory_only = MemoryOnly(self.tables, self.lineage)
+        self.exactness = Exactness(self.tables)
+        self.erased: deque[tuple[Tier, PageKey]] = deque()
+        """Records of key-addressed tiers whose bytes nobody needs any more."""
+        self.dropped: deque[Drop] = deque()
+        """Copies that ``reserve`` and ``take`` evicted to make room."""
+        self.queues = VictimQueues(self.tables, self.lineage, self.memory_only)
+        self.orphans = Orphans(self, self.lineage, self.queues)
+
+    # -- questions ----------------------------------------------------------------------------------------------
 
     def where(self, key: PageKey) -> Tier | None:
         """Fastest tier with a readable copy, or None."""
@@ -284,185 +278,9 @@ class Whereabouts:
                 return True
         return False
 
-
-class Pages(Protocol):
-    """The calls for single pages, which of them are what was put, and which follows which."""
-
-    exactness: Exactness
-    lineage: Lineage
-    orphans: Orphans
-
-    def commit(self, key: PageKey, dst: Tier, slot: int) -> bool:
-        """See ``Residency.commit``."""
-        ...
-
-    def unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
-        """See ``Residency.unpin``."""
-        ...
-
-
-class Runs:
-    """Runs of pages of ``tables``. Changed by residency, of which it is a part."""
-
-    def __init__(self, tables: Mapping[Tier, TierTable], settling: Settling, pages: Pages) -> None:
-        self._tables = tables
-        self._settling = settling
-        self._pages = pages
-
-    def reserve(self, keys: Sequence[PageKey], dst: Tier, src: Tier, pins: int = 1) -> list[tuple[int, int]]:
-        """As ``reserve`` from below, for the first of ``keys`` that need no eviction: slot and slot in ``src``.
-
-        Ends before a page that has a copy in ``dst`` or none that is readable in ``src``, and where no slot is free.
-        ``dst`` has slots.
-        """
-        table, source, held = self._tables[dst], self._tables[src], self._settling.held
-        copies, free, enter = table.copies, table.free, table.policy.enter
-        unreachable = self._settling.unreachable
-        found: list[tuple[int, int]] = []
-        for key in keys:
-            below = source.copies.get(key)
-            if below is None or not below.ready or key in copies or not free:
-                break
-            below.pins += 1
-            if below.pins == 1:
-                held(key, src, source, below)
-            slot = free.pop()
-            rank = table.policy.unreachable(key) if key in unreachable else enter(key)
-            copies[key] = Copy(slot, 0, rank, pins=pins)
-            found.append((slot, below.slot))
-        self._pages.exactness.loaded(keys[: len(found)], src, dst)
-        table.arriving += len(found)
-        table.pinned += len(found) if pins else 0
-        self._settling.entered(keys[: len(found)], dst, table)
-        return found
-
-    def arrive(
-        self,
-        keys: Sequence[PageKey],
-        src: Tier,
-        src_slots: Sequence[int],
-        dst: Tier,
-        dst_slots: Sequence[int],
-    ) -> list[bool]:
-        """As ``commit`` in ``dst``, which has slots, and ``unpin`` in ``src``: of each whether it is readable now."""
-        source, table = self._tables[src], self._tables[dst]
-        resettle = self._settling.resettle
-        found: list[bool] = []
-        for key, src_slot, slot in zip(keys, src_slots, dst_slots, strict=True):
-            below, copy = source.copies.get(key), table.copies.get(key)
-            if copy is None or copy.slot != slot or below is None or below.slot != src_slot or not below.pins:
-                found.append(self._pages.commit(key, dst, slot))
-                self._pages.unpin(key, src, src_slot)
-                continue
-            copy.ready = True
-            table.arriving -= 1
-            table.idle += not copy.pins
-            below.pins -= 1
-            if not below.pins:
-                source.pinned -= 1
-                source.idle += below.ready
-            resettle(key)
-            found.append(True)
-        return found
-
-    def pin(self, keys: Sequence[PageKey], tier: Tier) -> list[int]:
-        """As ``pin``, for the first of ``keys`` that are readable in the tier: their slots."""
-        table, held = self._tables[tier], self._settling.held
-        copies = table.copies
-        slots: list[int] = []
-        for key in keys:
-            copy = copies.get(key)
-            if copy is None or not copy.ready:
-                break
-            copy.pins += 1
-            if copy.pins == 1:
-                held(key, tier, table, copy)
-            slots.append(copy.slot)
-        return slots
-
-    def release(self, keys: Sequence[PageKey], tier: Tier, slots: Sequence[int]) -> None:
-        """As ``touch`` of the pages and ``unpin`` of each in ``tier``, last ones first."""
-        # Fastest first: where a copy waits depends on the pins of those above.
-        order = [(other, each, each.copies, each.policy.touch) for other, each in self._tables.items()]
-        table, settle, after_use = self._tables[tier], self._settling.settle, self._settling.rank_after_use
-        for key, slot in zip(reversed(keys), reversed(slots), strict=True):
-            alive = False
-            for other, each, copies, touch in order:
-                copy = copies.get(key)
-                if copy is None:
-                    continue
-                rank = touch(key, copy.rank) if copy.rank >= 0 else after_use(key, other, each, copy)
-                if rank != copy.rank:
-                    each.withdraw(copy)
-                    copy.rank = rank
-                if other == tier and copy.slot == slot:
-                    if copy.pins == 0:
-                        raise LeaseError(f"unpin below zero in {tier.name}")
-                    alive = True
-                    copy.pins -= 1
-                    if not copy.pins:
-                        table.pinned -= 1
-                        table.idle += copy.ready
-                if copy.ready and not copy.pins:
-                    settle(key, other, each, copy)
-            if not alive:
-                self._pages.unpin(key, tier, slot)
-
-    def load(self, tier: Tier, records: Iterable[tuple[PageKey, PageKey | None, int]]) -> None:
-        """Takes over what a tier found at open, oldest first: (key, parent, nbytes). Before anything else."""
-        table, lineage = self._tables[tier], self._pages.lineage
-        enter, copies, used = table.policy.enter, table.copies, 0
-        for key, parent, nbytes in records:
-            copies[key] = Copy(next(table.new_slots), nbytes, enter(key), True)
-            used += nbytes
-            if parent is not None:
-                lineage.link(key, parent)
-        table.used_nbytes += used
-        table.idle += len(copies)
-        self._pages.orphans.load(lineage.without_parent_in(copies))
-        has_children, wait, droppable = lineage.has_children, table.wait, table.droppable
-        for key, copy in copies.items():
-            if not has_children(key):
-                wait(copy, key, droppable)
-
-
-class Drop(NamedTuple):
-    """A copy that left its tier. ``last``: no other tier holds the page now. ``memory_only``: none below was to.
-
-    ``refused``: admission did not want it below. ``unreachable``: a page before it was gone.
-    """
-
-    tier: Tier
-    key: PageKey
-    last: bool
-    memory_only: bool
-    refused: bool
-    unreachable: bool
-
-
-class Residency(Whereabouts):
-    """The tables of all tiers and the lineage of their pages. The only code that changes residency."""
-
-    def __init__(self, tables: Mapping[Tier, TierTable]) -> None:
-        super().__init__(tables)
-        self.lineage = Lineage()
-        self.memory_only = MemoryOnly(self.tables, self.lineage)
-        self.exactness = Exactness(self.tables)
-        self._quarantine = Quarantine()
-        self.erased = self._quarantine.erased
-        self.dropped: deque[Drop] = deque()
-        """Copies that ``reserve`` and ``take`` evicted to make room."""
-        self._settling = Settling(self.tables, self.lineage, self.memory_only)
-        self.orphans = Orphans(self, self.lineage, self._settling)
-        self.retaining = Retaining(self.tables, self._settling)
-        self.runs = Runs(self.tables, self._settling, self)
-        """The same for many pages at once."""
-
-    # -- questions ----------------------------------------------------------------------------------------------
-
     def saved_below(self, key: PageKey, tier: Tier) -> bool:
         """Whether a slower tier holds a readable copy."""
-        return self._settling.below(key, tier)
+        return self.queues.below(key, tier)
 
     def unsaved(self, key: PageKey, tier: Tier) -> bool:
         """Whether a slower tier is to hold the page and none does: not while no request can reach it."""
@@ -471,6 +289,23 @@ class Residency(Whereabouts):
             and key not in self.orphans
             and not self.saved_below(key, tier)
         )
+
+    def load(self, tier: Tier, records: Iterable[tuple[PageKey, PageKey | None, int]]) -> None:
+        """Takes over what a tier found at open, oldest first: (key, parent, nbytes). Before anything else."""
+        table, lineage = self.tables[tier], self.lineage
+        enter, copies, used = table.policy.enter, table.copies, 0
+        for key, parent, nbytes in records:
+            copies[key] = Copy(next(table.new_slots), nbytes, enter(key), True)
+            used += nbytes
+            if parent is not None:
+                lineage.link(key, parent)
+        table.used_nbytes += used
+        table.idle += len(copies)
+        self.orphans.load(lineage.without_parent_in(copies))
+        has_children, wait, droppable = lineage.has_children, table.wait, table.droppable
+        for key, copy in copies.items():
+            if not has_children(key):
+                wait(copy, key, droppable)
 
     # -- slots owned by callers ---------------------------------------------------------------------------------
 
@@ -492,7 +327,7 @@ class Residency(Whereabouts):
 
     def release_retired(self, tier: Tier, slot: int) -> None:
         """A retired slot becomes free."""
-        self._quarantine.let_go(tier, self.tables[tier], slot)
+        self._let_go(tier, self.tables[tier], slot)
 
     def adopt(
         self, key: PageKey, tier: Tier, slot: int, parent: PageKey | None, *, memory_only: bool = False
@@ -516,11 +351,11 @@ class Residency(Whereabouts):
             table.count(table.copies[key], -1)
             table.copies[key].pins = 0
             table.count(table.copies[key], 1)
-            self._quarantine.kill(key, table)
+            self._kill(key, table)
         table.owned.discard(slot)
-        table.copies[key] = Copy(slot, 0, self._settling.first_rank(key, table), pins=pins)
+        table.copies[key] = Copy(slot, 0, self.queues.first_rank(key, table), pins=pins)
         table.count(table.copies[key], 1)
-        self._settling.entered((key,), tier, table)
+        self.queues.entered((key,), tier, table)
         self._make_ready(table, key, parent, fresh=fresh)
 
     def replace(self, key: PageKey, tier: Tier, slot: int) -> None:
@@ -537,8 +372,8 @@ class Residency(Whereabouts):
         table.owned.discard(slot)
         copy.slot, copy.pins = slot, 0
         table.count(copy, 1)
-        self._settling.settle(key, tier, table, copy)
-        self._settling.settle_mirror(key, tier)
+        self.queues.settle(key, tier, table, copy)
+        self.queues.settle_mirror(key, tier)
 
     # -- reserve, commit, abort ---------------------------------------------------------------------------------
 
@@ -585,12 +420,12 @@ class Residency(Whereabouts):
             self.exactness.loaded((key,), src, dst)
         if first:
             self._begin(key, parent)
-        slot, rank = table.take(nbytes), self._settling.first_rank(key, table)
+        slot, rank = table.take(nbytes), self.queues.first_rank(key, table)
         if rank >= 0 and src is not None and src < dst and self.tables[src].copies[key].rank < 0:
             rank = table.policy.unwanted()  # what nobody wants above is the first to go below, too
         copy = table.copies[key] = Copy(slot, nbytes, rank, pins=pins)
         table.count(copy, 1)
-        self._settling.entered((key,), dst, table)
+        self.queues.entered((key,), dst, table)
         if first:
             self.orphans.recheck_children(key)
         return slot
@@ -602,7 +437,7 @@ class Residency(Whereabouts):
         table = self.tables[dst]
         copy = table.copies.get(key)
         if copy is None or copy.slot != slot:
-            self._quarantine.let_go(dst, table, slot)
+            self._let_go(dst, table, slot)
             return False
         table.used_nbytes += nbytes - copy.nbytes
         copy.nbytes = nbytes
@@ -615,13 +450,13 @@ class Residency(Whereabouts):
         copy = table.copies.get(key)
         if copy is not None and copy.slot == slot and not copy.ready:
             self.abort(key, dst)
-        self._quarantine.let_go(dst, table, slot)
+        self._let_go(dst, table, slot)
 
     def abort(self, key: PageKey, dst: Tier) -> None:
         """The copy on its way is dead. Its slot is quarantined until ``commit`` or ``fail`` says the writer is done."""
         if self.tables[dst].copies[key].ready:
             raise LeaseError(f"the copy in {dst.name} is readable; evict it")
-        self._quarantine.kill(key, self.tables[dst])
+        self._kill(key, self.tables[dst])
         self._forget_if_gone(key)
 
     # -- pins ---------------------------------------------------------------------------------------------------
@@ -636,7 +471,7 @@ class Residency(Whereabouts):
         if copy.pins > 1:
             return copy.slot
         if copy.ready:
-            self._settling.held(key, tier, table, copy)
+            self.queues.held(key, tier, table, copy)
         else:
             table.pinned += 1
         return copy.slot
@@ -654,10 +489,10 @@ class Residency(Whereabouts):
             table.pinned -= 1
             if copy.ready:
                 table.idle += 1
-                self._settling.settle(key, tier, table, copy)
-                self._settling.settle_mirror(key, tier)
+                self.queues.settle(key, tier, table, copy)
+                self.queues.settle_mirror(key, tier)
         else:
-            self._quarantine.let_go(tier, table, slot)
+            self._let_go(tier, table, slot)
 
     def touch(self, keys: Sequence[PageKey]) -> None:
         """The pages were used: renews their ranks in every tier, the last page oldest, so that tails go first."""
@@ -665,8 +500,114 @@ class Residency(Whereabouts):
             for tier, table in self._order:
                 copy = table.copies.get(key)
                 if copy is not None:
-                    rank = self._settling.rank_after_use(key, tier, table, copy)
-                    self._settling.rerank(key, tier, table, copy, rank)
+                    rank = self.queues.rank_after_use(key, tier, table, copy)
+                    self.queues.rerank(key, tier, table, copy, rank)
+
+    # -- runs: as page by page, for a third of the time -----------------------------------------------------------
+
+    # The pages of a lease are taken, arrive and are let go one after the other, thousands of them, while a link or a
+    # first token waits. Here is what is usual; a page that is not as usual goes the way of single ones.
+
+    def reserve_run(
+        self, keys: Sequence[PageKey], dst: Tier, src: Tier, pins: int = 1
+    ) -> list[tuple[int, int]]:
+        """As ``reserve`` from below, for the first of ``keys`` that need no eviction: slot and slot in ``src``.
+
+        Ends before a page that has a copy in ``dst`` or none that is readable in ``src``, and where no slot is free.
+        ``dst`` has slots.
+        """
+        table, source, held = self.tables[dst], self.tables[src], self.queues.held
+        copies, free, enter = table.copies, table.free, table.policy.enter
+        unreachable = self.queues.unreachable
+        found: list[tuple[int, int]] = []
+        for key in keys:
+            below = source.copies.get(key)
+            if below is None or not below.ready or key in copies or not free:
+                break
+            below.pins += 1
+            if below.pins == 1:
+                held(key, src, source, below)
+            slot = free.pop()
+            rank = table.policy.unreachable(key) if key in unreachable else enter(key)
+            copies[key] = Copy(slot, 0, rank, pins=pins)
+            found.append((slot, below.slot))
+        self.exactness.loaded(keys[: len(found)], src, dst)
+        table.arriving += len(found)
+        table.pinned += len(found) if pins else 0
+        self.queues.entered(keys[: len(found)], dst, table)
+        return found
+
+    def arrive_run(
+        self,
+        keys: Sequence[PageKey],
+        src: Tier,
+        src_slots: Sequence[int],
+        dst: Tier,
+        dst_slots: Sequence[int],
+    ) -> list[bool]:
+        """As ``commit`` in ``dst``, which has slots, and ``unpin`` in ``src``: of each whether it is readable now."""
+        source, table = self.tables[src], self.tables[dst]
+        resettle = self.queues.resettle
+        found: list[bool] = []
+        for key, src_slot, slot in zip(keys, src_slots, dst_slots, strict=True):
+            below, copy = source.copies.get(key), table.copies.get(key)
+            if copy is None or copy.slot != slot or below is None or below.slot != src_slot or not below.pins:
+                found.append(self.commit(key, dst, slot))
+                self.unpin(key, src, src_slot)
+                continue
+            copy.ready = True
+            table.arriving -= 1
+            table.idle += not copy.pins
+            below.pins -= 1
+            if not below.pins:
+                source.pinned -= 1
+                source.idle += below.ready
+            resettle(key)
+            found.append(True)
+        return found
+
+    def pin_run(self, keys: Sequence[PageKey], tier: Tier) -> list[int]:
+        """As ``pin``, for the first of ``keys`` that are readable in the tier: their slots."""
+        table, held = self.tables[tier], self.queues.held
+        copies = table.copies
+        slots: list[int] = []
+        for key in keys:
+            copy = copies.get(key)
+            if copy is None or not copy.ready:
+                break
+            copy.pins += 1
+            if copy.pins == 1:
+                held(key, tier, table, copy)
+            slots.append(copy.slot)
+        return slots
+
+    def release_run(self, keys: Sequence[PageKey], tier: Tier, slots: Sequence[int]) -> None:
+        """As ``touch`` of the pages and ``unpin`` of each in ``tier``, last ones first."""
+        # Fastest first: where a copy waits depends on the pins of those above.
+        order = [(other, each, each.copies, each.policy.touch) for other, each in self.tables.items()]
+        table, settle, after_use = self.tables[tier], self.queues.settle, self.queues.rank_after_use
+        for key, slot in zip(reversed(keys), reversed(slots), strict=True):
+            alive = False
+            for other, each, copies, touch in order:
+                copy = copies.get(key)
+                if copy is None:
+                    continue
+                rank = touch(key, copy.rank) if copy.rank >= 0 else after_use(key, other, each, copy)
+                if rank != copy.rank:
+                    each.withdraw(copy)
+                    copy.rank = rank
+                if other == tier and copy.slot == slot:
+                    if copy.pins == 0:
+                        raise LeaseError(f"unpin below zero in {tier.name}")
+                    alive = True
+                    copy.pins -= 1
+                    if not copy.pins:
+                        table.pinned -= 1
+                        table.idle += copy.ready
+                if copy.ready and not copy.pins:
+                    settle(key, other, each, copy)
+            if not alive:
+                self.unpin(key, tier, slot)
 
     # -- evict --------------------------------------------------------------------------------------------------
 
@@ -684,7 +625,7 @@ class Residency(Whereabouts):
             table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins)
         else:
             table.put_back(copy.slot, copy.nbytes)
-            self._quarantine.note_erased(tier, table, key)
+            self._note_erased(tier, table, key)
         drop = Drop(
             tier,
             key,
@@ -696,7 +637,7 @@ class Residency(Whereabouts):
         if drop.last:
             self._forget_if_gone(key)
         else:
-            self._settling.resettle(key)
+            self.queues.resettle(key)
         return drop
 
     def lift(self, limit: int) -> list[PageKey]:
@@ -706,7 +647,7 @@ class Residency(Whereabouts):
             for table in self.tables.values():
                 if key in table.copies:
                     table.withdraw(table.copies[key])
-            self._settling.resettle(key)
+            self.queues.resettle(key)
         return lifted
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -749,8 +690,8 @@ class Residency(Whereabouts):
                 self.memory_only.permit(parent)
             elif key in self.memory_only.refused:
                 self.memory_only.permit_named(parent)
-            self._settling.resettle(parent)
-        self._settling.resettle(key)
+            self.queues.resettle(parent)
+        self.queues.resettle(key)
         if first or linked:
             self.orphans.recheck(key, lineage.parent(key))
         if first and followed:
@@ -766,7 +707,7 @@ class Residency(Whereabouts):
         """The page gets its first copy, in flight: the page before it stays for it, as for a readable one."""
         if parent is not None and not self._precedes(key, parent, fresh=True):
             self.lineage.link(key, parent)
-            self._settling.resettle(parent)
+            self.queues.resettle(parent)
         self.orphans.begin(key, self.lineage.parent(key))
 
     def _forget_if_gone(self, key: PageKey) -> None:
@@ -775,5 +716,29 @@ class Residency(Whereabouts):
             self.exactness.forget(key)
             bare = self.lineage.unlink(key)
             if bare is not None:
-                self._settling.resettle(bare)
+                self.queues.resettle(bare)
             self.orphans.gone(key)
+
+    def _kill(self, key: PageKey, table: TierTable) -> None:
+        """A copy on its way will never be readable: its writer and its pins hold the slot."""
+        copy = table.copies.pop(key)
+        table.count(copy, -1)
+        table.policy.left(key, copy.rank)
+        table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins + 1)
+
+    def _let_go(self, tier: Tier, table: TierTable, slot: int) -> None:
+        """One holder of a dead slot has ended. LeaseError if it has none."""
+        dead = table.quarantine.get(slot)
+        if dead is None:
+            raise LeaseError(f"slot {slot} of {tier.name} has no such holder")
+        dead.holders -= 1
+        if dead.holders == 0:
+            del table.quarantine[slot]
+            table.put_back(slot, dead.nbytes)
+            self._note_erased(tier, table, dead.key)
+
+    def _note_erased(self, tier: Tier, table: TierTable, key: PageKey | None) -> None:
+        """Nothing uses a dead copy any more: where bytes are kept by key, its record is to be erased."""
+        # A newer copy under the same key owns the record now: erasing it would lose that one.
+        if table.num_slots is None and key is not None and key not in table.copies:
+            self.erased.append((tier, key))
