@@ -10,7 +10,7 @@ import warnings
 from collections import deque
 from contextlib import suppress
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tierstore.directory.leases import LeaseRecord
 from tierstore.directory.transfers import BATCH_PAGES
@@ -22,36 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-    from tierstore.directory.directory import Directory
-    from tierstore.events import PendingEvents
-    from tierstore.gpu.device import HbmDevice
-    from tierstore.metrics import Metrics
-    from tierstore.mover import Mover
-    from tierstore.pump import Progress
+    from tierstore.pump import Pump
     from tierstore.types import PageKey, Tier
-
-
-class LeaseHost(Protocol):
-    """What a lease needs of its store."""
-
-    num_layers: int
-
-    def wait_until_settled(self, record: LeaseRecord, deadline: float | None, *, written: bool) -> LeaseState:
-        """Drives the store until the lease is final or the time has come. ``written``: and its pages are written."""
-        ...
-
-    def wait_for_layer(self, record: LeaseRecord, layer: int, deadline: float | None) -> Event | None:
-        """Drives the store until this layer of the lease's pages is on its way; what ends its copies and the writing
-        of the pages, None: it is there. TimeoutError at the deadline."""
-        ...
-
-    def release_lease(self, record: LeaseRecord, after: Event | None) -> None:
-        """Ends the lease's pins, once ``after`` has happened."""
-        ...
-
-    def abandon(self, record: LeaseRecord) -> bool:
-        """The lease's handle is gone and was not released; False if nothing is held any more. Takes no lock."""
-        ...
 
 
 class Lease:
@@ -201,30 +173,19 @@ def _deadline(timeout_s: float | None) -> float | None:
     return None if timeout_s is None else monotonic() + seconds_to_wait("timeout_s", timeout_s)
 
 
-class Holding:
-    """The host of all leases of a store. Any thread."""
+class LeaseHost:
+    """The host of all leases of a store: it fills them, waits for their pages and ends them. Any thread."""
 
-    def __init__(
-        self,
-        directory: Directory,
-        pending: PendingEvents,
-        progress: Progress,
-        metrics: Metrics,
-        mover: Mover,
-        num_layers: int,
-        device: HbmDevice,
-    ) -> None:
-        self._device = device
+    def __init__(self, pump: Pump, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self._pump = pump
+        self._directory = pump.directory
+        self._events = pump.events
+        self._device = pump.parts.device
         self._abandoned: deque[LeaseRecord] = deque()
         """Of leases that were dropped without release: finalisers append to it, without the lock."""
         self._line: deque[LeaseRecord] = deque()
         """Leases that wait for room, in the order in which they came, and some that wait no longer."""
-        self.num_layers = num_layers
-        self._directory = directory
-        self._mover = mover
-        self._pending = pending
-        self._progress = progress
-        self._metrics = metrics
 
     def acquire(
         self,
@@ -238,7 +199,7 @@ class Holding:
         """A lease over the longest prefix that can be had; its first pages move before its last are reserved."""
         now = monotonic()
         deadline = None if deadline_s is None else now + deadline_s
-        with self._progress.lock:
+        with self._pump.lock:
             if into is not None:
                 self._directory.outgoing.require_usable(into)
             record = self._directory.leases.begin(keys, deadline, into, exact=exact)
@@ -256,9 +217,9 @@ class Holding:
     def _extend(self, record: LeaseRecord) -> None:
         """Cover all that can be had now, a batch at each hold of the lock."""
         while not record.complete:
-            with self._progress.lock:
+            with self._pump.lock:
                 self._directory.extend_lease(record, BATCH_PAGES, monotonic())
-                self._progress.submit()
+                self._pump.submit()
 
     def _wait_for_room(self, record: LeaseRecord, until: float) -> None:
         """Go on covering pages as room comes, until the monotonic ``until``, or until nothing on its way brings any.
@@ -268,8 +229,8 @@ class Holding:
         record.wants_room = True
         self._line.append(record)
         try:
-            for _ in self._progress.until(until):
-                with self._progress.lock:
+            for _ in self._pump.until(until):
+                with self._pump.lock:
                     while not self._line[0].wants_room:
                         self._line.popleft()
                     first = self._line[0] is record
@@ -278,7 +239,7 @@ class Holding:
                     self._extend_again(record)
                     if not _lacks_room(record):
                         return
-                    with self._progress.lock:
+                    with self._pump.lock:
                         coming = self._room_is_coming()
                 if not coming:
                     return
@@ -291,36 +252,36 @@ class Holding:
             raise
         finally:
             record.wants_room = False
-            self._progress.notify()
+            self._pump.notify()
 
     def _extend_again(self, record: LeaseRecord) -> None:
-        with self._progress.lock:
+        with self._pump.lock:
             record.complete = record.cut
         self._extend(record)
 
     def _room_is_coming(self) -> bool:
         """With the lock held: whether HBM gets room without any lease being released or slot given back."""
-        return self._pending.waiting or self._directory.room_is_coming(monotonic())
+        return self._events.waiting or self._directory.room_is_coming(monotonic())
 
     def wait_until_settled(self, record: LeaseRecord, deadline: float | None, *, written: bool) -> LeaseState:
         """Drives the store until the lease is final or the time has come. ``written``: and its pages are written."""
         start = monotonic()
         state = LeaseState.PENDING
-        for _ in self._progress.until(deadline):
+        for _ in self._pump.until(deadline):
             state = self._state(record, written=written)
             if state is not LeaseState.PENDING:
                 break
-        self._metrics.waited(monotonic() - start)
+        self._pump.metrics.waited(monotonic() - start)
         return state
 
     def _state(self, record: LeaseRecord, *, written: bool) -> LeaseState:
         """Takes the lock only while a page of some lease may be unwritten."""
         state = record.state
-        if state is LeaseState.PENDING or self._pending.all_written:
+        if state is LeaseState.PENDING or self._events.all_written:
             return state
-        with self._progress.lock:
+        with self._pump.lock:
             state = record.state
-            if state is LeaseState.READY and self._pending.writers(record):
+            if state is LeaseState.READY and self._events.writers(record):
                 if written:
                     return LeaseState.PENDING
                 record.told = True
@@ -330,13 +291,13 @@ class Holding:
         """Drives the store until this layer of the lease's pages is on its way; what ends its copies and the writing
         of the pages, None: it is there. TimeoutError at the deadline."""
         start = monotonic()
-        for _ in self._progress.until(deadline):
-            with self._progress.lock:
+        for _ in self._pump.until(deadline):
+            with self._pump.lock:
                 arriving = self._arriving(record, layer)
                 if arriving.submitted:
-                    writers = self._pending.writers(record)
+                    writers = self._events.writers(record)
                     record.told |= bool(writers) or record.state is LeaseState.PENDING
-                    self._metrics.waited(monotonic() - start)
+                    self._pump.metrics.waited(monotonic() - start)
                     return as_one(writers if arriving.event is None else [*writers, arriving.event])
         raise TimeoutError(f"layer {layer} of the leased pages was not on its way in time")
 
@@ -344,11 +305,11 @@ class Holding:
         if record.state is not LeaseState.PENDING:
             return HERE
         coming = self._directory.leases.under_way(record)
-        return NOT_YET if coming is None else self._mover.arriving(coming, layer)
+        return NOT_YET if coming is None else self._pump.mover.arriving(coming, layer)
 
     def release_lease(self, record: LeaseRecord, after: Event | None) -> None:
         """Ends the lease's pins, once ``after`` has happened."""
-        self._progress.advance()
+        self._pump.advance()
         self._end(record, self._device.last_use(after))
 
     def abandon(self, record: LeaseRecord) -> bool:
@@ -356,7 +317,7 @@ class Holding:
 
         Takes no lock: a finaliser runs in any thread, also in the middle of a hold.
         """
-        if not self._progress.usable:
+        if not self._pump.usable:
             return False
         self._abandoned.append(record)
         return True
@@ -377,7 +338,7 @@ class Holding:
                 self._abandoned.append(record)
                 return
             if not record.released:
-                self._metrics.abandoned()
+                self._pump.metrics.abandoned()
                 self._end(record, after)
 
     def _end(self, record: LeaseRecord, after: Event | None) -> None:
@@ -387,9 +348,9 @@ class Holding:
     def _end_pins(self, record: LeaseRecord, after: Event | None) -> None:
         more = True
         while more:
-            with self._progress.lock:
-                more = self._pending.release(record, after)
-        self._progress.notify()
+            with self._pump.lock:
+                more = self._events.release(record, after)
+        self._pump.notify()
 
 
 def _lacks_room(record: LeaseRecord) -> bool:

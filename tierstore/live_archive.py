@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tierstore.archive.endpoints import Taken
-from tierstore.archive.export import Exported, write_archive
 from tierstore.archive.file_format import Description
-from tierstore.archive.intake import Imported, read_archive
-from tierstore.build import loss_class
 from tierstore.codecs import record_head
 from tierstore.errors import ArchiveError, CapacityError, ConfigError, IntegrityError
-from tierstore.keys import EXACT, require_key_list
+from tierstore.keys import EXACT
 from tierstore.nvme.reader import Memory, Record
 from tierstore.nvme.record import Decoders
 from tierstore.types import LeaseState, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from os import PathLike
 
     from numpy.typing import NDArray
 
-    from tierstore.archive.endpoints import Progress as Shown
-    from tierstore.build import Parts
-    from tierstore.config import StoreConfig
-    from tierstore.events import PendingEvents
     from tierstore.lease import Lease
-    from tierstore.pump import Progress
+    from tierstore.pump import Pump
     from tierstore.store import EngineSlots, OwnSlots
     from tierstore.types import PageKey
 
@@ -39,74 +30,23 @@ _PATIENCE_S = 10.0
 """How long a page is waited for: to be brought up, or for a slot to bring it to."""
 
 
-class Portable:
-    """Archives of one running store. Any thread; two calls at once do not disturb each other."""
-
-    def __init__(
-        self,
-        config: StoreConfig,
-        parts: Parts,
-        progress: Progress,
-        pending: PendingEvents,
-        slots: OwnSlots | EngineSlots,
-        acquire: Callable[[Sequence[PageKey]], Lease],
-    ) -> None:
-        self._parts = parts
-        self._loss_class = loss_class(config)
-        self._progress = progress
-        self._pending = pending
-        self._slots = slots
-        self._acquire = acquire
-
-    async def export_pages(
-        self, keys: Sequence[PageKey], path: str | PathLike[str], progress: Shown | None = None
-    ) -> Exported:
-        """Writes the pages of ``keys`` that some tier has to one portable file (docs/archive.md).
-
-        What NVMe has is taken as it is there, encoded or not. Changes nothing but what ``acquire`` does. Cancelled or
-        failed it leaves no file, and what was at ``path`` before. ``progress``: called with pages done and their total.
-        ArchiveError if no page could be had or another writes there; OSError, such as a full disk, as it comes.
-        Where an engine owns HBM, only pages on disk: ``flush`` first. Memory-only pages never go to a file.
-        """
-        self._progress.require_open()
-        require_key_list(keys)
-        source = LiveSource(self._parts, self._loss_class, self._progress, self._acquire)
-        return await write_archive(Path(path), keys, source, progress)
-
-    async def import_pages(self, path: str | PathLike[str], progress: Shown | None = None) -> Imported:
-        """Puts the pages of an archive that are whole, whose pages before them are here, and that fit.
-
-        They go to the lowest tier; ``flush`` makes them durable. Pages that are here already stay as they are.
-        Cancelled it keeps what was put so far. ConfigError where an engine owns HBM. ArchiveError, and nothing changed,
-        for a file that is damaged outside its pages or holds pages that are not this store's.
-        """
-        self._progress.require_open()
-        sink = LiveSink(self._parts, self._loss_class, self._progress, self._pending, self._slots)
-        return await read_archive(Path(path), sink, progress)
-
-
 class LiveSource:
     """Gives a record that NVMe has as it is, any other page as it is in HBM, brought there under a lease."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        loss: str,
-        progress: Progress,
-        acquire: Callable[[Sequence[PageKey]], Lease],
-    ) -> None:
-        self.description = Description(parts.layout, loss)
-        self._parts = parts
-        self._progress = progress
+    def __init__(self, pump: Pump, loss: str, acquire: Callable[[Sequence[PageKey]], Lease]) -> None:
+        """``loss``: the loss class of the store's pages. ``acquire``: as ``TierStore.acquire``."""
+        self._parts = pump.parts
+        self.description = Description(self._parts.layout, loss)
+        self._pump = pump
         self._acquire = acquire
-        self._memory = Memory(parts.layout.blob_nbytes)
+        self._memory = Memory(self._parts.layout.blob_nbytes)
 
     def record(self, key: PageKey) -> Record | str:
         """``Source.record``. StoreClosed if the store is."""
-        self._progress.advance()
+        self._pump.advance()
         tier = self._parts.nvme
         on_disk = False
-        with self._progress.lock:
+        with self._pump.lock:
             residency = self._parts.directory.residency
             if key in residency.memory_only and key not in residency.memory_only.refused:
                 return "it was put to stay in memory"
@@ -133,7 +73,7 @@ class LiveSource:
         return reason if because == "not_found" else because
 
     def _leases(self, key: PageKey) -> Iterator[Lease]:
-        for _ in self._progress.until(monotonic() + _PATIENCE_S):
+        for _ in self._pump.until(monotonic() + _PATIENCE_S):
             yield self._acquire([key])
 
     def _leased(self, key: PageKey, lease: Lease) -> Record:
@@ -141,7 +81,7 @@ class LiveSource:
         lent = self._memory.take()
         page = lent.page
         self._parts.pool.read(lease.slots[0], page)
-        with self._progress.lock:
+        with self._pump.lock:
             parent = self._parts.directory.residency.lineage.parent(key)
         head = record_head.Head(
             fingerprint=self.description.fingerprint,
@@ -157,15 +97,9 @@ class LiveSource:
 class LiveSink:
     """Puts pages as an engine would that has computed them, and sends them to disk where there is one."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        loss: str,
-        progress: Progress,
-        pending: PendingEvents,
-        slots: OwnSlots | EngineSlots,
-    ) -> None:
+    def __init__(self, pump: Pump, loss: str, slots: OwnSlots | EngineSlots) -> None:
         """ConfigError where an engine owns HBM; ArchiveError where copies lose something, and none is the original."""
+        parts = pump.parts
         if parts.pool is None:
             raise ConfigError(
                 "import_pages: HBM belongs to the engine; allowed: `tierstore import` while the store is closed"
@@ -178,20 +112,19 @@ class LiveSink:
         self.description = Description(parts.layout, loss)
         self._pool = parts.pool
         self._directory = parts.directory
-        self._progress = progress
-        self._pending = pending
+        self._pump = pump
         self._slots = slots
         self._decoders = Decoders(parts.layout)
         self._page = np.empty(parts.layout.blob_nbytes, dtype=np.uint8)
 
     def has(self, key: PageKey) -> bool:
         """``Sink.has``."""
-        with self._progress.lock:
+        with self._pump.lock:
             return self._directory.residency.where(key) is not None
 
     def reaches(self, key: PageKey) -> bool:
         """``Sink.reaches``."""
-        with self._progress.lock:
+        with self._pump.lock:
             residency = self._directory.residency
             return residency.where(key) is not None and key not in residency.orphans
 
@@ -210,7 +143,7 @@ class LiveSink:
         return Taken(len(records))
 
     def _put(self, head: record_head.Head, page: NDArray[np.uint8]) -> None:
-        self._progress.advance()
+        self._pump.advance()
         slots = self._slots.allocate(1, _PATIENCE_S)
         try:
             if head.parent is not None and not self.reaches(head.parent):
@@ -219,10 +152,10 @@ class LiveSink:
         except BaseException:
             self._slots.free(slots, None)
             raise
-        with self._progress.lock:
-            self._pending.seal([head.key], slots, head.parent, None, None)
+        with self._pump.lock:
+            self._pump.events.seal([head.key], slots, head.parent, None, None)
             lowest = max(self._directory.residency.tables)
             if lowest is not Tier.HBM:
                 self._directory.demote([head.key], lowest)
-            self._progress.step()
-        self._progress.notify()
+            self._pump.step()
+        self._pump.notify()

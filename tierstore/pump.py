@@ -15,15 +15,13 @@ from time import monotonic, perf_counter, thread_time
 from typing import TYPE_CHECKING
 
 from tierstore.errors import StoreClosed
+from tierstore.events import PendingEvents
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType, TracebackType
 
-    from tierstore.directory.directory import Directory
-    from tierstore.events import PendingEvents
-    from tierstore.metrics import Metrics
-    from tierstore.mover import Mover
+    from tierstore.build import Parts
     from tierstore.types import Ack
 
 _LOOK_S = 0.5
@@ -140,27 +138,27 @@ _IDLE_S = 0.25
 _ACKS_PER_HOLD = 1
 
 
-class Progress:
+class Pump:
     """The store's lock and everything that happens under it between calls. Nothing waits while holding it."""
 
-    def __init__(
-        self, directory: Directory, mover: Mover, pending: PendingEvents, wakeup: Wakeup, metrics: Metrics
-    ) -> None:
+    def __init__(self, parts: Parts, wakeup: Wakeup) -> None:
+        self.parts = parts
+        self.directory = parts.directory
+        self.mover = parts.mover
+        self.metrics = parts.metrics
+        self.events = PendingEvents(parts.directory)
+        """What waits for an event of a caller."""
         self.lock = TimedLock()
-        metrics.watch_lock(lambda: self.lock.longest_s, lambda: self.lock.longest_cpu_s)
+        self.metrics.watch_lock(lambda: self.lock.longest_s, lambda: self.lock.longest_cpu_s)
         self.closed = False
         self.hinted = Wakeup()
         """A hint has come, or the end."""
         self._pid = os.getpid()
-        self._directory = directory
-        self._mover = mover
-        self._pending = pending
         self._wakeup = wakeup
-        self._metrics = metrics
         self._acks: deque[Ack] = deque()
         self._thread: Thread | None = None
 
-    def start_pump(self) -> None:
+    def start(self) -> None:
         """Starts the thread that advances the store when nobody calls."""
         self._thread = Thread(target=self._run, name="tierstore-pump", daemon=True)
         self._thread.start()
@@ -205,10 +203,10 @@ class Progress:
 
     def step(self) -> int:
         """With the lock held: applies some finished transfers, decides, submits; how many more have finished."""
-        self._acks.extend(self._mover.poll())
+        self._acks.extend(self.mover.poll())
         batch = [self._acks.popleft() for _ in range(min(len(self._acks), _ACKS_PER_HOLD))]
-        self._pending.poll()
-        more = self._directory.advance(batch, monotonic())
+        self.events.poll()
+        more = self.directory.advance(batch, monotonic())
         self.submit()
         if batch or more:
             self._wakeup.bump()
@@ -216,8 +214,8 @@ class Progress:
 
     def submit(self) -> None:
         """With the lock held: hands the directory's commands to the mover, in order."""
-        for command in self._directory.take_commands():
-            self._mover.submit(command)
+        for command in self.directory.take_commands():
+            self.mover.submit(command)
 
     def until(self, deadline: float | None, woken_by: Wakeup | None = None) -> Iterator[None]:
         """Advances the store before each turn of the caller's loop; ends at the monotonic ``deadline``.
@@ -241,17 +239,25 @@ class Progress:
     @property
     def settled(self) -> bool:
         """With the lock held: nothing is in flight, queued, or waiting for an event."""
-        return not (self._directory.busy() or self._pending.waiting or self._acks)
+        return not (self.directory.busy() or self.events.waiting or self._acks)
+
+    def wait_idle(self, deadline: float) -> bool:
+        """Wait until the store is settled; False if the monotonic ``deadline`` came first."""
+        for _ in self.until(deadline):
+            with self.lock:
+                if self.settled:
+                    return True
+        return False
 
     def _pause(self) -> float:
-        if self._pending.waiting or self._mover.polled:
+        if self.events.waiting or self.mover.polled:
             return _EVENT_POLL_S
         due = [
             t
             for t in (
-                self._directory.placement.next_spill,
-                self._directory.hints.next_expiry,
-                self._directory.leases.next_deadline,
+                self.directory.placement.next_spill,
+                self.directory.hints.next_expiry,
+                self.directory.leases.next_deadline,
             )
             if t is not None
         ]
@@ -265,6 +271,6 @@ class Progress:
             except StoreClosed:
                 return
             except Exception:  # noqa: BLE001 - a thread's top: count it, log it, go on
-                self._metrics.fault()
+                self.metrics.fault()
                 _log.exception("the store's pump met an unexpected error")
                 turns = self.until(None)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from pathlib import Path
 from threading import RLock
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from tierstore import metrics
-from tierstore import metrics as report
+from tierstore.archive.export import Exported, write_archive
+from tierstore.archive.intake import Imported, read_archive
 from tierstore.build import Parts, assemble, loss_class, register_pages
 from tierstore.config import StoreConfig
 from tierstore.directory import invariants
@@ -21,12 +23,11 @@ from tierstore.directory.leases import last_key
 from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.directory.writeback import Ticket
 from tierstore.errors import CapacityError, ConfigError, StoreClosed
-from tierstore.events import PendingEvents
 from tierstore.keys import namespace, page_keys, require_key_list, require_keys_and_slots
-from tierstore.lease import Holding, Lease, record_of, require_event
-from tierstore.live_archive import Portable
+from tierstore.lease import Lease, LeaseHost, record_of, require_event
+from tierstore.live_archive import LiveSink, LiveSource
 from tierstore.page import PageLayout
-from tierstore.pump import Progress, Wakeup
+from tierstore.pump import Pump, Wakeup
 from tierstore.types import (
     FlushResult,
     Hint,
@@ -49,14 +50,10 @@ if TYPE_CHECKING:
     import torch
 
     from tierstore.archive.endpoints import Progress as Shown
-    from tierstore.archive.export import Exported
-    from tierstore.archive.intake import Imported
-    from tierstore.directory.directory import Directory
     from tierstore.directory.leases import LeaseRecord
     from tierstore.gpu.pool import EnginePages, GroupedPages
     from tierstore.keys import Extra, TokenIds
-    from tierstore.metrics import Metrics
-    from tierstore.mover import Mover, SyncMark
+    from tierstore.mover import SyncMark
     from tierstore.page import PageSpec
     from tierstore.types import Event, HintResult, PageKey, Promoted
 
@@ -64,23 +61,20 @@ if TYPE_CHECKING:
 class OwnSlots:
     """Slots of the store's own pool."""
 
-    def __init__(
-        self, directory: Directory, pending: PendingEvents, progress: Progress, page_nbytes: int
-    ) -> None:
-        self._directory = directory
-        self._pending = pending
-        self._progress = progress
-        self._page_nbytes = page_nbytes
+    def __init__(self, pump: Pump) -> None:
+        self._pump = pump
+        self._directory = pump.directory
+        self._page_nbytes = pump.parts.layout.page_nbytes
 
     def allocate(self, n: int, timeout_s: float) -> list[int]:
         """``TierStore.allocate``."""
         self._require_fits(n)
         deadline = monotonic() + timeout_s
-        for _ in self._progress.until(deadline):
+        for _ in self._pump.until(deadline):
             slots = self._try_allocate(n)
             if len(slots) == n:
                 return slots
-        with self._progress.lock:
+        with self._pump.lock:
             occupied = metrics.occupancy(self._directory, Tier.HBM)
         raise CapacityError(f"{n} HBM pages were not to be had within {timeout_s} s: {occupied}")
 
@@ -100,28 +94,28 @@ class OwnSlots:
         require_keys_and_slots(keys, slots, (parent,))
         if parents is not None:
             raise ConfigError("put(parents=...): HBM belongs to the store; allowed with hbm.owner: engine")
-        with self._progress.lock:
+        with self._pump.lock:
             self._directory.owned.require(slots)
         kept: list[int] = []
         for i in range(0, len(keys), BATCH_PAGES):
             parent = keys[i - 1] if i else parent
             chunk = slice(i, i + BATCH_PAGES)
-            with self._progress.lock:
-                kept += self._pending.seal(
+            with self._pump.lock:
+                kept += self._pump.events.seal(
                     keys[chunk], slots[chunk], parent, lease, after, memory_only=memory_only
                 )
-                self._progress.step()
+                self._pump.step()
             if len(kept) < min(i + BATCH_PAGES, len(keys)):
                 break
-        self._progress.notify()
+        self._pump.notify()
         return kept
 
     def free(self, slots: Sequence[int], after: Event | None) -> None:
         """``TierStore.free``."""
         numbers = tuple(slot_numbers(slots))
-        with self._progress.lock:
-            self._pending.free(numbers, after)
-        self._progress.notify()
+        with self._pump.lock:
+            self._pump.events.free(numbers, after)
+        self._pump.notify()
 
     def withdraw(self, slots: Sequence[int]) -> list[int]:
         """ConfigError: the slots are the store's own."""
@@ -148,7 +142,7 @@ class OwnSlots:
         slots: list[int] = []
         made_room = False
         while len(slots) < n:
-            with self._progress.lock:
+            with self._pump.lock:
                 taken = self._directory.owned.allocate(
                     min(n - len(slots), BATCH_PAGES), reserve=n - len(slots)
                 )
@@ -156,7 +150,7 @@ class OwnSlots:
                     self._directory.owned.retire(slots)
                     self._directory.owned.free(slots)
                     made_room = self._directory.want_slots(n, monotonic())
-                self._progress.submit()
+                self._pump.submit()
             if taken is None:
                 return [], made_room
             slots += taken
@@ -174,10 +168,9 @@ class OwnSlots:
 class EngineSlots:
     """Slots of an engine's tensors: the store copies pages out of them and into them, and owns none."""
 
-    def __init__(self, directory: Directory, pending: PendingEvents, progress: Progress) -> None:
-        self._directory = directory
-        self._pending = pending
-        self._progress = progress
+    def __init__(self, pump: Pump) -> None:
+        self._pump = pump
+        self._directory = pump.directory
 
     def allocate(self, n: int, timeout_s: float) -> list[int]:
         """ConfigError: an engine takes its slots from itself."""
@@ -195,7 +188,7 @@ class EngineSlots:
         parents: Sequence[PageKey | None] | None = None,
     ) -> list[int]:
         """``TierStore.put``: the pages are copied out, the slots stay the engine's."""
-        with self._progress.lock:
+        with self._pump.lock:
             parent = last_key(lease) if parent is None else parent
             doubted = lease is not None and lease.inexact
         slots = slot_numbers(slots)
@@ -204,20 +197,20 @@ class EngineSlots:
         self._require_registered()
         if len(before) != len(keys):
             raise ValueError(f"{len(keys)} keys with {len(before)} parents; allowed: one a key")
-        with self._progress.lock:
-            self._pending.copy_out(
+        with self._pump.lock:
+            self._pump.events.copy_out(
                 tuple(keys), tuple(slots), after, memory_only=memory_only, parents=before, doubted=doubted
             )
-            self._progress.submit()
-        self._progress.notify()
+            self._pump.submit()
+        self._pump.notify()
         return slots
 
     def withdraw(self, slots: Sequence[int]) -> list[int]:
         """``TierStore.withdraw``."""
         numbers = slot_numbers(slots)
-        with self._progress.lock:
+        with self._pump.lock:
             reading = self._directory.outgoing.withdraw(numbers)
-            self._progress.step()
+            self._pump.step()
         return reading
 
     def free(self, slots: Sequence[int], after: Event | None) -> None:
@@ -254,107 +247,6 @@ _LOOKED_UP = 1024
 """Keys that are looked up in one hold of the lock."""
 
 
-class Moving:
-    """Hints, promotions, demotions and evictions of one store: ``TierStore`` says what each guarantees. Any thread."""
-
-    def __init__(self, directory: Directory, progress: Progress, metrics: Metrics) -> None:
-        self._directory = directory
-        self._progress = progress
-        self._metrics = metrics
-        self._lock = progress.lock
-
-    # -- what a scheduler expects, and who acts on it ------------------------------------------------------------
-
-    def hint(self, hint: Hint) -> HintResult:
-        """``TierStore.hint``."""
-        self._progress.advance()
-        _require_hints(hint)
-        with self._lock:
-            result = self._directory.hints.apply(hint, monotonic())
-        while self._directory.hints.pending:
-            with self._lock:
-                self._directory.hints.advance(BATCH_PAGES)
-        self._progress.notify()
-        self._progress.hinted.bump()
-        self._metrics.hinted(result.value)
-        return result
-
-    def take_hints(self, timeout_s: float) -> list[Hint]:
-        """``TierStore.take_hints``."""
-        self._progress.require_open()
-        deadline = monotonic() + seconds_to_wait("timeout_s", timeout_s)
-        found: list[Hint] = []
-        for _ in self._progress.until(deadline, self._progress.hinted):
-            with self._lock:
-                found = self._directory.hints.take()
-            if found:
-                break
-        return found
-
-    def reject_hints(self) -> None:
-        """``TierStore.reject_hints``."""
-        self._progress.advance()
-        with self._lock:
-            self._directory.hints.detach()
-        self._progress.notify()
-
-    def staying(self) -> list[PageKey]:
-        """``TierStore.staying``."""
-        self._progress.advance()
-        with self._lock:
-            named = report.held_or_retained(self._directory)
-        found: list[PageKey] = []
-        for start in range(0, len(named), _LOOKED_UP):
-            with self._lock:
-                found += report.of_hbm(self._directory, named[start : start + _LOOKED_UP])
-        return found
-
-    # -- up, down and out ---------------------------------------------------------------------------------------
-
-    def promote(self, hint: Hint, keys: Sequence[PageKey], tier: Tier, over: Sequence[Hint]) -> Promoted:
-        """``TierStore.promote``."""
-        self._progress.advance()
-        _require_hints(hint, *over)
-        require_key_list(keys)
-        tables = self._directory.residency.tables
-        above = [t for t in tables if self._directory.promoting.source(t) is not None]
-        require_member("promote to", tier, above)
-        if len(keys) > BATCH_PAGES:
-            raise ValueError(f"promote of {len(keys)} pages; allowed: {BATCH_PAGES} at most")
-        with self._lock:
-            found = self._directory.promote(hint, keys, tier, over, monotonic())
-            self._progress.submit()
-        return found
-
-    def demote(self, keys: Sequence[PageKey], tier: Tier) -> int:
-        """``TierStore.demote``."""
-        self._progress.advance()
-        require_key_list(keys)
-        below = [t for t in self._directory.residency.tables if t > Tier.HBM]
-        require_member("demote to", tier, below, *([] if below else ["no tier is below HBM"]))
-        accepted = 0
-        for chunk in _chunks(keys):
-            with self._lock:
-                accepted += self._directory.demote(chunk, tier)
-                self._progress.step()
-        return accepted
-
-    def evict(self, keys: Sequence[PageKey], tier: Tier | None) -> int:
-        """``TierStore.evict``."""
-        self._progress.advance()
-        require_key_list(keys)
-        if tier is not None:
-            require_member("evict from", tier, list(Tier), "or None for all")
-        tiers = [t for t in self._directory.residency.tables if tier is None or t == tier]
-        dropped = 0
-        for chunk in reversed(_chunks(keys)):
-            with self._lock:
-                dropped += self._directory.evict(chunk, tiers)
-                self._progress.step()
-        self._progress.notify()
-        return dropped
-
-
 def _require_hints(*hints: object) -> None:
     strange = next((hint for hint in hints if not isinstance(hint, Hint)), None)
     if strange is not None:
@@ -371,89 +263,22 @@ _log = logging.getLogger("tierstore.saving")
 _FLUSH_STALL_S = 10.0
 
 
-class Saving:
-    """What of a store is to be finished, and its end. Any thread."""
-
-    def __init__(self, parts: Parts, progress: Progress) -> None:
-        self._directory = parts.directory
-        self._mover = parts.mover
-        self._arena = parts.arena
-        self._progress = progress
-
-    def flush(self) -> FlushResult:
-        """``TierStore.flush``."""
-        ticket = save_unsaved(self._directory, self._progress)
-        wait = _Wait(self._progress, self._mover, ticket)
-        wait.until(lambda: ticket.open == 0)
-        erases, synced = self._settle_erases(wait)
-        arrived = ticket.arrived if synced else 0
-        pending = ticket.open + ticket.arrived - arrived
-        return FlushResult(ticket.found + arrived, ticket.failed, pending, erases)
-
-    def flush_evictions(self) -> int:
-        """``TierStore.flush_evictions``."""
-        return self._settle_erases(_Wait(self._progress, self._mover, Ticket()))[0]
-
-    def _settle_erases(self, wait: _Wait) -> tuple[int, bool]:
-        """Wait until all that was written and evicted before is durable: erases that are not, whether writes are."""
-        with self._progress.lock:
-            dying = self._directory.dying()
-
-        def ended() -> bool:
-            with self._progress.lock:
-                dying.intersection_update(self._directory.dying())
-            return not dying
-
-        wait.until(ended)
-        mark: SyncMark | None = self._mover.begin_sync()
-        if mark is None:
-            return 0, True
-        wait.until(mark.done.is_set)
-        if wait.over:
-            self._mover.give_up_waiting()
-        return (0 if mark.ok else self._mover.pending_erases) + len(dying), mark.synced
-
-    def wait_idle(self, deadline: float) -> bool:
-        """``TierStore.drain``, until the monotonic ``deadline``."""
-        for _ in self._progress.until(deadline):
-            with self._progress.lock:
-                if self._progress.settled:
-                    return True
-        return False
-
-    def close(self, timeout_s: float) -> None:
-        """``TierStore.close``, of a store that is open; one call at a time."""
-        deadline = monotonic() + timeout_s
-        # Of a store that was interrupted nothing is saved: what memory holds is doubtful.
-        with suppress(StoreClosed):
-            with self._progress.lock:
-                self._directory.hints.close()
-            save_unsaved(self._directory, self._progress)
-            self.wait_idle(deadline)
-        self._progress.stop(max(0.0, deadline - monotonic()))
-        if not self._mover.close(max(0.0, deadline - monotonic())):
-            _log.warning("a copy or I/O thread did not end within %s s and was left behind", timeout_s)
-        elif self._arena is not None:
-            self._arena.close()
-
-
 class _Wait:
     """Waits for several things in turn, and gives up for good when nothing has moved for 10 s.
 
     What moves is a page of the ticket, or the disk: a write or an erase of any page, or a single write within a batch.
     """
 
-    def __init__(self, progress: Progress, mover: Mover, ticket: Ticket) -> None:
+    def __init__(self, pump: Pump, ticket: Ticket) -> None:
         self.over = False
         """Whether it gave up."""
-        self._progress = progress
-        self._mover = mover
+        self._pump = pump
         self._ticket = ticket
         self._last, self._since = self._moved(), monotonic()
 
     def until(self, holds: Callable[[], bool]) -> None:
         """Wait until the condition holds, or not at all once it is over."""
-        for _ in self._progress.until(None):
+        for _ in self._pump.until(None):
             if holds() or self.over:
                 return
             moved = self._moved()
@@ -462,34 +287,53 @@ class _Wait:
             elif monotonic() - self._since > _FLUSH_STALL_S:
                 self.over = True
 
+    def until_durable(self) -> tuple[int, bool]:
+        """Wait until all that was written and evicted before is durable: erases that are not, whether writes are."""
+        with self._pump.lock:
+            dying = self._pump.directory.dying()
+
+        def ended() -> bool:
+            with self._pump.lock:
+                dying.intersection_update(self._pump.directory.dying())
+            return not dying
+
+        self.until(ended)
+        mark: SyncMark | None = self._pump.mover.begin_sync()
+        if mark is None:
+            return 0, True
+        self.until(mark.done.is_set)
+        if self.over:
+            self._pump.mover.give_up_waiting()
+        return (0 if mark.ok else self._pump.mover.pending_erases) + len(dying), mark.synced
+
     def _moved(self) -> tuple[object, ...]:
-        return self._ticket.open, self._ticket.moves, self._mover.progress
+        return self._ticket.open, self._ticket.moves, self._pump.mover.progress
 
 
-def save_unsaved(directory: Directory, progress: Progress) -> Ticket:
+def save_unsaved(pump: Pump) -> Ticket:
     """Every page readable now and not in NVMe is on its way there; the ticket counts those that are not settled."""
-    with progress.lock:
-        directory.admitting.insist_on_all()
+    with pump.lock:
+        pump.directory.admitting.insist_on_all()
     try:
-        return _send_down(directory, progress)
+        return _send_down(pump)
     finally:
-        with progress.lock:
-            directory.admitting.insisted()
+        with pump.lock:
+            pump.directory.admitting.insisted()
 
 
-def _send_down(directory: Directory, progress: Progress) -> Ticket:
+def _send_down(pump: Pump) -> Ticket:
     lifting = True
     while lifting:
-        with progress.lock:
-            progress.step()
-            lifting = directory.residency.memory_only.lifting
-    with progress.lock:
-        keys, ticket = directory.begin_flush()
+        with pump.lock:
+            pump.step()
+            lifting = pump.directory.residency.memory_only.lifting
+    with pump.lock:
+        keys, ticket = pump.directory.begin_flush()
     keys = list(dict.fromkeys(keys))
     for start in range(0, len(keys), BATCH_PAGES):
-        with progress.lock:
-            directory.save(keys[start : start + BATCH_PAGES], ticket)
-            progress.step()
+        with pump.lock:
+            pump.directory.save(keys[start : start + BATCH_PAGES], ticket)
+            pump.step()
     return ticket
 
 
@@ -505,32 +349,15 @@ class TierStore:
         self._config = config
         self._parts = parts
         self._directory = parts.directory
-        self._mover = parts.mover
         self._namespace = namespace(parts.layout.specs, loss_class=loss_class(config))
         self._wake = wakeup.bump
-        self._pending = PendingEvents(self._directory)
-        self._progress = Progress(self._directory, self._mover, self._pending, wakeup, parts.metrics)
-        layers = max(spec.num_layers for spec in parts.layout.specs)
-        self._holding = Holding(
-            self._directory,
-            self._pending,
-            self._progress,
-            parts.metrics,
-            parts.mover,
-            layers,
-            parts.device,
-        )
-        shared = (self._directory, self._pending, self._progress)
-        self._slots = (
-            EngineSlots(*shared) if parts.pool is None else OwnSlots(*shared, parts.layout.page_nbytes)
-        )
-        self._moving = Moving(self._directory, self._progress, parts.metrics)
-        self._saving = Saving(parts, self._progress)
-        self._portable = Portable(config, parts, self._progress, self._pending, self._slots, self.acquire)
-        self._lock = self._progress.lock
+        self._pump = Pump(parts, wakeup)
+        self._leases = LeaseHost(self._pump, max(spec.num_layers for spec in parts.layout.specs))
+        self._slots = EngineSlots(self._pump) if parts.pool is None else OwnSlots(self._pump)
+        self._lock = self._pump.lock
         self._closing = RLock()  # a signal's handler may close in the middle of a close
         if pump:
-            self._progress.start_pump()
+            self._pump.start()
 
     @classmethod
     def open(
@@ -565,7 +392,7 @@ class TierStore:
 
     def keys(self, token_ids: TokenIds, salt: bytes = b"", extra: Sequence[Extra] = ()) -> list[PageKey]:
         """Keys of the full pages of a sequence; equal in every process for equal input. Changes nothing."""
-        self._progress.require_open()
+        self._pump.require_open()
         layout = self._parts.layout
         return page_keys(
             token_ids,
@@ -583,7 +410,7 @@ class TierStore:
 
         With KV groups ``pages[slot]`` is a tuple of tensors. ConfigError where an engine owns HBM.
         """
-        self._progress.require_open()
+        self._pump.require_open()
         if self._parts.pool is None:
             raise ConfigError("pages: HBM belongs to the engine; allowed with hbm.owner: store")
         return self._parts.pool.pages
@@ -595,8 +422,8 @@ class TierStore:
         CapacityError, nothing taken, if ``n`` exceeds HBM or the time ran out. As in every call, TypeError for what is
         no number, ValueError for a negative one or a NaN.
         """
-        self._progress.require_open()
-        self._holding.take_back()
+        self._pump.require_open()
+        self._leases.take_back()
         return self._slots.allocate(whole("n", n), seconds_to_wait("timeout_s", timeout_s))
 
     def put(
@@ -625,10 +452,10 @@ class TierStore:
         ``parent``: the page before ``keys[0]``; None: the last one of the lease, if any, or the first of a sequence.
         ``parents``: the page before each key, where they are no chain; ConfigError unless an engine owns HBM.
         """
-        self._progress.advance()
+        self._pump.advance()
         require_flag("memory_only", memory_only)
         require_event(after)
-        record = None if lease is None else record_of(lease, self._holding)
+        record = None if lease is None else record_of(lease, self._leases)
         after = self._parts.device.last_use(after)
         return self._slots.put(
             keys, slots, after, record, memory_only=memory_only, parent=parent, parents=parents
@@ -639,7 +466,7 @@ class TierStore:
         pages are given up, and ``poll`` does not tell of them. Which of ``slots`` a copy still reads, or is to read
         once its ``after`` has happened: they are free when ``poll`` says so. ConfigError where HBM is the store's.
         """
-        self._progress.advance()
+        self._pump.advance()
         return self._slots.withdraw(slots)
 
     def free(self, slots: Sequence[int], after: Event | None = None) -> None:
@@ -647,7 +474,7 @@ class TierStore:
 
         LeaseError if one is not owned.
         """
-        self._progress.advance()
+        self._pump.advance()
         require_event(after)
         self._slots.free(slots, self._parts.device.last_use(after))
 
@@ -658,7 +485,7 @@ class TierStore:
 
         ``exact``: it ends before the first page that may differ from what was put, as ``acquire`` would.
         """
-        self._progress.advance()
+        self._pump.advance()
         require_flag("exact", exact)
         require_key_list(keys)
         with self._lock:
@@ -690,43 +517,71 @@ class TierStore:
         copies are left that went through a lossy codec, or that was computed over such. ValueError on unequal lengths;
         TypeError unless ``exact`` is True or False. ``wait_for_room_s`` must be finite and not negative.
         """
-        self._progress.advance()
+        self._pump.advance()
         require_flag("exact", exact)
         room_s = seconds_at_most("wait_for_room_s", wait_for_room_s)
         if deadline_s is not None:
             require_time("deadline_s", deadline_s)
         require_key_list(keys)
-        self._holding.take_back()
+        self._leases.take_back()
         slots = self._slots.checked_into(keys, into)
-        return self._holding.acquire(keys, deadline_s, slots, exact=exact, wait_for_room_s=room_s)
+        return self._leases.acquire(keys, deadline_s, slots, exact=exact, wait_for_room_s=room_s)
 
     # -- asking for moves ---------------------------------------------------------------------------------------
 
     def hint(self, hint: Hint) -> HintResult:
         """What a scheduler expects. wont_need and retain change the victim order at once; will_need waits for an
         attached prefetcher. Never pins. TypeError for what is no Hint."""
-        return self._moving.hint(hint)
+        self._pump.advance()
+        _require_hints(hint)
+        with self._lock:
+            result = self._directory.hints.apply(hint, monotonic())
+        while self._directory.hints.pending:
+            with self._lock:
+                self._directory.hints.advance(BATCH_PAGES)
+        self._pump.notify()
+        self._pump.hinted.bump()
+        self.metrics.hinted(result.value)
+        return result
 
     def take_hints(self, timeout_s: float = 0.0) -> list[Hint]:
         """The waiting hints, for a prefetcher, of each request the newest; the first call attaches it.
 
         Waits up to ``timeout_s`` for one; a store that is opened with ``pump=False`` is advanced meanwhile.
         """
-        return self._moving.take_hints(timeout_s)
+        self._pump.require_open()
+        deadline = monotonic() + seconds_to_wait("timeout_s", timeout_s)
+        found: list[Hint] = []
+        for _ in self._pump.until(deadline, self._pump.hinted):
+            with self._lock:
+                found = self._directory.hints.take()
+            if found:
+                break
+        return found
 
     def reject_hints(self) -> None:
         """The prefetcher that took hints takes none any more: a will_need in force ends, and a new one is rejected.
 
         Copies under way go on by themselves. The next ``take_hints`` attaches one again.
         """
-        self._moving.reject_hints()
+        self._pump.advance()
+        with self._lock:
+            self._directory.hints.detach()
+        self._pump.notify()
 
     def staying(self) -> list[PageKey]:
         """Pages in HBM that no promotion may displace: those under a lease, and those that a retain hint keeps.
 
         A snapshot, each page once, in no order; what is still on its way counts. Changes nothing.
         """
-        return self._moving.staying()
+        self._pump.advance()
+        with self._lock:
+            named = metrics.held_or_retained(self._directory)
+        found: list[PageKey] = []
+        for start in range(0, len(named), _LOOKED_UP):
+            with self._lock:
+                found += metrics.of_hbm(self._directory, named[start : start + _LOOKED_UP])
+        return found
 
     def promote(self, hint: Hint, keys: Sequence[PageKey], tier: Tier, over: Sequence[Hint] = ()) -> Promoted:
         """Starts to bring up to 32 pages to ``tier`` from the tier below it, ahead of need, for a will_need ``hint``.
@@ -738,7 +593,18 @@ class TierStore:
         call that withdrew or replaced it has returned, no copy starts for it. ValueError if pages cannot be promoted
         to ``tier``, or for more than 32.
         """
-        return self._moving.promote(hint, keys, tier, over)
+        self._pump.advance()
+        _require_hints(hint, *over)
+        require_key_list(keys)
+        tables = self._directory.residency.tables
+        above = [t for t in tables if self._directory.promoting.source(t) is not None]
+        require_member("promote to", tier, above)
+        if len(keys) > BATCH_PAGES:
+            raise ValueError(f"promote of {len(keys)} pages; allowed: {BATCH_PAGES} at most")
+        with self._lock:
+            found = self._directory.promote(hint, keys, tier, over, monotonic())
+            self._pump.submit()
+        return found
 
     def demote(self, keys: Sequence[PageKey], tier: Tier) -> int:
         """Sends pages down to ``tier`` in the background and lets upper copies go once unpinned; pages accepted.
@@ -746,7 +612,16 @@ class TierStore:
         Missing keys are skipped. A memory-only page is accepted and goes to HOST at most; without HOST it stays where
         it is. ValueError if the tier is not below HBM or not configured.
         """
-        return self._moving.demote(keys, tier)
+        self._pump.advance()
+        require_key_list(keys)
+        below = [t for t in self._directory.residency.tables if t > Tier.HBM]
+        require_member("demote to", tier, below, *([] if below else ["no tier is below HBM"]))
+        accepted = 0
+        for chunk in _chunks(keys):
+            with self._lock:
+                accepted += self._directory.demote(chunk, tier)
+                self._pump.step()
+        return accepted
 
     def evict(self, keys: Sequence[PageKey], tier: Tier | None = None) -> int:
         """Drops copies without saving them, in one tier or in all; pages that had one.
@@ -754,7 +629,18 @@ class TierStore:
         They are unmatchable at once; leased ones go when released; records are gone from disk after ``flush``.
         ValueError for what is no tier; one that is not configured holds nothing.
         """
-        return self._moving.evict(keys, tier)
+        self._pump.advance()
+        require_key_list(keys)
+        if tier is not None:
+            require_member("evict from", tier, list(Tier), "or None for all")
+        tiers = [t for t in self._directory.residency.tables if tier is None or t == tier]
+        dropped = 0
+        for chunk in reversed(_chunks(keys)):
+            with self._lock:
+                dropped += self._directory.evict(chunk, tiers)
+                self._pump.step()
+        self._pump.notify()
+        return dropped
 
     def flush(self) -> FlushResult:
         """Returns when every page put before the call that some tier has then, and every erase before it, is durable or
@@ -764,8 +650,14 @@ class TierStore:
         Then ``stats()["nvme"]["state"]`` is not "ok" until the write that hangs ends. The result says how many pages
         are durable, failed and pending, and how many evicted pages a restart could still bring back.
         """
-        self._progress.require_open()
-        return self._saving.flush()
+        self._pump.require_open()
+        ticket = save_unsaved(self._pump)
+        wait = _Wait(self._pump, ticket)
+        wait.until(lambda: ticket.open == 0)
+        erases, synced = wait.until_durable()
+        arrived = ticket.arrived if synced else 0
+        pending = ticket.open + ticket.arrived - arrived
+        return FlushResult(ticket.found + arrived, ticket.failed, pending, erases)
 
     def flush_evictions(self) -> int:
         """Returns when every ``evict`` before the call is durable: no restart brings its pages back. Writes no page.
@@ -773,55 +665,71 @@ class TierStore:
         How many evicted pages a restart now could bring back: 0, unless the disk refuses or hangs. Gives up as
         ``flush`` does.
         """
-        self._progress.require_open()
-        return self._saving.flush_evictions()
+        self._pump.require_open()
+        return _Wait(self._pump, Ticket()).until_durable()[0]
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until nothing is in flight, queued or waiting for an event; False if the time ran out."""
-        self._progress.require_open()
-        self._holding.take_back()
-        return self._saving.wait_idle(monotonic() + seconds_to_wait("timeout_s", timeout_s))
+        self._pump.require_open()
+        self._leases.take_back()
+        return self._pump.wait_idle(monotonic() + seconds_to_wait("timeout_s", timeout_s))
 
     # -- progress and reports -----------------------------------------------------------------------------------
 
     async def export_pages(
         self, keys: Sequence[PageKey], path: str | PathLike[str], progress: Shown | None = None
     ) -> Exported:
-        """Writes the pages to one portable file, whole or not at all: ``Portable.export_pages``."""
-        return await self._portable.export_pages(keys, path, progress)
+        """Writes the pages of ``keys`` that some tier has to one portable file (docs/archive.md).
+
+        What NVMe has is taken as it is there, encoded or not. Changes nothing but what ``acquire`` does. Cancelled or
+        failed it leaves no file, and what was at ``path`` before. ``progress``: called with pages done and their total.
+        ArchiveError if no page could be had or another writes there; OSError, such as a full disk, as it comes.
+        Where an engine owns HBM, only pages on disk: ``flush`` first. Memory-only pages never go to a file.
+        """
+        self._pump.require_open()
+        require_key_list(keys)
+        source = LiveSource(self._pump, loss_class(self._config), self.acquire)
+        return await write_archive(Path(path), keys, source, progress)
 
     async def import_pages(self, path: str | PathLike[str], progress: Shown | None = None) -> Imported:
-        """Puts the pages of such a file that are whole and in reach: ``Portable.import_pages``."""
-        return await self._portable.import_pages(path, progress)
+        """Puts the pages of an archive that are whole, whose pages before them are here, and that fit.
+
+        They go to the lowest tier; ``flush`` makes them durable. Pages that are here already stay as they are.
+        Cancelled it keeps what was put so far. ConfigError where an engine owns HBM. ArchiveError, and nothing changed,
+        for a file that is damaged outside its pages or holds pages that are not this store's.
+        """
+        self._pump.require_open()
+        sink = LiveSink(self._pump, loss_class(self._config), self._slots)
+        return await read_archive(Path(path), sink, progress)
 
     def poll(self) -> list[int]:
         """Advances everything by what has finished. Engine-owned HBM: slots no copy uses any more."""
-        self._progress.advance()
+        self._pump.advance()
         with self._lock:
-            self._progress.step()
+            self._pump.step()
             return self._directory.take_reusable()
 
     def register(self, *pages: EnginePages) -> None:
         """The engine's tensors, one EnginePages a KV group. ConfigError unless an engine owns HBM and they fit."""
-        self._progress.advance()
+        self._pump.advance()
         register_pages(self._config, self._parts, pages, self._wake)
 
     def check(self) -> None:
         """AssertionError naming the first invariant that does not hold. O(pages); any time, in production too."""
-        self._progress.advance()
+        self._pump.advance()
         with self._lock:
-            invariants.check(self._directory, self._pending)
+            invariants.check(self._directory, self._pump.events)
 
     def explain(self, keys: Sequence[PageKey]) -> list[dict[str, object]]:
         """For each key: where its copies are and in what state, its parent, and why it went if it went lately."""
-        self._progress.advance()
+        self._pump.advance()
         require_key_list(keys)
         with self._lock:
             return [metrics.explain_page(self._directory, key) for key in keys]
 
     def stats(self) -> dict[str, object]:
         """A snapshot: effective configuration, sizes, occupancy, counters, rates."""
-        self._progress.advance()
+        self._pump.advance()
         with self._lock:
             return metrics.stats(self._config, self._parts)
 
@@ -832,14 +740,28 @@ class TierStore:
         Does nothing in a forked child: the store is its parent's.
         """
         timeout_s = seconds_to_wait("timeout_s", timeout_s)
-        if self._progress.inherited:
+        if self._pump.inherited:
             return
         with self._closing:
-            if not self._progress.closed:
-                self._saving.close(timeout_s)
+            if not self._pump.closed:
+                self._close(timeout_s)
+
+    def _close(self, timeout_s: float) -> None:
+        deadline = monotonic() + timeout_s
+        # Of a store that was interrupted nothing is saved: what memory holds is doubtful.
+        with suppress(StoreClosed):
+            with self._pump.lock:
+                self._directory.hints.close()
+            save_unsaved(self._pump)
+            self._pump.wait_idle(deadline)
+        self._pump.stop(max(0.0, deadline - monotonic()))
+        if not self._pump.mover.close(max(0.0, deadline - monotonic())):
+            _log.warning("a copy or I/O thread did not end within %s s and was left behind", timeout_s)
+        elif self._parts.arena is not None:
+            self._parts.arena.close()
 
     def __enter__(self) -> TierStore:
-        self._progress.require_open()
+        self._pump.require_open()
         return self
 
     def __exit__(

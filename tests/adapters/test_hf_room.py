@@ -54,7 +54,7 @@ def test_a_prompt_waits_for_the_room_that_pages_being_saved_are_about_to_leave(
     bench = full_of_unsaved_pages(model, first, second)
 
     def save() -> None:
-        wait_for(lambda: any(record.wants_room for record in list(bench.store._holding._line)))
+        wait_for(lambda: any(record.wants_room for record in list(bench.store._leases._line)))
         bench.copies.open()
 
     saving = Thread(target=save)

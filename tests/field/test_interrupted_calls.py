@@ -148,7 +148,7 @@ def test_who_is_interrupted_while_it_only_waits_has_its_store_as_it_was(
     with opened(tmp_path) as store:
         lease = store.acquire(chain(PAGES))
         before = signal.signal(signal.SIGUSR1, handler)
-        pausing: Any = store._progress._wakeup
+        pausing: Any = store._pump._wakeup
         wait = pausing.wait
 
         def interrupted(*args: Any) -> None:

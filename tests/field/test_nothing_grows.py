@@ -79,7 +79,7 @@ def in_containers(bench: Bench) -> int:
     """Objects that the directory and the metrics keep."""
     bench.store.poll()
     gc.collect()
-    return sum(elements((bench.directory, bench.store.metrics, bench.store._pending)).values())
+    return sum(elements((bench.directory, bench.store.metrics, bench.store._pump.events)).values())
 
 
 def puts_and_evictions(bench: Bench, turn: int) -> None:

@@ -28,7 +28,7 @@ def test_answers_are_right_over_pages_that_are_late(whole: bool, inside: bool) -
     with open_store(model, hbm=32, host=32) as store:
         with TierStoreCache(store, prompt, model=model) as cache:
             generate(model, prompt, cache)
-        copies = store._mover._copies
+        copies = store._pump.mover._copies
         assert isinstance(copies, CudaCopyEngine)
         if not whole:
             copies._pace = Pace(whole=0)

@@ -80,7 +80,7 @@ def test_a_closing_store_has_nothing_brought_up_any_more(
     """Its close would wait for every page that a prefetcher goes on to start."""
     bench = open_bench(tiers(hbm=8, host=16, nvme=tmp_path), SPEC)
     store, prefetcher = bench.store, prefetcher_of(bench.store, clock, max_in_flight=NBYTES)
-    keys, wait_idle = stored(store, "a", 8, Tier.HOST), store._saving.wait_idle
+    keys, wait_idle = stored(store, "a", 8, Tier.HOST), store._pump.wait_idle
     need(store, "r", keys)
     prefetcher.turn(0.0)
     started: list[object] = []
@@ -94,7 +94,7 @@ def test_a_closing_store_has_nothing_brought_up_any_more(
         assert store.hint(Hint("late", 1, tuple(keys))) is HintResult.REJECTED
         return wait_idle(deadline)
 
-    monkeypatch.setattr(store._saving, "wait_idle", turn_meanwhile)
+    monkeypatch.setattr(store._pump, "wait_idle", turn_meanwhile)
     store.close()
     assert started == [(NBYTES, NBYTES)]
     prefetcher.close()

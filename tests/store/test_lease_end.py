@@ -152,12 +152,12 @@ def test_a_deadline_wakes_whoever_waits(bench: Bench) -> None:
     begin = monotonic()
     with bench.store.acquire(keys, deadline_s=0.2) as lease:
         bench.store.poll()
-        pause = bench.store._progress._pause()
+        pause = bench.store._pump._pause()
         assert (
             pause <= 0.2 or monotonic() >= begin + 0.2
         )  # on a busy machine the deadline may have passed by now
         assert lease.wait(PATIENCE_S) is LeaseState.FAILED
     with bench.store.acquire(keys, deadline_s=3600.0):
         bench.store.poll()
-        assert bench.store._progress._pause() > 0.1
+        assert bench.store._pump._pause() > 0.1
     bench.open_gates()

@@ -41,7 +41,7 @@ def disk(tmp_path: Path) -> Path:
 def bench(disk: Path) -> Iterator[Bench]:
     bench = open_bench(tiers(hbm=4, host=8, nvme=disk), SPEC, spill=True)
     yield bench
-    invariants.check(bench.directory, bench.store._pending)
+    invariants.check(bench.directory, bench.store._pump.events)
     bench.close()
 
 
@@ -397,7 +397,7 @@ def engine_bench(engine: Engine, disk: Path) -> Iterator[Bench]:
     bench = open_bench(tiers(SLOTS, 4, disk, hbm_more={"owner": "engine"}), SPEC, spill=True)
     bench.store.register(engine.pages)
     yield bench
-    invariants.check(bench.directory, bench.store._pending)
+    invariants.check(bench.directory, bench.store._pump.events)
     bench.close()
 
 

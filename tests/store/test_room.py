@@ -82,7 +82,7 @@ def full_of_unsaved_pages(bench: Bench) -> None:
 
 def in_line(bench: Bench) -> int:
     """How many calls of acquire wait for room."""
-    return sum(record.wants_room for record in list(bench.store._holding._line))
+    return sum(record.wants_room for record in list(bench.store._leases._line))
 
 
 def waiting(bench: Bench, asking: Asking) -> None:
