@@ -144,18 +144,18 @@ BUGS: list[tuple[ModuleType, Bug]] = [
 ]
 
 
-def with_bug(module: ModuleType, bug: Bug | None, patch: pytest.MonkeyPatch) -> None:
-    """Put the module with the bug in its place."""
+def with_bug(module: ModuleType, bug: Bug | None, patch: pytest.MonkeyPatch) -> ModuleType:
+    """Put the module with the bug in its place, and return it."""
     small = {"MOST_STORED": lossy.MOST_STORED, "_PART": lossy._PART} if module is lossy else {}
-    vars(planting.install(patch, module, bug)).update(small)
+    planted = planting.install(patch, module, bug)
+    vars(planted).update(small)
+    return planted
 
 
-def bugged(scheme: Scheme, module: ModuleType, bug: Bug | None) -> Any:
-    """The scheme of the planted room, or this one where it is of another."""
-    name = type(scheme).__name__
-    if module is not quantization:
-        return scheme
-    return getattr(planting.load(module, bug), name)(**asdict(scheme))  # type: ignore[call-overload]
+def bugged(scheme: Scheme, planted: ModuleType) -> Any:
+    """Return the scheme made by the planted module's class, or the scheme itself if that module has no such class."""
+    kind = vars(planted).get(type(scheme).__name__) if planted.__name__ == quantization.__name__ else None
+    return scheme if kind is None else kind(**asdict(scheme))  # type: ignore[call-overload]
 
 
 def hold_all(codecs: list[Lossy]) -> None:
@@ -177,10 +177,10 @@ def small_pages_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hold_with(module: ModuleType, bug: Bug | None, patch: pytest.MonkeyPatch) -> None:
-    with_bug(module, bug, patch)
+    planted = with_bug(module, bug, patch)
     hold_all(
         [
-            replace(codec, keys=bugged(codec.keys, module, bug), values=bugged(codec.values, module, bug))
+            replace(codec, keys=bugged(codec.keys, planted), values=bugged(codec.values, planted))
             for codec in LOSSY.values()
         ]
     )
