@@ -45,7 +45,7 @@ class PendingEvents:
         self.retired: list[int] = []
         """Slots given up whose last use has not ended."""
         self._directory = directory
-        self._unwritten_pages = directory.placement.unwritten
+        self._unwritten_pages = directory.writeback.unwritten
         self._waiting: list[_Deferred] = []
         self._writers: dict[int, Event] = {}
 
@@ -74,7 +74,7 @@ class PendingEvents:
         The slot of each key now; fewer where the directory's put ended early.
         """
         written = after is None or _happened(after)
-        kept, duplicates = self._directory.sealing.put(
+        kept, duplicates = self._directory.sealed.put(
             keys,
             slots,
             parent,
@@ -165,7 +165,7 @@ class PendingEvents:
         self.writing.remove(pages)
         for slot in pages[1]:
             del self._writers[slot]
-        self._directory.sealing.written(*pages)
+        self._directory.sealed.written(*pages)
         return False
 
     def _unwritten(self, pages: Pages, event: Event) -> bool:

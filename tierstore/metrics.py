@@ -299,14 +299,14 @@ def explain_page(directory: Directory, key: PageKey) -> dict[str, object]:
         if (copy := table.copies.get(key)) is not None
     }
     parent = directory.residency.lineage.parent(key)
-    sink = directory.placement.sinks.open.get(key)
+    sink = directory.writeback.sinks.open.get(key)
     not_admitted = key in directory.residency.memory_only.refused
     return {
         "key": key.hex(),
         "readable": directory.residency.where(key) is not None,
         "reachable": directory.residency.held(key) and key not in directory.residency.orphans,
         "copies": copies,
-        "being_written": key in directory.placement.unwritten,
+        "being_written": key in directory.writeback.unwritten,
         "parent": None if parent is None else parent.hex(),
         "memory_only": key in directory.residency.memory_only and not not_admitted,
         "not_admitted": not_admitted,
@@ -354,8 +354,8 @@ def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:
         "unreachable": len(directory.residency.orphans),
         "admission": None if parts.nvme is None else _admission(directory, layout.page_nbytes, parts.metrics),
         "leases": len(directory.leases.open),
-        "in_flight": {f"{s.name}->{d.name}": n for (s, d), n in directory.traffic.pages.items() if n},
-        "bytes_per_s": {f"{s.name}->{d.name}": rate for (s, d), rate in directory.traffic.rates.items()},
+        "in_flight": {f"{s.name}->{d.name}": n for (s, d), n in directory.transfers.pages.items() if n},
+        "bytes_per_s": {f"{s.name}->{d.name}": rate for (s, d), rate in directory.transfers.rates.items()},
         "failing": sorted(tier.name for tier in directory.space.failing),
         "hbm": {**parts.device.stats(), **_hbm_of(ranks)},
         "host": _host_of(ranks, config, parts.held) if parts.arena is None else parts.arena.stats(),
@@ -402,7 +402,7 @@ def _reasons(by_rank: Mapping[int, str | None]) -> str | None:
 def _admission(directory: Directory, page_nbytes: int, metrics: Metrics) -> dict[str, object]:
     """What admission kept from the disk since open, and the budget of writes."""
     refused = directory.drops.refused
-    found = directory.admitting.stats()
+    found = directory.admission.stats()
     metrics.admission(found["waiting_pages"] or 0, found["written_last_24h"] or 0, found["left_today"])
     return {"refused_pages": refused, "refused_nbytes": refused * page_nbytes, **found}
 

@@ -255,7 +255,7 @@ class Pump:
         due = [
             t
             for t in (
-                self.directory.placement.next_spill,
+                self.directory.writeback.next_spill,
                 self.directory.hints.next_expiry,
                 self.directory.leases.next_deadline,
             )

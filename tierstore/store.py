@@ -313,12 +313,12 @@ class _Wait:
 def save_unsaved(pump: Pump) -> Ticket:
     """Every page readable now and not in NVMe is on its way there; the ticket counts those that are not settled."""
     with pump.lock:
-        pump.directory.admitting.insist_on_all()
+        pump.directory.admission.insist_on_all()
     try:
         return _send_down(pump)
     finally:
         with pump.lock:
-            pump.directory.admitting.insisted()
+            pump.directory.admission.insisted()
 
 
 def _send_down(pump: Pump) -> Ticket:
@@ -597,7 +597,7 @@ class TierStore:
         _require_hints(hint, *over)
         require_key_list(keys)
         tables = self._directory.residency.tables
-        above = [t for t in tables if self._directory.promoting.source(t) is not None]
+        above = [t for t in tables if self._directory.promotions.source(t) is not None]
         require_member("promote to", tier, above)
         if len(keys) > BATCH_PAGES:
             raise ValueError(f"promote of {len(keys)} pages; allowed: {BATCH_PAGES} at most")

@@ -17,7 +17,7 @@ from tierstore.adapters.vllm.hit import Hit, Span
 from tierstore.adapters.vllm.kv_groups import Group
 from tierstore.adapters.vllm.loads import DiskPrefetch
 from tierstore.directory.residency import Residency, TierTable
-from tierstore.directory.transfers import Move, Traffic
+from tierstore.directory.transfers import Move, Transfers
 from tierstore.policy import make_policy
 from tierstore.types import Ack, PageKey, Tier, Transfer
 
@@ -122,7 +122,7 @@ class Disk:
 
     def __init__(self, read_rate: float | None) -> None:
         self.clock = 0.0
-        self.traffic = Traffic(Residency({HOST: TierTable(make_policy("lru"))}), 100)
+        self.traffic = Transfers(Residency({HOST: TierTable(make_policy("lru"))}), 100)
         self.costs = MeasuredCosts(self.traffic, ComputeRate(), 100, read_rate, lambda: self.clock)
 
     def order(self, pages: int, edge: tuple[Tier, Tier] = (NVME, HOST)) -> list[Transfer]:

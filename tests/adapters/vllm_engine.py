@@ -216,7 +216,7 @@ class Engine:
 
     @property
     def placement(self) -> Any:
-        return self.half._tiers.parts.directory.placement
+        return self.half._tiers.parts.directory.writeback
 
     # -- what callers do ------------------------------------------------------------------------------------------
 

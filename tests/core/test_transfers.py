@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tierstore.directory.residency import Residency, TierTable
-from tierstore.directory.transfers import BATCH_PAGES, Move, Traffic
+from tierstore.directory.transfers import BATCH_PAGES, Move, Transfers
 from tierstore.policy import make_policy
 from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
 
@@ -19,25 +19,25 @@ def residency() -> Residency:
 
 
 @pytest.fixture
-def traffic(residency: Residency) -> Traffic:
-    return Traffic(residency, PAGE)
+def traffic(residency: Residency) -> Transfers:
+    return Transfers(residency, PAGE)
 
 
 def key(number: int) -> PageKey:
     return PageKey(b"%d" % number)
 
 
-def add(traffic: Traffic, *numbers: int) -> None:
+def add(traffic: Transfers, *numbers: int) -> None:
     for n in numbers:
         traffic.add(*DOWN, Move(key(n), n, 100 + n, 7, key(n - 1) if n else None))
 
 
-def emitted(traffic: Traffic, now: float) -> list[Transfer]:
+def emitted(traffic: Transfers, now: float) -> list[Transfer]:
     traffic.emit(now)
     return [command for command in traffic.take() if isinstance(command, Transfer)]
 
 
-def test_a_batch_carries_its_moves_in_order(traffic: Traffic) -> None:
+def test_a_batch_carries_its_moves_in_order(traffic: Transfers) -> None:
     add(traffic, 0, 1, 2)
     (transfer,) = emitted(traffic, 0.0)
     assert transfer.keys == (key(0), key(1), key(2))
@@ -48,7 +48,7 @@ def test_a_batch_carries_its_moves_in_order(traffic: Traffic) -> None:
     assert not traffic.idle()
 
 
-def test_many_moves_become_several_transfers_with_ids_of_their_own(traffic: Traffic) -> None:
+def test_many_moves_become_several_transfers_with_ids_of_their_own(traffic: Transfers) -> None:
     numbers = range(2 * BATCH_PAGES + 1)
     add(traffic, *numbers)
     transfers = emitted(traffic, 0.0)
@@ -58,7 +58,9 @@ def test_many_moves_become_several_transfers_with_ids_of_their_own(traffic: Traf
     assert emitted(traffic, 0.0) == []
 
 
-def test_an_erase_leaves_before_the_write_that_uses_its_room(residency: Residency, traffic: Traffic) -> None:
+def test_an_erase_leaves_before_the_write_that_uses_its_room(
+    residency: Residency, traffic: Transfers
+) -> None:
     for n in range(10):
         residency.commit(key(n), Tier.NVME, residency.reserve(key(n), Tier.NVME, 10), 10)
     slot = residency.reserve(key(11), Tier.NVME, 10)
@@ -70,7 +72,7 @@ def test_an_erase_leaves_before_the_write_that_uses_its_room(residency: Residenc
     assert write.keys == (key(11),)
 
 
-def test_pages_are_carried_from_the_decision_to_the_ack(traffic: Traffic) -> None:
+def test_pages_are_carried_from_the_decision_to_the_ack(traffic: Transfers) -> None:
     add(traffic, 0, 1)
     assert traffic.carrying(*DOWN) == 2
     assert not traffic.quiet(Tier.HOST, 0.0, 1.0)
@@ -84,7 +86,7 @@ def test_pages_are_carried_from_the_decision_to_the_ack(traffic: Traffic) -> Non
         traffic.settle(Ack(transfer.id, True, 2, 2 * PAGE, 1.0), 1.0)
 
 
-def test_the_rate_of_an_edge_is_learned_and_failures_teach_nothing(traffic: Traffic) -> None:
+def test_the_rate_of_an_edge_is_learned_and_failures_teach_nothing(traffic: Transfers) -> None:
     assert traffic.seconds_for(DOWN, 5) == 0.0
     for n, seconds in ((0, 0.5), (1, 0.25)):
         add(traffic, n)
@@ -99,7 +101,7 @@ def test_the_rate_of_an_edge_is_learned_and_failures_teach_nothing(traffic: Traf
     assert traffic.rates[DOWN] == rate
 
 
-def test_an_edge_stalls_only_while_it_carries_pages_and_stands_still(traffic: Traffic) -> None:
+def test_an_edge_stalls_only_while_it_carries_pages_and_stands_still(traffic: Transfers) -> None:
     assert not traffic.stalled(DOWN, 100.0, 2.0)
     add(traffic, 0)
     (first,) = emitted(traffic, 100.0)

@@ -72,7 +72,7 @@ def test_the_directory_is_sound_after_every_request(tmp_path: Path, policy: str,
         assert len(found) <= len(request.keys)
         invariants.check_residency(simulated.directory.residency)
         assert not simulated.directory.leases.open
-        assert simulated.directory.traffic.idle()
+        assert simulated.directory.transfers.idle()
 
 
 def test_more_tiers_hit_more_and_second_hit_writes_less(tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_the_simulator_runs_on_the_very_objects_that_a_store_runs_on(tmp_path: P
     for tier, table in parts.directory.residency.tables.items():
         mine = simulated.directory.residency.tables[tier]
         assert (type(mine), type(mine.policy)) == (type(table), type(table.policy))
-    assert type(simulated.directory.admitting) is type(parts.directory.admitting)
-    assert type(simulated.directory.admitting._admission) is type(parts.directory.admitting._admission)
+    assert type(simulated.directory.admission) is type(parts.directory.admission)
+    assert type(simulated.directory.admission._admission) is type(parts.directory.admission._admission)
     for name in ("make_policy", "make_admission", "make_history"):
         assert vars(simulation)[name] is vars(build)[name] is vars(registry)[name]
     parts.mover.close(10.0)

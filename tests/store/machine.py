@@ -497,5 +497,5 @@ class StoreMachine(RuleBasedStateMachine):
         self.let_everyone_go()
         directory = self.running.directory
         if directory.space.failing:
-            directory.placement._next_spill = 0.0  # a disk that failed is asked again by the next timed spill
+            directory.writeback._next_spill = 0.0  # a disk that failed is asked again by the next timed spill
         require_nothing_held(self.running.store, self.patience_s)

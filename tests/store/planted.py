@@ -15,13 +15,13 @@ from tierstore.codecs.host_format import Packer, Unpacker
 from tierstore.codecs.lossy import CodeExpander
 from tierstore.directory import directory as directory_module
 from tierstore.directory import invariants
-from tierstore.directory.admission import Admitting, MemoryOnly
+from tierstore.directory.admission import AdmissionControl, MemoryOnly
 from tierstore.directory.directory import Directory
 from tierstore.directory.leases import LeaseRecord, Leases
 from tierstore.directory.loads import Load
 from tierstore.directory.residency import Residency, TierTable
-from tierstore.directory.slots import Sealing
-from tierstore.directory.transfers import Traffic
+from tierstore.directory.slots import SealedSlots
+from tierstore.directory.transfers import Transfers
 from tierstore.events import PendingEvents
 from tierstore.gpu.layer_events import HERE
 from tierstore.mover import Mover
@@ -130,12 +130,12 @@ def an_adopted_page_keeps_the_old_slot(patch: pytest.MonkeyPatch) -> None:
 
 @BUGS_IN_MEMORY.bug
 def a_duplicate_is_not_freed(patch: pytest.MonkeyPatch) -> None:
-    put = Sealing.put
+    put = SealedSlots.put
 
-    def leaky(self: Sealing, *args: Any, **named: Any) -> tuple[list[int], list[int]]:
+    def leaky(self: SealedSlots, *args: Any, **named: Any) -> tuple[list[int], list[int]]:
         return put(self, *args, **named)[0], []
 
-    patch.setattr(Sealing, "put", leaky)
+    patch.setattr(SealedSlots, "put", leaky)
 
 
 @BUGS_ON_DISK.bug
@@ -175,16 +175,16 @@ def free_ignores_its_event(patch: pytest.MonkeyPatch) -> None:
 
 @BUGS_IN_MEMORY.bug
 def a_page_is_copied_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
-    put = Sealing.put
+    put = SealedSlots.put
 
-    def hasty(self: Sealing, *args: Any, **named: Any) -> tuple[list[int], list[int]]:
+    def hasty(self: SealedSlots, *args: Any, **named: Any) -> tuple[list[int], list[int]]:
         return put(self, *args, **{**named, "written": True})
 
     def pages_of(self: PendingEvents, pages: Any) -> bool:
         self.writing.remove(pages)
         return False
 
-    patch.setattr(Sealing, "put", hasty)
+    patch.setattr(SealedSlots, "put", hasty)
     patch.setattr(PendingEvents, "_written", pages_of)
 
 
@@ -228,10 +228,10 @@ def leases_keep_a_page_whose_writer_failed(patch: pytest.MonkeyPatch) -> None:
 
 @BUGS_ON_DISK.bug
 def erased_records_stay_on_disk(patch: pytest.MonkeyPatch) -> None:
-    def silent(self: Traffic) -> None:
+    def silent(self: Transfers) -> None:
         self._residency.erased.clear()
 
-    patch.setattr(Traffic, "emit_erases", silent)
+    patch.setattr(Transfers, "emit_erases", silent)
 
 
 @BUGS_IN_MEMORY.bug
@@ -279,12 +279,12 @@ def a_put_without_it_leaves_the_pages_before_memory_only(patch: pytest.MonkeyPat
 
 @BUGS_OF_ADMISSION.bug
 def a_demoted_page_waits_for_admission(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Admitting, "insist", lambda self, keys: None)
+    patch.setattr(AdmissionControl, "insist", lambda self, keys: None)
 
 
 @BUGS_OF_ADMISSION.bug
 def a_flushed_page_waits_for_admission(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Admitting, "insist_on_all", lambda self: None)
+    patch.setattr(AdmissionControl, "insist_on_all", lambda self: None)
 
 
 @BUGS_OF_ADMISSION.bug

@@ -39,7 +39,7 @@ def stored(bench: Bench, keys: Sequence[PageKey]) -> list[bool]:
     """Which of the pages are on disk once all that goes there by itself has gone."""
     for _ in range(3):
         assert bench.store.drain(PATIENCE_S)
-    while bench.directory.placement.next_spill is not None:
+    while bench.directory.writeback.next_spill is not None:
         bench.store.drain(0.01)
     assert bench.store.drain(PATIENCE_S)
     nvme = bench.directory.residency.tables[Tier.NVME]
@@ -189,9 +189,9 @@ def test_a_budget_that_has_no_room_for_the_pages_before_one_refuses_it(tmp_path:
     bench = opened(tmp_path / "disk", "second_hit", daily_writes=2 * record)
     keys = chain(3)
     write(bench.store, keys)
-    bench.directory.admitting.hit(keys[2:], Tier.HBM)
+    bench.directory.admission.hit(keys[2:], Tier.HBM)
     assert stored(bench, keys) == [False, False, False]
-    bench.directory.admitting.hit(keys[1:2], Tier.HBM)
+    bench.directory.admission.hit(keys[1:2], Tier.HBM)
     assert stored(bench, keys) == [True, True, False]
     bench.close()
 
@@ -206,7 +206,7 @@ def test_pages_of_an_engine_are_asked_about_too(tmp_path: Path) -> None:
         engine.fill(slot, key)
     bench.store.put(keys, [0, 1, 2])
     assert stored(bench, keys) == [False, False, False]
-    history = bench.directory.admitting._history
+    history = bench.directory.admission._history
     assert history is not None
     assert [history.get(key).span for key in keys] == [3, 3, 3], "a run is known when it is put"  # type: ignore[union-attr]
     with bench.store.acquire(keys[:2], into=[3, 4]) as lease:

@@ -306,7 +306,7 @@ def test_flush_does_not_wait_for_pages_evicted_on_their_way(bench: Bench, engine
     assert ticket.open == 0
     assert [where(bench.store, key).get(Tier.NVME) for key in keys] == ["ready", None]
     assert sorted(bench.store.poll()) == [0, 1, 2]
-    assert not bench.directory.placement.sinks.coming
+    assert not bench.directory.writeback.sinks.coming
 
 
 def test_flush_writes_no_memory_only_page_on_its_way_out(bench: Bench, engine: Engine) -> None:

@@ -13,7 +13,7 @@ from tests.support.engine import SLOTS, Engine, page_major
 from tests.support.events import ManualEvent
 from tests.support.pages import PATIENCE_S, SPEC, chain, tiers
 from tests.support.stalls import IN, OUT
-from tierstore.directory.slots import Outgoing
+from tierstore.directory.slots import OutgoingPages
 from tierstore.lease import Lease
 from tierstore.types import LeaseState, PageKey, Tier
 
@@ -158,6 +158,6 @@ def test_an_engine_may_write_every_slot_from_when_it_is_told_to(folders: Iterato
 def test_the_walk_finds_ends_that_are_told_of_slots_which_the_engine_goes_on_with(
     folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Outgoing, "_unreport", lambda self, slots: None)
+    monkeypatch.setattr(OutgoingPages, "_unreport", lambda self, slots: None)
     with pytest.raises(AssertionError, match="a slot was told of that was not"):
         walk(folders, range(60))

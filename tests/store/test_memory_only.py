@@ -88,7 +88,7 @@ def test_neither_flush_nor_demote_nor_time_nor_close_writes_a_memory_only_page(
     assert [where(store, key) for key in keys] == [{Tier.HOST: "ready"}] * 3
     assert read(store, keys) == 3
     for _ in range(5):  # timed spills: each finds its time come
-        bench.directory.placement._next_spill = 0.0
+        bench.directory.writeback._next_spill = 0.0
         store.poll()
         assert store.drain(PATIENCE_S)
     store.flush()
@@ -184,7 +184,7 @@ def test_ordinary_pages_reach_the_disk_in_their_time_though_host_is_full_of_memo
     key = chain(1, "other")[0]
     write(store, [key])
     for _ in range(10):
-        bench.directory.placement._next_spill = 0.0
+        bench.directory.writeback._next_spill = 0.0
         store.poll()
         assert store.drain(PATIENCE_S)
     assert Tier.NVME in where(store, key)
@@ -299,7 +299,7 @@ def test_lifted_pages_are_written_in_their_time_and_drain_waits_for_the_lifting(
     assert store.drain(PATIENCE_S)
     assert store.stats()["memory_only"] == 0
     for _ in range(40):
-        bench.directory.placement._next_spill = 0.0
+        bench.directory.writeback._next_spill = 0.0
         store.poll()
         assert store.drain(PATIENCE_S)
     assert all(Tier.NVME in where(store, key) for key in keys)
@@ -325,7 +325,7 @@ def test_a_restriction_ends_with_the_last_copy_and_none_is_remembered(disk: Path
         for i in range(100_000):
             key = keys[i % 500]
             slot = directory.residency.take(Tier.HBM)
-            directory.sealing.put([key], [slot], None, None, written=True, memory_only=True)
+            directory.sealed.put([key], [slot], None, None, written=True, memory_only=True)
             if i % 3:
                 assert directory.evict([key], list(directory.residency.tables)) == 1
             directory.residency.dropped.clear()
@@ -379,7 +379,7 @@ def test_flush_and_close_do_not_wait_for_memory_only_pages(bench: Bench) -> None
     bench.copies.hold(OUT)
     write_secret(bench.store, chain(2))
     bench.store.flush()
-    assert bench.directory.placement.sinks.open == {}
+    assert bench.directory.writeback.sinks.open == {}
     bench.copies.open()
     assert bench.store.drain(PATIENCE_S)
 

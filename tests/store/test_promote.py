@@ -308,7 +308,7 @@ def know_rates(bench: Bench, **rates: float) -> None:
     """Bytes a second of the edges from now on: transfers in between count for nothing."""
     for edge, rate in rates.items():
         src, dst = edge.split("_")
-        bench.directory.traffic.rates[Tier[src], Tier[dst]] = rate
+        bench.directory.transfers.rates[Tier[src], Tier[dst]] = rate
 
 
 def test_a_lease_tells_how_much_load_time_was_behind_it(bench: Bench) -> None:
@@ -482,7 +482,7 @@ def test_nothing_is_remembered_of_hints_that_have_ended(store: TierStore, bench:
         store.hint(Hint("r", revision + 1, ()))
     assert store.drain(60.0)
     store.poll()
-    promoting = bench.directory.promoting
+    promoting = bench.directory.promotions
     assert promoting.num_kept == 0
     assert not promoting._keepers
     assert not bench.directory.hints._needed

@@ -142,12 +142,12 @@ def test_a_disk_too_small_keeps_to_its_budget_and_serves_what_it_has(tmp_path: P
 def test_without_a_pump_nothing_moves_between_calls(tmp_path: Path) -> None:
     bench = open_bench(tiers(4, 4, tmp_path), SPEC)
     write(bench.store, chain(2))
-    moving = dict(bench.directory.traffic.transfers)
+    moving = dict(bench.directory.transfers.open)
     assert moving
     bench.copies.settle()
-    assert bench.directory.traffic.transfers == moving
+    assert bench.directory.transfers.open == moving
     bench.store.poll()
-    assert not set(bench.directory.traffic.transfers) & set(moving)
+    assert not set(bench.directory.transfers.open) & set(moving)
     bench.close()
 
 

@@ -103,6 +103,6 @@ def open_bench(
     mover = WiredMover.around(parts)
     parts.mover = mover
     if not spill:
-        parts.directory.placement._next_spill = math.inf
-        parts.directory.placement._next_try = math.inf
+        parts.directory.writeback._next_spill = math.inf
+        parts.directory.writeback._next_try = math.inf
     return Bench(TierStore(config, parts, wakeup, pump=pump), parts, mover)

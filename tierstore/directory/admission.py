@@ -108,7 +108,7 @@ class MemoryOnly:
         return key in self._lifting
 
 
-class Admitting:
+class AdmissionControl:
     """Tells ``history`` of puts and hits, asks ``admission`` and holds its answers. ``history`` is None where no policy
     needs one. Without an NVMe tier there is nothing to admit to.
 

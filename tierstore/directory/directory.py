@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tierstore.directory.admission import Admitting
+from tierstore.directory.admission import AdmissionControl
 from tierstore.directory.eviction import STALL_S, Drops
 from tierstore.directory.hints import HintTable
 from tierstore.directory.leases import Leases
-from tierstore.directory.loads import Loads, Promoting
+from tierstore.directory.loads import Loads, Promotions
 from tierstore.directory.residency import Residency
-from tierstore.directory.slots import Outgoing, OwnedSlots, Sealing
-from tierstore.directory.transfers import BATCH_PAGES, Traffic
-from tierstore.directory.writeback import Placement, Ticket
+from tierstore.directory.slots import OutgoingPages, OwnedSlots, SealedSlots
+from tierstore.directory.transfers import BATCH_PAGES, Transfers
+from tierstore.directory.writeback import Ticket, WriteBack
 from tierstore.types import Ack, Erase, Failure, Hint, PageKey, Promoted, Tier, Transfer
 
 if TYPE_CHECKING:
@@ -48,24 +48,26 @@ class Directory:
         budget: WriteBudget,
     ) -> None:
         self.residency = Residency(tables)
-        self.traffic = Traffic(self.residency, page_nbytes)
+        self.transfers = Transfers(self.residency, page_nbytes)
         self.owns_hbm = Tier.HBM in tables
         self.drops = Drops(self.residency, metrics)
-        self.loads = Loads(self.residency, self.traffic, owned=self.owns_hbm)
-        self.placement = Placement(self.residency, self.traffic, record_nbytes, flush_s)
-        self.space = self.placement.space
-        self.admitting = Admitting(self.residency, history, admission, budget, record_nbytes)
+        self.loads = Loads(self.residency, self.transfers, owned=self.owns_hbm)
+        self.writeback = WriteBack(self.residency, self.transfers, record_nbytes, flush_s)
+        self.space = self.writeback.space
+        self.admission = AdmissionControl(self.residency, history, admission, budget, record_nbytes)
         self.owned = OwnedSlots(self.residency, self.space, self.drops)
         self.hints = HintTable(self.residency)
         self.drops.left = self._left
         self._came: Callable[[PageKey, Tier], None] | None = None
         self._watcher: Callable[[PageKey, Tier], None] | None = None
-        self.leases = Leases(self.residency, self.loads, self.placement, self.drops, metrics, self._hit)
-        self.promoting = Promoting(
-            self.residency, self.traffic, self.loads, self.hints, metrics, self.leases.awaits
+        self.leases = Leases(self.residency, self.loads, self.writeback, self.drops, metrics, self._hit)
+        self.promotions = Promotions(
+            self.residency, self.transfers, self.loads, self.hints, metrics, self.leases.awaits
         )
-        self.sealing = Sealing(self.residency, self.admitting, self.leases, self.loads, self.placement)
-        self.outgoing = Outgoing(self.residency, self.space, self.loads, self.admitting, self.placement.sinks)
+        self.sealed = SealedSlots(self.residency, self.admission, self.leases, self.loads, self.writeback)
+        self.outgoing = OutgoingPages(
+            self.residency, self.space, self.loads, self.admission, self.writeback.sinks
+        )
         self._metrics = metrics
 
     # -- HBM slots ----------------------------------------------------------------------------------------------
@@ -132,22 +134,22 @@ class Directory:
             return False
         if self.space.room(Tier.HBM) > 0:
             return True
-        if self.traffic.carrying(Tier.HBM, below) and not self.space.stuck(Tier.HBM, below, now):
+        if self.transfers.carrying(Tier.HBM, below) and not self.space.stuck(Tier.HBM, below, now):
             return True
-        if len(hbm.dirty) and not self.traffic.quiet(below, now, STALL_S):
+        if len(hbm.dirty) and not self.transfers.quiet(below, now, STALL_S):
             return True
-        moving = not self.traffic.quiet(Tier.HBM, now, STALL_S)
+        moving = not self.transfers.quiet(Tier.HBM, now, STALL_S)
         return moving and (bool(hbm.quarantine) or self.loads.any_unheld())
 
     def _hit(self, keys: Sequence[PageKey], source: Tier) -> None:
         """A lease took in pages."""
-        self.promoting.used(keys, source)
-        self.admitting.hit(keys, source)
+        self.promotions.used(keys, source)
+        self.admission.hit(keys, source)
 
     def _left(self, key: PageKey, tier: Tier) -> None:
         """A copy was dropped."""
-        self.promoting.left(key, tier)
-        self.placement.left(key, tier)
+        self.promotions.left(key, tier)
+        self.writeback.left(key, tier)
         if self._watcher is not None:
             self._watcher(key, tier)
 
@@ -157,7 +159,7 @@ class Directory:
         self, hint: Hint, keys: Sequence[PageKey], tier: Tier, over: Sequence[Hint], now: float
     ) -> Promoted:
         """Starts to bring pages to ``tier`` for a hint in force, as far as room allows."""
-        found = self.promoting.start(hint, keys, tier, over)
+        found = self.promotions.start(hint, keys, tier, over)
         self._finish(now)
         return found
 
@@ -165,9 +167,9 @@ class Directory:
         """Sends readable pages down to ``target`` and lets their upper copies go; how many it accepted."""
         accepted = [key for key in keys if self.residency.where(key) is not None]
         if target >= Tier.NVME:
-            self.admitting.insist(accepted)
+            self.admission.insist(accepted)
             self._lift(len(accepted))
-        self.placement.sinks.add(accepted, target, Ticket(), keep=False)
+        self.writeback.sinks.add(accepted, target, Ticket(), keep=False)
         return len(accepted)
 
     def begin_flush(self) -> tuple[list[PageKey], Ticket]:
@@ -181,7 +183,7 @@ class Directory:
         for tier, table in self.residency.tables.items():
             if tier < Tier.NVME:
                 keys += table.copies
-        keys += self.placement.sinks.coming
+        keys += self.writeback.sinks.coming
         return keys, Ticket()
 
     def save(self, keys: Sequence[PageKey], ticket: Ticket) -> None:
@@ -189,14 +191,14 @@ class Directory:
         does not, keeping the copies above.
         """
         nvme, lowest_for = self.residency.tables[Tier.NVME], self.residency.memory_only.lowest_for
-        coming = self.placement.sinks.coming
+        coming = self.writeback.sinks.coming
         unsaved = [
             k
             for k in keys
             if not nvme.ready(k)
             and (k in coming or (self.residency.where(k) is not None and lowest_for(k) >= Tier.NVME))
         ]
-        self.placement.sinks.add(unsaved, Tier.NVME, ticket, keep=True)
+        self.writeback.sinks.add(unsaved, Tier.NVME, ticket, keep=True)
         ticket.found += sum(nvme.ready(k) for k in keys)
 
     def dying(self) -> set[int]:
@@ -220,29 +222,29 @@ class Directory:
 
     def advance(self, acks: Sequence[Ack], now: float) -> bool:
         """Applies finished transfers and decides what to do next, a bounded amount; whether there is more to decide."""
-        self.admitting.tick(now)
+        self.admission.tick(now)
         for ack in acks:
             self.apply(ack, now)
         self.leases.expire(now)
         self.hints.expire(now)
-        more = self.promoting.end(BATCH_PAGES)
+        more = self.promotions.end(BATCH_PAGES)
         more |= self.residency.orphans.advance(BATCH_PAGES)
         more |= self._save_revived(BATCH_PAGES)
         self._lift(BATCH_PAGES)
         more |= self.hints.pending
-        more |= self.placement.advance(now)
+        more |= self.writeback.advance(now)
         self._finish(now)
         return more or self.residency.memory_only.lifting
 
     def take_commands(self) -> list[Transfer | Erase]:
         """What the mover is to do, in order."""
-        return self.traffic.take()
+        return self.transfers.take()
 
     def busy(self) -> bool:
         """Whether something is in flight, queued, or on its way down."""
-        placement = self.placement
+        placement = self.writeback
         return bool(
-            not self.traffic.idle()
+            not self.transfers.idle()
             or self.loads.by_slot
             or placement.sinks.open
             or placement.writing_behind
@@ -261,13 +263,13 @@ class Directory:
 
         But for late ones: nobody waits for them any more, and source and slot stay as they are until their own ack.
         """
-        transfer = self.traffic.settle(ack, now)
-        self._metrics.moved(transfer, ack, self.traffic.page_nbytes)
+        transfer = self.transfers.settle(ack, now)
+        self._metrics.moved(transfer, ack, self.transfers.page_nbytes)
         whole = ack.ok and not (ack.failures or ack.late)
         if whole and transfer.dst == Tier.HBM and self.loads.owned:
             keys, src = transfer.keys, transfer.src
             self.loads.all_arrived(keys, src, transfer.src_slots, transfer.dst_slots)
-            self.placement.sinks.all_unpinned(keys, src)
+            self.writeback.sinks.all_unpinned(keys, src)
             return
         failures = dict(ack.failures)
         if not ack.ok and not failures:
@@ -293,13 +295,13 @@ class Directory:
             self.loads.arrived(key, slot)
             return
         if dst == Tier.NVME:
-            self.admitting.written(key, nbytes, now)
+            self.admission.written(key, nbytes, now)
         sized = self.residency.tables[dst].budget_nbytes is not None
         readable = self.residency.commit(key, dst, slot, nbytes if sized else 0, transfer.parents[i])
         if readable and self._came is not None:
             self._came(key, dst)
         if readable and transfer.src < dst:
-            self.placement.saved(key, dst)
+            self.writeback.saved(key, dst)
         self._settled(key, dst, readable=readable)
 
     def _failed(self, transfer: Transfer, i: int, failure: Failure) -> None:
@@ -313,7 +315,7 @@ class Directory:
         if failure is Failure.UNFIT and transfer.src < dst:
             self._drop_unfit(key, transfer.src)
         elif transfer.src < dst:
-            self.placement.not_saved(key, transfer.src, dst)
+            self.writeback.not_saved(key, transfer.src, dst)
         self._settled(key, dst, readable=False)
 
     def _late(self, key: PageKey, dst: Tier, slot: int) -> None:
@@ -333,7 +335,7 @@ class Directory:
             self.loads.lost(key)
         elif dst == Tier.HOST and readable:
             self.loads.promoted(key)
-        self.placement.sinks.wake(key)
+        self.writeback.sinks.wake(key)
 
     def _drop_broken(self, key: PageKey, tier: Tier, slot: int, failure: Failure) -> None:
         table = self.residency.tables.get(tier)
@@ -348,7 +350,7 @@ class Directory:
         To keep it would ask for a place of its own in every order: it could neither be saved nor, with pages after it
         below, be dropped. Numbers that no codec can state come from a model that has gone wrong.
         """
-        self.placement.sinks.settle(key, failed=True)
+        self.writeback.sinks.settle(key, failed=True)
         if src not in self.residency.tables:
             self._metrics.dropped(src, Failure.UNFIT.value, 1)
             return
@@ -357,23 +359,23 @@ class Directory:
             self.residency.dropped.append(self.residency.evict(key, src))
             self.drops.note(Failure.UNFIT.value)
         if self.residency.where(key) is None:
-            self.placement.forgotten(key)
+            self.writeback.forgotten(key)
 
     def _unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
         self.residency.unpin(key, tier, slot)
-        self.placement.sinks.unpinned(key, tier)
+        self.writeback.sinks.unpinned(key, tier)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _lift(self, limit: int) -> None:
         for key in self.residency.lift(limit):
-            self.placement.permitted(key)
+            self.writeback.permitted(key)
 
     def _save_revived(self, limit: int) -> bool:
         """Pages that became reachable again wait to be saved, as if they had been put now."""
         revived = self.residency.orphans.revived
         for _ in range(min(limit, len(revived))):
-            self.placement.permitted(revived.popleft())
+            self.writeback.permitted(revived.popleft())
         return bool(revived)
 
     def _evict_page(self, key: PageKey, tiers: Sequence[Tier]) -> int:
@@ -388,7 +390,7 @@ class Directory:
             else:
                 self._abort(key, tier, copy.slot)
         if found and self.residency.where(key) is None:
-            self.placement.forgotten(key)
+            self.writeback.forgotten(key)
         return found
 
     def _abort(self, key: PageKey, tier: Tier, slot: int) -> None:
@@ -421,7 +423,7 @@ class Directory:
         self.leases.cut_replaced()
         self.drops.note()
         self.drops.tell(refused=bool(self.space.failing))
-        self.traffic.emit(now)
+        self.transfers.emit(now)
 
 
 def _tells_of_source(src: Tier, failure: Failure) -> bool:

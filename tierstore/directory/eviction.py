@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tierstore.directory.admission import MemoryOnly
     from tierstore.directory.lineage import Lineage
     from tierstore.directory.residency import Drop, Residency, TierTable
-    from tierstore.directory.transfers import Traffic
+    from tierstore.directory.transfers import Transfers
     from tierstore.types import Copy, Counters, PageKey
 
 
@@ -284,13 +284,13 @@ STALL_S = 2.0
 class Space:
     """Plans copies downwards that make room above, and drops what cannot be saved."""
 
-    def __init__(self, residency: Residency, traffic: Traffic, record_nbytes: int) -> None:
+    def __init__(self, residency: Residency, transfers: Transfers, record_nbytes: int) -> None:
         self.failing: set[Tier] = set()
         """Tiers whose last write failed."""
         self._residency = residency
         self._tables = residency.tables
         self._tiers = list(residency.tables)
-        self._traffic = traffic
+        self._transfers = transfers
         self._record_nbytes = record_nbytes
 
     def below(self, tier: Tier) -> Tier | None:
@@ -309,7 +309,7 @@ class Space:
         table, below = self._tables[tier], self.below(tier)
         if below is None or below in self.failing or self.room(tier) >= wanted:
             return
-        for _ in range(min(BATCH_PAGES, wanted - self.room(tier) - self._traffic.carrying(tier, below))):
+        for _ in range(min(BATCH_PAGES, wanted - self.room(tier) - self._transfers.carrying(tier, below))):
             key = table.dirty.first()
             if key is None:
                 return
@@ -352,7 +352,7 @@ class Space:
         if self.room(tier) < wanted:
             self._drop_mirrored_leaf(tier, below, spared)
         # A page on its way here is about to be a leaf: without it what follows the dropped one is cut off for nothing.
-        if self.room(tier) < wanted and not leaves and self._traffic.quiet(tier, now, STALL_S):
+        if self.room(tier) < wanted and not leaves and self._transfers.quiet(tier, now, STALL_S):
             if not any(len(self._tables[other].leaves) for other in self._tiers if other < tier):
                 self._drop_before_saved(tier, wanted)
             elif above is None:
@@ -375,11 +375,11 @@ class Space:
 
     def blocked(self, tier: Tier, now: float) -> bool:
         """Whether the tier is full of pages that cannot leave, and nothing that moves will change that."""
-        return self.room(tier) == 0 and self._traffic.quiet(tier, now, STALL_S)
+        return self.room(tier) == 0 and self._transfers.quiet(tier, now, STALL_S)
 
     def stuck(self, src: Tier, dst: Tier, now: float) -> bool:
         """Whether the edge down cannot be counted on: its last write failed, or it carries pages and stands still."""
-        return dst in self.failing or self._traffic.stalled((src, dst), now, STALL_S)
+        return dst in self.failing or self._transfers.stalled((src, dst), now, STALL_S)
 
     def copy_from_engine(
         self,
@@ -402,7 +402,7 @@ class Space:
         except CapacityError:
             return False
         self._residency.exactness.put(key, parent)
-        self._traffic.add(Tier.HBM, dst, Move(key, slot, dst_slot, nbytes, parent))
+        self._transfers.add(Tier.HBM, dst, Move(key, slot, dst_slot, nbytes, parent))
         return True
 
     def copy(self, key: PageKey, src: Tier, dst: Tier) -> bool:
@@ -416,7 +416,7 @@ class Space:
         except CapacityError:
             return False
         parent = self._residency.lineage.parent(key)
-        self._traffic.add(src, dst, Move(key, tables[src].copies[key].slot, slot, nbytes, parent))
+        self._transfers.add(src, dst, Move(key, tables[src].copies[key].slot, slot, nbytes, parent))
         return True
 
     def _has_room(self, tier: Tier) -> bool:

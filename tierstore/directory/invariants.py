@@ -142,7 +142,7 @@ def _check_memory_only(residency: Residency) -> None:
 
 
 def _check_transfers(directory: Directory) -> None:
-    targets = Counter((t.dst, slot) for t in directory.traffic.transfers.values() for slot in t.dst_slots)
+    targets = Counter((t.dst, slot) for t in directory.transfers.open.values() for slot in t.dst_slots)
     targets.update((Tier.HBM, load.slot) for load in directory.loads.by_slot.values() if not load.submitted)
     for tier, table in directory.residency.tables.items():
         taken = {copy.slot for copy in table.copies.values()} | table.quarantine.keys()
@@ -155,7 +155,7 @@ def _check_transfers(directory: Directory) -> None:
 
 def _check_pins(directory: Directory, pending: Pending) -> None:
     want = _expected_pins(directory, pending)
-    writers = Counter((t.dst, slot) for t in directory.traffic.transfers.values() for slot in t.dst_slots)
+    writers = Counter((t.dst, slot) for t in directory.transfers.open.values() for slot in t.dst_slots)
     retired = Counter((Tier.HBM, slot) for slot in pending.retired)
     for tier, table in directory.residency.tables.items():
         for copy in table.copies.values():
@@ -175,7 +175,7 @@ def _check_pins(directory: Directory, pending: Pending) -> None:
 def _expected_pins(directory: Directory, pending: Pending) -> Slots:
     tables = directory.residency.tables
     want: Slots = Counter()
-    for transfer in directory.traffic.transfers.values():
+    for transfer in directory.transfers.open.values():
         if transfer.src in tables:
             want.update((transfer.src, slot) for slot in transfer.src_slots)
     want.update(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tierstore.directory.eviction import Drops
     from tierstore.directory.loads import Load, Loads
     from tierstore.directory.residency import Residency
-    from tierstore.directory.writeback import Placement
+    from tierstore.directory.writeback import WriteBack
     from tierstore.types import Counters, Event
 
 
@@ -81,7 +81,7 @@ class Leases:
         self,
         residency: Residency,
         loads: Loads,
-        placement: Placement,
+        writeback: WriteBack,
         drops: Drops,
         metrics: Counters,
         hit: Callable[[Sequence[PageKey], Tier], None],
@@ -94,8 +94,8 @@ class Leases:
         """Open leases with a deadline that may still have to be cut: the others cost ``expire`` nothing."""
         self._residency = residency
         self._loads = loads
-        self._sinks = placement.sinks
-        self._unwritten: Mapping[PageKey, int] = placement.unwritten
+        self._sinks = writeback.sinks
+        self._unwritten: Mapping[PageKey, int] = writeback.unwritten
         """Pages whose bytes an engine has not finished writing, by HBM slot."""
         self._drops = drops
         self._metrics = metrics

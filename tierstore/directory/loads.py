@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tierstore.directory.hints import HintTable
     from tierstore.directory.leases import LeaseRecord
     from tierstore.directory.residency import Residency
-    from tierstore.directory.transfers import Traffic
+    from tierstore.directory.transfers import Transfers
     from tierstore.types import Counters, Hint, PageKey
 
 
@@ -47,13 +47,13 @@ class Load:
 class Loads:
     """All loads in progress, by HBM slot; finished ones wait in ``ended`` for the directory."""
 
-    def __init__(self, residency: Residency, traffic: Traffic, *, owned: bool) -> None:
+    def __init__(self, residency: Residency, transfers: Transfers, *, owned: bool) -> None:
         self.by_slot: dict[int, Load] = {}
         self.ended: list[tuple[Load, bool]] = []
         self.abandoned: list[int] = []
         """An engine's slots whose lease was released before they were loaded, once nothing writes them."""
         self._residency = residency
-        self._traffic = traffic
+        self._transfers = transfers
         self.owned = owned
         """Whether HBM has a residency table; an engine's slots have none."""
         self.gate: Tier = next(tier for tier in (Tier.HOST, Tier.NVME, Tier.HBM) if tier in residency.tables)
@@ -96,7 +96,7 @@ class Loads:
             waiters = [] if lease is None else [(lease, number)]
             by_slot[slot] = Load(key, slot, gate, source_slot, True, False, waiters)
             moves.append(Move(key, source_slot, slot, 0, parent(key)))
-        self._traffic.add_all(gate, Tier.HBM, moves)
+        self._transfers.add_all(gate, Tier.HBM, moves)
 
     def promote_queued(self) -> None:
         """Starts queued promotions for which HOST has room now, a bounded number.
@@ -105,8 +105,8 @@ class Loads:
         its source may stand still.
         """
         residency, queue = self._residency, self._queue
-        most = self._traffic.carrying(Tier.NVME, Tier.HOST) + BATCH_PAGES
-        while queue and self._traffic.carrying(Tier.NVME, Tier.HOST) < most:
+        most = self._transfers.carrying(Tier.NVME, Tier.HOST) + BATCH_PAGES
+        while queue and self._transfers.carrying(Tier.NVME, Tier.HOST) < most:
             key = queue[0]
             if key in self.promoting and key not in residency.tables[Tier.HOST].copies:
                 if not residency.tables[Tier.NVME].ready(key):
@@ -120,7 +120,7 @@ class Loads:
                         return
                     source_slot = residency.tables[Tier.NVME].copies[key].slot
                     parent = residency.lineage.parent(key)
-                    self._traffic.add(Tier.NVME, Tier.HOST, Move(key, source_slot, slot, 0, parent))
+                    self._transfers.add(Tier.NVME, Tier.HOST, Move(key, source_slot, slot, 0, parent))
             elif residency.tables[Tier.HOST].ready(key):
                 self.promoted(key)
             queue.popleft()
@@ -209,7 +209,7 @@ class Loads:
         """Whether a page from ``source`` is expected in HBM only after the deadline."""
         hops = [tier for tier in self._residency.tables if Tier.HBM < tier <= source]
         edges = zip(reversed(hops), [*reversed(hops[:-1]), Tier.HBM], strict=True)
-        return deadline <= now or now + sum(self._traffic.seconds_for(e, 1) for e in edges) > deadline
+        return deadline <= now or now + sum(self._transfers.seconds_for(e, 1) for e in edges) > deadline
 
     def abandon(self, slot: int) -> None:
         """Engine-owned HBM: nobody waits for this load any more; its slot is told once nothing writes it."""
@@ -232,7 +232,7 @@ class Loads:
         load.submitted = True
         parent = self._residency.lineage.parent(load.key)
         move = Move(load.key, load.source_slot, load.slot, 0, parent)
-        self._traffic.add(load.source, Tier.HBM, move)
+        self._transfers.add(load.source, Tier.HBM, move)
 
     def _end(self, load: Load, *, arrived: bool) -> None:
         del self.by_slot[load.slot]
@@ -254,13 +254,13 @@ class _Brought(NamedTuple):
     ways: tuple[tuple[Tier, Tier], ...]
 
 
-class Promoting:
+class Promotions:
     """All promotions of a store. ``awaited``: whether a lease waits for a page from a tier."""
 
     def __init__(
         self,
         residency: Residency,
-        traffic: Traffic,
+        transfers: Transfers,
         loads: Loads,
         hints: HintTable,
         metrics: Counters,
@@ -268,7 +268,7 @@ class Promoting:
     ) -> None:
         self._residency = residency
         self._tables = residency.tables
-        self._traffic = traffic
+        self._transfers = transfers
         self._loads = loads
         self._hints = hints
         self._metrics = metrics
@@ -338,7 +338,7 @@ class Promoting:
             self._count("useful" if source <= tier else "late", pages)
             # Reads and loads go side by side, page after page: the slower of the two is what a lease would have waited.
             done = [way for way in ways if way[1] >= source]
-            self._metrics.avoided(pages * max(map(self._traffic.page_seconds, done), default=0.0))
+            self._metrics.avoided(pages * max(map(self._transfers.page_seconds, done), default=0.0))
 
     def left(self, key: PageKey, tier: Tier) -> None:
         """A copy was dropped."""
@@ -350,7 +350,7 @@ class Promoting:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _count(self, result: str, pages: int = 1) -> None:
-        self._metrics.prefetched(result, pages * self._traffic.page_nbytes)
+        self._metrics.prefetched(result, pages * self._transfers.page_nbytes)
 
     def _note_brought(self, hint: Hint, keys: Sequence[PageKey], src: Tier, tier: Tier) -> None:
         first = _Brought(tier, hint, ((src, tier),))
@@ -425,7 +425,7 @@ class Promoting:
             Move(key, source_slot, slot, 0, parent(key))
             for key, (slot, source_slot) in zip(keys, places, strict=True)
         ]
-        self._traffic.add_all(src, dst, moves)
+        self._transfers.add_all(src, dst, moves)
         return keys
 
     def _bring(self, key: PageKey, src: Tier, dst: Tier) -> None:
@@ -436,7 +436,7 @@ class Promoting:
         if dst == Tier.HBM:
             self._loads.start(key, slot, src, source_slot)
             return
-        self._traffic.add(src, dst, Move(key, source_slot, slot, 0, residency.lineage.parent(key)))
+        self._transfers.add(src, dst, Move(key, source_slot, slot, 0, residency.lineage.parent(key)))
 
     def _keep(self, hint: Hint, keys: Sequence[PageKey], tier: Tier) -> None:
         """Host memory that a page came through is free for the next once the page is on its way to HBM."""

@@ -17,12 +17,12 @@ from tierstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from tierstore.directory.admission import Admitting
+    from tierstore.directory.admission import AdmissionControl
     from tierstore.directory.eviction import Drops, Space
     from tierstore.directory.leases import LeaseRecord, Leases
     from tierstore.directory.loads import Loads
     from tierstore.directory.residency import Residency
-    from tierstore.directory.writeback import Placement, Sinks
+    from tierstore.directory.writeback import Sinks, WriteBack
     from tierstore.types import PageKey
 
 
@@ -76,22 +76,22 @@ class OwnedSlots:
         return len(hbm.free) + self._residency.unpinned(Tier.HBM) - len(hbm.dirty) >= n
 
 
-class Sealing:
+class SealedSlots:
     """Takes over slots of callers. Where an engine owns HBM nothing is sealed."""
 
     def __init__(
         self,
         residency: Residency,
-        admitting: Admitting,
+        admission: AdmissionControl,
         leases: Leases,
         loads: Loads,
-        placement: Placement,
+        writeback: WriteBack,
     ) -> None:
         self._residency = residency
-        self._admitting = admitting
+        self._admission = admission
         self._leases = leases
         self._loads = loads
-        self._placement = placement
+        self._writeback = writeback
 
     def put(
         self,
@@ -122,12 +122,12 @@ class Sealing:
                 break
             if replaceable and key in replaceable and self._replace(key, slot, parent, written=written):
                 if not memory_only:
-                    self._admitting.hit((key,), Tier.HBM)
+                    self._admission.hit((key,), Tier.HBM)
             elif table.ready(key):
                 self._residency.retire(Tier.HBM, slot)
                 duplicates.append(slot)
                 if not memory_only:
-                    self._admitting.hit((key,), Tier.HBM)
+                    self._admission.hit((key,), Tier.HBM)
             else:
                 self._seal(key, slot, parent, following, written=written, memory_only=memory_only)
                 if lease is not None and lease.inexact:
@@ -144,11 +144,11 @@ class Sealing:
     def written(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
         """The engine has finished writing pages sealed earlier: copies may start from them."""
         for key, slot in zip(keys, slots, strict=True):
-            if self._placement.unwritten.get(key) == slot:
-                del self._placement.unwritten[key]
+            if self._writeback.unwritten.get(key) == slot:
+                del self._writeback.unwritten[key]
             self._unpin(key, Tier.HBM, slot)
             if self._residency.tables[Tier.HBM].ready(key):
-                self._placement.sealed(key)
+                self._writeback.sealed(key)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -167,14 +167,14 @@ class Sealing:
         old_slot = None if copy is None else copy.slot
         source = self._residency.where(key)
         if not memory_only and source is not None:
-            self._admitting.hit((key,), source)
+            self._admission.hit((key,), source)
         elif not memory_only and not self._residency.held(key):
-            self._admitting.put(key, parent, following)
+            self._admission.put(key, parent, following)
         self._residency.adopt(key, Tier.HBM, slot, parent, memory_only=memory_only)
         if written:
-            self._placement.sealed(key)
+            self._writeback.sealed(key)
         else:
-            self._placement.unwritten[key] = self._residency.pin(key, Tier.HBM)
+            self._writeback.unwritten[key] = self._residency.pin(key, Tier.HBM)
         # Only now: whoever sees that a lease waits for no copy any more must see that its page is still being written.
         if old_slot is not None and old_slot in self._loads.by_slot:
             self._leases.moved(self._loads.cancel(old_slot), slot)
@@ -184,7 +184,7 @@ class Sealing:
 
         False, nothing changed: there is no such copy, or this one would be less exact.
         """
-        residency, unwritten = self._residency, self._placement.unwritten
+        residency, unwritten = self._residency, self._writeback.unwritten
         copy = residency.tables[Tier.HBM].copies.get(key)
         if copy is None or not copy.ready or copy.slot != unwritten.get(key):
             return False
@@ -193,7 +193,7 @@ class Sealing:
         residency.replace(key, Tier.HBM, slot)
         if written:
             del unwritten[key]
-            self._placement.sealed(key)
+            self._writeback.sealed(key)
         else:
             unwritten[key] = residency.pin(key, Tier.HBM)
         return True
@@ -216,7 +216,7 @@ class Sealing:
 
     def _unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
         self._residency.unpin(key, tier, slot)
-        self._placement.sinks.unpinned(key, tier)
+        self._writeback.sinks.unpinned(key, tier)
 
 
 class _Page(NamedTuple):
@@ -231,14 +231,14 @@ class _Page(NamedTuple):
     doubted: bool
 
 
-class Outgoing:
+class OutgoingPages:
     """What an engine that owns HBM has put and not got back. ``num_slots``: 0 until its tensors are registered.
 
     ``sinks`` is told which pages come, and what becomes of them: they may be sent further down before they are there.
     """
 
     def __init__(
-        self, residency: Residency, space: Space, loads: Loads, admitting: Admitting, sinks: Sinks
+        self, residency: Residency, space: Space, loads: Loads, admission: AdmissionControl, sinks: Sinks
     ) -> None:
         self.num_slots = 0
         self.reusable: list[int] = []
@@ -251,7 +251,7 @@ class Outgoing:
         self._residency = residency
         self._space = space
         self._loads = loads
-        self._admitting = admitting
+        self._admission = admission
         self._sinks = sinks
 
     @property
@@ -345,7 +345,7 @@ class Outgoing:
                     self._residency.memory_only.permit_named(key)
                     source = self._residency.where(key)
                     if source is not None:
-                        self._admitting.hit((key,), source)
+                        self._admission.hit((key,), source)
                 self.ended(slot)
             elif memory_only and dst > self._residency.memory_only.floor:
                 self.ended(slot)
@@ -380,5 +380,5 @@ class Outgoing:
         if page.doubted:
             self._residency.exactness.doubt(key)
         if not page.memory_only:
-            self._admitting.put(key, parent, page.following, asked=self._sinks.to_disk(key))
+            self._admission.put(key, parent, page.following, asked=self._sinks.to_disk(key))
         return True

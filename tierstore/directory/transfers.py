@@ -37,11 +37,11 @@ class Move(NamedTuple):
 Edge = tuple[Tier, Tier]
 
 
-class Traffic:
+class Transfers:
     """The transfers between reserve and ack, and the commands not yet handed to the mover."""
 
     def __init__(self, residency: Residency, page_nbytes: int) -> None:
-        self.transfers: dict[int, Transfer] = {}
+        self.open: dict[int, Transfer] = {}
         self.outbox: deque[Transfer | Erase] = deque()
         self.pages: Counter[Edge] = Counter()
         """Pages in flight on each edge."""
@@ -86,11 +86,11 @@ class Traffic:
 
     def settle(self, ack: Ack, now: float) -> Transfer:
         """The transfer has ended; forgets it and learns the edge's rate. Late pages stay, as all of the transfer."""
-        transfer = self.transfers.pop(ack.transfer_id)
+        transfer = self.open.pop(ack.transfer_id)
         edge = (transfer.src, transfer.dst)
         self.pages[edge] -= len(transfer.keys) - len(ack.late)
         if ack.late:
-            self.transfers[transfer.id] = _part(transfer, ack.late)
+            self.open[transfer.id] = _part(transfer, ack.late)
         self.moved_at[edge] = now
         self.arrived[edge] += ack.num_ready
         if ack.num_ready and ack.seconds > 0:
@@ -108,7 +108,7 @@ class Traffic:
             return 0
         wanted = set(keys)
         moves = [move.key for move in self._moves.get(edge, ())]
-        under_way = [key for t in self.transfers.values() if (t.src, t.dst) == edge for key in t.keys]
+        under_way = [key for t in self.open.values() if (t.src, t.dst) == edge for key in t.keys]
         return sum(key in wanted for key in [*moves, *under_way])
 
     def seconds_for(self, edge: Edge, pages: int) -> float:
@@ -142,14 +142,14 @@ class Traffic:
 
     def idle(self) -> bool:
         """Whether nothing is in flight or waiting to be handed over."""
-        return not self.transfers and not self.outbox
+        return not self.open and not self.outbox
 
     def _queue(self, edge: Edge, moves: list[Move]) -> None:
         keys, src_slots, dst_slots, sizes, parents = zip(*moves, strict=True)
         src, dst = edge
         transfer = Transfer(self._next_id, keys, src, src_slots, dst, dst_slots, sum(sizes), parents)
         self._next_id += 1
-        self.transfers[transfer.id] = transfer
+        self.open[transfer.id] = transfer
         self.pages[edge] += len(moves)
         self.outbox.append(transfer)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tierstore.directory.residency import Residency, TierTable
-    from tierstore.directory.transfers import Traffic
+    from tierstore.directory.transfers import Transfers
     from tierstore.types import PageKey
 
 
@@ -197,17 +197,19 @@ _ASK_AGAIN_S = 0.2
 """How long HOST, after a copy to it failed, is left alone unless a page is sealed or sent there."""
 
 
-class Placement:
+class WriteBack:
     """Plans every copy downwards. ``space`` makes room, ``sinks`` are the pages sent down by request."""
 
-    def __init__(self, residency: Residency, traffic: Traffic, record_nbytes: int, flush_s: float) -> None:
+    def __init__(
+        self, residency: Residency, transfers: Transfers, record_nbytes: int, flush_s: float
+    ) -> None:
         self.unwritten: dict[PageKey, int] = {}
         """Sealed pages whose bytes the engine has not finished writing, by HBM slot; no copy may start from them."""
-        self.space = Space(residency, traffic, record_nbytes)
+        self.space = Space(residency, transfers, record_nbytes)
         self.sinks = Sinks(residency, self.space, self.unwritten)
         self._residency = residency
         self._tables = residency.tables
-        self._traffic = traffic
+        self._transfers = transfers
         self._flush_s = flush_s
         self._fresh: dict[PageKey, None] = {}
         self._unsaved: dict[PageKey, None] = {}
@@ -359,7 +361,7 @@ class Placement:
             # A tier that fails is asked a little at a time: all would only come back, again and again.
             self._due = BATCH_PAGES if Tier.NVME in self.space.failing else len(self._unsaved)
         slots = self._tables[src].num_slots or 1
-        allowed = max(1, slots // 2) - self._traffic.carrying(src, Tier.NVME)
+        allowed = max(1, slots // 2) - self._transfers.carrying(src, Tier.NVME)
         budget = min(BATCH_PAGES, allowed)
         while self._due > 0 and budget > 0 and self._unsaved:
             key = next(iter(self._unsaved))

@@ -120,7 +120,7 @@ class Simulation:
         if slots is None:
             return
         parent = keys[start - 1] if start else None
-        _, duplicates = self.directory.sealing.put(keys[start:], slots, parent, None, written=True)
+        _, duplicates = self.directory.sealed.put(keys[start:], slots, parent, None, written=True)
         self.directory.owned.free(duplicates)
 
     def _make_room(self, pages: int, now: float) -> bool:
@@ -135,7 +135,7 @@ class Simulation:
         directory, more = self.directory, True
         while more:
             acks = [self._ack(c) for c in directory.take_commands() if isinstance(c, Transfer)]
-            more = directory.advance(acks, now) or bool(acks) or bool(directory.traffic.outbox)
+            more = directory.advance(acks, now) or bool(acks) or bool(directory.transfers.outbox)
 
     def _ack(self, transfer: Transfer) -> Ack:
         number = len(transfer.keys)
@@ -144,7 +144,7 @@ class Simulation:
     @property
     def nvme_written(self) -> int:
         """Bytes of records written to NVMe."""
-        return self.directory.admitting.budget.total
+        return self.directory.admission.budget.total
 
     def moved(self) -> dict[str, int]:
         """Payload bytes copied, by edge."""

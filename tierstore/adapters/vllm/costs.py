@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tierstore.adapters.vllm.hit import Hit
     from tierstore.adapters.vllm.requests import Step
-    from tierstore.directory.transfers import Traffic
+    from tierstore.directory.transfers import Transfers
     from tierstore.types import PageKey
 
 _CLEARLY = 1.25
@@ -101,7 +101,7 @@ class MeasuredCosts:
 
     def __init__(
         self,
-        traffic: Traffic,
+        traffic: Transfers,
         compute_rate: ComputeRate,
         page_nbytes: int,
         read_rate: float | None,

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tierstore.adapters.vllm.messages import Hello, Report
     from tierstore.build import Parts
     from tierstore.config import StoreConfig
-    from tierstore.directory.transfers import Traffic
+    from tierstore.directory.transfers import Transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Tiers:
         disk_prefetch = None
         if terms.config.nvme is not None:
             disk_prefetch = DiskPrefetch(store, _most_ahead(terms.config, hellos[0]), hellos[0].host_slots)
-        costs = measured(terms, hellos, parts.directory.traffic, compute_rate)
+        costs = measured(terms, hellos, parts.directory.transfers, compute_rate)
         return cls(
             ranks=ranks,
             parts=parts,
@@ -107,7 +107,7 @@ class Tiers:
         directory = self.parts.directory
         moves = self.ranks.waiting or self.stores.waiting or directory.busy()
         coming = self.disk_prefetch is not None and self.disk_prefetch.waits
-        return moves or coming or directory.placement.next_spill is not None
+        return moves or coming or directory.writeback.next_spill is not None
 
     def counted(self) -> dict[str, dict[str, float]]:
         """Counters and gauges by their names in ``metrics``."""
@@ -136,7 +136,7 @@ def _most_ahead(config: StoreConfig, hello: Hello) -> int:
 
 
 def measured(
-    terms: Terms, hellos: Sequence[Hello], traffic: Traffic, compute_rate: ComputeRate
+    terms: Terms, hellos: Sequence[Hello], traffic: Transfers, compute_rate: ComputeRate
 ) -> MeasuredCosts | None:
     """What the workers' disks give, the slowest of them counting; None: what is stored is always loaded."""
     if terms.load == "always" or terms.config.nvme is None:
