@@ -8,7 +8,6 @@ import pytest
 from typer.testing import CliRunner
 
 from tierstore.bench import copy, link, overlap
-from tierstore.bench import copy as coded_copies
 from tierstore.cli.app import app
 from tierstore.gpu.pool import CpuPool
 from tierstore.types import Transfer
@@ -90,7 +89,7 @@ def test_payloads_that_are_not_the_cpus_are_an_error(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(link.Ends, "run", wrong)
     with pytest.raises(RuntimeError, match="a payload of int8 is not the CPU's"):
-        coded_copies.coded_rows("cpu", "int8", 128 << 10, 1 << 20, 1, link.Ceiling("cpu", 4096))
+        copy.coded_rows("cpu", "int8", 128 << 10, 1 << 20, 1, link.Ceiling("cpu", 4096))
 
 
 def test_bytes_that_differ_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

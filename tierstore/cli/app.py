@@ -1,4 +1,4 @@
-"""The commands that stand alone, and where the others join."""
+"""The application ``tierstore``, where all commands join, and its callback, version and exit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import signal
 import sys
 from importlib.metadata import version
-from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
 
@@ -14,7 +13,7 @@ import typer
 
 from tierstore.cli.archive import export, import_
 from tierstore.cli.bench import arena, attention, bench, codec, copy, overlap, prefetch, ttft
-from tierstore.cli.doctor import tell
+from tierstore.cli.doctor import doctor
 from tierstore.cli.inspect import inspect, purge, verify
 from tierstore.cli.output import REFUSED, Json, print_json, said
 from tierstore.cli.plan import plan
@@ -86,12 +85,4 @@ def show_config_schema(as_json: Json = False) -> None:
         typer.echo(json.dumps(schema, indent=2))
 
 
-@app.command()
-def doctor(
-    path: Annotated[Path, typer.Option(help="Where the NVMe tier would be.")] = Path(),
-    as_json: Json = False,
-) -> None:
-    """Say what this machine gives, what would not work, and why. Exit code 1 if nothing would work."""
-    from tierstore.cli.doctor import every_check  # torch loads here, not for each command
-
-    tell(list(every_check(path.expanduser().absolute())), as_json)
+app.command()(doctor)

@@ -31,8 +31,8 @@ from tierstore.cli.output import (
 )
 from tierstore.cli.replay import _files
 from tierstore.config import MOST_READERS, format_size, parse_size
-from tierstore.demo.documents import require_texts
-from tierstore.demo.model import ALLOWED, SMOLLM2
+from tierstore.demo.documents import COMMON_LICENCES, DocumentError, find_documents, require_texts
+from tierstore.demo.model import ALLOWED, SMOLLM2, ModelError, is_prepared, model_folder, prepared_folder
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,10 +90,7 @@ def core(
 
     Takes about two minutes at full size. Needs free disk space for the catalogue's nominal tier, which stays sparse.
     """
-    from tierstore.bench import core as catalogue
-    from tierstore.bench import core as running
-    from tierstore.bench import core as scheduler
-    from tierstore.bench import core as tables
+    from tierstore.bench import core as measured
     from tierstore.bench import measurement, restore
 
     found: list[Row] = []
@@ -106,19 +103,19 @@ def core(
         require_memory({option: most * PAGE_NBYTES}, most * PAGE_NBYTES)
     with refusals(as_json), TemporaryDirectory(prefix="tierstore-bench-", dir=place) as folder:
         progress.print("time of the tables and calls")
-        found += tables.reserve_and_commit(pages)
-        found += running.calls(pages)
+        found += measured.reserve_and_commit(pages)
+        found += measured.calls(pages)
         progress.print(f"a restore of {restored} pages without a card")
         found += restore.rows(restored, 16, "none") + restore.rows(restored, 16, "int8")
         progress.print(f"vLLM's scheduler with {restored} blocks")
-        found += scheduler.scheduler_rows(restored)
+        found += measured.scheduler_rows(restored)
         progress.print(f"holds of the lock while {put_pages} pages move")
-        found += running.lock_holds(put_pages, Path(folder) / "held")
+        found += measured.lock_holds(put_pages, Path(folder) / "held")
         progress.print(f"memory of {records} pages")
-        found += tables.memory(records)
+        found += measured.memory(records)
         progress.print(f"a catalogue of {records} records")
         for payload in ("lmdb", "extents"):
-            found += catalogue.reopen(records, Path(folder) / f"reopened-{payload}", payload)
+            found += measured.reopen(records, Path(folder) / f"reopened-{payload}", payload)
     _show_core(measurement.device(), found, as_json)
 
 
@@ -305,8 +302,7 @@ def _show_copies(found: list[CopyRow], title: str) -> None:
 def _coded_copies(
     device: str, codec: str, pieces: str, batch: str, contiguous: str, pairs: int, as_json: bool
 ) -> None:
-    from tierstore.bench.copy import TOKEN_NBYTES, CodedRow, coded_rows, require_codec
-    from tierstore.bench.copy import coded_host_nbytes as host_nbytes
+    from tierstore.bench.copy import TOKEN_NBYTES, CodedRow, coded_host_nbytes, coded_rows, require_codec
     from tierstore.bench.link import Ceiling, device_of
 
     found: list[CodedRow] = []
@@ -318,7 +314,7 @@ def _coded_copies(
         require_codec(codec)
         block = size_of("--contiguous", contiguous)
         device_of(device)
-        require_memory({"--batch": nbytes, "--contiguous": block}, host_nbytes(device, nbytes, block))
+        require_memory({"--batch": nbytes, "--contiguous": block}, coded_host_nbytes(device, nbytes, block))
         ceiling = Ceiling(device, block)
         for size in sizes:
             progress.print(f"pages of {format_size(size)}")
@@ -521,8 +517,6 @@ def _draw(found: list[CodecRow], floor: Distance | None, source: str, plot: Path
 
 def _folder(model: str | None) -> Path | None:
     """The model's folder; None where none was asked for and none is prepared."""
-    from tierstore.demo.model import ModelError, is_prepared, model_folder, prepared_folder
-
     if model is None:
         folder = prepared_folder(SMOLLM2)
         return folder if is_prepared(folder) else None
@@ -533,10 +527,10 @@ def _folder(model: str | None) -> Path | None:
 
 
 def _made_up(tokens: int, page_size: int) -> tuple[Sample, list[str], None, list[CodecRow]]:
-    from tierstore.bench import codec as kv
     from tierstore.bench import fidelity
+    from tierstore.bench.codec import synthetic
 
-    sample = kv.synthetic(tokens, page_size)
+    sample = synthetic(tokens, page_size)
     progress.print(f"{len(sample.pages)} pages of {sample.spec.page_nbytes} bytes: {sample.source}")
     found = [fidelity.codec_row(name, sample.spec, [sample.pages]) for name in fidelity.NAMES]
     return sample, [], None, found
@@ -545,8 +539,8 @@ def _made_up(tokens: int, page_size: int) -> tuple[Sample, list[str], None, list
 def _of_model(
     folder: Path, docs: list[Path], count: int, sizes: tuple[int, int, int, int]
 ) -> tuple[Sample, list[str], Distance, list[CodecRow]]:
-    from tierstore.bench import codec as kv
     from tierstore.bench import fidelity
+    from tierstore.bench.codec import sample
     from tierstore.bench.model import Reader
 
     prefix, following, page_size, tokens = sizes
@@ -566,13 +560,11 @@ def _of_model(
         found.append(fidelity.codec_row(name, cases[0].spec, [case.pages for case in cases], reader, cases))
         progress.print(f"{name}: ratio {found[-1].ratio:.3f}, KL {found[-1].kl:.2e}")
     first, text = next(iter(texts.items()))
-    return kv.sample(reader, first, text, tokens, page_size), list(texts), floor, found
+    return sample(reader, first, text, tokens, page_size), list(texts), floor, found
 
 
 def _texts(reader: Reader, docs: list[Path], count: int, tokens: int) -> dict[str, str]:
     """Texts by their names: three licences, or what is found, in ``docs`` or on this machine."""
-    from tierstore.demo.documents import COMMON_LICENCES, DocumentError, find_documents
-
     files = [COMMON_LICENCES / name for name in LICENCES]
     if not docs and count <= len(files) and all(file.is_file() for file in files):
         return {file.name: file.read_text(encoding="utf-8") for file in files[:count]}

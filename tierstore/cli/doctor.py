@@ -10,14 +10,14 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tierstore.cli.output import print_json
+from tierstore.cli.output import Json, print_json
 from tierstore.config import format_size
 
 
@@ -68,6 +68,14 @@ PACKAGES_OF_EXTRAS = {
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _LOCKED_NBYTES = 1 << 20
 _PAGE_NBYTES = 1 << 20
+
+
+def doctor(
+    path: Annotated[Path, typer.Option(help="Where the NVMe tier would be.")] = Path(),
+    as_json: Json = False,
+) -> None:
+    """Say what this machine gives, what would not work, and why. Exit code 1 if nothing would work."""
+    tell(list(every_check(path.expanduser().absolute())), as_json)
 
 
 def every_check(path: Path) -> Iterator[Check]:

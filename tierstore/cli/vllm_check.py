@@ -14,7 +14,6 @@ from typing import Annotated
 
 import typer
 
-from tierstore.adapters.vllm.compat import NEWEST, OLDEST
 from tierstore.cli.doctor import Check, tell
 from tierstore.cli.output import Json, refusals
 from tierstore.errors import ConfigError
@@ -28,7 +27,6 @@ def vllm_check(
     as_json: Json = False,
 ) -> None:
     """Say what the installed vLLM supports, without starting it. Exit code 1 if the connector would not work."""
-
     with refusals(as_json):
         package = _package(source)
         checks = list(every_check(package))
@@ -69,6 +67,8 @@ def every_check(package: Path) -> Iterator[Check]:
 
 def version(package: Path) -> Check:
     """Whether it is one of those that were tested."""
+    from tierstore.adapters.vllm.compat import NEWEST, OLDEST
+
     found = _version(package)
     tested = f"tested with {_dotted(OLDEST)} to {_dotted(NEWEST)}"
     numbers = found.split(".")[:2]
