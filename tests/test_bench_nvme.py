@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.contenders import FilePerPage
 from tierstore.bench import nvme
-from tierstore.bench.nvme import Contender, FilePerPage, stalls_during
+from tierstore.bench.nvme import stalls_during
 from tierstore.cli.app import app
 from tierstore.cli.bench import PAYLOADS
 
@@ -67,10 +68,9 @@ class Forgetful(FilePerPage):
         out[-1, 5] ^= 1
 
 
-def test_a_way_that_gives_other_bytes_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ways: dict[str, type[Contender]] = {"forgetful": Forgetful}
-    monkeypatch.setattr(nvme, "ways", lambda payloads: ways)
-    rows = nvme.disk_rows(8192, nbytes=65536, rounds=1, readers=2, payloads=[], place=tmp_path)
+def test_a_way_that_gives_other_bytes_is_no_result(tmp_path: Path) -> None:
+    ways: dict[str, nvme.Make] = {"forgetful": Forgetful}
+    rows = nvme.disk_rows(8192, nbytes=65536, rounds=1, readers=2, ways=ways, place=tmp_path)
     with pytest.raises(OSError, match="Forgetful: a page did not come back"):
         list(rows)
 

@@ -61,3 +61,23 @@ def test_a_checkout_finds_its_studies_when_it_is_not_on_the_path_itself(installe
     shutil.copy(CHECKOUT / "pyproject.toml", checkout)
     result = command(checkout, "bench", "hints", "--from", "disk")
     assert result.stderr == "tierstore: --from disk; allowed: nvme, host, or both with a comma\n"
+
+
+def test_an_installed_package_measures_the_disk_tier_without_its_contenders(installed: Path) -> None:
+    sizes = (
+        "--size",
+        "64KiB",
+        "--page-sizes",
+        "8KiB",
+        "--rounds",
+        "1",
+        "--stall-size",
+        "2MiB",
+        "--idle",
+        "0.01",
+    )
+    result = command(installed, "bench", "nvme", *sizes, "--json")
+    assert result.returncode == 0, result.stderr
+    assert "plain LMDB and a file a page are left out" in result.stderr
+    rows = json.loads(result.stdout.splitlines()[-1])["rows"]
+    assert {row["payload"] for row in rows} == {"lmdb", "extents", "raw, 4 KiB pages"}

@@ -20,7 +20,6 @@ from threading import Event, Thread
 from time import perf_counter, process_time, sleep
 from typing import TYPE_CHECKING, NamedTuple
 
-import lmdb
 import numpy as np
 
 from tierstore.bench.core import synthetic_key
@@ -30,7 +29,7 @@ from tierstore.nvme.tier import NvmeTier
 from tierstore.types import Tier, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -139,67 +138,6 @@ class SmallPages(RawFile):
     def close(self) -> None:
         super().close()
         np.copyto(self._out, self._memory[1])  # not within the time that is measured
-
-
-class FilePerPage(Contender):
-    """A file a page, each made durable by itself: the simplest disk tier there is."""
-
-    def write(self) -> None:
-        for index, page in enumerate(self.load.pages):
-            fd = os.open(self.folder / str(index), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                whole(os.write(fd, page.data), page.nbytes)
-                os.fdatasync(fd)
-            finally:
-                os.close(fd)
-
-    def read(self, out: Bytes) -> None:
-        def one(index: int) -> None:
-            fd = os.open(self.folder / str(index), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                whole(os.preadv(fd, [out[index].data], 0), out.shape[1])
-            finally:
-                os.close(fd)
-
-        self._spread(one)
-
-    def close(self) -> None: ...
-
-
-class PlainLmdb(Contender):
-    """LMDB as it comes: ``put`` in transactions of a batch, ``get`` through the map. Nothing is checked."""
-
-    def __init__(self, folder: Path, load: Load) -> None:
-        super().__init__(folder, load)
-        self._env = self._open()
-
-    def write(self) -> None:
-        pages, batch = self.load.pages, self.load.batch_pages
-        for start in range(0, len(pages), batch):
-            with self._env.begin(write=True) as txn:
-                for index in range(start, min(start + batch, len(pages))):
-                    txn.put(synthetic_key(index), pages[index].data)
-
-    def cool(self) -> None:
-        self._env.close()  # the kernel keeps what is mapped
-        super().cool()
-        self._env = self._open()
-
-    def read(self, out: Bytes) -> None:
-        def one(index: int) -> None:
-            with self._env.begin(buffers=True) as txn:
-                value = txn.get(synthetic_key(index))
-                if value is None:
-                    raise OSError("LMDB does not have a page that it was given")
-                np.copyto(out[index], np.frombuffer(value, dtype=np.uint8))
-
-        self._spread(one)
-
-    def close(self) -> None:
-        self._env.close()
-
-    def _open(self) -> lmdb.Environment:
-        return lmdb.open(str(self.folder), map_size=capacity_for(self.load.pages.nbytes), mode=0o600)
 
 
 class TierRecords(Contender):
@@ -364,14 +302,13 @@ class DiskRow:
 
 
 def ways(payloads: list[str]) -> dict[str, Make]:
-    """What is compared, by name: the tier with each payload, the raw file out of and into ordinary memory, and what one
-    would do without a tier."""
+    """What is compared, by name: the tier with each payload, and the raw file out of and into ordinary memory."""
     tiers: dict[str, Make] = {payload: partial(TierRecords, payload=payload) for payload in payloads}
-    return {**tiers, "raw, 4 KiB pages": SmallPages, "plain LMDB": PlainLmdb, "file per page": FilePerPage}
+    return {**tiers, "raw, 4 KiB pages": SmallPages}
 
 
 def disk_rows(
-    page_nbytes: int, *, nbytes: int, rounds: int, readers: int, payloads: list[str], place: Path
+    page_nbytes: int, *, nbytes: int, rounds: int, readers: int, ways: Mapping[str, Make], place: Path
 ) -> Iterator[list[DiskRow]]:
     """The rows of each way in turn, for pages of ``page_nbytes`` (a multiple of 4 KiB) and ``nbytes`` of them a run.
 
@@ -379,7 +316,7 @@ def disk_rows(
     if the disk or the tier refuses, or a page does not come back as it was.
     """
     load, out = _load(page_nbytes, nbytes, readers), aligned(max(1, nbytes // page_nbytes), page_nbytes)
-    for name, make in ways(payloads).items():
+    for name, make in ways.items():
         load = load._replace(batch_pages=batch_pages_of(load.pages.nbytes, page_nbytes, name))
         pairs = [
             _pair(make, load, out, place / f"{number}", raw_first=number % 2 == 0) for number in range(rounds)

@@ -20,6 +20,7 @@ from rich.table import Table
 from tierstore.cli.output import (
     Json,
     finite,
+    is_checkout,
     print_json,
     progress,
     refusals,
@@ -27,6 +28,7 @@ from tierstore.cli.output import (
     require_memory,
     require_place,
     size_of,
+    study,
     wide_console,
 )
 from tierstore.cli.replay import _files
@@ -152,6 +154,11 @@ def nvme(
         pages = _page_sizes("--page-sizes", page_sizes)
         nbytes, stall_nbytes = size_of("--size", size), size_of("--stall-size", stall_size)
         require_folder("--dir", place)
+        ways = measured.ways(PAYLOADS)
+        if is_checkout():
+            ways |= study("contenders").CONTENDERS
+        else:
+            progress.print("plain LMDB and a file a page are left out: a checkout of TierStore has them")
     with refusals(as_json), TemporaryDirectory(prefix="tierstore-bench-", dir=place) as folder:
         for page_nbytes in pages:
             progress.print(f"pages of {format_size(page_nbytes)}")
@@ -160,10 +167,10 @@ def nvme(
                 nbytes=nbytes,
                 rounds=rounds,
                 readers=readers,
-                payloads=PAYLOADS,
+                ways=ways,
                 place=Path(folder),
             )
-            number = len(measured.ways(PAYLOADS))
+            number = len(ways)
             for rows in track(kinds, "", number, console=progress, disable=not progress.is_terminal):
                 found += rows
         progress.print(f"stalls while {stall_size} are written and read back")

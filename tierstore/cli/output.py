@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -20,6 +22,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 _Number = TypeVar("_Number", float, float | None, list[float] | None)
+
+_CHECKOUT = Path(__file__).parents[2]
 
 REFUSED = 2
 """Exit code: it could not be done as asked."""
@@ -62,6 +66,23 @@ def refusals(as_json: bool) -> Iterator[None]:
         if as_json:
             print_json({"error": line})
         raise typer.Exit(REFUSED) from error
+
+
+def is_checkout() -> bool:
+    """Whether this package lies in a checkout of the repository, with ``benchmarks/`` beside it."""
+    return all((_CHECKOUT / name).is_file() for name in ("pyproject.toml", "benchmarks/__init__.py"))
+
+
+def study(name: str) -> Any:
+    """Import the module ``benchmarks.NAME`` of the checkout. ConfigError where this package is in none."""
+    if not is_checkout():
+        raise ConfigError(
+            f"benchmarks/{name.partition('.')[0]} is not part of the installed package: "
+            "run this command from a checkout of TierStore"
+        )
+    if str(_CHECKOUT) not in sys.path:
+        sys.path.append(str(_CHECKOUT))  # an editable install may expose the packages of the wheel alone
+    return import_module(f"benchmarks.{name}")
 
 
 def size_of(option: str, text: str) -> int:

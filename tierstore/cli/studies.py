@@ -5,39 +5,17 @@ An installed wheel knows these commands, says what they need, and refuses them.
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from tierstore.cli.bench import Device
-from tierstore.cli.output import Json, refusals
+from tierstore.cli.output import Json, refusals, study
 from tierstore.demo.model import ALLOWED
-from tierstore.errors import ConfigError
 
 PAGE_SIZE = 64
 """Tokens of a page of ``bench hints``."""
-
-_CHECKOUT = Path(__file__).parents[2]
-
-
-def is_checkout() -> bool:
-    """Whether this package lies in a checkout of the repository, with ``benchmarks/`` beside it."""
-    return all((_CHECKOUT / name).is_file() for name in ("pyproject.toml", "benchmarks/__init__.py"))
-
-
-def study(name: str) -> Any:
-    """Import the module ``benchmarks.NAME`` of the checkout. ConfigError where this package is in none."""
-    if not is_checkout():
-        raise ConfigError(
-            f"benchmarks/{name.partition('.')[0]} is not part of the installed package: "
-            "run this command from a checkout of TierStore"
-        )
-    if str(_CHECKOUT) not in sys.path:
-        sys.path.append(str(_CHECKOUT))  # an editable install may expose the packages of the wheel alone
-    return import_module(f"benchmarks.{name}")
 
 
 def compare(
