@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.nvme import test_headers, test_pagecount
+from tests.nvme import test_page_headers, test_tree_damage
 from tests.support import planting
 from tests.support.planting import Bug
 
-FOUND = test_pagecount.test_what_lmdb_would_stumble_over_is_found
+FOUND = test_tree_damage.test_what_lmdb_would_stumble_over_is_found
 
 BUGS: dict[str, tuple[str, str, Callable[..., None]]] = {
     "the free list is not gone through": (
         "    count.free_list()\n",
         "",
-        test_pagecount.test_damage_of_the_free_list_sets_the_directory_aside_and_ends_no_process,
+        test_tree_damage.test_damage_of_the_free_list_sets_the_directory_aside_and_ends_no_process,
     ),
     "small trees are not gone through": (
         '        count.small(tree, name.decode(errors="replace"))\n',
@@ -27,7 +27,7 @@ BUGS: dict[str, tuple[str, str, Callable[..., None]]] = {
     "an entry's page is not compared": (
         "value[1:] != (_HEAD_NBYTES + stored, number)",
         "value.page != number",
-        test_pagecount.test_every_bit_of_a_leaf_that_means_something_is_looked_at,
+        test_tree_damage.test_every_bit_of_a_leaf_that_means_something_is_looked_at,
     ),
     "flags of a page are not all compared": ("flags != kind", "not flags & kind", FOUND),
     "a node's flags are not compared": (
@@ -38,34 +38,34 @@ BUGS: dict[str, tuple[str, str, Callable[..., None]]] = {
     "pages of values are nobody's": (
         "                    self._take(first, self._length(nbytes), name)\n                count += 1",
         "                count += 1",
-        test_pagecount.test_a_free_list_that_names_a_page_of_a_value_is_found,
+        test_tree_damage.test_a_free_list_that_names_a_page_of_a_value_is_found,
     ),
     "a large value has only the pages it needs": (
         "or more < 0:",
         "or more != 0:",
-        test_pagecount.test_a_value_that_lmdb_shortened_in_place_passes_with_all_its_pages,
+        test_tree_damage.test_a_value_that_lmdb_shortened_in_place_passes_with_all_its_pages,
     ),
     "borders are not compared": ("keys[0] >= part.low and", "True or", FOUND),
     "records are not counted": ("if count != tree.entries:", "if False:", FOUND),
     "trees are made one after the other": (
         "with env.begin(write=True) as txn:  # all or none, also after a kill",
         "for txn in [None]:",
-        test_pagecount.test_a_new_directory_has_all_its_trees_or_none,
+        test_tree_damage.test_a_new_directory_has_all_its_trees_or_none,
     ),
     "headers are not mended": (
         "        if entry.page_number:\n",
         "        if False:\n",
-        test_headers.test_a_header_that_says,
+        test_page_headers.test_a_header_that_says,
     ),
     "a header is mended that is not on disk yet": (
         "if old is None or key in self._fresh:",
         "if old is None:",
-        test_headers.test_a_page_written_twice_in_a_transaction_has_the_pages_that_it_needs,
+        test_page_headers.test_a_page_written_twice_in_a_transaction_has_the_pages_that_it_needs,
     ),
     "a shorter value keeps the pages of a longer one": (
         "if page.key in self._fresh:",
         "if False:",
-        test_headers.test_a_page_written_twice_in_a_transaction_has_the_pages_that_it_needs,
+        test_page_headers.test_a_page_written_twice_in_a_transaction_has_the_pages_that_it_needs,
     ),
 }
 
