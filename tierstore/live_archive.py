@@ -12,7 +12,7 @@ from tierstore.archive.file_format import Description
 from tierstore.codecs import record_head
 from tierstore.errors import ArchiveError, CapacityError, ConfigError, IntegrityError
 from tierstore.keys import EXACT
-from tierstore.nvme.reader import Memory, Record
+from tierstore.nvme.reader import Record, RecordBuffers
 from tierstore.nvme.record import Decoders
 from tierstore.types import LeaseState, Tier
 
@@ -39,7 +39,7 @@ class LiveSource:
         self.description = Description(self._parts.layout, loss)
         self._pump = pump
         self._acquire = acquire
-        self._memory = Memory(self._parts.layout.blob_nbytes)
+        self._memory = RecordBuffers(self._parts.layout.blob_nbytes)
 
     def record(self, key: PageKey) -> Record | str:
         """``Source.record``. StoreClosed if the store is."""

@@ -31,7 +31,7 @@ from tierstore.codecs.record_head import Codec
 from tierstore.config import load_config
 from tierstore.errors import ArchiveError, ConfigError, StoreClosed
 from tierstore.gpu.pool import EnginePages
-from tierstore.nvme.reader import Memory, RecordReader, read_record
+from tierstore.nvme.reader import RecordBuffers, RecordReader, read_record
 from tierstore.store import TierStore
 from tierstore.types import PageKey, Tier
 
@@ -274,7 +274,7 @@ def test_the_tier_closes_only_after_a_read_that_it_lends(
     begun, go_on, results = threading.Event(), threading.Event(), []
     read = read_record
 
-    def slow(reader: RecordReader, key: PageKey, memory: Memory) -> object:
+    def slow(reader: RecordReader, key: PageKey, memory: RecordBuffers) -> object:
         begun.set()
         assert go_on.wait(PATIENCE_S)
         return read(reader, key, memory)

@@ -1,5 +1,5 @@
-"""Pages of one model as one portable file: its form, its writing and its reading, and a closed store at either end.
+"""Pages of one model as one portable file: its format, export and intake, and a closed store at either end.
 
-The form is described for other programs in docs/archive.md. Whatever gives pages is a ``Source``, whatever takes them a
-``Sink``; both are called in threads, one call at a time.
+The format is described for other programs in docs/archive.md. Whatever gives pages is a ``Source``, whatever takes
+them a ``Sink``; both are called in threads, one call at a time.
 """

@@ -19,9 +19,9 @@ from tierstore.codecs import LOSS_CLASSES
 from tierstore.errors import ArchiveError, ConfigError, TransferError
 from tierstore.nvme import home
 from tierstore.nvme.examination import examine
-from tierstore.nvme.home import reading
+from tierstore.nvme.home import locked_to_read
 from tierstore.nvme.inspection import open_reader
-from tierstore.nvme.reader import Memory, Record, RecordReader, read_record
+from tierstore.nvme.reader import Record, RecordBuffers, RecordReader, read_record
 from tierstore.nvme.record import Coding, Page
 from tierstore.nvme.shard import OpenShard, open_shard
 from tierstore.page import PageLayout, PageSpec
@@ -75,7 +75,7 @@ class ClosedSource:
         """Takes nothing over; use ``open_source``."""
         self.description = description
         self._reader = reader
-        self._memory = Memory(description.layout.blob_nbytes)
+        self._memory = RecordBuffers(description.layout.blob_nbytes)
         # An entry that does not say so is of the class that the directory was opened with last.
         self._classes = {key: found or description.loss_class for key, found in reader.loss_classes()}
 
@@ -107,7 +107,7 @@ class ClosedSource:
 @contextmanager
 def open_source(shard: Shard) -> Iterator[ClosedSource]:
     """Hold a sub-directory and read its records; changes nothing. ConfigError if it is in use or damaged."""
-    with reading(home.lock_path(shard.directory)) as holder:
+    with locked_to_read(home.lock_path(shard.directory)) as holder:
         if holder is not None:
             raise ConfigError(
                 f"{shard.directory} is in use by process {holder or 'unknown'}; allowed: a store that is closed, "

@@ -529,10 +529,10 @@ class FileLock:
 
 
 @contextmanager
-def watched(path: Path) -> Iterator[int | None]:
-    """Look at a lock without taking it: the holder's PID, 0 if it does not say, or None if it is free.
+def lock_holder(path: Path) -> Iterator[int | None]:
+    """Look at a lock without taking it: give the holder's PID, 0 if the file does not say, or None if it is free.
 
-    If it is free it stays so until the ``with`` ends. The file is not changed, nor made.
+    A free lock stays free until the ``with`` ends. The file is neither changed nor made.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -553,17 +553,17 @@ def watched(path: Path) -> Iterator[int | None]:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[int | None]:
-    """Hold a lock in order to read what it guards: None, or the PID of who has it, 0 if it does not say.
+def locked_to_read(path: Path) -> Iterator[int | None]:
+    """Hold a lock in order to read what it guards: give None, or the PID of its holder, 0 if the file does not say.
 
-    Where the file cannot be written, on a medium or by a user that may only read or on a full disk, it is ``watched``.
+    Where the file cannot be written (a read-only medium or user, a full disk) it is only watched: ``lock_holder``.
     """
     try:
         lock = FileLock.acquire(path)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, *FULL, *_NO_LOCK):
             raise
-        with watched(path) as holder:
+        with lock_holder(path) as holder:
             yield holder
         return
     if not isinstance(lock, FileLock):

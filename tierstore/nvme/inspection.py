@@ -17,7 +17,7 @@ from tierstore.nvme.entry import MAX_DBS
 from tierstore.nvme.environment import Environment
 from tierstore.nvme.examination import examine
 from tierstore.nvme.extents import ExtentBytes, ExtentFiles
-from tierstore.nvme.home import FileLock, reading, watched
+from tierstore.nvme.home import FileLock, lock_holder, locked_to_read
 from tierstore.nvme.lmdb_pages import InlineBytes
 from tierstore.nvme.reader import RecordReader
 from tierstore.nvme.record import RecordBytes
@@ -95,7 +95,7 @@ def verify(path: Path, progress: Progress | None = None) -> tuple[ShardVerdict, 
         if damaged:
             verdicts.append(ShardVerdict(name=directory.name, skipped="set aside as damaged"))
             continue
-        with reading(home.lock_path(directory)) as holder:
+        with locked_to_read(home.lock_path(directory)) as holder:
             if holder is None:
                 verdicts.append(_verify(directory, fingerprint, progress or _silent))
             else:
@@ -135,7 +135,7 @@ def _home(path: Path) -> Path:
 
 def _report(directory: Path, fingerprint: str, damaged: bool) -> ShardReport:
     marker = home.read_marker(directory)
-    with watched(home.lock_path(directory)) as holder:
+    with lock_holder(home.lock_path(directory)) as holder:
         examination = examine(directory) if holder is None and not damaged else None
     return ShardReport(
         name=directory.name,

@@ -542,8 +542,24 @@ class Readers:
 NOT_FOUND = "not found"
 
 
-class Memory:
-    """Of records on their way to one taker, used again and again: fresh memory costs more than its page's read.
+class Lent(NamedTuple):
+    """Memory that a record is read to: as ``RecordReader.fetch`` wants it."""
+
+    page: NDArray[np.uint8]
+    scratch: NDArray[np.uint8]
+
+
+class Record(NamedTuple):
+    """A record, checked: ``raw`` is its head as bytes, ``payload`` flat uint8, in ``lent`` where that is not None."""
+
+    head: record_head.Head
+    raw: bytes
+    payload: NDArray[np.uint8]
+    lent: Lent | None = None
+
+
+class RecordBuffers:
+    """Memory for records on their way to one taker, used again and again: fresh memory costs more than a page's read.
 
     Any thread.
     """
@@ -565,7 +581,7 @@ class Memory:
             self._free.append(record.lent)
 
 
-def read_record(reader: RecordReader, key: PageKey, memory: Memory) -> Record | str:
+def read_record(reader: RecordReader, key: PageKey, memory: RecordBuffers) -> Record | str:
     """The record of a page, every byte checked, or why it cannot be had."""
     lent = memory.take()
     try:
@@ -587,14 +603,14 @@ class Lender:
         self._reading = 0
         self._closed = False
 
-    def record(self, key: PageKey, memory: Memory | None = None) -> Record | str:
+    def record(self, key: PageKey, memory: RecordBuffers | None = None) -> Record | str:
         """``read_record``, until ``close``; None: to memory of its own. A disk that hangs is waited for."""
         with self._ended:
             if self._closed:
                 return "the tier is closed"
             self._reading += 1
         try:
-            return read_record(self._reader, key, memory or Memory(self._page_nbytes))
+            return read_record(self._reader, key, memory or RecordBuffers(self._page_nbytes))
         finally:
             with self._ended:
                 self._reading -= 1
@@ -605,19 +621,3 @@ class Lender:
         with self._ended:
             self._closed = True
             return self._ended.wait_for(lambda: not self._reading, timeout_s)
-
-
-class Lent(NamedTuple):
-    """Memory that a record is read to: as ``RecordReader.fetch`` wants it."""
-
-    page: NDArray[np.uint8]
-    scratch: NDArray[np.uint8]
-
-
-class Record(NamedTuple):
-    """A record, checked: ``raw`` is its head as bytes, ``payload`` flat uint8, in ``lent`` where that is not None."""
-
-    head: record_head.Head
-    raw: bytes
-    payload: NDArray[np.uint8]
-    lent: Lent | None = None

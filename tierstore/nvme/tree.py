@@ -411,7 +411,7 @@ def _check_count(count: int, tree: Tree, name: str) -> None:
 
 
 _BLOCK = 4096
-_HEAD_NBYTES = 4080  # of a record in LMDB: codec.HEAD_NBYTES, whose module imports numpy
+_HEAD_NBYTES = 4080  # of a record in LMDB: record_head.HEAD_NBYTES, whose module imports numpy
 _SUMMED = KEY_NBYTES + BODY_NBYTES
 
 

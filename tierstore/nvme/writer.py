@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 import time
@@ -22,6 +21,7 @@ from tierstore.nvme.acks import Job, Outbox, Outcome, failed
 from tierstore.nvme.capacity import Sizing
 from tierstore.nvme.catalogue import Catalogue, Page
 from tierstore.nvme.environment import STALE
+from tierstore.nvme.home import FULL
 from tierstore.types import Ack, Failure, PageKey, Transfer
 
 
@@ -174,8 +174,6 @@ class Refusal:
 _log = logging.getLogger("tierstore.nvme.writer")
 
 _Result = TypeVar("_Result")
-
-_FULL = frozenset({errno.ENOSPC, errno.EFBIG, errno.EDQUOT})
 
 _ROOM_PATIENCE_S = 2.0
 
@@ -674,5 +672,5 @@ def _page(job: Job, index: int) -> Page:
 
 def _name(error: lmdb.Error | OSError) -> Failure:
     code = error.code if isinstance(error, lmdb.Error) else error.errno
-    full = code in _FULL or isinstance(error, lmdb.DiskError | lmdb.MapFullError)
+    full = code in FULL or isinstance(error, lmdb.DiskError | lmdb.MapFullError)
     return Failure.NO_SPACE if full else Failure.IO_ERROR
