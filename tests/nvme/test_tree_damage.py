@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tests.campaign.regions import BLOCK
 from tests.nvme.rig import FINGERPRINT, LAYOUT, PATIENCE_S, Rig, data_file, key, page, wait_until_writable
 from tests.nvme.tree_damage import DAMAGES, Hurt, name_twice
+from tests.nvme.watch import Calls
 from tierstore.codecs import record_head
 from tierstore.errors import ConfigError
 from tierstore.nvme import catalogue, entry, shard, tree
@@ -191,17 +192,15 @@ def test_a_walk_reads_no_value(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """Each would be a disk access: 100,000 of them took 9 s."""
     read: set[int] = set()
 
-    class Os:
-        @staticmethod
-        def pread(fd: int, count: int, offset: int) -> bytes:
-            read.update(range(offset // BLOCK, -(-(offset + count) // BLOCK)))
-            return os.pread(fd, count, offset)
+    def pread(fd: int, count: int, offset: int) -> bytes:
+        read.update(range(offset // BLOCK, -(-(offset + count) // BLOCK)))
+        return os.pread(fd, count, offset)
 
     with lmdb.open(directory(home), readonly=True, lock=False, max_dbs=entry.MAX_DBS) as env:
         db = env.open_db(entry.CATALOGUE_DB, create=False)
         with env.begin() as txn:
             first = {entry.unpack(*item).page_number for item in txn.cursor(db=db)}
-    monkeypatch.setattr(tree, "os", Os)
+    monkeypatch.setattr(tree, "os", Calls(pread=pread))
     assert fault(home) is None
     assert len(first) > 50
     assert read
