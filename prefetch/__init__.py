@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Compute", "Prefetcher", "Sessions", "Waiting", "ahead"]
 
-_ROOMS = {
+_MODULES = {
     "Compute": "types",
     "Prefetcher": "prefetcher",
     "Sessions": "sources",
@@ -29,6 +29,6 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _ROOMS:
+    if name not in _MODULES:
         raise AttributeError(f"module 'prefetch' has no attribute {name!r}")
-    return getattr(import_module(f"prefetch.{_ROOMS[name]}"), name)
+    return getattr(import_module(f"prefetch.{_MODULES[name]}"), name)
