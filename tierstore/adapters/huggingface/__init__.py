@@ -10,8 +10,8 @@ Importing this package registers the attention function "tierstore" with transfo
 
 Bottom up: ``identity`` (whose pages they are; ``inventory`` finds all that decides it), ``request`` (options, prompts,
 pages), ``prefix`` (the stored prefix of a prompt), ``sequence`` (one row), ``batch`` (all rows), ``attention`` (reads
-them), ``model_spec`` (what the pages of a model look like), ``forward_args`` (what a model is fed), ``cache`` (what
-transformers sees), ``session`` (chats).
+them), ``model_spec`` (what the pages of a model look like), ``forward_args`` (what a model is fed), ``hooks`` (what
+is on a user's model while a cache is open), ``cache`` (what transformers sees), ``session`` (chats).
 """
 
 from __future__ import annotations

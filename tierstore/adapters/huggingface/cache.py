@@ -11,8 +11,10 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Protocol, Self
+from weakref import proxy
 
 import torch
 from transformers import PreTrainedModel
@@ -29,15 +31,14 @@ from tierstore.adapters.huggingface.forward_args import (
     fed_shape,
     fed_tokens,
     from_column,
-    is_text_alone,
     last_columns,
     with_tokens_before,
 )
+from tierstore.adapters.huggingface.hooks import attach
 from tierstore.adapters.huggingface.identity import check_weights, plain_model, weights_now
 from tierstore.adapters.huggingface.model_spec import check_pages, checked_shape, common_window, kv_shape
 from tierstore.adapters.huggingface.prefix import Tail, given_back
 from tierstore.adapters.huggingface.request import PageGroups, Storing, Terms, root_of, unpadded
-from tierstore.adapters.huggingface.whole_prompt import show_prompts
 from tierstore.keys import Extra
 from tierstore.store import TierStore
 from tierstore.types import Tier
@@ -89,7 +90,8 @@ class TierStoreLayer(CacheLayerMixin):
         self.position = position
         self.place = place
         self.window = window
-        self._owner = owner
+        # Weak: so a cache that is dropped without being closed ends at once, not when cycles are looked for.
+        self._owner: LayerOwner = proxy(owner)
         self._pages = pages
 
     @property
@@ -157,10 +159,6 @@ class TierStoreLayer(CacheLayerMixin):
         return -1
 
 
-ROPE_STATE = "rope_deltas"
-"""The attribute in which transformers' models of images and text keep positions between calls."""
-
-
 class PagedCache(Cache):
     """What one model sees of a batch of sequences in the store's pages. For one thread at a time."""
 
@@ -198,22 +196,8 @@ class PagedCache(Cache):
             for i, place in enumerate(shape.places)
         ]
         super().__init__(layers=layers)
-        show_prompts(model)
-        base = model.base_model
-        self._hooks = [
-            model.register_forward_pre_hook(self._check_inputs, with_kwargs=True),
-            base.register_forward_pre_hook(self._see_tokens, with_kwargs=True),
-            base.register_forward_hook(self._end_pass, with_kwargs=True),
-        ]
-        # Models of images and text compute positions on their way down: those that arrive count.
-        parts = [base] if is_text_alone(model.config) else list(base.modules())
-        self._hooks += [
-            each.register_forward_pre_hook(self._see_positions, with_kwargs=True)
-            for each in parts
-            if isinstance(each, PreTrainedModel)
-        ]
-        self._stateful = [each for each in parts if ROPE_STATE in vars(each)]
-        self._forget_positions()
+        self._hooks, self._detach = attach(model, self)
+        self._hooks.forget_positions()
 
     @property
     def columns(self) -> int:
@@ -291,10 +275,9 @@ class PagedCache(Cache):
         )
 
     def close(self) -> None:
-        """Take part in no forward pass any more. Idempotent."""
+        """Take part in no forward pass any more, and leave the model as it was. Idempotent."""
         self._closed = True
-        for hook in self._hooks:
-            hook.remove()
+        self._detach()
 
     def expect_prompt(self, input_ids: torch.Tensor) -> None:
         """Raise ValueError if ``generate`` is given another prompt than this cache was made for."""
@@ -308,14 +291,12 @@ class PagedCache(Cache):
 
     def _see_tokens(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Before each forward pass of the model that was given this cache: remember the tokens it is fed.
 
         Assisted decoding feeds a warm cache the whole prompt again: what the cache holds is left out here. What it was
         to hold and did not come is fed before the rest.
         """
-        if not self._is_given(args, kwargs):
-            return None
         kwargs = checked_inputs(module, args, kwargs)
         self._masks, self._positions = [], []
         first = self.columns
@@ -324,7 +305,7 @@ class PagedCache(Cache):
             args, kwargs = from_column(args, kwargs, self.columns)
         self._fed = fed_tokens(args, kwargs)
         if self._fed is not None:
-            self._forget_positions()
+            self._hooks.forget_positions()
         # Where rows part, pages are copied before the first layer is computed.
         alone = self._fed is not None and len(self._fed) == len(self.batch.rows)
         if not (alone and self.batch.comes()):
@@ -341,8 +322,6 @@ class PagedCache(Cache):
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         """After each forward pass: what it read has to have come, else it is done again; full pages are sealed."""
-        if not self._is_given(args, kwargs):
-            return None
         self._check_read()
         self.handed = None
         if self._next_layer != len(self.layers):
@@ -361,18 +340,15 @@ class PagedCache(Cache):
 
     def _check_inputs(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Before each call of the whole model: refuse what K and V would depend on besides the tokens."""
-        return (args, checked_inputs(module, args, kwargs)) if self._is_given(args, kwargs) else None
+        return args, checked_inputs(module, args, kwargs)
 
-    def _see_positions(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the model, and the text model in it, runs: refuse positions that are not those of the tokens."""
-        positions = kwargs.get("position_ids")
-        if isinstance(positions, torch.Tensor) and self._is_given(args, kwargs):
-            self._check_positions(positions)
+    def _see_positions(self, positions: torch.Tensor) -> None:
+        """Before the model, and the text model in it, runs: refuse positions that are not those of the tokens.
 
-    def _check_positions(self, positions: torch.Tensor) -> None:
-        """Check each tensor once a pass: comparing waits for the card."""
+        Each tensor is checked once a pass: comparing waits for the card.
+        """
         if any(positions is each for each in self._positions):
             return
         rows = positions.shape[-2] if positions.ndim > 1 else 1
@@ -384,10 +360,11 @@ class PagedCache(Cache):
         try:
             check_positions(positions, paddings, self.columns)
         except ValueError as error:
-            if not self._stateful:
+            if not self._hooks.stateful:
                 raise
+            name = type(self._hooks.stateful[0]).__name__
             raise ValueError(
-                f"{error}. {type(self._stateful[0]).__name__} keeps the positions of its last request with images: "
+                f"{error}. {name} keeps the positions of its last request with images: "
                 "open a TierStoreCache after that request, not before"
             ) from None
         self._positions.append(positions)
@@ -398,18 +375,6 @@ class PagedCache(Cache):
                 f'load the model with attn_implementation="{ATTENTION}": its pages were written, not read. If it was, '
                 "its attention is its own, and TierStoreCache cannot serve it"
             )
-
-    def _forget_positions(self) -> None:
-        """Drop the positions that a model of images and text keeps from the request before this one.
-
-        Qwen2.5-VL and its relatives keep ``rope_deltas``, by which an image shifts all later positions, and add them
-        to the positions of any request that begins with a warm cache.
-        """
-        for module in self._stateful:
-            setattr(module, ROPE_STATE, None)
-
-    def _is_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return any(each is self for each in (*args, *kwargs.values()))
 
     def _feed_owed(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -459,7 +424,7 @@ class PagedCache(Cache):
             )
         self.batch.expand(keys.shape[0])
         if positions is not None and positions.ndim > 1:
-            self._check_positions(positions)
+            self._see_positions(positions)
         elif not self._positions and any(self.batch.paddings):
             # Without positions a model counts columns, padding too; K in the pages is that of tokens counted alone.
             raise ValueError(
@@ -518,7 +483,8 @@ class TierStoreCache(PagedCache):
     as they fill, prompt and answer, so that the next request reuses both. The model must have been loaded with
     ``attn_implementation="tierstore"``.
 
-    It holds pages until ``close``: use it as a context manager. For one thread at a time.
+    It holds pages until ``close``: use it as a context manager. While it is open there are hooks on the model, which
+    ``close`` takes off. For one thread at a time.
     """
 
     def __init__(
@@ -584,11 +550,16 @@ class TierStoreCache(PagedCache):
         # A copy: the caller may go on to use its tensor.
         self._prompt = torch.as_tensor(input_ids).clone()
         batch = PagedBatch(terms, prompts, width, tail)
-        super().__init__(batch, models[0], number=0, first_group=0)
         self._draft: DraftModel | None = None
-        if draft is not None:
-            paged = PagedCache(batch, models[1], number=1, first_group=len(shapes[0].windows))
-            self._draft = DraftModel(draft, paged, cache_argument(draft))
+        with ExitStack() as undo:
+            undo.callback(batch.close)
+            super().__init__(batch, models[0], number=0, first_group=0)
+            undo.callback(super().close)
+            if draft is not None:
+                argument = cache_argument(draft)
+                paged = PagedCache(batch, models[1], number=1, first_group=len(shapes[0].windows))
+                self._draft = DraftModel(draft, paged, argument)
+            undo.pop_all()
 
     @property
     def draft_model(self) -> DraftModel:

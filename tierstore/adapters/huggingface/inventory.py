@@ -42,11 +42,18 @@ _NOT_IDENTITY = (
 )
 """Config entries that say how a model is stored or run, not what it computes (class and dtype are hashed apart)."""
 
+PREPARE_INPUTS = "prepare_inputs_for_generation"
+"""The method of a model that ``generate`` calls before each forward pass."""
+ROPE_STATE = "rope_deltas"
+"""The attribute in which transformers' models of images and text keep positions between calls."""
+_OF_REQUESTS = (PREPARE_INPUTS, ROPE_STATE)
+"""Attributes that come and go with requests (``hooks``): no part of what a model computes of tokens."""
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
 """Attributes that every module has: parameters, buffers, children and hooks, which are looked at apart."""
 _IGNORED = frozenset(
     (
         *_OF_TORCH,
+        *_OF_REQUESTS,
         "_compiled_call",
         "_compiled_call_impl",
         "_gradient_checkpointing_func",
@@ -73,14 +80,11 @@ _IGNORED = frozenset(
         "is_quantized",
         "name_or_path",
         "peft_config",
-        "prepare_inputs_for_generation",
         "quantization_method",
-        "rope_deltas",
         "warnings_issued",
     )
 )
-"""Attributes that say how a model was loaded or how ``generate`` uses it, not what it computes, and positions that a
-request leaves behind (the cache guards these)."""
+"""Attributes that say how a model was loaded or how ``generate`` uses it, not what it computes."""
 _OF_TUNERS = frozenset(
     ("_disable_adapters", "_active_adapter", "merged_adapters", "_caches", "kwargs", "_adapters")
 )
@@ -232,7 +236,7 @@ class _Seen(NamedTuple):
         )
         children = tuple(map(id, own["_modules"].values()))
         kept = tuple(value for value in own.values() if isinstance(value, _LEAVES))
-        return cls(ref(module), tuple(map(id, own.values())), children, inner, _hook_ids(own), kept)
+        return cls(ref(module), _ids_of_attributes(own), children, inner, _hook_ids(own), kept)
 
 
 class _Placed(NamedTuple):
@@ -253,7 +257,7 @@ def _any_changed(seen: Iterable[_Seen]) -> bool:
         if module is None:
             return True
         own = module.__dict__
-        if tuple(map(id, own.values())) != ids:
+        if tuple(map(id, own.values())) != ids and _ids_of_attributes(own) != ids:
             return True
         if (children or own["_modules"]) and tuple(map(id, own["_modules"].values())) != children:
             return True
@@ -264,6 +268,10 @@ def _any_changed(seen: Iterable[_Seen]) -> bool:
         if (own["_forward_hooks"] or own["_forward_pre_hooks"] or hooks) and _hook_ids(own) != hooks:
             return True
     return False
+
+
+def _ids_of_attributes(own: dict[str, Any]) -> tuple[int, ...]:
+    return tuple([id(value) for name, value in own.items() if name not in _OF_REQUESTS])
 
 
 def _content_ids(value: object) -> tuple[object, ...]:
