@@ -68,7 +68,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
 
     @initialize(places=st.tuples(*[st.sampled_from([Tier.HBM, Tier.HOST, Tier.NVME])] * len(SEQUENCES)))
     def open(self, places: tuple[Tier, ...]) -> None:
-        vars(directory)["Promoting"] = self.promoting_module.Promotions
+        vars(directory)["Promotions"] = self.promoting_module.Promotions
         self.bench = open_bench(tiers(HBM, HOST, self.home), SPEC)
         self.store = self.bench.store
         vars(self.store)["promote"] = self.promote
@@ -98,7 +98,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
                 self.store.evict(keys, Tier.HBM)
 
     def teardown(self) -> None:
-        vars(directory)["Promoting"] = loads.Promotions
+        vars(directory)["Promotions"] = loads.Promotions
         if self.bench is None:
             return
         try:
