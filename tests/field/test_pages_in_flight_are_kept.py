@@ -216,7 +216,7 @@ def test_a_load_is_protected_however_long_it_takes(
         store.flush()
     gate_of(bench, lane).hold(lane)
     lease = store.acquire(keys)
-    for room in ("holding", "lease", "pending", "progress", "saving", "slots", "store", "wakeup"):
+    for room in ("events", "lease", "pump", "store"):
         monkeypatch.setattr(f"tierstore.{room}.monotonic", lambda: monotonic() + 1e6)
     for i in range(12):
         with suppress(CapacityError):

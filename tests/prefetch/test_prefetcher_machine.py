@@ -27,8 +27,8 @@ PROMOTING = [
     Bug("a hint that was withdrawn counts", "if in_force and src", "if src"),
     Bug(
         "leases that wait do not matter",
-        "return any(\n            load is",
-        "return False and any(\n            load is",
+        "src is not None and not self._awaited(src):",
+        "src is not None:",
     ),
     Bug(
         "retained pages are displaced",
