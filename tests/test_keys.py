@@ -23,7 +23,7 @@ from tierstore.types import PageKey
 SPEC = PageSpec(num_layers=2, page_size=4, num_kv_heads=2, head_dim=8, dtype="float32", model="m-1")
 GOLDEN = (
     "from tierstore.keys import namespace, page_keys\n"
-    "from tierstore.types import PageSpec\n"
+    "from tierstore.page import PageSpec\n"
     "spec = PageSpec(num_layers=2, page_size=4, num_kv_heads=2, head_dim=8, dtype='float32', model='m-1')\n"
     "keys = page_keys(range(9), page_size=4, namespace=namespace(spec), group=1, shard=2, salt=b'tenant',\n"
     "    extra=('lora-7', b'\\0', -1, (5, b'image')))\n"
