@@ -23,7 +23,7 @@ def padded(nbytes: int) -> int:
 
 
 def aligned(nbytes: int) -> NDArray[np.uint8]:
-    """A zeroed flat buffer on a block boundary, of whole blocks. Untouched memory costs nothing; see ``buffers``."""
+    """A zeroed flat buffer on a block boundary, of whole blocks. Untouched memory costs nothing; see ``buffer``."""
     return buffer(max(BLOCK, padded(nbytes)))
 
 
