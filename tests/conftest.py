@@ -1,10 +1,12 @@
-"""Every run of the tests draws the same examples, and none fails for being slow: a red run is red again.
+"""`make test` draws the same examples every time, and no test fails for being slow: a red run is red again.
 
-`make soak` is for what is new each time.
+With ``--seed`` hypothesis draws other examples, and longer walks: `make test-all`. The seed is printed at the
+end of the run, and the same seed draws the same examples.
 """
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Generator
 from pathlib import Path
@@ -13,12 +15,20 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.support import pages
+from tests.support import lanes, pages
 from tierstore.directory import eviction
 from tierstore.gpu import device
 
 settings.register_profile(
     "same-every-time", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "fresh",
+    derandomize=False,
+    database=None,  # examples of earlier runs would come before those of the seed
+    print_blob=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("same-every-time")
 
@@ -28,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"), help="Python that has vLLM"
     )
+    parser.addoption("--seed", type=int, help="draw other examples than `make test`, and more of them")
 
 
 PLUGINS = "pytest_|_?hypothesis_?pytestplugin|xdist|execnet|coverage"
@@ -45,12 +56,34 @@ def pytest_make_collect_report(
         return (yield)
 
 
+def pytest_collection_finish() -> None:
+    """Spare every later collection of garbage the walk over what is imported by now: a third of a second each."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else some library says at exit that its types leaked
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if lanes.SEED is not None:
+        terminalreporter.write_line(
+            f"drawn from seed {lanes.SEED}: `make test-all SEED={lanes.SEED}` draws the same"
+        )
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Turn warnings into errors while the test runs. Its own ``filterwarnings`` marks count more."""
     item.add_marker(pytest.mark.filterwarnings("error", f"default:::{PLUGINS}"), append=False)
 
 
+@pytest.hookimpl(tryfirst=True)  # before hypothesis and xdist read the options
 def pytest_configure(config: pytest.Config) -> None:
+    lanes.SEED = config.option.seed
+    if lanes.SEED is not None:
+        config.option.hypothesis_seed = lanes.SEED
+        settings.load_profile("fresh")
     # Several threads wait for each other in models this small: on a busy machine ten times as long.
     torch.set_num_threads(1)
     eviction.STALL_S = 20.0  # a disk that others keep busy is none that stands still

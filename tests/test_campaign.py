@@ -18,6 +18,8 @@ from tests.campaign.survivor import Ordeal, prepare
 from tests.campaign.turns import PLANTS, Subject
 from tests.nvme.rig import data_file
 
+pytestmark = pytest.mark.deep
+
 
 @pytest.fixture(autouse=True)
 def _kept_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,6 +257,7 @@ def prepared(known: KnownModel) -> Path:
     return folder
 
 
+@pytest.mark.deep
 def test_smollm2_answers_as_without_the_store(tmp_path: Path) -> None:
     folder = prepared(SMOLLM2)
     sizes = Sizes(long=90, short=40, new=7, page=16, inside=5, tail=20)

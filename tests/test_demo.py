@@ -389,6 +389,7 @@ def test_a_restore_slower_than_an_old_plain_run_is_measured_again_beside_a_new_o
         assert measured(session, store, ids, little, impossible) == (answer.ttft_s, 0.0, 0)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("codec", "host"), [("int8", "none"), ("int8+zstd", "int8")])
 def test_answers_over_lossy_tiers_stand_beside_the_exact_ones_and_are_counted(
     model: Path, texts: Path, tmp_path: Path, codec: str, host: str

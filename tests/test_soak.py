@@ -21,6 +21,8 @@ from tests.soak.playing import Ending
 from tests.support import pages
 from tests.support.pages import fill
 
+pytestmark = pytest.mark.deep
+
 EXPECTED_FAULTS: dict[str, set[str]] = {
     "none": set(),
     "delays": {"delayed", "late acks"},

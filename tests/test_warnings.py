@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CHECKOUT = Path(__file__).parents[1]
 
 PLUGIN = """
@@ -97,12 +99,14 @@ def _run(folder: Path, test: str, *options: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout + ended.stderr
 
 
+@pytest.mark.deep
 def test_planted_warnings_fail_their_tests_and_those_of_a_plugin_do_not_end_the_run(tmp_path: Path) -> None:
     code, said = _run(tmp_path, PLANTED, "-n", "2")
     assert code == 1, said
     assert "5 failed, 1 passed" in said, said
 
 
+@pytest.mark.deep
 def test_a_warning_at_import_of_a_test_is_an_error(tmp_path: Path) -> None:
     planted = "import warnings\nwarnings.warn_explicit('old', UserWarning, 'x.py', 1, module='torch.x')\n"
     code, said = _run(tmp_path, f"{planted}\ndef test_one(): pass\n")

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.adapters.chunk_machine import ChunkMachine
-from tests.support import planting
+from tests.support import lanes, planting
 from tests.support.planting import SEARCH, Bug
 from tierstore.adapters.vllm import chunks
 
@@ -48,10 +48,11 @@ BUGS = [
 
 def test_an_engine_at_random_gets_its_own_chunks_and_none_that_is_lost() -> None:
     run_state_machine_as_test(
-        ChunkMachine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
+        ChunkMachine, settings=settings(max_examples=lanes.examples(50, 400), stateful_step_count=40)
     )
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_the_machine_finds(bug: Bug) -> None:
     class Planted(ChunkMachine):

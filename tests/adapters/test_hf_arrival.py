@@ -465,6 +465,7 @@ def progress_soon(model: LlamaForCausalLM, patch: pytest.MonkeyPatch) -> None:
     progress(model, patch, timeout_s=0.3)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("plant", "scene"),
     [

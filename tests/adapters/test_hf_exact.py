@@ -292,9 +292,10 @@ def _with_any_page(copy: Callable[..., None]) -> Callable[..., None]:
     return wrong
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "plant",
-    [pytest.param(half_pages_are_copied_as_they_are, marks=pytest.mark.long), tails_are_exact],
+    [half_pages_are_copied_as_they_are, tails_are_exact],
     ids=lambda plant: plant.__name__,
 )
 def test_a_planted_bug_is_found(

@@ -15,6 +15,7 @@ from tests.adapters.machine import AdapterMachine
 from tests.adapters.test_hf_machine import STEPS, one_thread, small_llama
 from tests.adapters.test_hf_windows import tiny_gemma
 from tests.adapters.walk import walk
+from tests.support import lanes
 from tierstore.gpu.geometry import Part
 from tierstore.gpu.pool import CpuPool
 
@@ -56,6 +57,6 @@ def test_copies_that_fail_at_any_layer_cost_tokens_and_never_an_answer(
     kind = type("Machine", (FlakyMachine,), {"model": build()})
     FAILED.clear()
     OPENED.clear()
-    for seed in range(4):
+    for seed in lanes.seeds(1, 4):
         walk(kind, seed, STEPS)
     assert FAILED, "nothing was lost: this shows nothing"

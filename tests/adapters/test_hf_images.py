@@ -317,7 +317,7 @@ def test_pages_that_fail_to_come_are_computed_at_the_positions_of_text(
         broken_after_the_first_layer(monkeypatch, 1)
         if stale:
             ask_with_image(model)
-        with TierStoreCache(store, prompt, model=model) as cache:
+        with TierStoreCache(store, prompt, model=model, timeout_s=1.0) as cache:
             assert cache.batch.arriving
             assert generate(model, prompt, cache) == expected
             assert cache.reused_tokens < 4 * PAGE, "nothing was lost: this shows nothing"

@@ -18,6 +18,7 @@ from tests.adapters.planted import DRAFT, LLAMA, WINDOW
 from tests.adapters.test_hf_windows import tiny_gemma, tiny_mistral
 from tests.adapters.tiny import tiny_llama
 from tests.adapters.walk import walk
+from tests.support import lanes
 from tests.support.planting import Plant
 from tierstore.errors import LeaseError
 
@@ -50,8 +51,6 @@ def run(kind: type[AdapterMachine], examples: int) -> None:
     given = settings(
         max_examples=examples,
         stateful_step_count=40,
-        deadline=None,
-        derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
@@ -59,16 +58,22 @@ def run(kind: type[AdapterMachine], examples: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "with_draft", "examples"),
-    [(small_llama, False, 25), (small_llama, True, 10), (tiny_gemma, False, 5), (tiny_mistral, False, 8)],
+    ("build", "with_draft", "few", "many"),
+    [
+        (small_llama, False, 8, 50),
+        (small_llama, True, 3, 20),
+        (tiny_gemma, False, 2, 10),
+        (tiny_mistral, False, 3, 16),
+    ],
     ids=["full", "draft", "groups", "windows"],
 )
 def test_whatever_happens_answers_are_right_and_nothing_leaks(
-    build: Callable[[], PreTrainedModel], with_draft: bool, examples: int
+    build: Callable[[], PreTrainedModel], with_draft: bool, few: int, many: int
 ) -> None:
-    run(machine(build(), with_draft=with_draft), examples)
+    run(machine(build(), with_draft=with_draft), lanes.examples(few, many))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("build", "with_draft"),
     [(small_llama, False), (small_llama, True), (tiny_gemma, False), (tiny_mistral, False)],
@@ -77,7 +82,7 @@ def test_whatever_happens_answers_are_right_and_nothing_leaks(
 def test_long_walks_end_with_right_answers_and_nothing_lost(
     build: Callable[[], PreTrainedModel], with_draft: bool
 ) -> None:
-    for seed in range(4):
+    for seed in lanes.seeds(1, 4):
         walk(machine(build(), with_draft=with_draft), seed, STEPS)
 
 
@@ -88,6 +93,7 @@ CASES += [(plant, small_llama, True) for plant in DRAFT]
 CASES += [(plant, tiny_mistral, False) for plant in WINDOW]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("plant", "build", "with_draft"), CASES, ids=lambda each: getattr(each, "__name__", "")
 )

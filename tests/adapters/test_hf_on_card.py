@@ -123,6 +123,7 @@ def one_token_more_in_sight(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Plans, "attend", wrong)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("plant", "build"),
     [

@@ -198,6 +198,7 @@ def test_pages_of_a_window_that_nobody_sees_any_more_are_not_needed() -> None:
     require_window_alone_needed()
 
 
+@pytest.mark.deep
 def test_taking_what_a_window_gave_back_for_needed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug that the machine meets in some searches only."""
     vllm_planted.what_a_window_gave_back_is_stored(monkeypatch)

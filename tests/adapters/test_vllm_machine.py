@@ -9,6 +9,7 @@ from hypothesis import settings
 
 from tests.adapters.vllm_machine import EngineMachine
 from tests.adapters.vllm_planted import PLANTED
+from tests.support import lanes
 from tests.support.planting import SEARCH, Plant, require_noticed
 
 logging.getLogger("tierstore.adapters.vllm.versions").setLevel(logging.ERROR)
@@ -16,22 +17,14 @@ logging.getLogger("tierstore.adapters.vllm.versions").setLevel(logging.ERROR)
 FEWER = settings(SEARCH, max_examples=2000, stateful_step_count=40)
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+TestEngine.settings = settings(max_examples=lanes.examples(10, 60), stateful_step_count=40)
 
 
-QUICK = {
-    "blocks_are_freed_before_they_are_copied",
-    "told_before_it_is_there",
-    "keys_leave_out_the_last_token",
-}
-
-
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "plant",
-    [
-        pytest.param(p, marks=[] if p.__name__ in QUICK else [pytest.mark.long], id=p.__name__)
-        for p in PLANTED
-    ],
+    PLANTED,
+    ids=lambda plant: plant.__name__,
 )
 def test_the_machine_finds(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)

@@ -74,6 +74,7 @@ def test_a_request_goes_on_behind_the_pages_of_its_load_that_arrived(
     require_gone_on_from_what_arrived(page, pieces, monkeypatch)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("plant", "pieces"),
     [(vllm_planted.the_first_bad_block_is_not_told, 4), (vllm_planted.a_gap_in_a_load_is_not_seen, 1)],

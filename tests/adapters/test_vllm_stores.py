@@ -44,6 +44,7 @@ def test_blocks_are_overwritten_only_when_what_they_held_is_saved() -> None:
     engine.close()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("plant", [planted.no_fence, planted.worker_does_not_wait])
 def test_without_a_fence_that_would_be_noticed(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)

@@ -5,15 +5,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
 from tests.adapters.tiny import open_store
@@ -131,12 +134,19 @@ class Outcome:
     """How far logits move by another token at the beginning, in units of the tolerance."""
 
 
-def classes() -> Iterator[tuple[type[PreTrainedConfig], type[PreTrainedModel]]]:
-    """Every class of models that writes text, with and without images."""
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
-        for config in mapping.keys():  # noqa: SIM118 - a lazy mapping
-            found: Any = mapping[config]
-            yield config, found[0] if isinstance(found, tuple) else found
+def classes(
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> Iterator[tuple[type[PreTrainedConfig], type[PreTrainedModel]]]:
+    """Every class of models that writes text, with and without images, whose name is wanted: no other is imported."""
+    for mapping, names in (
+        (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+    ):
+        for model_type, name in names.items():
+            if wanted(name[0] if isinstance(name, tuple) else name):
+                config = CONFIG_MAPPING[model_type]
+                found: Any = mapping[config]
+                yield config, found[0] if isinstance(found, tuple) else found
 
 
 def outcome(config: type[PreTrainedConfig], kind: type[PreTrainedModel]) -> Outcome:

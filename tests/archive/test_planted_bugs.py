@@ -19,6 +19,8 @@ from tests.archive import (
 from tests.support.planting import Bug, install
 from tierstore.archive import closed_store, endpoints, export, file, file_format, intake
 
+pytestmark = pytest.mark.deep
+
 Check = Callable[[Path, pytest.MonkeyPatch], None]
 
 

@@ -15,6 +15,7 @@ from triton.runtime.errors import InterpreterError
 
 from tests.attention.cases import LAYOUTS, Case, Scene
 from tests.attention.interpreted import interpreted
+from tests.support import lanes
 from tests.support.planting import Bug, write
 from tierstore.gpu.attention import gathered
 from tierstore.gpu.attention.backends import for_many
@@ -57,7 +58,7 @@ def steps() -> st.SearchStrategy[Case]:
 
 
 @given(case=steps(), tokens=st.sampled_from([1, 16, 48, 1000]))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=lanes.examples(6, 60))
 def test_parts_of_any_size_merge_to_the_whole(case: Case, tokens: int) -> None:
     scene = Scene.of(case)
     scene.require_right(*scene.run(Gathered(torch.device("cpu"), tokens=tokens, kernels=KERNELS_HERE)))
@@ -118,6 +119,7 @@ def require_every_layout(way: Gathered) -> None:
         scene.require_right(*scene.run(way))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_noticed(bug: Bug, tmp_path: Path) -> None:
     kernels = interpreted(write("tierstore.gpu.attention", bug, tmp_path))

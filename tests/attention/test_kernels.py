@@ -16,6 +16,7 @@ from triton.runtime.errors import InterpreterError
 
 from tests.attention.cases import Case, Scene, cases
 from tests.attention.interpreted import interpreted
+from tests.support import lanes
 from tests.support.planting import Bug, write
 from tierstore.gpu.attention.in_place import InPlace, Tiles
 
@@ -66,7 +67,7 @@ def test_heads_that_are_no_power_of_two_have_tiles_that_are(head_dim: int) -> No
     case=cases([torch.float32, torch.float16, torch.bfloat16], many=False),
     tiles=st.sampled_from([SMALL, None]),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=lanes.examples(6, 60))
 def test_one_query_a_sequence_of_any_shape(case: Case, tiles: Tiles | None) -> None:
     require_right(case, tiles=tiles)
 
@@ -75,7 +76,7 @@ def test_one_query_a_sequence_of_any_shape(case: Case, tiles: Tiles | None) -> N
     case=cases([torch.float32], many=True, largest=100),
     tiles=st.sampled_from([Tiles(16, 16, 4, 1, 4), Tiles(32, 32, 4, 1, 4)]),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=lanes.examples(6, 60))
 def test_many_queries_of_any_shape(case: Case, tiles: Tiles) -> None:
     require_right(case, tiles=tiles)
 
@@ -175,6 +176,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_noticed(bug: Bug, tmp_path: Path) -> None:

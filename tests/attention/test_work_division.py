@@ -138,6 +138,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_noticed(bug: Bug) -> None:
     planted = load(in_place, bug)

@@ -17,6 +17,8 @@ from tierstore.codecs.lossy import Lossy, Scheme
 from tierstore.errors import IntegrityError
 from tierstore.page import PageLayout
 
+pytestmark = pytest.mark.deep
+
 BUGS: list[tuple[ModuleType, Bug]] = [
     (
         quantization,

@@ -8,6 +8,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.core.block_machine import BlockMachine
 from tests.core.block_model import Code
+from tests.support import lanes
 from tests.support.planting import SEARCH, Bug, load
 from tierstore import block_table
 
@@ -169,10 +170,11 @@ def with_bug(bug: Bug) -> type[BlockMachine]:
 
 def test_no_order_of_calls_breaks_block_tables() -> None:
     run_state_machine_as_test(
-        BlockMachine, settings=settings(max_examples=200, stateful_step_count=40, deadline=None)
+        BlockMachine, settings=settings(max_examples=lanes.examples(60, 800), stateful_step_count=40)
     )
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_the_machine_notices(bug: Bug) -> None:
     machine = with_bug(bug)  # not below: an outdated ``old`` must fail the test
@@ -180,6 +182,7 @@ def test_the_machine_notices(bug: Bug) -> None:
         run_state_machine_as_test(machine, settings=SEARCH)
 
 
+@pytest.mark.deep
 def test_the_loaded_copy_without_a_bug_passes() -> None:
     """So it is the bugs that are noticed, and not the way the code is loaded."""
     same = Bug("none", "class BlockTable:", "class BlockTable:")

@@ -18,6 +18,7 @@ from triton.runtime.errors import InterpreterError
 from tests.codecs.holding import FEATURES, FLOATS, Bytes, page_like_kv, spec_of
 from tests.core.coding import Bench
 from tests.core.interpreted import interpreted
+from tests.support import lanes
 from tests.support.planting import Bug, write
 from tierstore.codecs import LOSSY, fixed_nbytes
 from tierstore.gpu import geometry
@@ -75,7 +76,7 @@ def test_payloads_and_pages_are_those_of_the_cpu(name: str) -> None:
     require_all_the_same(name)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=lanes.examples(10, 150))
 @given(
     name=st.sampled_from(NAMES),
     dtype=st.sampled_from(FLOATS),
@@ -99,6 +100,7 @@ def test_pages_of_any_size_are_coded_as_on_the_cpu(
     bench.require_same()
 
 
+@pytest.mark.deep
 def test_groups_longer_than_a_program_holds_are_coded_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coder, "BLOCK", 32)
     layout = PageLayout.of(spec_of("bfloat16", 1, 35, 1, 70, 0, "mla"))
@@ -109,7 +111,10 @@ def test_groups_longer_than_a_program_holds_are_coded_in_turns(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("letters", ["BKNHD", "BHNKD", "KBNHD", "DNHKB"])
+@pytest.mark.parametrize(
+    "letters",
+    ["BHNKD", *(pytest.param(each, marks=pytest.mark.deep) for each in ("BKNHD", "KBNHD", "DNHKB"))],
+)
 def test_an_engines_tensors_are_coded_in_place_whatever_their_strides(name: str, letters: str) -> None:
     layout = PageLayout.of(
         [
@@ -220,6 +225,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_noticed(bug: Bug, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.manual_link import PATIENCE_S, SLOTS, SPEC, ManualStream, Rig
+from tests.support import lanes
 from tests.support.planting import SEARCH, Bug, load
 from tierstore.gpu import cuda_engine, schedule
 from tierstore.gpu.layer_events import Event
@@ -148,7 +149,7 @@ def no_clock() -> Iterator[None]:
 
 
 @given(st.sampled_from([None, 2, 4]), steps)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=lanes.examples(100, 1000))
 def test_any_order_of_events_ends_right(layers: int | None, script: list[Step]) -> None:
     run(layers, script)
 
@@ -167,6 +168,7 @@ BUGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     planted = load(schedule, bug)

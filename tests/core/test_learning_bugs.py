@@ -11,6 +11,8 @@ from tests.core import test_admission, test_learning_orders
 from tests.support.planting import Bug, install
 from tierstore.policy import admission, history, orders
 
+pytestmark = pytest.mark.deep
+
 Test = Callable[[], None]
 
 ADMISSION: list[tuple[Bug, Test]] = [

@@ -202,6 +202,7 @@ def test_an_engines_layers_are_filled_in_place(name: str, letters: str) -> None:
     require_same(Bench(name, layout, some_pages(layout), [EnginePages(tensors, letters)]))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("grid", [Grid(1, 4, 64, 64, 1), Grid(500, 4, 4096, 1 << 20, 1)], ids=["one", "many"])
 @pytest.mark.parametrize("name", ["int8", "k8v4", "fp8"])
 def test_any_number_of_programs_and_any_tiles_give_the_same(name: str, grid: Grid) -> None:
@@ -216,7 +217,7 @@ def test_what_no_encoder_makes_is_told_of_its_page_alone(name: str) -> None:
     bench = Bench(name, layout, some_pages(layout), grid=Grid(2, 4, 2048, 4096, 1))
     good = bench.payloads[1].copy()
     told, refused = [], []
-    for at in [1, 3, *range(5, 150, 36), *range(len(good) - 1, len(good) // 2, -197)]:
+    for at in [1, 3, *range(5, 150, 36), *range(len(good) - 1, len(good) // 2, -397)]:
         for byte in (0x80, 0xFF):
             bench.payloads[1] = good.copy()
             bench.payloads[1][at] = byte
@@ -315,10 +316,12 @@ BUGS = [
 ]
 
 
+@pytest.mark.deep
 def test_the_kernel_as_it_is_is_right() -> None:
     require_all_right(FETCHING_HERE)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_noticed(bug: Bug, tmp_path: Path) -> None:
     kernels = interpreted(write("tierstore.gpu.quant", bug, tmp_path))

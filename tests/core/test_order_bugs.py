@@ -10,6 +10,8 @@ from tests.core.order_model import ORDERS, Tier, pages, run
 from tests.support.planting import Bug, load
 from tierstore.policy import registry
 
+pytestmark = pytest.mark.deep
+
 BUGS = [
     (
         "lru",

@@ -90,11 +90,13 @@ def require_noticed(module: ModuleType) -> None:
     assert broken
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_noticed(bug: Bug) -> None:
     require_noticed(planting.load(cuda_engine, bug))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("bug", PACES, ids=[bug.name for bug in PACES])
 def test_a_pace_planted_too_slow_or_too_coarse_is_noticed(bug: Bug) -> None:
     require_noticed(planting.load(cuda_engine, bug))

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.core.radix_machine import RadixMachine
+from tests.support import lanes
 from tests.support.planting import SEARCH, Bug, load
 from tierstore import radix
 
@@ -90,10 +91,11 @@ def with_bug(bug: Bug) -> type[RadixMachine]:
 
 def test_no_order_of_calls_breaks_the_index() -> None:
     run_state_machine_as_test(
-        RadixMachine, settings=settings(max_examples=200, stateful_step_count=30, deadline=None)
+        RadixMachine, settings=settings(max_examples=lanes.examples(60, 800), stateful_step_count=30)
     )
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_the_machine_notices(bug: Bug) -> None:
     machine = with_bug(bug)  # not below: an outdated ``old`` must fail the test
@@ -101,6 +103,7 @@ def test_the_machine_notices(bug: Bug) -> None:
         run_state_machine_as_test(machine, settings=SEARCH)
 
 
+@pytest.mark.deep
 def test_the_loaded_copy_without_a_bug_passes() -> None:
     """So it is the bugs that are noticed, and not the way the code is loaded."""
     same = Bug("none", "class RadixIndex:", "class RadixIndex:")

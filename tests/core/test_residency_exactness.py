@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 import tierstore.directory.residency
+from tests.support import lanes
 from tests.support.planting import SEARCH, Bug, load
 from tierstore.directory.residency import Residency, TierTable
 from tierstore.errors import CapacityError
@@ -182,9 +183,12 @@ BUGS = [
 
 
 def test_what_counts_as_exact_is_what_was_put() -> None:
-    run_state_machine_as_test(ExactnessMachine, settings=settings(max_examples=150, stateful_step_count=40))
+    run_state_machine_as_test(
+        ExactnessMachine, settings=settings(max_examples=lanes.examples(50, 500), stateful_step_count=40)
+    )
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug) -> None:
     planted = load(tierstore.directory.residency, bug)

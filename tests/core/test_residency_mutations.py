@@ -13,6 +13,8 @@ from tests.support.planting import Bug
 from tierstore.directory import residency
 from tierstore.errors import TierStoreError
 
+pytestmark = pytest.mark.deep
+
 SEARCH = settings(planting.SEARCH, stateful_step_count=50)
 
 

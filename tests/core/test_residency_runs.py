@@ -54,6 +54,7 @@ def test_each_source_is_let_go_where_it_was() -> None:
     require_each_source_to_be_let_go_where_it_was(module)
 
 
+@pytest.mark.deep
 def test_the_newer_copy_taken_for_the_source_is_noticed() -> None:
     planted = load(module, Bug("another source", "below.slot != src_slot or not", "not"))
     with pytest.raises((AssertionError, LeaseError)):

@@ -231,6 +231,7 @@ def test_the_next_slab_is_filled_while_one_is_spread() -> None:
     require_two_in_turn(staging)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_noticed(bug: Bug) -> None:
     planted = planting.load(staging, bug)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import lanes
 from tests.support.planting import SEARCH, Bug, load
 from tierstore.gpu import schedule as module
 from tierstore.gpu.schedule import Waves
@@ -56,7 +57,7 @@ def run(waves_module: ModuleType, groups: int, most: int, script: Script) -> Non
 
 
 @given(st.integers(1, 6), st.integers(1, 9), scripts)
-@settings(max_examples=400)
+@settings(max_examples=lanes.examples(150, 2000))
 def test_every_job_gets_every_group_once_and_in_order(groups: int, most: int, script: Script) -> None:
     run(module, groups, most, script)
 
@@ -129,6 +130,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug) -> None:
     planted = load(module, bug)

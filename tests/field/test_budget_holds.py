@@ -55,6 +55,7 @@ class Watch:
         while not self._end.is_set():
             self.most = max(self.most, disk_usage(self.home))
             self.looks += 1
+            self._end.wait(0.001)
 
 
 @pytest.mark.parametrize("host", [8, None])

@@ -143,7 +143,7 @@ def bytes_in(home: Path) -> dict[str, bytes]:
     return {str(path.relative_to(home)): path.read_bytes() for path in files if path.name != "lock.mdb"}
 
 
-@pytest.mark.long
+@pytest.mark.deep
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_earlier_code_opens_todays_directory_or_refuses_it_and_erases_nothing(
     case: Case, earlier: Path, tmp_path: Path

@@ -58,6 +58,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug) -> None:
     module = load(breaker, bug)

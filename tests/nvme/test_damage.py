@@ -19,6 +19,7 @@ import pytest
 
 from tests.nvme import rig as rig_module
 from tests.nvme.rig import CAPACITY, FINGERPRINT, PAGE, Rig, change, data_file, find, key, page
+from tests.support import lanes
 from tierstore.codecs import record_head
 from tierstore.nvme import entry, examination
 from tierstore.nvme.examination import walk_apart
@@ -313,6 +314,6 @@ for turn in range(int(sys.argv[3])):
 
 @both
 def test_random_flips_anywhere_on_disk_give_no_wrong_byte_and_no_signal(home: Path) -> None:
-    command = [sys.executable, "-c", FLIPS, str(home), "7", "25"]
+    command = [sys.executable, "-c", FLIPS, str(home), "7", str(lanes.examples(8, 50))]
     child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert child.returncode == 0, child.stderr[-3000:]

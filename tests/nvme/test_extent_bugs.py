@@ -17,6 +17,8 @@ from tests.nvme import (
 from tests.support import planting
 from tests.support.planting import Bug
 
+pytestmark = pytest.mark.deep
+
 BUGS: dict[str, tuple[str, str, Callable[..., None]]] = {
     "pins are ignored": (
         "if self._pins[place] > 0:",

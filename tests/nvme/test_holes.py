@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.nvme.rig import LAYOUT, PATIENCE_S, on_disk, wait_until_writable
 from tests.nvme.test_encoded import NBYTES, NOISE, ExpRig
+from tests.support import lanes
 from tierstore.nvme import allocator
 from tierstore.nvme.allocator import FreeRuns, Place, Slots
 from tierstore.nvme.extents import ExtentRecords
@@ -55,7 +56,7 @@ def test_the_shortest_run_that_is_long_enough_is_cut(lengths: list[int], chance:
     assert runs.take(wanted) == (min(fitting)[1] if fitting else None)
 
 
-@settings(max_examples=600, derandomize=True)
+@settings(max_examples=lanes.examples(200, 1500))
 @given(st.data())
 def test_moves_make_room_and_touch_nothing_else(data: st.DataObject) -> None:
     """Records here and there, some in the way that nobody names: whatever is planned is disjoint and gives room."""

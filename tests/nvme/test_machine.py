@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.nvme.machine import MACHINES, search
-from tests.support import planting
+from tests.support import lanes, planting
 from tests.support.planting import Bug
 
 EXAMPLES, STEPS = 12, 20
@@ -107,19 +107,22 @@ HELD_BUGS = {
 
 @pytest.mark.parametrize("payload", MACHINES)
 def test_the_tier_behaves_as_a_dict_whatever_happens_to_its_disk(payload: str) -> None:
-    search(payload, EXAMPLES, STEPS, shrink=True)
+    search(payload, lanes.examples(3, 2 * EXAMPLES), STEPS, shrink=True)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: str, tmp_path: Path) -> None:
     require_found(*BUGS[bug], "lmdb", tmp_path)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("bug", EXTENT_BUGS)
 def test_a_bug_planted_in_extents_is_found(bug: str, tmp_path: Path) -> None:
     require_found(*EXTENT_BUGS[bug], "extents", tmp_path)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("bug", HELD_BUGS)
 def test_a_bug_planted_under_encoded_memory_is_found(bug: str, tmp_path: Path) -> None:
     require_found(*HELD_BUGS[bug], "extents held", tmp_path)

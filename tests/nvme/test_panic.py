@@ -118,7 +118,7 @@ def test_a_disk_that_fails_writes_for_a_while_is_written_to_again(
     child: Callable[[str], dict[str, Any]], kind: str, tmp_path: Path
 ) -> None:
     found = child(f"""
-faults.fail_{kind}(7)
+faults.fail_{kind}(4)
 turns = 0
 while not rig.write(range(20, 40)).ok or faults.left():
     turns += 1

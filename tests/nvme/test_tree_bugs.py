@@ -11,6 +11,8 @@ from tests.nvme import test_page_headers, test_tree_damage
 from tests.support import planting
 from tests.support.planting import Bug
 
+pytestmark = pytest.mark.deep
+
 FOUND = test_tree_damage.test_what_lmdb_would_stumble_over_is_found
 
 BUGS: dict[str, tuple[str, str, Callable[..., None]]] = {

@@ -10,6 +10,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from prefetch import planner
 from tests.prefetch.planner_machine import PlannerMachine
+from tests.support import lanes
 from tests.support.planting import SEARCH, Bug, load
 
 BUGS = [
@@ -101,18 +102,9 @@ TIMELINE_BUGS = [
 ]
 
 
-LONG = {
-    "what was staged keeps no place",
-    "the next want finds all places empty",
-    "places are given back after the read",
-    "retained pages go last",
-    "retained pages take no room",
-}
-
-
 def test_every_plan_keeps_the_rules() -> None:
     run_state_machine_as_test(
-        PlannerMachine, settings=settings(max_examples=120, stateful_step_count=20, deadline=None)
+        PlannerMachine, settings=settings(max_examples=lanes.examples(40, 400), stateful_step_count=20)
     )
 
 
@@ -120,16 +112,15 @@ def machine_over(subject: ModuleType) -> type[PlannerMachine]:
     return type("Planted", (PlannerMachine,), {"subject": subject})
 
 
-@pytest.mark.parametrize(
-    "bug",
-    [pytest.param(bug, id=bug.name, marks=[pytest.mark.long] if bug.name in LONG else []) for bug in BUGS],
-)
+@pytest.mark.deep
+@pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_the_machine_notices_a_planted_bug(bug: Bug) -> None:
     planted = machine_over(load(planner, bug))
     with pytest.raises(NOTICED):
         run_state_machine_as_test(planted, settings=SEARCH)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("bug", TIMELINE_BUGS, ids=[bug.name for bug in TIMELINE_BUGS])
 def test_the_machine_notices_a_bug_in_the_timeline(bug: Bug) -> None:
     planted = machine_over(load(planner, bug))
@@ -137,6 +128,7 @@ def test_the_machine_notices_a_bug_in_the_timeline(bug: Bug) -> None:
         run_state_machine_as_test(planted, settings=SEARCH)
 
 
+@pytest.mark.deep
 def test_the_loaded_copy_without_a_bug_passes() -> None:
     """So it is the bugs that are noticed, and not the way the code is loaded."""
     few = settings(SEARCH, max_examples=30)

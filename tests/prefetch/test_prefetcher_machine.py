@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -11,17 +10,12 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from prefetch import prefetcher
 from tests.prefetch.prefetcher_machine import PrefetcherMachine
-from tests.support import planting
+from tests.support import lanes, planting
 from tests.support.planting import SEARCH, Bug, load, require_noticed
 from tierstore.directory import loads
 
 SHOWN = (*planting.NOTICED, LookupError, ValueError, RuntimeError, pytest.fail.Exception)
 FEWER = settings(SEARCH, max_examples=400)
-
-LONG = {
-    "it plans once",
-    "the latest go first",
-}
 
 PROMOTING = [
     Bug("a hint that was withdrawn counts", "if in_force and src", "if src"),
@@ -76,36 +70,34 @@ INTAKE = [
 ]
 
 
-def cases(bugs: list[Bug]) -> list[Any]:
-    """Those that take long to find are marked so; the others a rule of the machine shows outright."""
-    long = pytest.mark.long
-    return [pytest.param(bug, id=bug.name, marks=[long] if bug.name in LONG else []) for bug in bugs]
-
-
 def machine_over(**modules: ModuleType) -> type[PrefetcherMachine]:
     return type("Planted", (PrefetcherMachine,), modules)
 
 
 def test_no_order_of_hints_leases_and_stalls_breaks_the_rules() -> None:
-    few = settings(max_examples=20, stateful_step_count=25, deadline=None)
+    few = settings(max_examples=lanes.examples(6, 60), stateful_step_count=25)
     run_state_machine_as_test(PrefetcherMachine, settings=few)
 
 
-@pytest.mark.parametrize("bug", cases(PROMOTING))
+@pytest.mark.deep
+@pytest.mark.parametrize("bug", PROMOTING, ids=[bug.name for bug in PROMOTING])
 def test_the_machine_notices_a_bug_in_promotions(bug: Bug) -> None:
     require_noticed(machine_over(promoting_module=load(loads, bug)), FEWER, SHOWN)
 
 
-@pytest.mark.parametrize("bug", cases(BRINGING))
+@pytest.mark.deep
+@pytest.mark.parametrize("bug", BRINGING, ids=[bug.name for bug in BRINGING])
 def test_the_machine_notices_a_bug_in_the_prefetcher(bug: Bug) -> None:
     require_noticed(machine_over(loop_module=load(prefetcher, bug)), FEWER, SHOWN)
 
 
-@pytest.mark.parametrize("bug", cases(INTAKE))
+@pytest.mark.deep
+@pytest.mark.parametrize("bug", INTAKE, ids=[bug.name for bug in INTAKE])
 def test_the_machine_notices_a_bug_in_the_intake(bug: Bug) -> None:
     require_noticed(machine_over(loop_module=load(prefetcher, bug)), FEWER, SHOWN)
 
 
+@pytest.mark.deep
 def test_the_loaded_copies_without_a_bug_pass() -> None:
     """So it is the bugs that are noticed, and not the way the code is loaded."""
     machine = machine_over(loop_module=load(prefetcher), promoting_module=load(loads))

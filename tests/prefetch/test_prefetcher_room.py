@@ -153,6 +153,7 @@ def test_no_room_is_counted_on_that_retained_pages_take(store: TierStore, clock:
     require_no_wait_for_what_stays(store, clock)
 
 
+@pytest.mark.deep
 def test_counting_on_the_room_of_pages_that_stay_is_noticed(
     store: TierStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from prefetch import Prefetcher
 from tests.prefetch.rig import NBYTES, need, running, stored
+from tests.support import lanes
 from tests.support.bench import open_bench
 from tests.support.pages import SPEC, page_tensor, same, tier_stats, tiers
 from tierstore.types import Hint, LeaseState, Tier
@@ -79,12 +80,12 @@ def test_an_error_is_counted_and_logged_once_and_it_goes_on(
 
 
 def test_a_storm_of_hints_leaves_memory_and_queues_bounded_and_no_lease_cut(tmp_path: Path) -> None:
-    """100,000 hints, cancels and expiries against a store of a few pages, with leases all the while."""
+    """Many hints, cancels and expiries against a store of a few pages, with leases all the while."""
     bench = open_bench(tiers(hbm=8, host=4, nvme=tmp_path), SPEC, pump=True)
     store, directory = bench.store, bench.directory
     documents = [stored(store, name, 3) for name in "abcdef"]
     with Prefetcher.attach(store) as prefetcher:
-        for number in range(100_000):
+        for number in range(lanes.examples(20_000, 100_000)):
             keys, revision = tuple(documents[number % 6]), number // 500 + 1
             need_s, ttl_s = (number % 7) / 10, 0.0 if number % 5 == 0 else None
             name = f"r{number % 500}"

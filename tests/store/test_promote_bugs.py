@@ -14,6 +14,8 @@ from tests.support.planting import Bug, install
 from tierstore.directory import loads
 from tierstore.store import TierStore
 
+pytestmark = pytest.mark.deep
+
 Check = Callable[[Path], None]
 
 

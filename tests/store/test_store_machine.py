@@ -21,11 +21,13 @@ from tests.store.planted import (
 )
 from tests.store.secret_machine import SecretMachine
 from tests.store.sick_machine import SickMachine
-from tests.support import pages
+from tests.support import lanes, pages
 from tests.support.planting import Plant, require_noticed
 
 QUIET = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=lanes.examples(12, 120),
+    stateful_step_count=40,
+    suppress_health_check=list(HealthCheck),
 )
 CLEAN = settings(
     QUIET, max_examples=200, stateful_step_count=30, derandomize=True, database=None, phases=[Phase.generate]
@@ -102,6 +104,7 @@ def test_any_order_of_calls_stalls_and_failures_keeps_every_promise() -> None:
     run_state_machine_as_test(SecretMachine, settings=QUIET)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("machine", [InMemory, OnDisk, Secretly])
 def test_where_nothing_is_planted_nothing_is_found(machine: type[StoreMachine]) -> None:
     # The bugs of secrets are found among the first few: so many are enough.
@@ -109,6 +112,7 @@ def test_where_nothing_is_planted_nothing_is_found(machine: type[StoreMachine]) 
     run_state_machine_as_test(machine, settings=settings(CLEAN, max_examples=examples))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("plant", "machine"),
     [(plant, InMemory) for plant in BUGS_IN_MEMORY]
