@@ -46,9 +46,14 @@ def test_a_command_that_is_interrupted_while_it_loads_ends_without_a_word(room: 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_command_that_is_told_to_end_removes_its_folder(tmp_path: Path, number: signal.Signals) -> None:
     words = ["bench", "nvme", "--dir", str(tmp_path), "--size", "16MiB", "--page-sizes", "256KiB"]
-    with subprocess.Popen(
-        [*COMMAND, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as child:
+    before = signal.signal(number, signal.SIG_DFL)  # nohup, and a shell's background jobs, have it ignored
+    try:
+        child = subprocess.Popen(
+            [*COMMAND, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        signal.signal(number, before)
+    with child:
         assert child.stderr is not None
         assert child.stderr.readline() == "pages of 256 KiB\n"
         child.send_signal(number)
