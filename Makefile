@@ -32,7 +32,7 @@ test: $(READY)
 
 ## test-all: these and planted bugs, long walks from a new seed, kills, processes, real models (SEED=number, ARGS="-k name")
 test-all: $(READY)
-	$(BIN)/python -m pytest -q -m "not gpu and not vllm" --seed $(SEED) $(WORKERS) -o faulthandler_timeout=900 $(ARGS)
+	$(BIN)/python -m pytest -q -m "not gpu and not vllm" $(if $(SEED),--seed $(SEED)) $(WORKERS) -o faulthandler_timeout=900 $(ARGS)
 
 ## test-vllm: real vLLM engines on the CPU, with the store plugged in (ARGS="-k name", VLLM_VENV=folder)
 test-vllm: $(READY) $(VLLM_VENV)/TIERSTORE

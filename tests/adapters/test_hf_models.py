@@ -81,8 +81,8 @@ def test_no_class_of_models_is_answered_wrongly(part: int) -> None:
                 gc.collect()
     assert [each for each in found if each.kind in ("wrong", "error")] == []
     counts = Counter(each.kind for each in found)
-    assert counts["equal"] > 80 // PARTS, counts
-    assert counts["refused"] > 60 // PARTS, counts
+    assert counts["equal"] > 40 // PARTS, counts
+    assert counts["refused"] > 30 // PARTS, counts
 
 
 def test_a_padded_batch_without_positions_is_refused_where_attention_shows_none() -> None:
