@@ -292,14 +292,17 @@ class ResidencyModel:
         self.hardware.memory[tier, slot] = None
 
     def _now_readable(self, key: PageKey, tier: Tier, slot: int, parent: PageKey | None) -> None:
+        first = not self._readable(key)
         self.ready[tier][key] = slot
         if parent is not None:
             self.parents.setdefault(key, parent)
-            before = self.parents[key]
-            if before in self.confined and (
-                key not in self.confined or (key in self.declined and before not in self.declined)
-            ):
-                self.permitted.add(before)
+        before = self.parents.get(key)
+        if (
+            (first or parent is not None)
+            and before in self.confined
+            and (key not in self.confined or (key in self.declined and before not in self.declined))
+        ):
+            self.permitted.add(before)
 
     def _left(self, key: PageKey, tier: Tier, *, last: bool) -> None:
         del self.ready[tier][key]

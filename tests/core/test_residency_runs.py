@@ -81,3 +81,21 @@ def test_a_run_and_its_pages_one_by_one_are_left_in_the_same_order() -> None:
     assert list(as_run.tables[Tier.HOST].droppable) == SIX[::-1]
     assert list(one_by_one.tables[Tier.HOST].droppable) == SIX[::-1]
     check_residency(as_run)
+
+
+def test_a_page_that_may_be_stored_takes_its_parent_along_however_it_came() -> None:
+    # its first copy was begun with a parent, and the bytes came by a put that named none
+    tables = {
+        Tier.HBM: TierTable(make_policy("lru"), num_slots=4),
+        Tier.NVME: TierTable(make_policy("lru"), budget_nbytes=100),
+    }
+    residency = Residency(tables)
+    parent, child = KEYS[:2]
+    residency.memory_only.refuse(parent)
+    residency.adopt(parent, Tier.HBM, residency.take(Tier.HBM), None)
+    slot = residency.reserve(child, Tier.HBM, parent=parent)
+    assert not residency.memory_only.will_lift(parent)
+    residency.adopt(child, Tier.HBM, residency.take(Tier.HBM), None)
+    assert residency.memory_only.will_lift(parent)
+    residency.fail(child, Tier.HBM, slot)
+    check_residency(residency)

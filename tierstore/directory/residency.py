@@ -686,14 +686,15 @@ class Residency:
         ):
             linked = True
             lineage.link(key, parent)
-            if key not in self.memory_only:
-                self.memory_only.permit(parent)
-            elif key in self.memory_only.refused:
-                self.memory_only.permit_named(parent)
             self.queues.resettle(parent)
         self.queues.resettle(key)
         if first or linked:
-            self.orphans.recheck(key, lineage.parent(key))
+            before = lineage.parent(key)  # named now, or when the page's first copy was begun
+            if before is not None and key not in self.memory_only:
+                self.memory_only.permit(before)
+            elif before is not None and key in self.memory_only.refused:
+                self.memory_only.permit_named(before)
+            self.orphans.recheck(key, before)
         if first and followed:
             self.orphans.recheck_children(key)
 
