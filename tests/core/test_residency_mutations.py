@@ -212,7 +212,7 @@ BUGS = [
     ),
     Bug(
         "a page put after one that is not there counts as reachable",
-        "            self.orphans.recheck(key, lineage.parent(key))\n",
+        "            self.orphans.recheck(key, before)\n",
         "            pass\n",
     ),
     Bug(
@@ -324,7 +324,7 @@ BUGS = [
     ),
     Bug(
         "a stored page leaves the one before it memory-only",
-        "                self.memory_only.permit(parent)\n",
+        "                self.memory_only.permit(before)\n",
         "                pass\n",
     ),
     Bug(
@@ -369,7 +369,7 @@ BUGS = [
     ),
     Bug(
         "a refused page keeps a caller's wish for the one before it",
-        "                self.memory_only.permit_named(parent)\n",
+        "                self.memory_only.permit_named(before)\n",
         "                pass\n",
     ),
     Bug(
