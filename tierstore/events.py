@@ -162,10 +162,10 @@ class PendingEvents:
         self._waiting.append(_Deferred(after, act, give_up or act))
 
     def _written(self, pages: Pages) -> bool:
+        self._directory.sealed.written(*pages)
         self.writing.remove(pages)
         for slot in pages[1]:
             del self._writers[slot]
-        self._directory.sealed.written(*pages)
         return False
 
     def _unwritten(self, pages: Pages, event: Event) -> bool:
