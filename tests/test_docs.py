@@ -1,36 +1,64 @@
-"""Tests that the documentation names exist."""
+"""Tests that the documentation names exist, and of each promise `make test` runs one."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+import pytest
+
+TESTS = Path(__file__).parent
+DOCS = TESTS.parent / "docs"
+ROWS = re.findall(r"^\| [FK]\d.*$", (DOCS / "field-reports.md").read_text(encoding="utf-8"), re.MULTILINE)
+ELSEWHERE = ("gpu/", "vllm/")
+"""Tests that `make card` and `make test-vllm` run."""
 
 
-def named_tests(page: str) -> Iterator[tuple[str, str]]:
-    """Yield each test that ``page`` names as (path below tests/, function); the function is "" for a whole file.
+def named_tests(text: str) -> Iterator[tuple[str, str]]:
+    """Yield each test that ``text`` names as (path below tests/, function); the function is "" for a whole file.
 
     A bare ``::test_name`` belongs to the file named before it.
     """
     path = ""
-    for named, function in re.findall(r"`(?:tests/)?((?:\w+/)*\w+\.py)?(?:::(\w+))?`", page):
+    for named, function in re.findall(r"`(?:tests/)?((?:\w+/)*\w+\.py)?(?:::(\w+))?`", text):
         path = named or path
         if named or function:
             yield path, function
 
 
-def test_tests_named_in_the_documentation_exist() -> None:
-    pages = [
-        (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("field-reports.md", "guarantees.md")
+@cache
+def lanes(path: str) -> dict[str, bool]:
+    """Every test of a file: whether `make test` runs it, in some of its cases at least."""
+    file = TESTS / path
+    tree = ast.parse(file.read_text(encoding="utf-8") if file.is_file() else "")
+    deep = any(ast.unparse(node) == "pytestmark = pytest.mark.deep" for node in tree.body)
+    return {
+        node.name: not deep and all(ast.unparse(each) != "pytest.mark.deep" for each in node.decorator_list)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+    }
+
+
+@pytest.mark.parametrize("page", ["field-reports.md", "guarantees.md"])
+def test_tests_named_in_the_documentation_exist(page: str) -> None:
+    named = list(named_tests((DOCS / page).read_text(encoding="utf-8")))
+    assert page == "guarantees.md" or any(function for _, function in named)
+    assert [test for test in named if not lanes(test[0]) or test[1] not in ("", *lanes(test[0]))] == []
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.split("|")[1].strip())
+def test_make_test_tests_what_a_report_is_about(row: str) -> None:
+    tests = list(named_tests(row))
+    assert tests
+    quick = [
+        name for path, test in tests for name, runs in lanes(path).items() if runs and test in ("", name)
     ]
-    named = [test for page in pages for test in named_tests(page)]
-    assert any(function for _, function in named)
-    missing = []
-    for path, function in named:
-        file = ROOT / "tests" / path
-        text = file.read_text(encoding="utf-8") if file.is_file() else ""
-        if not text or (function and not re.search(rf"^(?:async )?def {function}\(", text, re.MULTILINE)):
-            missing.append(f"{path}::{function}" if function else path)
-    assert missing == []
+    assert quick or all(path.startswith(ELSEWHERE) for path, _ in tests), "`make test` runs none of them"
+
+
+@pytest.mark.parametrize("path", sorted((TESTS / "field").glob("test_*.py")), ids=lambda path: path.stem)
+def test_every_promise_is_tested_by_make_test(path: Path) -> None:
+    assert any(lanes(str(path.relative_to(TESTS))).values())
