@@ -60,3 +60,26 @@ def test_a_command_that_is_told_to_end_removes_its_folder(tmp_path: Path, number
         child.communicate(timeout=120)
     assert child.returncode == 128 + number
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_command_that_is_told_to_end_within_a_finalizer_ends(number: signal.Signals) -> None:
+    # Python drops what a handler raises while an object is being finalized
+    program = (
+        "import os, signal, sys\n"
+        "import tierstore.cli.app as app\n"
+        "class Ending:\n"
+        "    def __del__(self):\n"
+        "        os.kill(os.getpid(), int(sys.argv.pop()))\n"
+        "def work():\n"
+        "    Ending()\n"
+        "    signal.sigtimedwait([], 60)\n"
+        "for number in (signal.SIGTERM, signal.SIGHUP):\n"
+        "    signal.signal(number, signal.SIG_DFL)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "app.app = work\n"
+        "app.main()\n"
+    )
+    command = [sys.executable, "-c", program, str(int(number))]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == (-number if number == signal.SIGINT else 128 + number)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from importlib.metadata import version
+from threading import Timer
 from types import FrameType
 from typing import Annotated, NoReturn
 
@@ -64,6 +66,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _leave)
+    sys.unraisablehook = _leave_after_all
     try:
         app()
     except OSError as error:
@@ -73,6 +76,21 @@ def main() -> None:
 
 def _leave(number: int, _: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
+
+
+def _leave_after_all(ignored: sys.UnraisableHookArgs) -> None:
+    """Send a signal again whose exception Python has dropped, since it came while an object was being finalized."""
+    match ignored.exc_value:
+        case SystemExit(code=int(code)) if code > 128:
+            number = code - 128
+        case KeyboardInterrupt():
+            number = int(signal.SIGINT)
+        case _:
+            sys.__unraisablehook__(ignored)
+            return
+    again = Timer(0.01, os.kill, (os.getpid(), number))
+    again.daemon = True
+    again.start()
 
 
 @app.command("config-schema")
