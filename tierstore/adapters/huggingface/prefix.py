@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from tierstore.adapters.huggingface.request import PageGroups, Terms
+from tierstore.adapters.radix import RadixIndex, RadixMatch
 from tierstore.block_table import BlockTable
 from tierstore.errors import CapacityError, StoreClosed
 from tierstore.lease import Lease
-from tierstore.radix import RadixIndex, RadixMatch
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.core.radix_machine import RadixMachine
+from tests.adapters.radix_machine import RadixMachine
 from tests.support import lanes
 from tests.support.planting import SEARCH, Bug, load
-from tierstore import radix
+from tierstore.adapters import radix
 
 BUGS = [
     Bug(

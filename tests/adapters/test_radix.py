@@ -7,8 +7,8 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
+from tierstore.adapters.radix import RadixIndex, RadixMatch
 from tierstore.keys import page_keys
-from tierstore.radix import RadixIndex, RadixMatch
 from tierstore.types import PageKey
 
 ROOT = b"tenant"

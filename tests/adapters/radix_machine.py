@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tierstore.radix import RadixIndex
+from tierstore.adapters.radix import RadixIndex
 from tierstore.types import PageKey
 
 # Neighbours in value and in bytes, and both ends of int64.
