@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.adapters.vllm_engine import IN, OUT, Engine
 from tests.adapters.vllm_pool import BLOCK, FULL, Kind
 from tests.support.stalls import Lane
-from tierstore.adapters.vllm import loads, stores
+from tierstore.adapters.vllm import loads, saves
 from tierstore.types import Tier
 
 DOCUMENTS = ([0] * 9, [0, 0, 0, 0, 1, 2, 1, 2, 1], [1, 2] * 5, [2] * 4)
@@ -55,7 +55,7 @@ class EngineMachine(RuleBasedStateMachine):
             config["nvme"] = {"path": self.folder, "capacity": ranks << 20, "flush": "10ms"}
         self.blocks = 8 * len(kinds)
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(stores, "MOST_A_STEP", 1 + seed % 2)  # so that some wait
+        self.patch.setattr(saves, "MOST_A_STEP", 1 + seed % 2)  # so that some wait
         self.patch.setattr(loads, "MOST_A_STEP", 1 + seed % 3)  # and some come in pieces
         self.patch.setattr(loads, "MOST_IF_IDLE", 1 + seed % 2)
         self.engine = Engine(config, blocks=self.blocks, ranks=ranks, ahead=ahead, seed=seed, kinds=kinds)

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from tests.support.planting import Plants
-from tierstore.adapters.vllm import hit, loads, scheduler, stores
+from tierstore.adapters.vllm import hit, loads, saves, scheduler
 from tierstore.adapters.vllm.hit import pages_to_load
 from tierstore.adapters.vllm.keys import namespace
 from tierstore.adapters.vllm.kv_groups import Group, Groups
 from tierstore.adapters.vllm.loads import Loads
 from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.requests import Step, StepReader
+from tierstore.adapters.vllm.saves import Stores
 from tierstore.adapters.vllm.scheduler import SchedulerHalf
-from tierstore.adapters.vllm.stores import Stores
 from tierstore.adapters.vllm.worker import WorkerHalf
 from tierstore.ranks import Ranks
 from tierstore.types import Ack, LeaseState, PageKey
@@ -238,7 +238,7 @@ def a_hit_counts_without_its_windows(patch: pytest.MonkeyPatch) -> None:
 def what_a_window_gave_back_is_stored(patch: pytest.MonkeyPatch) -> None:
     """Not among ``PLANTED``: some 2,000 walks of the machine did not meet it. ``test_vllm_kv_groups`` does."""
     patch.setattr(Group, "first_needed", lambda self, tokens: 0)
-    patch.setattr(stores, "NULL_BLOCK", -1)
+    patch.setattr(saves, "NULL_BLOCK", -1)
 
 
 @PLANTED.bug

@@ -20,7 +20,7 @@ from tierstore.adapters.vllm.loads import DiskPrefetch, Loads
 from tierstore.adapters.vllm.messages import Orders
 from tierstore.adapters.vllm.metrics import MetricsReader
 from tierstore.adapters.vllm.requests import Request, RequestState, Step
-from tierstore.adapters.vllm.stores import Stores
+from tierstore.adapters.vllm.saves import Stores
 from tierstore.config import PrefetchConfig
 from tierstore.errors import ConfigError
 from tierstore.page import PageLayout

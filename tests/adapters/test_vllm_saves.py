@@ -10,9 +10,9 @@ from tests.adapters import vllm_planted as planted
 from tests.adapters.vllm_engine import DOCUMENT, OUT, Engine
 from tests.support.pages import chain
 from tests.support.planting import Plant
-from tierstore.adapters.vllm import stores as storing_module
+from tierstore.adapters.vllm import saves as storing_module
 from tierstore.adapters.vllm.kv_groups import Group, Groups
-from tierstore.adapters.vllm.stores import Stores
+from tierstore.adapters.vllm.saves import Stores
 from tierstore.types import PageKey, Tier
 
 
