@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from weakref import WeakSet
 
 from prefetch.planner import PIECE_PAGES, plan
-from prefetch.state import ExpectedRequests, KeptPages, LoadWindow
+from prefetch.state import ExpectedRequests, KeptPages
 from prefetch.types import Machine, Retained, Want
+from prefetch.window import LoadWindow
 from tierstore.config import PrefetchConfig
 from tierstore.errors import StoreClosed
 from tierstore.types import Hint, Tier, require_time, seconds_to_wait

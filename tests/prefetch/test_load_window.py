@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from prefetch.planner import PIECE_PAGES
-from prefetch.state import LoadWindow
+from prefetch.window import LoadWindow
 from tierstore.gpu.schedule import Waves
 
 MOST = 4 * PIECE_PAGES
