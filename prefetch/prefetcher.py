@@ -17,8 +17,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from weakref import WeakSet
 
+from prefetch.hints import ExpectedRequests, KeptPages
 from prefetch.planner import PIECE_PAGES, plan
-from prefetch.state import ExpectedRequests, KeptPages
 from prefetch.types import Machine, Retained, Want
 from prefetch.window import LoadWindow
 from tierstore.config import PrefetchConfig
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from prefetch.state import Expected
+    from prefetch.hints import Expected
     from prefetch.types import Compute, Plan
     from tierstore.store import TierStore
     from tierstore.types import PageKey, Promoted

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from prefetch.state import ExpectedRequests
+from prefetch.hints import ExpectedRequests
 from tests.support.pages import chain
 from tierstore.types import Hint, PageKey
 
