@@ -25,7 +25,7 @@ from tierstore.adapters.huggingface import ATTENTION, TierStoreCache, cache_argu
 from tierstore.archive.intake import read_contents
 from tierstore.cli.app import app
 from tierstore.config import load_config
-from tierstore.demo.session import Session
+from tierstore.demo.answers import Session
 from tierstore.page import PageSpec
 from tierstore.store import TierStore
 from tierstore.types import PageKey

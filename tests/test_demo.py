@@ -25,6 +25,7 @@ from tests.support.folders import save_with_byte_tokenizer
 from tierstore.config import load_config
 from tierstore.demo import command
 from tierstore.demo import model as model_room
+from tierstore.demo.answers import PlainAnswer, Session, StoredAnswer, differs
 from tierstore.demo.command import demo
 from tierstore.demo.documents import Document, DocumentError, find_documents
 from tierstore.demo.model import GEMMA3, KnownModel, ModelError, Say, is_prepared, prepare_model, write_marker
@@ -40,7 +41,6 @@ from tierstore.demo.plan import (
 )
 from tierstore.demo.report import as_json, judge, show
 from tierstore.demo.run import Outcome, Row, ask_in_turn, measured, open_store, run_demo, settle
-from tierstore.demo.session import PlainAnswer, Session, StoredAnswer, differs
 from tierstore.store import TierStore
 from tierstore.types import PageKey, Tier
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.codecs.host_format import HostFormat
+from tierstore.demo.answers import PlainAnswer, Session
 from tierstore.demo.documents import Document
-from tierstore.demo.session import PlainAnswer, Session
 from tierstore.page import PageLayout, PageSpec
 
 QUESTIONS = (

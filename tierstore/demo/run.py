@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from prefetch import Prefetcher, ahead
 from tierstore.config import load_config
+from tierstore.demo.answers import PlainAnswer, Session, StoredAnswer, agreeing, differs
 from tierstore.demo.documents import Document, find_documents
 from tierstore.demo.plan import (
     Plan,
@@ -29,7 +30,6 @@ from tierstore.demo.plan import (
     store_config,
     tier_sizes,
 )
-from tierstore.demo.session import PlainAnswer, Session, StoredAnswer, agreeing, differs
 from tierstore.store import TierStore
 from tierstore.types import Tier
 
