@@ -241,8 +241,8 @@ def test_interrupted_it_leaves_no_file(tmp_path: Path) -> None:
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 
-def words_of_the_readme(line: str, directory: Path, model: Path) -> list[str | Path]:
-    """A command of the README, its files in ``directory`` and its model a small one."""
+def words_of_the_guide(line: str, directory: Path, model: Path) -> list[str | Path]:
+    """Return a command of the guide, with its files in ``directory`` and a small model."""
     program, *words = line.split()
     assert program == "tierstore"
     given = {"smollm2": model} | {
@@ -269,8 +269,8 @@ def test_a_documents_pages_go_out_by_its_text_and_answer_elsewhere(tmp_path: Pat
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
         if name == "there":
             export, import_ = (
-                words_of_the_readme(line, tmp_path, folder)
-                for line in block("sh", saying="tierstore export").splitlines()
+                words_of_the_guide(line, tmp_path, folder)
+                for line in block("docs/archive.md", "sh").splitlines()
             )
             result = here(*export, "--json")
             assert result.exit_code == 0, result.stderr

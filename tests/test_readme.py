@@ -1,4 +1,4 @@
-"""What the README shows works as it stands."""
+"""The programs, links and names in the README and the guides work as they stand."""
 
 from __future__ import annotations
 
@@ -14,13 +14,33 @@ from tests.adapters.tiny import random_prompt, tiny_llama
 from tierstore.config import load_config
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 
 
-def block(language: str, number: int = 0, *, saying: str = "") -> str:
-    """One of those that say this."""
-    texts: list[str] = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
-    return [text for text in texts if saying in text][number]
+def block(page: str, language: str, number: int = 0) -> str:
+    """Return one fenced block of a page."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found: list[str] = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+    return found[number]
+
+
+def heading_ids(page: Path) -> set[str]:
+    """Return the anchors that a page's headings get."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in heading_ids(target)):
+            broken.append(link)
+    assert broken == []
 
 
 def run(program: str, directory: Path, *options: str) -> str:
@@ -37,7 +57,7 @@ def run(program: str, directory: Path, *options: str) -> str:
 
 
 def test_the_example_runs(tmp_path: Path) -> None:
-    printed = run(block("python"), tmp_path, "-W", "error")
+    printed = run(block("README.md", "python"), tmp_path, "-W", "error")
     assert "Match(num_pages=6" in printed
     assert "6 [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]" in printed
 
@@ -49,7 +69,7 @@ def test_the_transformers_example_reuses_what_the_first_prompt_left(tmp_path: Pa
 import torch
 path = "model"
 prompts = [torch.tensor([{random_prompt(40)}]), torch.tensor([{[*random_prompt(40), 5, 6, 7]}])]
-{block("python", 1)}
+{block("docs/transformers.md", "python")}
 """
     result = run(program, tmp_path)
     assert result.splitlines()[-2:] == ["0 of 40 tokens reused", "40 of 43 tokens reused"]
@@ -65,7 +85,7 @@ model = AutoModelForCausalLM.from_pretrained("model", attn_implementation="tiers
 config = tierstore.load_config({{"hbm": {{"capacity": "8MiB", "device": "cpu"}}}})
 store = tierstore.TierStore.open(config, page_specs(model, 16))
 turns = [{random_prompt(40)}, [5, 6, 7]]
-{block("python", 2)}
+{block("docs/transformers.md", "python", 1)}
 store.close()
 """
     lines = run(program, tmp_path).splitlines()[-2:]
@@ -74,26 +94,27 @@ store.close()
 
 
 def test_the_engine_example_copies_pages_out_and_in(tmp_path: Path) -> None:
-    printed = run(block("python", 3), tmp_path, "-W", "error")
+    printed = run(block("docs/engine.md", "python"), tmp_path, "-W", "error")
     assert printed.splitlines() == ["[1, 3, 4, 15]", "4 True"]
 
 
 def test_the_archive_example_takes_pages_to_another_store(tmp_path: Path) -> None:
-    printed = run(block("python", 4), tmp_path, "-W", "error")
+    printed = run(block("docs/archive.md", "python"), tmp_path, "-W", "error")
     assert printed.splitlines() == ["4", "4 True 4"]
 
 
 def test_the_configuration_loads(tmp_path: Path) -> None:
-    (tmp_path / "store.yaml").write_text(block("yaml"), encoding="utf-8")
+    (tmp_path / "store.yaml").write_text(block("docs/configuration.md", "yaml"), encoding="utf-8")
     assert load_config(tmp_path / "store.yaml").page_size == 64
 
 
 def test_every_key_of_the_configuration_is_explained() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     config = load_config(ROOT / "configs" / "h100.yaml")
     for section, values in config.effective().items():
         for key in values if isinstance(values, dict) else [""]:
             name = f"{section}.{key}".strip(".")
-            assert f"`{name}`" in README, name
+            assert f"`{name}`" in page, name
 
 
 @pytest.mark.parametrize("target", ["demo", "test", "test-all", "test-vllm", "lint"])
