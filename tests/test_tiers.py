@@ -14,12 +14,12 @@ import torch
 
 from tests.nvme.rig import PATIENCE_S, Rig, blank, key
 from tests.tier_contract import Page, TierContract, TierUnderTest
-from tierstore.codecs import record_head
 from tierstore.codecs.exp import Decoder, Geometry
 from tierstore.codecs.host_format import HostFormat
-from tierstore.codecs.record_head import HEAD_NBYTES, Codec
 from tierstore.gpu.pool import CpuPool, EnginePages, EnginePool, GroupedPages
 from tierstore.host.arena import HostArena
+from tierstore.nvme import record_format
+from tierstore.nvme.record_format import HEAD_NBYTES, Codec
 from tierstore.page import PageLayout, PageSpec
 
 
@@ -173,10 +173,10 @@ class EncodedDiskUnderTest(DiskUnderTest):
 
     def look(self, slot: int) -> Page:
         record = self.record(slot)
-        head = record_head.parse(record[:HEAD_NBYTES].tobytes())
+        head = record_format.parse(record[:HEAD_NBYTES].tobytes())
         assert (head.codec is Codec.EXP) == (self._nbytes > 1000)
         page = np.empty(self._nbytes, dtype=np.uint8)
-        record_head.decode(head, record[HEAD_NBYTES:], page, Decoder(self._geometry))
+        record_format.decode(head, record[HEAD_NBYTES:], page, Decoder(self._geometry))
         return page
 
 
@@ -197,7 +197,7 @@ class HeldDiskUnderTest(DiskUnderTest):
         self._nbytes = self._form.view_nbytes
 
     def look(self, slot: int) -> Page:
-        head, payload = record_head.parse(self.record(slot)[:HEAD_NBYTES].tobytes()), super().look(slot)
+        head, payload = record_format.parse(self.record(slot)[:HEAD_NBYTES].tobytes()), super().look(slot)
         assert (head.codec, head.stored_nbytes) == (Codec.INT8, self._form.payload_nbytes)
         found = np.zeros(self._form.view_nbytes, dtype=np.uint8)
         found[: payload.nbytes] = payload

@@ -9,9 +9,9 @@ import numpy as np
 
 from tierstore.archive.endpoints import Taken
 from tierstore.archive.file_format import Description
-from tierstore.codecs import record_head
 from tierstore.errors import ArchiveError, CapacityError, ConfigError, IntegrityError
 from tierstore.keys import EXACT
+from tierstore.nvme import record_format
 from tierstore.nvme.reader import Record, RecordBuffers
 from tierstore.nvme.record import Decoders
 from tierstore.types import LeaseState, Tier
@@ -83,15 +83,15 @@ class LiveSource:
         self._parts.pool.read(lease.slots[0], page)
         with self._pump.lock:
             parent = self._parts.directory.residency.lineage.parent(key)
-        head = record_head.Head(
+        head = record_format.Head(
             fingerprint=self.description.fingerprint,
             key=key,
             parent=parent,
-            codec=record_head.Codec.NONE,
+            codec=record_format.Codec.NONE,
             raw_nbytes=page.nbytes,
             stored_nbytes=page.nbytes,
         )
-        return Record(head, record_head.seal(head, page), page, lent)
+        return Record(head, record_format.seal(head, page), page, lent)
 
 
 class LiveSink:
@@ -132,7 +132,7 @@ class LiveSink:
         """``Sink.take``. StoreClosed if the store is."""
         for number, record in enumerate(records):
             try:
-                record_head.decode(
+                record_format.decode(
                     record.head, record.payload, self._page, self._decoders.of(record.head.codec)
                 )
                 self._put(record.head, self._page)
@@ -142,7 +142,7 @@ class LiveSink:
                 return Taken(number)
         return Taken(len(records))
 
-    def _put(self, head: record_head.Head, page: NDArray[np.uint8]) -> None:
+    def _put(self, head: record_format.Head, page: NDArray[np.uint8]) -> None:
         self._pump.advance()
         slots = self._slots.allocate(1, _PATIENCE_S)
         try:

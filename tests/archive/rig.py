@@ -17,7 +17,7 @@ from tierstore.archive.endpoints import Taken
 from tierstore.archive.export import Exported, write_archive
 from tierstore.archive.file_format import Description
 from tierstore.archive.intake import Imported, read_archive
-from tierstore.codecs import record_head
+from tierstore.nvme import record_format
 from tierstore.nvme.reader import Record
 from tierstore.page import PageLayout
 from tierstore.types import PageKey
@@ -82,15 +82,15 @@ def page(key: PageKey) -> NDArray[np.uint8]:
 
 def record(key: PageKey, parent: PageKey | None, description: Description = DESCRIPTION) -> Record:
     payload = page(key)
-    head = record_head.Head(
+    head = record_format.Head(
         fingerprint=description.fingerprint,
         key=key,
         parent=parent,
-        codec=record_head.Codec.NONE,
+        codec=record_format.Codec.NONE,
         raw_nbytes=payload.nbytes,
         stored_nbytes=payload.nbytes,
     )
-    return Record(head, record_head.seal(head, payload), payload)
+    return Record(head, record_format.seal(head, payload), payload)
 
 
 @dataclass

@@ -22,12 +22,12 @@ from tierstore.archive.closed_store import open_sink, open_source, shards_of
 from tierstore.archive.export import Exported, write_archive
 from tierstore.archive.file_format import Description
 from tierstore.archive.intake import Imported, read_archive, read_contents
-from tierstore.codecs.record_head import Codec
 from tierstore.errors import ArchiveError, ConfigError, TransferError
 from tierstore.nvme.capacity import size, size_extents
 from tierstore.nvme.catalogue import Catalogue, Page
 from tierstore.nvme.inspection import verify
 from tierstore.nvme.reader import Record
+from tierstore.nvme.record_format import Codec
 from tierstore.page import PageLayout, PageSpec
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey

@@ -9,9 +9,9 @@ from pathlib import Path
 from tests.archive.rig import Shelf, exported, imported, run, spoiled
 from tests.support.pages import SPEC, chain
 from tierstore.archive import file_format, intake
-from tierstore.codecs import record_head
-from tierstore.codecs.record_head import HEAD_NBYTES
 from tierstore.errors import ArchiveError
+from tierstore.nvme import record_format
+from tierstore.nvme.record_format import HEAD_NBYTES
 
 BLOCK = HEAD_NBYTES + SPEC.page_nbytes
 
@@ -132,10 +132,10 @@ def test_another_record_of_the_same_page_is_not_taken_for_the_one_that_was_writt
     noise[0] ^= 1
     for head in (other.head, replace(other.head, parent=None)):
 
-        def change(raw: bytearray, head: record_head.Head = head) -> bytearray:
+        def change(raw: bytearray, head: record_format.Head = head) -> bytearray:
             start = offsets[keys[1]]
             payload = noise if head.parent else other.payload
-            raw[start : start + BLOCK] = record_head.seal(head, payload) + payload.tobytes()
+            raw[start : start + BLOCK] = record_format.seal(head, payload) + payload.tobytes()
             return raw
 
         sink = Shelf()

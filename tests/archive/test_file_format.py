@@ -14,8 +14,8 @@ from xxhash import xxh3_128_digest
 from tests.archive.rig import DESCRIPTION, LAYOUT
 from tests.support.pages import SPEC, chain
 from tierstore.archive import file_format
-from tierstore.codecs.record_head import HEAD_NBYTES
 from tierstore.errors import ArchiveError
+from tierstore.nvme.record_format import HEAD_NBYTES
 from tierstore.page import PageLayout, PageSpec
 
 NBYTES = LAYOUT.blob_nbytes

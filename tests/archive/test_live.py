@@ -27,11 +27,11 @@ from tests.support.pages import (
     write_each,
 )
 from tierstore.archive.intake import read_contents
-from tierstore.codecs.record_head import Codec
 from tierstore.config import load_config
 from tierstore.errors import ArchiveError, ConfigError, StoreClosed
 from tierstore.gpu.pool import EnginePages
 from tierstore.nvme.reader import RecordBuffers, RecordReader, read_record
+from tierstore.nvme.record_format import Codec
 from tierstore.store import TierStore
 from tierstore.types import PageKey, Tier
 

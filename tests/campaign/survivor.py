@@ -18,9 +18,8 @@ import numpy as np
 from tests.campaign.children import Say, heard_warnings
 from tests.campaign.turns import Rig, Subject
 from tests.nvme.rig import PATIENCE_S, data_file, key
-from tierstore.codecs import record_head
 from tierstore.errors import ConfigError
-from tierstore.nvme import entry
+from tierstore.nvme import entry, record_format
 from tierstore.types import Failure, PageKey
 
 PLANTS = ("unchecked", "signal")
@@ -117,7 +116,7 @@ def survive(say: Say, ordeal: Ordeal) -> None:
     if ordeal.plant == "signal":
         os.kill(os.getpid(), signal.SIGSEGV)
     if ordeal.plant == "unchecked":
-        setattr(record_head, "verify", _trust)  # noqa: B010  a module's function is no attribute to a type checker
+        setattr(record_format, "verify", _trust)  # noqa: B010  a module's function is no attribute to a type checker
     with heard_warnings() as warnings:
         try:
             survivor = _Survivor(ordeal)
@@ -249,6 +248,6 @@ class _Survivor:
             self.faults.append(f"wrong bytes of page {number}")
 
 
-def _trust(head: np.typing.NDArray[np.uint8] | bytes, *_: object, **__: object) -> record_head.Head:
+def _trust(head: np.typing.NDArray[np.uint8] | bytes, *_: object, **__: object) -> record_format.Head:
     """A planted bug: whatever is read is right."""
-    return record_head.parse(bytes(head))
+    return record_format.parse(bytes(head))

@@ -22,7 +22,7 @@ from tests.support.pages import (
     write,
 )
 from tests.support.stalls import IN, OUT
-from tierstore.codecs.record_head import record_nbytes
+from tierstore.nvme.record_format import record_nbytes
 from tierstore.store import TierStore
 from tierstore.types import Tier
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from tests.support.bench import Bench, open_bench
 from tests.support.pages import PATIENCE_S, SPEC, chain, counter, read, tiers, where, write
 from tests.support.stalls import IN, UP
-from tierstore.codecs import record_head
 from tierstore.keys import Extra, page_keys
-from tierstore.nvme import home
+from tierstore.nvme import home, record_format
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
 
@@ -264,19 +263,19 @@ def test_a_record_stored_under_a_key_that_is_not_its_own_is_a_miss_and_counted(
 ) -> None:
     # F016: what a colliding catalogue would look up; the head names the key in full and is compared
     keys = chain(2)
-    true_encode = record_head.encode
+    true_encode = record_format.encode
 
     def lying(page: object, record: object, *, fingerprint: bytes, key: PageKey, **rest: object) -> int:
         if key == keys[1]:
             if what == "another fingerprint":
-                fingerprint = record_head.fingerprint_digest("another model")
+                fingerprint = record_format.fingerprint_digest("another model")
             elif what == "another key":
                 key = chain(1, "other")[0]
             else:
                 key = PageKey(key[:31] + bytes([key[31] ^ 1]) + key[32:])
         return true_encode(page, record, fingerprint=fingerprint, key=key, **rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("tierstore.nvme.catalogue.record_head.encode", lying)
+    monkeypatch.setattr("tierstore.nvme.record_format.encode", lying)
     with opened(tmp_path) as bench:
         write(bench.store, keys)
         only_in(bench.store, keys, Tier.NVME)

@@ -23,9 +23,9 @@ from tests.support.pages import (
     where,
     write,
 )
-from tierstore.codecs import record_head
 from tierstore.config import StoreConfig
 from tierstore.errors import ConfigError
+from tierstore.nvme import record_format
 from tierstore.nvme.inspection import purge
 from tierstore.store import TierStore
 from tierstore.types import PageKey, Tier
@@ -81,11 +81,11 @@ def test_a_kill_leaves_no_region_of_memory_and_no_lock_and_spares_the_living(tmp
 
 
 def _first_byte_of_the_head(body: int) -> int:
-    return body - record_head.HEAD_NBYTES
+    return body - record_format.HEAD_NBYTES
 
 
 def _key_in_the_head(body: int) -> int:
-    return body - record_head.HEAD_NBYTES + 48
+    return body - record_format.HEAD_NBYTES + 48
 
 
 def _padding_of_the_head(body: int) -> int:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import lmdb
 from tests.support.pages import SPEC, chain, read_soon, tiers, write
-from tierstore.codecs import record_head
+from tierstore.nvme import record_format
 from tierstore.errors import ConfigError
 from tierstore.nvme import entry
 from tierstore.nvme.inspection import inspect, purge, verify
@@ -51,7 +51,7 @@ def plant_in_lmdb(directory, name, length):
 
 def plant(home, directory, where):
     if where == "value":
-        plant_in_lmdb(directory, entry.PAGES_DB, record_head.record_nbytes(SPEC.page_nbytes))
+        plant_in_lmdb(directory, entry.PAGES_DB, record_format.record_nbytes(SPEC.page_nbytes))
     elif where == "entry":
         plant_in_lmdb(directory, entry.CATALOGUE_DB, entry.ENTRY_NBYTES)
     elif where == "meta":

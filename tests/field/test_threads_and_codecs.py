@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from tests.nvme.rig import Rig, key, page
 from tests.support.pages import SPEC, chain, read_soon, tiers, write
-from tierstore.codecs import record_head
 from tierstore.config import load_config
 from tierstore.errors import ConfigError, IntegrityError
+from tierstore.nvme import record_format
 from tierstore.store import TierStore
 from tierstore.types import Tier
 
 THREADS, TIMES = 16, 2400
-FINGERPRINT = record_head.fingerprint_digest("a model")
+FINGERPRINT = record_format.fingerprint_digest("a model")
 
 
 def together(work: Callable[[int], int], threads: int = THREADS) -> list[int]:
@@ -50,8 +50,8 @@ def together(work: Callable[[int], int], threads: int = THREADS) -> list[int]:
 
 
 def record(number: int, payload: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    out = np.empty(record_head.record_nbytes(payload.nbytes), dtype=np.uint8)
-    record_head.encode(payload, out, fingerprint=FINGERPRINT, key=key(number), parent=key(number + 1))
+    out = np.empty(record_format.record_nbytes(payload.nbytes), dtype=np.uint8)
+    record_format.encode(payload, out, fingerprint=FINGERPRINT, key=key(number), parent=key(number + 1))
     return out
 
 
@@ -66,8 +66,8 @@ def test_sixteen_threads_encode_and_check_as_one_does() -> None:
             number = chance.choices(range(4), (8, 8, 4, 1))[0]
             made = record(number, pages[number])
             wrong += made.tobytes() != alone[number]
-            head, payload = made[: record_head.HEAD_NBYTES], made[record_head.HEAD_NBYTES :]
-            found = record_head.verify(head, payload, fingerprint=FINGERPRINT, key=key(number))
+            head, payload = made[: record_format.HEAD_NBYTES], made[record_format.HEAD_NBYTES :]
+            found = record_format.verify(head, payload, fingerprint=FINGERPRINT, key=key(number))
             wrong += (found.key, found.parent) != (key(number), key(number + 1))
         return wrong
 
@@ -79,21 +79,21 @@ def test_a_broken_record_is_found_by_whichever_thread_reads_it_and_hurts_no_othe
     payload = page(1, nbytes=512)
     good = record(1, payload)
     bad = good.copy()
-    bad[record_head.HEAD_NBYTES + 100] ^= 1
+    bad[record_format.HEAD_NBYTES + 100] ^= 1
 
     def work(index: int) -> int:
         found = 0
         for _ in range(300):
-            record_head.verify(
-                good[: record_head.HEAD_NBYTES],
-                good[record_head.HEAD_NBYTES :],
+            record_format.verify(
+                good[: record_format.HEAD_NBYTES],
+                good[record_format.HEAD_NBYTES :],
                 fingerprint=FINGERPRINT,
                 key=key(1),
             )
             with pytest.raises(IntegrityError):
-                record_head.verify(
-                    bad[: record_head.HEAD_NBYTES],
-                    bad[record_head.HEAD_NBYTES :],
+                record_format.verify(
+                    bad[: record_format.HEAD_NBYTES],
+                    bad[record_format.HEAD_NBYTES :],
                     fingerprint=FINGERPRINT,
                     key=key(1),
                 )

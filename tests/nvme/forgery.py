@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.nvme.rig import change, data_file, extent_files, key
-from tierstore.codecs import record_head
 from tierstore.errors import IntegrityError
+from tierstore.nvme import record_format
 from tierstore.types import PageKey
 
 Record = NDArray[np.uint8]
@@ -24,28 +24,28 @@ def sealed(
     number: int, fingerprint: str, payload: Record, generation: int, *, raw_nbytes: int | None = None
 ) -> Record:
     """A whole and true record."""
-    head = record_head.Head(
-        fingerprint=record_head.fingerprint_digest(fingerprint),
+    head = record_format.Head(
+        fingerprint=record_format.fingerprint_digest(fingerprint),
         key=key(number),
         parent=parent_of(number),
-        codec=record_head.Codec.NONE if raw_nbytes in (None, payload.nbytes) else record_head.Codec.EXP,
+        codec=record_format.Codec.NONE if raw_nbytes in (None, payload.nbytes) else record_format.Codec.EXP,
         raw_nbytes=raw_nbytes or payload.nbytes,
         stored_nbytes=payload.nbytes,
         generation=generation,
     )
-    return np.concatenate([np.frombuffer(record_head.seal(head, payload), dtype=np.uint8), payload])
+    return np.concatenate([np.frombuffer(record_format.seal(head, payload), dtype=np.uint8), payload])
 
 
-def head_of(record: Record) -> record_head.Head | None:
+def head_of(record: Record) -> record_format.Head | None:
     """None where an old copy's head was damaged."""
     try:
-        return record_head.parse(record[: record_head.HEAD_NBYTES].tobytes())
+        return record_format.parse(record[: record_format.HEAD_NBYTES].tobytes())
     except IntegrityError:
         return None
 
 
 def overwrite(
-    home: Path, name: PageKey, payload: Record, changed: Callable[[Record, record_head.Head], Record]
+    home: Path, name: PageKey, payload: Record, changed: Callable[[Record, record_format.Head], Record]
 ) -> int:
     """Replace every copy on disk of the record of ``name`` by what ``changed`` makes of it, at most as much of it as
     there was; how many there were.
@@ -55,7 +55,7 @@ def overwrite(
         raw = path.read_bytes()
         position = raw.find(payload.tobytes())
         while position >= 0:
-            start = position - record_head.HEAD_NBYTES
+            start = position - record_format.HEAD_NBYTES
             record = np.frombuffer(bytearray(raw[start : position + payload.nbytes]), dtype=np.uint8)
             head = head_of(record)
             if head is not None and head.key == name:

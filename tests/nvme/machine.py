@@ -38,8 +38,9 @@ from tests.nvme.rig import (
 )
 from tests.nvme.watch import Watch, watching
 from tests.support import lanes
-from tierstore.codecs import encoder, record_head
+from tierstore.codecs import encoder
 from tierstore.codecs.host_format import HostFormat
+from tierstore.nvme import record_format
 from tierstore.nvme.allocator import Place
 from tierstore.nvme.entry import slot_blocks, unpack
 from tierstore.nvme.extents import ExtentRecords
@@ -247,7 +248,7 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(data=st.data(), position=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
     def flip_a_bit(self, data: st.DataObject, position: float, bit: int) -> None:
-        def flipped(record: Record, head: record_head.Head) -> Record:
+        def flipped(record: Record, head: record_format.Head) -> Record:
             record[int(position * record.nbytes)] ^= 1 << bit
             return record
 
@@ -282,7 +283,7 @@ class TierMachine(RuleBasedStateMachine):
         payload = self.stored(number, version)
         return sealed(number, fingerprint, payload, generation, raw_nbytes=self.page_nbytes)
 
-    def replace(self, number: int, changed: Callable[[Record, record_head.Head], Record]) -> None:
+    def replace(self, number: int, changed: Callable[[Record, record_format.Head], Record]) -> None:
         """Overwrite the record of ``number`` wherever a copy of it is."""
         if number in self.damaged:
             return

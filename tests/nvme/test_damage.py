@@ -20,8 +20,7 @@ import pytest
 from tests.nvme import rig as rig_module
 from tests.nvme.rig import CAPACITY, FINGERPRINT, PAGE, Rig, change, data_file, find, key, page
 from tests.support import lanes
-from tierstore.codecs import record_head
-from tierstore.nvme import entry, examination
+from tierstore.nvme import entry, examination, record_format
 from tierstore.nvme.examination import walk_apart
 from tierstore.nvme.tree import walk
 from tierstore.types import Failure
@@ -79,7 +78,7 @@ def test_a_flipped_bit_costs_one_page_and_is_counted(home: Path) -> None:
 @pytest.mark.parametrize("offset", [0, 8, 40, 80, 140, 200, 4000, 4079])
 def test_a_changed_head_costs_one_page(home: Path, offset: int) -> None:
     path, where = find(home, page(7).tobytes())
-    where += offset - record_head.HEAD_NBYTES
+    where += offset - record_format.HEAD_NBYTES
     change(path, where, bytes([path.read_bytes()[where] ^ 0x10]))
     rig = Rig(home)
     assert rig.present(range(COUNT)) == set(range(COUNT)) - {7}
@@ -253,9 +252,9 @@ def test_entries_without_a_page_number_are_read_through_lmdb(home: Path) -> None
 def test_a_record_of_another_model_is_an_integrity_failure(home: Path) -> None:
     # F010, F016
     with by_hand(home) as (txn, catalogue, pages):
-        record = np.empty(record_head.record_nbytes(PAGE), dtype=np.uint8)
-        record_head.encode(
-            page(0), record, fingerprint=record_head.fingerprint_digest("cd34"), key=key(0), parent=None
+        record = np.empty(record_format.record_nbytes(PAGE), dtype=np.uint8)
+        record_format.encode(
+            page(0), record, fingerprint=record_format.fingerprint_digest("cd34"), key=key(0), parent=None
         )
         txn.put(key(0), record.tobytes(), db=pages)
         txn.put(key(0), entry.pack(key(0), entry.Entry(None, PAGE, PAGE, 0)), db=catalogue)
@@ -276,7 +275,7 @@ def test_a_planted_pickle_executes_nothing(
     # F105
     bomb = pickle.dumps(Bomb())
     with by_hand(home) as (txn, catalogue, pages):
-        txn.put(key(0), bomb.ljust(record_head.record_nbytes(PAGE), b"."), db=pages)
+        txn.put(key(0), bomb.ljust(record_format.record_nbytes(PAGE), b"."), db=pages)
         txn.put(key(0), entry.pack(key(0), entry.Entry(None, PAGE, PAGE, 0)), db=catalogue)
     (data_file(home).parent / "tierstore-shard.json").write_bytes(bomb)
     monkeypatch.chdir(tmp_path)

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from tests.nvme.rig import LAYOUT, Rig, blank, change, find, key, page
 from tierstore.codecs import exp
 from tierstore.codecs.exp import Encoder, Geometry
-from tierstore.codecs.record_head import HEAD_NBYTES
 from tierstore.nvme import extents
 from tierstore.nvme.inspection import verify
+from tierstore.nvme.record_format import HEAD_NBYTES
 from tierstore.page import PageLayout
 from tierstore.types import Ack, Failure
 

@@ -19,9 +19,8 @@ from tests.nvme.rig import FINGERPRINT, LAYOUT, PATIENCE_S, Rig, data_file, key,
 from tests.nvme.tree_damage import DAMAGES, Hurt, name_twice
 from tests.nvme.watch import Calls
 from tests.support import lanes
-from tierstore.codecs import record_head
 from tierstore.errors import ConfigError
-from tierstore.nvme import catalogue, entry, shard, tree
+from tierstore.nvme import catalogue, entry, record_format, shard, tree
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.environment import Environment
 from tierstore.nvme.tree import walk
@@ -209,7 +208,7 @@ def test_a_walk_reads_no_value(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_head_of_a_record_is_as_long_as_a_walk_takes_it_for() -> None:
-    assert tree._HEAD_NBYTES == record_head.HEAD_NBYTES
+    assert tree._HEAD_NBYTES == record_format.HEAD_NBYTES
 
 
 def content(number: int, version: int, form: str) -> NDArray[np.uint8]:

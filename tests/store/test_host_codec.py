@@ -18,13 +18,13 @@ from tests.support.pages import PATIENCE_S, chain, page_tensor, tier_stats, wher
 from tierstore import codecs
 from tierstore.archive import closed_store, intake
 from tierstore.codecs.host_format import HostFormat, Packer
-from tierstore.codecs.record_head import Codec, Head, parse
 from tierstore.config import load_config
 from tierstore.errors import ConfigError
 from tierstore.gpu.pool import EnginePages
 from tierstore.keys import namespace
 from tierstore.nvme.direct_io import aligned
 from tierstore.nvme.reader import scratch_for
+from tierstore.nvme.record_format import Codec, Head, parse
 from tierstore.page import PageLayout, PageSpec
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier

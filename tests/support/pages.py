@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tierstore import codecs
-from tierstore.codecs.record_head import record_nbytes
 from tierstore.config import StoreConfig, load_config
 from tierstore.gpu.pool import GroupedPages
 from tierstore.lease import Lease
+from tierstore.nvme.record_format import record_nbytes
 from tierstore.page import DTYPE_NBYTES, PageLayout, PageSpec
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.archive.file_format import CHECKSUM, Description, Item
-from tierstore.codecs import record_head
 from tierstore.errors import IntegrityError
+from tierstore.nvme import record_format
 from tierstore.nvme.reader import Record
 from tierstore.types import PageKey
 
@@ -73,12 +73,12 @@ class Sink(Protocol):
 
 def checked(item: Item, raw: bytes, payload: NDArray[np.uint8], description: Description) -> Record:
     """The record of an item. IntegrityError unless head and payload are what the index says, every byte of them."""
-    head = record_head.verify(
+    head = record_format.verify(
         raw,
         payload,
         fingerprint=description.fingerprint,
         key=item.key,
-        generation=record_head.parse(raw).generation,
+        generation=record_format.parse(raw).generation,
     )
     if (head.parent, head.codec, head.raw_nbytes) != (item.parent, item.codec, item.raw_nbytes):
         raise IntegrityError("another record of this page")

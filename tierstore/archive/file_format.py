@@ -21,9 +21,9 @@ from typing import NamedTuple
 from xxhash import xxh3_128_digest
 
 from tierstore import keys
-from tierstore.codecs import record_head
 from tierstore.errors import ArchiveError
 from tierstore.keys import KEY_NBYTES
+from tierstore.nvme import record_format
 from tierstore.page import PageLayout, PageSpec
 from tierstore.types import PageKey
 
@@ -60,7 +60,7 @@ class Description:
     @cached_property
     def fingerprint(self) -> bytes:
         """As heads of records have it."""
-        return record_head.fingerprint_digest(self.layout.fingerprint)
+        return record_format.fingerprint_digest(self.layout.fingerprint)
 
     @property
     def models(self) -> str:
@@ -82,7 +82,7 @@ class Item(NamedTuple):
     @property
     def end(self) -> int:
         """Where the next record begins."""
-        return self.offset + record_head.HEAD_NBYTES + self.stored_nbytes
+        return self.offset + record_format.HEAD_NBYTES + self.stored_nbytes
 
 
 class Trailer(NamedTuple):
@@ -150,7 +150,7 @@ def parse_header(raw: bytes) -> Description:
 
 def codec_name(number: int) -> str:
     """The name of a record's codec; its number if this version does not know it."""
-    return record_head.NAMES.get(number, str(number))
+    return record_format.NAMES.get(number, str(number))
 
 
 def parents_first(items: Iterable[Item]) -> list[Item]:

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from tierstore.archive import file_format
 from tierstore.archive.endpoints import Progress, Sink, ahead, checked, most_ahead, whole
 from tierstore.archive.file_format import require_same
-from tierstore.codecs import record_head
 from tierstore.errors import ArchiveError, IntegrityError
+from tierstore.nvme import record_format
 from tierstore.nvme.reader import Record
 from tierstore.types import PageKey
 
@@ -171,7 +171,7 @@ class _Reading:
     def _read(self, item: file_format.Item) -> Record | str:
         try:
             raw = _read_at(self.fd, item.offset, item.end - item.offset)
-            head, payload = raw[: record_head.HEAD_NBYTES].tobytes(), raw[record_head.HEAD_NBYTES :]
+            head, payload = raw[: record_format.HEAD_NBYTES].tobytes(), raw[record_format.HEAD_NBYTES :]
             return checked(item, head, payload, self.contents.description)
         except (IntegrityError, OSError) as error:
             return str(error)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import mmap
 from dataclasses import dataclass
 
-from tierstore.codecs.record_head import record_nbytes
 from tierstore.errors import ConfigError
 from tierstore.nvme.entry import CATALOGUE_SHARE
+from tierstore.nvme.record_format import record_nbytes
 
 EXTENTS_FROM = 1 << 30
 """Capacity from which on ``payload: auto`` asks the disk; a smaller directory stays in LMDB."""

@@ -24,8 +24,9 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.codecs import LOSS_CLASSES, record_head
+from tierstore.codecs import LOSS_CLASSES
 from tierstore.errors import IntegrityError
+from tierstore.nvme import record_format
 from tierstore.nvme.allocator import Place
 from tierstore.nvme.capacity import Sizing
 from tierstore.nvme.entry import (
@@ -102,7 +103,7 @@ class Catalogue:
         self._change = 0  # of live_nbytes, by the transaction that is open
         self._known = True  # whether live_nbytes is: a commit that fails may have come about
         self.live_nbytes = 0
-        self._fingerprint = record_head.fingerprint_digest(fingerprint)
+        self._fingerprint = record_format.fingerprint_digest(fingerprint)
         self._files: ExtentFiles | None = None
         self._env = Environment(
             partial(

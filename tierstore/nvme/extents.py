@@ -28,10 +28,9 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.codecs import PageEncoder, record_head
-from tierstore.codecs.record_head import HEAD_NBYTES
+from tierstore.codecs import PageEncoder
 from tierstore.errors import IntegrityError
-from tierstore.nvme import home
+from tierstore.nvme import home, record_format
 from tierstore.nvme.allocator import Move, Place, Slots, moves, sorted_by_extent
 from tierstore.nvme.capacity import Sizing
 from tierstore.nvme.direct_io import BLOCK, aligned, is_aligned, padded, set_direct
@@ -48,6 +47,7 @@ from tierstore.nvme.record import (
     lookup,
     memory_for,
 )
+from tierstore.nvme.record_format import HEAD_NBYTES
 from tierstore.types import PageKey
 
 PREFIX = b"TierStore extent"
@@ -339,19 +339,19 @@ class Sealer:
 
     def _seal(self, row: int, page: Page, generation: int, encoder: PageEncoder | None) -> Sealed:
         payload, body = self._payload(row, page.payload, None if page.head else encoder)
-        head = page.head or record_head.Head(
+        head = page.head or record_format.Head(
             fingerprint=self._fingerprint,
             key=page.key,
             parent=page.parent,
             codec=self._coding.plain
             if payload.nbytes == page.payload.nbytes
-            else record_head.CODECS[self._coding.name],
+            else record_format.CODECS[self._coding.name],
             raw_nbytes=self._coding.raw_nbytes(page.payload),
             stored_nbytes=payload.nbytes,
         )
         head = replace(head, generation=generation)
         block = self._heads[row]
-        block[len(PREFIX) :] = np.frombuffer(record_head.seal(head, payload), dtype=np.uint8)
+        block[len(PREFIX) :] = np.frombuffer(record_format.seal(head, payload), dtype=np.uint8)
         return Sealed((block, body), generation, payload.nbytes)
 
     def _payload(

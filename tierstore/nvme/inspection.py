@@ -10,7 +10,6 @@ from pathlib import Path
 
 import lmdb
 
-from tierstore.codecs.record_head import fingerprint_digest
 from tierstore.nvme import home
 from tierstore.nvme.allocator import Slots
 from tierstore.nvme.entry import MAX_DBS
@@ -21,6 +20,7 @@ from tierstore.nvme.home import FileLock, lock_holder, locked_to_read
 from tierstore.nvme.lmdb_pages import InlineBytes
 from tierstore.nvme.reader import RecordReader
 from tierstore.nvme.record import RecordBytes
+from tierstore.nvme.record_format import fingerprint_digest
 from tierstore.nvme.tombstones import RETIRED_KEY, Tombstones, retired
 from tierstore.types import PageKey
 

@@ -25,8 +25,8 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.codecs import record_head
 from tierstore.errors import IntegrityError
+from tierstore.nvme import record_format
 from tierstore.nvme.capacity import Sizing
 from tierstore.nvme.direct_io import BLOCK, is_aligned, set_direct
 from tierstore.nvme.entry import Entry, unpack
@@ -158,10 +158,10 @@ class InlineBytes:
         if value is None:
             raise KeyError(key)
         record = np.frombuffer(value, dtype=np.uint8)
-        if record.nbytes != record_head.HEAD_NBYTES + out.nbytes:
+        if record.nbytes != record_format.HEAD_NBYTES + out.nbytes:
             raise IntegrityError(f"value of {record.nbytes} bytes for a payload of {out.nbytes}")
-        np.copyto(scratch[HEAD], record[: record_head.HEAD_NBYTES])
-        np.copyto(out, record[record_head.HEAD_NBYTES :])
+        np.copyto(scratch[HEAD], record[: record_format.HEAD_NBYTES])
+        np.copyto(out, record[record_format.HEAD_NBYTES :])
 
 
 _PROBE_KEY = b"probe"
@@ -193,7 +193,7 @@ class InlineRecords:
         self._coding = coding
         self._encoder = coding.encoder()
         self._fingerprint = fingerprint
-        self._record = np.empty(record_head.record_nbytes(page_nbytes), dtype=np.uint8)
+        self._record = np.empty(record_format.record_nbytes(page_nbytes), dtype=np.uint8)
         self._generations = itertools.count(1 + secrets.randbits(62))  # no two openings share any; never 0
 
     def test_numbers(self) -> None:
@@ -208,9 +208,9 @@ class InlineRecords:
     def entry(self, txn: lmdb.Transaction[memoryview], page: Page, written: Written) -> Entry:
         generation = next(self._generations)
         if page.head is not None:
-            length = record_head.copy(page.head, page.payload, self._record, generation=generation)
+            length = record_format.copy(page.head, page.payload, self._record, generation=generation)
         else:
-            length = record_head.encode(
+            length = record_format.encode(
                 page.payload,
                 self._record,
                 fingerprint=self._fingerprint,
@@ -221,7 +221,7 @@ class InlineRecords:
                 raw_nbytes=self._coding.raw_nbytes(page.payload),
                 generation=generation,
             )
-        stored = length - record_head.HEAD_NBYTES
+        stored = length - record_format.HEAD_NBYTES
         if page.key in self._fresh:  # else LMDB may keep it in pages that are too many for it
             txn.delete(page.key, db=self._env.pages)
         self._fresh.add(page.key)
@@ -243,7 +243,7 @@ class InlineRecords:
         except IntegrityError:
             return  # changed behind our back: nothing is known of it
         if entry.page_number:
-            self._headers.mend(entry.page_number, record_head.HEAD_NBYTES + entry.stored_nbytes)
+            self._headers.mend(entry.page_number, record_format.HEAD_NBYTES + entry.stored_nbytes)
 
     def erased(self, txn: lmdb.Transaction[memoryview], key: PageKey) -> None:
         txn.delete(key, db=self._env.pages)
@@ -279,7 +279,7 @@ def page_number(txn: lmdb.Transaction[memoryview], key: bytes, db: lmdb._Databas
 
 def numbers_hold(env: Environment) -> bool:
     """Whether a value's page number, as we find it, is where its bytes are in the file after the commit: tries one."""
-    value = os.urandom(record_head.HEAD_NBYTES + 4096)
+    value = os.urandom(record_format.HEAD_NBYTES + 4096)
     with env.begin(write=True, buffers=True) as txn:
         txn.put(_PROBE_KEY, value, db=env.meta)
         number = page_number(txn, _PROBE_KEY, env.meta)

@@ -26,8 +26,8 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.codecs import record_head
 from tierstore.errors import IntegrityError
+from tierstore.nvme import record_format
 from tierstore.nvme.acks import Job, Outbox, Outcome, Shares, failed
 from tierstore.nvme.breaker import Breaker, Circuit
 from tierstore.nvme.direct_io import BLOCK, aligned, padded
@@ -120,7 +120,7 @@ class RecordReader:
 
     def _settled(
         self, key: PageKey, fetched: Fetched, out: NDArray[np.uint8], scratch: NDArray[np.uint8]
-    ) -> tuple[record_head.Head, Fetched]:
+    ) -> tuple[record_format.Head, Fetched]:
         """The checked head and the bytes it belongs to, read again if the catalogue names another record by now.
 
         A record that fails its checks is damaged only if the catalogue still names it: no transaction keeps its place
@@ -135,9 +135,9 @@ class RecordReader:
             fetched = self.fetch(key, out, scratch)
         raise MovedError(f"replaced {TRIES} times while it was read")
 
-    def _verified(self, key: PageKey, fetched: Fetched, scratch: NDArray[np.uint8]) -> record_head.Head:
+    def _verified(self, key: PageKey, fetched: Fetched, scratch: NDArray[np.uint8]) -> record_format.Head:
         """The head of a record, every byte of it and of the payload checked."""
-        return record_head.verify(
+        return record_format.verify(
             scratch[HEAD],
             fetched.payload,
             fingerprint=self._fingerprint,
@@ -552,7 +552,7 @@ class Lent(NamedTuple):
 class Record(NamedTuple):
     """A record, checked: ``raw`` is its head as bytes, ``payload`` flat uint8, in ``lent`` where that is not None."""
 
-    head: record_head.Head
+    head: record_format.Head
     raw: bytes
     payload: NDArray[np.uint8]
     lent: Lent | None = None
@@ -590,7 +590,7 @@ def read_record(reader: RecordReader, key: PageKey, memory: RecordBuffers) -> Re
         return NOT_FOUND
     except (IntegrityError, MovedError, lmdb.Error, OSError) as error:
         return str(error)
-    return Record(record_head.parse(raw), raw, payload, lent)
+    return Record(record_format.parse(raw), raw, payload, lent)
 
 
 class Lender:

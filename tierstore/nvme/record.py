@@ -26,15 +26,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import codecs
-from tierstore.codecs import LOSSY, PageDecoder, PageEncoder, record_head
+from tierstore.codecs import LOSSY, PageDecoder, PageEncoder
 from tierstore.codecs.host_format import HostFormat, Packer
 from tierstore.codecs.lossy import CodeCompressor, CodeExpander
-from tierstore.codecs.record_head import CODECS, NAMES, Codec, Head
 from tierstore.errors import IntegrityError
+from tierstore.nvme import record_format
 from tierstore.nvme.allocator import Place
 from tierstore.nvme.direct_io import BLOCK, padded
 from tierstore.nvme.entry import Entry
 from tierstore.nvme.environment import Environment
+from tierstore.nvme.record_format import CODECS, NAMES, Codec, Head
 from tierstore.page import PageLayout
 from tierstore.types import PageKey
 
@@ -134,7 +135,7 @@ class Decoders:
             self._require_length(head, out)
             assert there, "what memory holds is read to where it is held"
         elif self._form is None:
-            record_head.decode(head, payload.copy() if there else payload, out, self.of(head.codec))
+            record_format.decode(head, payload.copy() if there else payload, out, self.of(head.codec))
         else:
             self._repack(self._form, head, payload.copy() if there else payload, out)
 
@@ -152,7 +153,7 @@ class Decoders:
             return
         self._packer = self._packer or Packer(form)
         page = self._packer.page
-        record_head.decode(head, payload, page, self.of(head.codec))
+        record_format.decode(head, payload, page, self.of(head.codec))
         if not self._packer.pack(page, slot):
             raise UnfitError(f"numbers that {form.codec!r}, the codec of host memory, cannot state")
 
@@ -163,7 +164,7 @@ class Page(NamedTuple):
     key: PageKey
     parent: PageKey | None
     payload: NDArray[np.uint8]
-    head: record_head.Head | None = None
+    head: record_format.Head | None = None
 
 
 class Written(NamedTuple):
@@ -224,7 +225,7 @@ class Records(Protocol):
         ...
 
 
-HEAD = slice(BLOCK - record_head.HEAD_NBYTES, BLOCK)
+HEAD = slice(BLOCK - record_format.HEAD_NBYTES, BLOCK)
 """Where a record's head is in the scratch that it was fetched with."""
 
 TRIES = 4
