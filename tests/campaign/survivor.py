@@ -19,7 +19,7 @@ from tests.campaign.children import Say, heard_warnings
 from tests.campaign.turns import Rig, Subject
 from tests.nvme.rig import PATIENCE_S, data_file, key
 from tierstore.errors import ConfigError
-from tierstore.nvme import entry, record_format
+from tierstore.nvme import catalogue_entry, record_format
 from tierstore.types import Failure, PageKey
 
 PLANTS = ("unchecked", "signal")
@@ -100,11 +100,11 @@ def _places(ordeal: Ordeal, there: dict[int, int]) -> dict[int, tuple[str, int, 
     numbers = {key(n): n for n in there}
     found = {}
     directory = data_file(ordeal.home).parent
-    with lmdb.open(str(directory), readonly=True, lock=False, max_dbs=entry.MAX_DBS) as env:
-        catalogue = env.open_db(entry.CATALOGUE_DB, create=False)
+    with lmdb.open(str(directory), readonly=True, lock=False, max_dbs=catalogue_entry.MAX_DBS) as env:
+        catalogue = env.open_db(catalogue_entry.CATALOGUE_DB, create=False)
         with env.begin() as txn:
             for raw_key, raw in txn.cursor(db=catalogue):
-                at = entry.unpack(raw_key, raw)
+                at = catalogue_entry.unpack(raw_key, raw)
                 name = f"extent-{at.extent:05}.bin" if at.extent else "data.mdb"
                 first = at.block if at.extent else at.page_number
                 found[numbers[PageKey(raw_key)]] = (name, first * 4096, at.stored_nbytes)

@@ -31,7 +31,7 @@ from tests.support.pages import (
 from tests.support.stalls import IN, UP
 from tierstore.gpu.geometry import Part
 from tierstore.gpu.pool import CpuPool
-from tierstore.nvme import entry
+from tierstore.nvme import catalogue_entry
 from tierstore.nvme.reader import RecordReader
 from tierstore.nvme.record import Decoders, Fetched
 from tierstore.store import TierStore
@@ -276,16 +276,16 @@ def test_sessions_whose_entries_changed_places_get_nothing_of_each_other(tmp_pat
     home = data_file(tmp_path, SPEC.fingerprint).parent
     with (
         lmdb.open(
-            str(home), map_size=config.nvme.capacity if config.nvme else 0, max_dbs=entry.MAX_DBS
+            str(home), map_size=config.nvme.capacity if config.nvme else 0, max_dbs=catalogue_entry.MAX_DBS
         ) as env,
         env.begin(write=True) as txn,
     ):
-        catalogue = env.open_db(entry.CATALOGUE_DB, txn)
+        catalogue = env.open_db(catalogue_entry.CATALOGUE_DB, txn)
         found = {key: txn.get(key, db=catalogue) for key in (mine[1], yours[1])}
         for key, other in ((mine[1], yours[1]), (yours[1], mine[1])):
             raw = found[other]
             assert raw is not None
-            txn.put(key, entry.pack(key, entry.unpack(other, raw)), db=catalogue)
+            txn.put(key, catalogue_entry.pack(key, catalogue_entry.unpack(other, raw)), db=catalogue)
     with TierStore.open(config, SPEC) as store:
         assert read(store, mine) == 0
         assert read(store, yours) == 0

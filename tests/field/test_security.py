@@ -29,7 +29,7 @@ import lmdb
 from tests.support.pages import SPEC, chain, read_soon, tiers, write
 from tierstore.nvme import record_format
 from tierstore.errors import ConfigError
-from tierstore.nvme import entry
+from tierstore.nvme import catalogue_entry as entry
 from tierstore.nvme.inspection import inspect, purge, verify
 from tierstore.store import TierStore
 

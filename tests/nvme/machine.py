@@ -42,7 +42,7 @@ from tierstore.codecs import encoder
 from tierstore.codecs.host_format import HostFormat
 from tierstore.nvme import record_format
 from tierstore.nvme.allocator import Place
-from tierstore.nvme.entry import slot_blocks, unpack
+from tierstore.nvme.catalogue_entry import slot_blocks, unpack
 from tierstore.nvme.extents import ExtentRecords
 from tierstore.page import PageLayout
 from tierstore.types import Failure

@@ -20,7 +20,7 @@ import pytest
 from tests.nvme import rig as rig_module
 from tests.nvme.rig import CAPACITY, FINGERPRINT, PAGE, Rig, change, data_file, find, key, page
 from tests.support import lanes
-from tierstore.nvme import entry, examination, record_format
+from tierstore.nvme import catalogue_entry, examination, record_format
 from tierstore.nvme.examination import walk_apart
 from tierstore.nvme.tree import walk
 from tierstore.types import Failure
@@ -44,8 +44,8 @@ both = pytest.mark.usefixtures("payload")
 @contextmanager
 def by_hand(home: Path) -> Iterator[tuple[lmdb.Transaction[bytes], lmdb._Database, lmdb._Database]]:
     """A write transaction on a closed home, with its catalogue and its pages."""
-    with lmdb.open(str(data_file(home).parent), map_size=CAPACITY, max_dbs=entry.MAX_DBS) as env:
-        catalogue, pages = env.open_db(entry.CATALOGUE_DB), env.open_db(entry.PAGES_DB)
+    with lmdb.open(str(data_file(home).parent), map_size=CAPACITY, max_dbs=catalogue_entry.MAX_DBS) as env:
+        catalogue, pages = env.open_db(catalogue_entry.CATALOGUE_DB), env.open_db(catalogue_entry.PAGES_DB)
         with env.begin(write=True) as txn:
             yield txn, catalogue, pages
 
@@ -211,7 +211,7 @@ def test_an_entry_that_points_to_another_page_is_an_integrity_failure(home: Path
     with in_use(rig) as (txn, catalogue, _):
         raw = txn.get(key(1), db=catalogue)
         assert raw is not None
-        txn.put(key(0), entry.pack(key(0), entry.unpack(key(1), raw)), db=catalogue)
+        txn.put(key(0), catalogue_entry.pack(key(0), catalogue_entry.unpack(key(1), raw)), db=catalogue)
     ack, _ = rig.read([0, 1])
     assert ack.failures == ((0, Failure.INTEGRITY),)
     rig.close()
@@ -223,8 +223,8 @@ def test_an_entry_that_points_nowhere_is_an_integrity_failure(home: Path, page_n
     with in_use(rig) as (txn, catalogue, _):
         raw = txn.get(key(0), db=catalogue)
         assert raw is not None
-        wrong = entry.unpack(key(0), raw)._replace(page_number=page_number)
-        txn.put(key(0), entry.pack(key(0), wrong), db=catalogue)
+        wrong = catalogue_entry.unpack(key(0), raw)._replace(page_number=page_number)
+        txn.put(key(0), catalogue_entry.pack(key(0), wrong), db=catalogue)
     ack, _ = rig.read([0])
     assert ack.failures[0][1] in (Failure.INTEGRITY, Failure.IO_ERROR)
     rig.close()
@@ -235,8 +235,8 @@ def test_entries_without_a_page_number_are_read_through_lmdb(home: Path) -> None
         for number in range(COUNT):
             raw = txn.get(key(number), db=catalogue)
             assert raw is not None
-            plain = entry.unpack(key(number), raw)._replace(page_number=0)
-            txn.put(key(number), entry.pack(key(number), plain), db=catalogue)
+            plain = catalogue_entry.unpack(key(number), raw)._replace(page_number=0)
+            txn.put(key(number), catalogue_entry.pack(key(number), plain), db=catalogue)
         txn.delete(key(1), db=pages)
         txn.put(key(2), b"short", db=pages)
         value = txn.get(key(3), db=pages)
@@ -257,7 +257,9 @@ def test_a_record_of_another_model_is_an_integrity_failure(home: Path) -> None:
             page(0), record, fingerprint=record_format.fingerprint_digest("cd34"), key=key(0), parent=None
         )
         txn.put(key(0), record.tobytes(), db=pages)
-        txn.put(key(0), entry.pack(key(0), entry.Entry(None, PAGE, PAGE, 0)), db=catalogue)
+        txn.put(
+            key(0), catalogue_entry.pack(key(0), catalogue_entry.Entry(None, PAGE, PAGE, 0)), db=catalogue
+        )
     rig = Rig(home)
     ack, _ = rig.read([0])
     assert ack.failures == ((0, Failure.INTEGRITY),)
@@ -276,7 +278,9 @@ def test_a_planted_pickle_executes_nothing(
     bomb = pickle.dumps(Bomb())
     with by_hand(home) as (txn, catalogue, pages):
         txn.put(key(0), bomb.ljust(record_format.record_nbytes(PAGE), b"."), db=pages)
-        txn.put(key(0), entry.pack(key(0), entry.Entry(None, PAGE, PAGE, 0)), db=catalogue)
+        txn.put(
+            key(0), catalogue_entry.pack(key(0), catalogue_entry.Entry(None, PAGE, PAGE, 0)), db=catalogue
+        )
     (data_file(home).parent / "tierstore-shard.json").write_bytes(bomb)
     monkeypatch.chdir(tmp_path)
     Rig(home).close()

@@ -26,7 +26,7 @@ from tests.nvme.rig import (
 )
 from tests.nvme.watch import Watch, watching
 from tierstore.errors import ConfigError, IntegrityError
-from tierstore.nvme import entry
+from tierstore.nvme import catalogue_entry
 from tierstore.nvme.allocator import Place, Slots
 from tierstore.nvme.home import disk_nbytes
 from tierstore.types import Failure
@@ -259,7 +259,7 @@ def test_nothing_that_the_catalogue_names_is_written_under_churn(tmp_path: Path)
 
     def named() -> set[Place]:
         with catalogue._env.begin() as txn:
-            found = [entry.unpack(k, raw) for k, raw in txn.cursor(db=catalogue._env.catalogue)]
+            found = [catalogue_entry.unpack(k, raw) for k, raw in txn.cursor(db=catalogue._env.catalogue)]
         return {Place(each.extent, each.block, SLOT // 4096) for each in found}
 
     watch = Watch(rig.home, named)

@@ -27,7 +27,7 @@ from tests.nvme.rig import (
     wait_until_writable,
 )
 from tierstore.errors import ConfigError, IntegrityError
-from tierstore.nvme import entry
+from tierstore.nvme import catalogue_entry
 from tierstore.nvme.direct_io import aligned
 from tierstore.nvme.inspection import inspect, purge, verify
 from tierstore.types import Failure
@@ -194,15 +194,17 @@ def test_extent_files_deleted_under_the_open_tier_are_read_to_the_end(rig: Rig) 
     assert rig.present(range(30)) == set(range(30))
 
 
-def changed_entries(home: Path, change: Callable[[dict[int, entry.Entry]], dict[int, entry.Entry]]) -> None:
+def changed_entries(
+    home: Path, change: Callable[[dict[int, catalogue_entry.Entry]], dict[int, catalogue_entry.Entry]]
+) -> None:
     """Rewrites the catalogue of a closed home, checksums and all."""
-    with lmdb.open(str(data_file(home).parent), map_size=CAPACITY, max_dbs=entry.MAX_DBS) as env:
-        catalogue = env.open_db(entry.CATALOGUE_DB)
+    with lmdb.open(str(data_file(home).parent), map_size=CAPACITY, max_dbs=catalogue_entry.MAX_DBS) as env:
+        catalogue = env.open_db(catalogue_entry.CATALOGUE_DB)
         with env.begin(write=True) as txn:
             found = {n: txn.get(key(n), db=catalogue) for n in range(10)}
-            old = {n: entry.unpack(key(n), raw) for n, raw in found.items() if raw is not None}
+            old = {n: catalogue_entry.unpack(key(n), raw) for n, raw in found.items() if raw is not None}
             for number, new in change(old).items():
-                txn.put(key(number), entry.pack(key(number), new), db=catalogue)
+                txn.put(key(number), catalogue_entry.pack(key(number), new), db=catalogue)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +220,7 @@ def changed_entries(home: Path, change: Callable[[dict[int, entry.Entry]], dict[
     ids=["two in one slot", "across two slots", "no such file", "behind its end", "too long", "in LMDB"],
 )
 def test_an_entry_without_a_slot_of_its_own_sets_the_directory_aside(
-    tmp_path: Path, change: Callable[[dict[int, entry.Entry]], dict[int, entry.Entry]]
+    tmp_path: Path, change: Callable[[dict[int, catalogue_entry.Entry]], dict[int, catalogue_entry.Entry]]
 ) -> None:
     home = tmp_path / "home"
     rig = Rig(home, payload="extents")

@@ -16,7 +16,7 @@ import pytest
 
 from tests.nvme.rig import CAPACITY, FINGERPRINT, PAGE, PATIENCE_S, Rig, data_file, key
 from tierstore.errors import ConfigError
-from tierstore.nvme import entry
+from tierstore.nvme import catalogue_entry
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.types import PageKey
 
@@ -189,15 +189,19 @@ def fill_catalogue(home: Path, count: int, capacity: int) -> None:
         path = data_file(home).parent / "extent-00001.bin"
         path.touch(mode=0o600)
         os.truncate(path, count * slot * 4096)
-    with lmdb.open(str(data_file(home).parent), map_size=capacity, max_dbs=entry.MAX_DBS, sync=False) as env:
-        catalogue, pages = env.open_db(entry.CATALOGUE_DB), env.open_db(entry.PAGES_DB)
+    with lmdb.open(
+        str(data_file(home).parent), map_size=capacity, max_dbs=catalogue_entry.MAX_DBS, sync=False
+    ) as env:
+        catalogue, pages = env.open_db(catalogue_entry.CATALOGUE_DB), env.open_db(catalogue_entry.PAGES_DB)
         with env.begin(write=True) as txn:
             for number in range(count):
                 name = key(number)
                 parent = key(number - 1) if number else None
                 there = (1, number * slot, 1) if in_extents else (0, 0, 0)
                 txn.put(
-                    name, entry.pack(name, entry.Entry(parent, PAGE + 5120, PAGE, 0, *there)), db=catalogue
+                    name,
+                    catalogue_entry.pack(name, catalogue_entry.Entry(parent, PAGE + 5120, PAGE, 0, *there)),
+                    db=catalogue,
                 )
                 if not in_extents:
                     txn.put(name, b"-", db=pages)
@@ -216,15 +220,19 @@ def test_a_large_catalogue_is_read_back_whole(tmp_path: Path) -> None:
 
 def test_the_short_form_of_an_entry_says_what_the_whole_one_does() -> None:
     for parent in (None, key(1)):
-        raw = entry.pack(key(0), entry.Entry(parent, 13312, PAGE, 77, 3, 2**32 - 1, 2**64 - 1))
-        whole = entry.unpack(key(0), raw)
-        assert whole == entry.Entry(parent, 13312, PAGE, 77, 3, 2**32 - 1, 2**64 - 1)
-        assert int.from_bytes(raw[entry.LOCATION], "little") == 3 << 32 | 2**32 - 1
-        assert int.from_bytes(raw[entry.STORED_NBYTES], "little") == PAGE
-        assert entry.summary((key(0), raw)) == (key(0), parent, 13312)
-        assert not entry.intact(PageKey(key(2)), raw)
+        raw = catalogue_entry.pack(
+            key(0), catalogue_entry.Entry(parent, 13312, PAGE, 77, 3, 2**32 - 1, 2**64 - 1)
+        )
+        whole = catalogue_entry.unpack(key(0), raw)
+        assert whole == catalogue_entry.Entry(parent, 13312, PAGE, 77, 3, 2**32 - 1, 2**64 - 1)
+        assert int.from_bytes(raw[catalogue_entry.LOCATION], "little") == 3 << 32 | 2**32 - 1
+        assert int.from_bytes(raw[catalogue_entry.STORED_NBYTES], "little") == PAGE
+        assert catalogue_entry.summary((key(0), raw)) == (key(0), parent, 13312)
+        assert not catalogue_entry.intact(PageKey(key(2)), raw)
         for position in range(len(raw)):
-            assert not entry.intact(key(0), raw[:position] + bytes([raw[position] ^ 4]) + raw[position + 1 :])
+            assert not catalogue_entry.intact(
+                key(0), raw[:position] + bytes([raw[position] ^ 4]) + raw[position + 1 :]
+            )
 
 
 def test_the_home_is_given_back_after_a_failed_open(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.nvme.rig import LAYOUT, PATIENCE_S, Rig, data_file, key, page
-from tierstore.nvme import entry
+from tierstore.nvme import catalogue_entry
 from tierstore.nvme.lmdb_pages import InlineRecords, PageHeaders
 from tierstore.nvme.tree import walk
 
@@ -33,10 +33,14 @@ def home(tmp_path: Path) -> Path:
 
 def numbers(home: Path) -> dict[bytes, int]:
     """Where each value begins."""
-    with lmdb.open(str(data_file(home).parent), readonly=True, lock=False, max_dbs=entry.MAX_DBS) as env:
-        catalogue = env.open_db(entry.CATALOGUE_DB, create=False)
+    with lmdb.open(
+        str(data_file(home).parent), readonly=True, lock=False, max_dbs=catalogue_entry.MAX_DBS
+    ) as env:
+        catalogue = env.open_db(catalogue_entry.CATALOGUE_DB, create=False)
         with env.begin() as txn:
-            return {name: entry.unpack(name, raw).page_number for name, raw in txn.cursor(db=catalogue)}
+            return {
+                name: catalogue_entry.unpack(name, raw).page_number for name, raw in txn.cursor(db=catalogue)
+            }
 
 
 def hurt(home: Path, some: range, form: str, at: int, change: Callable[[int], int]) -> None:
@@ -142,4 +146,4 @@ def test_a_page_written_twice_in_a_transaction_has_the_pages_that_it_needs(tmp_p
     with data_file(rig.home).open("rb") as file:
         file.seek(numbers(rig.home)[key(0)] * BLOCK)
         _, _, _, pages = struct.unpack("<QHHI", file.read(16))
-    assert pages * BLOCK + entry.CATALOGUE_SHARE == ack.sizes[1]
+    assert pages * BLOCK + catalogue_entry.CATALOGUE_SHARE == ack.sizes[1]

@@ -11,10 +11,10 @@ import lmdb
 import pytest
 
 from tests.nvme.rig import CAPACITY, Rig, data_file, key
-from tierstore.nvme import entry
+from tierstore.nvme import catalogue_entry
 from tierstore.nvme.tree import prefetch, read_meta
 
-NAMES = (entry.CATALOGUE_DB, entry.PAGES_DB)
+NAMES = (catalogue_entry.CATALOGUE_DB, catalogue_entry.PAGES_DB)
 
 
 @pytest.fixture
@@ -23,14 +23,14 @@ def home(tmp_path: Path) -> Path:
     home = tmp_path / "home"
     Rig(home, capacity=16 * CAPACITY).close()
     with lmdb.open(
-        str(data_file(home).parent), map_size=16 * CAPACITY, max_dbs=entry.MAX_DBS, sync=False
+        str(data_file(home).parent), map_size=16 * CAPACITY, max_dbs=catalogue_entry.MAX_DBS, sync=False
     ) as env:
         trees = [env.open_db(name) for name in NAMES]
         for first in range(0, 4000, 500):
             with env.begin(write=True) as txn:
                 for number in range(first, first + 500):
                     for tree in trees:
-                        txn.put(key(number), b"x" * entry.ENTRY_NBYTES, db=tree)
+                        txn.put(key(number), b"x" * catalogue_entry.ENTRY_NBYTES, db=tree)
     return home
 
 
@@ -42,7 +42,9 @@ def fd(home: Path) -> Iterator[int]:
 
 
 def test_every_page_of_the_named_trees_is_asked_for(home: Path, fd: int) -> None:
-    with lmdb.open(str(data_file(home).parent), readonly=True, lock=False, max_dbs=entry.MAX_DBS) as env:
+    with lmdb.open(
+        str(data_file(home).parent), readonly=True, lock=False, max_dbs=catalogue_entry.MAX_DBS
+    ) as env:
         stats = []
         for name in NAMES:
             tree = env.open_db(name, create=False)
@@ -56,7 +58,9 @@ def test_every_page_of_the_named_trees_is_asked_for(home: Path, fd: int) -> None
 
 
 def test_the_newest_meta_page_says_how_long_the_file_is(home: Path, fd: int) -> None:
-    with lmdb.open(str(data_file(home).parent), readonly=True, lock=False, max_dbs=entry.MAX_DBS) as env:
+    with lmdb.open(
+        str(data_file(home).parent), readonly=True, lock=False, max_dbs=catalogue_entry.MAX_DBS
+    ) as env:
         info = env.info()
     meta = read_meta(fd)
     assert meta is not None

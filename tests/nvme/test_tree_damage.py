@@ -20,7 +20,7 @@ from tests.nvme.tree_damage import DAMAGES, Hurt, name_twice
 from tests.nvme.watch import Calls
 from tests.support import lanes
 from tierstore.errors import ConfigError
-from tierstore.nvme import catalogue, entry, record_format, shard, tree
+from tierstore.nvme import catalogue, catalogue_entry, record_format, shard, tree
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.environment import Environment
 from tierstore.nvme.tree import walk
@@ -64,8 +64,8 @@ def test_a_home_with_a_history_passes(home: Path) -> None:
 
 @both
 def test_a_value_that_lmdb_shortened_in_place_passes_with_all_its_pages(home: Path) -> None:
-    with lmdb.open(directory(home), map_size=4 << 20, max_dbs=entry.MAX_DBS) as env:
-        meta = env.open_db(entry.META_DB)
+    with lmdb.open(directory(home), map_size=4 << 20, max_dbs=catalogue_entry.MAX_DBS) as env:
+        meta = env.open_db(catalogue_entry.META_DB)
         with env.begin(write=True) as txn:
             txn.put(b"other", bytes(5 * BLOCK), db=meta)
             txn.put(b"other", bytes(2 * BLOCK), db=meta)
@@ -161,12 +161,14 @@ def test_an_open_that_fails_leaves_no_descriptor(home: Path, monkeypatch: pytest
 
 
 @both
-@pytest.mark.parametrize("there", [(), (entry.CATALOGUE_DB,), (entry.CATALOGUE_DB, entry.PAGES_DB)])
+@pytest.mark.parametrize(
+    "there", [(), (catalogue_entry.CATALOGUE_DB,), (catalogue_entry.CATALOGUE_DB, catalogue_entry.PAGES_DB)]
+)
 def test_trees_whose_making_was_killed_are_made(tmp_path: Path, there: tuple[bytes, ...]) -> None:
     home = tmp_path / "home"
     Rig(home).close()
     data_file(home).unlink()
-    with lmdb.open(directory(home), map_size=4 << 20, max_dbs=entry.MAX_DBS) as env:
+    with lmdb.open(directory(home), map_size=4 << 20, max_dbs=catalogue_entry.MAX_DBS) as env:
         for name in there:
             env.open_db(name)
     rig = Rig(home)
@@ -196,10 +198,10 @@ def test_a_walk_reads_no_value(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
         read.update(range(offset // BLOCK, -(-(offset + count) // BLOCK)))
         return os.pread(fd, count, offset)
 
-    with lmdb.open(directory(home), readonly=True, lock=False, max_dbs=entry.MAX_DBS) as env:
-        db = env.open_db(entry.CATALOGUE_DB, create=False)
+    with lmdb.open(directory(home), readonly=True, lock=False, max_dbs=catalogue_entry.MAX_DBS) as env:
+        db = env.open_db(catalogue_entry.CATALOGUE_DB, create=False)
         with env.begin() as txn:
-            first = {entry.unpack(*item).page_number for item in txn.cursor(db=db)}
+            first = {catalogue_entry.unpack(*item).page_number for item in txn.cursor(db=db)}
     monkeypatch.setattr(tree, "os", Calls(pread=pread))
     assert fault(home) is None
     assert len(first) > 50

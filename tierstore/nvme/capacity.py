@@ -6,7 +6,7 @@ import mmap
 from dataclasses import dataclass
 
 from tierstore.errors import ConfigError
-from tierstore.nvme.entry import CATALOGUE_SHARE
+from tierstore.nvme.catalogue_entry import CATALOGUE_SHARE
 from tierstore.nvme.record_format import record_nbytes
 
 EXTENTS_FROM = 1 << 30

@@ -29,7 +29,7 @@ from tierstore.errors import IntegrityError
 from tierstore.nvme import record_format
 from tierstore.nvme.allocator import Place
 from tierstore.nvme.capacity import Sizing
-from tierstore.nvme.entry import (
+from tierstore.nvme.catalogue_entry import (
     ENTRY_NBYTES,
     LOCATION,
     LOSSES,

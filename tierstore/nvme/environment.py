@@ -18,7 +18,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 
 import lmdb
 
-from tierstore.nvme.entry import CATALOGUE_DB, META_DB, PAGES_DB
+from tierstore.nvme.catalogue_entry import CATALOGUE_DB, META_DB, PAGES_DB
 from tierstore.nvme.examination import fault_of_length
 from tierstore.nvme.home import DATA_FILE
 

@@ -12,7 +12,7 @@ import lmdb
 
 from tierstore.nvme import home
 from tierstore.nvme.allocator import Slots
-from tierstore.nvme.entry import MAX_DBS
+from tierstore.nvme.catalogue_entry import MAX_DBS
 from tierstore.nvme.environment import Environment
 from tierstore.nvme.examination import examine
 from tierstore.nvme.extents import ExtentBytes, ExtentFiles

@@ -28,7 +28,7 @@ from typing import NamedTuple, Self
 
 from xxhash import xxh3_64_digest
 
-from tierstore.nvme.entry import (
+from tierstore.nvme.catalogue_entry import (
     BODY_NBYTES,
     CATALOGUE_DB,
     ENTRY_NBYTES,
