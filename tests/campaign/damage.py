@@ -22,7 +22,7 @@ from tests.campaign.strikes import STRIKES, Files, cut
 from tests.campaign.survivor import PLANTS, Fate, Ordeal, prepare, survive
 from tests.campaign.turns import Subject
 from tests.nvme.rig import FINGERPRINT
-from tierstore.nvme.home import HOME_MARKER, SHARD_MARKER
+from tierstore.nvme.directory_layout import HOME_MARKER, SHARD_MARKER
 
 __all__ = ["PLANTS", "Damages"]
 

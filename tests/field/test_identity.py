@@ -15,7 +15,7 @@ from tests.support.bench import Bench, open_bench
 from tests.support.pages import PATIENCE_S, SPEC, chain, counter, read, tiers, where, write
 from tests.support.stalls import IN, UP
 from tierstore.keys import Extra, page_keys
-from tierstore.nvme import home, record_format
+from tierstore.nvme import directory_layout, record_format
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
 
@@ -124,7 +124,10 @@ def test_models_with_awkward_names_have_directories_of_their_own_and_keep_their_
             seen[keys[0]] = name
     assert len(seen) == len(NAMES)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk"]
-    markers = [home.read_marker(path) for path, _, _ in home.shard_directories(tmp_path / "disk")]
+    markers = [
+        directory_layout.read_marker(path)
+        for path, _, _ in directory_layout.shard_directories(tmp_path / "disk")
+    ]
     told = [marker.description["groups"] for marker in markers if marker is not None]
     assert sorted(group[0]["model"] for group in told) == sorted(NAMES)  # type: ignore[index]
 

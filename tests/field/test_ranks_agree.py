@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.pages import PATIENCE_S, SPEC, fill, read, tiers, write
-from tierstore.nvme import home
+from tierstore.nvme import directory_layout
 from tierstore.store import TierStore
 
 CHECKOUT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ def test_ranks_in_processes_of_their_own_write_the_same_tokens_to_one_path_at_on
     keys = [bytes.fromhex(line[1]) for line in said]
     assert len({key[:32] for key in keys}) == 1
     assert [key[32:] for key in keys] == [bytes((0, 0, 0, rank)) for rank in range(2)]
-    names = [path.name for path, _, _ in home.shard_directories(tmp_path / "disk")]
+    names = [path.name for path, _, _ in directory_layout.shard_directories(tmp_path / "disk")]
     assert names == [f"{SPEC.fingerprint}-{rank}" for rank in range(2)]
     for shard in range(2):
         spec = replace(SPEC, shard=shard)

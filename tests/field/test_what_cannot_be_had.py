@@ -11,7 +11,7 @@ import pytest
 from tests.support.pages import SPEC, chain, read, tiers, write
 from tests.support.waiting import wait_for
 from tierstore.errors import ConfigError
-from tierstore.nvme import home
+from tierstore.nvme import directory_layout
 from tierstore.store import TierStore
 
 
@@ -69,7 +69,7 @@ def test_stats_are_told_without_a_descriptor_to_look_at_the_directory_with(
         write(store, chain(2))
         store.flush()
         found = store.stats()["nvme"]
-        monkeypatch.setattr(home, "disk_nbytes", refused)
+        monkeypatch.setattr(directory_layout, "disk_nbytes", refused)
         without = store.stats()["nvme"]
         assert isinstance(found, dict)
         assert isinstance(without, dict)

@@ -28,7 +28,7 @@ from tests.nvme.watch import Watch, watching
 from tierstore.errors import ConfigError, IntegrityError
 from tierstore.nvme import catalogue_entry
 from tierstore.nvme.allocator import Place, Slots
-from tierstore.nvme.home import disk_nbytes
+from tierstore.nvme.directory_layout import disk_nbytes
 from tierstore.types import Failure
 
 SLOT = 4096 + PAGE

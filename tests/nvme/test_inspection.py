@@ -9,7 +9,7 @@ import pytest
 
 from tests.nvme.rig import CAPACITY, FINGERPRINT, PAGE, Rig, change, data_file, find, key, page
 from tierstore.errors import ConfigError
-from tierstore.nvme.home import disk_nbytes
+from tierstore.nvme.directory_layout import disk_nbytes
 from tierstore.nvme.inspection import inspect, purge, verify
 
 pytestmark = pytest.mark.usefixtures("payload")

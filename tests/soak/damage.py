@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from tierstore.nvme.home import DATA_FILE, SHARD_MARKER, shard_directories
+from tierstore.nvme.directory_layout import DATA_FILE, SHARD_MARKER, shard_directories
 from tierstore.nvme.inspection import purge
 
 _Damage = Callable[[Path, random.Random], None]

@@ -17,9 +17,9 @@ from tierstore.archive.endpoints import Taken
 from tierstore.archive.file_format import Description, require_same
 from tierstore.codecs import LOSS_CLASSES
 from tierstore.errors import ArchiveError, ConfigError, TransferError
-from tierstore.nvme import home
+from tierstore.nvme import directory_layout
+from tierstore.nvme.directory_layout import locked_to_read
 from tierstore.nvme.examination import examine
-from tierstore.nvme.home import locked_to_read
 from tierstore.nvme.inspection import open_reader
 from tierstore.nvme.reader import Record, RecordBuffers, RecordReader, read_record
 from tierstore.nvme.record import Coding, Page
@@ -33,7 +33,7 @@ class Shard(NamedTuple):
 
     directory: Path
     description: Description
-    marker: home.ShardMarker
+    marker: directory_layout.ShardMarker
 
 
 def shards_of(path: Path) -> list[Shard]:
@@ -42,10 +42,10 @@ def shards_of(path: Path) -> list[Shard]:
     ConfigError if ``path`` is not a home. Changes nothing.
     """
     root = path.expanduser().resolve()
-    home.require_home(root)
+    directory_layout.require_home(root)
     found = []
-    for directory, fingerprint, damaged in home.shard_directories(root):
-        marker = None if damaged else home.read_marker(directory)
+    for directory, fingerprint, damaged in directory_layout.shard_directories(root):
+        marker = None if damaged else directory_layout.read_marker(directory)
         layout = None if marker is None else _layout(marker)
         if marker is not None and layout is not None and layout.fingerprint == fingerprint:
             loss_class = LOSS_CLASSES.get(marker.codec, marker.codec)
@@ -107,7 +107,7 @@ class ClosedSource:
 @contextmanager
 def open_source(shard: Shard) -> Iterator[ClosedSource]:
     """Hold a sub-directory and read its records; changes nothing. ConfigError if it is in use or damaged."""
-    with locked_to_read(home.lock_path(shard.directory)) as holder:
+    with locked_to_read(directory_layout.lock_path(shard.directory)) as holder:
         if holder is not None:
             raise ConfigError(
                 f"{shard.directory} is in use by process {holder or 'unknown'}; allowed: a store that is closed, "
@@ -209,9 +209,11 @@ class ClosedSink:
             reached += self._cut_off.pop(found, ())
 
 
-def _refuse_lower(path: Path, marker: home.ShardMarker) -> None:
+def _refuse_lower(path: Path, marker: directory_layout.ShardMarker) -> None:
     """ConfigError for a capacity below that of the directory: opened so, it would drop pages to take others in."""
-    old = home.read_marker(path.expanduser() / home.shard_name(marker.fingerprint, marker.shard))
+    old = directory_layout.read_marker(
+        path.expanduser() / directory_layout.shard_name(marker.fingerprint, marker.shard)
+    )
     if old is not None and marker.capacity < old.capacity:
         raise ConfigError(
             f"nvme.capacity is {marker.capacity} bytes, and the directory was opened with {old.capacity} before; "
@@ -238,7 +240,7 @@ def open_sink(
             f"the key scheme of the pages is {description.key_scheme!r}; allowed here: {keys.SCHEME!r}"
         )
     layout = description.layout
-    marker = home.ShardMarker(
+    marker = directory_layout.ShardMarker(
         fingerprint=layout.fingerprint,
         shard=layout.shard,
         page_nbytes=layout.blob_nbytes,
@@ -265,7 +267,7 @@ def open_sink(
         sink.close()
 
 
-def _layout(marker: home.ShardMarker) -> PageLayout | None:
+def _layout(marker: directory_layout.ShardMarker) -> PageLayout | None:
     """What the marker says of the pages; None if it says nothing that this version knows."""
     try:
         groups = marker.description["groups"]

@@ -29,7 +29,7 @@ from tierstore.directory.residency import Residency, TierTable
 from tierstore.nvme.capacity import Sizing, size, size_extents
 from tierstore.nvme.catalogue_entry import CATALOGUE_DB, MAX_DBS, PAGES_DB, Entry, pack
 from tierstore.nvme.direct_io import BLOCK
-from tierstore.nvme.home import extent_path
+from tierstore.nvme.directory_layout import extent_path
 from tierstore.page import PageSpec
 from tierstore.policy import make_policy
 from tierstore.store import TierStore

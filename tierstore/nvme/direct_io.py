@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.nvme.home import DATA_FILE, FULL, PROBE_FILE, fresh_file
+from tierstore.nvme.directory_layout import DATA_FILE, FULL, PROBE_FILE, fresh_file
 from tierstore.page import buffer
 
 BLOCK = 4096

@@ -19,8 +19,8 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import lmdb
 
 from tierstore.nvme.catalogue_entry import CATALOGUE_DB, META_DB, PAGES_DB
+from tierstore.nvme.directory_layout import DATA_FILE
 from tierstore.nvme.examination import fault_of_length
-from tierstore.nvme.home import DATA_FILE
 
 _AnyBytes = TypeVar("_AnyBytes", bytes, memoryview)
 

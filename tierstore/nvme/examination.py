@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tierstore.errors import ConfigError
-from tierstore.nvme.home import DATA_FILE, FORMAT_VERSION, odd_kind, read_marker
+from tierstore.nvme.directory_layout import DATA_FILE, FORMAT_VERSION, odd_kind, read_marker
 from tierstore.nvme.tree import read_meta
 
 _PROGRAM = """

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from tierstore.codecs import PageEncoder
 from tierstore.errors import IntegrityError
-from tierstore.nvme import home, record_format
+from tierstore.nvme import directory_layout, record_format
 from tierstore.nvme.allocator import Move, Place, Slots, moves, sorted_by_extent
 from tierstore.nvme.capacity import Sizing
 from tierstore.nvme.catalogue_entry import LOCATION, NBYTES, Entry, slot_blocks, unpack
@@ -67,7 +67,7 @@ class ExtentFiles:
         self._direct = direct
         self._has_new = False  # files whose names may not be durable yet
         self._fds: dict[int, int] = {}
-        self.sizes = home.extent_sizes(directory)
+        self.sizes = directory_layout.extent_sizes(directory)
         """Number and bytes of each file."""
         try:
             for number in self.sizes:
@@ -85,7 +85,7 @@ class ExtentFiles:
         except BaseException:
             if number in self._fds:
                 os.close(self._fds.pop(number))
-                home.extent_path(self._directory, number).unlink(missing_ok=True)
+                directory_layout.extent_path(self._directory, number).unlink(missing_ok=True)
             raise
         self.sizes[number] = nbytes
         self._has_new = True
@@ -95,7 +95,7 @@ class ExtentFiles:
         """Delete a file, which gives its room back to the disk."""
         os.close(self._fds.pop(number))
         del self.sizes[number]
-        home.extent_path(self._directory, number).unlink(missing_ok=True)
+        directory_layout.extent_path(self._directory, number).unlink(missing_ok=True)
 
     def cut(self, number: int, nbytes: int) -> None:
         """Shorten a file, which gives room back to the disk."""
@@ -157,7 +157,7 @@ class ExtentFiles:
             np.copyto(scratch[:BLOCK], bounce[:BLOCK])
 
     def _open(self, number: int, flags: int) -> None:
-        path = home.extent_path(self._directory, number)
+        path = directory_layout.extent_path(self._directory, number)
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             if self._direct:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import lmdb
 
-from tierstore.nvme import home
+from tierstore.nvme import directory_layout
 from tierstore.nvme.allocator import Slots
 from tierstore.nvme.catalogue_entry import MAX_DBS
+from tierstore.nvme.directory_layout import FileLock, lock_holder, locked_to_read
 from tierstore.nvme.environment import Environment
 from tierstore.nvme.examination import examine
 from tierstore.nvme.extents import ExtentBytes, ExtentFiles
-from tierstore.nvme.home import FileLock, lock_holder, locked_to_read
 from tierstore.nvme.lmdb_pages import InlineBytes
 from tierstore.nvme.reader import RecordReader
 from tierstore.nvme.record import RecordBytes
@@ -81,7 +81,7 @@ class PurgeReport:
 def inspect(path: Path) -> HomeReport:
     """Describe a home; changes nothing. ConfigError if ``path`` is not one."""
     root = _home(path)
-    shards = tuple(_report(*found) for found in home.shard_directories(root))
+    shards = tuple(_report(*found) for found in directory_layout.shard_directories(root))
     return HomeReport(path=root, disk_nbytes=sum(shard.disk_nbytes for shard in shards), shards=shards)
 
 
@@ -91,11 +91,11 @@ def verify(path: Path, progress: Progress | None = None) -> tuple[ShardVerdict, 
     A sub-directory is locked while it is read, as far as that may be written. ConfigError if ``path`` is not a home.
     """
     verdicts = []
-    for directory, fingerprint, damaged in home.shard_directories(_home(path)):
+    for directory, fingerprint, damaged in directory_layout.shard_directories(_home(path)):
         if damaged:
             verdicts.append(ShardVerdict(name=directory.name, skipped="set aside as damaged"))
             continue
-        with locked_to_read(home.lock_path(directory)) as holder:
+        with locked_to_read(directory_layout.lock_path(directory)) as holder:
             if holder is None:
                 verdicts.append(_verify(directory, fingerprint, progress or _silent))
             else:
@@ -114,10 +114,10 @@ def purge(path: Path, which: str) -> PurgeReport:
     removed: list[str] = []
     kept: list[tuple[str, str]] = []
     freed = 0
-    for directory, fingerprint, damaged in list(home.shard_directories(_home(path))):
+    for directory, fingerprint, damaged in list(directory_layout.shard_directories(_home(path))):
         if not (which == "all" or (damaged and which == "damaged") or fingerprint.startswith(which)):
             continue
-        nbytes = home.disk_nbytes(directory)
+        nbytes = directory_layout.disk_nbytes(directory)
         reason = _remove(directory, damaged=damaged)
         if reason is None:
             removed.append(directory.name)
@@ -129,13 +129,13 @@ def purge(path: Path, which: str) -> PurgeReport:
 
 def _home(path: Path) -> Path:
     root = path.expanduser().resolve()
-    home.require_home(root)
+    directory_layout.require_home(root)
     return root
 
 
 def _report(directory: Path, fingerprint: str, damaged: bool) -> ShardReport:
-    marker = home.read_marker(directory)
-    with lock_holder(home.lock_path(directory)) as holder:
+    marker = directory_layout.read_marker(directory)
+    with lock_holder(directory_layout.lock_path(directory)) as holder:
         examination = examine(directory) if holder is None and not damaged else None
     return ShardReport(
         name=directory.name,
@@ -144,7 +144,7 @@ def _report(directory: Path, fingerprint: str, damaged: bool) -> ShardReport:
         in_use_by=holder,
         records=examination.records if examination else None,
         fault=examination.fault if examination else None,
-        disk_nbytes=home.disk_nbytes(directory),
+        disk_nbytes=directory_layout.disk_nbytes(directory),
         capacity=marker.capacity if marker else None,
         page_nbytes=marker.page_nbytes if marker else None,
         format_version=marker.format_version if marker else None,
@@ -205,20 +205,20 @@ def open_reader(directory: Path, fingerprint: str) -> Iterator[RecordReader]:
 
 
 def _in_extents(directory: Path) -> bool:
-    marker = home.read_marker(directory)
+    marker = directory_layout.read_marker(directory)
     return marker is not None and marker.payload == "extents"
 
 
 def _remove(directory: Path, *, damaged: bool) -> str | None:
     """Delete a sub-directory; why it was kept, or None."""
     if damaged:
-        return None if home.remove(directory) else "holds files that are not TierStore's"
-    home.clear_odd_lock(directory)
-    lock = FileLock.acquire(home.lock_path(directory))
+        return None if directory_layout.remove(directory) else "holds files that are not TierStore's"
+    directory_layout.clear_odd_lock(directory)
+    lock = FileLock.acquire(directory_layout.lock_path(directory))
     if not isinstance(lock, FileLock):
         return _in_use(lock)
     try:
-        if not home.remove(directory):
+        if not directory_layout.remove(directory):
             return "holds files that are not TierStore's"
         lock.remove()
         return None

@@ -30,8 +30,8 @@ from tierstore.nvme import record_format
 from tierstore.nvme.capacity import Sizing
 from tierstore.nvme.catalogue_entry import Entry, unpack
 from tierstore.nvme.direct_io import BLOCK, is_aligned, set_direct
+from tierstore.nvme.directory_layout import DATA_FILE
 from tierstore.nvme.environment import Environment
-from tierstore.nvme.home import DATA_FILE
 from tierstore.nvme.record import (
     HEAD,
     TRIES,

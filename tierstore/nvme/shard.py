@@ -16,11 +16,11 @@ from typing import NamedTuple
 import lmdb
 
 from tierstore.errors import ConfigError, IntegrityError
-from tierstore.nvme import direct_io, home, probe
+from tierstore.nvme import direct_io, directory_layout, probe
 from tierstore.nvme.capacity import EXTENTS_FROM, Sizing, size, size_extents
 from tierstore.nvme.catalogue import Catalogue
+from tierstore.nvme.directory_layout import FileLock
 from tierstore.nvme.examination import examine
-from tierstore.nvme.home import FileLock
 from tierstore.nvme.record import Coding
 
 _log = logging.getLogger("tierstore.nvme.opening")
@@ -67,7 +67,7 @@ class OpenShard(NamedTuple):
 
 def open_shard(
     path: Path,
-    marker: home.ShardMarker,
+    marker: directory_layout.ShardMarker,
     payload: str,
     *,
     readers: int | None,
@@ -82,8 +82,8 @@ def open_shard(
     was made. ``coding``: what the writer encodes pages with.
     """
     _sizing(marker, payload)
-    name = home.shard_name(marker.fingerprint, marker.shard)
-    directory = home.claim(path) / name
+    name = directory_layout.shard_name(marker.fingerprint, marker.shard)
+    directory = directory_layout.claim(path) / name
     lock = _lock(directory)
     try:
         marker, sizing, shortage = _prepare(directory, marker, payload, ask=readers is None)
@@ -118,8 +118,8 @@ def _reason(error: OSError | lmdb.Error) -> str:
 
 def _lock(directory: Path) -> FileLock:
     try:
-        home.clear_odd_lock(directory)
-        lock = FileLock.acquire(home.lock_path(directory))
+        directory_layout.clear_odd_lock(directory)
+        lock = FileLock.acquire(directory_layout.lock_path(directory))
     except OSError as error:
         raise ConfigError(
             f"nvme.path is {directory.parent}, which cannot be locked ({_reason(error)}); allowed: a writable directory"
@@ -131,15 +131,15 @@ def _lock(directory: Path) -> FileLock:
     )
 
 
-def _sizing(marker: home.ShardMarker, payload: str, catalogue_nbytes: int = 0) -> Sizing:
+def _sizing(marker: directory_layout.ShardMarker, payload: str, catalogue_nbytes: int = 0) -> Sizing:
     if payload == "extents":
         return size_extents(marker.capacity, marker.page_nbytes, catalogue_nbytes, codec=marker.codec)
     return size(marker.capacity, marker.page_nbytes, codec=marker.codec)
 
 
 def _prepare(
-    directory: Path, marker: home.ShardMarker, payload: str, *, ask: bool
-) -> tuple[home.ShardMarker, Sizing, str | None]:
+    directory: Path, marker: directory_layout.ShardMarker, payload: str, *, ask: bool
+) -> tuple[directory_layout.ShardMarker, Sizing, str | None]:
     """Leave a directory that may be opened: examined, or made anew, with a marker of this opening; it, the sizes and
     the disk's shortage of room, if there is one.
 
@@ -154,7 +154,9 @@ def _prepare(
     directory.chmod(0o700)  # one that others could write to before, and none that belongs to somebody else
     _clear_odd_files(directory)
     rates = cache(lambda: _rates(directory, marker.capacity, marker.page_nbytes))
-    old = home.read_marker(directory) if (directory / home.DATA_FILE).exists() else None
+    old = (
+        directory_layout.read_marker(directory) if (directory / directory_layout.DATA_FILE).exists() else None
+    )
     if old is not None:
         marker = replace(marker, readers=old.readers)
     elif ask and (found := rates()):
@@ -168,7 +170,7 @@ def _prepare(
         directory.mkdir(mode=0o700)
         sizing = _sizing(marker, marker.payload)
     if marker.payload != "extents":
-        home.remove_extents(directory)
+        directory_layout.remove_extents(directory)
     _reserve_lock_file(directory)
     _write_marker(directory, marker)
     return marker, sizing, shortage
@@ -184,12 +186,12 @@ def _require_directory(directory: Path) -> None:
         _set_aside(directory, "it is no directory")
 
 
-def _shortage(directory: Path, marker: home.ShardMarker) -> str | None:
+def _shortage(directory: Path, marker: directory_layout.ShardMarker) -> str | None:
     """Why not even one page more can be written now, or None. ConfigError for a new directory that has no room for its
     capacity; one that holds records is opened with what room there is, with one warning.
     """
-    own = home.disk_nbytes(directory)
-    free = home.free_nbytes(directory.parent)
+    own = directory_layout.disk_nbytes(directory)
+    free = directory_layout.free_nbytes(directory.parent)
     if marker.capacity <= free + own:
         return None
     if not _has_records(directory):
@@ -199,7 +201,7 @@ def _shortage(directory: Path, marker: home.ShardMarker) -> str | None:
     told = (
         f"{free} bytes of the disk are free, {own} are the tier's own, and nvme.capacity is {marker.capacity}"
     )
-    if free < home.least_free_nbytes(marker.page_nbytes):
+    if free < directory_layout.least_free_nbytes(marker.page_nbytes):
         return told
     _log.warning("the NVMe tier at %s has less room than its capacity: %s", directory, told)
     return None
@@ -208,7 +210,7 @@ def _shortage(directory: Path, marker: home.ShardMarker) -> str | None:
 def _has_records(directory: Path) -> bool:
     """Whether an earlier opening has left a catalogue. Nothing is said of its state."""
     try:
-        found = (directory / home.DATA_FILE).lstat()
+        found = (directory / directory_layout.DATA_FILE).lstat()
     except (FileNotFoundError, NotADirectoryError):
         return False
     return stat.S_ISREG(found.st_mode) and found.st_size > 0
@@ -220,8 +222,8 @@ def _clear_odd_files(directory: Path) -> None:
     Only those without a catalogue in them: else the whole directory was set aside.
     """
     moved = [
-        f"{name} is {kind} and was renamed to {home.move_aside(directory / name).name}"
-        for name, kind in home.odd_files(directory).items()
+        f"{name} is {kind} and was renamed to {directory_layout.move_aside(directory / name).name}"
+        for name, kind in directory_layout.odd_files(directory).items()
     ]
     if moved:
         _log.warning("the NVMe tier at %s goes on without files of its own: %s", directory, ", ".join(moved))
@@ -229,39 +231,44 @@ def _clear_odd_files(directory: Path) -> None:
 
 def _tell_of_lost_catalogue(directory: Path) -> None:
     """Warn where an earlier opening has left a marker, but no catalogue that could hold a record."""
-    if _has_records(directory) or not (directory / home.SHARD_MARKER).exists():
+    if _has_records(directory) or not (directory / directory_layout.SHARD_MARKER).exists():
         return
-    what = "has 0 bytes" if (directory / home.DATA_FILE).exists() else "is missing"
-    _log.warning("the NVMe tier at %s starts empty: %s %s", directory, home.DATA_FILE, what)
+    what = "has 0 bytes" if (directory / directory_layout.DATA_FILE).exists() else "is missing"
+    _log.warning("the NVMe tier at %s starts empty: %s %s", directory, directory_layout.DATA_FILE, what)
 
 
 def _reserve_lock_file(directory: Path) -> None:
     """Have the disk set aside LMDB's lock file before LMDB maps it: on a full disk a hole in it ends in SIGBUS."""
-    fd = os.open(directory / home.LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = os.open(
+        directory / directory_layout.LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+    )
     try:
         length = min(max(_LOCK_NBYTES, os.fstat(fd).st_size), _MOST_LOCK_NBYTES)
         os.posix_fallocate(fd, 0, mmap.PAGESIZE)  # all that the tier's own readers take
         with suppress(OSError):
             os.posix_fallocate(fd, 0, length)
     except OSError as error:
-        if error.errno in home.FULL:
+        if error.errno in directory_layout.FULL:
             raise
     finally:
         os.close(fd)
 
 
-def _write_marker(directory: Path, marker: home.ShardMarker) -> None:
+def _write_marker(directory: Path, marker: directory_layout.ShardMarker) -> None:
     """Write the marker of this opening. Without room for it the last one stays, if it says where pages are."""
     try:
-        home.write_marker(directory, marker)
+        directory_layout.write_marker(directory, marker)
     except OSError as error:
-        old = home.read_marker(directory)
-        if error.errno not in home.FULL or old is None or old.payload != marker.payload:
+        old = directory_layout.read_marker(directory)
+        if error.errno not in directory_layout.FULL or old is None or old.payload != marker.payload:
             raise
 
 
 def _kind(
-    directory: Path, old: home.ShardMarker | None, payload: str, rates: Callable[[], probe.Rates | None]
+    directory: Path,
+    old: directory_layout.ShardMarker | None,
+    payload: str,
+    rates: Callable[[], probe.Rates | None],
 ) -> str:
     """Where page bytes go from now on. What is there in the other kind is removed, with one warning, if asked for."""
     if payload == "auto" and old is None:
@@ -298,9 +305,9 @@ def _rates(directory: Path, capacity: int, page_nbytes: int) -> probe.Rates | No
     return rates
 
 
-def _fitting(directory: Path, marker: home.ShardMarker) -> Sizing:
+def _fitting(directory: Path, marker: directory_layout.ShardMarker) -> Sizing:
     """The sizes for what is there, which is removed if it cannot be brought within the capacity."""
-    data = directory / home.DATA_FILE
+    data = directory / directory_layout.DATA_FILE
     length = data.stat().st_size if data.exists() else 0
     try:
         sizing = _sizing(marker, marker.payload, length)
@@ -317,18 +324,20 @@ def _fitting(directory: Path, marker: home.ShardMarker) -> Sizing:
 
 
 def _empty(directory: Path) -> None:
-    home.remove(directory)
+    directory_layout.remove(directory)
     directory.mkdir(mode=0o700, exist_ok=True)
 
 
-def _foreign(directory: Path, marker: home.ShardMarker) -> str | None:
+def _foreign(directory: Path, marker: directory_layout.ShardMarker) -> str | None:
     """Why what is there is not for this opening, or None."""
-    odd = home.odd_kind(directory / home.DATA_FILE) or home.unreadable(directory / home.DATA_FILE)
+    odd = directory_layout.odd_kind(directory / directory_layout.DATA_FILE) or directory_layout.unreadable(
+        directory / directory_layout.DATA_FILE
+    )
     if odd is not None:
-        return f"{home.DATA_FILE} is {odd}"
-    if not (directory / home.DATA_FILE).exists():
+        return f"{directory_layout.DATA_FILE} is {odd}"
+    if not (directory / directory_layout.DATA_FILE).exists():
         return None
-    old = home.read_marker(directory)
+    old = directory_layout.read_marker(directory)
     if old is not None and old.format_version != marker.format_version:
         return f"its format is version {old.format_version}, not {marker.format_version}"
     if old is None or (old.fingerprint, old.shard) != (marker.fingerprint, marker.shard):
@@ -342,7 +351,9 @@ def _foreign(directory: Path, marker: home.ShardMarker) -> str | None:
     return None
 
 
-def _usable(opened: Callable[[], Catalogue], directory: Path, marker: home.ShardMarker) -> Catalogue:
+def _usable(
+    opened: Callable[[], Catalogue], directory: Path, marker: directory_layout.ShardMarker
+) -> Catalogue:
     """The environment. One that breaks on first use, though a child could walk it, makes room for an empty one, and so
     does one that fills its map.
     """
@@ -351,12 +362,12 @@ def _usable(opened: Callable[[], Catalogue], directory: Path, marker: home.Shard
     except _BROKEN as error:
         _set_aside(directory, str(error))
         directory.mkdir(mode=0o700)
-        home.write_marker(directory, marker)
+        directory_layout.write_marker(directory, marker)
         catalogue = opened()
     except lmdb.MapFullError:  # not even a transaction that erases has room
         _log.warning("the NVMe tier at %s starts empty: its capacity is too low for the old one", directory)
         _empty(directory)
-        home.write_marker(directory, marker)
+        directory_layout.write_marker(directory, marker)
         catalogue = opened()
     if catalogue.num_dropped:
         _log.warning(
@@ -368,5 +379,5 @@ def _usable(opened: Callable[[], Catalogue], directory: Path, marker: home.Shard
 
 
 def _set_aside(directory: Path, fault: str) -> None:
-    aside = home.set_aside(directory)
+    aside = directory_layout.set_aside(directory)
     _log.warning("the NVMe tier at %s starts empty, the old one is now %s: %s", directory, aside.name, fault)

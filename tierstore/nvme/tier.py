@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tierstore import keys
 from tierstore.errors import StoreClosed
 from tierstore.keys import KEY_NBYTES
-from tierstore.nvme import home
+from tierstore.nvme import directory_layout
 from tierstore.nvme.acks import Outbox
 from tierstore.nvme.reader import Lender, Readers
 from tierstore.nvme.record import Coding
@@ -153,7 +153,7 @@ class NvmeTier:
         ConfigError if the directory is not ours, in use, or the capacity cannot be had; nothing is changed then.
         """
         coding = Coding(codec, layout, held)
-        marker = home.ShardMarker(
+        marker = directory_layout.ShardMarker(
             fingerprint=fingerprint,
             shard=shard,
             page_nbytes=page_nbytes,
@@ -300,7 +300,7 @@ class NvmeTier:
         hangs = self._readers.num_late > 0 or self._writer.stalled
         if not hangs:
             with suppress(OSError):  # no descriptor is left to look with: what it was
-                self._disk_nbytes = home.disk_nbytes(self._directory)
+                self._disk_nbytes = directory_layout.disk_nbytes(self._directory)
         return {
             "path": str(self._directory),
             "state": self.state,
@@ -317,7 +317,7 @@ class NvmeTier:
             "live_nbytes": self._catalogue.live_nbytes,
             "o_direct": self._direct,
             "readers": self._num_readers,
-            "others": [] if hangs else home.others(self._directory),
+            "others": [] if hangs else directory_layout.others(self._directory),
             **{name: counts.get(name, 0) for name in _COUNTERS},
         }
 

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
-from tierstore.nvme.home import TOMBSTONES_FILE, move_aside, odd_kind
+from tierstore.nvme.directory_layout import TOMBSTONES_FILE, move_aside, odd_kind
 
 _log = logging.getLogger(__name__)
 

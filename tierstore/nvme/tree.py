@@ -39,7 +39,7 @@ from tierstore.nvme.catalogue_entry import (
     STORED_NBYTES,
     slot_blocks,
 )
-from tierstore.nvme.home import DATA_FILE, extent_sizes
+from tierstore.nvme.directory_layout import DATA_FILE, extent_sizes
 
 HEADER = struct.Struct("<QHHHH")  # page number, pad, flags, lower, upper
 NODE = struct.Struct("<HHHH")  # two halves of a size or a page number, flags (its upper part), key length

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from tierstore.nvme.acks import Job, Outbox, Outcome, failed
 from tierstore.nvme.capacity import Sizing
 from tierstore.nvme.catalogue import Catalogue, Page
+from tierstore.nvme.directory_layout import FULL
 from tierstore.nvme.environment import STALE
-from tierstore.nvme.home import FULL
 from tierstore.types import Ack, Failure, PageKey, Transfer
 
 
