@@ -20,7 +20,7 @@ from tests.nvme.tree_damage import DAMAGES, Hurt, name_twice
 from tests.nvme.watch import Calls
 from tests.support import lanes
 from tierstore.errors import ConfigError
-from tierstore.nvme import catalogue, catalogue_entry, record_format, shard, tree
+from tierstore.nvme import catalogue, catalogue_entry, directory_opener, record_format, tree
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.environment import Environment
 from tierstore.nvme.tree import walk
@@ -144,7 +144,7 @@ def test_what_breaks_in_lmdb_though_the_walk_passed_it_sets_the_directory_aside(
             raise errors.pop()
         return Catalogue(*args, **kwargs)
 
-    monkeypatch.setattr(shard, "Catalogue", once_broken)
+    monkeypatch.setattr(directory_opener, "Catalogue", once_broken)
     Rig(home).close()
     assert len(list(home.glob("*.damaged-*"))) == 1
 

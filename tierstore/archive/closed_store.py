@@ -19,11 +19,11 @@ from tierstore.codecs import LOSS_CLASSES
 from tierstore.errors import ArchiveError, ConfigError, TransferError
 from tierstore.nvme import directory_layout
 from tierstore.nvme.directory_layout import locked_to_read
+from tierstore.nvme.directory_opener import OpenShard, open_shard
 from tierstore.nvme.examination import examine
 from tierstore.nvme.inspection import open_reader
 from tierstore.nvme.reader import Record, RecordBuffers, RecordReader, read_record
 from tierstore.nvme.record import Coding, Page
-from tierstore.nvme.shard import OpenShard, open_shard
 from tierstore.page import PageLayout, PageSpec
 from tierstore.types import PageKey
 

@@ -233,7 +233,7 @@ def direct_io(place: Path) -> Check:
 def disk_speed(place: Path) -> Iterator[Check]:
     """What ``auto`` of the NVMe tier finds, with 32 MiB written and read. Nothing where O_DIRECT does not work."""
     from tierstore.nvme import probe
-    from tierstore.nvme.shard import FAST
+    from tierstore.nvme.directory_opener import FAST
 
     try:
         with tempfile.TemporaryFile(prefix=".tierstore-probe-", dir=place) as file:

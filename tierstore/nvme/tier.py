@@ -20,9 +20,9 @@ from tierstore.errors import StoreClosed
 from tierstore.keys import KEY_NBYTES
 from tierstore.nvme import directory_layout
 from tierstore.nvme.acks import Outbox
+from tierstore.nvme.directory_opener import OpenShard, open_shard
 from tierstore.nvme.reader import Lender, Readers
 from tierstore.nvme.record import Coding
-from tierstore.nvme.shard import OpenShard, open_shard
 from tierstore.nvme.writer import SyncWork, Writer
 from tierstore.page import PageLayout
 from tierstore.types import Ack, PageKey, Transfer
