@@ -35,7 +35,7 @@ from tests.support.sick_disk import (
 )
 from tierstore.config import StoreConfig, load_config
 from tierstore.gpu.pool import EnginePages
-from tierstore.nvme.breaker import LIMIT
+from tierstore.nvme.read_breaker import LIMIT
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, Tier
 

@@ -7,7 +7,7 @@ from types import ModuleType
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tierstore.nvme import breaker as real
+from tierstore.nvme import read_breaker as real
 
 LIMIT, FIRST, LONGEST = 3, 1.0, 4.0
 

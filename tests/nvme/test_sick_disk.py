@@ -14,8 +14,8 @@ import pytest
 from tests.nvme.rig import PATIENCE_S, Rig, key, page
 from tests.support.sick_disk import Failing, Hanging, ask_again, hold_clock, time_is_up
 from tests.support.waiting import wait_for
-from tierstore.nvme.breaker import LIMIT
 from tierstore.nvme.catalogue import Catalogue, Page
+from tierstore.nvme.read_breaker import LIMIT
 from tierstore.nvme.reader import Record
 from tierstore.types import Failure
 

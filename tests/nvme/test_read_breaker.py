@@ -7,8 +7,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.nvme.breaker_machine import BreakerMachine
 from tests.support.planting import SEARCH, Bug, load
-from tierstore.nvme import breaker
-from tierstore.nvme.breaker import Breaker, Circuit
+from tierstore.nvme import read_breaker
+from tierstore.nvme.read_breaker import Breaker, Circuit
 
 TestBreaker = BreakerMachine.TestCase
 
@@ -61,7 +61,7 @@ BUGS = [
 @pytest.mark.deep
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug) -> None:
-    module = load(breaker, bug)
+    module = load(read_breaker, bug)
     machine = type("Machine", (BreakerMachine,), {"module": module})
     with pytest.raises(AssertionError):
         run_state_machine_as_test(machine, settings=SEARCH)
