@@ -23,8 +23,8 @@ from tierstore.archive.export import Exported, write_archive
 from tierstore.archive.file_format import Description
 from tierstore.archive.intake import Imported, read_archive, read_contents
 from tierstore.errors import ArchiveError, ConfigError, TransferError
-from tierstore.nvme.capacity import size, size_extents
 from tierstore.nvme.catalogue import Catalogue, Page
+from tierstore.nvme.disk_space import size, size_extents
 from tierstore.nvme.inspection import verify
 from tierstore.nvme.reader import Record
 from tierstore.nvme.record_format import Codec

@@ -20,8 +20,8 @@ from tests.nvme.rig import (
 from tests.nvme.watch import Calls
 from tests.support.sick_disk import Failing
 from tierstore.nvme import direct_io, probe
-from tierstore.nvme.capacity import EXTENTS_FROM
 from tierstore.nvme.directory_opener import DEFAULT_READERS
+from tierstore.nvme.disk_space import EXTENTS_FROM
 from tierstore.nvme.inspection import inspect, purge, verify
 
 

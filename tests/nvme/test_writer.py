@@ -15,9 +15,9 @@ import pytest
 
 from tests.nvme.rig import CAPACITY, PAGE, PATIENCE_S, blank, key, page
 from tierstore.nvme.acks import Outbox
-from tierstore.nvme.capacity import Sizing, size
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.direct_io import BLOCK
+from tierstore.nvme.disk_space import Sizing, size
 from tierstore.nvme.record import Coding
 from tierstore.nvme.writer import EraseWork, SyncWork, WorkQueue, Writer
 from tierstore.types import Ack, Failure, Tier, Transfer

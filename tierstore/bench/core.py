@@ -26,10 +26,10 @@ from tierstore.adapters.vllm.scheduler import SchedulerHalf
 from tierstore.bench.measurement import Row, best_of
 from tierstore.config import load_config
 from tierstore.directory.residency import Residency, TierTable
-from tierstore.nvme.capacity import Sizing, size, size_extents
 from tierstore.nvme.catalogue_entry import CATALOGUE_DB, MAX_DBS, PAGES_DB, Entry, pack
 from tierstore.nvme.direct_io import BLOCK
 from tierstore.nvme.directory_layout import extent_path
+from tierstore.nvme.disk_space import Sizing, size, size_extents
 from tierstore.page import PageSpec
 from tierstore.policy import make_policy
 from tierstore.store import TierStore

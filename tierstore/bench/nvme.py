@@ -24,7 +24,7 @@ import numpy as np
 
 from tierstore.bench.core import synthetic_key
 from tierstore.bench.raw_disk import aligned, forget, open_direct, small_pages, whole
-from tierstore.nvme.capacity import size, size_extents
+from tierstore.nvme.disk_space import size, size_extents
 from tierstore.nvme.tier import NvmeTier
 from tierstore.types import Tier, Transfer
 

@@ -28,7 +28,6 @@ from tierstore.codecs import LOSS_CLASSES
 from tierstore.errors import IntegrityError
 from tierstore.nvme import record_format
 from tierstore.nvme.allocator import Place
-from tierstore.nvme.capacity import Sizing
 from tierstore.nvme.catalogue_entry import (
     ENTRY_NBYTES,
     LOCATION,
@@ -39,6 +38,7 @@ from tierstore.nvme.catalogue_entry import (
     unpack,
 )
 from tierstore.nvme.directory_layout import FULL, free_nbytes, least_free_nbytes
+from tierstore.nvme.disk_space import Sizing
 from tierstore.nvme.environment import Environment
 from tierstore.nvme.extents import ExtentBytes, ExtentFiles, ExtentRecords
 from tierstore.nvme.lmdb_pages import InlineBytes, InlineRecords, PageHeaders, numbers_hold

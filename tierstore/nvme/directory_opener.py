@@ -17,9 +17,9 @@ import lmdb
 
 from tierstore.errors import ConfigError, IntegrityError
 from tierstore.nvme import direct_io, directory_layout, probe
-from tierstore.nvme.capacity import EXTENTS_FROM, Sizing, size, size_extents
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.directory_layout import FileLock
+from tierstore.nvme.disk_space import EXTENTS_FROM, Sizing, size, size_extents
 from tierstore.nvme.examination import examine
 from tierstore.nvme.record import Coding
 

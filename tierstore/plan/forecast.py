@@ -18,8 +18,8 @@ from tierstore.codecs import fixed_nbytes
 from tierstore.codecs.host_format import HostFormat
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
-from tierstore.nvme.capacity import EXTENTS_FROM, size_extents
-from tierstore.nvme.capacity import size as size_lmdb
+from tierstore.nvme.disk_space import EXTENTS_FROM, size_extents
+from tierstore.nvme.disk_space import size as size_lmdb
 from tierstore.page import PageLayout
 from tierstore.plan.measure import Rate, copy_rate, matmul_rate, read_rate
 from tierstore.types import Tier
