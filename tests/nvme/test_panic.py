@@ -21,7 +21,7 @@ import pytest
 from tests.field.killing import CHECKOUT
 from tests.nvme.rig import PATIENCE_S, Rig, data_file, key
 from tests.support.waiting import wait_for
-from tierstore.nvme.environment import Environment
+from tierstore.nvme.lmdb_environment import Environment
 
 FAULTS = r"""
 #define _GNU_SOURCE

@@ -22,7 +22,7 @@ from tests.support import lanes
 from tierstore.errors import ConfigError
 from tierstore.nvme import catalogue, catalogue_entry, directory_opener, record_format, tree
 from tierstore.nvme.catalogue import Catalogue
-from tierstore.nvme.environment import Environment
+from tierstore.nvme.lmdb_environment import Environment
 from tierstore.nvme.tree import walk
 
 both = pytest.mark.usefixtures("payload")

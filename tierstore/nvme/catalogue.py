@@ -39,8 +39,8 @@ from tierstore.nvme.catalogue_entry import (
 )
 from tierstore.nvme.directory_layout import FULL, free_nbytes, least_free_nbytes
 from tierstore.nvme.disk_space import Sizing
-from tierstore.nvme.environment import Environment
 from tierstore.nvme.extents import ExtentBytes, ExtentFiles, ExtentRecords
+from tierstore.nvme.lmdb_environment import Environment
 from tierstore.nvme.lmdb_pages import InlineBytes, InlineRecords, PageHeaders, numbers_hold
 from tierstore.nvme.reader import RecordReader
 from tierstore.nvme.record import Coding, Page, RecordBytes, Records

@@ -14,9 +14,9 @@ from tierstore.nvme import directory_layout
 from tierstore.nvme.allocator import Slots
 from tierstore.nvme.catalogue_entry import MAX_DBS
 from tierstore.nvme.directory_layout import FileLock, lock_holder, locked_to_read
-from tierstore.nvme.environment import Environment
 from tierstore.nvme.examination import examine
 from tierstore.nvme.extents import ExtentBytes, ExtentFiles
+from tierstore.nvme.lmdb_environment import Environment
 from tierstore.nvme.lmdb_pages import InlineBytes
 from tierstore.nvme.reader import RecordReader
 from tierstore.nvme.record import RecordBytes

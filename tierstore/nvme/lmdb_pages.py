@@ -31,7 +31,7 @@ from tierstore.nvme.catalogue_entry import Entry, unpack
 from tierstore.nvme.direct_io import BLOCK, is_aligned, set_direct
 from tierstore.nvme.directory_layout import DATA_FILE
 from tierstore.nvme.disk_space import Sizing
-from tierstore.nvme.environment import Environment
+from tierstore.nvme.lmdb_environment import Environment
 from tierstore.nvme.record import (
     HEAD,
     TRIES,

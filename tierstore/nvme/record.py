@@ -34,7 +34,7 @@ from tierstore.nvme import record_format
 from tierstore.nvme.allocator import Place
 from tierstore.nvme.catalogue_entry import Entry
 from tierstore.nvme.direct_io import BLOCK, padded
-from tierstore.nvme.environment import Environment
+from tierstore.nvme.lmdb_environment import Environment
 from tierstore.nvme.record_format import CODECS, NAMES, Codec, Head
 from tierstore.page import PageLayout
 from tierstore.types import PageKey

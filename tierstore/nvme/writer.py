@@ -21,7 +21,7 @@ from tierstore.nvme.acks import Job, Outbox, Outcome, failed
 from tierstore.nvme.catalogue import Catalogue, Page
 from tierstore.nvme.directory_layout import FULL
 from tierstore.nvme.disk_space import Sizing
-from tierstore.nvme.environment import STALE
+from tierstore.nvme.lmdb_environment import STALE
 from tierstore.types import Ack, Failure, PageKey, Transfer
 
 
