@@ -22,7 +22,7 @@ from tests.nvme.rig import CAPACITY, FINGERPRINT, PAGE, Rig, change, data_file, 
 from tests.support import lanes
 from tierstore.nvme import catalogue_entry, examination, record_format
 from tierstore.nvme.examination import walk_apart
-from tierstore.nvme.tree import walk
+from tierstore.nvme.lmdb_walker import walk
 from tierstore.types import Failure
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ import pytest
 from tests.nvme.rig import LAYOUT, PATIENCE_S, Rig, data_file, key, page
 from tierstore.nvme import catalogue_entry
 from tierstore.nvme.lmdb_pages import InlineRecords, PageHeaders
-from tierstore.nvme.tree import walk
+from tierstore.nvme.lmdb_walker import walk
 
 COUNT = 60
 BLOCK = 4096

@@ -12,7 +12,7 @@ import pytest
 
 from tests.nvme.rig import CAPACITY, Rig, data_file, key
 from tierstore.nvme import catalogue_entry
-from tierstore.nvme.tree import prefetch, read_meta
+from tierstore.nvme.lmdb_walker import prefetch, read_meta
 
 NAMES = (catalogue_entry.CATALOGUE_DB, catalogue_entry.PAGES_DB)
 

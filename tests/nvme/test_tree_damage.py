@@ -20,10 +20,10 @@ from tests.nvme.tree_damage import DAMAGES, Hurt, name_twice
 from tests.nvme.watch import Calls
 from tests.support import lanes
 from tierstore.errors import ConfigError
-from tierstore.nvme import catalogue, catalogue_entry, directory_opener, record_format, tree
+from tierstore.nvme import catalogue, catalogue_entry, directory_opener, lmdb_walker, record_format
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.lmdb_environment import Environment
-from tierstore.nvme.tree import walk
+from tierstore.nvme.lmdb_walker import walk
 
 both = pytest.mark.usefixtures("payload")
 
@@ -202,7 +202,7 @@ def test_a_walk_reads_no_value(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
         db = env.open_db(catalogue_entry.CATALOGUE_DB, create=False)
         with env.begin() as txn:
             first = {catalogue_entry.unpack(*item).page_number for item in txn.cursor(db=db)}
-    monkeypatch.setattr(tree, "os", Calls(pread=pread))
+    monkeypatch.setattr(lmdb_walker, "os", Calls(pread=pread))
     assert fault(home) is None
     assert len(first) > 50
     assert read
@@ -210,7 +210,7 @@ def test_a_walk_reads_no_value(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_head_of_a_record_is_as_long_as_a_walk_takes_it_for() -> None:
-    assert tree._HEAD_NBYTES == record_format.HEAD_NBYTES
+    assert lmdb_walker._HEAD_NBYTES == record_format.HEAD_NBYTES
 
 
 def content(number: int, version: int, form: str) -> NDArray[np.uint8]:

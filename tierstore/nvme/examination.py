@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from tierstore.errors import ConfigError
 from tierstore.nvme.directory_layout import DATA_FILE, FORMAT_VERSION, odd_kind, read_marker
-from tierstore.nvme.tree import read_meta
+from tierstore.nvme.lmdb_walker import read_meta
 
 _PROGRAM = """
 import runpy, sys
 sys.path.append(sys.argv.pop(1))
-runpy.run_module("tierstore.nvme.tree", run_name="__main__")
+runpy.run_module("tierstore.nvme.lmdb_walker", run_name="__main__")
 """
 
 

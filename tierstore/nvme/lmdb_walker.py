@@ -1,7 +1,7 @@
 """LMDB's file read by hand, with ``pread`` alone, before it is mapped: nothing here can end in a signal.
 
-``python -m tierstore.nvme.tree DIRECTORY lmdb|extents`` is the child process that ``examination`` starts. Exit code
-0: every page of LMDB's file belongs to one thing, every record of the catalogue is intact, and each has a place of
+``python -m tierstore.nvme.lmdb_walker DIRECTORY lmdb|extents`` is the child process that ``examination`` starts. Exit
+code 0: every page of LMDB's file belongs to one thing, every record of the catalogue is intact, and each has a place of
 its own, a value that LMDB keeps under its key or a slot in the extent files. Anything else, a signal included: the
 directory must not be opened.
 
@@ -411,7 +411,7 @@ def _check_count(count: int, tree: Tree, name: str) -> None:
 
 
 _BLOCK = 4096
-_HEAD_NBYTES = 4080  # of a record in LMDB: record_head.HEAD_NBYTES, whose module imports numpy
+_HEAD_NBYTES = 4080  # of a record in LMDB: record_format.HEAD_NBYTES, whose module imports numpy
 _SUMMED = KEY_NBYTES + BODY_NBYTES
 
 
