@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.nvme.rig import CAPACITY, PAGE, PATIENCE_S, blank, key, page
-from tierstore.nvme.acks import Outbox
 from tierstore.nvme.catalogue import Catalogue
+from tierstore.nvme.completion_queue import Outbox
 from tierstore.nvme.direct_io import BLOCK
 from tierstore.nvme.disk_space import Sizing, size
 from tierstore.nvme.record import Coding

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from tierstore.errors import IntegrityError
 from tierstore.nvme import record_format
-from tierstore.nvme.acks import Job, Outbox, Outcome, Shares, failed
 from tierstore.nvme.catalogue_entry import loss_class, summary, unpack
+from tierstore.nvme.completion_queue import Job, Outbox, Outcome, Shares, failed
 from tierstore.nvme.direct_io import BLOCK, aligned, padded
 from tierstore.nvme.lmdb_environment import Environment
 from tierstore.nvme.read_breaker import Breaker, Circuit

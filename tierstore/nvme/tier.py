@@ -19,7 +19,7 @@ from tierstore import keys
 from tierstore.errors import StoreClosed
 from tierstore.keys import KEY_NBYTES
 from tierstore.nvme import directory_layout
-from tierstore.nvme.acks import Outbox
+from tierstore.nvme.completion_queue import Outbox
 from tierstore.nvme.directory_opener import OpenShard, open_shard
 from tierstore.nvme.reader import Lender, Readers
 from tierstore.nvme.record import Coding

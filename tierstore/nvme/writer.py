@@ -17,8 +17,8 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.nvme.acks import Job, Outbox, Outcome, failed
 from tierstore.nvme.catalogue import Catalogue, Page
+from tierstore.nvme.completion_queue import Job, Outbox, Outcome, failed
 from tierstore.nvme.directory_layout import FULL
 from tierstore.nvme.disk_space import Sizing
 from tierstore.nvme.lmdb_environment import STALE

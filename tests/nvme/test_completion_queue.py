@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.nvme.rig import Rig, blank, key
-from tierstore.nvme.acks import Job, Shares
+from tierstore.nvme.completion_queue import Job, Shares
 from tierstore.types import Failure, Tier, Transfer
 
 TRANSFER = Transfer(7, tuple(key(n) for n in range(4)), Tier.NVME, (), Tier.HOST, (), 0, (None,) * 4)
