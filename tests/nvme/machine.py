@@ -41,8 +41,8 @@ from tests.support import lanes
 from tierstore.codecs import encoder
 from tierstore.codecs.host_format import HostFormat
 from tierstore.nvme import record_format
-from tierstore.nvme.allocator import Place
 from tierstore.nvme.catalogue_entry import slot_blocks, unpack
+from tierstore.nvme.extent_allocator import Place
 from tierstore.nvme.extents import ExtentRecords
 from tierstore.page import PageLayout
 from tierstore.types import Failure

@@ -27,8 +27,8 @@ from tests.nvme.rig import (
 from tests.nvme.watch import Watch, watching
 from tierstore.errors import ConfigError, IntegrityError
 from tierstore.nvme import catalogue_entry
-from tierstore.nvme.allocator import Place, Slots
 from tierstore.nvme.directory_layout import disk_nbytes
+from tierstore.nvme.extent_allocator import Place, Slots
 from tierstore.types import Failure
 
 SLOT = 4096 + PAGE

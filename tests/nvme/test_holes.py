@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.nvme.rig import LAYOUT, PATIENCE_S, on_disk, wait_until_writable
 from tests.nvme.test_encoded import NBYTES, NOISE, ExpRig
 from tests.support import lanes
-from tierstore.nvme import allocator
-from tierstore.nvme.allocator import FreeRuns, Place, Slots
+from tierstore.nvme import extent_allocator
+from tierstore.nvme.extent_allocator import FreeRuns, Place, Slots
 from tierstore.nvme.extents import ExtentRecords
 from tierstore.types import Failure
 
@@ -79,7 +79,7 @@ def test_moves_make_room_and_touch_nothing_else(data: st.DataObject) -> None:
     taken = {Place(number, *span) for number, spans in named.items() for span in spans} | set(hidden)
     free = slots.num_free
     extents = {number: (60, spans) for number, spans in named.items()}
-    with allocator.moves(slots, extents, LONGEST, 2) as planned:
+    with extent_allocator.moves(slots, extents, LONGEST, 2) as planned:
         olds, news = {move.old for move in planned}, [move.new for move in planned]
         assert olds <= taken - set(hidden)
         assert all(move.old.blocks == move.new.blocks for move in planned)
@@ -153,7 +153,7 @@ def test_a_move_that_the_disk_refuses_loses_no_record_and_no_room(
     held = fill(rig, range(1000))
     copied: list[int] = []
 
-    def refused(files: object, planned: list[allocator.Move]) -> None:
+    def refused(files: object, planned: list[extent_allocator.Move]) -> None:
         copied.append(len(planned))
         raise OSError(5, "Input/output error")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.nvme import extents
-from tierstore.nvme.allocator import Place
 from tierstore.nvme.direct_io import BLOCK
+from tierstore.nvme.extent_allocator import Place
 
 Block = tuple[int, int]
 """Number of an extent file, and a block in it."""

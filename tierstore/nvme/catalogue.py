@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from tierstore.codecs import LOSS_CLASSES
 from tierstore.errors import IntegrityError
 from tierstore.nvme import record_format
-from tierstore.nvme.allocator import Place
 from tierstore.nvme.catalogue_entry import (
     ENTRY_NBYTES,
     LOCATION,
@@ -39,6 +38,7 @@ from tierstore.nvme.catalogue_entry import (
 )
 from tierstore.nvme.directory_layout import FULL, free_nbytes, least_free_nbytes
 from tierstore.nvme.disk_space import Sizing
+from tierstore.nvme.extent_allocator import Place
 from tierstore.nvme.extents import ExtentBytes, ExtentFiles, ExtentRecords
 from tierstore.nvme.lmdb_environment import Environment
 from tierstore.nvme.lmdb_pages import InlineBytes, InlineRecords, PageHeaders, numbers_hold

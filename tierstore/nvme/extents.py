@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 from tierstore.codecs import PageEncoder
 from tierstore.errors import IntegrityError
 from tierstore.nvme import directory_layout, record_format
-from tierstore.nvme.allocator import Move, Place, Slots, moves, sorted_by_extent
 from tierstore.nvme.catalogue_entry import LOCATION, NBYTES, Entry, slot_blocks, unpack
 from tierstore.nvme.direct_io import BLOCK, aligned, is_aligned, padded, set_direct
 from tierstore.nvme.disk_space import Sizing
+from tierstore.nvme.extent_allocator import Move, Place, Slots, moves, sorted_by_extent
 from tierstore.nvme.lmdb_environment import Environment
 from tierstore.nvme.record import (
     TRIES,

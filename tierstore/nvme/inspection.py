@@ -11,10 +11,10 @@ from pathlib import Path
 import lmdb
 
 from tierstore.nvme import directory_layout
-from tierstore.nvme.allocator import Slots
 from tierstore.nvme.catalogue_entry import MAX_DBS
 from tierstore.nvme.directory_layout import FileLock, lock_holder, locked_to_read
 from tierstore.nvme.examination import examine
+from tierstore.nvme.extent_allocator import Slots
 from tierstore.nvme.extents import ExtentBytes, ExtentFiles
 from tierstore.nvme.lmdb_environment import Environment
 from tierstore.nvme.lmdb_pages import InlineBytes

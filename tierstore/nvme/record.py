@@ -31,9 +31,9 @@ from tierstore.codecs.host_format import HostFormat, Packer
 from tierstore.codecs.lossy import CodeCompressor, CodeExpander
 from tierstore.errors import IntegrityError
 from tierstore.nvme import record_format
-from tierstore.nvme.allocator import Place
 from tierstore.nvme.catalogue_entry import Entry
 from tierstore.nvme.direct_io import BLOCK, padded
+from tierstore.nvme.extent_allocator import Place
 from tierstore.nvme.lmdb_environment import Environment
 from tierstore.nvme.record_format import CODECS, NAMES, Codec, Head
 from tierstore.page import PageLayout
