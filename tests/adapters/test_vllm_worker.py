@@ -21,7 +21,7 @@ from tierstore.adapters.vllm.messages import Orders, Report
 from tierstore.adapters.vllm.requests import Step
 from tierstore.adapters.vllm.scheduler import measured
 from tierstore.adapters.vllm.worker import WorkerHalf
-from tierstore.nvme.probe import Rates
+from tierstore.nvme.disk_probe import Rates
 from tierstore.types import Tier
 
 

@@ -19,7 +19,7 @@ from tests.nvme.rig import (
 )
 from tests.nvme.watch import Calls
 from tests.support.sick_disk import Failing
-from tierstore.nvme import direct_io, probe
+from tierstore.nvme import direct_io, disk_probe
 from tierstore.nvme.directory_opener import DEFAULT_READERS
 from tierstore.nvme.disk_space import EXTENTS_FROM
 from tierstore.nvme.inspection import inspect, purge, verify
@@ -67,11 +67,11 @@ class Disk:
         self._write = write
         self._reads = reads or {1: 1e9, 2: 1e9}
 
-    def __call__(self, directory: Path, page_nbytes: int) -> probe.Rates:
+    def __call__(self, directory: Path, page_nbytes: int) -> disk_probe.Rates:
         self.asked.append(page_nbytes)
         if self._write is None:
             raise OSError(errno.EINVAL, "no such thing")
-        return probe.Rates(self._write, self._reads)
+        return disk_probe.Rates(self._write, self._reads)
 
 
 @pytest.mark.parametrize(("rate", "payload"), [(1e8, "lmdb"), (1e10, "extents"), (None, "lmdb")])
@@ -79,7 +79,7 @@ def test_auto_asks_the_disk_of_a_new_directory_that_is_worth_it(
     tmp_path: Path, rate: float | None, payload: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk(rate)
-    monkeypatch.setattr(probe, "ask", disk)
+    monkeypatch.setattr(disk_probe, "ask", disk)
     for _ in range(2):
         rig = Rig(tmp_path / "home", capacity=EXTENTS_FROM, payload="auto")
         assert rig.tier.stats()["payload"] == payload
@@ -95,7 +95,7 @@ def test_a_new_directory_gets_as_many_readers_as_its_disk_needs_and_keeps_them(
     tmp_path: Path, payload: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk(1e9, {1: 0.4e9, 2: 0.8e9, 4: 0.96e9, 8: 1e9})
-    monkeypatch.setattr(probe, "ask", disk)
+    monkeypatch.setattr(disk_probe, "ask", disk)
     for _ in range(2):
         rig = Rig(tmp_path / "home", capacity=EXTENTS_FROM, payload=payload)
         assert rig.tier.stats()["readers"] == 4
@@ -116,7 +116,7 @@ def test_readers_that_are_given_ask_nothing_and_a_disk_that_tells_nothing_gets_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk(None)
-    monkeypatch.setattr(probe, "ask", disk)
+    monkeypatch.setattr(disk_probe, "ask", disk)
     rig = Rig(tmp_path / "given", capacity=EXTENTS_FROM, payload="lmdb", readers=5)
     assert rig.tier.stats()["readers"] == 5
     rig.close()
@@ -140,13 +140,13 @@ def test_readers_that_are_given_ask_nothing_and_a_disk_that_tells_nothing_gets_t
 def test_the_fewest_threads_that_read_nearly_as_fast_as_any_are_enough(
     reads: dict[int, float], readers: int
 ) -> None:
-    assert probe.Rates(1.0, reads).readers == readers
+    assert disk_probe.Rates(1.0, reads).readers == readers
 
 
 def test_the_probe_leaves_nothing_behind(tmp_path: Path) -> None:
     if not direct_io.works(tmp_path):
         pytest.skip("no O_DIRECT here")
-    rates = probe.ask(tmp_path, PAGE)
+    rates = disk_probe.ask(tmp_path, PAGE)
     assert rates.write > 0
     assert set(rates.reads) == {1, 2, 4, 8}
     assert min(rates.reads.values()) > 0
@@ -156,9 +156,9 @@ def test_the_probe_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_the_probe_tells_of_reads_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not direct_io.works(tmp_path):
         pytest.skip("no O_DIRECT here")
-    monkeypatch.setattr(probe, "os", Calls(preadv=Failing()))
+    monkeypatch.setattr(disk_probe, "os", Calls(preadv=Failing()))
     with pytest.raises(OSError, match="Input/output error"):
-        probe.ask(tmp_path, PAGE)
+        disk_probe.ask(tmp_path, PAGE)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -232,12 +232,12 @@ def direct_io(place: Path) -> Check:
 
 def disk_speed(place: Path) -> Iterator[Check]:
     """What ``auto`` of the NVMe tier finds, with 32 MiB written and read. Nothing where O_DIRECT does not work."""
-    from tierstore.nvme import probe
+    from tierstore.nvme import disk_probe
     from tierstore.nvme.directory_opener import FAST
 
     try:
         with tempfile.TemporaryFile(prefix=".tierstore-probe-", dir=place) as file:
-            rates = probe.rates(file.fileno(), _PAGE_NBYTES)
+            rates = disk_probe.rates(file.fileno(), _PAGE_NBYTES)
     except OSError:
         return  # told by the checks of the disk and of O_DIRECT
     payload = "extents" if rates.write >= FAST else "lmdb"

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import lmdb
 
 from tierstore.errors import ConfigError, IntegrityError
-from tierstore.nvme import direct_io, directory_layout, probe
+from tierstore.nvme import direct_io, directory_layout, disk_probe
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.directory_layout import FileLock
 from tierstore.nvme.disk_space import EXTENTS_FROM, Sizing, size, size_extents
@@ -268,7 +268,7 @@ def _kind(
     directory: Path,
     old: directory_layout.ShardMarker | None,
     payload: str,
-    rates: Callable[[], probe.Rates | None],
+    rates: Callable[[], disk_probe.Rates | None],
 ) -> str:
     """Where page bytes go from now on. What is there in the other kind is removed, with one warning, if asked for."""
     if payload == "auto" and old is None:
@@ -287,12 +287,12 @@ def _kind(
     return payload
 
 
-def _rates(directory: Path, capacity: int, page_nbytes: int) -> probe.Rates | None:
+def _rates(directory: Path, capacity: int, page_nbytes: int) -> disk_probe.Rates | None:
     """What the disk gives; None where it is not worth asking, or does no direct transfers."""
     if capacity < EXTENTS_FROM:
         return None
     try:
-        rates = probe.ask(directory, page_nbytes)
+        rates = disk_probe.ask(directory, page_nbytes)
     except OSError:
         return None
     _log.info(

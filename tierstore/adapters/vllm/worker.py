@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tierstore.adapters.vllm.messages import Catalogue, Hello, Orders, Report
 from tierstore.build import assemble, health
 from tierstore.gpu.device import Between
-from tierstore.nvme import probe
+from tierstore.nvme import disk_probe
 from tierstore.page import PageLayout
 from tierstore.pump import Wakeup
 from tierstore.types import Erase, PageKey, Tier, Transfer
@@ -352,7 +352,7 @@ class WorkerHalf:
 def _read_rate(directory: Path, page_nbytes: int) -> float | None:
     """What the disk gives, in bytes a second, found within some tenths of a second; None: it refuses to say."""
     try:
-        rates = probe.ask(directory, page_nbytes)
+        rates = disk_probe.ask(directory, page_nbytes)
     except OSError:
         return None
     return rates.reads[rates.readers]
