@@ -13,7 +13,7 @@ from tierstore.errors import ArchiveError, CapacityError, ConfigError, Integrity
 from tierstore.keys import EXACT
 from tierstore.nvme import record_format
 from tierstore.nvme.reader import Record, RecordBuffers
-from tierstore.nvme.record import Decoders
+from tierstore.nvme.record_storage import Decoders
 from tierstore.types import LeaseState, Tier
 
 if TYPE_CHECKING:

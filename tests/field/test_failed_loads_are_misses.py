@@ -33,7 +33,7 @@ from tierstore.gpu.geometry import Part
 from tierstore.gpu.pool import CpuPool
 from tierstore.nvme import catalogue_entry
 from tierstore.nvme.reader import RecordReader
-from tierstore.nvme.record import Decoders, Fetched
+from tierstore.nvme.record_storage import Decoders, Fetched
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
 

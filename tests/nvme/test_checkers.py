@@ -14,7 +14,7 @@ from tests.nvme.rig import CAPACITY, LAYOUT, PAGE, PATIENCE_S, Rig, change, find
 from tests.nvme.test_encoded import NBYTES, ExpRig
 from tierstore.nvme import reader
 from tierstore.nvme.reader import Checkers, RecordReader
-from tierstore.nvme.record import Coding, Decoders, Fetched
+from tierstore.nvme.record_storage import Coding, Decoders, Fetched
 from tierstore.types import Failure, PageKey
 
 pytestmark = pytest.mark.usefixtures("payload")

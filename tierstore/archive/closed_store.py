@@ -23,7 +23,7 @@ from tierstore.nvme.directory_opener import OpenShard, open_shard
 from tierstore.nvme.examination import examine
 from tierstore.nvme.inspection import open_reader
 from tierstore.nvme.reader import Record, RecordBuffers, RecordReader, read_record
-from tierstore.nvme.record import Coding, Page
+from tierstore.nvme.record_storage import Coding, Page
 from tierstore.page import PageLayout, PageSpec
 from tierstore.types import PageKey
 

@@ -19,8 +19,8 @@ from tierstore.nvme.extents import ExtentBytes, ExtentFiles
 from tierstore.nvme.lmdb_environment import Environment
 from tierstore.nvme.lmdb_pages import InlineBytes
 from tierstore.nvme.reader import RecordReader
-from tierstore.nvme.record import RecordBytes
 from tierstore.nvme.record_format import fingerprint_digest
+from tierstore.nvme.record_storage import RecordBytes
 from tierstore.nvme.tombstones import RETIRED_KEY, Tombstones, retired
 from tierstore.types import PageKey
 

@@ -33,7 +33,7 @@ from tierstore.nvme.completion_queue import Job, Outbox, Outcome, Shares, failed
 from tierstore.nvme.direct_io import BLOCK, aligned, padded
 from tierstore.nvme.lmdb_environment import Environment
 from tierstore.nvme.read_breaker import Breaker, Circuit
-from tierstore.nvme.record import (
+from tierstore.nvme.record_storage import (
     HEAD,
     TRIES,
     Coding,
