@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierstore.archive.endpoints import Taken
 from tierstore.archive.file_format import Description
+from tierstore.archive.source_sink import Taken
 from tierstore.errors import ArchiveError, CapacityError, ConfigError, IntegrityError
 from tierstore.keys import EXACT
 from tierstore.nvme import record_format

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tierstore.archive.endpoints import Progress as Shown
+    from tierstore.archive.source_sink import Progress as Shown
     from tierstore.directory.leases import LeaseRecord
     from tierstore.gpu.pool import EnginePages, GroupedPages
     from tierstore.keys import Extra, TokenIds

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from tests.support.pages import SPEC, chain, content
-from tierstore.archive.endpoints import Taken
 from tierstore.archive.export import Exported, write_archive
 from tierstore.archive.file_format import Description
 from tierstore.archive.intake import Imported, read_archive
+from tierstore.archive.source_sink import Taken
 from tierstore.nvme import record_format
 from tierstore.nvme.reader import Record
 from tierstore.page import PageLayout

@@ -21,7 +21,7 @@ from aiofiles.threadpool import wrap
 
 from tests.archive.rig import Shelf, archive, cancelled_at, exported, imported, run
 from tests.support.pages import chain
-from tierstore.archive import endpoints, export
+from tierstore.archive import export, source_sink
 from tierstore.archive.export import write_archive
 from tierstore.archive.file import Draft
 from tierstore.archive.intake import read_contents
@@ -254,7 +254,7 @@ def test_who_cancels_a_call_in_a_thread_waits_for_its_end(tmp_path: Path) -> Non
             assert gate.wait(60)
             ended.append(1)
 
-        task = asyncio.ensure_future(endpoints.whole(work))
+        task = asyncio.ensure_future(source_sink.whole(work))
         await begun.wait()
         try:
             for _ in range(3):

@@ -22,7 +22,7 @@ from tests.archive.rig import (
 )
 from tests.support.pages import SPEC, chain
 from tierstore.archive import file_format, intake
-from tierstore.archive.endpoints import Taken
+from tierstore.archive.source_sink import Taken
 from tierstore.errors import ArchiveError
 from tierstore.nvme.reader import Record
 from tierstore.page import PageLayout, PageSpec

@@ -17,7 +17,7 @@ from tests.archive import (
     test_intake,
 )
 from tests.support.planting import Bug, install
-from tierstore.archive import closed_store, endpoints, export, file, file_format, intake
+from tierstore.archive import closed_store, export, file, file_format, intake, source_sink
 
 pytestmark = pytest.mark.deep
 
@@ -115,7 +115,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        endpoints,
+        source_sink,
         spliced,
         Bug(
             "index's checksum not compared",
@@ -124,7 +124,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        endpoints,
+        source_sink,
         lied_about,
         Bug(
             "parent not compared",
@@ -133,7 +133,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        endpoints,
+        source_sink,
         waited,
         Bug(
             "does not wait",

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import lmdb
 
 from tierstore import keys
-from tierstore.archive.endpoints import Taken
 from tierstore.archive.file_format import Description, require_same
+from tierstore.archive.source_sink import Taken
 from tierstore.codecs import LOSS_CLASSES
 from tierstore.errors import ArchiveError, ConfigError, TransferError
 from tierstore.nvme import directory_layout

@@ -16,8 +16,8 @@ from aiofiles.threadpool import wrap
 from numpy.typing import NDArray
 
 from tierstore.archive import file_format
-from tierstore.archive.endpoints import Progress, Sink, ahead, checked, most_ahead, whole
 from tierstore.archive.file_format import require_same
+from tierstore.archive.source_sink import Progress, Sink, ahead, checked, most_ahead, whole
 from tierstore.errors import ArchiveError, IntegrityError
 from tierstore.nvme import record_format
 from tierstore.nvme.reader import Record

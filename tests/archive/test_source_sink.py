@@ -12,7 +12,7 @@ import pytest
 
 from tests.archive.rig import run
 from tests.support.pages import PATIENCE_S
-from tierstore.archive.endpoints import ahead, most_ahead
+from tierstore.archive.source_sink import ahead, most_ahead
 
 
 class Calls:
