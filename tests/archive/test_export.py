@@ -22,8 +22,8 @@ from aiofiles.threadpool import wrap
 from tests.archive.rig import Shelf, archive, cancelled_at, exported, imported, run
 from tests.support.pages import chain
 from tierstore.archive import export, source_sink
+from tierstore.archive.atomic_file import Draft
 from tierstore.archive.export import write_archive
-from tierstore.archive.file import Draft
 from tierstore.archive.intake import read_contents
 from tierstore.errors import ArchiveError
 
@@ -150,7 +150,7 @@ def test_a_disk_that_is_really_full_leaves_nothing(tmp_path: Path) -> None:
 def test_what_a_killed_writer_left_is_gone_after_the_next(tmp_path: Path) -> None:
     path = tmp_path / "x.tier"
     program = (
-        "import os, sys, pathlib; from tierstore.archive.file import Draft\n"
+        "import os, sys, pathlib; from tierstore.archive.atomic_file import Draft\n"
         "draft = Draft(pathlib.Path(sys.argv[1])); draft.file.write(b'x' * 100_000); draft.file.flush()\n"
         "os.kill(os.getpid(), 9)"
     )

@@ -9,15 +9,15 @@ from types import ModuleType
 import pytest
 
 from tests.archive import (
+    test_atomic_file,
     test_closed_store,
     test_damages,
     test_export,
-    test_file,
     test_file_format,
     test_intake,
 )
 from tests.support.planting import Bug, install
-from tierstore.archive import closed_store, export, file, file_format, intake, source_sink
+from tierstore.archive import atomic_file, closed_store, export, file_format, intake, source_sink
 
 pytestmark = pytest.mark.deep
 
@@ -51,11 +51,13 @@ def trouble(path: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def pieces(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_file.test_pieces_of_any_length_make_the_file_that_they_are(path, patch, test_file.as_it_is)
+    test_atomic_file.test_pieces_of_any_length_make_the_file_that_they_are(
+        path, patch, test_atomic_file.as_it_is
+    )
 
 
 def longer(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_file.test_what_was_in_the_file_beyond_its_end_is_gone(path, patch)
+    test_atomic_file.test_what_was_in_the_file_beyond_its_end_is_gone(path, patch)
 
 
 def killed(path: Path, patch: pytest.MonkeyPatch) -> None:
@@ -178,7 +180,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        file,
+        atomic_file,
         trouble,
         Bug(
             "draft stays",
@@ -187,7 +189,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        file,
+        atomic_file,
         longer,
         Bug(
             "not cut to its length",
@@ -196,7 +198,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        file,
+        atomic_file,
         pieces,
         Bug(
             "the staged end is lost",
@@ -205,7 +207,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        file,
+        atomic_file,
         pieces,
         Bug(
             "staged from the beginning",
@@ -214,7 +216,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        file,
+        atomic_file,
         killed,
         Bug(
             "another's draft is in the way",
@@ -223,7 +225,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        file,
+        atomic_file,
         two_writers,
         Bug(
             "not locked",
@@ -232,7 +234,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         ),
     ),
     (
-        file,
+        atomic_file,
         one_after_the_other,
         Bug(
             "lock of another name",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from aiofiles.threadpool import wrap
 
 from tierstore.archive import file_format
-from tierstore.archive.file import Draft
+from tierstore.archive.atomic_file import Draft
 from tierstore.archive.source_sink import Progress, Source, ahead, most_ahead, whole
 from tierstore.errors import ArchiveError
 from tierstore.nvme.reader import Record

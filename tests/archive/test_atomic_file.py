@@ -11,8 +11,8 @@ from random import Random
 
 import pytest
 
-from tierstore.archive import file as output
-from tierstore.archive.file import Output
+from tierstore.archive import atomic_file as output
+from tierstore.archive.atomic_file import Output
 from tierstore.nvme.direct_io import BLOCK
 
 STAGED = 4 * BLOCK
