@@ -18,7 +18,7 @@ from tierstore.archive.source_sink import Taken
 from tierstore.codecs import LOSS_CLASSES
 from tierstore.errors import ArchiveError, ConfigError, TransferError
 from tierstore.nvme import directory_layout
-from tierstore.nvme.directory_layout import locked_to_read
+from tierstore.nvme.directory_lock import lock_path, locked_to_read
 from tierstore.nvme.directory_opener import OpenShard, open_shard
 from tierstore.nvme.examination import examine
 from tierstore.nvme.inspection import open_reader
@@ -107,7 +107,7 @@ class ClosedSource:
 @contextmanager
 def open_source(shard: Shard) -> Iterator[ClosedSource]:
     """Hold a sub-directory and read its records; changes nothing. ConfigError if it is in use or damaged."""
-    with locked_to_read(directory_layout.lock_path(shard.directory)) as holder:
+    with locked_to_read(lock_path(shard.directory)) as holder:
         if holder is not None:
             raise ConfigError(
                 f"{shard.directory} is in use by process {holder or 'unknown'}; allowed: a store that is closed, "

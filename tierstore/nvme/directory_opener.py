@@ -18,7 +18,7 @@ import lmdb
 from tierstore.errors import ConfigError, IntegrityError
 from tierstore.nvme import direct_io, directory_layout, disk_probe
 from tierstore.nvme.catalogue import Catalogue
-from tierstore.nvme.directory_layout import FileLock
+from tierstore.nvme.directory_lock import FileLock, clear_odd_lock, lock_path
 from tierstore.nvme.disk_space import EXTENTS_FROM, Sizing, size, size_extents
 from tierstore.nvme.examination import examine
 from tierstore.nvme.record_storage import Coding
@@ -118,8 +118,8 @@ def _reason(error: OSError | lmdb.Error) -> str:
 
 def _lock(directory: Path) -> FileLock:
     try:
-        directory_layout.clear_odd_lock(directory)
-        lock = FileLock.acquire(directory_layout.lock_path(directory))
+        clear_odd_lock(directory)
+        lock = FileLock.acquire(lock_path(directory))
     except OSError as error:
         raise ConfigError(
             f"nvme.path is {directory.parent}, which cannot be locked ({_reason(error)}); allowed: a writable directory"

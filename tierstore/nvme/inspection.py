@@ -12,7 +12,7 @@ import lmdb
 
 from tierstore.nvme import directory_layout
 from tierstore.nvme.catalogue_entry import MAX_DBS
-from tierstore.nvme.directory_layout import FileLock, lock_holder, locked_to_read
+from tierstore.nvme.directory_lock import FileLock, clear_odd_lock, lock_holder, lock_path, locked_to_read
 from tierstore.nvme.examination import examine
 from tierstore.nvme.extent_allocator import Slots
 from tierstore.nvme.extents import ExtentBytes, ExtentFiles
@@ -95,7 +95,7 @@ def verify(path: Path, progress: Progress | None = None) -> tuple[ShardVerdict, 
         if damaged:
             verdicts.append(ShardVerdict(name=directory.name, skipped="set aside as damaged"))
             continue
-        with locked_to_read(directory_layout.lock_path(directory)) as holder:
+        with locked_to_read(lock_path(directory)) as holder:
             if holder is None:
                 verdicts.append(_verify(directory, fingerprint, progress or _silent))
             else:
@@ -135,7 +135,7 @@ def _home(path: Path) -> Path:
 
 def _report(directory: Path, fingerprint: str, damaged: bool) -> ShardReport:
     marker = directory_layout.read_marker(directory)
-    with lock_holder(directory_layout.lock_path(directory)) as holder:
+    with lock_holder(lock_path(directory)) as holder:
         examination = examine(directory) if holder is None and not damaged else None
     return ShardReport(
         name=directory.name,
@@ -213,8 +213,8 @@ def _remove(directory: Path, *, damaged: bool) -> str | None:
     """Delete a sub-directory; why it was kept, or None."""
     if damaged:
         return None if directory_layout.remove(directory) else "holds files that are not TierStore's"
-    directory_layout.clear_odd_lock(directory)
-    lock = FileLock.acquire(directory_layout.lock_path(directory))
+    clear_odd_lock(directory)
+    lock = FileLock.acquire(lock_path(directory))
     if not isinstance(lock, FileLock):
         return _in_use(lock)
     try:
