@@ -32,8 +32,9 @@ from tests.support.stalls import IN, UP
 from tierstore.gpu.geometry import Part
 from tierstore.gpu.pool import CpuPool
 from tierstore.nvme import catalogue_entry
+from tierstore.nvme.page_coding import Decoders
 from tierstore.nvme.reader import RecordReader
-from tierstore.nvme.record_storage import Decoders, Fetched
+from tierstore.nvme.record_storage import Fetched
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
 

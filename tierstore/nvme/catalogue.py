@@ -42,8 +42,9 @@ from tierstore.nvme.extent_allocator import Place
 from tierstore.nvme.extents import ExtentBytes, ExtentFiles, ExtentRecords
 from tierstore.nvme.lmdb_environment import Environment
 from tierstore.nvme.lmdb_pages import InlineBytes, InlineRecords, PageHeaders, numbers_hold
+from tierstore.nvme.page_coding import Coding
 from tierstore.nvme.reader import RecordReader
-from tierstore.nvme.record_storage import Coding, Page, RecordBytes, Records
+from tierstore.nvme.record_storage import Page, RecordBytes, Records
 from tierstore.nvme.tombstones import RETIRED_KEY, Tombstones, retired, stamp
 from tierstore.types import PageKey
 

@@ -21,7 +21,7 @@ from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.directory_lock import FileLock, clear_odd_lock, lock_path
 from tierstore.nvme.disk_space import EXTENTS_FROM, Sizing, size, size_extents
 from tierstore.nvme.examination import examine
-from tierstore.nvme.record_storage import Coding
+from tierstore.nvme.page_coding import Coding
 
 _log = logging.getLogger("tierstore.nvme.opening")
 

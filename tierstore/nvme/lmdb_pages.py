@@ -32,10 +32,10 @@ from tierstore.nvme.direct_io import BLOCK, is_aligned, set_direct
 from tierstore.nvme.directory_layout import DATA_FILE
 from tierstore.nvme.disk_space import Sizing
 from tierstore.nvme.lmdb_environment import Environment
+from tierstore.nvme.page_coding import Coding
 from tierstore.nvme.record_storage import (
     HEAD,
     TRIES,
-    Coding,
     Fetched,
     MovedError,
     Page,
