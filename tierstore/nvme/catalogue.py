@@ -11,10 +11,8 @@ LMDB errors come as they are; the writer and the readers name them.
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -36,8 +34,8 @@ from tierstore.nvme.catalogue_entry import (
     pack,
     unpack,
 )
-from tierstore.nvme.directory_layout import FULL, free_nbytes, least_free_nbytes
-from tierstore.nvme.disk_space import Sizing
+from tierstore.nvme.directory_layout import FULL
+from tierstore.nvme.disk_space import Sizing, require_free
 from tierstore.nvme.extent_allocator import Place
 from tierstore.nvme.extents import ExtentBytes, ExtentFiles, ExtentRecords
 from tierstore.nvme.lmdb_environment import Environment
@@ -293,8 +291,7 @@ class Catalogue:
 
     def check_room(self) -> None:
         """OSError if the disk has no room for records worth a write."""
-        if free_nbytes(self._env.path) < least_free_nbytes(self._sizing.record_nbytes):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        require_free(self._env.path, self._sizing.record_nbytes)
 
     def sync(self) -> None:
         """Make the last commits survive a loss of power."""

@@ -58,7 +58,6 @@ _SHARD_NAME = re.compile(
 _DAMAGED = re.compile(r"\.damaged-\d+\Z")
 _BUSY_S = 10.0
 _LONGEST_MARKER = 1 << 20
-_TRANSACTION_NBYTES = 64 << 10
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What a system call says when there is no room for what it is to write."""
@@ -359,17 +358,6 @@ def disk_nbytes(directory: Path) -> int:
         except FileNotFoundError:
             continue
     return total
-
-
-def free_nbytes(directory: Path) -> int:
-    """Bytes of the disk under ``directory`` that this user may still take."""
-    disk = os.statvfs(directory)
-    return disk.f_bavail * disk.f_frsize
-
-
-def least_free_nbytes(record_nbytes: int) -> int:
-    """With less than this free a disk counts as full: two records, and what a transaction changes beside them."""
-    return 2 * record_nbytes + _TRANSACTION_NBYTES
 
 
 def write_json(path: Path, value: object) -> None:

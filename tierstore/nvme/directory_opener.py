@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import stat
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -16,10 +15,10 @@ from typing import NamedTuple
 import lmdb
 
 from tierstore.errors import ConfigError, IntegrityError
-from tierstore.nvme import direct_io, directory_layout, disk_probe
+from tierstore.nvme import direct_io, directory_layout, disk_probe, disk_space
 from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.directory_lock import FileLock, clear_odd_lock, lock_path
-from tierstore.nvme.disk_space import EXTENTS_FROM, Sizing, size, size_extents
+from tierstore.nvme.disk_space import EXTENTS_FROM, Sizing, has_records, size, size_extents
 from tierstore.nvme.examination import examine
 from tierstore.nvme.page_coding import Coding
 
@@ -146,7 +145,7 @@ def _prepare(
     ``ask``: a new one's disk is asked how many readers it needs.
     """
     _require_directory(directory)
-    shortage = _shortage(directory, marker)
+    shortage = disk_space.shortage(directory, marker)
     fault = _foreign(directory, marker)
     if fault is not None:
         _set_aside(directory, fault)
@@ -186,36 +185,6 @@ def _require_directory(directory: Path) -> None:
         _set_aside(directory, "it is no directory")
 
 
-def _shortage(directory: Path, marker: directory_layout.ShardMarker) -> str | None:
-    """Why not even one page more can be written now, or None. ConfigError for a new directory that has no room for its
-    capacity; one that holds records is opened with what room there is, with one warning.
-    """
-    own = directory_layout.disk_nbytes(directory)
-    free = directory_layout.free_nbytes(directory.parent)
-    if marker.capacity <= free + own:
-        return None
-    if not _has_records(directory):
-        raise ConfigError(
-            f"nvme.capacity is {marker.capacity} bytes; allowed: at most {free + own}, free disk and what it has"
-        )
-    told = (
-        f"{free} bytes of the disk are free, {own} are the tier's own, and nvme.capacity is {marker.capacity}"
-    )
-    if free < directory_layout.least_free_nbytes(marker.page_nbytes):
-        return told
-    _log.warning("the NVMe tier at %s has less room than its capacity: %s", directory, told)
-    return None
-
-
-def _has_records(directory: Path) -> bool:
-    """Whether an earlier opening has left a catalogue. Nothing is said of its state."""
-    try:
-        found = (directory / directory_layout.DATA_FILE).lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return stat.S_ISREG(found.st_mode) and found.st_size > 0
-
-
 def _clear_odd_files(directory: Path) -> None:
     """Move what is no regular file out of the way of the files that have its name, with one warning.
 
@@ -231,7 +200,7 @@ def _clear_odd_files(directory: Path) -> None:
 
 def _tell_of_lost_catalogue(directory: Path) -> None:
     """Warn where an earlier opening has left a marker, but no catalogue that could hold a record."""
-    if _has_records(directory) or not (directory / directory_layout.SHARD_MARKER).exists():
+    if has_records(directory) or not (directory / directory_layout.SHARD_MARKER).exists():
         return
     what = "has 0 bytes" if (directory / directory_layout.DATA_FILE).exists() else "is missing"
     _log.warning("the NVMe tier at %s starts empty: %s %s", directory, directory_layout.DATA_FILE, what)

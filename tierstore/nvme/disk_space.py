@@ -1,13 +1,24 @@
-"""How a capacity in bytes becomes a map, extents, batches and a budget. Pure arithmetic."""
+"""Room on disk: how a capacity in bytes becomes a map, extents, batches and a budget, and whether the disk has it free.
+
+``size`` and ``size_extents`` are arithmetic alone; ``shortage`` and ``require_free`` ask the file system.
+"""
 
 from __future__ import annotations
 
+import errno
+import logging
 import mmap
+import os
+import stat
 from dataclasses import dataclass
+from pathlib import Path
 
 from tierstore.errors import ConfigError
+from tierstore.nvme import directory_layout
 from tierstore.nvme.catalogue_entry import CATALOGUE_SHARE
 from tierstore.nvme.record_format import record_nbytes
+
+_log = logging.getLogger("tierstore.nvme.opening")
 
 EXTENTS_FROM = 1 << 30
 """Capacity from which on ``payload: auto`` asks the disk; a smaller directory stays in LMDB."""
@@ -157,3 +168,53 @@ def _too_small(capacity: int, least: int, page_nbytes: int) -> ConfigError:
     return ConfigError(
         f"nvme.capacity is {capacity} bytes; allowed: at least {least * 5 // 4} for a page of {page_nbytes} bytes"
     )
+
+
+_TRANSACTION_NBYTES = 64 << 10
+
+
+def free_nbytes(directory: Path) -> int:
+    """Bytes of the disk under ``directory`` that this user may still take."""
+    disk = os.statvfs(directory)
+    return disk.f_bavail * disk.f_frsize
+
+
+def least_free_nbytes(record_nbytes: int) -> int:
+    """With less than this free a disk counts as full: two records, and what a transaction changes beside them."""
+    return 2 * record_nbytes + _TRANSACTION_NBYTES
+
+
+def require_free(directory: Path, record_nbytes: int) -> None:
+    """OSError if the disk has no room for records worth a write."""
+    if free_nbytes(directory) < least_free_nbytes(record_nbytes):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def shortage(directory: Path, marker: directory_layout.ShardMarker) -> str | None:
+    """Why not even one page more can be written now, or None. ConfigError for a new directory that has no room for its
+    capacity; one that holds records is opened with what room there is, with one warning.
+    """
+    own = directory_layout.disk_nbytes(directory)
+    free = free_nbytes(directory.parent)
+    if marker.capacity <= free + own:
+        return None
+    if not has_records(directory):
+        raise ConfigError(
+            f"nvme.capacity is {marker.capacity} bytes; allowed: at most {free + own}, free disk and what it has"
+        )
+    told = (
+        f"{free} bytes of the disk are free, {own} are the tier's own, and nvme.capacity is {marker.capacity}"
+    )
+    if free < least_free_nbytes(marker.page_nbytes):
+        return told
+    _log.warning("the NVMe tier at %s has less room than its capacity: %s", directory, told)
+    return None
+
+
+def has_records(directory: Path) -> bool:
+    """Whether an earlier opening has left a catalogue. Nothing is said of its state."""
+    try:
+        found = (directory / directory_layout.DATA_FILE).lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size > 0
