@@ -26,7 +26,7 @@ from tierstore.host.memory import available_nbytes
 from tierstore.host.pinning import FIRST_NBYTES
 from tierstore.keys import EXACT
 from tierstore.metrics import Metrics, RankHealth
-from tierstore.mover import Mover
+from tierstore.mover import LocalMover
 from tierstore.nvme.page_coding import allowed_over
 from tierstore.nvme.tier import NvmeTier
 from tierstore.page import PageLayout
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tierstore.config import HostConfig, NvmeConfig, StoreConfig
     from tierstore.gpu.device import HbmDevice
     from tierstore.gpu.pool import EnginePages, OwnPool
-    from tierstore.mover import SlotBytes
+    from tierstore.mover import Mover, SlotBytes
     from tierstore.types import PageKey
 
 _fitting_log = logging.getLogger("tierstore.fitting")
@@ -260,6 +260,7 @@ def register_pages(
     nbytes = pool.num_slots * parts.layout.page_nbytes
     if capacity is not None and nbytes > capacity:
         raise ConfigError(f"the engine's pages hold {nbytes} bytes; allowed by hbm.capacity: {capacity}")
+    assert isinstance(parts.mover, LocalMover)
     parts.mover.attach(parts.device.open_copies(Between(pool, parts.arena, wake)))
     outgoing.num_slots = pool.num_slots
 
@@ -296,14 +297,14 @@ def _mover(
     arena: HostArena | None,
     nvme: NvmeTier | None,
     wake: Callable[[], None],
-) -> Mover:
+) -> LocalMover:
     memory: dict[Tier, SlotBytes] = {}
     if isinstance(pool, CpuPool):
         memory[Tier.HBM] = pool
     if arena is not None:
         memory[Tier.HOST] = arena
     copies = device.open_copies(Between(pool, arena, wake)) if pool and arena else None
-    return Mover(memory, copies, nvme)
+    return LocalMover(memory, copies, {} if nvme is None else {Tier.NVME: nvme})
 
 
 def _arena(config: StoreConfig, host: HostConfig, layout: PageLayout, num_slots: int) -> HostArena:

@@ -1,18 +1,23 @@
-"""The mover: carries out transfers with the tiers' bytes and reports what became of them. No residency, no policy."""
+"""The mover: carries out transfers with the tiers' bytes and reports what became of them. No residency, no policy.
+
+``Mover`` is what a directory's decisions are handed to. ``LocalMover`` moves the bytes of this process; ``ranks.Ranks``
+has them moved by other processes.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from tierstore.gpu.layer_events import NOT_YET, Arriving
-from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
+from tierstore.types import Ack, Erase, Failure, PageKey, Tier, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from threading import Event
+    from collections.abc import Iterable, Mapping, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from tierstore.gpu.cpu_engine import CopyEngine
@@ -30,14 +35,27 @@ class SlotBytes(Protocol):
         ...
 
 
+class Settled(Protocol):
+    """As much of a ``threading.Event`` as somebody needs who looks at it again and again."""
+
+    def is_set(self) -> bool:
+        """Whether it has happened."""
+        ...
+
+
 class SyncMark(Protocol):
     """A mark in the queue of a record tier. ``done``: everything submitted before is settled. ``synced``: the writes
     that succeeded are durable then. ``ok``: the erases too.
     """
 
-    done: Event
-    synced: bool
-    ok: bool
+    @property
+    def done(self) -> Settled: ...
+
+    @property
+    def synced(self) -> bool: ...
+
+    @property
+    def ok(self) -> bool: ...
 
 
 class RecordTier(Protocol):
@@ -86,77 +104,252 @@ class RecordTier(Protocol):
         ...
 
 
-class Mover:
-    """Executes ``Transfer`` and ``Erase`` in the order given. ``memory``: the tiers whose slots are plain memory."""
+class Mover(Protocol):
+    """Carries out what a directory has decided. One thread at a time; nothing blocks but ``close``."""
+
+    def submit(self, command: Transfer | Erase) -> None:
+        """Start one command. Commands take effect in the order in which they are submitted."""
+        ...
+
+    @property
+    def polled(self) -> bool:
+        """Whether something is in flight whose end wakes nobody, so that ``poll`` has to be called to see it."""
+        ...
+
+    def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
+        """Return how far copies of this layer into these HBM slots are."""
+        ...
+
+    def poll(self) -> list[Ack]:
+        """Return the transfers that ended since the last call."""
+        ...
+
+    def begin_sync(self) -> SyncMark | None:
+        """Return a mark behind all records submitted so far, or None if there are no records here."""
+        ...
+
+    def give_up_waiting(self) -> None:
+        """Somebody stops waiting for a mark: the record tiers say so in their state until they move again."""
+        ...
+
+    @property
+    def pending_erases(self) -> int:
+        """Number of erased records that a restart now could bring back."""
+        ...
+
+    @property
+    def progress(self) -> object:
+        """A value that differs from an earlier one if a record was written or erased in between."""
+        ...
+
+    def close(self, timeout_s: float) -> bool:
+        """End all threads and tiers. Return whether they ended in time."""
+        ...
+
+
+class LocalMover:
+    """Moves the bytes of this process's tiers.
+
+    ``memory`` are the tiers whose slots are plain memory, ``records`` those that keep pages by key. ``copies`` moves
+    pages between HBM and host memory; None until an engine registers its own HBM.
+    """
 
     def __init__(
-        self, memory: dict[Tier, SlotBytes], copies: CopyEngine | None, records: RecordTier | None
+        self,
+        memory: dict[Tier, SlotBytes],
+        copies: CopyEngine | None,
+        records: Mapping[Tier, RecordTier],
     ) -> None:
         self._memory = memory
         self._copies = copies
-        self._records = records
+        self._records = dict(records)
+        self._relays: dict[int, _Relay] = {}
+        """Transfers between two record tiers, by id."""
 
     def attach(self, copies: CopyEngine) -> None:
-        """The copy engine for HBM slots that an engine registered after open."""
+        """Use this copy engine, for HBM slots that an engine registered after open."""
         self._copies = copies
 
     def submit(self, command: Transfer | Erase) -> None:
-        """Starts one command; never blocks."""
+        """Start one command; never blocks."""
         if isinstance(command, Erase):
-            assert self._records is not None
-            self._records.submit_erase(command.keys)
-        elif command.dst == Tier.NVME:
-            assert self._records is not None
+            self._records[command.tier].submit_erase(command.keys)
+            return
+        src, dst = self._records.get(command.src), self._records.get(command.dst)
+        if src is not None and dst is not None:
+            self._relays[command.id] = _Relay(command, src, dst, self._page_nbytes())
+        elif dst is not None:
             memory = self._memory[command.src]
-            self._records.submit_write(command, [memory.view(slot) for slot in command.src_slots])
-        elif command.src == Tier.NVME:
-            assert self._records is not None
+            dst.submit_write(command, [memory.view(slot) for slot in command.src_slots])
+        elif src is not None:
             memory = self._memory[command.dst]
-            self._records.submit_read(command, [memory.view(slot) for slot in command.dst_slots])
+            src.submit_read(command, [memory.view(slot) for slot in command.dst_slots])
         else:
             assert self._copies is not None
             self._copies.submit(command)
 
     @property
     def polled(self) -> bool:
-        """Whether something is on its way whose end wakes nobody."""
+        """Whether the copy engine has something in flight whose end wakes nobody."""
         return self._copies is not None and self._copies.polled
 
     def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
-        """How far copies of this layer into these HBM slots are; other ways into HBM tell nothing until they end."""
+        """Return how far copies of this layer into these HBM slots are; other routes into HBM tell only their end."""
         return NOT_YET if self._copies is None else self._copies.arriving(slots, layer)
 
     def poll(self) -> list[Ack]:
-        """Transfers that ended since the last call."""
+        """Return the transfers that ended since the last call."""
         acks = [] if self._copies is None else self._copies.poll()
-        return acks if self._records is None else acks + self._records.poll()
+        for tier, records in self._records.items():
+            found = records.poll()
+            acks += self._relayed(tier, found) if self._relays else found
+        return acks
 
     def begin_sync(self) -> SyncMark | None:
-        """A mark behind all records submitted so far; None: there is no tier that keeps any."""
-        return None if self._records is None else self._records.begin_sync()
+        """Return a mark behind all records submitted so far, or None if no tier keeps records."""
+        marks = [records.begin_sync() for records in self._records.values()]
+        return marks[0] if len(marks) == 1 else _Marks(marks) if marks else None
 
     def give_up_waiting(self) -> None:
         """Somebody stops waiting for records to be written."""
-        if self._records is not None:
-            self._records.give_up_waiting()
+        for records in self._records.values():
+            records.give_up_waiting()
 
     @property
     def pending_erases(self) -> int:
-        """Erased records that a restart now could bring back."""
-        return 0 if self._records is None else self._records.pending_erases
+        """Number of erased records that a restart now could bring back."""
+        return sum(records.pending_erases for records in self._records.values())
 
     @property
     def progress(self) -> object:
-        """Differs from an earlier value if a record was written or erased in between."""
-        return None if self._records is None else self._records.progress
+        """A value that differs from an earlier one if a record was written or erased in between."""
+        return [records.progress for records in self._records.values()]
 
     def close(self, timeout_s: float) -> bool:
-        """Ends copy engine and tiers; whether all threads ended in time. A stuck thread is left behind.
+        """End copy engine and tiers. Return whether all threads ended in time; a stuck thread is left behind.
 
         Each gets a moment even when the time is up: one stuck thread must not keep the directory locked.
         """
         deadline = monotonic() + timeout_s
         ended = self._copies is None or self._copies.close(max(_GRACE_S, timeout_s))
-        if self._records is not None:
-            ended &= self._records.close(max(_GRACE_S, deadline - monotonic()))
+        for records in self._records.values():
+            ended &= records.close(max(_GRACE_S, deadline - monotonic()))
         return ended
+
+    def _page_nbytes(self) -> int:
+        """Size of a page as record tiers take it: that of the slowest memory, from which pages are spilled."""
+        return self._memory[max(self._memory)].view(0).nbytes
+
+    def _relayed(self, tier: Tier, acks: list[Ack]) -> list[Ack]:
+        """Take out the acks that are steps of relays. Return the others, and those of relays that ended."""
+        found: list[Ack] = []
+        for ack in acks:
+            relay = self._relays.get(ack.transfer_id)
+            if relay is None:
+                found.append(ack)
+                continue
+            found += relay.take(tier, ack)
+            if relay.ended:
+                del self._relays[ack.transfer_id]
+        return found
+
+
+class _Marks:
+    """The marks of several record tiers as one."""
+
+    def __init__(self, marks: Sequence[SyncMark]) -> None:
+        self._marks = marks
+
+    @property
+    def done(self) -> _Marks:
+        return self
+
+    def is_set(self) -> bool:
+        return all(mark.done.is_set() for mark in self._marks)
+
+    @property
+    def synced(self) -> bool:
+        return all(mark.synced for mark in self._marks)
+
+    @property
+    def ok(self) -> bool:
+        return all(mark.ok for mark in self._marks)
+
+
+_OF_THE_WRITER = frozenset({Failure.NO_SPACE, Failure.UNFIT, Failure.CLOSED, Failure.UNAVAILABLE})
+"""Failures of a write that a directory does not take for failures of the record that was read."""
+
+
+class _Relay:
+    """One transfer from a record tier to another, through memory: pages are read, then those that came are written.
+
+    Pages whose read is late are reported as late once the others are written. They are the transfer from then on, and
+    go the same way when their read has ended.
+    """
+
+    def __init__(self, transfer: Transfer, src: RecordTier, dst: RecordTier, page_nbytes: int) -> None:
+        self._transfer = transfer
+        self._dst = dst
+        self._pages: list[NDArray[np.uint8]] = [np.empty(page_nbytes, np.uint8) for _ in transfer.keys]
+        self._read: Ack | None = None
+        """The read whose pages are being written."""
+        self._waiting: Ack | None = None
+        """A read of late pages that ended while the others were being written."""
+        src.submit_read(transfer, self._pages)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no page is left to be read or written."""
+        return not self._pages
+
+    def take(self, tier: Tier, ack: Ack) -> list[Ack]:
+        """Take in the end of a read or of a write. Return what the directory is to know of the whole transfer."""
+        if tier == self._transfer.dst:
+            return self._written(ack)
+        if self._read is not None:
+            self._waiting = ack
+            return []
+        return self._write(ack)
+
+    def _write(self, read: Ack) -> list[Ack]:
+        """Write the pages that were read."""
+        came = self._came(read)
+        self._read = read
+        if not came:
+            return self._written(Ack(read.transfer_id, True, 0, 0))
+        self._dst.submit_write(self._transfer.part(came), [self._pages[i] for i in came])
+        return []
+
+    def _came(self, read: Ack) -> list[int]:
+        """Return the positions of the pages that a read has brought."""
+        if not read.ok and not read.failures:
+            return []
+        lost = {*(i for i, _ in read.failures), *read.late}
+        return [i for i in range(len(self._pages)) if i not in lost]
+
+    def _written(self, write: Ack) -> list[Ack]:
+        read = self._read
+        assert read is not None
+        came = self._came(read)
+        failures = dict(read.failures)
+        if not read.ok and not failures:
+            failures = dict.fromkeys(
+                (i for i in range(len(self._pages)) if i not in read.late), Failure.IO_ERROR
+            )
+        refused = dict(write.failures)
+        if not write.ok and not refused:
+            refused = dict.fromkeys(range(len(came)), Failure.UNAVAILABLE)
+        for place, why in refused.items():
+            failures[came[place]] = why if why in _OF_THE_WRITER else Failure.UNAVAILABLE
+        self._read = None
+        self._transfer = self._transfer.part(read.late)
+        self._pages = [self._pages[i] for i in read.late]
+        ended = replace(
+            write,
+            ok=not failures,
+            seconds=read.seconds + write.seconds,
+            failures=tuple(sorted(failures.items())),
+            late=read.late,
+        )
+        waiting, self._waiting = self._waiting, None
+        return [ended] if waiting is None else [ended, *self._write(waiting)]

@@ -16,7 +16,6 @@ from tierstore.errors import ConfigError
 from tierstore.gpu.device import CpuDevice
 from tierstore.gpu.layer_events import NOT_YET, Arriving
 from tierstore.metrics import Metrics, RankHealth
-from tierstore.mover import Mover
 from tierstore.types import Ack, Erase, Failure, Tier, Transfer
 
 if TYPE_CHECKING:
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from tierstore.codecs.host_format import HostFormat
     from tierstore.config import StoreConfig
+    from tierstore.mover import SyncMark
     from tierstore.page import PageLayout
     from tierstore.types import PageKey
 
@@ -64,13 +64,12 @@ class _Host:
     held: HostFormat
 
 
-class Ranks(Mover):
-    """A mover of many: what it is given waits in ``take`` for whoever carries it to all ranks, their acks come by
+class Ranks:
+    """A ``Mover`` of many: what it is given waits in ``take`` for whoever carries it to all ranks, their acks come by
     ``deliver``. One thread at a time, as for any mover.
     """
 
     def __init__(self, num_ranks: int) -> None:
-        super().__init__({}, None, None)
         self._num_ranks = num_ranks
         self._outbox: list[Transfer | Erase] = []
         self._merging: dict[int, _Merging] = {}
@@ -142,6 +141,23 @@ class Ranks(Mover):
         acks = list(self._acks)
         self._acks.clear()
         return acks
+
+    def begin_sync(self) -> SyncMark | None:
+        """None: records are written, and waited for, in the ranks' processes."""
+        return None
+
+    def give_up_waiting(self) -> None:
+        """Nothing: nobody waits here."""
+
+    @property
+    def pending_erases(self) -> int:
+        """0: what the ranks have still to erase is not known here."""
+        return 0
+
+    @property
+    def progress(self) -> object:
+        """None: what the ranks write between two acks is not known here."""
+        return None
 
     def close(self, timeout_s: float) -> bool:
         """True: nothing runs here."""

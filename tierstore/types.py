@@ -189,6 +189,19 @@ class Transfer:
     nbytes: int
     parents: tuple[PageKey | None, ...]
 
+    def part(self, positions: Sequence[int]) -> Transfer:
+        """Return the same transfer with the pages at these positions alone, under the same id."""
+        return Transfer(
+            self.id,
+            tuple(self.keys[i] for i in positions),
+            self.src,
+            tuple(self.src_slots[i] for i in positions),
+            self.dst,
+            tuple(self.dst_slots[i] for i in positions),
+            self.nbytes // max(1, len(self.keys)) * len(positions),
+            tuple(self.parents[i] for i in positions),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Erase:

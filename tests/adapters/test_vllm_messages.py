@@ -12,7 +12,7 @@ from tierstore.adapters.vllm.kv_groups import Group, Groups
 from tierstore.adapters.vllm.messages import Catalogue, Report
 from tierstore.adapters.vllm.requests import StepReader
 from tierstore.adapters.vllm.worker import CommandQueue
-from tierstore.mover import Mover
+from tierstore.mover import LocalMover
 from tierstore.pump import Wakeup
 from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
 
@@ -60,11 +60,11 @@ def test_block_tables_grow_and_start_anew_after_a_preemption() -> None:
     assert (again.tables, again.fresh, again.first) == ([[1, 2, 3], [11]], [2, 3], True)
 
 
-class FakeMover(Mover):
+class FakeMover(LocalMover):
     """Ends what a test says."""
 
     def __init__(self, polled: bool = False) -> None:
-        super().__init__({}, None, None)
+        super().__init__({}, None, {})
         self.got: list[Transfer | Erase] = []
         self.acks: list[Ack] = []
         self.asks = polled

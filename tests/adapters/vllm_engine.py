@@ -32,6 +32,7 @@ from tierstore.build import Parts, assemble
 from tierstore.config import StoreConfig
 from tierstore.host.arena import HostArena
 from tierstore.host.pinning import Pinner
+from tierstore.mover import LocalMover
 from tierstore.page import PageLayout
 from tierstore.pump import Wakeup
 from tierstore.types import Tier
@@ -189,6 +190,7 @@ class Engine:
                 assert parts.arena is not None
                 slots = parts.arena.num_slots
                 parts.arena = arena = HostArena(parts.layout, slots, self.pinners[number])
+                assert isinstance(parts.mover, LocalMover)
                 parts.mover._memory[Tier.HOST] = arena
             parts.mover = mover = WiredMover.around(parts)
             half = WorkerHalf(parts, found, number, wakeup)

@@ -13,6 +13,7 @@ from tierstore.adapters.huggingface import TierStoreCache
 from tierstore.adapters.huggingface.request import PageGroups
 from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.schedule import Pace
+from tierstore.mover import LocalMover
 from tierstore.types import Tier
 
 pytestmark = pytest.mark.gpu
@@ -28,6 +29,7 @@ def test_answers_are_right_over_pages_that_are_late(whole: bool, inside: bool) -
     with open_store(model, hbm=32, host=32) as store:
         with TierStoreCache(store, prompt, model=model) as cache:
             generate(model, prompt, cache)
+        assert isinstance(store._pump.mover, LocalMover)
         copies = store._pump.mover._copies
         assert isinstance(copies, CudaCopyEngine)
         if not whole:

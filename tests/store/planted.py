@@ -24,7 +24,7 @@ from tierstore.directory.slots import SealedSlots
 from tierstore.directory.transfers import Transfers
 from tierstore.events import PendingEvents
 from tierstore.gpu.layer_events import HERE
-from tierstore.mover import Mover
+from tierstore.mover import LocalMover
 from tierstore.types import Erase, Event, Failure, PageKey, Tier, Transfer
 
 BUGS_IN_MEMORY = Plants()
@@ -70,7 +70,7 @@ def a_load_is_ready_when_it_is_submitted(patch: pytest.MonkeyPatch) -> None:
 
 @BUGS_IN_MEMORY.bug
 def a_layer_is_ready_when_it_is_asked_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Mover, "arriving", lambda self, slots, layer: HERE)
+    patch.setattr(LocalMover, "arriving", lambda self, slots, layer: HERE)
 
 
 @BUGS_IN_MEMORY.bug

@@ -12,14 +12,14 @@ from tierstore.build import Parts, assemble
 from tierstore.config import StoreConfig
 from tierstore.directory.directory import Directory
 from tierstore.gpu.cpu_engine import CopyEngine
-from tierstore.mover import Mover
+from tierstore.mover import LocalMover
 from tierstore.page import PageLayout, PageSpec
 from tierstore.pump import Wakeup
 from tierstore.store import TierStore
 from tierstore.types import Ack, Erase, Transfer
 
 
-class WiredMover(Mover):
+class WiredMover(LocalMover):
     """A mover in another process, as far as the directory can tell: everything crosses as pickled bytes."""
 
     copies: GatedCopies | None = None
@@ -27,9 +27,10 @@ class WiredMover(Mover):
     @classmethod
     def around(cls, parts: Parts) -> WiredMover:
         mover = parts.mover
-        records = None if mover._records is None else GatedRecords(mover._records)
-        wired = cls(mover._memory, None, records)
-        wired.records = records
+        assert isinstance(mover, LocalMover)
+        gated = {tier: GatedRecords(records) for tier, records in mover._records.items()}
+        wired = cls(mover._memory, None, gated)
+        wired.records = next(iter(gated.values()), None)
         if mover._copies is not None:
             wired.attach(mover._copies)
         return wired

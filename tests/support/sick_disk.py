@@ -78,7 +78,7 @@ def replace_preadv(monkeypatch: pytest.MonkeyPatch, preadv: Hanging | Slow | Fai
 
 
 def disk_of(store: TierStore) -> NvmeTier:
-    tier = store._pump.mover._records
+    tier = store._parts.nvme
     assert isinstance(tier, NvmeTier)
     return tier
 

@@ -43,7 +43,7 @@ from tierstore.gpu.quant.encoded_routes import (
 )
 from tierstore.gpu.routes import DmaRoute
 from tierstore.metrics import Metrics
-from tierstore.mover import Mover
+from tierstore.mover import LocalMover
 from tierstore.page import PageLayout, PageSpec
 from tierstore.pump import Wakeup
 from tierstore.store import TierStore
@@ -414,7 +414,7 @@ def _open(
         None,
         None,
         directory,
-        Mover({}, engine, None),
+        LocalMover({}, engine, {}),
         metrics,
     )
     return TierStore(config, parts, Wakeup(), pump=False), parts

@@ -7,7 +7,6 @@ What an ack changes is applied by ``directory``.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
@@ -90,7 +89,7 @@ class Transfers:
         edge = (transfer.src, transfer.dst)
         self.pages[edge] -= len(transfer.keys) - len(ack.late)
         if ack.late:
-            self.open[transfer.id] = _part(transfer, ack.late)
+            self.open[transfer.id] = transfer.part(ack.late)
         self.moved_at[edge] = now
         self.arrived[edge] += ack.num_ready
         if ack.num_ready and ack.seconds > 0:
@@ -152,14 +151,3 @@ class Transfers:
         self.open[transfer.id] = transfer
         self.pages[edge] += len(moves)
         self.outbox.append(transfer)
-
-
-def _part(transfer: Transfer, pages: Sequence[int]) -> Transfer:
-    return replace(
-        transfer,
-        keys=tuple(transfer.keys[i] for i in pages),
-        src_slots=tuple(transfer.src_slots[i] for i in pages),
-        dst_slots=tuple(transfer.dst_slots[i] for i in pages),
-        nbytes=transfer.nbytes // len(transfer.keys) * len(pages),
-        parents=tuple(transfer.parents[i] for i in pages),
-    )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from tierstore.adapters.vllm.messages import Catalogue, Hello, Orders, Report
 from tierstore.build import assemble, health
 from tierstore.gpu.device import Between
+from tierstore.mover import LocalMover
 from tierstore.nvme import disk_probe
 from tierstore.page import PageLayout
 from tierstore.pump import Wakeup
@@ -174,6 +175,7 @@ class WorkerHalf:
         pool = parts.device.register(parts.layout, (kv_layout.pages,))
         # A request waits for all of its pages: none is cut by layers.
         copies = parts.device.open_copies(Between(pool, parts.arena, wakeup.bump, most_groups=1))
+        assert isinstance(parts.mover, LocalMover)
         parts.mover.attach(copies)
         self._rank = rank
         self._shard = kv_layout.spec.shard.to_bytes(2, "big")
