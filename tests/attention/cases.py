@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from tierstore.gpu.attention.backends import AttentionBackend, attend
-from tierstore.gpu.attention.paging import Paging, Shape
+from tierstore.gpu.attention.page_table import Paging, Shape
 
 LAYERS = 3
 SPARE_SLOTS = 3

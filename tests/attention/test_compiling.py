@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from tests.attention.cases import Case
 from tierstore.gpu.attention import kernels
 from tierstore.gpu.attention.in_place import Tiles, constants_of
-from tierstore.gpu.attention.paging import Shape
+from tierstore.gpu.attention.page_table import Shape
 
 # Triton 3.9 says once a process that the default will change. Either is right here.
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")

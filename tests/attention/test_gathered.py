@@ -20,7 +20,7 @@ from tests.support.planting import Bug, write
 from tierstore.gpu.attention import gathered
 from tierstore.gpu.attention.backends import for_many
 from tierstore.gpu.attention.gathered import Gathered
-from tierstore.gpu.attention.paging import Paging
+from tierstore.gpu.attention.page_table import Paging
 
 KERNELS_HERE = interpreted()
 

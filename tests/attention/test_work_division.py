@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.attention.cases import Case
 from tests.support.planting import Bug, load
 from tierstore.gpu.attention import in_place
-from tierstore.gpu.attention.paging import Paging
+from tierstore.gpu.attention.page_table import Paging
 
 
 def paging_of(case: Case) -> Paging:

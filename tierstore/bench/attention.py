@@ -23,8 +23,8 @@ from tierstore.config import format_size
 from tierstore.errors import ConfigError
 from tierstore.gpu.attention.backends import attend
 from tierstore.gpu.attention.gathered import sdpa
+from tierstore.gpu.attention.page_table import Paging
 from tierstore.gpu.attention.paged import PagedDecode, PagedPrefill
-from tierstore.gpu.attention.paging import Paging
 from tierstore.host.memory import available_nbytes
 
 if TYPE_CHECKING:

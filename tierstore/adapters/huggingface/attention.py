@@ -27,8 +27,8 @@ from transformers.masking_utils import (
 
 from tierstore.adapters.huggingface.batch import Span
 from tierstore.gpu.attention.backends import Backend
+from tierstore.gpu.attention.page_table import DTYPES
 from tierstore.gpu.attention.paged import PagedDecode, PagedPrefill
-from tierstore.gpu.attention.paging import DTYPES
 
 ATTENTION = "tierstore"
 """The name to give as ``attn_implementation``."""

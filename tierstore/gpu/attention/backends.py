@@ -12,7 +12,7 @@ import torch
 
 from tierstore.gpu.attention import gathered
 from tierstore.gpu.attention.in_place import InPlace
-from tierstore.gpu.attention.paging import Paging
+from tierstore.gpu.attention.page_table import Paging
 
 
 def attend(

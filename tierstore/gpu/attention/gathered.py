@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
 
-    from tierstore.gpu.attention.paging import Paging, Shape
+    from tierstore.gpu.attention.page_table import Paging, Shape
 
 Sdpa = Literal["flash", "cudnn"]
 

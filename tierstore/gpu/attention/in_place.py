@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tierstore.gpu.attention.paging import Paging
+from tierstore.gpu.attention.page_table import Paging
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from tierstore.gpu.attention.paging import Shape
+    from tierstore.gpu.attention.page_table import Shape
 
 FIELDS = 9
 """Of an item, int32: its sequence's first place in ``indices`` and length; first token and end; the sequence's first

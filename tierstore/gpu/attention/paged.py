@@ -18,7 +18,7 @@ from tierstore.gpu.attention.backends import (
     make,
     require_backend,
 )
-from tierstore.gpu.attention.paging import Numbers, Paging, Shape
+from tierstore.gpu.attention.page_table import Numbers, Paging, Shape
 
 merge_states = backends.merge_states
 
