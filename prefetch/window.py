@@ -13,7 +13,7 @@ _NEXT_AT = 0.6
 class LoadWindow:
     """The way into HBM, filled half by half: the second half is started while the first one crosses the link.
 
-    Pages that go up layer group by layer group end together, a wave at its end (``tierstore.gpu.schedule``). Were a
+    Pages that go up layer group by layer group end together, a wave at its end (``tierstore.gpu.copy_queue``). Were a
     window filled up only when pages have ended, the link would stand still from then until the next wave has begun.
     """
 

@@ -12,7 +12,7 @@ from tests.core.manual_link import (
     Rig,
 )
 from tests.support.events import capturing
-from tierstore.gpu.schedule import Job
+from tierstore.gpu.copy_queue import Job
 from tierstore.types import Ack, Failure, PageKey, Tier, Transfer
 
 

@@ -13,9 +13,9 @@ from tests.core.manual_link import (
     SPEC,
     Rig,
 )
-from tierstore.gpu import cuda_engine, schedule
+from tierstore.gpu import copy_queue, cuda_engine
+from tierstore.gpu.copy_queue import Pace
 from tierstore.gpu.geometry import Cut
-from tierstore.gpu.schedule import Pace
 from tierstore.types import Ack, Failure, Tier
 
 PAGE = SPEC.page_nbytes
@@ -97,11 +97,11 @@ def test_of_unequal_groups_as_many_bytes_are_launched_together() -> None:
 @pytest.fixture(autouse=True)
 def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever came, came just now."""
-    monkeypatch.setattr(schedule, "_JUST_NOW_S", inf)
+    monkeypatch.setattr(copy_queue, "_JUST_NOW_S", inf)
 
 
 def test_nothing_came_lately_so_the_link_is_given_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "_JUST_NOW_S", 0.0)
+    monkeypatch.setattr(copy_queue, "_JUST_NOW_S", 0.0)
     rig = Rig(layers=4, pace=Pace(whole=0, at_once=9, ahead=2 * PAGE, behind=0))
     rig.move(1, Tier.HBM, (0, 0))
     assert rig.engine.poll() == []
@@ -154,7 +154,7 @@ def test_the_thread_helps_where_calls_do_not_keep_the_link_busy(monkeypatch: pyt
     rig = Rig(layers=4, pace=Pace(whole=0, behind=4 * PAGE))
     rig.move(1, Tier.HBM, (0, 0))
     assert len(rig.route.groups) == 1, "pages came just now, so more are likely to"
-    monkeypatch.setattr(schedule, "_JUST_NOW_S", 0.0)
+    monkeypatch.setattr(copy_queue, "_JUST_NOW_S", 0.0)
     rig.wait_launched(4)
     rig.up.run()
     assert [ack.ok for ack in rig.wait()] == [True]
@@ -292,7 +292,7 @@ def test_a_launch_waits_for_more_of_its_group_while_the_link_has_enough_to_do(
     lane.nbytes += 2 * PAGE  # as if so much were on its way
     rig.move(4, Tier.HBM, (4, 4))
     assert rig.route.groups == []
-    monkeypatch.setattr(schedule, "_JUST_NOW_S", 0.0)
+    monkeypatch.setattr(copy_queue, "_JUST_NOW_S", 0.0)
     rig.engine.poll()
     assert rig.route.groups == [(0, 1)], "nothing came lately: there is nothing to wait for"
     lane.nbytes -= 2 * PAGE

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.core.manual_link import PATIENCE_S, SLOTS, SPEC, ManualStream, Rig
 from tests.support import lanes
 from tests.support.planting import SEARCH, Bug, load
-from tierstore.gpu import cuda_engine, schedule
+from tierstore.gpu import copy_queue, cuda_engine
+from tierstore.gpu.copy_queue import Pace
 from tierstore.gpu.layer_events import Event
-from tierstore.gpu.schedule import Pace
 from tierstore.types import Tier
 
 PAGE = SPEC.page_nbytes
@@ -144,7 +144,7 @@ def run(layers: int | None, script: list[Step]) -> None:
 def no_clock() -> Iterator[None]:
     """Whatever came, came just now."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "_JUST_NOW_S", inf)
+        patch.setattr(copy_queue, "_JUST_NOW_S", inf)
         yield
 
 
@@ -171,7 +171,7 @@ BUGS = [
 @pytest.mark.deep
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted = load(schedule, bug)
+    planted = load(copy_queue, bug)
     monkeypatch.setattr(planted, "_JUST_NOW_S", inf)
     monkeypatch.setattr(cuda_engine, "Lane", planted.Lane)
 

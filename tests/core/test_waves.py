@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.support import lanes
 from tests.support.planting import SEARCH, Bug, load
-from tierstore.gpu import schedule as module
-from tierstore.gpu.schedule import Waves
+from tierstore.gpu import copy_queue as module
+from tierstore.gpu.copy_queue import Waves
 
 Script = list[int | None]
 """A number: a job of that size comes. None: the next are taken."""

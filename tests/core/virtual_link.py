@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tierstore.codecs.host_format import HostFormat
 from tierstore.directory.transfers import BATCH_PAGES
-from tierstore.gpu import schedule
+from tierstore.gpu import copy_queue
 from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.layer_events import HERE, Arriving
 from tierstore.gpu.quant.encoded_routes import CUTS, parts_of
@@ -160,7 +160,7 @@ def restore(
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock()
         patch.setattr(Event, "clock", clock)
-        for where in (module, schedule):
+        for where in (module, copy_queue):
             patch.setattr(where, "monotonic", lambda: clock.now)
         patch.setattr(module.CudaCopyEngine, "_wake_thread", lambda self, dst: None)
         held = HostFormat.of(codec, PageLayout.of(spec))

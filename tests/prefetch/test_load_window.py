@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from prefetch.planner import PIECE_PAGES
 from prefetch.window import LoadWindow
-from tierstore.gpu.schedule import Waves
+from tierstore.gpu.copy_queue import Waves
 
 MOST = 4 * PIECE_PAGES
 HALF = MOST // 2

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
+from tierstore.gpu.copy_queue import Job, Lane, TimedEvent, ack_of, pace_of
 from tierstore.gpu.layer_events import HERE, NOT_YET, Arriving
-from tierstore.gpu.schedule import Job, Lane, TimedEvent, ack_of, pace_of
 from tierstore.types import Ack, Tier, Transfer
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierstore.codecs.host_format import HostFormat
+    from tierstore.gpu.copy_queue import Flight, Pace
     from tierstore.gpu.cpu_engine import CopyEngine
     from tierstore.gpu.routes import Route
-    from tierstore.gpu.schedule import Flight, Pace
 
 _log = logging.getLogger("tierstore.gpu.cuda_copies")
 
