@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from tierstore.directory.leases import LeaseRecord
 from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.errors import LeaseError, StoreClosed
-from tierstore.gpu.layer_events import HERE, NOT_YET, Arriving, as_one
+from tierstore.gpu.events import HERE, NOT_YET, Arriving, as_one
 from tierstore.types import Event, LeaseState, require_flag, seconds_to_wait, whole
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from tierstore.gpu.layer_events import NOT_YET, Arriving
+from tierstore.gpu.events import NOT_YET, Arriving
 from tierstore.types import Ack, Erase, Failure, PageKey, Tier, Transfer
 
 if TYPE_CHECKING:

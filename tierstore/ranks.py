@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tierstore.build import Parts, held_form, make_directory
 from tierstore.errors import ConfigError
 from tierstore.gpu.device import CpuDevice
-from tierstore.gpu.layer_events import NOT_YET, Arriving
+from tierstore.gpu.events import NOT_YET, Arriving
 from tierstore.metrics import Metrics, RankHealth
 from tierstore.types import Ack, Erase, Failure, Tier, Transfer
 

@@ -14,7 +14,7 @@ from tests.support import lanes
 from tests.support.planting import SEARCH, Bug, load
 from tierstore.gpu import copy_queue, cuda_engine
 from tierstore.gpu.copy_queue import Pace
-from tierstore.gpu.layer_events import Event
+from tierstore.gpu.events import Event
 from tierstore.types import Tier
 
 PAGE = SPEC.page_nbytes

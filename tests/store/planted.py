@@ -23,7 +23,7 @@ from tierstore.directory.residency import Residency, TierTable
 from tierstore.directory.slots import SealedSlots
 from tierstore.directory.transfers import Transfers
 from tierstore.events import PendingEvents
-from tierstore.gpu.layer_events import HERE
+from tierstore.gpu.events import HERE
 from tierstore.mover import LocalMover
 from tierstore.types import Erase, Event, Failure, PageKey, Tier, Transfer
 

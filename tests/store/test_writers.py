@@ -28,7 +28,7 @@ from tests.support.pages import (
 from tests.support.stalls import IN
 from tests.support.waiting import wait_for
 from tierstore.errors import CapacityError, StoreClosed
-from tierstore.gpu.layer_events import AllOf
+from tierstore.gpu.events import AllOf
 from tierstore.lease import Lease
 from tierstore.store import TierStore
 from tierstore.types import Event, LeaseState, PageKey, Tier

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.gpu.cpu_engine import CopyEngine
-from tierstore.gpu.layer_events import Arriving
+from tierstore.gpu.events import Arriving
 from tierstore.mover import RecordTier, SlotBytes, SyncMark
 from tierstore.types import Ack, Failure, PageKey, Tier, Transfer
 

@@ -29,8 +29,8 @@ from tierstore.config import load_config
 from tierstore.gpu import geometry
 from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.device import CpuDevice
+from tierstore.gpu.events import NOT_YET, Arriving
 from tierstore.gpu.geometry import LayerGroups
-from tierstore.gpu.layer_events import NOT_YET, Arriving
 from tierstore.gpu.quant.coder import Coder
 from tierstore.gpu.quant.encoded_routes import (
     CUTS,

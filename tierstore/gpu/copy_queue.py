@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import numpy as np
 
 from tierstore.gpu.driver import has_happened
-from tierstore.gpu.layer_events import HERE, NOT_YET, Arriving
+from tierstore.gpu.events import HERE, NOT_YET, Arriving
 from tierstore.types import Ack, Failure, Tier, Transfer
 
 if TYPE_CHECKING:

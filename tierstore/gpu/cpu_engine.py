@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from tierstore.codecs.host_format import Packer, Unpacker
 from tierstore.errors import IntegrityError
 from tierstore.gpu.copy_queue import Waves
-from tierstore.gpu.layer_events import HERE, NOT_YET, Arriving
+from tierstore.gpu.events import HERE, NOT_YET, Arriving
 from tierstore.threads import start_all
 from tierstore.types import Ack, Failure, Tier, Transfer
 
