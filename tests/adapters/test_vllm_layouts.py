@@ -9,7 +9,7 @@ from tierstore.adapters.vllm.config import Settings
 from tierstore.adapters.vllm.kv_layout import kv_layout
 from tierstore.adapters.vllm.worker import WorkerHalf
 from tierstore.errors import ConfigError
-from tierstore.gpu.geometry import LayerGroups
+from tierstore.gpu.addresses import LayerGroups
 from tierstore.gpu.pool import EnginePool
 from tierstore.page import PageLayout
 

@@ -12,7 +12,7 @@ from tests.codecs.holding import Bytes, decoded, encoded
 from tierstore.codecs import LOSSY
 from tierstore.codecs.lossy import PayloadLayout
 from tierstore.errors import IntegrityError
-from tierstore.gpu import geometry
+from tierstore.gpu import addresses
 from tierstore.gpu.pool import EnginePages, EnginePool
 from tierstore.gpu.quant.coder import Call, Coder
 from tierstore.page import PageLayout
@@ -49,12 +49,12 @@ class Bench:
 
         self.write: Callable[[int, Bytes], None] = write
         self.read: Callable[[int], Bytes] = read
-        self._open(geometry.pool_strides(pool, self.layout), pool)
+        self._open(addresses.pool_strides(pool, self.layout), pool)
 
     def engine_slots(self, engine: Sequence[EnginePages]) -> None:
         """In an engine's tensors."""
         pool = EnginePool(self.layout, engine)
-        found = geometry.tensor_strides(pool.layers)
+        found = addresses.tensor_strides(pool.layers)
         assert found is not None
 
         def read(slot: int) -> Bytes:
@@ -116,7 +116,7 @@ class Bench:
             return False
         return True
 
-    def _open(self, found: tuple[geometry.GroupStrides, ...], pool: torch.Tensor | None) -> None:
+    def _open(self, found: tuple[addresses.GroupStrides, ...], pool: torch.Tensor | None) -> None:
         self.payloads = torch.empty(len(self.pages) * self.stride, dtype=torch.uint8, device=self._device)
         self.coder = Coder(self.codec, self.layout, found, pool, self.stride, self._kernels)
 

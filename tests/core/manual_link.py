@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tierstore.gpu.addresses import Cut, LayerGroups
 from tierstore.gpu.copy_queue import Pace, TimedEvent
 from tierstore.gpu.cpu_engine import CpuCopyEngine
 from tierstore.gpu.cuda_engine import CudaCopyEngine
-from tierstore.gpu.geometry import Cut, LayerGroups
 from tierstore.gpu.pool import CpuPool
 from tierstore.gpu.routes import WholePages
 from tierstore.host.arena import HostArena

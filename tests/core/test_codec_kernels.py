@@ -21,7 +21,7 @@ from tests.core.interpreted import interpreted
 from tests.support import lanes
 from tests.support.planting import Bug, write
 from tierstore.codecs import LOSSY, fixed_nbytes
-from tierstore.gpu import geometry
+from tierstore.gpu import addresses
 from tierstore.gpu.pool import EnginePages
 from tierstore.gpu.quant import coder
 from tierstore.page import PageLayout
@@ -141,8 +141,8 @@ def test_an_engines_tensors_are_coded_in_place_whatever_their_strides(name: str,
 def test_layers_of_different_strides_cannot_be_coded_in_place() -> None:
     here, there = torch.zeros(4, 2, 3, 1, 8), torch.zeros(4, 3, 2, 1, 8).transpose(1, 2)
     assert here.shape == there.shape
-    assert geometry.tensor_strides([[here, here.clone()]]) is not None
-    assert geometry.tensor_strides([[here, there]]) is None
+    assert addresses.tensor_strides([[here, here.clone()]]) is not None
+    assert addresses.tensor_strides([[here, there]]) is None
 
 
 UNFIT = {

@@ -21,8 +21,8 @@ from tests.codecs.holding import FLOATS, Bytes, decoded, page_like_kv, spec_of
 from tests.core.test_codec_kernels import KERNELS_HERE
 from tierstore.codecs import LOSSY
 from tierstore.codecs.host_format import HostFormat, Packer
-from tierstore.gpu import geometry, quant
-from tierstore.gpu.geometry import Cut, LayerGroups
+from tierstore.gpu import addresses, quant
+from tierstore.gpu.addresses import Cut, LayerGroups
 from tierstore.gpu.pool import EnginePages, EnginePool
 from tierstore.gpu.quant import encoded_routes
 from tierstore.gpu.quant.coder import Coder
@@ -111,7 +111,7 @@ class Own:
 
     def __init__(self, layout: PageLayout) -> None:
         self._rows = torch.zeros(SLOTS, layout.slot_nbytes, dtype=torch.uint8)
-        self.lots = geometry.pool_strides(self._rows.flatten(), layout)
+        self.lots = addresses.pool_strides(self._rows.flatten(), layout)
 
     def read(self, slot: int, page: Bytes) -> None:
         np.copyto(page, self._rows[slot, : len(page)].numpy())

@@ -22,8 +22,8 @@ from tests.support.planting import Bug, write
 from tierstore.codecs import LOSSY
 from tierstore.codecs.host_format import HostFormat
 from tierstore.errors import IntegrityError
-from tierstore.gpu import cuda_engine, geometry
-from tierstore.gpu.geometry import LayerGroups
+from tierstore.gpu import addresses, cuda_engine
+from tierstore.gpu.addresses import LayerGroups
 from tierstore.gpu.pool import EnginePages, EnginePool
 from tierstore.gpu.quant import encoded_routes
 from tierstore.gpu.quant.encoded_routes import EncodedMappedRoute, Fetcher, Grid
@@ -76,9 +76,9 @@ class Bench:
         self._pool = EnginePool(layout, engine) if engine else None
         layers = LayerGroups.of(layout, groups, 1) if groups > 1 else None
         where = (
-            geometry.tensor_strides(self._pool.layers)
+            addresses.tensor_strides(self._pool.layers)
             if self._pool
-            else geometry.pool_strides(self._rows, layout)
+            else addresses.pool_strides(self._rows, layout)
         )
         assert where is not None
         fetcher = Fetcher(self.codec, layout, where, kernels.fetch, grid)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tierstore.gpu import geometry
+from tierstore.gpu import addresses
+from tierstore.gpu.addresses import LayerGroups
 from tierstore.gpu.driver import Driver
-from tierstore.gpu.geometry import LayerGroups
 from tierstore.gpu.routes import Direction, DmaRoute, FastestRoute, Option, Route, Way, WholePages, measured
 from tierstore.page import PageLayout, PageSpec
 
@@ -199,9 +199,9 @@ def test_pages_of_one_layer_group_go_whole_by_whatever_way_asks_for_fewest_piece
     layout = PageLayout.of(SPEC)
     by_layers = LayerGroups.of(layout, number, 1)
     layers = [[torch.zeros(2, *SPEC.shape[1:], dtype=torch.uint8) for _ in range(SPEC.num_layers)]]
-    pieces = geometry.tensor_segments(layers, layout, 128)
+    pieces = addresses.tensor_segments(layers, layout, 128)
     assert pieces is not None
-    groups = geometry.tensor_group_segments(layers, layout, by_layers, 128)
+    groups = addresses.tensor_group_segments(layers, layout, by_layers, 128)
     straight = DmaRoute(pieces, cast("Driver", None), by_layers, groups)
     assert straight.layers == (None if number == 1 else by_layers)
     slab = WholePages()

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from tests.core.test_encoded_routes import Event, Stream
 from tests.support import planting
 from tests.support.planting import Bug
-from tierstore.gpu import geometry, staging
-from tierstore.gpu.geometry import LayerGroups, Segments
+from tierstore.gpu import addresses, staging
+from tierstore.gpu.addresses import LayerGroups, Segments
 from tierstore.page import PageLayout, PageSpec
 
 LAYOUT = PageLayout.of(
@@ -82,13 +82,13 @@ class Machine:
         self.layers = LayerGroups.of(LAYOUT, 3, 1)
         groups = [
             [
-                module.PartByPieces(Mover(geometry.tensor_segments(layers, LAYOUT, 99, (part,))), part)
+                module.PartByPieces(Mover(addresses.tensor_segments(layers, LAYOUT, 99, (part,))), part)
                 for part in parts
             ]
             for parts in self.layers.parts
         ]
         self.up, self.down, *side = self.streams = [Stream() for _ in range(4)]
-        mover = Mover(geometry.tensor_segments(layers, LAYOUT, 99))
+        mover = Mover(addresses.tensor_segments(layers, LAYOUT, 99))
         whole_pages = module.ByPieces(mover, mover, LAYOUT)
         device = torch.device("cpu")
         self.route = module.SlabRoute(whole_pages, LAYOUT, Driver(), device, tuple(side), self.layers, groups)

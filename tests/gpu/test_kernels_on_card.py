@@ -7,8 +7,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from tierstore.gpu.addresses import Segments
 from tierstore.gpu.copy_kernel import DOWN, NEAR, UP, Grid, Pieces
-from tierstore.gpu.geometry import Segments
 
 pytestmark = pytest.mark.gpu
 

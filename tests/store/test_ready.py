@@ -14,7 +14,7 @@ from tests.support.bench import Bench, open_bench
 from tests.support.events import ManualEvent
 from tests.support.pages import PATIENCE_S, chain, content, fill, page_tensor, tiers
 from tests.support.stalls import IN
-from tierstore.gpu.geometry import Part
+from tierstore.gpu.addresses import Part
 from tierstore.gpu.pool import CpuPool, EnginePages
 from tierstore.page import PageSpec
 from tierstore.types import LeaseState, PageKey, Tier

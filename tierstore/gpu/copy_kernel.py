@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from tierstore.gpu import geometry
+from tierstore.gpu import addresses
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from tierstore.gpu.geometry import Segments
+    from tierstore.gpu.addresses import Segments
 
 _MOST_ITEMS = 1 << 31
 _WIDTHS = {16: "int4", 8: "int2", 4: "int", 2: "short", 1: "char"}
@@ -133,9 +133,9 @@ class Pieces:
         import cupy
 
         self._cupy: Any = cupy
-        equal = geometry.in_equal_pieces(segments)
+        equal = addresses.in_equal_pieces(segments)
         assert equal is not None
-        width = geometry.alignment(equal)
+        width = addresses.alignment(equal)
         self._number = len(equal)
         self._vectors = int(equal.nbytes[0]) // width
         self._parts = -(-self._vectors // (32 * grid.vectors))
@@ -150,7 +150,7 @@ class Pieces:
     @staticmethod
     def suits(segments: Segments | None) -> bool:
         """Whether pages of this form can go this way at a good speed."""
-        return segments is not None and geometry.in_equal_pieces(segments) is not None
+        return segments is not None and addresses.in_equal_pieces(segments) is not None
 
     def scatter(self, slots: NDArray[np.int64], pages: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
         """From the pages at these addresses into the slots."""

@@ -13,11 +13,11 @@ import torch
 
 from tierstore.errors import ConfigError
 from tierstore.gpu import routes
+from tierstore.gpu.addresses import MOST_GROUPS, LayerGroups
 from tierstore.gpu.cpu_engine import CpuCopyEngine, HostBytes
 from tierstore.gpu.cuda_engine import CudaCopyEngine, PinnedHost
 from tierstore.gpu.driver import CudaPinner, Driver, DriverError
 from tierstore.gpu.events import AllOf, Event, StreamEvent
-from tierstore.gpu.geometry import MOST_GROUPS, LayerGroups
 from tierstore.gpu.pool import CpuPool, CudaPool, EnginePool
 from tierstore.gpu.quant.encoded_routes import encoded_route
 from tierstore.gpu.routes import FastestRoute

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tierstore.errors import ConfigError
-from tierstore.gpu import geometry
+from tierstore.gpu import addresses
 from tierstore.page import ALIGNMENT, DTYPE_NBYTES, PageSpec, buffer
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tierstore.gpu.geometry import LayerGroups, Part, Segments
+    from tierstore.gpu.addresses import LayerGroups, Part, Segments
     from tierstore.page import PageLayout
 
 
@@ -267,11 +267,11 @@ class CudaPool:
     @property
     def segments(self) -> Segments:
         """Where a page's bytes are: one piece."""
-        return geometry.pool_segments(self.bytes.data_ptr(), self._layout)
+        return addresses.pool_segments(self.bytes.data_ptr(), self._layout)
 
     def groups(self, layers: LayerGroups) -> list[Segments]:
         """The same by layer groups."""
-        return geometry.pool_group_segments(self.bytes.data_ptr(), self._layout, layers)
+        return addresses.pool_group_segments(self.bytes.data_ptr(), self._layout, layers)
 
     def read(self, slot: int, out: NDArray[np.uint8]) -> None:
         """Copies the slot's page into ``out``, ordinary memory; blocks until it is there."""

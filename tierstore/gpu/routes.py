@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 import torch
 
-from tierstore.gpu import geometry
+from tierstore.gpu import addresses
+from tierstore.gpu.addresses import MOST_GROUPS, LayerGroups, Segments
 from tierstore.gpu.copy_kernel import DOWN, NEAR, UP, Pieces
-from tierstore.gpu.geometry import MOST_GROUPS, LayerGroups, Segments
 from tierstore.gpu.staging import ByLayers, ByPieces, PartByPieces, SlabRoute
 
 if TYPE_CHECKING:
@@ -437,7 +437,7 @@ def engine_route(
 ) -> Route:
     """For an engine's tensors: piece by piece, by DMA or by the kernel, or as whole pages through slabs."""
     groups = LayerGroups.of(layout, most_groups)
-    found = geometry.tensor_segments(layers, layout, _MOST_LISTED)
+    found = addresses.tensor_segments(layers, layout, _MOST_LISTED)
     options = [] if found is None else _piece_by_piece(layers, found, layout, driver, device, groups)
     if found is not None and len(found) == 1 and layout.blob_nbytes > SIZES[-1]:
         return options[0].route
@@ -487,7 +487,7 @@ def _piece_by_piece(
     number, nbytes = len(found), layout.blob_nbytes // len(found)
     options = []
     if number <= _MOST_PIECES:
-        groups = geometry.tensor_group_segments(layers, layout, by_layers, _MOST_PIECES)
+        groups = addresses.tensor_group_segments(layers, layout, by_layers, _MOST_PIECES)
         options.append(Option(DmaRoute(found, driver, by_layers, groups), "dma", number, nbytes))
     if KernelRoute.suits(found):
         with suppress(ImportError):
@@ -498,7 +498,7 @@ def _piece_by_piece(
 def _by_pieces(
     layers: Sequence[Sequence[torch.Tensor]], layout: PageLayout, device: torch.device
 ) -> ByPieces | None:
-    found = geometry.tensor_segments(layers, layout, _MOST_LISTED)
+    found = addresses.tensor_segments(layers, layout, _MOST_LISTED)
     if found is not None and Pieces.suits(found):
         with suppress(ImportError):
             inward, outward = (Pieces(found, device, NEAR) for _ in "io")
@@ -512,7 +512,7 @@ def _part_by_part(
     """Nothing where one of the parts cannot go by the kernel."""
     groups = []
     for parts in by_layers.parts:
-        found = [(part, geometry.tensor_segments(layers, layout, _MOST_LISTED, (part,))) for part in parts]
+        found = [(part, addresses.tensor_segments(layers, layout, _MOST_LISTED, (part,))) for part in parts]
         try:
             group = [
                 PartByPieces(Pieces(pieces, device, NEAR), part)

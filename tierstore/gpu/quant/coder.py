@@ -16,14 +16,14 @@ import torch
 
 from tierstore.codecs.lossy import PayloadLayout
 from tierstore.codecs.quantization import LARGEST, Steps
-from tierstore.gpu import geometry
+from tierstore.gpu import addresses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
 
     from tierstore.codecs.lossy import Lossy, Plane
-    from tierstore.gpu.geometry import GroupStrides
+    from tierstore.gpu.addresses import GroupStrides
     from tierstore.page import PageLayout
 
 BLOCK = 4096
@@ -246,7 +246,7 @@ def _kept(
     at = sum(plane.scale_nbytes + plane.floor_nbytes for plane in places.planes)
     for start, end in places.gaps():
         if pool is not None:
-            yield geometry.byte_strides(pool, start, end - start, layout.slot_nbytes), at
+            yield addresses.byte_strides(pool, start, end - start, layout.slot_nbytes), at
         else:
             inside = (i for i, offset in enumerate(layout.offsets) if start <= offset < end)
             yield from ((lots[i], at + layout.offsets[i] - start) for i in inside)

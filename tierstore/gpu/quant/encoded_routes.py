@@ -18,8 +18,8 @@ import torch
 
 from tierstore.codecs import LOSSY
 from tierstore.codecs.lossy import PayloadLayout
-from tierstore.gpu import geometry
-from tierstore.gpu.geometry import Cut, LayerGroups, Segments
+from tierstore.gpu import addresses
+from tierstore.gpu.addresses import Cut, LayerGroups, Segments
 from tierstore.gpu.pool import CudaPool, EnginePool
 from tierstore.gpu.quant.coder import FP8, WORDS, Call, Coder, blocks, power, runs_of, strides_of
 from tierstore.gpu.routes import SIZES, DmaRoute, FastestRoute, KernelRoute, Option, rates_of
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from tierstore.codecs.host_format import HostFormat
     from tierstore.codecs.lossy import Lossy
+    from tierstore.gpu.addresses import GroupStrides
     from tierstore.gpu.driver import Driver
-    from tierstore.gpu.geometry import GroupStrides
     from tierstore.gpu.pool import OwnPool
     from tierstore.gpu.quant.coder import Constants, Run
     from tierstore.gpu.routes import Route
@@ -609,9 +609,9 @@ def _coder(pool: OwnPool | EnginePool, held: HostFormat, device: torch.device) -
 
 def _lots(pool: OwnPool | EnginePool, held: HostFormat) -> tuple[GroupStrides, ...] | None:
     if isinstance(pool, CudaPool):
-        return geometry.pool_strides(pool.bytes, held.layout)
+        return addresses.pool_strides(pool.bytes, held.layout)
     assert isinstance(pool, EnginePool)
-    return geometry.tensor_strides(pool.layers)
+    return addresses.tensor_strides(pool.layers)
 
 
 def _by_layers(
