@@ -14,8 +14,17 @@ from numpy.typing import NDArray
 
 from tierstore.gpu import addresses
 from tierstore.gpu.addresses import LayerGroups
+from tierstore.gpu.copy_routes import (
+    Direction,
+    DmaRoute,
+    FastestRoute,
+    Option,
+    Route,
+    Way,
+    WholePages,
+    measured,
+)
 from tierstore.gpu.driver import Driver
-from tierstore.gpu.routes import Direction, DmaRoute, FastestRoute, Option, Route, Way, WholePages, measured
 from tierstore.page import PageLayout, PageSpec
 
 SPEC = PageSpec(num_layers=4, page_size=1, num_kv_heads=1, head_dim=256, dtype="uint8", model="m")

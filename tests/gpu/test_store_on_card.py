@@ -26,9 +26,9 @@ from tests.support.pages import (
     write,
 )
 from tierstore.errors import ConfigError
-from tierstore.gpu import routes
+from tierstore.gpu import copy_routes
+from tierstore.gpu.copy_routes import SIZES, Direction, Point, Rates, Way
 from tierstore.gpu.pool import GroupedPages
-from tierstore.gpu.routes import SIZES, Direction, Point, Rates, Way
 from tierstore.page import PageSpec
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, Tier
@@ -90,7 +90,7 @@ def test_large_pages_go_by_dma_where_that_is_quicker(monkeypatch: pytest.MonkeyP
         ("kernel", "up"): slow,
         ("kernel", "down"): slow,
     }
-    monkeypatch.setitem(routes._found, 0, Rates(points))
+    monkeypatch.setitem(copy_routes._found, 0, Rates(points))
     with TierStore.open(small_tiers(2, 2), LARGE) as store:
         hbm = store.stats()["hbm"]
         assert isinstance(hbm, dict)

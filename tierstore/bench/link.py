@@ -10,12 +10,12 @@ import torch
 
 from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.errors import ConfigError
+from tierstore.gpu.copy_routes import DmaRoute, KernelRoute, through_slabs
 from tierstore.gpu.cpu_engine import CpuCopyEngine
 from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.device import pinner, require_device
 from tierstore.gpu.driver import Driver
 from tierstore.gpu.pool import CpuPool, CudaPool, EnginePages, EnginePool, GroupedPages
-from tierstore.gpu.routes import DmaRoute, KernelRoute, through_slabs
 from tierstore.host.arena import HostArena
 from tierstore.host.pinning import CHUNK_NBYTES
 from tierstore.page import PageLayout, PageSpec
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tierstore.gpu.copy_routes import Route
     from tierstore.gpu.cpu_engine import CopyEngine
-    from tierstore.gpu.routes import Route
 
 Direction = Literal["h2d", "d2h", "both"]
 Path = Literal["straight", "kernel", "slab"]

@@ -28,6 +28,7 @@ from tierstore.codecs.host_format import HostFormat
 from tierstore.config import load_config
 from tierstore.gpu import addresses as geometry
 from tierstore.gpu.addresses import LayerGroups
+from tierstore.gpu.copy_routes import DmaRoute
 from tierstore.gpu.cuda_engine import CudaCopyEngine
 from tierstore.gpu.device import CpuDevice
 from tierstore.gpu.events import NOT_YET, Arriving
@@ -41,7 +42,6 @@ from tierstore.gpu.quant.encoded_routes import (
     PayloadSlabs,
     parts_of,
 )
-from tierstore.gpu.routes import DmaRoute
 from tierstore.metrics import Metrics
 from tierstore.mover import LocalMover
 from tierstore.page import PageLayout, PageSpec
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tierstore.gpu.routes import Route
+    from tierstore.gpu.copy_routes import Route
     from tierstore.types import Ack, PageKey
 
 

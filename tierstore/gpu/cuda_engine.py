@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from tierstore.codecs.host_format import HostFormat
     from tierstore.gpu.copy_queue import Flight, Pace
+    from tierstore.gpu.copy_routes import Route
     from tierstore.gpu.cpu_engine import CopyEngine
-    from tierstore.gpu.routes import Route
 
 _log = logging.getLogger("tierstore.gpu.cuda_copies")
 

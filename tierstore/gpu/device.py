@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from tierstore.errors import ConfigError
-from tierstore.gpu import routes
+from tierstore.gpu import copy_routes
 from tierstore.gpu.addresses import MOST_GROUPS, LayerGroups
+from tierstore.gpu.copy_routes import FastestRoute
 from tierstore.gpu.cpu_engine import CpuCopyEngine, HostBytes
 from tierstore.gpu.cuda_engine import CudaCopyEngine, PinnedHost
 from tierstore.gpu.driver import CudaPinner, Driver, DriverError
 from tierstore.gpu.events import AllOf, Event, StreamEvent
 from tierstore.gpu.pool import CpuPool, CudaPool, EnginePool
 from tierstore.gpu.quant.encoded_routes import encoded_route
-from tierstore.gpu.routes import FastestRoute
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tierstore.gpu.copy_routes import Route
     from tierstore.gpu.cpu_engine import CopyEngine
     from tierstore.gpu.pool import EnginePages, OwnPool
-    from tierstore.gpu.routes import Route
     from tierstore.page import PageLayout
 
 _log = logging.getLogger("tierstore.gpu.device")
@@ -156,7 +156,7 @@ class CudaDevice:
         if isinstance(route, str):
             self._copies, self._slow = f"threads, as {route}", route
             return threads
-        if routes.misses_kernel(route, host.held.layout):
+        if copy_routes.misses_kernel(route, host.held.layout):
             self._slow = "cupy is missing, so small pieces are not copied by a kernel"
         streams = (self._driver.stream(self._device.index), self._driver.stream(self._device.index))
         self._groups = 1 if route.layers is None else len(route.layers)
@@ -203,9 +203,9 @@ class CudaDevice:
         if held.encoded:
             return encoded_route(pool, held, driver, self._device)
         if isinstance(pool, CudaPool):
-            return routes.own_pool_route(pool, held.layout, driver, self._device, most_groups)
+            return copy_routes.own_pool_route(pool, held.layout, driver, self._device, most_groups)
         assert isinstance(pool, EnginePool)
-        return routes.engine_route(pool.layers, held.layout, driver, self._device, most_groups)
+        return copy_routes.engine_route(pool.layers, held.layout, driver, self._device, most_groups)
 
 
 def open_device(name: str) -> HbmDevice:

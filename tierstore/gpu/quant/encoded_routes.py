@@ -20,9 +20,9 @@ from tierstore.codecs import LOSSY
 from tierstore.codecs.lossy import PayloadLayout
 from tierstore.gpu import addresses
 from tierstore.gpu.addresses import Cut, LayerGroups, Segments
+from tierstore.gpu.copy_routes import SIZES, DmaRoute, FastestRoute, KernelRoute, Option, rates_of
 from tierstore.gpu.pool import CudaPool, EnginePool
 from tierstore.gpu.quant.coder import FP8, WORDS, Call, Coder, blocks, power, runs_of, strides_of
-from tierstore.gpu.routes import SIZES, DmaRoute, FastestRoute, KernelRoute, Option, rates_of
 from tierstore.page import PageLayout
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from tierstore.codecs.host_format import HostFormat
     from tierstore.codecs.lossy import Lossy
     from tierstore.gpu.addresses import GroupStrides
+    from tierstore.gpu.copy_routes import Route
     from tierstore.gpu.driver import Driver
     from tierstore.gpu.pool import OwnPool
     from tierstore.gpu.quant.coder import Constants, Run
-    from tierstore.gpu.routes import Route
 
 _ALIGNMENT = 512
 
