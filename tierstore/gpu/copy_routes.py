@@ -24,7 +24,7 @@ import torch
 from tierstore.gpu import addresses
 from tierstore.gpu.addresses import MOST_GROUPS, LayerGroups, Segments
 from tierstore.gpu.copy_kernel import DOWN, NEAR, UP, Pieces
-from tierstore.gpu.staging import ByLayers, ByPieces, PartByPieces, SlabRoute
+from tierstore.gpu.slabs import ByLayers, ByPieces, PartByPieces, SlabRoute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tests.core.test_encoded_routes import Event, Stream
 from tests.support import planting
 from tests.support.planting import Bug
-from tierstore.gpu import addresses, staging
+from tierstore.gpu import addresses, slabs
 from tierstore.gpu.addresses import LayerGroups, Segments
 from tierstore.page import PageLayout, PageSpec
 
@@ -166,7 +166,7 @@ def require_two_in_turn(module: ModuleType) -> None:
 
 def test_a_group_by_layers_is_there_when_the_stream_on_which_loads_end_gets_there() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        machine = Machine(staging, patch, 1)
+        machine = Machine(slabs, patch, 1)
         before, below = machine.engine(), machine.below()
         slots = np.arange(5)
         machine.route.load_group(1, slots, machine.at(slots), machine.up)
@@ -224,17 +224,17 @@ BUGS = [
 
 
 def test_pages_are_right_in_whatever_order_streams_run() -> None:
-    require_all_right(staging)
+    require_all_right(slabs)
 
 
 def test_the_next_slab_is_filled_while_one_is_spread() -> None:
-    require_two_in_turn(staging)
+    require_two_in_turn(slabs)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_noticed(bug: Bug) -> None:
-    planted = planting.load(staging, bug)
+    planted = planting.load(slabs, bug)
     require = require_two_in_turn if bug.name == "one slab is all there is" else require_all_right
     with pytest.raises(AssertionError):
         require(planted)
