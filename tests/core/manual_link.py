@@ -16,7 +16,7 @@ from tierstore.gpu.addresses import Cut, LayerGroups
 from tierstore.gpu.copy_queue import Pace, TimedEvent
 from tierstore.gpu.copy_routes import WholePages
 from tierstore.gpu.cpu_engine import CpuCopyEngine
-from tierstore.gpu.cuda_engine import CudaCopyEngine
+from tierstore.gpu.cuda_copy_engine import CudaCopyEngine
 from tierstore.gpu.pool import CpuPool
 from tierstore.host.arena import HostArena
 from tierstore.page import PageLayout, PageSpec

@@ -13,7 +13,7 @@ from tests.core.manual_link import (
     SPEC,
     Rig,
 )
-from tierstore.gpu import copy_queue, cuda_engine
+from tierstore.gpu import copy_queue, cuda_copy_engine
 from tierstore.gpu.addresses import Cut
 from tierstore.gpu.copy_queue import Pace
 from tierstore.types import Ack, Failure, Tier
@@ -150,7 +150,7 @@ def test_a_call_asks_the_driver_for_no_more_pieces_than_are_launched_together() 
 
 
 def test_the_thread_helps_where_calls_do_not_keep_the_link_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_engine, "_ALONE_S", inf)
+    monkeypatch.setattr(cuda_copy_engine, "_ALONE_S", inf)
     rig = Rig(layers=4, pace=Pace(whole=0, behind=4 * PAGE))
     rig.move(1, Tier.HBM, (0, 0))
     assert len(rig.route.groups) == 1, "pages came just now, so more are likely to"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.core.manual_link import PATIENCE_S, SLOTS, SPEC, ManualStream, Rig
 from tests.support import lanes
 from tests.support.planting import SEARCH, Bug, load
-from tierstore.gpu import copy_queue, cuda_engine
+from tierstore.gpu import copy_queue, cuda_copy_engine
 from tierstore.gpu.copy_queue import Pace
 from tierstore.gpu.events import Event
 from tierstore.types import Tier
@@ -173,7 +173,7 @@ BUGS = [
 def test_a_planted_bug_is_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     planted = load(copy_queue, bug)
     monkeypatch.setattr(planted, "_JUST_NOW_S", inf)
-    monkeypatch.setattr(cuda_engine, "Lane", planted.Lane)
+    monkeypatch.setattr(cuda_copy_engine, "Lane", planted.Lane)
 
     @given(st.sampled_from([None, 2, 4]), steps)
     @settings(SEARCH, stateful_step_count=1)

@@ -22,7 +22,7 @@ from tests.support.planting import Bug, write
 from tierstore.codecs import LOSSY
 from tierstore.codecs.host_format import HostFormat
 from tierstore.errors import IntegrityError
-from tierstore.gpu import addresses, cuda_engine
+from tierstore.gpu import addresses, cuda_copy_engine
 from tierstore.gpu.addresses import LayerGroups
 from tierstore.gpu.pool import EnginePages, EnginePool
 from tierstore.gpu.quant import encoded_routes
@@ -256,7 +256,7 @@ def test_pages_without_pieces_are_launched_by_hundreds_and_far_ahead(
     """131,072 tokens of an 8B model, while the caller computes for 30 ms at a time: a launch takes far more than 50
     pages, and the link waits for few milliseconds of those 60 where slabs leave it idle for most."""
     monkeypatch.setattr(virtual_link, "Link", NoPieces)
-    found = virtual_link.restore(cuda_engine, 16 << 30, processor, codec="int8", away=0.03)
+    found = virtual_link.restore(cuda_copy_engine, 16 << 30, processor, codec="int8", away=0.03)
     assert found.launches < 30
     assert found.idle < 0.02
     assert found.whole < found.link + found.idle + 0.001

@@ -10,7 +10,7 @@ import pytest
 from tests.core.virtual_link import FAST, SLOW, restore
 from tests.support import planting
 from tests.support.planting import Bug
-from tierstore.gpu import cuda_engine
+from tierstore.gpu import cuda_copy_engine
 
 GIB = 1 << 30
 
@@ -55,7 +55,7 @@ PROMISES = (
 
 @pytest.mark.parametrize("promise", PROMISES)
 def test_the_link_has_work_and_the_first_layer_comes_early(promise: Callable[[ModuleType], None]) -> None:
-    promise(cuda_engine)
+    promise(cuda_copy_engine)
 
 
 BUGS = [
@@ -93,10 +93,10 @@ def require_noticed(module: ModuleType) -> None:
 @pytest.mark.deep
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_noticed(bug: Bug) -> None:
-    require_noticed(planting.load(cuda_engine, bug))
+    require_noticed(planting.load(cuda_copy_engine, bug))
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("bug", PACES, ids=[bug.name for bug in PACES])
 def test_a_pace_planted_too_slow_or_too_coarse_is_noticed(bug: Bug) -> None:
-    require_noticed(planting.load(cuda_engine, bug))
+    require_noticed(planting.load(cuda_copy_engine, bug))

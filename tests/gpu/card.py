@@ -7,7 +7,7 @@ import torch
 from tests.support.bench import Bench
 from tests.support.pages import page_tensor, tiers
 from tierstore.config import StoreConfig
-from tierstore.gpu.cuda_engine import CudaCopyEngine
+from tierstore.gpu.cuda_copy_engine import CudaCopyEngine
 from tierstore.page import PageSpec
 from tierstore.store import TierStore
 from tierstore.types import PageKey, Tier

@@ -25,7 +25,7 @@ from tests.support.pages import PATIENCE_S, chain, page_tensor, tiers
 from tierstore import codecs
 from tierstore.codecs import LOSSY
 from tierstore.gpu import quant
-from tierstore.gpu.cuda_engine import CudaCopyEngine
+from tierstore.gpu.cuda_copy_engine import CudaCopyEngine
 from tierstore.gpu.pool import EnginePages
 from tierstore.gpu.quant import codec_kernels, encoded_routes
 from tierstore.page import PageLayout, PageSpec

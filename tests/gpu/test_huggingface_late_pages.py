@@ -12,7 +12,7 @@ from tests.support.pages import PATIENCE_S
 from tierstore.adapters.huggingface import TierStoreCache
 from tierstore.adapters.huggingface.request import PageGroups
 from tierstore.gpu.copy_queue import Pace
-from tierstore.gpu.cuda_engine import CudaCopyEngine
+from tierstore.gpu.cuda_copy_engine import CudaCopyEngine
 from tierstore.mover import LocalMover
 from tierstore.types import Tier
 

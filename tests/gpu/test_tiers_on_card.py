@@ -15,7 +15,7 @@ from tierstore.gpu.addresses import LayerGroups, tensor_segments
 from tierstore.gpu.copy_queue import Pace
 from tierstore.gpu.copy_routes import DmaRoute, KernelRoute, Route, through_slabs
 from tierstore.gpu.cpu_engine import CopyEngine, CpuCopyEngine
-from tierstore.gpu.cuda_engine import CudaCopyEngine
+from tierstore.gpu.cuda_copy_engine import CudaCopyEngine
 from tierstore.gpu.driver import CudaPinner, Driver
 from tierstore.gpu.pool import CudaPool, EnginePages, EnginePool, GroupedPages
 from tierstore.host.arena import HostArena

@@ -12,7 +12,7 @@ from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.errors import ConfigError
 from tierstore.gpu.copy_routes import DmaRoute, KernelRoute, through_slabs
 from tierstore.gpu.cpu_engine import CpuCopyEngine
-from tierstore.gpu.cuda_engine import CudaCopyEngine
+from tierstore.gpu.cuda_copy_engine import CudaCopyEngine
 from tierstore.gpu.device import pinner, require_device
 from tierstore.gpu.driver import Driver
 from tierstore.gpu.pool import CpuPool, CudaPool, EnginePages, EnginePool, GroupedPages

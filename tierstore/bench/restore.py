@@ -29,7 +29,7 @@ from tierstore.config import load_config
 from tierstore.gpu import addresses as geometry
 from tierstore.gpu.addresses import LayerGroups
 from tierstore.gpu.copy_routes import DmaRoute
-from tierstore.gpu.cuda_engine import CudaCopyEngine
+from tierstore.gpu.cuda_copy_engine import CudaCopyEngine
 from tierstore.gpu.device import CpuDevice
 from tierstore.gpu.events import NOT_YET, Arriving
 from tierstore.gpu.quant.coder import Coder

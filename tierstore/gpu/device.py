@@ -16,7 +16,7 @@ from tierstore.gpu import copy_routes
 from tierstore.gpu.addresses import MOST_GROUPS, LayerGroups
 from tierstore.gpu.copy_routes import FastestRoute
 from tierstore.gpu.cpu_engine import CpuCopyEngine, HostBytes
-from tierstore.gpu.cuda_engine import CudaCopyEngine, PinnedHost
+from tierstore.gpu.cuda_copy_engine import CudaCopyEngine, PinnedHost
 from tierstore.gpu.driver import CudaPinner, Driver, DriverError
 from tierstore.gpu.events import AllOf, Event, StreamEvent
 from tierstore.gpu.pool import CpuPool, CudaPool, EnginePool
