@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tierstore.gpu.cpu_engine import CopyEngine
+    from tierstore.gpu.cpu_copy_engine import CopyEngine
 
 
 _GRACE_S = 0.5

@@ -14,7 +14,7 @@ from tests.gpu.test_tiers_on_card import DEVICE, PATIENCE_S, card_engine, pinned
 from tierstore.gpu.addresses import LayerGroups
 from tierstore.gpu.copy_queue import Pace
 from tierstore.gpu.copy_routes import through_slabs
-from tierstore.gpu.cpu_engine import CopyEngine
+from tierstore.gpu.cpu_copy_engine import CopyEngine
 from tierstore.gpu.pool import EnginePages, EnginePool
 from tierstore.page import PageLayout, PageSpec
 from tierstore.types import Ack, PageKey, Tier, Transfer

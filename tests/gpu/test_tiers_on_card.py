@@ -14,7 +14,7 @@ from tests.tier_contract import Page, TierContract, TierUnderTest
 from tierstore.gpu.addresses import LayerGroups, tensor_segments
 from tierstore.gpu.copy_queue import Pace
 from tierstore.gpu.copy_routes import DmaRoute, KernelRoute, Route, through_slabs
-from tierstore.gpu.cpu_engine import CopyEngine, CpuCopyEngine
+from tierstore.gpu.cpu_copy_engine import CopyEngine, CpuCopyEngine
 from tierstore.gpu.cuda_copy_engine import CudaCopyEngine
 from tierstore.gpu.driver import CudaPinner, Driver
 from tierstore.gpu.pool import CudaPool, EnginePages, EnginePool, GroupedPages

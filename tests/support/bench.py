@@ -11,7 +11,7 @@ from tests.support.stalls import GatedCopies, GatedRecords
 from tierstore.build import Parts, assemble
 from tierstore.config import StoreConfig
 from tierstore.directory.directory import Directory
-from tierstore.gpu.cpu_engine import CopyEngine
+from tierstore.gpu.cpu_copy_engine import CopyEngine
 from tierstore.mover import LocalMover
 from tierstore.page import PageLayout, PageSpec
 from tierstore.pump import Wakeup

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.gpu.cpu_engine import CopyEngine
+from tierstore.gpu.cpu_copy_engine import CopyEngine
 from tierstore.gpu.events import Arriving
 from tierstore.mover import RecordTier, SlotBytes, SyncMark
 from tierstore.types import Ack, Failure, PageKey, Tier, Transfer

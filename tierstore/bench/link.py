@@ -11,7 +11,7 @@ import torch
 from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.errors import ConfigError
 from tierstore.gpu.copy_routes import DmaRoute, KernelRoute, through_slabs
-from tierstore.gpu.cpu_engine import CpuCopyEngine
+from tierstore.gpu.cpu_copy_engine import CpuCopyEngine
 from tierstore.gpu.cuda_copy_engine import CudaCopyEngine
 from tierstore.gpu.device import pinner, require_device
 from tierstore.gpu.driver import Driver
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierstore.gpu.copy_routes import Route
-    from tierstore.gpu.cpu_engine import CopyEngine
+    from tierstore.gpu.cpu_copy_engine import CopyEngine
 
 Direction = Literal["h2d", "d2h", "both"]
 Path = Literal["straight", "kernel", "slab"]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tierstore.codecs.host_format import HostFormat
     from tierstore.gpu.copy_queue import Flight, Pace
     from tierstore.gpu.copy_routes import Route
-    from tierstore.gpu.cpu_engine import CopyEngine
+    from tierstore.gpu.cpu_copy_engine import CopyEngine
 
 _log = logging.getLogger("tierstore.gpu.cuda_copies")
 

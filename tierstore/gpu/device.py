@@ -15,7 +15,7 @@ from tierstore.errors import ConfigError
 from tierstore.gpu import copy_routes
 from tierstore.gpu.addresses import MOST_GROUPS, LayerGroups
 from tierstore.gpu.copy_routes import FastestRoute
-from tierstore.gpu.cpu_engine import CpuCopyEngine, HostBytes
+from tierstore.gpu.cpu_copy_engine import CpuCopyEngine, HostBytes
 from tierstore.gpu.cuda_copy_engine import CudaCopyEngine, PinnedHost
 from tierstore.gpu.driver import CudaPinner, Driver, DriverError
 from tierstore.gpu.events import AllOf, Event, StreamEvent
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tierstore.gpu.copy_routes import Route
-    from tierstore.gpu.cpu_engine import CopyEngine
+    from tierstore.gpu.cpu_copy_engine import CopyEngine
     from tierstore.gpu.pool import EnginePages, OwnPool
     from tierstore.page import PageLayout
 
