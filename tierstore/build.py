@@ -23,7 +23,7 @@ from tierstore.gpu.device import Between, CpuDevice, open_device, pinner, requir
 from tierstore.gpu.pool import CpuPool
 from tierstore.host.arena import HostArena
 from tierstore.host.memory import available_nbytes
-from tierstore.host.pinning import FIRST_NBYTES
+from tierstore.host.pinned_memory import FIRST_NBYTES
 from tierstore.keys import EXACT
 from tierstore.metrics import Metrics, RankHealth
 from tierstore.mover import LocalMover

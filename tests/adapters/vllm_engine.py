@@ -31,7 +31,7 @@ from tierstore.adapters.vllm.worker import WorkerHalf
 from tierstore.build import Parts, assemble
 from tierstore.config import StoreConfig
 from tierstore.host.arena import HostArena
-from tierstore.host.pinning import Pinner
+from tierstore.host.pinned_memory import Pinner
 from tierstore.mover import LocalMover
 from tierstore.page import PageLayout
 from tierstore.pump import Wakeup

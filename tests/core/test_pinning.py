@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tierstore.host.arena import HostArena
-from tierstore.host.pinning import Pinning
+from tierstore.host.pinned_memory import Pinning
 from tierstore.page import PageLayout, PageSpec
 
 PATIENCE_S = 60.0

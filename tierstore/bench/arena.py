@@ -11,11 +11,11 @@ from tierstore.bench.measurement import Row
 from tierstore.gpu.device import pinner, require_device
 from tierstore.host.arena import HostArena
 from tierstore.host.memory import available_nbytes
-from tierstore.host.pinning import FIRST_NBYTES
+from tierstore.host.pinned_memory import FIRST_NBYTES
 from tierstore.page import PageLayout, PageSpec
 
 if TYPE_CHECKING:
-    from tierstore.host.pinning import Pinner
+    from tierstore.host.pinned_memory import Pinner
 
 _PAGE = PageSpec(
     num_layers=32, page_size=64, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="tierstore-bench"

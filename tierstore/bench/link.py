@@ -17,7 +17,7 @@ from tierstore.gpu.device import pinner, require_device
 from tierstore.gpu.driver import Driver
 from tierstore.gpu.pool import CpuPool, CudaPool, EnginePages, EnginePool, GroupedPages
 from tierstore.host.arena import HostArena
-from tierstore.host.pinning import CHUNK_NBYTES
+from tierstore.host.pinned_memory import CHUNK_NBYTES
 from tierstore.page import PageLayout, PageSpec
 from tierstore.types import PageKey, Tier, Transfer
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tierstore.codecs.host_format import HostFormat
-from tierstore.host.pinning import Pinning
+from tierstore.host.pinned_memory import Pinning
 from tierstore.page import buffer
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tierstore.host.pinning import Pinner
+    from tierstore.host.pinned_memory import Pinner
     from tierstore.page import PageLayout
 
 

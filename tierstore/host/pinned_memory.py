@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("tierstore.host.pinning")
 
 CHUNK_NBYTES = 64 << 20
 """Bytes locked by one call; a page never lies in two chunks, so no copy spans two registrations."""
