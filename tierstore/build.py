@@ -22,7 +22,7 @@ from tierstore.errors import ConfigError
 from tierstore.gpu.device import Between, CpuDevice, open_device, pinner, require_device
 from tierstore.gpu.pool import CpuPool
 from tierstore.host.arena import HostArena
-from tierstore.host.memory import available_nbytes
+from tierstore.host.free_memory import available_nbytes
 from tierstore.host.pinned_memory import FIRST_NBYTES
 from tierstore.keys import EXACT
 from tierstore.metrics import Metrics, RankHealth

@@ -59,7 +59,7 @@ gc.collect()
 """
 
 LARGEST = """
-from tierstore.host.memory import available_nbytes
+from tierstore.host.free_memory import available_nbytes
 half = available_nbytes() // 3
 before = resident()
 store = open_store(half, half)

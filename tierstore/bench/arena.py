@@ -10,7 +10,7 @@ import torch
 from tierstore.bench.measurement import Row
 from tierstore.gpu.device import pinner, require_device
 from tierstore.host.arena import HostArena
-from tierstore.host.memory import available_nbytes
+from tierstore.host.free_memory import available_nbytes
 from tierstore.host.pinned_memory import FIRST_NBYTES
 from tierstore.page import PageLayout, PageSpec
 

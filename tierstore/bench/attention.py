@@ -25,7 +25,7 @@ from tierstore.gpu.attention.backends import attend
 from tierstore.gpu.attention.gathered import sdpa
 from tierstore.gpu.attention.page_table import Paging
 from tierstore.gpu.attention.paged import PagedDecode, PagedPrefill
-from tierstore.host.memory import available_nbytes
+from tierstore.host.free_memory import available_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -31,7 +31,7 @@ from tierstore.config import format_size, load_config
 from tierstore.errors import ConfigError
 from tierstore.gpu.device import open_device
 from tierstore.gpu.pool import GroupedPages
-from tierstore.host.memory import available_nbytes
+from tierstore.host.free_memory import available_nbytes
 from tierstore.lease import Lease
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tierstore.config import format_size, parse_size
 from tierstore.errors import ConfigError, TierStoreError
-from tierstore.host.memory import available_nbytes
+from tierstore.host.free_memory import available_nbytes
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
