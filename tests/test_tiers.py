@@ -16,7 +16,8 @@ from tests.nvme.rig import PATIENCE_S, Rig, blank, key
 from tests.tier_contract import Page, TierContract, TierUnderTest
 from tierstore.codecs.exp import Decoder, Geometry
 from tierstore.codecs.host_format import HostFormat
-from tierstore.gpu.pool import CpuPool, EnginePages, EnginePool, GroupedPages
+from tierstore.gpu.engine_pages import EnginePages, EnginePool
+from tierstore.gpu.pool import CpuPool, GroupedPages
 from tierstore.host.arena import HostArena
 from tierstore.nvme import record_format
 from tierstore.nvme.record_format import HEAD_NBYTES, Codec

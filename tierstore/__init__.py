@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         TierStoreError,
         TransferError,
     )
-    from tierstore.gpu.pool import EnginePages
+    from tierstore.gpu.engine_pages import EnginePages
     from tierstore.lease import Lease
     from tierstore.page import PageSpec
     from tierstore.store import TierStore
@@ -62,7 +62,7 @@ _ROOMS: dict[str, tuple[str, ...]] = {
         "TierStoreError",
         "TransferError",
     ),
-    "tierstore.gpu.pool": ("EnginePages",),
+    "tierstore.gpu.engine_pages": ("EnginePages",),
     "tierstore.page": ("PageSpec",),
     "tierstore.lease": ("Lease",),
     "tierstore.store": ("TierStore",),

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
     from tierstore.config import HostConfig, NvmeConfig, StoreConfig
     from tierstore.gpu.device import HbmDevice
-    from tierstore.gpu.pool import EnginePages, OwnPool
+    from tierstore.gpu.engine_pages import EnginePages
+    from tierstore.gpu.pool import OwnPool
     from tierstore.mover import Mover, SlotBytes
     from tierstore.types import PageKey
 

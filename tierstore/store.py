@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 
     from tierstore.archive.source_sink import Progress as Shown
     from tierstore.directory.leases import LeaseRecord
-    from tierstore.gpu.pool import EnginePages, GroupedPages
+    from tierstore.gpu.engine_pages import EnginePages
+    from tierstore.gpu.pool import GroupedPages
     from tierstore.keys import Extra, TokenIds
     from tierstore.mover import SyncMark
     from tierstore.page import PageSpec

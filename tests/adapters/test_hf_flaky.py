@@ -16,7 +16,7 @@ from tests.adapters.test_hf_machine import STEPS, one_thread, small_llama
 from tests.adapters.test_hf_windows import tiny_gemma
 from tests.adapters.walk import walk
 from tests.support import lanes
-from tierstore.gpu.addresses import Part
+from tierstore.gpu.layer_groups import Part
 from tierstore.gpu.pool import CpuPool
 
 __all__ = ["one_thread"]

@@ -9,8 +9,8 @@ from tierstore.adapters.vllm.config import Settings
 from tierstore.adapters.vllm.kv_layout import kv_layout
 from tierstore.adapters.vllm.worker import WorkerHalf
 from tierstore.errors import ConfigError
-from tierstore.gpu.addresses import LayerGroups
-from tierstore.gpu.pool import EnginePool
+from tierstore.gpu.engine_pages import EnginePool
+from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.page import PageLayout
 
 B, L, H, N, C = 5, 3, 2, 4, 6

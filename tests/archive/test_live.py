@@ -29,7 +29,7 @@ from tests.support.pages import (
 from tierstore.archive.intake import read_contents
 from tierstore.config import load_config
 from tierstore.errors import ArchiveError, ConfigError, StoreClosed
-from tierstore.gpu.pool import EnginePages
+from tierstore.gpu.engine_pages import EnginePages
 from tierstore.nvme.reader import RecordBuffers, RecordReader, read_record
 from tierstore.nvme.record_format import Codec
 from tierstore.store import TierStore

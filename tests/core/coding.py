@@ -13,7 +13,7 @@ from tierstore.codecs import LOSSY
 from tierstore.codecs.lossy import PayloadLayout
 from tierstore.errors import IntegrityError
 from tierstore.gpu import addresses
-from tierstore.gpu.pool import EnginePages, EnginePool
+from tierstore.gpu.engine_pages import EnginePages, EnginePool
 from tierstore.gpu.quant.coder import Call, Coder
 from tierstore.page import PageLayout
 

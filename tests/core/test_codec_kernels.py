@@ -22,7 +22,7 @@ from tests.support import lanes
 from tests.support.planting import Bug, write
 from tierstore.codecs import LOSSY, fixed_nbytes
 from tierstore.gpu import addresses
-from tierstore.gpu.pool import EnginePages
+from tierstore.gpu.engine_pages import EnginePages
 from tierstore.gpu.quant import coder
 from tierstore.page import PageLayout
 

@@ -14,8 +14,8 @@ from tests.core.manual_link import (
     Rig,
 )
 from tierstore.gpu import copy_queue, cuda_copy_engine
-from tierstore.gpu.addresses import Cut
 from tierstore.gpu.copy_queue import Pace
+from tierstore.gpu.layer_groups import Cut
 from tierstore.types import Ack, Failure, Tier
 
 PAGE = SPEC.page_nbytes

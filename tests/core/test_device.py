@@ -14,7 +14,7 @@ from tierstore.config import load_config
 from tierstore.errors import ConfigError
 from tierstore.gpu.device import CpuDevice, open_device
 from tierstore.gpu.driver import batch_call
-from tierstore.gpu.pool import EnginePages
+from tierstore.gpu.engine_pages import EnginePages
 from tierstore.page import PageLayout
 from tierstore.store import TierStore
 

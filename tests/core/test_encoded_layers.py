@@ -22,8 +22,8 @@ from tests.core.test_codec_kernels import KERNELS_HERE
 from tierstore.codecs import LOSSY
 from tierstore.codecs.host_format import HostFormat, Packer
 from tierstore.gpu import addresses, quant
-from tierstore.gpu.addresses import Cut, LayerGroups
-from tierstore.gpu.pool import EnginePages, EnginePool
+from tierstore.gpu.engine_pages import EnginePages, EnginePool
+from tierstore.gpu.layer_groups import Cut, LayerGroups
 from tierstore.gpu.quant import encoded_routes
 from tierstore.gpu.quant.coder import Coder
 from tierstore.gpu.quant.encoded_routes import EncodedSlabRoute, PayloadSlabs, parts_of

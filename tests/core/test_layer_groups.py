@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.gpu.addresses import Cut, LayerGroups, pool_group_segments, pool_segments
+from tierstore.gpu.addresses import pool_group_segments, pool_segments
+from tierstore.gpu.layer_groups import Cut, LayerGroups
 from tierstore.page import PageLayout, PageSpec
 
 LLAMA = PageSpec(num_layers=32, page_size=64, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="m")

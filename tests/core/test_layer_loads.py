@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tierstore.gpu.addresses import LayerGroups, Part
 from tierstore.gpu.cpu_copy_engine import LayerLoads
+from tierstore.gpu.layer_groups import LayerGroups, Part
 from tierstore.gpu.pool import CpuPool
 from tierstore.page import PageLayout, PageSpec
 from tierstore.types import Ack, Failure, PageKey, Tier, Transfer

@@ -23,8 +23,8 @@ from tierstore.codecs import LOSSY
 from tierstore.codecs.host_format import HostFormat
 from tierstore.errors import IntegrityError
 from tierstore.gpu import addresses, cuda_copy_engine
-from tierstore.gpu.addresses import LayerGroups
-from tierstore.gpu.pool import EnginePages, EnginePool
+from tierstore.gpu.engine_pages import EnginePages, EnginePool
+from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.gpu.quant import encoded_routes
 from tierstore.gpu.quant.encoded_routes import EncodedMappedRoute, Fetcher, Grid
 from tierstore.page import PageLayout

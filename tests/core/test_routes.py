@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tierstore.gpu import addresses
-from tierstore.gpu.addresses import LayerGroups
 from tierstore.gpu.copy_routes import (
     Direction,
     DmaRoute,
@@ -25,6 +24,7 @@ from tierstore.gpu.copy_routes import (
     measured,
 )
 from tierstore.gpu.driver import Driver
+from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.page import PageLayout, PageSpec
 
 SPEC = PageSpec(num_layers=4, page_size=1, num_kv_heads=1, head_dim=256, dtype="uint8", model="m")

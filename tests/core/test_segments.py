@@ -11,7 +11,8 @@ import torch
 from tests.support.engine import ENGINES, SLOTS, Engine
 from tests.support.pages import SPEC, chain, content
 from tierstore.gpu.addresses import Segments, alignment, in_equal_pieces, pool_segments, tensor_segments
-from tierstore.gpu.pool import CpuPool, EnginePool
+from tierstore.gpu.engine_pages import EnginePool
+from tierstore.gpu.pool import CpuPool
 from tierstore.page import PageLayout, PageSpec
 
 LAYOUT = PageLayout.of(SPEC)

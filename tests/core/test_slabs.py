@@ -15,7 +15,8 @@ from tests.core.test_encoded_routes import Event, Stream
 from tests.support import planting
 from tests.support.planting import Bug
 from tierstore.gpu import addresses, slabs
-from tierstore.gpu.addresses import LayerGroups, Segments
+from tierstore.gpu.addresses import Segments
+from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.page import PageLayout, PageSpec
 
 LAYOUT = PageLayout.of(

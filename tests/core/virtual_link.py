@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from tierstore.codecs.host_format import HostFormat
 from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.gpu import copy_queue
-from tierstore.gpu.addresses import LayerGroups
 from tierstore.gpu.copy_routes import WholePages
 from tierstore.gpu.events import HERE, Arriving
+from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.gpu.quant.encoded_routes import CUTS, parts_of
 from tierstore.page import PageLayout, PageSpec
 from tierstore.types import PageKey, Tier, Transfer

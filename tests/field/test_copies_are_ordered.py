@@ -33,7 +33,7 @@ from tests.support.pages import (
 )
 from tests.support.stalls import IN, OUT
 from tierstore.errors import CapacityError
-from tierstore.gpu.pool import EnginePages
+from tierstore.gpu.engine_pages import EnginePages
 from tierstore.lease import Lease
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier

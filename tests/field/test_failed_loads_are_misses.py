@@ -29,7 +29,7 @@ from tests.support.pages import (
     write_down,
 )
 from tests.support.stalls import IN, UP
-from tierstore.gpu.addresses import Part
+from tierstore.gpu.layer_groups import Part
 from tierstore.gpu.pool import CpuPool
 from tierstore.nvme import catalogue_entry
 from tierstore.nvme.page_coding import Decoders

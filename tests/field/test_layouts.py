@@ -12,7 +12,8 @@ import torch
 from tests.support.bench import open_bench
 from tests.support.pages import PATIENCE_S, SPEC, chain, content, same, tiers
 from tierstore.errors import ConfigError
-from tierstore.gpu.pool import EnginePages, GroupedPages
+from tierstore.gpu.engine_pages import EnginePages
+from tierstore.gpu.pool import GroupedPages
 from tierstore.page import DTYPE_NBYTES, PageSpec
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, Tier

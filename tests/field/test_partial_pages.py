@@ -12,7 +12,7 @@ from tests.support.bench import open_bench
 from tests.support.engine import SLOTS, page_major
 from tests.support.pages import PATIENCE_S, SPEC, chain, content, page_tensor, read, same, tiers, write
 from tierstore.errors import ConfigError
-from tierstore.gpu.pool import EnginePages
+from tierstore.gpu.engine_pages import EnginePages
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, Tier
 

@@ -34,7 +34,7 @@ from tests.support.sick_disk import (
     time_is_up,
 )
 from tierstore.config import StoreConfig, load_config
-from tierstore.gpu.pool import EnginePages
+from tierstore.gpu.engine_pages import EnginePages
 from tierstore.nvme.read_breaker import LIMIT
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, Tier

@@ -11,11 +11,11 @@ import torch
 
 from tests.gpu.card import delay
 from tests.gpu.test_tiers_on_card import DEVICE, PATIENCE_S, card_engine, pinned
-from tierstore.gpu.addresses import LayerGroups
 from tierstore.gpu.copy_queue import Pace
 from tierstore.gpu.copy_routes import through_slabs
 from tierstore.gpu.cpu_copy_engine import CopyEngine
-from tierstore.gpu.pool import EnginePages, EnginePool
+from tierstore.gpu.engine_pages import EnginePages, EnginePool
+from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.page import PageLayout, PageSpec
 from tierstore.types import Ack, PageKey, Tier, Transfer
 

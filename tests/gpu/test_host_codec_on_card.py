@@ -26,7 +26,7 @@ from tierstore import codecs
 from tierstore.codecs import LOSSY
 from tierstore.gpu import quant
 from tierstore.gpu.cuda_copy_engine import CudaCopyEngine
-from tierstore.gpu.pool import EnginePages
+from tierstore.gpu.engine_pages import EnginePages
 from tierstore.gpu.quant import codec_kernels, encoded_routes
 from tierstore.page import PageLayout, PageSpec
 from tierstore.store import TierStore

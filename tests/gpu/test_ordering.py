@@ -25,7 +25,7 @@ from tests.gpu.card import (
 )
 from tests.support.bench import Bench, open_bench
 from tests.support.pages import PATIENCE_S, chain, page_tensor, tiers
-from tierstore.gpu.pool import EnginePages
+from tierstore.gpu.engine_pages import EnginePages
 from tierstore.lease import Lease
 from tierstore.store import TierStore
 from tierstore.types import Event, LeaseState, PageKey, Tier

@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from tests.tier_contract import Page, TierContract, TierUnderTest
-from tierstore.gpu.addresses import LayerGroups, tensor_segments
+from tierstore.gpu.addresses import tensor_segments
 from tierstore.gpu.copy_queue import Pace
 from tierstore.gpu.copy_routes import DmaRoute, KernelRoute, Route, through_slabs
 from tierstore.gpu.cpu_copy_engine import CopyEngine, CpuCopyEngine
 from tierstore.gpu.cuda_copy_engine import CudaCopyEngine
 from tierstore.gpu.driver import CudaPinner, Driver
-from tierstore.gpu.pool import CudaPool, EnginePages, EnginePool, GroupedPages
+from tierstore.gpu.engine_pages import EnginePages, EnginePool
+from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu.pool import CudaPool, GroupedPages
 from tierstore.host.arena import HostArena
 from tierstore.page import PageLayout, PageSpec
 from tierstore.types import Ack, PageKey, Tier, Transfer

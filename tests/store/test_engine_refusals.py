@@ -24,7 +24,7 @@ from tests.support.engine import (
 from tests.support.pages import PATIENCE_S, SPEC, chain, tiers
 from tests.support.stalls import IN
 from tierstore.errors import ConfigError, LeaseError
-from tierstore.gpu.pool import EnginePages
+from tierstore.gpu.engine_pages import EnginePages
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey
 

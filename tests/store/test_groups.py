@@ -13,7 +13,8 @@ from tests.support.bench import open_bench
 from tests.support.pages import PATIENCE_S, SPEC, chain, content, same, tier_stats, tiers, where
 from tests.support.stalls import IN
 from tierstore.errors import ConfigError
-from tierstore.gpu.pool import EnginePages, GroupedPages
+from tierstore.gpu.engine_pages import EnginePages
+from tierstore.gpu.pool import GroupedPages
 from tierstore.page import PageSpec
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier

@@ -20,7 +20,7 @@ from tierstore.archive import closed_store, intake
 from tierstore.codecs.host_format import HostFormat, Packer
 from tierstore.config import load_config
 from tierstore.errors import ConfigError
-from tierstore.gpu.pool import EnginePages
+from tierstore.gpu.engine_pages import EnginePages
 from tierstore.keys import namespace
 from tierstore.nvme.direct_io import aligned
 from tierstore.nvme.reader import scratch_for

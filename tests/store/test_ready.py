@@ -14,8 +14,9 @@ from tests.support.bench import Bench, open_bench
 from tests.support.events import ManualEvent
 from tests.support.pages import PATIENCE_S, chain, content, fill, page_tensor, tiers
 from tests.support.stalls import IN
-from tierstore.gpu.addresses import Part
-from tierstore.gpu.pool import CpuPool, EnginePages
+from tierstore.gpu.engine_pages import EnginePages
+from tierstore.gpu.layer_groups import Part
+from tierstore.gpu.pool import CpuPool
 from tierstore.page import PageSpec
 from tierstore.types import LeaseState, PageKey, Tier
 
@@ -191,7 +192,7 @@ def test_pages_from_disk_are_ready_by_layers_once_host_has_them(
 def test_an_engines_slots_are_filled_by_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from tierstore.gpu.pool import EnginePool
+    from tierstore.gpu.engine_pages import EnginePool
 
     bench = open_bench(
         tiers(4, 4, page_nbytes=SPEC.page_nbytes, hbm_more={"owner": "engine"}), SPEC, pump=True

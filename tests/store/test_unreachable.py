@@ -25,7 +25,7 @@ from tests.support.pages import (
     where,
     write,
 )
-from tierstore.gpu.pool import EnginePages
+from tierstore.gpu.engine_pages import EnginePages
 from tierstore.page import PageSpec
 from tierstore.store import TierStore
 from tierstore.types import Hint, LeaseState, PageKey, Tier

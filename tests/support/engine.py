@@ -11,7 +11,7 @@ import torch
 from tests.support import pages as support
 from tests.support.bench import Bench, open_bench
 from tests.support.pages import PATIENCE_S, SPEC, content, tiers
-from tierstore.gpu.pool import EnginePages
+from tierstore.gpu.engine_pages import EnginePages
 from tierstore.types import PageKey
 
 SLOTS = 6

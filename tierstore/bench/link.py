@@ -15,7 +15,8 @@ from tierstore.gpu.cpu_copy_engine import CpuCopyEngine
 from tierstore.gpu.cuda_copy_engine import CudaCopyEngine
 from tierstore.gpu.device import pinner, require_device
 from tierstore.gpu.driver import Driver
-from tierstore.gpu.pool import CpuPool, CudaPool, EnginePages, EnginePool, GroupedPages
+from tierstore.gpu.engine_pages import EnginePages, EnginePool
+from tierstore.gpu.pool import CpuPool, CudaPool, GroupedPages
 from tierstore.host.arena import HostArena
 from tierstore.host.pinned_memory import CHUNK_NBYTES
 from tierstore.page import PageLayout, PageSpec

@@ -27,11 +27,11 @@ from tierstore.codecs import LOSSY
 from tierstore.codecs.host_format import HostFormat
 from tierstore.config import load_config
 from tierstore.gpu import addresses as geometry
-from tierstore.gpu.addresses import LayerGroups
 from tierstore.gpu.copy_routes import DmaRoute
 from tierstore.gpu.cuda_copy_engine import CudaCopyEngine
 from tierstore.gpu.device import CpuDevice
 from tierstore.gpu.events import NOT_YET, Arriving
+from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.gpu.quant.coder import Coder
 from tierstore.gpu.quant.encoded_routes import (
     CUTS,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierstore.codecs.host_format import HostFormat
-    from tierstore.gpu.addresses import LayerGroups
+    from tierstore.gpu.layer_groups import LayerGroups
 
 Item = TypeVar("Item")
 

@@ -22,8 +22,9 @@ import numpy as np
 import torch
 
 from tierstore.gpu import addresses
-from tierstore.gpu.addresses import MOST_GROUPS, LayerGroups, Segments
+from tierstore.gpu.addresses import Segments
 from tierstore.gpu.copy_kernel import DOWN, NEAR, UP, Pieces
+from tierstore.gpu.layer_groups import MOST_GROUPS, LayerGroups
 from tierstore.gpu.slabs import ByLayers, ByPieces, PartByPieces, SlabRoute
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierstore.codecs.host_format import HostFormat
-    from tierstore.gpu.addresses import LayerGroups
+    from tierstore.gpu.layer_groups import LayerGroups
     from tierstore.gpu.pool import HbmBytes
 
 _layer_loads_log = logging.getLogger("tierstore.gpu.layer_loads")

@@ -13,13 +13,14 @@ import torch
 
 from tierstore.errors import ConfigError
 from tierstore.gpu import copy_routes
-from tierstore.gpu.addresses import MOST_GROUPS, LayerGroups
 from tierstore.gpu.copy_routes import FastestRoute
 from tierstore.gpu.cpu_copy_engine import CpuCopyEngine, HostBytes
 from tierstore.gpu.cuda_copy_engine import CudaCopyEngine, PinnedHost
 from tierstore.gpu.driver import CudaPinner, Driver, DriverError
+from tierstore.gpu.engine_pages import EnginePool
 from tierstore.gpu.events import AllOf, Event, StreamEvent
-from tierstore.gpu.pool import CpuPool, CudaPool, EnginePool
+from tierstore.gpu.layer_groups import MOST_GROUPS, LayerGroups
+from tierstore.gpu.pool import CpuPool, CudaPool
 from tierstore.gpu.quant.encoded_routes import encoded_route
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
     from tierstore.gpu.copy_routes import Route
     from tierstore.gpu.cpu_copy_engine import CopyEngine
-    from tierstore.gpu.pool import EnginePages, OwnPool
+    from tierstore.gpu.engine_pages import EnginePages
+    from tierstore.gpu.pool import OwnPool
     from tierstore.page import PageLayout
 
 _log = logging.getLogger("tierstore.gpu.device")

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tierstore.gpu.addresses import LayerGroups, Part
     from tierstore.gpu.driver import Driver
+    from tierstore.gpu.layer_groups import LayerGroups, Part
     from tierstore.page import PageLayout
 
 SLAB_NBYTES = 32 << 20

@@ -13,7 +13,7 @@ from hashlib import sha256
 import torch
 
 from tierstore.errors import ConfigError
-from tierstore.gpu.pool import EnginePages
+from tierstore.gpu.engine_pages import EnginePages
 from tierstore.page import DTYPE_NBYTES, PageSpec
 
 

@@ -19,9 +19,11 @@ import torch
 from tierstore.codecs import LOSSY
 from tierstore.codecs.lossy import PayloadLayout
 from tierstore.gpu import addresses
-from tierstore.gpu.addresses import Cut, LayerGroups, Segments
+from tierstore.gpu.addresses import Segments
 from tierstore.gpu.copy_routes import SIZES, DmaRoute, FastestRoute, KernelRoute, Option, rates_of
-from tierstore.gpu.pool import CudaPool, EnginePool
+from tierstore.gpu.engine_pages import EnginePool
+from tierstore.gpu.layer_groups import Cut, LayerGroups
+from tierstore.gpu.pool import CudaPool
 from tierstore.gpu.quant.coder import FP8, WORDS, Call, Coder, blocks, power, runs_of, strides_of
 from tierstore.page import PageLayout
 
