@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tierstore.gpu.copy_queue import Pace, TimedEvent
+from tierstore.gpu.copy_queue import Pace
 from tierstore.gpu.copy_routes import WholePages
 from tierstore.gpu.cpu_copy_engine import CpuCopyEngine
 from tierstore.gpu.cuda_copy_engine import CudaCopyEngine
+from tierstore.gpu.events import TimedEvent
 from tierstore.gpu.layer_groups import Cut, LayerGroups
 from tierstore.gpu.pool import CpuPool
 from tierstore.host.arena import HostArena

@@ -13,12 +13,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from functools import cached_property
 from time import monotonic
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
 from tierstore.gpu.driver import has_happened
-from tierstore.gpu.events import HERE, NOT_YET, Arriving
+from tierstore.gpu.events import HERE, NOT_YET, Arriving, TimedEvent
 from tierstore.types import Ack, Failure, Tier, Transfer
 
 if TYPE_CHECKING:
@@ -197,26 +197,6 @@ def pace_of(held: HostFormat, pieces: int) -> Pace:
     if not held.encoded:
         return AS_THEY_ARE
     return ENCODED if pieces else MAPPED
-
-
-class TimedEvent(Protocol):
-    """An event of a stream that knows when it happened, such as ``torch.cuda.Event``."""
-
-    def record(self, stream: torch.cuda.Stream) -> None:
-        """Happens when the stream gets there."""
-        ...
-
-    def query(self) -> bool:
-        """Whether it has happened. RuntimeError when the device has failed."""
-        ...
-
-    def synchronize(self) -> None:
-        """Blocks until it has happened."""
-        ...
-
-    def elapsed_time(self, end: TimedEvent) -> float:
-        """Milliseconds from this one to ``end``; both have happened."""
-        ...
 
 
 @dataclass(eq=False)

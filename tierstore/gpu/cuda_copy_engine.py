@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
-from tierstore.gpu.copy_queue import Job, Lane, TimedEvent, ack_of, pace_of
-from tierstore.gpu.events import HERE, NOT_YET, Arriving
+from tierstore.gpu.copy_queue import Job, Lane, ack_of, pace_of
+from tierstore.gpu.events import HERE, NOT_YET, Arriving, TimedEvent
 from tierstore.types import Ack, Tier, Transfer
 
 if TYPE_CHECKING:

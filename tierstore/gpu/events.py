@@ -1,10 +1,17 @@
-"""Events that end the copies of a layer: how far the loads of some pages are, and several events as one."""
+"""Events of a device: the protocols that stand for them, several as one, and how far the loads of a layer are.
+
+``Event`` is what the store needs of any event, ``StreamEvent`` can be waited for by a stream, ``TimedEvent`` is
+recorded by a copy engine and knows when it happened. ``Arriving`` says how far the copies of a layer are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Event(Protocol):
@@ -25,6 +32,26 @@ class StreamEvent(Protocol):
 
     def wait(self, stream: object = None) -> None:
         """Work put on the stream, None: the current one, from now on waits for it; does not block."""
+        ...
+
+
+class TimedEvent(Protocol):
+    """An event of a stream that knows when it happened, such as ``torch.cuda.Event``."""
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        """Happens when the stream gets there."""
+        ...
+
+    def query(self) -> bool:
+        """Whether it has happened. RuntimeError when the device has failed."""
+        ...
+
+    def synchronize(self) -> None:
+        """Blocks until it has happened."""
+        ...
+
+    def elapsed_time(self, end: TimedEvent) -> float:
+        """Milliseconds from this one to ``end``; both have happened."""
         ...
 
 
