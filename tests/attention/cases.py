@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from tierstore.gpu.attention.backends import AttentionBackend, attend
-from tierstore.gpu.attention.page_table import Paging, Shape
+from tierstore.gpu.attention.page_table import PageTable, Shape
 
 LAYERS = 3
 SPARE_SLOTS = 3
@@ -57,7 +57,7 @@ class Case:
 class Scene:
     """A case with bytes. ``pages``: a layer's, with the strides of the case's layout."""
 
-    paging: Paging
+    table: PageTable
     q: torch.Tensor
     pages: torch.Tensor
 
@@ -70,24 +70,24 @@ class Scene:
         starts = np.concatenate([[0], np.cumsum(counts)])
         last = [(length - 1) % case.page_size + 1 if length else 0 for length in case.lens]
         queries = None if case.widths is None else np.concatenate([[0], np.cumsum(case.widths)])
-        paging = Paging.of(queries, starts, slots, last, case.shape)
+        table = PageTable.of(queries, starts, slots, last, case.shape)
         pages = _pages(case, total + SPARE_SLOTS, chance, device)
-        _poison(pages, paging)
+        _poison(pages, table)
         # Behind every window an index may be anything.
-        for row, first in enumerate(paging.first_seen):
-            paging.indices[starts[row] : starts[row] + int(first) // case.page_size] = -(10**8)
+        for row, first in enumerate(table.first_seen):
+            table.indices[starts[row] : starts[row] + int(first) // case.page_size] = -(10**8)
         heads = case.shape.num_qo_heads
-        q = torch.randn(paging.num_queries, heads, case.head_dim, generator=chance)
-        return cls(paging, q.to(device, case.dtype), pages)
+        q = torch.randn(table.num_queries, heads, case.head_dim, generator=chance)
+        return cls(table, q.to(device, case.dtype), pages)
 
     def run(self, way: AttentionBackend) -> tuple[torch.Tensor, torch.Tensor]:
         """Results and logarithms, into memory that held NaN."""
-        way.plan(self.paging)
+        way.plan(self.table)
         return self.run_again(way)
 
     def run_again(self, way: AttentionBackend) -> tuple[torch.Tensor, torch.Tensor]:
         """The same, as planned before."""
-        shape = self.paging.shape
+        shape = self.table.shape
         size = (len(self.q), shape.num_qo_heads, shape.head_dim_vo)
         out = torch.full(size, torch.nan, dtype=shape.out_dtype, device=self.q.device)
         lse = torch.full(size[:2], torch.nan, device=self.q.device)
@@ -96,11 +96,11 @@ class Scene:
 
     def require_right(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         """AssertionError unless both are the oracle's, up to rounding."""
-        want, want_lse = attend(self.q, self.pages, self.paging, torch.float64)
+        want, want_lse = attend(self.q, self.pages, self.table, torch.float64)
         blind = want_lse == -torch.inf
         assert torch.equal(lse == -torch.inf, blind)
         assert not out[blind].any()
-        tolerance = TOLERANCE[self.paging.shape.dtype]
+        tolerance = TOLERANCE[self.table.shape.dtype]
         error = (out.double() - want).norm() / want.norm().clamp_min(1e-30)
         assert float(error) <= max(tolerance, TOLERANCE[out.dtype]), f"relative error {float(error):.2e}"
         torch.testing.assert_close(lse[~blind].double(), want_lse[~blind], rtol=1e-5, atol=1e-4)
@@ -114,14 +114,14 @@ def _pages(case: Case, slots: int, chance: torch.Generator, device: str) -> torc
     return whole.permute([case.layout.index(x) for x in "LBKNHD"])[1]
 
 
-def _poison(pages: torch.Tensor, paging: Paging) -> None:
+def _poison(pages: torch.Tensor, table: PageTable) -> None:
     """NaN in slots of nobody, after the last token, and before the first one that a query sees."""
     size = pages.shape[2]
     kept = pages.clone()
     pages.fill_(torch.nan)
-    for row in range(paging.batch):
-        token = np.arange(paging.first_seen[row], paging.kv_lens[row])
-        slot = torch.from_numpy(paging.indices[paging.indptr[row] + token // size])
+    for row in range(table.batch):
+        token = np.arange(table.first_seen[row], table.kv_lens[row])
+        slot = torch.from_numpy(table.indices[table.indptr[row] + token // size])
         place = torch.from_numpy(token % size)
         pages[slot, :, place] = kept[slot, :, place]
 

@@ -20,7 +20,7 @@ from tests.support.planting import Bug, write
 from tierstore.gpu.attention import gathered
 from tierstore.gpu.attention.backends import for_many
 from tierstore.gpu.attention.gathered import Gathered
-from tierstore.gpu.attention.page_table import Paging
+from tierstore.gpu.attention.page_table import PageTable
 
 KERNELS_HERE = interpreted()
 
@@ -66,9 +66,9 @@ def test_parts_of_any_size_merge_to_the_whole(case: Case, tokens: int) -> None:
 
 def test_memory_is_bounded_by_the_tokens_gathered_at_once() -> None:
     way = Gathered(torch.device("cpu"), tokens=32, kernels=KERNELS_HERE)
-    way.plan(Scene.of(Case([200], [8])).paging)
+    way.plan(Scene.of(Case([200], [8])).table)
     small = way.nbytes
-    way.plan(Scene.of(Case([900], [8])).paging)
+    way.plan(Scene.of(Case([900], [8])).table)
     assert way.nbytes == small
 
 
@@ -88,10 +88,10 @@ def test_pages_of_one_plane_are_refused() -> None:
     ],
 )
 def test_shapes_that_torchs_kernels_do_not_take_go_in_place(case: Case) -> None:
-    paging = Scene.of(case).paging
-    assert for_many(torch.device("cuda"), "auto", paging) == "triton"
+    table = Scene.of(case).table
+    assert for_many(torch.device("cuda"), "auto", table) == "triton"
     with pytest.raises(ValueError, match="gathered"):
-        for_many(torch.device("cuda"), "gathered", paging)
+        for_many(torch.device("cuda"), "gathered", table)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_shapes_that_torchs_kernels_do_not_take_go_in_place(case: Case) -> None:
 def test_many_queries_over_a_long_context_are_gathered_for(tokens: int, queries: int, way: str) -> None:
     shape = Case([], num_kv_heads=8, group=4, head_dim=128, page_size=64, dtype=torch.bfloat16).shape
     pages = range(tokens // 64)
-    paging = Paging.of([0, queries], [0, len(pages)], pages, [64], shape)
-    assert for_many(torch.device("cuda"), "auto", paging) == way
+    table = PageTable.of([0, queries], [0, len(pages)], pages, [64], shape)
+    assert for_many(torch.device("cuda"), "auto", table) == way
 
 
 BUGS = [

@@ -16,15 +16,15 @@ from tierstore.gpu.attention.paged import PagedDecode, PagedPrefill, merge_state
 
 def by_sdpa(scene: Scene) -> torch.Tensor:
     """Sequence by sequence, keys and values gathered, the mask written out; in float64."""
-    paging, shape = scene.paging, scene.paging.shape
+    table, shape = scene.table, scene.table.shape
     found = []
-    for row in range(paging.batch):
-        q = scene.q[paging.qo_indptr[row] : paging.qo_indptr[row + 1]].double()
-        first, length = int(paging.first_seen[row]), int(paging.kv_lens[row])
+    for row in range(table.batch):
+        q = scene.q[table.qo_indptr[row] : table.qo_indptr[row + 1]].double()
+        first, length = int(table.first_seen[row]), int(table.kv_lens[row])
         if not len(q) or not length:
             found.append(q.new_zeros(len(q), shape.num_qo_heads, shape.head_dim_vo))
             continue
-        planes = gather(scene.pages, paging, row, first, length).double()
+        planes = gather(scene.pages, table, row, first, length).double()
         keys, values = planes[0].transpose(0, 1), planes[-1][..., : shape.head_dim_vo].transpose(0, 1)
         mask = torch.ones(len(q), length, dtype=torch.bool)
         if shape.causal:
@@ -42,7 +42,7 @@ def by_sdpa(scene: Scene) -> torch.Tensor:
 @settings(max_examples=25, deadline=None)
 def test_the_reference_is_what_torch_computes(case: Case) -> None:
     scene = Scene.of(case)
-    out, _ = attend(scene.q, scene.pages, scene.paging, torch.float64)
+    out, _ = attend(scene.q, scene.pages, scene.table, torch.float64)
     torch.testing.assert_close(out, by_sdpa(scene), rtol=1e-9, atol=1e-9)
 
 
@@ -50,10 +50,10 @@ def test_the_reference_is_what_torch_computes(case: Case) -> None:
 @settings(max_examples=15, deadline=None)
 def test_decoding_is_right_on_the_cpu(case: Case) -> None:
     scene = Scene.of(case)
-    paging, shape = scene.paging, scene.paging.shape
+    table, shape = scene.table, scene.table.shape
     way = PagedDecode("cpu")
     way.plan(
-        paging.indptr, paging.indices, [(n - 1) % shape.page_size + 1 for n in paging.kv_lens],
+        table.indptr, table.indices, [(n - 1) % shape.page_size + 1 for n in table.kv_lens],
         shape.num_qo_heads, shape.num_kv_heads, shape.head_dim, shape.page_size,
         head_dim_vo=shape.head_dim_vo, window_left=shape.window_left, sm_scale=shape.sm_scale,
         q_data_type=shape.dtype, o_data_type=torch.float32,
@@ -66,12 +66,12 @@ def test_decoding_is_right_on_the_cpu(case: Case) -> None:
 
 def test_states_over_two_sets_of_keys_merge_to_that_over_both() -> None:
     scene = Scene.of(Case([64], num_kv_heads=1))
-    both = attend(scene.q, scene.pages, scene.paging, torch.float64)
-    paging, shape = scene.paging, scene.paging.shape
+    both = attend(scene.q, scene.pages, scene.table, torch.float64)
+    table, shape = scene.table, scene.table.shape
     parts = []
     for pages in (slice(0, 1), slice(1, 4), slice(0, 0)):
-        slots = paging.indices[pages]
-        part = type(paging).of(None, [0, len(slots)], slots, [16], shape)
+        slots = table.indices[pages]
+        part = type(table).of(None, [0, len(slots)], slots, [16], shape)
         parts.append(attend(scene.q, scene.pages, part, torch.float64))
     out, lse = merge_states(torch.stack([o for o, _ in parts]), torch.stack([x for _, x in parts]))
     torch.testing.assert_close(out, both[0])

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from tests.attention.cases import Case
 from tests.support.planting import Bug, load
 from tierstore.gpu.attention import in_place
-from tierstore.gpu.attention.page_table import Paging
+from tierstore.gpu.attention.page_table import PageTable
 
 
-def paging_of(case: Case) -> Paging:
+def table_of(case: Case) -> PageTable:
     counts = [-(-length // case.page_size) for length in case.lens]
     last = [(length - 1) % case.page_size + 1 if length else 0 for length in case.lens]
     starts = np.concatenate([[0], np.cumsum(counts)])
     queries = None if case.widths is None else np.concatenate([[0], np.cumsum(case.widths)])
-    return Paging.of(queries, starts, list(range(sum(counts))), last, case.shape)
+    return PageTable.of(queries, starts, list(range(sum(counts))), last, case.shape)
 
 
 @st.composite
@@ -40,14 +40,14 @@ def steps(draw: st.DrawFn) -> Case:
 
 def require_whole(case: Case, work: in_place.Work, block_m: int, block_n: int) -> None:
     """Every row's items tile what it sees, and its parts are nobody else's."""
-    paging = paging_of(case)
-    group = paging.shape.group
+    table = table_of(case)
+    group = table.shape.group
     written: Counter[tuple[int, int]] = Counter()
     seen: dict[int, list[tuple[int, int]]] = {}
-    for table, length, first, end, query0, width, row0, part, splits in work.items.tolist():
+    for place, length, first, end, query0, width, row0, part, splits in work.items.tolist():
         assert row0 % block_m == 0
-        sequence = int(np.searchsorted(paging.qo_indptr, query0, side="right")) - 1
-        assert (table, length) == (paging.indptr[sequence], paging.kv_lens[sequence])
+        sequence = int(np.searchsorted(table.qo_indptr, query0, side="right")) - 1
+        assert (place, length) == (table.indptr[sequence], table.kv_lens[sequence])
         for row in range(row0, min(row0 + block_m, width * group)):
             query = row // group
             seen.setdefault(query0 * group + row, []).append((first, end))
@@ -58,21 +58,23 @@ def require_whole(case: Case, work: in_place.Work, block_m: int, block_n: int) -
     assert {part for part, _ in written} == set(range(work.num_parts))
     for first_part, splits in work.queries.tolist():
         assert splits <= 1 or all((first_part + i, 0) in written for i in range(splits))
-    for sequence in range(paging.batch):
-        for number in range(int(paging.widths[sequence])):
-            query = int(paging.qo_indptr[sequence]) + number
+    for sequence in range(table.batch):
+        for number in range(int(table.widths[sequence])):
+            query = int(table.qo_indptr[sequence]) + number
             for row in range(query * group, (query + 1) * group):
-                require_tiled(paging, sequence, number, sorted(seen.get(row, [])), block_n)
+                require_tiled(table, sequence, number, sorted(seen.get(row, [])), block_n)
     assert work.merges == bool((work.queries[:, 1] != 1).any())
 
 
-def require_tiled(paging: Paging, row: int, number: int, ranges: list[tuple[int, int]], block_n: int) -> None:
-    shape = paging.shape
-    place = int(paging.kv_lens[row] - paging.widths[row]) + number
-    end = min(place + 1, int(paging.kv_lens[row])) if shape.causal else int(paging.kv_lens[row])
+def require_tiled(
+    table: PageTable, row: int, number: int, ranges: list[tuple[int, int]], block_n: int
+) -> None:
+    shape = table.shape
+    place = int(table.kv_lens[row] - table.widths[row]) + number
+    end = min(place + 1, int(table.kv_lens[row])) if shape.causal else int(table.kv_lens[row])
     first = max(0, place - shape.window_left) if shape.window_left >= 0 else 0
     full = [(a, b) for a, b in ranges if a < b]
-    if not paging.kv_lens[row]:
+    if not table.kv_lens[row]:
         assert not full
         return
     assert full[0][0] <= first
@@ -86,7 +88,7 @@ BLOCKS = st.sampled_from([(16, 16), (16, 64), (32, 32)])
 
 def check(module: object, case: Case, blocks: tuple[int, int], programs: int) -> None:
     divide, room = vars(module)["divide"], vars(module)["Room"]
-    require_whole(case, divide(paging_of(case), *blocks, room(programs)), *blocks)
+    require_whole(case, divide(table_of(case), *blocks, room(programs)), *blocks)
 
 
 @given(case=steps(), blocks=BLOCKS, programs=st.sampled_from([1, 8, 264]))
@@ -104,24 +106,24 @@ def test_every_row_meets_what_it_sees_once(case: Case, blocks: tuple[int, int], 
 def test_items_fit_the_room_that_any_division_of_so_many_sequences_needs(
     lens: list[int], programs: int, group: int
 ) -> None:
-    paging = paging_of(Case(lens, group=group))
-    most = in_place.most_items(len(lens), -(-group // 16), paging.shape.num_kv_heads, programs)
-    work = in_place.divide(paging, 16, 16, in_place.Room(programs, most))
+    table = table_of(Case(lens, group=group))
+    most = in_place.most_items(len(lens), -(-group // 16), table.shape.num_kv_heads, programs)
+    work = in_place.divide(table, 16, 16, in_place.Room(programs, most))
     assert len(work.items) <= most
     assert work.num_parts <= most
 
 
 def test_one_long_sequence_fills_the_programs_once() -> None:
     case = Case([131072], num_kv_heads=8, group=4, head_dim=128, page_size=64)
-    work = in_place.divide(paging_of(case), 16, 64, in_place.Room(264))
+    work = in_place.divide(table_of(case), 16, 64, in_place.Room(264))
     assert 0.95 <= len(work.items) * 8 / 264 <= 1
 
 
 BUGS = [
     Bug(
         "the last tile is left out",
-        "-(-(paging.kv_lens - start) // block_n)",
-        "(paging.kv_lens - start) // block_n",
+        "-(-(table.kv_lens - start) // block_n)",
+        "(table.kv_lens - start) // block_n",
     ),
     Bug("splits overlap", "start[of] + split * step", "start[of] + split * step - 16"),
     Bug("sequences share parts", "np.cumsum(parts) - parts", "np.cumsum(parts) * 0"),
@@ -132,8 +134,8 @@ BUGS = [
     ),
     Bug(
         "blocks of rows too few",
-        "-(-paging.widths * paging.shape.group // block_m)",
-        "(paging.widths // block_m)",
+        "-(-table.widths * table.shape.group // block_m)",
+        "(table.widths // block_m)",
     ),
 ]
 

@@ -74,7 +74,7 @@ def test_a_recorded_run_computes_what_the_last_plan_says() -> None:
     way = InPlace(CARD, max_pages=200)
     scene = Scene.of(replace(LLAMA, lens=[9000, 0, 64]), "cuda:0")
     scene.require_right(*scene.run(way))
-    size = (3, scene.paging.shape.num_qo_heads, scene.paging.shape.head_dim)
+    size = (3, scene.table.shape.num_qo_heads, scene.table.shape.head_dim)
     out, lse = torch.empty(size, device=CARD), torch.empty(size[:2], device=CARD)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -83,7 +83,7 @@ def test_a_recorded_run_computes_what_the_last_plan_says() -> None:
         other = Scene.of(replace(LLAMA, lens=lens), "cuda:0")
         scene.pages[: len(other.pages)] = other.pages  # what was recorded reads these
         scene.q.copy_(other.q)
-        way.plan(other.paging)
+        way.plan(other.table)
         out.fill_(torch.nan)
         lse.fill_(torch.nan)
         graph.replay()
@@ -93,14 +93,12 @@ def test_a_recorded_run_computes_what_the_last_plan_says() -> None:
 def test_the_two_ways_in_agree_with_each_other_and_say_what_they_chose() -> None:
     case = replace(LLAMA, lens=[3000, 777])
     scene = Scene.of(case, "cuda:0")
-    paging, shape = scene.paging, scene.paging.shape
-    last = (paging.kv_lens - 1) % shape.page_size + 1
+    table, shape = scene.table, scene.table.shape
+    last = (table.kv_lens - 1) % shape.page_size + 1
     sizes = (shape.num_qo_heads, shape.num_kv_heads, shape.head_dim, shape.page_size)
     one, many = PagedDecode("cuda:0"), PagedPrefill("cuda:0")
-    one.plan(paging.indptr, paging.indices, last, *sizes, o_data_type=torch.float32)
-    many.plan(
-        np.arange(3), paging.indptr, paging.indices, last, *sizes, causal=True, o_data_type=torch.float32
-    )
+    one.plan(table.indptr, table.indices, last, *sizes, o_data_type=torch.float32)
+    many.plan(np.arange(3), table.indptr, table.indices, last, *sizes, causal=True, o_data_type=torch.float32)
     assert (one.backend, many.backend) == ("triton", "triton")
     first, second = one.run(scene.q, scene.pages), many.run(scene.q, scene.pages)
     assert isinstance(first, torch.Tensor)

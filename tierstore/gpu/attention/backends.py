@@ -12,11 +12,11 @@ import torch
 
 from tierstore.gpu.attention import gathered
 from tierstore.gpu.attention.in_place import InPlace
-from tierstore.gpu.attention.page_table import Paging
+from tierstore.gpu.attention.page_table import PageTable
 
 
 def attend(
-    q: torch.Tensor, pages: torch.Tensor, paging: Paging, wide: torch.dtype = torch.float32
+    q: torch.Tensor, pages: torch.Tensor, table: PageTable, wide: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``(out, lse)``: ``[queries, num_qo_heads, head_dim_vo]`` and ``[queries, num_qo_heads]``, both ``wide``.
 
@@ -24,35 +24,35 @@ def attend(
     ``pages``: ``[num_slots, planes, page_size, num_kv_heads, head_dim]``, any strides. Tokens that no query sees may
     hold anything, NaN too. Gathers one sequence at a time. Changes nothing.
     """
-    shape = paging.shape
-    out = torch.zeros(paging.num_queries, shape.num_qo_heads, shape.head_dim_vo, dtype=wide, device=q.device)
+    shape = table.shape
+    out = torch.zeros(table.num_queries, shape.num_qo_heads, shape.head_dim_vo, dtype=wide, device=q.device)
     lse = torch.full(out.shape[:2], -torch.inf, dtype=wide, device=q.device)
-    for row in range(paging.batch):
-        rows = slice(int(paging.qo_indptr[row]), int(paging.qo_indptr[row + 1]))
-        if paging.kv_lens[row] and rows.start < rows.stop:
-            out[rows], lse[rows] = _attend_one(q[rows].to(wide), pages, paging, row)
+    for row in range(table.batch):
+        rows = slice(int(table.qo_indptr[row]), int(table.qo_indptr[row + 1]))
+        if table.kv_lens[row] and rows.start < rows.stop:
+            out[rows], lse[rows] = _attend_one(q[rows].to(wide), pages, table, row)
     return out, lse
 
 
-def gather(pages: torch.Tensor, paging: Paging, row: int, first: int, end: int) -> torch.Tensor:
+def gather(pages: torch.Tensor, table: PageTable, row: int, first: int, end: int) -> torch.Tensor:
     """Tokens ``first`` to ``end`` of a sequence, ``[planes, end - first, num_kv_heads, head_dim]``: a copy.
 
     Reads no page but theirs.
     """
-    size = paging.shape.page_size
-    start = int(paging.indptr[row])
-    slots = torch.from_numpy(paging.indices[start + first // size : start - (-end // size)])
+    size = table.shape.page_size
+    start = int(table.indptr[row])
+    slots = torch.from_numpy(table.indices[start + first // size : start - (-end // size)])
     rows = pages.index_select(0, slots.to(pages.device)).transpose(0, 1).flatten(1, 2)
     skip = first % size
     return rows[:, skip : skip + end - first]
 
 
 def _attend_one(
-    q: torch.Tensor, pages: torch.Tensor, paging: Paging, row: int
+    q: torch.Tensor, pages: torch.Tensor, table: PageTable, row: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    shape, width = paging.shape, len(q)
-    first, end = int(paging.first_seen[row]), int(paging.kv_lens[row])
-    planes = gather(pages, paging, row, first, end).to(q.dtype)
+    shape, width = table.shape, len(q)
+    first, end = int(table.first_seen[row]), int(table.kv_lens[row])
+    planes = gather(pages, table, row, first, end).to(q.dtype)
     keys, values = planes[0], planes[-1][..., : shape.head_dim_vo]
     grouped = q.view(width, shape.num_kv_heads, shape.group, shape.head_dim)
     scores = torch.einsum("qhgd,nhd->qhgn", grouped, keys) * shape.sm_scale
@@ -95,7 +95,7 @@ launches take longer than it saves. Measured on an H200: docs/measurements.md.""
 class AttentionBackend(Protocol):
     """How a step's attention is computed."""
 
-    def plan(self, paging: Paging) -> None:
+    def plan(self, table: PageTable) -> None:
         """Prepares for any number of layers."""
         ...
 
@@ -107,13 +107,13 @@ class AttentionBackend(Protocol):
 class ReferenceBackend:
     """Plain torch, sums in float32, on any device."""
 
-    def plan(self, paging: Paging) -> None:
+    def plan(self, table: PageTable) -> None:
         """Keeps it."""
-        self._paging = paging
+        self._page_table = table
 
     def run(self, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Fills ``out`` and ``lse``."""
-        found = attend(q, pages, self._paging)
+        found = attend(q, pages, self._page_table)
         out.copy_(found[0])
         lse.copy_(found[1])
 
@@ -155,17 +155,17 @@ def for_one(device: torch.device, asked: Backend) -> Backend:
     return asked
 
 
-def for_many(device: torch.device, asked: Backend, paging: Paging) -> Backend:
+def for_many(device: torch.device, asked: Backend, table: PageTable) -> Backend:
     """For many queries a sequence. ValueError for "gathered" where torch's kernels have no such shape."""
-    fits = gathered.fits(paging.shape)
+    fits = gathered.fits(table.shape)
     if asked == "gathered" and not fits:
         raise ValueError(
-            f'backend is "gathered"; allowed: others for a window, MLA, float32 or head_dim {paging.shape.head_dim}'
+            f'backend is "gathered"; allowed: others for a window, MLA, float32 or head_dim {table.shape.head_dim}'
         )
     if asked != "auto":
         return asked
     if device.type != "cuda":
         return "reference"
-    row = paging.shape.num_qo_heads * paging.shape.head_dim
-    enough = (paging.widths >= GATHERED_QUERIES) & (paging.widths * paging.kv_lens * row >= GATHERED_WORK)
+    row = table.shape.num_qo_heads * table.shape.head_dim
+    enough = (table.widths >= GATHERED_QUERIES) & (table.widths * table.kv_lens * row >= GATHERED_WORK)
     return "gathered" if fits and bool(enough.any()) else "triton"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
 
-    from tierstore.gpu.attention.page_table import Paging, Shape
+    from tierstore.gpu.attention.page_table import PageTable, Shape
 
 Sdpa = Literal["flash", "cudnn"]
 
@@ -52,17 +52,17 @@ class Gathered:
         self._kernels: Any = kernels
         self._device, self._sdpa, self._tokens = device, sdpa, tokens
 
-    def plan(self, paging: Paging) -> None:
+    def plan(self, table: PageTable) -> None:
         """Copies the page numbers to the device and sets the room for one piece aside."""
-        self._paging = paging
-        self._pieces = list(_pieces(paging, self._tokens))
-        self._table = torch.from_numpy(paging.indices.astype(np.int32)).to(self._device)
-        shape, size = paging.shape, paging.shape.page_size
+        self._page_table = table
+        self._pieces = list(_pieces(table, self._tokens))
+        self._table = torch.from_numpy(table.indices.astype(np.int32)).to(self._device)
+        shape, size = table.shape, table.shape.page_size
         most = max((-(-p.end // size) - p.first // size for p in self._pieces), default=0) * size
         self._room = torch.empty(
             2, most, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=self._device
         )
-        widest = int(paging.widths.max(initial=0))
+        widest = int(table.widths.max(initial=0))
         self._sums = torch.empty(
             widest, shape.num_qo_heads, shape.head_dim, dtype=torch.float32, device=self._device
         )
@@ -76,9 +76,9 @@ class Gathered:
         """Fills ``out`` and ``lse``. ValueError for pages of one plane."""
         if pages.shape[1] != 2:
             raise ValueError(f'pages have {pages.shape[1]} plane; allowed with "gathered": 2')
-        paging, before = self._paging, -1
+        table, before = self._page_table, -1
         seen = {piece.row for piece in self._pieces}
-        for row in range(paging.batch):
+        for row in range(table.batch):
             if row not in seen:
                 rows = self._rows(row)
                 out[rows].zero_()
@@ -91,18 +91,18 @@ class Gathered:
             before = piece.row
 
     def _rows(self, row: int) -> slice:
-        return slice(int(self._paging.qo_indptr[row]), int(self._paging.qo_indptr[row + 1]))
+        return slice(int(self._page_table.qo_indptr[row]), int(self._page_table.qo_indptr[row + 1]))
 
     def _gather(self, pages: torch.Tensor, piece: _Piece) -> torch.Tensor:
         """``[2, tokens, num_kv_heads, head_dim]``"""
-        shape = self._paging.shape
+        shape = self._page_table.shape
         size = shape.page_size
         first, end = piece.first // size, -(-piece.end // size)
         numbers = size * shape.num_kv_heads * shape.head_dim
         token, head = pages.stride(2), pages.stride(3)
         flat = head == shape.head_dim and token == shape.num_kv_heads * shape.head_dim
         self._kernels.gather[(end - first, 2, -(-numbers // _BLOCK))](
-            pages, self._table, self._room, int(self._paging.indptr[piece.row]) + first,
+            pages, self._table, self._room, int(self._page_table.indptr[piece.row]) + first,
             *pages.stride()[:4], self._room.stride(0),
             HEADS=shape.num_kv_heads, DIM=shape.head_dim, TOKENS=size, FLAT=flat, BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
@@ -114,7 +114,9 @@ class Gathered:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Results ``[heads, queries, dim]`` and logarithms ``[heads, queries]``, any strides."""
         keys, values = planes.transpose(1, 2).unsqueeze(1)
-        return sdpa(self._sdpa, q.transpose(0, 1)[None], keys, values, causal, self._paging.shape.sm_scale)
+        return sdpa(
+            self._sdpa, q.transpose(0, 1)[None], keys, values, causal, self._page_table.shape.sm_scale
+        )
 
     def _join(
         self,
@@ -157,16 +159,16 @@ def fits(shape: Shape) -> bool:
     return plain and shape.head_dim % 8 == 0 and shape.head_dim <= 128 and shape.dtype != torch.float32
 
 
-def _pieces(paging: Paging, tokens: int) -> Iterator[_Piece]:
+def _pieces(table: PageTable, tokens: int) -> Iterator[_Piece]:
     """Of a causal sequence the last is its queries' own tokens."""
-    size = paging.shape.page_size
+    size = table.shape.page_size
     step = max(1, tokens // size) * size
-    for row in range(paging.batch):
-        width, length = int(paging.widths[row]), int(paging.kv_lens[row])
+    for row in range(table.batch):
+        width, length = int(table.widths[row]), int(table.kv_lens[row])
         if not width or not length:
             continue
-        before = length - width if paging.shape.causal else length
+        before = length - width if table.shape.causal else length
         for first in range(0, before, step):
             yield _Piece(row, first, min(first + step, before), False)
-        if paging.shape.causal:
+        if table.shape.causal:
             yield _Piece(row, before, length, True)

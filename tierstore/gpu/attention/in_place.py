@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tierstore.gpu.attention.page_table import Paging
+from tierstore.gpu.attention.page_table import PageTable
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -52,22 +52,22 @@ class Work:
     merges: bool
 
 
-def divide(paging: Paging, block_m: int, block_n: int, room: Room) -> Work:
+def divide(table: PageTable, block_m: int, block_n: int, room: Room) -> Work:
     """Items for every sequence that has queries and tokens in sight, and the merge of their results."""
-    blocks = -(-paging.widths * paging.shape.group // block_m)
-    start = paging.first_seen // block_n * block_n
-    tiles = np.where(blocks > 0, -(-(paging.kv_lens - start) // block_n), 0)
-    step = _tiles_each(paging, blocks, tiles, room)
+    blocks = -(-table.widths * table.shape.group // block_m)
+    start = table.first_seen // block_n * block_n
+    tiles = np.where(blocks > 0, -(-(table.kv_lens - start) // block_n), 0)
+    step = _tiles_each(table, blocks, tiles, room)
     splits = -(-tiles // step)
-    parts = np.where(splits > 1, splits * paging.widths, 0)
+    parts = np.where(splits > 1, splits * table.widths, 0)
     first_part = np.cumsum(parts) - parts
-    items = _items(paging, blocks, splits, block_m, start, step * block_n)
-    items[:, 7] += first_part[np.repeat(np.arange(paging.batch), blocks * splits)]
+    items = _items(table, blocks, splits, block_m, start, step * block_n)
+    items[:, 7] += first_part[np.repeat(np.arange(table.batch), blocks * splits)]
     return Work(
         items.astype(np.int32),
-        _queries(paging, splits, first_part),
+        _queries(table, splits, first_part),
         int(parts.sum()),
-        bool((splits[paging.widths > 0] != 1).any()),
+        bool((splits[table.widths > 0] != 1).any()),
     )
 
 
@@ -76,7 +76,7 @@ def most_items(batch: int, blocks: int, kv_heads: int, programs: int) -> int:
     return blocks * (batch + 2 * -(-programs // kv_heads))
 
 
-def _tiles_each(paging: Paging, blocks: NDArray[np.int64], tiles: NDArray[np.int64], room: Room) -> int:
+def _tiles_each(table: PageTable, blocks: NDArray[np.int64], tiles: NDArray[np.int64], room: Room) -> int:
     """Tiles of a split: what makes the waves of programs shortest together."""
     most = int(tiles.max(initial=1))
     steps = (
@@ -86,10 +86,10 @@ def _tiles_each(paging: Paging, blocks: NDArray[np.int64], tiles: NDArray[np.int
     steps = np.unique(np.concatenate([steps, exact]))
     splits = -(-tiles[None] // steps[:, None])
     items = (splits * blocks[None]).sum(1)
-    shape = paging.shape
+    shape = table.shape
     waves = -(-items * shape.num_kv_heads // room.programs)
     cost = (waves * (steps + _START_TILES)).astype(np.float64)
-    parts = (np.where(splits > 1, splits, 0) * paging.widths[None]).sum(1)
+    parts = (np.where(splits > 1, splits, 0) * table.widths[None]).sum(1)
     fits = parts * shape.num_qo_heads * shape.head_dim_vo * 4 <= _PARTS_NBYTES
     if room.items is not None:
         fits &= items <= room.items
@@ -98,7 +98,7 @@ def _tiles_each(paging: Paging, blocks: NDArray[np.int64], tiles: NDArray[np.int
 
 
 def _items(
-    paging: Paging,
+    table: PageTable,
     blocks: NDArray[np.int64],
     splits: NDArray[np.int64],
     block_m: int,
@@ -107,25 +107,25 @@ def _items(
 ) -> NDArray[np.int64]:
     """Of all sequences; the splits of a block of rows are neighbours."""
     number = blocks * splits
-    of = np.repeat(np.arange(paging.batch), number)
+    of = np.repeat(np.arange(table.batch), number)
     local = np.arange(len(of)) - np.repeat(np.cumsum(number) - number, number)
     block, split = local // splits[of], local % splits[of]
-    group = paging.shape.group
-    length, width = paging.kv_lens[of], paging.widths[of]
+    group = table.shape.group
+    length, width = table.kv_lens[of], table.widths[of]
     end = np.minimum(start[of] + (split + 1) * step, length)
-    if paging.shape.causal:
+    if table.shape.causal:
         last_row = np.minimum((block + 1) * block_m, width * group) - 1
         end = np.minimum(end, length - width + last_row // group + 1)
-    first = np.maximum(start[of] + split * step, paging.first_seen[of])
+    first = np.maximum(start[of] + split * step, table.first_seen[of])
     fields = (
-        paging.indptr[of], length, first, end, paging.qo_indptr[of], width, block * block_m, split, splits[of]
+        table.indptr[of], length, first, end, table.qo_indptr[of], width, block * block_m, split, splits[of]
     )  # fmt: skip
     return np.stack(fields, 1)
 
 
-def _queries(paging: Paging, splits: NDArray[np.int64], first_part: NDArray[np.int64]) -> NDArray[np.int32]:
-    owner = np.repeat(np.arange(paging.batch), paging.widths)
-    number = np.arange(len(owner)) - paging.qo_indptr[owner]
+def _queries(table: PageTable, splits: NDArray[np.int64], first_part: NDArray[np.int64]) -> NDArray[np.int32]:
+    owner = np.repeat(np.arange(table.batch), table.widths)
+    number = np.arange(len(owner)) - table.qo_indptr[owner]
     return np.stack([first_part[owner] + number * splits[owner], splits[owner]], 1).astype(np.int32)
 
 
@@ -201,26 +201,26 @@ class InPlace:
         self._fixed: tuple[int, Shape] | None = None
         self._most_items = 0
 
-    def plan(self, paging: Paging) -> None:
+    def plan(self, table: PageTable) -> None:
         """Writes the step's numbers to the device. ValueError, nothing changed, where they do not fit fixed buffers."""
-        shape = paging.shape
-        rows = int(paging.widths.max(initial=1)) * shape.group
+        shape = table.shape
+        rows = int(table.widths.max(initial=1)) * shape.group
         tiles = self._given or Tiles.of(shape, rows, _is_large(self._device))
         programs = _processors(self._device) * tiles.programs
         room = Room(programs)
         if self._max_pages is not None:
-            paging.require_fits(self._max_pages, self._fixed)
+            table.require_fits(self._max_pages, self._fixed)
             self._most_items = most_items(
-                paging.batch, -(-rows // tiles.block_m), shape.num_kv_heads, programs
+                table.batch, -(-rows // tiles.block_m), shape.num_kv_heads, programs
             )
             room = Room(programs, self._most_items)
-        work = divide(paging, tiles.block_m, tiles.block_n, room)
-        self._write(paging, work)
+        work = divide(table, tiles.block_m, tiles.block_n, room)
+        self._write(table, work)
         self._shape, self._tiles = shape, tiles
         self._merges = work.merges or self._max_pages is not None
-        self._num_queries = paging.num_queries
+        self._num_queries = table.num_queries
         if self._max_pages is not None:
-            self._fixed = (paging.batch, shape)
+            self._fixed = (table.batch, shape)
 
     def run(self, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Fills ``out`` and ``lse``."""
@@ -245,15 +245,15 @@ class InPlace:
                 BLOCK_S=max(4, 8192 // block), num_warps=4,
             )  # fmt: skip
 
-    def _write(self, paging: Paging, work: Work) -> None:
+    def _write(self, table: PageTable, work: Work) -> None:
         """One copy of all numbers; tensors stay where they are as long as they are large enough."""
         fixed = self._max_pages is not None
         num_items = self._most_items if fixed else len(work.items)
-        num_pages = self._max_pages if self._max_pages is not None else len(paging.indices)
-        lengths = (num_items * FIELDS, 2 * paging.num_queries, num_pages)
+        num_pages = self._max_pages if self._max_pages is not None else len(table.indices)
+        lengths = (num_items * FIELDS, 2 * table.num_queries, num_pages)
         host = np.zeros(sum(lengths), dtype=np.int32)
         starts = np.cumsum((0, *lengths))
-        contents = (work.items.ravel(), work.queries.ravel(), _page_numbers(paging))
+        contents = (work.items.ravel(), work.queries.ravel(), _page_numbers(table))
         for start, numbers in zip(starts, contents, strict=False):
             host[start : start + len(numbers)] = numbers
         if self._numbers is None or self._numbers.numel() < len(host):
@@ -261,7 +261,7 @@ class InPlace:
         self._numbers[: len(host)].copy_(torch.from_numpy(host))
         items, queries, self._table = torch.split(self._numbers[: len(host)], list(lengths))
         self._items, self._queries = items.view(-1, FIELDS), queries.view(-1, 2)
-        self._make_parts(num_items if fixed else work.num_parts, paging.shape)
+        self._make_parts(num_items if fixed else work.num_parts, table.shape)
 
     def _make_parts(self, number: int, shape: Shape) -> None:
         wanted = max(1, number) * shape.num_qo_heads
@@ -270,8 +270,8 @@ class InPlace:
             self._parts = torch.empty(wanted * shape.head_dim_vo, dtype=torch.float32, device=self._device)
 
 
-def _page_numbers(paging: Paging) -> np.ndarray[Any, np.dtype[np.int32]]:
-    return paging.indices.astype(np.int32)
+def _page_numbers(table: PageTable) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return table.indices.astype(np.int32)
 
 
 def _processors(device: torch.device) -> int:

@@ -18,7 +18,7 @@ from tierstore.gpu.attention.backends import (
     make,
     require_backend,
 )
-from tierstore.gpu.attention.page_table import Numbers, Paging, Shape
+from tierstore.gpu.attention.page_table import Numbers, PageTable, Shape
 
 merge_states = backends.merge_states
 
@@ -27,17 +27,17 @@ class _Paged:
     """Plans and runs by one of the ways. One thread at a time."""
 
     def __init__(self) -> None:
-        self._paging: Paging | None = None
+        self._page_table: PageTable | None = None
         self._way: AttentionBackend | None = None
         self.backend: Backend = "auto"
         """The one that the last plan chose."""
 
     @property
-    def planned(self) -> Paging:
+    def planned(self) -> PageTable:
         """What the last plan said. ValueError before one."""
-        if self._paging is None:
+        if self._page_table is None:
             raise ValueError("nothing is planned yet")
-        return self._paging
+        return self._page_table
 
     def _run(
         self,
@@ -47,11 +47,11 @@ class _Paged:
         lse: torch.Tensor | None,
         return_lse: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        paging, way = self.planned, self._way
+        table, way = self.planned, self._way
         assert way is not None
-        paging.require(q, pages)
-        want = (*q.shape[:2], paging.shape.head_dim_vo)
-        out = _place("out", out, want, paging.shape.out_dtype, q.device)
+        table.require(q, pages)
+        want = (*q.shape[:2], table.shape.head_dim_vo)
+        out = _place("out", out, want, table.shape.out_dtype, q.device)
         lse = _place("lse", lse, want[:2], torch.float32, q.device)
         way.run(q, pages, out, lse)
         return (out, lse) if return_lse else out
@@ -104,14 +104,14 @@ class PagedDecode(_Paged):
             num_qo_heads, num_kv_heads, head_dim, page_size, head_dim_vo, True, window_left, sm_scale,
             q_data_type, o_data_type,
         )  # fmt: skip
-        paging, before = Paging.of(None, indptr, indices, last_page_len, shape), self._paging
+        table, before = PageTable.of(None, indptr, indices, last_page_len, shape), self._page_table
         if self._max_pages is not None:
-            paging.require_fits(self._max_pages, None if before is None else (before.batch, before.shape))
+            table.require_fits(self._max_pages, None if before is None else (before.batch, before.shape))
         if self._way is None:
             self.backend = for_one(self._device, self._backend)
             self._way = make(self.backend, self._device, self._max_pages)
-        self._way.plan(paging)
-        self._paging = paging
+        self._way.plan(table)
+        self._page_table = table
 
     def run(
         self,
@@ -173,13 +173,13 @@ class PagedPrefill(_Paged):
             num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo, causal, window_left, sm_scale,
             q_data_type, o_data_type,
         )  # fmt: skip
-        paging = Paging.of(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, shape)
-        name = for_many(self._device, self._backend, paging)
+        table = PageTable.of(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, shape)
+        name = for_many(self._device, self._backend, table)
         if name not in self._ways:
             self._ways[name] = make(name, self._device)
         self._way = self._ways[name]
-        self._way.plan(paging)
-        self._paging = paging
+        self._way.plan(table)
+        self._page_table = table
         self.backend = name
 
     def run(
