@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, field, replace
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
+from fastapi.sse import EventSourceResponse, format_sse_event
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
@@ -105,16 +106,16 @@ class Shape(Protocol):
     def whole(self, text: str, done: Done) -> dict[str, Any]:
         """All of it."""
 
-    def opening(self) -> Iterator[str]:
+    def opening(self) -> Iterator[bytes]:
         """Frames before the first piece."""
 
-    def piece(self, text: str) -> str:
+    def piece(self, text: str) -> bytes:
         """The frame of a piece."""
 
-    def closing(self, done: Done) -> Iterator[str]:
+    def closing(self, done: Done) -> Iterator[bytes]:
         """Frames after the last piece."""
 
-    def failure(self, why: str) -> str:
+    def failure(self, why: str) -> bytes:
         """The last frame of a stream that fails."""
 
 
@@ -167,13 +168,11 @@ async def _whole(listener: Listener, shape: Shape) -> dict[str, Any]:
     raise AssertionError("the engine tells how a request ends")
 
 
-class _Stream(StreamingResponse):
+class _Stream(EventSourceResponse):
     """Ends its listener however it ends itself: a generator that nobody began could not."""
 
     def __init__(self, listener: Listener, shape: Shape) -> None:
-        super().__init__(
-            _frames(listener, shape), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
+        super().__init__(_frames(listener, shape), headers={"Cache-Control": "no-cache"})
         self._listener = listener
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -183,7 +182,7 @@ class _Stream(StreamingResponse):
             self._listener.end()
 
 
-async def _frames(listener: Listener, shape: Shape) -> AsyncIterator[str]:
+async def _frames(listener: Listener, shape: Shape) -> AsyncIterator[bytes]:
     for frame in shape.opening():
         yield frame
     try:
@@ -200,7 +199,7 @@ async def _frames(listener: Listener, shape: Shape) -> AsyncIterator[str]:
         return
 
 
-_DONE = "data: [DONE]\n\n"
+_DONE = format_sse_event(data_str="[DONE]")
 
 
 @dataclass(frozen=True)
@@ -216,33 +215,33 @@ class Completion:
         """All of it."""
         return self._object("text_completion", [_text(text, done.reason)]) | {"usage": _usage(done.usage)}
 
-    def opening(self) -> Iterator[str]:
+    def opening(self) -> Iterator[bytes]:
         """Nothing."""
         yield from ()
 
-    def piece(self, text: str) -> str:
+    def piece(self, text: str) -> bytes:
         """A chunk with a piece."""
         return self._chunk([_text(text, None)])
 
-    def closing(self, done: Done) -> Iterator[str]:
+    def closing(self, done: Done) -> Iterator[bytes]:
         """Why it ended, its usage if that was asked for, and OpenAI's mark of the end."""
         yield self._chunk([_text("", done.reason)])
         yield from self._end(done)
 
-    def failure(self, why: str) -> str:
+    def failure(self, why: str) -> bytes:
         """An error, and no mark of the end."""
-        return _data(error_body(500, why))
+        return _frame(error_body(500, why))
 
     _streamed = "text_completion"
 
-    def _end(self, done: Done) -> Iterator[str]:
+    def _end(self, done: Done) -> Iterator[bytes]:
         if self.with_usage:
-            yield _data(self._object(self._streamed, []) | {"usage": _usage(done.usage)})
+            yield _frame(self._object(self._streamed, []) | {"usage": _usage(done.usage)})
         yield _DONE
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> str:
+    def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
         usage = {"usage": None} if self.with_usage else {}
-        return _data(self._object(self._streamed, choices) | usage)
+        return _frame(self._object(self._streamed, choices) | usage)
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -268,15 +267,15 @@ class Chat(Completion):
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": done.reason}
         return self._object("chat.completion", [choice]) | {"usage": _usage(done.usage)}
 
-    def opening(self) -> Iterator[str]:
+    def opening(self) -> Iterator[bytes]:
         """Whose message it is."""
         yield self._chunk([_delta({"role": "assistant", "content": "", "refusal": None}, None)])
 
-    def piece(self, text: str) -> str:
+    def piece(self, text: str) -> bytes:
         """A chunk with a piece."""
         return self._chunk([_delta({"content": text}, None)])
 
-    def closing(self, done: Done) -> Iterator[str]:
+    def closing(self, done: Done) -> Iterator[bytes]:
         """Why it ended, its usage if that was asked for, and OpenAI's mark of the end."""
         yield self._chunk([_delta({}, done.reason)])
         yield from self._end(done)
@@ -292,21 +291,21 @@ class About:
         """All of it."""
         return {"answer": text} | self._end(done)
 
-    def opening(self) -> Iterator[str]:
+    def opening(self) -> Iterator[bytes]:
         """Nothing."""
         yield from ()
 
-    def piece(self, text: str) -> str:
+    def piece(self, text: str) -> bytes:
         """An event ``piece``."""
-        return _event("piece", {"text": text})
+        return _frame({"text": text}, "piece")
 
-    def closing(self, done: Done) -> Iterator[str]:
+    def closing(self, done: Done) -> Iterator[bytes]:
         """An event ``done``."""
-        yield _event("done", self._end(done))
+        yield _frame(self._end(done), "done")
 
-    def failure(self, why: str) -> str:
+    def failure(self, why: str) -> bytes:
         """An event ``error``."""
-        return _event("error", error_body(500, why))
+        return _frame(error_body(500, why), "error")
 
     def _end(self, done: Done) -> dict[str, Any]:
         usage, wait = done.usage, self.waited_s
@@ -333,10 +332,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _data(value: dict[str, Any]) -> str:
-    """In ASCII: some clients take U+2028 for the end of a line."""
-    return f"data: {json.dumps(value)}\n\n"
-
-
-def _event(name: str, value: dict[str, Any]) -> str:
-    return f"event: {name}\n{_data(value)}"
+def _frame(value: dict[str, Any], event: str | None = None) -> bytes:
+    """Encode one server-sent event. JSON in ASCII: some clients take U+2028 for the end of a line."""
+    return format_sse_event(event=event, data_str=json.dumps(value))
