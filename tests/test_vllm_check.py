@@ -41,7 +41,7 @@ def package(tmp_path: Path) -> Path:
     connector = interface(OURS / "vllm" / "connector.py", "TierStoreConnector", "KVConnectorBase_V1")
     hook = "@abstractmethod\n    def request_finished_all_groups(self, request, block_ids): ..."
     groups = f"class SupportsHMA:\n    {hook}"
-    write(package, CONNECTOR, f"{groups}\n\nclass KVConnectorTransferResults: ...\n\n{connector}")
+    write(package, CONNECTOR, f"{ABSTRACT}{groups}\n\nclass KVConnectorTransferResults: ...\n\n{connector}")
     write(
         package,
         "config/kv_transfer.py",
@@ -57,7 +57,7 @@ def package(tmp_path: Path) -> Path:
     write(
         package,
         "v1/kv_offload/tiering/base.py",
-        interface(OURS / "vllm_tier.py", "TierStoreTier", "SecondaryTierManager"),
+        ABSTRACT + interface(OURS / "vllm_tier.py", "TierStoreTier", "SecondaryTierManager"),
     )
     return package
 
@@ -75,6 +75,7 @@ def replace(package: Path, name: str, old: str, new: str) -> None:
 
 
 CONNECTOR = "distributed/kv_transfer/kv_connector/v1/base.py"
+ABSTRACT = "from abc import abstractmethod\n\n"
 TIER = "v1/kv_offload/tiering/base.py"
 
 

@@ -6,17 +6,20 @@ a build that does not start too.
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tierstore.cli.doctor import Check, tell
 from tierstore.cli.output import Json, refusals
 from tierstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from griffe import Alias, Class, Function, Module, Object, Parameter
 
 
 def vllm_check(
@@ -46,8 +49,6 @@ def _package(source: Path | None) -> Path:
     return Path(found.submodule_search_locations[0])
 
 
-Method = ast.FunctionDef | ast.AsyncFunctionDef
-
 _CONNECTOR = "distributed/kv_transfer/kv_connector/v1/base.py"
 _OURS = Path(__file__).parents[1] / "adapters"
 
@@ -55,12 +56,12 @@ _OURS = Path(__file__).parents[1] / "adapters"
 def every_check(package: Path) -> Iterator[Check]:
     """All checks of the vLLM in ``package`` (the folder ``vllm`` itself), in the order they are shown."""
     yield version(package)
-    connector = _classes(package / _CONNECTOR)
-    ours = _classes(_OURS / "vllm" / "connector.py")["TierStoreConnector"]
+    connector = _module(package / _CONNECTOR).classes
+    ours = _module(_OURS / "vllm" / "connector.py").classes["TierStoreConnector"]
     yield from hooks("connector", connector.get("KVConnectorBase_V1"), ours, _CONNECTOR)
     yield from groups(connector, ours)
     yield from settings(package)
-    yield layouts(package, connector.get("KVConnectorBase_V1", {}))
+    yield layouts(package, connector.get("KVConnectorBase_V1"))
     yield hit_sources(package)
     yield from secondary_tier(package)
 
@@ -80,27 +81,32 @@ def version(package: Path) -> Check:
     return Check("vLLM", found, "ok" if at <= NEWEST else "note", "" if at <= NEWEST else tested)
 
 
-def hooks(
-    name: str, theirs: dict[str, Method] | None, ours: dict[str, Method], where: str
-) -> Iterator[Check]:
+def hooks(name: str, theirs: Class | None, ours: Class, where: str) -> Iterator[Check]:
     """Whether what vLLM calls is there with us, and takes what vLLM passes."""
     if theirs is None:
         yield Check(f"{name}'s hooks", "not found", "fail", f"vllm/{where} does not define them")
         return
-    missing = sorted(hook for hook, method in theirs.items() if _is_abstract(method) and hook not in ours)
+    needed = (hook for hook, member in theirs.members.items() if "abstractmethod" in member.labels)
+    missing = sorted(hook for hook in needed if hook not in ours.members)
     if missing:
         yield Check(
             f"{name}'s hooks", ", ".join(missing), "fail", "this vLLM needs them, and they are not ours"
         )
-    shared = [hook for hook in ours if hook in theirs and (not hook.startswith("_") or hook == "__init__")]
-    wrong = [f"{hook}: {why}" for hook in shared if (why := _refuses(ours[hook], theirs[hook]))]
+    wrong = [f"{hook}: {why}" for hook, why in sorted(_mismatches(theirs, ours).items())]
     if wrong:
         yield Check(f"{name}'s signatures", "; ".join(wrong), "fail", "this vLLM calls them otherwise")
     if not missing and not wrong:
+        shared = [
+            hook
+            for hook, member in ours.members.items()
+            if hook in theirs.members
+            and member.is_public
+            and (member.is_function or "property" in member.labels)
+        ]
         yield Check(f"{name}'s hooks", f"{len(shared)} of ours, each as this vLLM calls it")
 
 
-def groups(connector: dict[str, dict[str, Method]], ours: dict[str, Method]) -> Iterator[Check]:
+def groups(connector: Mapping[str, Class], ours: Class) -> Iterator[Check]:
     """Whether layers with windows keep groups of their own."""
     name, theirs = "hybrid KV cache manager", connector.get("SupportsHMA")
     if theirs is None:
@@ -116,7 +122,7 @@ def groups(connector: dict[str, dict[str, Method]], ours: dict[str, Method]) -> 
 
 def settings(package: Path) -> Iterator[Check]:
     """The settings of the line that turns TierStore on."""
-    fields = _fields(package / "config" / "kv_transfer.py", "KVTransferConfig")
+    fields = _names(package / "config" / "kv_transfer.py", "KVTransferConfig")
     for field, use in (
         ("kv_connector_module_path", "the connector cannot be named"),
         ("kv_load_failure_policy", "a page that cannot be loaded ends its request with an error"),
@@ -124,12 +130,12 @@ def settings(package: Path) -> Iterator[Check]:
         yield Check(field, "there") if field in fields else Check(field, "missing", "fail", use)
 
 
-def layouts(package: Path, connector: dict[str, Method]) -> Check:
+def layouts(package: Path, connector: Class | None) -> Check:
     """How the layers of a block may lie; all of them side by side is one copy a block."""
-    names = _fields(package / "v1" / "kv_cache_layout.py", "KVCacheLayout")
+    names = _names(package / "v1" / "kv_cache_layout.py", "KVCacheLayout")
     if "BLHNC" in names:
         return Check("KV layouts", ", ".join(sorted(names)))
-    if "prefer_cross_layer_blocks" in connector:
+    if connector is not None and "prefer_cross_layer_blocks" in connector.members:
         return Check("KV layouts", "all layers of a block in one tensor, where attention allows")
     why = "a block is copied layer by layer"
     return Check("KV layouts", ", ".join(sorted(names)) or "a tensor for each layer", "note", why)
@@ -137,7 +143,7 @@ def layouts(package: Path, connector: dict[str, Method]) -> Check:
 
 def hit_sources(package: Path) -> Check:
     """Whether vLLM's metrics tell hits in memory from hits on disk."""
-    names = _fields(package / "v1" / "metrics" / "cache_hit_source.py", "CacheHitSource")
+    names = _names(package / "v1" / "metrics" / "cache_hit_source.py", "CacheHitSource")
     if {"HOST", "DISK"} <= names:
         return Check("hit sources", ", ".join(sorted(names)))
     return Check("hit sources", "none", "note", "vLLM's metrics count all hits outside HBM as one")
@@ -146,89 +152,79 @@ def hit_sources(package: Path) -> Check:
 def secondary_tier(package: Path) -> Iterator[Check]:
     """Whether our tier fits below vLLM's own CPU tier."""
     where = "v1/kv_offload/tiering/base.py"
-    factory = _functions(package / "v1" / "kv_offload" / "tiering" / "factory.py")
-    if "module_path" not in ast.dump(factory.get("get_tier_class", ast.Module([], []))):
+    factories = _module(package / "v1" / "kv_offload" / "tiering" / "factory.py").classes.values()
+    getters = [found for factory in factories if (found := factory.functions.get("get_tier_class"))]
+    if not any("module_path" in getter.source for getter in getters):
         yield Check("tier below vLLM's", "none", "note", "this vLLM knows no tiers of others; 0.32 does")
         return
-    theirs = _classes(package / where).get("SecondaryTierManager")
-    yield from hooks("tier", theirs, _classes(_OURS / "vllm_tier.py")["TierStoreTier"], where)
+    theirs = _module(package / where).classes.get("SecondaryTierManager")
+    yield from hooks("tier", theirs, _module(_OURS / "vllm_tier.py").classes["TierStoreTier"], where)
 
 
-def _refuses(ours: Method, theirs: Method) -> str:
-    """Why a call that fits ``theirs`` may not fit ``ours``; empty if it always does."""
-    kinds = _kind(ours), _kind(theirs)
-    if kinds[0] != kinds[1]:
-        return f"a {kinds[1]} there, a {kinds[0]} with us"
-    mine, needed = _positional(ours), _positional(theirs)
-    by_name = {*mine, *(arg.arg for arg in ours.args.kwonlyargs)}
-    for place, name in enumerate(needed):
-        if place < len(mine) and mine[place] == name:
-            continue
-        if ours.args.vararg is None or ours.args.kwarg is None:
-            return f"parameter {name}"
-    named = [arg.arg for arg in theirs.args.kwonlyargs]
-    lost = [name for name in named if name not in by_name and ours.args.kwarg is None]
-    if lost:
-        return f"parameter {lost[0]}"
-    required = mine[: len(mine) - len(ours.args.defaults)]
-    if len(required) > len(needed):
-        return f"we need {required[len(needed)]}"
-    return "**kwargs" if theirs.args.kwarg is not None and ours.args.kwarg is None else ""
+_MISMATCHES = {
+    "PARAMETER_REMOVED": "we do not take {}",
+    "PARAMETER_MOVED": "{} is at another place",
+    "PARAMETER_CHANGED_KIND": "{} is passed in another way",
+    "PARAMETER_CHANGED_REQUIRED": "we require {}",
+    "PARAMETER_ADDED_REQUIRED": "we require {}",
+}
+"""What to say of the kinds of breaking changes that end a call. Other defaults and annotations do not."""
 
 
-def _positional(method: Method) -> list[str]:
-    names = [arg.arg for arg in (*method.args.posonlyargs, *method.args.args)]
-    return names if _kind(method) == "staticmethod" else names[1:]
+def _mismatches(theirs: Class, ours: Class) -> dict[str, str]:
+    """Return, by method, why a call that fits ``theirs`` may not fit ``ours``. Ours passes for a changed version."""
+    import griffe
 
-
-def _kind(method: Method) -> str:
-    names = {node.id for node in method.decorator_list if isinstance(node, ast.Name)}
-    return next((kind for kind in ("property", "classmethod", "staticmethod") if kind in names), "method")
-
-
-def _is_abstract(method: Method) -> bool:
-    return any(isinstance(node, ast.Name) and node.id == "abstractmethod" for node in method.decorator_list)
-
-
-def _classes(path: Path) -> dict[str, dict[str, Method]]:
-    """Methods by class, as the source has them; nothing where there is no such file."""
-    return {
-        node.name: {item.name: item for item in node.body if isinstance(item, Method)}
-        for node in _tree(path).body
-        if isinstance(node, ast.ClassDef)
-    }
-
-
-def _functions(path: Path) -> dict[str, Method]:
-    return {node.name: node for node in ast.walk(_tree(path)) if isinstance(node, Method)}
-
-
-def _fields(path: Path, name: str) -> set[str]:
-    """Names that the body of a class gives a value or a type."""
-    found: set[str] = set()
-    for node in ast.walk(_tree(path)):
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            for item in node.body:
-                targets = item.targets if isinstance(item, ast.Assign) else []
-                targets += [item.target] if isinstance(item, ast.AnnAssign) else []
-                found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    found: dict[str, str] = {}
+    for breakage in griffe.find_breaking_changes(theirs, ours):
+        name, old, new = breakage.obj.name, breakage.old_value, breakage.new_value
+        if breakage.kind is griffe.BreakageKind.OBJECT_CHANGED_KIND:
+            found[name] = f"{_kind(theirs.members[name])} there, {_kind(ours.members[name])} with us"
+        elif breakage.kind.name in _MISMATCHES and not _is_harmless(old, new, ours.functions[name]):
+            found.setdefault(name, _MISMATCHES[breakage.kind.name].format((old or new).name))
+    for name in theirs.functions.keys() & ours.functions.keys():
+        kinds = _kind(theirs.functions[name]), _kind(ours.functions[name])
+        if kinds[0] != kinds[1]:
+            found[name] = f"{kinds[0]} there, {kinds[1]} with us"
     return found
 
 
-def _version(package: Path) -> str:
-    for node in _tree(package / "_version.py").body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-            names = {target.id for target in node.targets if isinstance(target, ast.Name)}
-            if "__version__" in names or "version" in names:
-                return str(node.value.value)
-    return ""
+def _is_harmless(theirs: Parameter | None, ours: Parameter | None, method: Function) -> bool:
+    """Whether no call ends by this difference in parameters."""
+    if theirs is None:  # a keyword of ours alone: it comes from the configuration, not from vLLM
+        return ours is not None and ours.kind is not None and ours.kind.name == "keyword_only"
+    variadic = theirs.kind is not None and theirs.kind.name in ("var_positional", "var_keyword")
+    return variadic and any(parameter.kind is theirs.kind for parameter in method.parameters)
 
 
-def _tree(path: Path) -> ast.Module:
+def _kind(member: Object | Alias) -> str:
+    kinds = ("property", "classmethod", "staticmethod")
+    return next((f"a {kind}" for kind in kinds if kind in member.labels), "a method")
+
+
+def _module(path: Path) -> Module:
+    """Read a module from its source, without importing it; an empty one where there is no such file."""
+    import griffe
+
     try:
-        return ast.parse(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        lines = griffe.LinesCollection()
+        lines[path] = text.splitlines()
+        return griffe.visit(path.stem, filepath=path, code=text, lines_collection=lines)
     except (OSError, SyntaxError, ValueError):
-        return ast.Module([], [])
+        return griffe.Module(path.stem, filepath=path)
+
+
+def _names(path: Path, name: str) -> set[str]:
+    """Return the names of a class's attributes, properties aside."""
+    found = _module(path).classes.get(name)
+    attributes = {} if found is None else found.attributes
+    return {name for name, attribute in attributes.items() if "property" not in attribute.labels}
+
+
+def _version(package: Path) -> str:
+    found = _module(package / "_version.py").attributes.get("__version__")
+    return str(found.value).strip("'\"") if found is not None and found.value is not None else ""
 
 
 def _dotted(numbers: tuple[int, int]) -> str:
