@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -71,26 +71,18 @@ def _write_rate(fd: int, nbytes: int) -> float:
 def _read_rate(fd: int, nbytes: int, step: int, count: int) -> float:
     """Of ``count`` threads for a moment."""
     offsets = np.random.default_rng(count).integers(0, (nbytes - step) // BLOCK + 1, 1 << 12) * BLOCK
-    done, errors = [0] * count, list[OSError]()
-    start, end = perf_counter(), 0.0
-
-    def run(number: int, buffer: NDArray[np.uint8]) -> None:
-        try:
-            for turn in range(number, len(offsets), count):
-                done[number] += os.preadv(fd, [buffer.data], int(offsets[turn]))
-                xxh3_128_digest(buffer.data)
-                if perf_counter() - start > _SECONDS:
-                    return
-        except OSError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number, aligned(step))) for number in range(count)]
+    buffers = [aligned(step) for _ in range(count)]
     start = perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    end = perf_counter()
-    if errors:
-        raise errors[0]
-    return sum(done) / (end - start)
+
+    def read(number: int, buffer: NDArray[np.uint8]) -> int:
+        done = 0
+        for turn in range(number, len(offsets), count):
+            done += os.preadv(fd, [buffer.data], int(offsets[turn]))
+            xxh3_128_digest(buffer.data)
+            if perf_counter() - start > _SECONDS:
+                break
+        return done
+
+    with ThreadPoolExecutor(count) as pool:
+        done = sum(pool.map(read, range(count), buffers))
+        return done / (perf_counter() - start)
