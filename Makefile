@@ -16,7 +16,7 @@ READY := .venv/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq
 
-.PHONY: demo compare test test-all test-vllm card lint bench soak campaign
+.PHONY: demo compare test test-all test-vllm card lint docs bench soak campaign
 
 ## demo: a real model answers questions over more documents than HBM and host memory hold (ARGS=--json)
 demo: $(READY)
@@ -57,6 +57,11 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
+
+## docs: the documentation site, into build/site/; a stale generated page or a broken link fails
+docs: $(READY)
+	$(BIN)/python -m docs.reference --check
+	$(BIN)/mkdocs build --strict --quiet
 
 ## bench: the core's speed and memory (ARGS=--json)
 bench: $(READY)

@@ -1,0 +1,101 @@
+"""The documentation site: generated pages are fresh, every page is listed, every command on it exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from docs import reference
+from tierstore.cli.app import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")]
+PAGES = sorted(page for page in PAGES if "history" not in page.parts)
+
+
+def command_lines(text: str) -> Iterator[str]:
+    """Yield command lines of fenced blocks and of inline code, continuation lines joined, prompts removed."""
+    blocks = re.findall(r"```(?:sh|text|console)?\n(.*?)```", text, re.DOTALL)
+    blocks += re.findall(r"(?:^ {4}.*\n)+", text, re.MULTILINE)
+    for block in blocks:
+        for line in block.replace("\\\n", " ").splitlines():
+            yield line.strip().removeprefix("$ ")
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    yield from (" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose))
+
+
+def tierstore_calls(text: str) -> Iterator[list[str]]:
+    """Yield the arguments of every call of ``tierstore`` on a page, without comments and brackets."""
+    for line in command_lines(text):
+        found = re.match(r"(?:\.venv/bin/)?tierstore +([a-z-].*)$", re.sub(r"\s#.*", "", line))
+        if found:
+            yield shlex.split(re.sub(r"[][]", " ", found[1]).replace("...", " "))
+
+
+def unknown(arguments: list[str]) -> str | None:
+    """Return what of a call the command line does not know: a command, or an option; None if it knows all."""
+    command: Any = typer.main.get_command(app)
+    words = list(arguments)
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        if words[0] not in command.commands:
+            return words[0]
+        command = command.commands[words.pop(0)]
+    known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    options = [word.partition("=")[0] for word in words if word.startswith("--")]
+    return next((option for option in options if option not in {*known, "--help"}), None)
+
+
+def make_targets(text: str) -> set[str]:
+    """Return the targets of every ``make`` call on a page."""
+    return {
+        found[1] for line in command_lines(text) if (found := re.match(r"make ([a-z][a-z-]*)(?: |$)", line))
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_on_a_page_exists_with_its_options(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    wrong = {" ".join(call): found for call in tierstore_calls(text) if (found := unknown(call))}
+    assert wrong == {}
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert {target for target in make_targets(text) if f"\n{target}:" not in makefile} == set()
+
+
+def test_the_search_for_commands_finds_unknown_ones() -> None:
+    page = "Run `tierstore plan --config FILE --modle NAME` or:\n\n```sh\n$ tierstore bench dsik \\\n  --dir X\n```\n"
+    assert [unknown(call) for call in tierstore_calls(page)] == ["dsik", "--modle"]
+    assert make_targets("`make lint`, ```x``` and `make no-such`") == {"lint", "no-such"}
+
+
+def test_generated_pages_are_fresh() -> None:
+    assert reference.stale() == [], "run `python -m docs.reference` and commit the result"
+
+
+def test_a_changed_page_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "metrics.md"
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    page.write_text(text.replace("tierstore_pages", "tierstore_sheets"), encoding="utf-8")
+    monkeypatch.setattr(reference, "DOCS", tmp_path)
+    monkeypatch.setattr(reference, "PAGES", {"metrics.md": reference.metrics})
+    assert reference.main(["--check"]) == 1
+    assert reference.main([]) == 0
+    assert page.read_text(encoding="utf-8") == text
+
+
+def test_every_public_name_has_a_section_in_the_reference() -> None:
+    assert reference.missing_names() == []
+
+
+def test_every_page_of_the_site_is_in_its_navigation() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    listed = set(re.findall(r"[\w/-]+\.md", str(site["nav"])))
+    there = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert listed - there == set()
+    assert {page for page in there - listed if not re.match(r"history/|decisions/\d", page)} == set()
