@@ -29,7 +29,6 @@ def refusal(folder: Path, text: str) -> str:
         loaded(folder, text)
     message = str(caught.value)
     assert message.startswith(str(folder / "store.yaml"))
-    assert "allowed" in message
     assert "\n" not in message
     return message
 
@@ -178,9 +177,9 @@ def test_an_impossible_size_is_refused(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("200ms", 0.2), ("1.5s", 1.5), ("2", 2.0), ("500us", 0.0005), ("1min", 60.0)]
+    ("text", "seconds"), [("200ms", 0.2), ("1.5s", 1.5), ("2 S", 2.0), ("500us", 0.0005), ("1min", 60.0)]
 )
-def test_times_are_seconds(tmp_path: Path, text: str, seconds: float) -> None:
+def test_a_duration_is_read_with_its_unit(tmp_path: Path, text: str, seconds: float) -> None:
     config = loaded(tmp_path, f"nvme: {{path: d, capacity: 1GiB, flush: {text}}}")
     assert config.nvme is not None
     assert config.nvme.flush == pytest.approx(seconds)
@@ -189,6 +188,50 @@ def test_times_are_seconds(tmp_path: Path, text: str, seconds: float) -> None:
 @pytest.mark.parametrize("text", ["0", "-1", "0ms", "1e9", "2h", "soon", "true", "1:30", "nan", "[2]"])
 def test_an_impossible_time_is_refused(tmp_path: Path, text: str) -> None:
     assert "nvme.flush is" in refusal(tmp_path, f"nvme: {{path: d, capacity: 1GiB, flush: {text}}}")
+
+
+def test_a_duration_without_a_unit_is_refused_in_a_file_and_is_seconds_in_a_mapping(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "nvme: {path: d, capacity: 1GiB, flush: 200}")
+    assert "nvme.flush is '200'" in message
+    assert "did you mean '200ms' or '200s'?" in message
+    config = load_config({"nvme": {"path": "d", "capacity": 4096, "flush": 2, "timeout": 0.5}})
+    assert config.nvme is not None
+    assert (config.nvme.flush, config.nvme.timeout) == (2.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("written", "guess"), [("2Gi", "'2GiB'?"), ("2G", "'2GB' or '2GiB'?"), ("1.5m", "'1.5MB' or '1.5MiB'?")]
+)
+def test_a_shortened_unit_is_refused_with_the_units_it_could_mean(
+    tmp_path: Path, written: str, guess: str
+) -> None:
+    assert f"did you mean {guess}" in refusal(tmp_path, f"host: {{capacity: {written}}}")
+
+
+@pytest.mark.parametrize(
+    ("written", "guess"),
+    [
+        ("policy: LRU", "'lru'?"),
+        ("policy: lur", "'lru'?"),
+        ("codec: FP8", "'fp8'?"),
+        ("pin: Always", "'always'?"),
+    ],
+)
+def test_a_misspelt_value_is_refused_with_the_nearest_one(tmp_path: Path, written: str, guess: str) -> None:
+    assert f"did you mean {guess}" in refusal(tmp_path, f"host: {{capacity: 1GiB, {written}}}")
+
+
+@pytest.mark.parametrize("path", ["$HOME/tier", "${HOME}/tier", "/data/$USER/tier"])
+def test_a_path_with_a_shell_variable_is_refused(tmp_path: Path, path: str) -> None:
+    message = refusal(tmp_path, f"nvme: {{path: '{path}', capacity: 1GiB}}")
+    assert f"nvme.path is '{path}'" in message
+    assert "variables, which are not expanded" in message
+
+
+def test_a_dollar_within_a_name_is_kept() -> None:
+    config = load_config({"nvme": {"path": "/data/a$b", "capacity": 4096}})
+    assert config.nvme is not None
+    assert config.nvme.path == Path("/data/a$b")
 
 
 @pytest.mark.parametrize(
@@ -200,7 +243,7 @@ def test_an_impossible_time_is_refused(tmp_path: Path, text: str) -> None:
         ("7: 8", ["7", "'8'", "page_size"]),
         ("HOST: {capacity: 1GiB}", ["HOST", "did you mean host?"]),
         ("host: {Capacity: 1GiB}", ["host.Capacity", "did you mean host.capacity?"]),
-        ('"a\\nb\\e[31m": 1', [r"'a\nb\x1b[31m' (= '1') is not a key"]),
+        ('"a\\nb\\e[31m": 1', [r"'a\nb\x1b[31m' (with value '1') is not a key"]),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_name(tmp_path: Path, text: str, parts: list[str]) -> None:
@@ -249,7 +292,7 @@ def test_an_eviction_order_that_was_withdrawn_is_refused_with_its_successor(
         ("host: [1]", "host is ['1']", "a mapping with capacity"),
     ],
 )
-def test_a_bad_value_is_refused_with_what_is_allowed(
+def test_a_bad_value_is_refused_with_what_it_must_be(
     tmp_path: Path, text: str, key: str, allowed: str
 ) -> None:
     message = refusal(tmp_path, text)
@@ -266,10 +309,10 @@ def test_a_bad_value_is_refused_with_what_is_allowed(
         ("nvme: {path: d, capacity: 1GiB, admission: third_hit}", "nvme.admission is 'third_hit'"),
     ],
 )
-def test_what_only_a_later_version_can_do_is_refused(tmp_path: Path, text: str, key: str) -> None:
+def test_a_value_that_this_version_does_not_know_is_refused(tmp_path: Path, text: str, key: str) -> None:
     message = refusal(tmp_path, text)
     assert key in message
-    assert "allowed in this version" in message
+    assert "but must be 'none'" in message or "but must be 'a" in message
 
 
 def test_every_fault_of_a_file_is_named_at_once(tmp_path: Path) -> None:
@@ -287,9 +330,9 @@ def test_every_fault_of_a_file_is_named_at_once(tmp_path: Path) -> None:
         ("host: [", "line 1"),
         ("host:\n\tcapacity: 1", "line 2"),
         ("a: 1\n---\nb: 2", "another document"),
-        ("- host", "holds ['host']"),
-        ("", "holds None"),
-        ("just words", "holds 'just words'"),
+        ("- host", "got ['host']"),
+        ("", "got None"),
+        ("just words", "got 'just words'"),
         ("? [a]\n: 1", "line 1"),
         ("&a {host: *a}", "line 1"),
         ("[" * 5000, "nested too deeply"),
@@ -311,15 +354,15 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
             load_config(source)
         assert str(source) in str(caught.value)
     (tmp_path / "latin.yaml").write_bytes(b"host: \xff")
-    with pytest.raises(ConfigError, match=r"latin\.yaml: is not UTF-8"):
+    with pytest.raises(ConfigError, match=r"latin\.yaml: .*it is not UTF-8"):
         load_config(tmp_path / "latin.yaml")
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800"])
 def test_what_is_no_name_of_a_file_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"configuration is .*; allowed: the path of a YAML file"):
+    with pytest.raises(ConfigError, match=r"the configuration must be the path of a YAML file, got"):
         load_config(name)
-    with pytest.raises(ConfigError, match=r"nvme\.path is .*; allowed: the path of a directory"):
+    with pytest.raises(ConfigError, match=r"nvme\.path is .*, but must be the path of a directory"):
         load_config({"nvme": {"path": name, "capacity": "1GiB"}})
 
 
@@ -333,10 +376,10 @@ def test_a_value_too_long_to_be_written_is_refused_like_any_other() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(tree)
     for key in ("page_size", "host.capacity", "nvme.readers"):
-        assert f"{key} is an integer of thousands of digits; allowed: " in str(caught.value)
+        assert f"{key} is an integer of thousands of digits, but must be " in str(caught.value)
     with pytest.raises(ConfigError, match="is not a key"):
         load_config({many: 1})  # type: ignore[dict-item]
-    with pytest.raises(ConfigError, match=r"'\\ud800' is not a key of host; allowed: text"):
+    with pytest.raises(ConfigError, match=r"'\\ud800' is not a key of host, nor text"):
         load_config({"host": {"\ud800": 1}})
 
 
@@ -357,7 +400,7 @@ def test_a_mapping_is_checked_like_a_file() -> None:
         {"nvme": {"path": b"d", "capacity": 1}},
     ]
     for mapping in bad:
-        with pytest.raises(ConfigError, match="allowed"):
+        with pytest.raises(ConfigError, match=r"is not a key|but must be"):
             load_config(mapping)
 
 
