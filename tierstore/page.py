@@ -5,7 +5,7 @@ other.
 
 ``buffer`` gives memory that pages are read into and written from, in huge pages. Past the page cache a disk is
 given the addresses of a transfer page by page. From pages of 4 KiB that is two thousand for 8 MiB, which are cut
-into many small requests: a fast disk then gives a third of what it gives into huge pages (docs/measurements.md,
+into many small requests: a fast disk then gives a third of what it gives into huge pages (docs/benchmarks/disk.md,
 "Memory that a disk reads into").
 """
 

@@ -9,7 +9,7 @@ subnormals, -0. KV groups of other dtypes and the gaps between groups are kept a
     payload = zstandard frame of (maxima, distances) of each 16-bit group | their other halves | the rest of the page
 
 Levels above 1 and match searches make real KV larger and slower; token-major order compresses as well as channel-major
-once the maxima are out (docs/measurements.md).
+once the maxima are out (docs/history/codecs.md).
 
 A zstandard context serves one thread: every I/O thread makes an ``Encoder`` or ``Decoder`` of its own.
 """

@@ -89,7 +89,7 @@ Backend = Literal["auto", "reference", "triton", "gathered"]
 GATHERED_QUERIES = 512
 GATHERED_WORK = 1 << 36
 """Gathering wins from so many queries of a sequence, and products of queries, tokens, heads and their numbers: below,
-launches take longer than it saves. Measured on an H200: docs/measurements.md."""
+launches take longer than it saves. Measured on an H200: docs/benchmarks/attention.md."""
 
 
 class AttentionBackend(Protocol):

@@ -149,7 +149,7 @@ class Tiles:
 
     @classmethod
     def of(cls, shape: Shape, rows: int, large: bool = True) -> Tiles:
-        """For blocks of up to ``rows`` rows of a sequence. Measured on an H200: docs/measurements.md.
+        """For blocks of up to ``rows`` rows of a sequence. Measured on an H200: docs/benchmarks/attention.md.
 
         ``large``: the card has a Hopper's shared memory, 227 KiB a program; else 99 KiB are taken to be there.
         """
