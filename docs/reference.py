@@ -27,6 +27,7 @@ from tierstore import config
 from tierstore.adapters.vllm.metrics import METRICS
 from tierstore.cli.app import app
 from tierstore.metrics import Metrics, RankHealth
+from tierstore.plan.geometry import known_models, read_model
 from tierstore.serve.metrics import Figures
 
 DOCS = Path(__file__).parent
@@ -280,6 +281,16 @@ def api() -> str:
     return "\n\n".join(parts)
 
 
+def models() -> str:
+    """Return bytes per token and tokens in 64 GiB for each model that ``tierstore plan`` knows by name."""
+    rows = []
+    for name in known_models():
+        specs = read_model(name).specs(64)
+        per_token = sum(spec.page_nbytes for spec in specs) // 64
+        rows.append((name, specs[0].dtype, f"{per_token / 1024:g} KiB", f"{(64 << 30) // per_token:,}"))
+    return _table(("model", "dtype", "bytes per token", "tokens in 64 GiB"), rows)
+
+
 def decisions() -> str:
     """Return the list of decisions, by number."""
     rows = []
@@ -293,6 +304,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "commands.md": commands,
     "metrics.md": metrics,
     "api.md": api,
+    "sizing.md": models,
     "decisions/README.md": decisions,
 }
 

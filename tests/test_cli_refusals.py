@@ -215,9 +215,7 @@ def test_flags_of_export_that_do_not_fit_are_named(tmp_path: Path) -> None:
 )
 def test_what_is_no_size_is_named_with_its_option(words: list[str]) -> None:
     option = next(word for word, value in pairwise(words) if "foo" in value)
-    require_refused(
-        here("bench", *words, "--device", "cpu"), f"{option} foo; allowed: a size from 1 byte to"
-    )
+    require_refused(here("bench", *words, "--device", "cpu"), f"{option} foo; allowed: a size from 1 byte to")
 
 
 FLOATS = [

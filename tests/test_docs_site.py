@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -72,6 +73,31 @@ def test_the_search_for_commands_finds_unknown_ones() -> None:
     page = "Run `tierstore plan --config FILE --modle NAME` or:\n\n```sh\n$ tierstore bench dsik \\\n  --dir X\n```\n"
     assert [unknown(call) for call in tierstore_calls(page)] == ["dsik", "--modle"]
     assert make_targets("`make lint`, ```x``` and `make no-such`") == {"lint", "no-such"}
+
+
+@pytest.mark.parametrize("file", ["grafana.json", "alerts.yaml"])
+def test_the_dashboard_and_the_alerts_ask_for_metrics_that_exist(file: str) -> None:
+    listed = set(re.findall(r"`((?:vllm:)?tierstore_\w+)`", reference.metrics()))
+    listed |= {f"{name}_bucket" for name in listed if name.endswith("_seconds")}
+    text = (ROOT / "docs" / file).read_text(encoding="utf-8")
+    tree = json.loads(text) if file.endswith("json") else yaml.safe_load(text)
+    expressions = list(values(tree, "expr"))
+    asked = {name for each in expressions for name in re.findall(r"(?:vllm:)?tierstore_\w+", each)}
+    for each in expressions:
+        for name in re.findall(r"\$\{prefix\}(\w+)", each):
+            asked |= {f"tierstore_{name}", f"vllm:tierstore_{name}"}
+    assert len(expressions) > 5
+    assert asked - listed == set()
+
+
+def values(tree: object, key: str) -> Iterator[str]:
+    """Yield the text under ``key`` wherever it occurs in nested mappings and lists."""
+    if isinstance(tree, dict):
+        yield from (str(value) for name, value in tree.items() if name == key)
+        tree = list(tree.values())
+    if isinstance(tree, list):
+        for each in tree:
+            yield from values(each, key)
 
 
 def test_generated_pages_are_fresh() -> None:
