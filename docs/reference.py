@@ -92,7 +92,7 @@ def configuration() -> str:
     for name, field in config.StoreConfig.model_fields.items():
         section = next((each for each in get_args(field.annotation) if _is_section(each)), None)
         if section is not None:
-            parts += [f"## Section `{name}`", *_paragraph(field.description), _keys(section, f"{name}.")]
+            parts += [f"## Section `{name}`", _prose(section.__doc__), _keys(section, f"{name}.")]
     return "\n\n".join(parts)
 
 
@@ -301,6 +301,7 @@ def decisions() -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
+    "configuration.md": configuration,
     "commands.md": commands,
     "metrics.md": metrics,
     "api.md": api,
@@ -327,10 +328,6 @@ def stale() -> list[str]:
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [head, tuple("---" for _ in head), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
-
-
-def _paragraph(text: str | None) -> list[str]:
-    return [_prose(text)] if text else []
 
 
 def _line(text: str | None) -> str:

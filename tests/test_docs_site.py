@@ -115,6 +115,12 @@ def test_a_changed_page_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert page.read_text(encoding="utf-8") == text
 
 
+def test_every_configuration_key_has_a_meaning() -> None:
+    rows = [row.split(" | ") for row in re.findall(r"^\| `.*", reference.configuration(), re.MULTILINE)]
+    assert len(rows) > 20
+    assert [key for key, *_, meaning in rows if len(meaning.rstrip(" |")) < 10] == []
+
+
 def test_every_public_name_has_a_section_in_the_reference() -> None:
     assert reference.missing_names() == []
 
