@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,8 @@ from tierstore.codecs.lossy import PayloadLayout
 from tierstore.errors import IntegrityError
 from tierstore.gpu import addresses
 from tierstore.gpu.engine_pages import EnginePages, EnginePool
-from tierstore.gpu.quant.coder import Call, Coder
+from tierstore.gpu.quant.coder import Coder
+from tierstore.gpu.slabs import Batch, Share
 from tierstore.page import PageLayout
 
 FILL = 0xA5
@@ -120,11 +122,13 @@ class Bench:
         self.payloads = torch.empty(len(self.pages) * self.stride, dtype=torch.uint8, device=self._device)
         self.coder = Coder(self.codec, self.layout, found, pool, self.stride, self._kernels)
 
-    def _call(self, act: Callable[[Call], None]) -> list[int]:
+    def _call(self, act: Callable[[Share], None]) -> list[int]:
         before = [7, 9]
-        slots = torch.tensor([*before, *self.order], device=self._device)
+        slots = np.array([*before, *self.order], dtype=np.int64)
         flags = torch.zeros(len(slots), dtype=torch.int32, device=self._device)
-        act(Call(slots, self.payloads, flags, len(before), len(self.order)))
+        batch = Batch(slots, torch.from_numpy(slots).to(self._device), flags)
+        current: Any = None
+        act(Share(batch, self.payloads, len(before), len(self.order), current))
         told: list[int] = flags.tolist()
         assert not any(told[: len(before)])
         return told[len(before) :]

@@ -26,7 +26,8 @@ from tierstore.gpu.engine_pages import EnginePages, EnginePool
 from tierstore.gpu.layer_groups import Cut, LayerGroups
 from tierstore.gpu.quant import encoded_routes
 from tierstore.gpu.quant.coder import Coder
-from tierstore.gpu.quant.encoded_routes import EncodedSlabRoute, PayloadSlabs, parts_of
+from tierstore.gpu.quant.encoded_routes import parts_of
+from tierstore.gpu.slabs import Ring, SlabCopies, SlabRoute
 from tierstore.page import PageLayout
 
 NAMES = [name for name, codec in LOSSY.items() if not codec.zstd]
@@ -61,6 +62,12 @@ class Event:
         """It has happened."""
 
 
+class Nothing:
+    """A coder and a carrier of whole pages, which nobody asks for."""
+
+    pieces = 1
+
+
 class Card:
     event = Event
 
@@ -83,7 +90,7 @@ class Bench:
 
     held: HostFormat
     pool: Own | EnginePool
-    route: EncodedSlabRoute
+    route: SlabRoute
     payloads: Bytes
     pages: list[Bytes]
 
@@ -92,7 +99,9 @@ class Bench:
         there = np.array(slots, dtype=np.int64)
         here = self.payloads.ctypes.data + np.arange(len(slots), dtype=np.int64) * self.held.slot_nbytes
         stream: Any = Stream()
-        found: list[int] = self.route.load_group(group, there, here, stream).tolist()
+        flags = self.route.load_group(group, there, here, stream)
+        assert flags is not None
+        found: list[int] = flags.tolist()
         return found
 
     def page(self, slot: int) -> Bytes:
@@ -136,21 +145,19 @@ def open_bench(
     patch.setattr(quant, "codec_kernels", KERNELS_HERE, raising=False)
     patch.setitem(sys.modules, "tierstore.gpu.quant.codec_kernels", KERNELS_HERE)
     patch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    patch.setattr(Coder, "compile_decoding", lambda self, call: None)
-    patch.setattr(encoded_routes, "_any_call", lambda held, device: None)
+    patch.setattr(Coder, "compile_decoding", lambda self, share: None)
+    patch.setattr(encoded_routes, "_any_share", lambda held, device: None)
     patch.setattr(encoded_routes, "CUTS", [Cut(shares, 1)])
     pool: Own | EnginePool = engine_pool(layout) if engine else Own(layout)
     if isinstance(pool, Own):
         found = pool.lots
         patch.setattr(encoded_routes, "_lots", lambda pool, held: found)
-    slabs, driver = (
-        PayloadSlabs(layout.blob_nbytes, held.slot_nbytes, 2 * layout.blob_nbytes, Card()),
-        Driver(),
-    )
-    layers, groups = encoded_routes._by_layers(pool, held, slabs, driver, CPU)  # type: ignore[arg-type]
-    nothing: Any = None
-    side: Any = (Stream(), Stream())
-    route = EncodedSlabRoute(name, nothing, (slabs, nothing), (slabs, nothing), side, Card(), layers, groups)
+    stream: Any = Stream()
+    ring, driver = Ring(2 * held.slot_nbytes, stream, Card()), Driver()
+    layers, groups = encoded_routes._by_layers(pool, held, ring, driver, CPU)  # type: ignore[arg-type]
+    nothing: Any = Nothing()
+    whole = SlabCopies(ring, nothing, held.slot_nbytes, [nothing])
+    route = SlabRoute(name, whole, whole, layers, groups)
     pages = [page_like_kv(layout, seed, frozenset({"outliers"})) for seed in range(5)]
     payloads, packer = np.zeros((len(pages), held.slot_nbytes), dtype=np.uint8), Packer(held)
     assert all(packer.pack(page, row) for page, row in zip(pages, payloads, strict=True))

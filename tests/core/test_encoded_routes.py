@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tests.support import planting
 from tests.support.planting import Bug
-from tierstore.gpu.quant import encoded_routes
+from tierstore.gpu import slabs
 
 STRIDE = 16
 SLOTS, SLAB_PAGES = 24, 3
@@ -65,11 +65,10 @@ class Machine:
         numbers = np.random.default_rng(seed)
         self.slots, self.host = numbers.integers(0, 256, (2, SLOTS, STRIDE), dtype=np.uint8)
         self.up, self.down, *side = self.streams = [Stream() for _ in range(4)]
-        ends = [
-            (slabs, Link(self, slabs))
-            for slabs in (module.PayloadSlabs(STRIDE, STRIDE, SLAB_PAGES * STRIDE, self) for _ in "ud")
-        ]
-        self.route = module.EncodedSlabRoute("turned over", self, *ends, tuple(side), self)
+        rings = [module.Ring(SLAB_PAGES * STRIDE, stream, self) for stream in side]
+        ends = [module.SlabCopies(ring, self, STRIDE, Link.of(self, ring)) for ring in rings]
+        self.batch = module.Batch
+        self.route = module.SlabRoute("turned over", *ends)
 
     def load(self, slots: list[int], host: list[int]) -> NDArray[np.int32]:
         found: NDArray[np.int32] = self.route.load(np.array(slots), np.array(host), self.up)
@@ -79,11 +78,14 @@ class Machine:
         found: NDArray[np.int32] = self.route.save(np.array(slots), np.array(host), self.down)
         return found
 
-    def encode(self, call: Any) -> None:
-        self._code(call, back=False)
+    def begin(self, slots: NDArray[np.int64], card: Any) -> Any:
+        return self.batch(slots, card.uploaded(slots), card.flags(len(slots)))
 
-    def decode(self, call: Any) -> None:
-        self._code(call, back=True)
+    def encode(self, share: Any) -> None:
+        self._code(share, back=False)
+
+    def decode(self, share: Any) -> None:
+        self._code(share, back=True)
 
     def run(self) -> None:
         """Until nothing is left: a piece of any stream that need not wait, one after the other."""
@@ -93,11 +95,11 @@ class Machine:
             assert ran is not None, "streams wait for each other"
             ran.work.popleft()
 
-    def _code(self, call: Any, *, back: bool) -> None:
-        assert self.current is not None
-        slots = call.slots.numpy()[call.first : call.first + call.pages]
-        rows = call.payloads.numpy().reshape(-1, STRIDE)
-        flags = call.flags.numpy()[call.first : call.first + call.pages]
+    def _code(self, share: Any, *, back: bool) -> None:
+        assert self.current is share.stream
+        its = slice(share.first, share.first + share.pages)
+        slots, flags = share.batch.on_device.numpy()[its], share.batch.flags.numpy()[its]
+        rows = share.rows.numpy().reshape(-1, STRIDE)
 
         def act() -> None:
             if back:
@@ -129,20 +131,24 @@ class Machine:
 class Link:
     """A route between a slab's rows and host memory."""
 
-    def __init__(self, machine: Machine, slabs: Any) -> None:
-        self._machine, self._slabs = machine, slabs
+    pieces = 1
+
+    def __init__(self, machine: Machine, rows: NDArray[np.uint8]) -> None:
+        self._machine, self._rows = machine, rows
+
+    @classmethod
+    def of(cls, machine: Machine, ring: Any) -> list[Link]:
+        """One a slab."""
+        memory = ring.memory.numpy().reshape(-1, SLAB_PAGES, STRIDE)
+        return [cls(machine, slab) for slab in memory]
 
     def load(self, rows: NDArray[np.int64], host: NDArray[np.int64], stream: Stream) -> None:
-        slab = self._rows()
+        slab = self._rows
         stream.queue(lambda: slab.__setitem__(rows, self._machine.host[host]))
 
     def save(self, rows: NDArray[np.int64], host: NDArray[np.int64], stream: Stream) -> None:
-        slab = self._rows()
+        slab = self._rows
         stream.queue(lambda: self._machine.host.__setitem__(host, slab[rows]))
-
-    def _rows(self) -> NDArray[np.uint8]:
-        memory: NDArray[np.uint8] = self._slabs.memory.numpy().reshape(-1, STRIDE)
-        return memory
 
 
 def require_right(module: ModuleType, seed: int) -> None:
@@ -182,7 +188,7 @@ def require_two_in_turn(module: ModuleType) -> None:
         encodes = machine.streams[3]
         while encodes.work and encodes.work[0]():
             encodes.work.popleft()
-        rows = machine.route._saves._slabs.memory.numpy().reshape(-1, STRIDE)
+        rows = machine.route.saves.ring.memory.numpy().reshape(-1, STRIDE)
         np.testing.assert_array_equal(rows, ~machine.slots[:6])
         assert encodes.work
         machine.run()
@@ -190,34 +196,38 @@ def require_two_in_turn(module: ModuleType) -> None:
 
 
 BUGS = [
-    Bug("a load fills a slab that is still decoded", "                stream.wait_event(free)\n", ""),
-    Bug("a load is decoded before it is there", "                side.wait_event(slabs.ready)\n", ""),
-    Bug("decoding tells nobody that it has ended", "                free.record(side)\n", ""),
-    Bug("a save fills a slab that still crosses the link", "                side.wait_event(free)\n", ""),
-    Bug("a save leaves before it is encoded", "                stream.wait_event(slabs.ready)\n", ""),
-    Bug("the link tells nobody that a save has left", "                free.record(stream)\n", ""),
-    Bug("one slab is all there is", "(at + 1) % _SLABS\n        nbytes", "at\n        nbytes"),
-    Bug("rows are always the first slab's", "return at * self.pages, ", "return 0, "),
+    Bug("a load fills a slab that is still decoded", "                stream.wait_event(slab.free)\n", ""),
+    Bug("a load is decoded before it is there", "                kernels.wait_event(ring.ready)\n", ""),
+    Bug("decoding tells nobody that it has ended", "                slab.free.record(kernels)\n", ""),
     Bug(
-        "saves and loads share their slabs",
-        "self._saves = Saves(coder, down, side[1], card)",
-        "self._saves = Saves(coder, up, side[1], card)",
+        "a save fills a slab that still crosses the link",
+        "                kernels.wait_event(slab.free)\n",
+        "",
+    ),
+    Bug("a save leaves before it is encoded", "                stream.wait_event(ring.ready)\n", ""),
+    Bug("the link tells nobody that a save has left", "                slab.free.record(stream)\n", ""),
+    Bug("one slab is all there is", "(at + 1) % SLABS\n        return", "at\n        return"),
+    Bug("rows are always the first slab's", "self._carriers[slab.number].save", "self._carriers[0].save"),
+    Bug(
+        "pages after the first slab's are its own",
+        "decode(Share(batch, slab.rows, first",
+        "decode(Share(batch, slab.rows, 0",
     ),
 ]
 
 
 def test_pages_are_right_in_whatever_order_streams_run() -> None:
-    require_all_right(encoded_routes)
+    require_all_right(slabs)
 
 
 def test_the_next_slab_is_filled_while_one_crosses_the_link() -> None:
-    require_two_in_turn(encoded_routes)
+    require_two_in_turn(slabs)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_noticed(bug: Bug) -> None:
-    planted = planting.load(encoded_routes, bug)
+    planted = planting.load(slabs, bug)
     require = require_two_in_turn if bug.name == "one slab is all there is" else require_all_right
     with pytest.raises(AssertionError):
         require(planted)

@@ -26,7 +26,7 @@ from tierstore.gpu import addresses, cuda_copy_engine
 from tierstore.gpu.engine_pages import EnginePages, EnginePool
 from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.gpu.quant import encoded_routes
-from tierstore.gpu.quant.encoded_routes import EncodedMappedRoute, Fetcher, Grid
+from tierstore.gpu.quant.coder import Coder, Grid, can_fetch
 from tierstore.page import PageLayout
 
 FETCHING_HERE = interpreted()
@@ -47,8 +47,15 @@ class Card:
         return nullcontext()
 
 
+class NoRing:
+    card = Card()
+
+
 class NoSaves:
-    side = None
+    """Nobody asks for a save."""
+
+    ends_on = None
+    ring = NoRing()
 
 
 class Bench:
@@ -74,17 +81,16 @@ class Bench:
         self._length = length
         self._rows = torch.full((SLOTS * layout.slot_nbytes,), FILL, dtype=torch.uint8)
         self._pool = EnginePool(layout, engine) if engine else None
-        layers = LayerGroups.of(layout, groups, 1) if groups > 1 else None
+        layers = LayerGroups.of(layout, groups, 1)
         where = (
             addresses.tensor_strides(self._pool.layers)
             if self._pool
             else addresses.pool_strides(self._rows, layout)
         )
         assert where is not None
-        fetcher = Fetcher(self.codec, layout, where, kernels.fetch, grid)
-        card: Any = Card()
+        coder = Coder(self.codec, layout, where, None, -(-length // 16) * 16, kernels, grid)
         saves: Any = NoSaves()
-        self.route = EncodedMappedRoute("here", fetcher, saves, card, layers)
+        self.route = encoded_routes.mapped_route("here", coder, saves, layers)
 
     def load(self, slots: Sequence[int], group: int | None = None) -> list[int]:
         """From the first payloads; the flags."""
@@ -101,6 +107,7 @@ class Bench:
                 flags = self.route.load(there, here, stream)
             else:
                 flags = self.route.load_group(group, there, here, stream)
+        assert flags is not None
         found: list[int] = flags.tolist()
         return found
 
@@ -150,7 +157,7 @@ SHAPES = [
 @pytest.mark.parametrize("name", NAMES)
 def test_pages_are_those_of_the_cpu(name: str, shape: tuple[str, int, int, int]) -> None:
     layout = PageLayout.of(spec_of(shape[0], 1, *shape[1:]))
-    if not Fetcher.suits(LOSSY[name], layout):
+    if not can_fetch(LOSSY[name], layout):
         # The two numbers of a byte: while one's tokens share a scale, the other's must too.
         size = {"int4": 32, "int4-64": 64}[name]
         assert shape[1] > size
@@ -170,7 +177,7 @@ def test_what_a_tile_cannot_hold_goes_another_way() -> None:
     left = PageLayout.of(spec_of("bfloat16", 2, 32, 2, 80))  # a head of 64 and of 16
     kept = PageLayout.of([spec_of("bfloat16", 2, 32, 2, 64), spec_of("uint8", 2, 32, 1, 7, 1)])
     for layout in (left, kept):
-        assert not Fetcher.suits(LOSSY["int8"], layout)
+        assert not can_fetch(LOSSY["int8"], layout)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from tests.core.test_encoded_routes import Event, Stream
 from tests.support import planting
 from tests.support.planting import Bug
-from tierstore.gpu import addresses, slabs
+from tierstore.gpu import addresses, copy_routes
 from tierstore.gpu.addresses import Segments
 from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.page import PageLayout, PageSpec
@@ -65,12 +66,20 @@ def copy(dst: Numbers, src: Numbers, nbytes: Numbers, stream: Stream) -> None:
     stream.queue(act)
 
 
+class Card:
+    event = Event
+
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def using(self, stream: Any) -> nullcontext[None]:
+        return nullcontext()
+
+
 class Machine:
     """An engine's layers, slots apart from planes, and host memory; everything in ordinary memory."""
 
-    def __init__(self, module: ModuleType, patch: pytest.MonkeyPatch, seed: int) -> None:
-        patch.setattr(torch.cuda, "Event", Event)
-        patch.setattr(module, "SLAB_NBYTES", 3 * LAYOUT.slot_nbytes)
+    def __init__(self, module: ModuleType, seed: int) -> None:
         self.chance = np.random.default_rng(seed)
         self.whole = [
             torch.from_numpy(self.chance.integers(0, 256, (SLOTS, *spec.shape), dtype=np.uint8))
@@ -81,18 +90,23 @@ class Machine:
         layers = [[layer.transpose(0, 1) for layer in whole] for whole in self.whole]
         self.host = self.chance.integers(0, 256, (SLOTS, LAYOUT.slot_nbytes), dtype=np.uint8)
         self.layers = LayerGroups.of(LAYOUT, 3, 1)
+        self.up, self.down, *side = self.streams = [Stream() for _ in range(4)]
+        self.rings = [module.Ring(3 * LAYOUT.slot_nbytes, stream, Card()) for stream in side]
+        driver: Any = Driver()
         groups = [
             [
-                module.PartByPieces(Mover(addresses.tensor_segments(layers, LAYOUT, 99, (part,))), part)
+                module.part_copies(
+                    self.rings[0], Mover(addresses.tensor_segments(layers, LAYOUT, 99, (part,))), part, driver
+                )
                 for part in parts
             ]
             for parts in self.layers.parts
         ]
-        self.up, self.down, *side = self.streams = [Stream() for _ in range(4)]
         mover = Mover(addresses.tensor_segments(layers, LAYOUT, 99))
-        whole_pages = module.ByPieces(mover, mover, LAYOUT)
-        device = torch.device("cpu")
-        self.route = module.SlabRoute(whole_pages, LAYOUT, Driver(), device, tuple(side), self.layers, groups)
+        coder = module.ByPieces(mover, mover, LAYOUT.slot_nbytes)
+        whole = [(0, 0, LAYOUT.blob_nbytes)]
+        ends = [module.dma_copies(ring, coder, LAYOUT.slot_nbytes, whole, driver) for ring in self.rings]
+        self.route = module.SlabRoute("slab", *ends, self.layers, groups)
 
     def engine(self) -> list[NDArray[np.uint8]]:
         """A copy of the engine's pages by slot, of each KV group ``[slots, bytes]``."""
@@ -117,32 +131,31 @@ class Machine:
 
 def require_right(module: ModuleType, seed: int) -> None:
     """Loads, whole or by layers, and saves of many sizes at once."""
-    with pytest.MonkeyPatch.context() as patch:
-        machine = Machine(module, patch, seed)
-        slots, host = machine.chance.permutation(SLOTS), machine.chance.permutation(SLOTS)
-        engine, below = machine.engine(), machine.below()
-        want_engine, want_below = machine.engine(), machine.below()
-        while len(slots):
-            number = int(machine.chance.choice([1, 2, 4, 7, 11]))
-            some, places = slots[:number], host[:number]
-            slots, host = slots[number:], host[number:]
-            dice = machine.chance.random()
-            if dice < 0.6:
-                for want, pages in zip(want_engine, below, strict=True):
-                    want[some] = pages[places]
-            else:
-                for want, pages in zip(want_below, engine, strict=True):
-                    want[places] = pages[some]
-            if dice < 0.3:
-                machine.route.load(some, machine.at(places), machine.up)
-            elif dice < 0.6:
-                for group in range(len(machine.layers)):
-                    machine.route.load_group(group, some, machine.at(places), machine.up)
-            else:
-                machine.route.save(some, machine.at(places), machine.down)
-        machine.run()
-        for found, want in zip(machine.engine() + machine.below(), want_engine + want_below, strict=True):
-            np.testing.assert_array_equal(found, want)
+    machine = Machine(module, seed)
+    slots, host = machine.chance.permutation(SLOTS), machine.chance.permutation(SLOTS)
+    engine, below = machine.engine(), machine.below()
+    want_engine, want_below = machine.engine(), machine.below()
+    while len(slots):
+        number = int(machine.chance.choice([1, 2, 4, 7, 11]))
+        some, places = slots[:number], host[:number]
+        slots, host = slots[number:], host[number:]
+        dice = machine.chance.random()
+        if dice < 0.6:
+            for want, pages in zip(want_engine, below, strict=True):
+                want[some] = pages[places]
+        else:
+            for want, pages in zip(want_below, engine, strict=True):
+                want[places] = pages[some]
+        if dice < 0.3:
+            machine.route.load(some, machine.at(places), machine.up)
+        elif dice < 0.6:
+            for group in range(len(machine.layers)):
+                machine.route.load_group(group, some, machine.at(places), machine.up)
+        else:
+            machine.route.save(some, machine.at(places), machine.down)
+    machine.run()
+    for found, want in zip(machine.engine() + machine.below(), want_engine + want_below, strict=True):
+        np.testing.assert_array_equal(found, want)
 
 
 def require_all_right(module: ModuleType) -> None:
@@ -152,90 +165,76 @@ def require_all_right(module: ModuleType) -> None:
 
 def require_two_in_turn(module: ModuleType) -> None:
     """Nothing is spread: two slabs cross the link, and the third turn waits for the first."""
-    with pytest.MonkeyPatch.context() as patch:
-        machine = Machine(module, patch, 0)
-        machine.route.load(np.arange(12), machine.at(np.arange(12)), machine.up)
-        below = machine.below()
-        while machine.up.work and machine.up.work[0]():
-            machine.up.work.popleft()
-        crossed = [memory.numpy().reshape(3, -1) for memory in machine.route.memory[:2]]
-        np.testing.assert_array_equal(np.concatenate(crossed)[:, : LAYOUT.specs[0].page_nbytes], below[0][:6])
-        assert machine.up.work
-        machine.run()
-        np.testing.assert_array_equal(machine.engine()[0][:12], below[0][:12])
+    machine = Machine(module, 0)
+    machine.route.load(np.arange(12), machine.at(np.arange(12)), machine.up)
+    below = machine.below()
+    while machine.up.work and machine.up.work[0]():
+        machine.up.work.popleft()
+    crossed = machine.rings[0].memory.numpy().reshape(6, -1)
+    np.testing.assert_array_equal(crossed[:, : LAYOUT.specs[0].page_nbytes], below[0][:6])
+    assert machine.up.work
+    machine.run()
+    np.testing.assert_array_equal(machine.engine()[0][:12], below[0][:12])
 
 
 def test_a_group_by_layers_is_there_when_the_stream_on_which_loads_end_gets_there() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        machine = Machine(slabs, patch, 1)
-        before, below = machine.engine(), machine.below()
-        slots = np.arange(5)
-        machine.route.load_group(1, slots, machine.at(slots), machine.up)
-        machine.run()
-        for spec, found in enumerate(machine.engine()):
-            [part] = [part for part in machine.layers.parts[1] if part.spec == spec]
-            layer_nbytes = LAYOUT.specs[spec].layer_nbytes
-            its = slice(part.first * layer_nbytes, part.end * layer_nbytes)
-            want = before[spec].copy()
-            want[:5, its] = below[spec][:5, its]
-            np.testing.assert_array_equal(found, want)
+    machine = Machine(copy_routes, 1)
+    before, below = machine.engine(), machine.below()
+    slots = np.arange(5)
+    machine.route.load_group(1, slots, machine.at(slots), machine.up)
+    machine.run()
+    for spec, found in enumerate(machine.engine()):
+        [part] = [part for part in machine.layers.parts[1] if part.spec == spec]
+        layer_nbytes = LAYOUT.specs[spec].layer_nbytes
+        its = slice(part.first * layer_nbytes, part.end * layer_nbytes)
+        want = before[spec].copy()
+        want[:5, its] = below[spec][:5, its]
+        np.testing.assert_array_equal(found, want)
 
 
 BUGS = [
-    Bug(
-        "a load fills a slab that is still spread",
-        "slab, free = self._up.turn()\n            stream.wait_event(free)\n",
-        "slab, free = self._up.turn()\n",
-    ),
-    Bug(
-        "a load is spread before it is there",
-        "            self._spreads_on.wait_event(self._up.moved)\n",
-        "",
-    ),
-    Bug("spreading tells nobody that it has ended", "            free.record(self._spreads_on)\n", ""),
+    Bug("a load fills a slab that is still spread", "                stream.wait_event(slab.free)\n", ""),
+    Bug("a load is spread before it is there", "                kernels.wait_event(ring.ready)\n", ""),
+    Bug("spreading tells nobody that it has ended", "                slab.free.record(kernels)\n", ""),
     Bug(
         "a save fills a slab that still crosses the link",
-        "            self._gathers_on.wait_event(free)\n",
+        "                kernels.wait_event(slab.free)\n",
         "",
     ),
-    Bug("a save leaves before it is gathered", "            stream.wait_event(self._down.moved)\n", ""),
+    Bug("a save leaves before it is gathered", "                stream.wait_event(ring.ready)\n", ""),
+    Bug("the link tells nobody that a save has left", "                slab.free.record(stream)\n", ""),
+    Bug("one slab is all there is", "(at + 1) % SLABS\n        return", "at\n        return"),
+    Bug("parts are taken from where pages begin", "[(0, part.offset, part.nbytes)]", "[(0, 0, part.nbytes)]"),
     Bug(
-        "the link tells nobody that a save has left",
-        "lengths, stream)\n            free.record(stream)\n",
-        "lengths, stream)\n",
+        "parts are spread as if pages began with them",
+        "rows.data_ptr() - self._offset",
+        "rows.data_ptr()",
     ),
     Bug(
-        "one slab is all there is",
-        "(at + 1) % _SLABS\n        return self.memory",
-        "at\n        return self.memory",
-    ),
-    Bug("parts are taken from where pages begin", "slots, host + part.offset, stream", "slots, host, stream"),
-    Bug("parts are spread as if pages began with them", " - self.part.offset\n", "\n"),
-    Bug(
-        "parts lie as far apart as pages",
-        "found, part.nbytes, found.stride,",
-        "found, part.nbytes, self._stride,",
+        "parts are spread as if none were padded",
+        "ByPieces(mover, None, stride, offset=part.offset)",
+        "ByPieces(mover, None, part.nbytes, offset=part.offset)",
     ),
     Bug(
         "only the first KV group comes",
-        "for found in self._groups[group]:",
-        "for found in self._groups[group][:1]:",
+        "for part in self._groups[group]:",
+        "for part in self._groups[group][:1]:",
     ),
 ]
 
 
 def test_pages_are_right_in_whatever_order_streams_run() -> None:
-    require_all_right(slabs)
+    require_all_right(copy_routes)
 
 
 def test_the_next_slab_is_filled_while_one_is_spread() -> None:
-    require_two_in_turn(slabs)
+    require_two_in_turn(copy_routes)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_noticed(bug: Bug) -> None:
-    planted = planting.load(slabs, bug)
+    planted = planting.load(copy_routes, bug)
     require = require_two_in_turn if bug.name == "one slab is all there is" else require_all_right
     with pytest.raises(AssertionError):
         require(planted)

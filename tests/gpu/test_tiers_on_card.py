@@ -167,9 +167,8 @@ class TestEngineSlotsThroughASlab(TierContract):
         arena = pinned(layout, num_slots)
 
         def route(driver: Driver) -> Route:
-            slab = through_slabs(pool.layers, layout, driver, DEVICE)
-            slab._slab_nbytes = 2 * layout.slot_nbytes  # a transfer takes several rounds
-            return slab
+            nbytes = 2 * layout.slot_nbytes  # a transfer takes several slabs
+            return through_slabs(pool.layers, layout, driver, DEVICE, slab_nbytes=nbytes)
 
         return OnCard(spec, num_slots, card_engine(pool, arena, layout, route), arena, view)
 

@@ -26,22 +26,15 @@ from tierstore.build import Parts, make_directory
 from tierstore.codecs import LOSSY
 from tierstore.codecs.host_format import HostFormat
 from tierstore.config import load_config
-from tierstore.gpu import addresses as geometry
-from tierstore.gpu.copy_routes import DmaRoute
+from tierstore.gpu import addresses
+from tierstore.gpu.copy_routes import DmaRoute, dma_copies
 from tierstore.gpu.cuda_copy_engine import CudaCopyEngine
 from tierstore.gpu.device import CpuDevice
 from tierstore.gpu.events import NOT_YET, Arriving
 from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.gpu.quant.coder import Coder
-from tierstore.gpu.quant.encoded_routes import (
-    CUTS,
-    DOWN_NBYTES,
-    UP_NBYTES,
-    EncodedSlabRoute,
-    LayerCoder,
-    PayloadSlabs,
-    parts_of,
-)
+from tierstore.gpu.quant.encoded_routes import CUTS, DOWN_NBYTES, UP_NBYTES, parts_of, slab_nbytes
+from tierstore.gpu.slabs import Ring, SlabRoute
 from tierstore.metrics import Metrics
 from tierstore.mover import LocalMover
 from tierstore.page import PageLayout, PageSpec
@@ -129,26 +122,26 @@ class PaperKernel:
 
 
 class PaperCard:
-    """What ``EncodedSlabRoute`` asks of a card."""
+    """What slabs ask of a card."""
 
     def event(self) -> PaperEvent:
-        """See ``encoded_routes.Card``."""
+        """See ``slabs.Card``."""
         return PaperEvent()
 
     def zeros(self, nbytes: int) -> torch.Tensor:
-        """See ``encoded_routes.Card``."""
+        """See ``slabs.Card``."""
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def uploaded(self, slots: NDArray[np.int64]) -> torch.Tensor:
-        """See ``encoded_routes.Card``."""
+        """See ``slabs.Card``."""
         return torch.from_numpy(slots)
 
     def flags(self, pages: int) -> torch.Tensor:
-        """See ``encoded_routes.Card``."""
+        """See ``slabs.Card``."""
         return torch.zeros(pages, dtype=torch.int32)
 
     def using(self, stream: PaperStream) -> AbstractContextManager[object]:
-        """See ``encoded_routes.Card``."""
+        """See ``slabs.Card``."""
         return nullcontext()
 
 
@@ -361,32 +354,26 @@ class Rig:
 
     def _straight(self, layout: PageLayout) -> Route:
         layers = LayerGroups.of(layout)
-        groups = geometry.pool_group_segments(0, layout, layers)
-        return DmaRoute(geometry.pool_segments(0, layout), cast("Any", self.driver), layers, groups)
+        groups = addresses.pool_group_segments(0, layout, layers)
+        return DmaRoute(addresses.pool_segments(0, layout), cast("Any", self.driver), layers, groups)
 
     def _coded(self, layout: PageLayout, held: HostFormat) -> Route:
         """As ``encoded_routes.encoded_route`` makes it for slots of our own."""
         card: Any = PaperCard()
         driver: Any = self.driver
         kernels: Any = _Kernels(self.kernels)
-        lot = geometry.pool_strides(torch.empty(layout.slot_nbytes, dtype=torch.uint8), layout)
+        lot = addresses.pool_strides(torch.empty(layout.slot_nbytes, dtype=torch.uint8), layout)
         coder = Coder(LOSSY[held.codec], layout, lot, None, held.slot_nbytes, kernels)
-        up, down = (
-            PayloadSlabs(layout.blob_nbytes, held.slot_nbytes, nbytes, card)
-            for nbytes in (UP_NBYTES, DOWN_NBYTES)
-        )
-        rows = geometry.Segments(*(np.array([x]) for x in (0, held.slot_nbytes, 0, held.slot_nbytes)))
+        stream: Any = PaperStream
+        up, down = (Ring(slab_nbytes(held, nbytes), stream(), card) for nbytes in (UP_NBYTES, DOWN_NBYTES))
         layers = LayerGroups.by_shares(layout, CUTS)
         groups = []
         for part in parts_of(held, layers):
             some = Coder(LOSSY[held.codec], part.layout, lot, None, part.stride, kernels)
-            carry = [DmaRoute(part.rows(0), driver) for _ in range(2)]
-            groups.append(LayerCoder(some, part.stride, carry, len(part.pieces)))
-        side: Any = (PaperStream(), PaperStream())
-        ends = [(slabs, DmaRoute(rows, driver)) for slabs in (up, down)]
-        return EncodedSlabRoute(
-            "paper", coder, ends[0], ends[1], side, card, layers if groups else None, groups
-        )
+            groups.append([dma_copies(up, some, part.stride, part.pieces, driver)])
+        whole = [(0, 0, held.slot_nbytes)]
+        loads, saves = (dma_copies(ring, coder, held.slot_nbytes, whole, driver) for ring in (up, down))
+        return SlabRoute("paper", loads, saves, layers if groups else None, groups)
 
 
 class _Kernels:

@@ -53,6 +53,14 @@ def pool_segments(address: int, layout: PageLayout) -> Segments:
     return _segments([(address, layout.slot_nbytes, 0, layout.blob_nbytes)])
 
 
+def row_segments(address: int, stride: int, pieces: Sequence[tuple[int, int, int]]) -> Segments:
+    """Return the pieces of rows of a slab at ``address``, ``stride`` bytes apart.
+
+    ``pieces``: of each its place in a row, its place in the page or payload, and its length, in bytes.
+    """
+    return _segments([(address + here, stride, there, nbytes) for here, there, nbytes in pieces])
+
+
 def pool_group_segments(address: int, layout: PageLayout, layers: LayerGroups) -> list[Segments]:
     """The same slots by layer groups: a piece for each of their parts."""
     return [

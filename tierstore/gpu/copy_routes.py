@@ -25,7 +25,7 @@ from tierstore.gpu import addresses
 from tierstore.gpu.addresses import Segments
 from tierstore.gpu.copy_kernel import DOWN, NEAR, UP, Pieces
 from tierstore.gpu.layer_groups import MOST_GROUPS, LayerGroups
-from tierstore.gpu.slabs import ByLayers, ByPieces, PartByPieces, SlabRoute
+from tierstore.gpu.slabs import ByLayers, ByPieces, Ring, SlabCopies, SlabRoute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierstore.gpu.driver import Driver
+    from tierstore.gpu.layer_groups import Part
     from tierstore.gpu.pool import CudaPool
+    from tierstore.gpu.slabs import PieceMover, RowCoder
     from tierstore.page import PageLayout
 
 
@@ -410,6 +412,11 @@ _SPREAD_S = 50e-6
 _LAUNCH_S = 10e-6
 """A launch of torch's, where it takes one or two a layer."""
 
+SLAB_NBYTES = 32 << 20
+"""Bytes of a slab of pages as they are."""
+
+_PART_ALIGNMENT = 512
+
 
 def own_pool_route(
     pool: CudaPool,
@@ -443,9 +450,13 @@ def engine_route(
     if found is not None and len(found) == 1 and layout.blob_nbytes > SIZES[-1]:
         return options[0].route
     slab = through_slabs(layers, layout, driver, device, groups)
-    last = _SPREAD_S if slab.one_launch else 2 * _LAUNCH_S * sum(len(group) for group in layers)
+    last = (
+        _SPREAD_S
+        if isinstance(slab.saves.coder, ByPieces)
+        else 2 * _LAUNCH_S * sum(len(group) for group in layers)
+    )
     options.append(Option(slab, "dma", 1, layout.blob_nbytes, last))
-    return FastestRoute(options, rates_of(driver, device), slab.side[0])
+    return FastestRoute(options, rates_of(driver, device), slab.loads_end_on)
 
 
 def misses_kernel(route: Route, layout: PageLayout) -> bool:
@@ -460,21 +471,36 @@ def through_slabs(
     driver: Driver,
     device: torch.device,
     by_layers: LayerGroups | None = None,
+    *,
+    slab_nbytes: int = SLAB_NBYTES,
 ) -> SlabRoute:
-    """Pages to and from an engine's layers; by one kernel, or by torch's where it cannot or cupy is missing.
+    """Return the route of pages as they are to and from an engine's layers, through slabs.
 
-    ``by_layers``: how loads are cut, where the kernel can.
+    A slab is spread by the copy kernel, or by torch's kernels where that cannot or cupy is missing. ``by_layers``: how
+    loads are cut, where the copy kernel can spread each part. ``slab_nbytes``: of a slab, about; at least a page.
     """
-    side = (driver.stream(device.index), driver.stream(device.index))
-    spreading = _by_pieces(layers, layout, device) or ByLayers(layers, layout)
+    nbytes = max(1, slab_nbytes // layout.slot_nbytes) * layout.slot_nbytes
+    up, down = (Ring.open(nbytes, driver, device) for _ in "ud")
+    coder = _by_pieces(layers, layout, device) or ByLayers(layers, layout)
+    whole = [(0, 0, layout.blob_nbytes)]
+    loads, saves = (dma_copies(ring, coder, layout.slot_nbytes, whole, driver) for ring in (up, down))
     groups = (
-        [] if by_layers is None or len(by_layers) == 1 else _part_by_part(layers, layout, device, by_layers)
+        []
+        if by_layers is None or len(by_layers) == 1
+        else _part_by_part(up, layers, layout, by_layers, driver, device)
     )
-    slab = SlabRoute(spreading, layout, driver, device, side, by_layers if groups else None, groups)
-    for tensor in slab.memory:
-        for stream in side:
-            tensor.record_stream(stream)  # should the store be dropped with copies on their way
-    return slab
+    return SlabRoute("slab", loads, saves, by_layers if groups else None, groups)
+
+
+def dma_copies(
+    ring: Ring, coder: RowCoder, stride: int, pieces: Sequence[tuple[int, int, int]], driver: Driver
+) -> SlabCopies:
+    """Return copies through the ring whose rows, ``stride`` bytes apart, cross the link by DMA.
+
+    ``pieces``: of a row, see ``addresses.row_segments``.
+    """
+    rows = [addresses.row_segments(at, stride, pieces) for at in ring.addresses]
+    return SlabCopies(ring, coder, stride, [DmaRoute(segments, driver) for segments in rows])
 
 
 def _piece_by_piece(
@@ -503,26 +529,40 @@ def _by_pieces(
     if found is not None and Pieces.suits(found):
         with suppress(ImportError):
             inward, outward = (Pieces(found, device, NEAR) for _ in "io")
-            return ByPieces(inward, outward, layout)
+            return ByPieces(inward, outward, layout.slot_nbytes)
     return None
 
 
 def _part_by_part(
-    layers: Sequence[Sequence[torch.Tensor]], layout: PageLayout, device: torch.device, by_layers: LayerGroups
-) -> list[list[PartByPieces]]:
-    """Nothing where one of the parts cannot go by the kernel."""
+    ring: Ring,
+    layers: Sequence[Sequence[torch.Tensor]],
+    layout: PageLayout,
+    by_layers: LayerGroups,
+    driver: Driver,
+    device: torch.device,
+) -> list[list[SlabCopies]]:
+    """Nothing where one of the parts cannot go by the copy kernel."""
     groups = []
     for parts in by_layers.parts:
-        found = [(part, addresses.tensor_segments(layers, layout, _MOST_LISTED, (part,))) for part in parts]
-        try:
-            group = [
-                PartByPieces(Pieces(pieces, device, NEAR), part)
-                for part, pieces in found
-                if pieces is not None and Pieces.suits(pieces)
-            ]
-        except ImportError:
-            return []
-        if len(group) < len(parts):
-            return []
+        group = []
+        for part in parts:
+            found = addresses.tensor_segments(layers, layout, _MOST_LISTED, (part,))
+            if found is None or not Pieces.suits(found):
+                return []
+            try:
+                mover = Pieces(found, device, NEAR)
+            except ImportError:
+                return []
+            group.append(part_copies(ring, mover, part, driver))
         groups.append(group)
     return groups
+
+
+def part_copies(ring: Ring, mover: PieceMover, part: Part, driver: Driver) -> SlabCopies:
+    """Return the loads of some layers of pages as they are, through the ring.
+
+    ``mover``: of the pieces of these layers.
+    """
+    stride = -(-part.nbytes // _PART_ALIGNMENT) * _PART_ALIGNMENT
+    coder = ByPieces(mover, None, stride, offset=part.offset)
+    return dma_copies(ring, coder, stride, [(0, part.offset, part.nbytes)], driver)

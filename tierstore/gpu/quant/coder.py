@@ -1,7 +1,8 @@
-"""A codec's payloads made from pages in device memory, and pages from payloads, by kernels on the card.
+"""The one encoder and decoder of pages on the card: a codec's payloads from pages in device memory, and back.
 
-Byte for byte what ``tierstore.codecs`` makes of the same pages and payloads. Kernels are queued on torch's current
-stream; nothing waits.
+``Coder`` makes byte for byte what ``tierstore.codecs`` makes of the same pages and payloads. It reads payloads in two
+places, in slabs (``decode``) or where they lie in page-locked host memory (``fetch``), as each wins somewhere by
+measurement. Kernels are queued on torch's current stream; nothing waits.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ import torch
 from tierstore.codecs.lossy import PayloadLayout
 from tierstore.codecs.quantization import LARGEST, Steps
 from tierstore.gpu import addresses
+from tierstore.gpu.slabs import Batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
 
+    from numpy.typing import NDArray
+
     from tierstore.codecs.lossy import Lossy, Plane
     from tierstore.gpu.addresses import GroupStrides
+    from tierstore.gpu.slabs import Card, Share
     from tierstore.page import PageLayout
 
 BLOCK = 4096
@@ -36,57 +41,75 @@ SIGNED, FLOORED, FP8 = range(3)
 Constants = dict[str, int | float]
 
 
-class Call(NamedTuple):
-    """What a call is about: ``pages`` pages of ``slots[first:]`` and the rows of ``payloads``, flat uint8.
+class Grid(NamedTuple):
+    """How ``fetch`` is launched: ``programs`` of ``warps`` each read ``nbytes`` of codes at a time.
 
-    ``slots`` int64. ``flags`` int32, one a slot, which hold 0.
+    A tile has ``tile_nbytes`` at most. While some codes become numbers, those of ``stages`` less two turns are on their
+    way; with 1 nothing is.
     """
 
-    slots: torch.Tensor
-    payloads: torch.Tensor
-    flags: torch.Tensor
-    first: int
-    pages: int
+    programs: int
+    warps: int
+    nbytes: int
+    tile_nbytes: int
+    stages: int
+
+
+FETCH_GRID = Grid(24, 4, 8192, 65536, 3)
+"""At least 192 KiB on their way. By calculation: 128 KiB fill the link, as the copy kernel does, and each tile begins
+anew."""
+
+_ROW_NBYTES = 128
+"""A row of codes that all share one scale. Of those with a scale for each channel a tile is eight times as wide."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel over ``(pages, *grid)``, with its tensors besides a call's, and its constants."""
+    """A kernel, its tensors besides a call's, and its constants and options.
+
+    ``programs``: for each page; ``layers``: of the KV group.
+    """
 
     kernel: Any
-    grid: tuple[int, int]
     words: torch.Tensor
     deltas: torch.Tensor
-    constants: Constants
+    options: Constants
+    layers: int
+    programs: tuple[int, int] = (1, 1)
 
     @classmethod
     def of(
-        cls, kernel: Any, grid: tuple[int, int], words: torch.Tensor, lot: GroupStrides, known: Constants
+        cls,
+        kernel: Any,
+        words: torch.Tensor,
+        lot: GroupStrides,
+        known: Constants,
+        programs: tuple[int, int] = (1, 1),
     ) -> Launch:
-        """Of what is known of the pages the kernel is told what it has a name for."""
+        """Return a launch over the pages of ``lot``; of ``known`` the kernel is told what it has a name for."""
         deltas = torch.tensor(lot.deltas, dtype=torch.int64, device=words.device)
-        return cls(
-            kernel, grid, words, deltas, {name: known[name] for name in kernel.arg_names if name in known}
-        )
+        constants = {name: known[name] for name in kernel.arg_names if name in known}
+        return cls(kernel, words, deltas, constants | {"enable_fp_fusion": False}, len(lot.deltas), programs)
 
-    def queue(self, *tensors: torch.Tensor, first: int, pages: int) -> None:
-        self.kernel[(pages, *self.grid)](
-            self.words, self.deltas, *tensors, first, **self.constants, enable_fp_fusion=False
-        )
+    def queue(self, grid: tuple[int, ...], *arguments: torch.Tensor | int) -> None:
+        """Launch the kernel on torch's current stream."""
+        self.kernel[grid](self.words, self.deltas, *arguments, **self.options)
 
-    def compile(self, *tensors: torch.Tensor, first: int, pages: int) -> None:
-        """Makes the machine code that ``queue`` uses, now."""
-        grid = (pages, *self.grid)
-        self.kernel.warmup(
-            self.words, self.deltas, *tensors, first, grid=grid, **self.constants, enable_fp_fusion=False
-        )
+    def compile(self, grid: tuple[int, ...], *arguments: torch.Tensor | int) -> None:
+        """Make the machine code that ``queue`` uses, now."""
+        self.kernel.warmup(self.words, self.deltas, *arguments, grid=grid, **self.options)
 
 
 class Coder:
-    """Encodes and decodes whole pages of ``lots``. Payloads lie ``stride`` bytes apart, a multiple of 16.
+    """Encodes and decodes pages of device memory: a ``slabs.RowCoder``, and the kernel that needs no slabs.
 
-    ``kernels``: the module ``codec_kernels``. ``pool``: slots of our own as flat uint8, whose bytes between KV groups
-    are kept too; None: the lots are an engine's tensors, which have none.
+    Two ways to decode, as each wins somewhere by measurement (docs/decisions/015):
+
+    - ``decode`` reads payloads that DMA has brought into the rows of a slab. It takes every layout, and carries .98 of
+      the link, with two pieces or more a page and a launch a slab.
+    - ``fetch`` reads payloads in mapped host memory. It carries .91 of the link, but one launch takes hundreds of
+      pages, or a layer group of them: the first token comes sooner. It takes pages that ``can_fetch``, and is slow
+      where ``smallest_tile`` is small.
     """
 
     def __init__(
@@ -97,59 +120,166 @@ class Coder:
         pool: torch.Tensor | None,
         stride: int,
         kernels: ModuleType,
+        grid: Grid | None = None,
     ) -> None:
-        """``codec``: one of fixed length for this layout, see ``codecs.fixed_nbytes``."""
+        """Prepare the launches; nothing is compiled yet.
+
+        Args:
+            codec: one of fixed length for this layout, see ``codecs.fixed_nbytes``.
+            layout: of the pages.
+            lots: where the numbers of each KV group lie in device memory.
+            pool: slots of the store's own as flat uint8, whose bytes between KV groups are kept too; None: the lots are
+                an engine's tensors, which have none.
+            stride: bytes from payload to payload in a slab, a multiple of 16.
+            kernels: the module ``codec_kernels``.
+            grid: for ``fetch``; None: only payloads in slabs are decoded.
+        """
         places = PayloadLayout.of(layout, codec)
         assert not codec.zstd
         assert 0 < places.fixed_nbytes <= stride
+        self._grid = grid
         self._encoding: list[Launch] = []
         self._decoding: list[Launch] = []
+        self._fetching: list[Launch] = []
         for run in runs_of(places):
             lot = lots[layout.offsets.index(run.plane.offset)]
             words = lot.words(WORDS[run.plane.dtype], run.plane.index)
             known = strides_of(lot) | run.constants(stride)
             rows = run.plane.layers * run.count
             sides, bytes_ = blocks(known["SIDES"], known["SIDE_BLOCK"]), blocks(known["LAYER_CODES"], BLOCK)
-            self._encoding.append(Launch.of(kernels.measure, (rows, sides), words, lot, known))
+            self._encoding.append(Launch.of(kernels.measure, words, lot, known, (rows, sides)))
             if known["BITS"] == 4:
-                self._encoding.append(Launch.of(kernels.pack, (rows, bytes_), words, lot, known))
-            self._decoding.append(Launch.of(kernels.expand, (rows, bytes_), words, lot, known))
+                self._encoding.append(Launch.of(kernels.pack, words, lot, known, (rows, bytes_)))
+            self._decoding.append(Launch.of(kernels.expand, words, lot, known, (rows, bytes_)))
+            if grid is not None:
+                launch = Launch.of(kernels.fetch, words, lot, known | _tiles(known, grid))
+                launch.options["num_warps"] = grid.warps
+                self._fetching.append(launch)
         kept = list(_kept(places, layout, lots, pool))
         self._keeping = [
             [_keep(kernels.keep, lot, at, stride, back=back) for lot, at in kept] for back in (False, True)
         ]
 
-    def encode(self, call: Call) -> None:
-        """Payloads of the pages. Flags of pages that the codec cannot state become 1, and their payloads are anything.
+    @property
+    def fetches(self) -> bool:
+        """Whether it was made with a grid, for ``fetch``."""
+        return self._grid is not None
 
-        Bytes past a payload are not touched.
+    def begin(self, slots: NDArray[np.int64], card: Card) -> Batch:
+        """Return the batch of these slots, with a copy of them on the device and a flag for each."""
+        return Batch(slots, card.uploaded(slots), card.flags(len(slots)))
+
+    def encode(self, share: Share) -> None:
+        """Make payloads of the pages. Flags of pages that the codec cannot state become 1, and their payloads are
+        anything. Bytes past a payload are not touched."""
+        self._each(Launch.queue, self._encoding, self._keeping[0], share)
+
+    def decode(self, share: Share) -> None:
+        """Make pages of the payloads. Flags become 1 where no ``encode`` can have made the payload, and the page is
+        anything."""
+        self._each(Launch.queue, self._decoding, self._keeping[1], share)
+
+    def fetch(self, table: torch.Tensor, flags: torch.Tensor, layers: tuple[int, int] | None = None) -> None:
+        """Make pages, or some of their layers, of payloads in host memory that the card can address.
+
+        Args:
+            table: int64 ``[2, pages]``, flat: slots, then addresses of payloads, multiples of 16.
+            flags: int32 zeros ``[pages]``, see ``decode``.
+            layers: first and end; None: all.
+
+        The current stream reads ``table`` and writes ``flags`` until it has got past this.
         """
-        self._each(Launch.queue, self._encoding, self._keeping[0], call)
+        self._fetch(Launch.queue, table, flags, layers)
 
-    def decode(self, call: Call) -> None:
-        """The way back. Flags become 1 where no ``encode`` can have made the payload, and the page is anything."""
-        self._each(Launch.queue, self._decoding, self._keeping[1], call)
+    def compile(self, share: Share) -> None:
+        """Make the machine code of ``encode`` and ``decode``, which takes seconds the first time on a machine.
 
-    def compile_decoding(self, call: Call) -> None:
-        """``compile`` for who only decodes."""
-        self._each(Launch.compile, self._decoding, self._keeping[1], call)
-
-    def compile(self, call: Call) -> None:
-        """Makes the kernels' machine code, seconds the first time on a machine. Nothing is run; ``call`` as later ones.
-
-        Triton's errors where its compiler, or the compiler of C that it needs, is missing or fails.
+        Nothing is run; ``share``: as later ones. Raises Triton's errors where its compiler, or the compiler of C that
+        it needs, is missing or fails.
         """
-        self._each(Launch.compile, self._encoding + self._decoding, self._keeping[0] + self._keeping[1], call)
+        self._each(
+            Launch.compile, self._encoding + self._decoding, self._keeping[0] + self._keeping[1], share
+        )
+
+    def compile_decoding(self, share: Share) -> None:
+        """Make the machine code of ``decode`` alone; see ``compile``."""
+        self._each(Launch.compile, self._decoding, self._keeping[1], share)
+
+    def compile_fetching(self, table: torch.Tensor, flags: torch.Tensor) -> None:
+        """Make the machine code of ``fetch`` for tables and flags as these; see ``compile``."""
+        self._fetch(Launch.compile, table, flags, None)
 
     def _each(
-        self, act: Callable[..., None], coding: list[Launch], keeping: list[Launch], call: Call
+        self, act: Callable[..., None], coding: list[Launch], keeping: list[Launch], share: Share
     ) -> None:
-        slots, payloads, flags, first, pages = call
+        batch, payloads, first, pages, _ = share
         halves = payloads.view(torch.int16)
         for launch in coding:
-            act(launch, slots, halves, payloads, flags, first=first, pages=pages)
+            act(launch, (pages, *launch.programs), batch.on_device, halves, payloads, batch.flags, first)
         for launch in keeping:
-            act(launch, slots, payloads, first=first, pages=pages)
+            act(launch, (pages, *launch.programs), batch.on_device, payloads, first)
+
+    def _fetch(
+        self,
+        act: Callable[..., None],
+        table: torch.Tensor,
+        flags: torch.Tensor,
+        layers: tuple[int, int] | None,
+    ) -> None:
+        assert self._grid is not None
+        for launch in self._fetching:
+            first, end = layers or (0, launch.layers)
+            act(launch, (self._grid.programs,), table, flags, len(flags), first, end - first)
+
+
+def can_fetch(codec: Lossy, layout: PageLayout) -> bool:
+    """Return whether ``Coder.fetch`` takes such pages.
+
+    All of a page must be encoded, and each scale must be that of whole rows of codes, or of a column of a tile.
+    """
+    places = PayloadLayout.of(layout, codec)
+    return not any(places.gaps()) and all(map(_fits_tiles, runs_of(places)))
+
+
+def smallest_tile(codec: Lossy, layout: PageLayout, grid: Grid) -> int:
+    """Return the bytes of codes that a program of ``fetch`` reads before reads of its next tile must wait."""
+    codes = (int(run.constants(0)["LAYER_CODES"]) for run in runs_of(PayloadLayout.of(layout, codec)))
+    return min(grid.tile_nbytes, min(codes, default=0))
+
+
+def _fits_tiles(run: Run) -> bool:
+    """Of 4 bits, a byte's two numbers must have scales that lie a fixed distance apart for all of a tile."""
+    known = run.constants(0)
+    if known["RULE"] == FP8:
+        return True
+    members, channels, length = int(known["MEMBERS"]), int(known["CHANNELS"]), int(known["LENGTH"])
+    if not channels:
+        return length % members == 0
+    half = int(known["LAYER_CODES"]) // channels
+    return known["BITS"] == 8 or members >= length or half % members == 0
+
+
+def _tiles(known: Constants, grid: Grid) -> Constants:
+    """How the codes of a layer's plane are cut; see the kernel."""
+    channels, codes = int(known["CHANNELS"]), int(known["LAYER_CODES"])
+    shared = known["RULE"] == FP8
+    width = channels or (_ROW_NBYTES if shared else int(known["MEMBERS"]))
+    columns = min(power(width), 8 * _ROW_NBYTES if channels else grid.nbytes)
+    height = blocks(codes, width)
+    most = min(int(known["MEMBERS"]), height) if channels else max(1, grid.tile_nbytes // width)
+    tile = min(most, height)
+    rows = min(power(tile), max(1, grid.nbytes // columns))
+    return {
+        "WIDTH": width,
+        "COLUMNS": columns,
+        "ROWS": rows,
+        "TILE_ROWS": tile,
+        "DOWN": blocks(height, tile),
+        "ACROSS": blocks(width, columns),
+        "RAGGED": bool(tile % rows or width % columns),
+        "ALONG": 0 if channels else 1,
+        "STAGES": grid.stages,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +395,7 @@ def _keep(kernel: Any, lot: GroupStrides, at: int, stride: int, *, back: bool) -
         "BLOCK": BLOCK,
     }
     rows = len(lot.deltas) * lot.shape[0]
-    return Launch.of(kernel, (rows, blocks(nbytes, BLOCK)), lot.words(torch.uint8), lot, known)
+    return Launch.of(kernel, lot.words(torch.uint8), lot, known, (rows, blocks(nbytes, BLOCK)))
 
 
 def blocks(number: float, size: float) -> int:
