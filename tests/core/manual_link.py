@@ -153,7 +153,7 @@ class Rig:
         streams = cast("tuple[torch.cuda.Stream, torch.cuda.Stream]", (self.up, self.down))
         threads = CpuCopyEngine(self.pool, self.arena, SPEC.page_nbytes, lambda: None)
         self.engine = CudaCopyEngine(
-            self.route, self.arena, SPEC.page_nbytes, streams, threads, ManualEvent, pace, wake
+            self.route, self.arena, streams, threads, new_event=ManualEvent, pace=pace, wake=wake
         )
 
     def move(self, number: int, dst: Tier, *pairs: tuple[int, int]) -> None:

@@ -172,9 +172,7 @@ class _Run:
         self._clock, self._processor, self._nbytes = clock, processor, held.payload_nbytes
         self._link = Link(clock, held, processor)
         streams = cast("tuple[torch.cuda.Stream, torch.cuda.Stream]", (Stream(), Stream()))
-        self._engine = module.CudaCopyEngine(
-            self._link, Host(held), held.layout.page_nbytes, streams, Unpinned(), Event
-        )
+        self._engine = module.CudaCopyEngine(self._link, Host(held), streams, Unpinned(), new_event=Event)
 
     def restore(self, pages: int, away: float) -> Restored:
         slots = tuple(range(pages))

@@ -87,7 +87,7 @@ def card_engine(
     driver = Driver(0)
     threads = CpuCopyEngine(pool, arena, layout.page_nbytes, lambda: None)
     streams = (driver.stream(0), driver.stream(0))
-    return CudaCopyEngine(make(driver), arena, layout.page_nbytes, streams, threads, pace=pace)
+    return CudaCopyEngine(make(driver), arena, streams, threads, pace=pace)
 
 
 def pinned(layout: PageLayout, num_slots: int) -> HostArena:

@@ -221,7 +221,7 @@ class Rig(Ends):
             if path == "kernel":
                 route, name = KernelRoute(pool.segments, device), "kernel"
         streams = (driver.stream(device.index), driver.stream(device.index))
-        return CudaCopyEngine(route, arena, self.page_nbytes, streams, threads), name
+        return CudaCopyEngine(route, arena, streams, threads), name
 
 
 def _spec(piece_nbytes: int, path: Path) -> PageSpec:

@@ -346,10 +346,9 @@ class Rig:
         return CudaCopyEngine(
             route,
             PaperHost(self.pages, held),
-            layout.page_nbytes,
             streams,
             cast("Any", NoThreads()),
-            cast("Any", PaperEvent),
+            new_event=cast("Any", PaperEvent),
         )
 
     def _straight(self, layout: PageLayout) -> Route:

@@ -72,20 +72,27 @@ class CudaCopyEngine:
         self,
         route: Route,
         host: PinnedHost,
-        page_nbytes: int,
         streams: tuple[torch.cuda.Stream, torch.cuda.Stream],
         unpinned: CopyEngine,
+        *,
         new_event: Callable[[], TimedEvent] | None = None,
         pace: Pace | None = None,
         wake: Callable[[], None] | None = None,
     ) -> None:
-        """``streams``: to the device, to the host. ``new_event``: torch's where none is given.
+        """Set what copies go between and how; the launching threads start when there is something for them.
 
-        ``wake``: called by a lane's thread when it has launched something, for who waits for a layer.
+        Args:
+            route: queues the copies.
+            host: the slots of host memory.
+            streams: for copies to the device and to the host.
+            unpinned: copies transfers that touch host slots which will not be page-locked.
+            new_event: makes the events that end copies; None: torch's.
+            pace: how much is launched at once; None: as fits the form of the pages.
+            wake: called by a launching thread when it has launched something, for callers that wait for a layer.
         """
         self._route = route
         self._host = host
-        self._page_nbytes = page_nbytes
+        self._page_nbytes = host.held.layout.page_nbytes
         self._crossing_nbytes = host.held.payload_nbytes
         self._unpinned = unpinned
         each = route.pieces if route.layers is None else route.group_pieces

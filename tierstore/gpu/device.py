@@ -167,8 +167,7 @@ class CudaDevice:
                 tensor.record_stream(stream)  # should the store be dropped with copies on their way
         self._copies = f"{route.name}, {self._driver.call}"
         self._batches = route.batches if isinstance(route, FastestRoute) else {}
-        nbytes = between.layout.page_nbytes
-        return CudaCopyEngine(route, host, nbytes, streams, threads, wake=between.wake)
+        return CudaCopyEngine(route, host, streams, threads, wake=between.wake)
 
     def last_use(self, after: Event | None) -> Event | None:
         """None on an idle stream; else an event recorded there. ``after`` as something that a stream can wait for."""
