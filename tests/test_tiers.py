@@ -1,4 +1,4 @@
-"""Every tier held to the tier contract: slots of our own, an engine's tensors, the host arena, the disk."""
+"""Every tier held to the tier contract: slots, an engine's tensors, the host arena, the disk, a dictionary."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from tests.nvme.rig import PATIENCE_S, Rig, blank, key
+from tests.support.kept_bytes import KeptBytes
 from tests.tier_contract import Page, TierContract, TierUnderTest
 from tierstore.codecs.exp import Decoder, Geometry
 from tierstore.codecs.host_format import HostFormat
@@ -22,6 +23,7 @@ from tierstore.host.arena import HostArena
 from tierstore.nvme import record_format
 from tierstore.nvme.record_format import HEAD_NBYTES, Codec
 from tierstore.page import PageLayout, PageSpec
+from tierstore.types import Tier, Transfer
 
 
 class PoolUnderTest(TierUnderTest):
@@ -205,6 +207,36 @@ class HeldDiskUnderTest(DiskUnderTest):
         return found
 
 
+class DictionaryUnderTest(TierUnderTest):
+    """The dictionary that keeps bytes, looked at in the dictionary."""
+
+    def __init__(self, spec: PageSpec, num_slots: int) -> None:
+        self._tier = KeptBytes(num_slots, spec.page_nbytes)
+        self._nbytes = spec.page_nbytes
+
+    def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+        self._tier.submit_write(self._transfer(slots), pages)
+        (ack,) = self._tier.poll()
+        assert ack.ok
+
+    def read(self, slots: Sequence[int]) -> list[Page]:
+        found = [np.empty(self._nbytes, dtype=np.uint8) for _ in slots]
+        self._tier.submit_read(self._transfer(slots), found)
+        (ack,) = self._tier.poll()
+        assert ack.num_ready == len(slots)
+        return found
+
+    def look(self, slot: int) -> Page:
+        return np.frombuffer(self._tier.kept[key(slot)], dtype=np.uint8)
+
+    def close(self) -> None:
+        self._tier.close(PATIENCE_S)
+
+    def _transfer(self, slots: Sequence[int]) -> Transfer:
+        keys, places = tuple(key(slot) for slot in slots), tuple(slots)
+        return Transfer(0, keys, Tier.HOST, places, Tier.REMOTE, places, 0, (None,) * len(keys))
+
+
 class TestCpuPool(TierContract):
     def open(self, spec: PageSpec, num_slots: int, home: Path) -> TierUnderTest:
         return PoolUnderTest(spec, num_slots)
@@ -256,3 +288,8 @@ class TestNvmeTierUnderEncodedMemory(TierContract):
 class TestNvmeTierInExtents(TierContract):
     def open(self, spec: PageSpec, num_slots: int, home: Path) -> TierUnderTest:
         return ExtentsUnderTest(spec, home)
+
+
+class TestDictionary(TierContract):
+    def open(self, spec: PageSpec, num_slots: int, home: Path) -> TierUnderTest:
+        return DictionaryUnderTest(spec, num_slots)

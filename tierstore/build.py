@@ -10,6 +10,7 @@ import gc
 import logging
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -26,13 +27,13 @@ from tierstore.host.free_memory import available_nbytes
 from tierstore.host.pinned_memory import FIRST_NBYTES
 from tierstore.keys import EXACT
 from tierstore.metrics import Metrics, RankHealth
-from tierstore.mover import LocalMover
+from tierstore.mover import LocalMover, RecordTier
 from tierstore.nvme.page_coding import allowed_over
 from tierstore.nvme.tier import NvmeTier
 from tierstore.page import PageLayout
 from tierstore.policy import Known, WriteBudget, make_admission, make_history, make_policy
 from tierstore.policy.registry import doubling_depth
-from tierstore.types import Tier
+from tierstore.types import Tier, TierDescription
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -143,6 +144,7 @@ _log = logging.getLogger("tierstore.assembly")
 
 _PIN_PATIENCE_S = 600.0
 _CLOSE_S = 5.0
+_NO_TIERS: Mapping[Tier, tuple[TierDescription, OpenedRecords]] = MappingProxyType({})
 
 
 class HostSlots(Protocol):
@@ -160,7 +162,7 @@ class HostSlots(Protocol):
 
 
 class Records(Protocol):
-    """As much of an NVMe tier as a directory needs to know."""
+    """As much of a tier of records as a directory needs to know."""
 
     @property
     def record_nbytes(self) -> int:
@@ -175,6 +177,10 @@ class Records(Protocol):
     def records(self) -> Iterable[tuple[PageKey, PageKey | None, int]]:
         """Key, parent and bytes on disk of what is there."""
         ...
+
+
+class OpenedRecords(Records, RecordTier, Protocol):
+    """A tier of records in this process: what a directory has to know, and what a mover does with it."""
 
 
 @dataclass
@@ -201,8 +207,17 @@ class Parts:
             self.arena.close()
 
 
-def assemble(config: StoreConfig, layout: PageLayout, wake: Callable[[], None]) -> Parts:
-    """Opens every tier the configuration names. ConfigError changes nothing."""
+def assemble(
+    config: StoreConfig,
+    layout: PageLayout,
+    wake: Callable[[], None],
+    lower: Mapping[Tier, tuple[TierDescription, OpenedRecords]] = _NO_TIERS,
+) -> Parts:
+    """Opens every tier the configuration names. ConfigError changes nothing.
+
+    ``lower``: tiers of records that the caller has opened, to be used beside the configured ones. They hold pages in
+    the form of the slowest memory tier, and are closed with the others.
+    """
     check_sections(config, layout)
     device: HbmDevice = CpuDevice() if config.hbm is None else open_device(config.hbm.device)
     hbm_slots = slots_of("hbm", config.hbm.capacity if owns_hbm(config) and config.hbm else None, layout)
@@ -225,8 +240,10 @@ def assemble(config: StoreConfig, layout: PageLayout, wake: Callable[[], None]) 
         metrics.watch_ranks(lambda: {layout.shard: health(device, arena, nvme)}, apart=False)
         if nvme is not None:
             metrics.watch_disk(lambda: nvme.state)
-        directory = make_directory(config, layout, pool, arena, nvme, metrics)
-        mover = _mover(device, pool, arena, nvme, wake)
+        directory = make_directory(config, layout, pool, arena, nvme, metrics, lower)
+        records: dict[Tier, RecordTier] = {} if nvme is None else {Tier.NVME: nvme}
+        records |= {tier: opened for tier, (_, opened) in lower.items()}
+        mover = _mover(device, pool, arena, records, wake)
         undone.pop_all()
     return Parts(layout, held, device, pool, arena, nvme, directory, mover, metrics)
 
@@ -273,22 +290,26 @@ def make_directory(
     host: HostSlots | None,
     disk: Records | None,
     metrics: Metrics,
+    lower: Mapping[Tier, tuple[TierDescription, Records]] = _NO_TIERS,
 ) -> Directory:
-    """A directory for tiers of these sizes, that knows what the disk holds."""
+    """A directory for tiers of these sizes, that knows what the disk, and what other tiers of records, hold."""
+    records = dict(lower)
+    if disk is not None:
+        lossy = loss_class(config) != EXACT
+        records[Tier.NVME] = TierDescription("records", durable=True, lossy=lossy), disk
     known = _known(config, layout, host, pool, disk)
     directory = Directory(
-        _tables(config, pool, host, disk, known),
+        _tables(config, pool, host, records, known),
         metrics,
         page_nbytes=layout.page_nbytes,
-        record_nbytes=0 if disk is None else disk.record_nbytes,
         flush_s=0.0 if config.nvme is None else config.nvme.flush,
         history=None if known is None else known.history,
         admission=make_admission("all" if config.nvme is None else config.nvme.admission, known),
         budget=WriteBudget(None if config.nvme is None else config.nvme.daily_writes),
     )
-    if disk is not None:
-        with _collector_paused():
-            directory.residency.load(Tier.NVME, disk.records())
+    with _collector_paused():
+        for tier in sorted(records, reverse=True):
+            directory.residency.load(tier, records[tier][1].records())
     return directory
 
 
@@ -296,7 +317,7 @@ def _mover(
     device: HbmDevice,
     pool: OwnPool | None,
     arena: HostArena | None,
-    nvme: NvmeTier | None,
+    records: Mapping[Tier, RecordTier],
     wake: Callable[[], None],
 ) -> LocalMover:
     memory: dict[Tier, SlotBytes] = {}
@@ -305,7 +326,7 @@ def _mover(
     if arena is not None:
         memory[Tier.HOST] = arena
     copies = device.open_copies(Between(pool, arena, wake)) if pool and arena else None
-    return LocalMover(memory, copies, {} if nvme is None else {Tier.NVME: nvme})
+    return LocalMover(memory, copies, records)
 
 
 def _arena(config: StoreConfig, host: HostConfig, layout: PageLayout, num_slots: int) -> HostArena:
@@ -392,7 +413,7 @@ def _tables(
     config: StoreConfig,
     pool: OwnPool | None,
     arena: HostSlots | None,
-    nvme: Records | None,
+    records: Mapping[Tier, tuple[TierDescription, Records]],
     known: Known | None,
 ) -> dict[Tier, TierTable]:
     tables: dict[Tier, TierTable] = {}
@@ -406,11 +427,13 @@ def _tables(
             num_slots=arena.num_slots,
             lossy=arena.held.encoded,
         )
-    if config.nvme is not None and nvme is not None:
-        pages = max(1, nvme.budget_nbytes // nvme.record_nbytes)
-        tables[Tier.NVME] = TierTable(
-            make_policy(config.nvme.policy, known, pages),
-            budget_nbytes=nvme.budget_nbytes,
-            lossy=loss_class(config) != EXACT,
+    for tier, (described, found) in records.items():
+        policy = config.nvme.policy if tier == Tier.NVME and config.nvme is not None else "lru"
+        tables[tier] = TierTable(
+            make_policy(policy, known, max(1, found.budget_nbytes // found.record_nbytes)),
+            budget_nbytes=found.budget_nbytes,
+            record_nbytes=found.record_nbytes,
+            durable=described.durable,
+            lossy=described.lossy,
         )
     return tables

@@ -19,7 +19,7 @@ from tierstore.metrics import Metrics, RankHealth
 from tierstore.types import Ack, Erase, Failure, Tier, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from tierstore.codecs.host_format import HostFormat
     from tierstore.config import StoreConfig
@@ -70,6 +70,8 @@ class Ranks:
     """
 
     def __init__(self, num_ranks: int) -> None:
+        self.records: Collection[Tier] = ()
+        """The tiers that keep records: one that only some ranks have written is erased on all."""
         self._num_ranks = num_ranks
         self._outbox: list[Transfer | Erase] = []
         self._merging: dict[int, _Merging] = {}
@@ -119,8 +121,8 @@ class Ranks:
             self._acks.append(merged)
             if not merging.late:
                 del self._merging[ack.transfer_id]
-            if merging.halves:
-                self._outbox.append(Erase(Tier.NVME, merging.halves))
+            if merging.halves and merging.transfer.dst in self.records:
+                self._outbox.append(Erase(merging.transfer.dst, merging.halves))
 
     @property
     def polled(self) -> bool:
@@ -195,12 +197,14 @@ def assemble_apart(config: StoreConfig, layout: PageLayout, opened: Sequence[Ope
     host = _Host(host_slots, held)
     directory = make_directory(config, layout, None, host, disk, metrics)
     directory.outgoing.num_slots = num_slots
+    ranks.records = directory.hierarchy.records
     for rank, found in enumerate(opened):
         ranks.hear(rank, found.health)
     metrics.watch_ranks(ranks.health, apart=True)
     metrics.watch_pinned(lambda: sum(found.pinned_nbytes for found in ranks.health().values()))
-    if halves:
-        ranks.submit(Erase(Tier.NVME, halves))
+    disk_tier = directory.hierarchy.first_records
+    if halves and disk_tier is not None:
+        ranks.submit(Erase(disk_tier, halves))
     return Parts(layout, held, CpuDevice(), None, None, None, directory, ranks, metrics, ranks.health)
 
 
@@ -219,7 +223,7 @@ class _Merging:
     """Whether the places left were told to be late."""
     seconds: float = 0.0
     halves: tuple[PageKey, ...] = ()
-    """Of the last answer: pages that only some ranks have stored."""
+    """Of the last answer: pages that have arrived on some ranks and not on all."""
 
     @classmethod
     def of(cls, transfer: Transfer, ranks: int) -> _Merging:
@@ -267,7 +271,7 @@ class _Merging:
                 sizes.append(max(x for x in found if not isinstance(x, Failure)))
         self.current = [self.current[i] for i in late]
         self.late = bool(late)
-        self.halves = tuple(halves) if self.transfer.dst == Tier.NVME else ()
+        self.halves = tuple(halves)
         return Ack(
             transfer_id=self.transfer.id,
             ok=not failures,

@@ -598,7 +598,7 @@ class TierStore:
         _require_hints(hint, *over)
         require_key_list(keys)
         tables = self._directory.residency.tables
-        above = [t for t in tables if self._directory.promotions.source(t) is not None]
+        above = [t for t in tables if self._directory.promotions.sources(t)]
         require_member("promote to", tier, above)
         if len(keys) > BATCH_PAGES:
             raise ValueError(f"promote of {len(keys)} pages; allowed: {BATCH_PAGES} at most")

@@ -128,6 +128,26 @@ class Tier(IntEnum):
     REMOTE = 3
 
 
+@dataclass(frozen=True, slots=True)
+class TierDescription:
+    """What the store asks a tier, in place of its name.
+
+    ``addressing``: "slots" is memory, page by page at fixed places; "records" are pages by key behind a queue, of any
+    size, within a budget of bytes. ``durable``: pages survive a restart. ``lossy``: pages that come back may differ
+    from those that went in. ``below``: the next slower tier, to which pages are spilled; None: there is none.
+    """
+
+    addressing: Literal["slots", "records"]
+    durable: bool = False
+    lossy: bool = False
+    below: Tier | None = None
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the tier is memory, addressed by slots."""
+        return self.addressing == "slots"
+
+
 class LeaseState(Enum):
     """What ``Lease.wait`` found. PENDING: the time ran out and nothing changed; the others are final."""
 

@@ -20,6 +20,7 @@ def transfer(src: Tier = Tier.NVME, dst: Tier = Tier.HOST, number: int = 7) -> T
 
 def ranks_with(command: Transfer, number: int = 2) -> Ranks:
     ranks = Ranks(number)
+    ranks.records = (Tier.NVME,)
     ranks.submit(command)
     assert ranks.take() == [command]
     return ranks

@@ -94,7 +94,7 @@ def test_the_disk_does_not_give_up_the_records_it_would_drop_next_while_they_are
     bench.records.hold(up)
     lease = store.acquire(keys)
     budget = tier_stats(store, Tier.NVME)["budget_nbytes"]
-    turnover = 3 * budget // bench.directory.writeback.space._record_nbytes
+    turnover = 3 * budget // bench.directory.residency.tables[Tier.NVME].record_nbytes
     for i in range(turnover):
         write(store, chain(1, f"other{i}"))
         store.flush()

@@ -158,7 +158,7 @@ def test_what_is_on_disk_is_not_written_again(tmp_path: Path, admission: str) ->
 
 def test_a_day_s_budget_stops_what_goes_to_disk_by_itself_and_nothing_else(tmp_path: Path) -> None:
     probe = opened(tmp_path / "probe", "all")
-    record = probe.directory.space._record_nbytes
+    record = probe.directory.residency.tables[Tier.NVME].record_nbytes
     probe.close()
     bench = opened(tmp_path / "disk", "all", daily_writes=5 * record)
     names = [chain(3, str(i)) for i in range(4)]
@@ -184,7 +184,7 @@ def test_a_day_s_budget_stops_what_goes_to_disk_by_itself_and_nothing_else(tmp_p
 
 def test_a_budget_that_has_no_room_for_the_pages_before_one_refuses_it(tmp_path: Path) -> None:
     probe = opened(tmp_path / "probe", "all")
-    record = probe.directory.space._record_nbytes
+    record = probe.directory.residency.tables[Tier.NVME].record_nbytes
     probe.close()
     bench = opened(tmp_path / "disk", "second_hit", daily_writes=2 * record)
     keys = chain(3)

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tests.support.kept_bytes import DESCRIPTION, KeptBytes
 from tests.support.stalls import GatedCopies, GatedRecords
 from tierstore.build import Parts, assemble
 from tierstore.config import StoreConfig
@@ -16,7 +17,7 @@ from tierstore.mover import LocalMover
 from tierstore.page import PageLayout, PageSpec
 from tierstore.pump import Wakeup
 from tierstore.store import TierStore
-from tierstore.types import Ack, Erase, Transfer
+from tierstore.types import Ack, Erase, Tier, Transfer
 
 
 class WiredMover(LocalMover):
@@ -30,12 +31,14 @@ class WiredMover(LocalMover):
         assert isinstance(mover, LocalMover)
         gated = {tier: GatedRecords(records) for tier, records in mover._records.items()}
         wired = cls(mover._memory, None, gated)
-        wired.records = next(iter(gated.values()), None)
+        wired.records = gated.get(Tier.NVME)
+        wired.kept = gated.get(Tier.REMOTE)
         if mover._copies is not None:
             wired.attach(mover._copies)
         return wired
 
     records: GatedRecords | None = None
+    kept: GatedRecords | None = None
 
     def attach(self, copies: CopyEngine) -> None:
         self.copies = GatedCopies(copies, self._memory)
@@ -70,18 +73,28 @@ class Bench:
         return self.mover.records
 
     @property
+    def kept(self) -> GatedRecords:
+        assert self.mover.kept is not None
+        return self.mover.kept
+
+    @property
+    def dictionary(self) -> KeptBytes:
+        assert isinstance(self.kept.inner, KeptBytes)
+        return self.kept.inner
+
+    @property
     def directory(self) -> Directory:
         return self.parts.directory
 
     def open_gates(self) -> None:
         """Everything moves from now on."""
-        for gate in (self.mover.copies, self.mover.records):
+        for gate in (self.mover.copies, self.mover.records, self.mover.kept):
             if gate is not None:
                 gate.open()
 
     def settle(self) -> None:
         """Whatever has passed the gates ends and is known to the store."""
-        for gate in (self.mover.copies, self.mover.records):
+        for gate in (self.mover.copies, self.mover.records, self.mover.kept):
             if gate is not None:
                 gate.settle()
         self.store.poll()
@@ -92,15 +105,23 @@ class Bench:
 
 
 def open_bench(
-    config: StoreConfig, spec: PageSpec | Sequence[PageSpec], *, pump: bool = False, spill: bool = False
+    config: StoreConfig,
+    spec: PageSpec | Sequence[PageSpec],
+    *,
+    pump: bool = False,
+    spill: bool = False,
+    kept_pages: int | None = None,
 ) -> Bench:
     """A store whose directory and mover talk over a wire; gates are open until a test holds a lane.
 
     Without ``spill`` nothing happens by the clock: pages go to disk only when they are sent there, and a tier that
-    failed is not asked again by itself.
+    failed is not asked again by itself. ``kept_pages``: room in a dictionary that is a tier below all others.
     """
-    wakeup = Wakeup()
-    parts = assemble(config, PageLayout.of(spec), wakeup.bump)
+    wakeup, layout = Wakeup(), PageLayout.of(spec)
+    lower = {}
+    if kept_pages is not None:
+        lower[Tier.REMOTE] = DESCRIPTION, KeptBytes(kept_pages, layout.blob_nbytes, wakeup.bump)
+    parts = assemble(config, layout, wakeup.bump, lower)
     mover = WiredMover.around(parts)
     parts.mover = mover
     if not spill:

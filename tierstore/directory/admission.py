@@ -14,24 +14,22 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from tierstore.types import Tier
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
+    from tierstore.directory.hierarchy import Hierarchy
     from tierstore.directory.lineage import Lineage
     from tierstore.directory.residency import Residency
     from tierstore.policy import Admission, History, WriteBudget
-    from tierstore.types import PageKey
+    from tierstore.types import PageKey, Tier
 
 
 class MemoryOnly:
-    """The pages of a store that stay in memory. ``tiers``: those it has. Changed by residency and admission alone."""
+    """The pages of a store that stay in memory. Changed by residency and admission alone."""
 
-    def __init__(self, tiers: Iterable[Tier], lineage: Lineage) -> None:
-        tiers = list(tiers)
-        self.lowest = max(tiers)
-        self.floor = max((tier for tier in tiers if tier < Tier.NVME), default=Tier.HBM)
+    def __init__(self, hierarchy: Hierarchy, lineage: Lineage) -> None:
+        self.lowest = hierarchy.lowest
+        self.floor = hierarchy.memory_floor
         """The slowest tier that is memory."""
         self.keys: set[PageKey] = set()
         self.refused: set[PageKey] = set()
@@ -110,7 +108,7 @@ class MemoryOnly:
 
 class AdmissionControl:
     """Tells ``history`` of puts and hits, asks ``admission`` and holds its answers. ``history`` is None where no policy
-    needs one. Without an NVMe tier there is nothing to admit to.
+    needs one. Pages are admitted to the fastest tier that keeps records; without one there is nothing to admit to.
 
     A page refused now is asked about again when it is hit. A page is written with all pages before it, so a budget
     must have room for them too.
@@ -122,15 +120,17 @@ class AdmissionControl:
         history: History | None,
         admission: Admission,
         budget: WriteBudget,
-        record_nbytes: int,
     ) -> None:
         self.budget = budget
         self._residency = residency
         self._memory_only = residency.memory_only
         self._history = history
         self._admission = admission
-        self._record_nbytes = record_nbytes
-        self._nvme = residency.tables.get(Tier.NVME)
+        self._records = residency.hierarchy.records
+        self.guarded = residency.hierarchy.first_records
+        """The tier to which pages are admitted; None: there is none."""
+        self._below = None if self.guarded is None else residency.tables[self.guarded]
+        self._record_nbytes = 0 if self._below is None else self._below.record_nbytes
         self._promised: dict[PageKey, None] = {}
         """Pages that were let through the budget and are not written yet."""
         self._asked = 0
@@ -151,7 +151,7 @@ class AdmissionControl:
         history, record, again = self._history, None, False
         if history is not None:
             record, again = history.put(key, parent, following)
-        if self._nvme is None:
+        if self._below is None:
             return
         admitted = self._admission.put(record, self._gone(), again=again) and self._afford(key, parent)
         if not (admitted or asked or self._insisting):
@@ -159,7 +159,7 @@ class AdmissionControl:
 
     def hit(self, keys: Sequence[PageKey], source: Tier) -> None:
         """Held pages were asked for, or put again; ``source`` is the fastest tier that had them."""
-        if self._history is None and (self._nvme is None or not self._memory_only.refused):
+        if self._history is None and (self._below is None or not self._memory_only.refused):
             return
         for key in keys:
             self._hit(key, source)
@@ -167,8 +167,8 @@ class AdmissionControl:
     def _hit(self, key: PageKey, source: Tier) -> None:
         record = None
         if self._history is not None:
-            record = self._history.hit(key, below=source == Tier.NVME)
-        if self._nvme is None or key not in self._memory_only.refused:
+            record = self._history.hit(key, below=source in self._records)
+        if self._below is None or key not in self._memory_only.refused:
             return
         if self._admission.hit(record, self._gone()) and self._afford(
             key, self._residency.lineage.parent(key)
@@ -236,6 +236,6 @@ class AdmissionControl:
         if self._asked <= len(self._promised):
             return
         self._asked = 0
-        residency, nvme = self._residency, self._nvme
-        assert nvme is not None
-        self._promised = {k: None for k in self._promised if residency.held(k) and not nvme.ready(k)}
+        residency, below = self._residency, self._below
+        assert below is not None
+        self._promised = {k: None for k in self._promised if residency.held(k) and not below.ready(k)}

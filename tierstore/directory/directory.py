@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from tierstore.types import Counters
 
 
-_UNTRIED = frozenset({Failure.CLOSED, Failure.UNAVAILABLE})
-"""Reads that say nothing of their record."""
+_UNTRIED = frozenset({Failure.CLOSED, Failure.UNAVAILABLE, Failure.NO_SPACE})
+"""Failures that say nothing of the record: it was not read, or the tier that was to take it refused it."""
 
 
 class Directory:
-    """Residency and every decision about it. ``record_nbytes``: what one page may cost in the NVMe tier."""
+    """Residency and every decision about it."""
 
     def __init__(
         self,
@@ -41,20 +41,20 @@ class Directory:
         metrics: Counters,
         *,
         page_nbytes: int,
-        record_nbytes: int,
         flush_s: float,
         history: History | None,
         admission: Admission,
         budget: WriteBudget,
     ) -> None:
         self.residency = Residency(tables)
+        self.hierarchy = self.residency.hierarchy
         self.transfers = Transfers(self.residency, page_nbytes)
         self.owns_hbm = Tier.HBM in tables
         self.drops = Drops(self.residency, metrics)
         self.loads = Loads(self.residency, self.transfers, owned=self.owns_hbm)
-        self.writeback = WriteBack(self.residency, self.transfers, record_nbytes, flush_s)
+        self.writeback = WriteBack(self.residency, self.transfers, flush_s)
         self.space = self.writeback.space
-        self.admission = AdmissionControl(self.residency, history, admission, budget, record_nbytes)
+        self.admission = AdmissionControl(self.residency, history, admission, budget)
         self.owned = OwnedSlots(self.residency, self.space, self.drops)
         self.hints = HintTable(self.residency)
         self.drops.left = self._left
@@ -166,7 +166,7 @@ class Directory:
     def demote(self, keys: Sequence[PageKey], target: Tier) -> int:
         """Sends readable pages down to ``target`` and lets their upper copies go; how many it accepted."""
         accepted = [key for key in keys if self.residency.where(key) is not None]
-        if target >= Tier.NVME:
+        if target in self.hierarchy.records:
             self.admission.insist(accepted)
             self._lift(len(accepted))
         self.writeback.sinks.add(accepted, target, Ticket(), keep=False)
@@ -177,34 +177,40 @@ class Directory:
 
         Those too that an engine has put and that are still in its slots.
         """
-        if Tier.NVME not in self.residency.tables:
+        durable = self.hierarchy.first_durable
+        if durable is None:
             return [], Ticket()
         keys: list[PageKey] = []
         for tier, table in self.residency.tables.items():
-            if tier < Tier.NVME:
+            if tier < durable:
                 keys += table.copies
         keys += self.writeback.sinks.coming
         return keys, Ticket()
 
     def save(self, keys: Sequence[PageKey], ticket: Ticket) -> None:
-        """Sends the readable ones of ``keys``, and those that come from an engine, to NVMe, if it may hold them and
-        does not, keeping the copies above.
+        """Sends the readable ones of ``keys``, and those that come from an engine, to the first durable tier, if it may
+        hold them and no durable one does, keeping the copies above.
         """
-        nvme, lowest_for = self.residency.tables[Tier.NVME], self.residency.memory_only.lowest_for
+        target, lowest_for = self.hierarchy.first_durable, self.residency.memory_only.lowest_for
+        assert target is not None
+        tables = [table for table in self.residency.tables.values() if table.durable]
+        saved = {k for k in keys for table in tables if table.ready(k)}
         coming = self.writeback.sinks.coming
         unsaved = [
             k
             for k in keys
-            if not nvme.ready(k)
-            and (k in coming or (self.residency.where(k) is not None and lowest_for(k) >= Tier.NVME))
+            if k not in saved
+            and (k in coming or (self.residency.where(k) is not None and lowest_for(k) >= target))
         ]
-        self.writeback.sinks.add(unsaved, Tier.NVME, ticket, keep=True)
-        ticket.found += sum(nvme.ready(k) for k in keys)
+        self.writeback.sinks.add(unsaved, target, ticket, keep=True)
+        ticket.found += sum(k in saved for k in keys)
 
-    def dying(self) -> set[int]:
-        """Slots of NVMe whose pages were evicted while a copy of them was under way: erased when that has ended."""
-        nvme = self.residency.tables.get(Tier.NVME)
-        return set() if nvme is None else set(nvme.quarantine)
+    def dying(self) -> set[tuple[Tier, int]]:
+        """Slots of record tiers whose pages were evicted while a copy of them was under way: erased when that has
+        ended.
+        """
+        tables = self.residency.tables
+        return {(tier, slot) for tier in self.hierarchy.records for slot in tables[tier].quarantine}
 
     def evict(self, keys: Sequence[PageKey], tiers: Sequence[Tier]) -> int:
         """Drops copies without saving them; pages that lost at least one."""
@@ -294,7 +300,7 @@ class Directory:
         if dst == Tier.HBM:
             self.loads.arrived(key, slot)
             return
-        if dst == Tier.NVME:
+        if dst == self.admission.guarded:
             self.admission.written(key, nbytes, now)
         sized = self.residency.tables[dst].budget_nbytes is not None
         readable = self.residency.commit(key, dst, slot, nbytes if sized else 0, transfer.parents[i])
@@ -306,7 +312,7 @@ class Directory:
 
     def _failed(self, transfer: Transfer, i: int, failure: Failure) -> None:
         key, slot, dst = transfer.keys[i], transfer.dst_slots[i], transfer.dst
-        if _tells_of_source(transfer.src, failure):
+        if self._tells_of_source(transfer.src, failure):
             self._drop_broken(key, transfer.src, transfer.src_slots[i], failure)
         if dst == Tier.HBM:
             self.loads.failed(key, slot)
@@ -331,9 +337,9 @@ class Directory:
 
     def _settled(self, key: PageKey, dst: Tier, *, readable: bool) -> None:
         """A copy came to its end in a tier below HBM: tells all who wait for the page there, whoever sent it."""
-        if dst == Tier.HOST and key not in self.residency.tables[dst].copies:
+        if dst == self.loads.gate and key not in self.residency.tables[dst].copies:
             self.loads.lost(key)
-        elif dst == Tier.HOST and readable:
+        elif dst == self.loads.gate and readable:
             self.loads.promoted(key)
         self.writeback.sinks.wake(key)
 
@@ -367,6 +373,11 @@ class Directory:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
+    def _tells_of_source(self, src: Tier, failure: Failure) -> bool:
+        """Whether the failure says that the copy there is worth nothing: a record that cannot be read, memory that
+        holds no payload of its codec."""
+        return failure not in _UNTRIED if src in self.hierarchy.records else failure is Failure.INTEGRITY
+
     def _lift(self, limit: int) -> None:
         for key in self.residency.lift(limit):
             self.writeback.permitted(key)
@@ -397,7 +408,7 @@ class Directory:
         self.residency.abort(key, tier)
         if tier == Tier.HBM:
             self.leases.lost(self.loads.cancel(slot), "evicted")
-        elif tier == Tier.HOST:
+        elif tier == self.loads.gate:
             self.loads.lost(key)
 
     def _finish(self, now: float) -> None:
@@ -409,10 +420,11 @@ class Directory:
             self.outgoing.given_up = 0
         self.loads.promote_queued()
         if self.loads.queued:
-            self.space.make_room(Tier.HOST, self.loads.queued, now)
-            self.space.relieve(Tier.HOST, 1, now)
+            gate = self.loads.gate
+            self.space.make_room(gate, self.loads.queued, now)
+            self.space.relieve(gate, 1, now)
             self.loads.promote_queued()
-            if self.loads.queued and self.space.blocked(Tier.HOST, now):
+            if self.loads.queued and self.space.blocked(gate, now):
                 self.loads.give_up_queued()
         for load, arrived in self.loads.ended:
             if arrived:
@@ -424,9 +436,3 @@ class Directory:
         self.drops.note()
         self.drops.tell(refused=bool(self.space.failing))
         self.transfers.emit(now)
-
-
-def _tells_of_source(src: Tier, failure: Failure) -> bool:
-    """Whether the failure says that the copy there is worth nothing: a record that cannot be read, memory that holds no
-    payload of its codec."""
-    return failure not in _UNTRIED if src == Tier.NVME else failure is Failure.INTEGRITY

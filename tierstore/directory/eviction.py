@@ -279,29 +279,28 @@ def _left_bare(
 
 STALL_S = 2.0
 """An edge that carries pages and has not moved one for this long counts as failing until it moves again."""
+RELAYED_PAGES = 16
+"""Pages at most that are on their way from one tier of records to the next."""
 
 
 class Space:
     """Plans copies downwards that make room above, and drops what cannot be saved."""
 
-    def __init__(self, residency: Residency, transfers: Transfers, record_nbytes: int) -> None:
+    def __init__(self, residency: Residency, transfers: Transfers) -> None:
         self.failing: set[Tier] = set()
         """Tiers whose last write failed."""
         self._residency = residency
         self._tables = residency.tables
         self._tiers = list(residency.tables)
         self._transfers = transfers
-        self._record_nbytes = record_nbytes
-
-    def below(self, tier: Tier) -> Tier | None:
-        """The next slower tier there is."""
-        return next((other for other in self._tiers if other > tier), None)
+        self._records = residency.hierarchy.records
+        self.below = residency.hierarchy.below
 
     def room(self, tier: Tier) -> int:
         """Pages that ``tier`` can take in without waiting."""
         table = self._tables[tier]
         if table.budget_nbytes is not None:
-            return (table.budget_nbytes - table.used_nbytes) // self._record_nbytes + len(table.droppable)
+            return (table.budget_nbytes - table.used_nbytes) // table.record_nbytes + len(table.droppable)
         return len(table.free) + len(table.droppable)
 
     def make_room(self, tier: Tier, wanted: int, now: float) -> None:
@@ -309,7 +308,12 @@ class Space:
         table, below = self._tables[tier], self.below(tier)
         if below is None or below in self.failing or self.room(tier) >= wanted:
             return
-        for _ in range(min(BATCH_PAGES, wanted - self.room(tier) - self._transfers.carrying(tier, below))):
+        number = min(
+            BATCH_PAGES,
+            wanted - self.room(tier) - self._transfers.carrying(tier, below),
+            self.could_start(tier, below),
+        )
+        for _ in range(number):
             key = table.dirty.first()
             if key is None:
                 return
@@ -317,6 +321,10 @@ class Space:
                 self.make_room(below, wanted, now)
             if not self._has_room(below) or not self.copy(key, tier, below):
                 return
+
+    def could_start(self, src: Tier, dst: Tier) -> int:
+        """Pages that may be sent along the edge now: between two tiers of records each takes memory of the mover's."""
+        return RELAYED_PAGES - self._transfers.carrying(src, dst) if src in self._records else BATCH_PAGES
 
     def relieve(
         self,
@@ -425,7 +433,8 @@ class Space:
         return table.has_space(self._nbytes(tier)) or len(table.droppable) > 0
 
     def _nbytes(self, tier: Tier) -> int:
-        return self._record_nbytes if self._tables[tier].budget_nbytes is not None else 0
+        table = self._tables[tier]
+        return table.record_nbytes if table.budget_nbytes is not None else 0
 
     def drop(self, key: PageKey, tier: Tier) -> None:
         """Lets a readable copy go."""

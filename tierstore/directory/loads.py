@@ -1,6 +1,7 @@
 """Pages on their way up: loads into HBM for leases, and promotions ahead of need for hints. Metadata only.
 
-A load comes straight from the tier below HBM, or is promoted from NVMe to HOST first. It owns an HBM slot from the
+A load comes straight from the tier below HBM, or, where that is memory, is brought there from a tier of records first:
+from whichever has it, past those between. It owns an HBM slot from the
 moment it starts and pins its source, so its page cannot leave before it arrives. Promotions for a load take HOST slots
 as they come free: a lease of any size streams through a HOST tier of any size.
 
@@ -56,21 +57,26 @@ class Loads:
         self._transfers = transfers
         self.owned = owned
         """Whether HBM has a residency table; an engine's slots have none."""
-        self.gate: Tier = next(tier for tier in (Tier.HOST, Tier.NVME, Tier.HBM) if tier in residency.tables)
+        hierarchy = residency.hierarchy
+        self._records = hierarchy.records
+        self.gate = hierarchy.below(Tier.HBM) or Tier.HBM
+        """The tier below HBM."""
+        self.staged = self.gate == hierarchy.memory_floor
+        """Whether pages come from records to HBM by way of the gate, and not straight."""
         self.promoting: dict[PageKey, list[Load]] = {}
-        """Those that wait for their page to come up to HOST; all others are submitted."""
+        """Those that wait for their page to come up to the gate; all others are submitted."""
         self._queue: deque[PageKey] = deque()
 
     @property
     def queued(self) -> int:
-        """Promotions that wait for a HOST slot."""
+        """Promotions that wait for a slot of the gate."""
         return len(self._queue)
 
     def start(self, key: PageKey, slot: int, source: Tier, source_slot: int) -> Load:
         """Begins to bring the page from its copy in ``source``, pinned for it, into a slot that no other load fills."""
         load = Load(key, slot, source, source_slot)
         self.by_slot[slot] = load
-        if source == self.gate:
+        if source == self.gate or not self.staged:
             self._submit(load)
         else:
             waiting = self.promoting.setdefault(key, [])
@@ -99,38 +105,40 @@ class Loads:
         self._transfers.add_all(gate, Tier.HBM, moves)
 
     def promote_queued(self) -> None:
-        """Starts queued promotions for which HOST has room now, a bounded number.
+        """Starts queued promotions for which the gate has room now, a bounded number.
 
         One that nobody waits for ends where it would cost another page its slot: it is no request's any more, and
         its source may stand still.
         """
-        residency, queue = self._residency, self._queue
-        most = self._transfers.carrying(Tier.NVME, Tier.HOST) + BATCH_PAGES
-        while queue and self._transfers.carrying(Tier.NVME, Tier.HOST) < most:
+        residency, queue, gate = self._residency, self._queue, self.gate
+        memory, started = residency.tables[gate], 0
+        while queue and started < BATCH_PAGES:
             key = queue[0]
-            if key in self.promoting and key not in residency.tables[Tier.HOST].copies:
-                if not residency.tables[Tier.NVME].ready(key):
+            if key in self.promoting and key not in memory.copies:
+                source = residency.first_with(key, self._records)
+                if source is None:
                     self.lost(key)
-                elif not residency.tables[Tier.HOST].free and self._unheld(key):
+                elif not memory.free and self._unheld(key):
                     self._end_unheld(self.promoting[key])
                 else:
                     try:
-                        slot = residency.reserve(key, Tier.HOST, 0, Tier.NVME)
+                        slot = residency.reserve(key, gate, 0, source)
                     except CapacityError:
                         return
-                    source_slot = residency.tables[Tier.NVME].copies[key].slot
+                    source_slot = residency.tables[source].copies[key].slot
                     parent = residency.lineage.parent(key)
-                    self._transfers.add(Tier.NVME, Tier.HOST, Move(key, source_slot, slot, 0, parent))
-            elif residency.tables[Tier.HOST].ready(key):
+                    self._transfers.add(source, gate, Move(key, source_slot, slot, 0, parent))
+                    started += 1
+            elif memory.ready(key):
                 self.promoted(key)
             queue.popleft()
 
     def promoted(self, key: PageKey) -> None:
-        """The page is readable in HOST: its loads go on from there."""
+        """The page is readable in the gate: its loads go on from there."""
         for load in self.promoting.pop(key, ()):
-            source_slot = self._residency.pin(key, Tier.HOST)
+            source_slot = self._residency.pin(key, self.gate)
             self._residency.unpin(key, load.source, load.source_slot)
-            load.source, load.source_slot = Tier.HOST, source_slot
+            load.source, load.source_slot = self.gate, source_slot
             self._submit(load)
 
     def lost(self, key: PageKey) -> None:
@@ -140,7 +148,7 @@ class Loads:
             self._end(load, arrived=False)
 
     def give_up_queued(self) -> None:
-        """HOST will not get room: the loads that wait for a promotion end without their pages."""
+        """The gate will not get room: the loads that wait for a promotion end without their pages."""
         for key in self._queue:
             self.lost(key)
         self._queue.clear()
@@ -207,8 +215,10 @@ class Loads:
 
     def too_late(self, source: Tier, deadline: float, now: float) -> bool:
         """Whether a page from ``source`` is expected in HBM only after the deadline."""
-        hops = [tier for tier in self._residency.tables if Tier.HBM < tier <= source]
-        edges = zip(reversed(hops), [*reversed(hops[:-1]), Tier.HBM], strict=True)
+        if source == self.gate or not self.staged:
+            edges = [(source, Tier.HBM)]
+        else:
+            edges = [(source, self.gate), (self.gate, Tier.HBM)]
         return deadline <= now or now + sum(self._transfers.seconds_for(e, 1) for e in edges) > deadline
 
     def abandon(self, slot: int) -> None:
@@ -286,23 +296,26 @@ class Promotions:
         """Places that are kept for hints in force."""
         return sum(map(len, [*self._kept.values(), *self._ending]))
 
-    def source(self, tier: Tier) -> Tier | None:
-        """The tier from which pages come to ``tier``; None: from none, it is no tier to promote to."""
-        below = [other for other in self._tables if other > tier]
-        return below[0] if tier in self._tables and tier <= Tier.HOST and below else None
+    def sources(self, tier: Tier) -> tuple[Tier, ...]:
+        """The tiers from which pages come to ``tier``, fastest first; none: it is no tier to promote to."""
+        hierarchy = self._residency.hierarchy
+        if tier not in hierarchy.tiers or tier in hierarchy.records:
+            return ()
+        return hierarchy.records if tier == hierarchy.memory_floor else (self._loads.gate,)
 
     def start(self, hint: Hint, keys: Sequence[PageKey], tier: Tier, over: Sequence[Hint]) -> Promoted:
         """Starts to bring pages to ``tier``, first to last, until one is not right below or finds no room.
 
         ``over``: hints whose pages may lose their place for these, the last named first.
         """
-        src = self.source(tier)
+        sources = self.sources(tier)
         self._take_ended()
         in_force = self._hints.in_force(hint)
         started: list[PageKey] = []
         covered = 0
-        if in_force and src is not None and not self._awaited(src):
+        if in_force and sources and not any(map(self._awaited, sources)):
             while covered < len(keys):
+                src = self._residency.first_with(keys[covered], sources) or sources[0]
                 run = self._bring_some(keys[covered:], src, tier, over)
                 if run is None:
                     break
@@ -405,7 +418,8 @@ class Promotions:
         already, None if it cannot be brought."""
         if keys[0] in self._tables[dst].copies:
             return ()
-        if self._residency.exactness.lossless and self._tables[dst].free:
+        straight = dst != Tier.HBM or src == self._loads.gate
+        if straight and self._residency.exactness.lossless and self._tables[dst].free:
             return self._bring_run(keys, src, dst) or None
         if not self._tables[src].ready(keys[0]) or not self._find_room(dst, over):
             return None
@@ -417,7 +431,7 @@ class Promotions:
         places = self._residency.reserve_run(keys, dst, src, pins=0)
         keys = keys[: len(places)]
         self._moving[dst].update(dict.fromkeys(keys))
-        if dst == Tier.HBM and src == self._loads.gate:
+        if dst == Tier.HBM:
             self._loads.start_run(None, 0, keys, places)
             return keys
         parent = self._residency.lineage.parent

@@ -15,14 +15,15 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tierstore.directory.admission import MemoryOnly
 from tierstore.directory.eviction import VictimQueues, choose_victims
+from tierstore.directory.hierarchy import Hierarchy
 from tierstore.directory.lineage import Lineage, Orphans
 from tierstore.errors import CapacityError, LeaseError
 from tierstore.policy import VictimQueue
-from tierstore.types import Copy, PageKey, Tier
+from tierstore.types import Copy, PageKey, Tier, TierDescription
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -40,9 +41,10 @@ class Dead:
 
 
 class TierTable:
-    """Slots of one tier. ``num_slots`` None: the tier keeps bytes by key, bounded by ``budget_nbytes`` alone.
+    """Slots of one tier. ``num_slots`` None: the tier keeps records by key, bounded by ``budget_nbytes`` alone.
 
-    ``lossy``: what is read back from there differs from what was put.
+    ``record_nbytes``: what one record may cost. ``durable``: records survive a restart. ``lossy``: what is read back
+    from there differs from what was put.
     """
 
     def __init__(
@@ -51,10 +53,14 @@ class TierTable:
         *,
         num_slots: int | None = None,
         budget_nbytes: int | None = None,
+        record_nbytes: int = 0,
+        durable: bool = False,
         lossy: bool = False,
     ) -> None:
         self.policy = policy
+        self.durable = durable
         self.lossy = lossy
+        self.record_nbytes = record_nbytes
         self.num_slots = num_slots
         self.budget_nbytes = budget_nbytes
         self.used_nbytes = 0
@@ -77,6 +83,11 @@ class TierTable:
         """Those of ``dirty`` that can be dropped without cutting off other pages."""
         self.fleeting = VictimQueue()
         """Those of ``leaves`` that are memory-only."""
+
+    def description(self, below: Tier | None) -> TierDescription:
+        """Describe the tier, which has ``below`` under it."""
+        addressing: Literal["slots", "records"] = "records" if self.num_slots is None else "slots"
+        return TierDescription(addressing, self.durable, self.lossy, below)
 
     def has_space(self, nbytes: int) -> bool:
         """Whether a slot for ``nbytes`` can be taken without an eviction."""
@@ -233,8 +244,12 @@ class Residency:
         """Fastest first."""
         self._order = list(self.tables.items())
         self._copies = [table.copies for _, table in self._order]
+        below = [*list(self.tables)[1:], None]
+        self.hierarchy = Hierarchy(
+            {tier: table.description(under) for (tier, table), under in zip(self._order, below, strict=True)}
+        )
         self.lineage = Lineage()
-        self.memory_only = MemoryOnly(self.tables, self.lineage)
+        self.memory_only = MemoryOnly(self.hierarchy, self.lineage)
         self.exactness = Exactness(self.tables)
         self.erased: deque[tuple[Tier, PageKey]] = deque()
         """Records of key-addressed tiers whose bytes nobody needs any more."""
@@ -252,6 +267,10 @@ class Residency:
             if copy is not None and copy.ready:
                 return tier
         return None
+
+    def first_with(self, key: PageKey, tiers: Iterable[Tier]) -> Tier | None:
+        """First of ``tiers`` that has a readable copy, or None."""
+        return next((tier for tier in tiers if self.tables[tier].ready(key)), None)
 
     def match(self, keys: Sequence[PageKey]) -> list[Tier]:
         """Tier of each page of the longest readable prefix. Changes nothing, is no use for the policy."""
@@ -291,7 +310,10 @@ class Residency:
         )
 
     def load(self, tier: Tier, records: Iterable[tuple[PageKey, PageKey | None, int]]) -> None:
-        """Takes over what a tier found at open, oldest first: (key, parent, nbytes). Before anything else."""
+        """Takes over what a tier found at open, oldest first: (key, parent, nbytes). Before anything else.
+
+        Of several tiers the slowest is loaded first.
+        """
         table, lineage = self.tables[tier], self.lineage
         enter, copies, used = table.policy.enter, table.copies, 0
         for key, parent, nbytes in records:
@@ -301,11 +323,28 @@ class Residency:
                 lineage.link(key, parent)
         table.used_nbytes += used
         table.idle += len(copies)
+        if tier != self.hierarchy.lowest:
+            self._place_loaded(copies)
+            return
         self.orphans.load(lineage.without_parent_in(copies))
         has_children, wait, droppable = lineage.has_children, table.wait, table.droppable
         for key, copy in copies.items():
             if not has_children(key):
                 wait(copy, key, droppable)
+
+    def _place_loaded(self, keys: Iterable[PageKey]) -> None:
+        """Put pages of a tier above others into their queues, and those that they make reachable or not."""
+        parent = self.lineage.parent
+        for key in keys:
+            self.orphans.recheck(key, parent(key))
+            self.orphans.recheck_children(key)
+        while self.orphans.pending:
+            self.orphans.advance(1 << 16)
+        for key in keys:
+            self.queues.resettle(key)
+            before = parent(key)
+            if before is not None:
+                self.queues.resettle(before)
 
     # -- slots owned by callers ---------------------------------------------------------------------------------
 

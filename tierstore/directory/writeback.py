@@ -12,7 +12,7 @@ from enum import Enum
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from tierstore.directory.eviction import Space
+from tierstore.directory.eviction import RELAYED_PAGES, Space
 from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.types import Tier
 
@@ -65,6 +65,7 @@ class Sinks:
         self._residency = residency
         self._tables = residency.tables
         self._tiers = list(residency.tables)
+        self._records = residency.hierarchy.records
         self._space = space
         self._unwritten = unwritten
         self._queue: deque[PageKey] = deque()
@@ -113,7 +114,7 @@ class Sinks:
     def to_disk(self, key: PageKey) -> bool:
         """Whether somebody asked for the page to be written."""
         sink = self.open.get(key)
-        return sink is not None and sink.target == Tier.NVME
+        return sink is not None and sink.target in self._records
 
     def came(self, key: PageKey) -> None:
         """The page comes out of one slot less: it is in a tier, on its way there, or will not be."""
@@ -164,6 +165,8 @@ class Sinks:
             return _Step.FAILED
         if key in self._tables[dst].copies or (src == Tier.HBM and key in self._unwritten):
             return _Step.MOVING
+        if self._space.could_start(src, dst) <= 0:
+            return _Step.BLOCKED
         if self._space.copy(key, src, dst):
             return _Step.MOVING
         if key in self._residency.orphans:
@@ -194,18 +197,16 @@ class Sinks:
 _AHEAD = 16
 """One slot in this many is kept free or droppable ahead of need."""
 _ASK_AGAIN_S = 0.2
-"""How long HOST, after a copy to it failed, is left alone unless a page is sealed or sent there."""
+"""How long a tier, after a copy to it failed, is left alone unless a page is sealed or sent there."""
 
 
 class WriteBack:
     """Plans every copy downwards. ``space`` makes room, ``sinks`` are the pages sent down by request."""
 
-    def __init__(
-        self, residency: Residency, transfers: Transfers, record_nbytes: int, flush_s: float
-    ) -> None:
+    def __init__(self, residency: Residency, transfers: Transfers, flush_s: float) -> None:
         self.unwritten: dict[PageKey, int] = {}
         """Sealed pages whose bytes the engine has not finished writing, by HBM slot; no copy may start from them."""
-        self.space = Space(residency, transfers, record_nbytes)
+        self.space = Space(residency, transfers)
         self.sinks = Sinks(residency, self.space, self.unwritten)
         self._residency = residency
         self._tables = residency.tables
@@ -216,8 +217,10 @@ class WriteBack:
         self._next_spill = 0.0
         self._next_try = 0.0
         self._due = 0
-        above_nvme = [tier for tier in residency.tables if tier < Tier.NVME]
-        self._spill_from = above_nvme[-1] if above_nvme and Tier.NVME in self._tables else None
+        self._above = residency.hierarchy.above
+        self._spill_to = residency.hierarchy.first_durable
+        """Where timed spills go: pages are to survive a restart soon."""
+        self._spill_from = None if self._spill_to is None else self._above(self._spill_to)
 
     # -- what happened ------------------------------------------------------------------------------------------
 
@@ -276,10 +279,11 @@ class WriteBack:
         more = self.sinks.advance(now)
         more |= self._write_behind(now)
         more |= self._spill(now)
-        self._ask_host_again(now)
+        self._ask_again(now)
         for tier, table in self._tables.items():
-            if table.num_slots is not None and len(table.dirty):
-                self.space.make_room(tier, max(1, table.num_slots // _AHEAD), now)
+            if len(table.dirty):
+                ahead = RELAYED_PAGES if table.num_slots is None else max(1, table.num_slots // _AHEAD)
+                self.space.make_room(tier, ahead, now)
         return more
 
     @property
@@ -320,17 +324,21 @@ class WriteBack:
                 return False
         return 0 < len(self._fresh) < before
 
-    def _ask_host_again(self, now: float) -> None:
-        """A HOST that failed is sent one page now and then, as the timed spill does with NVMe.
+    def _ask_again(self, now: float) -> None:
+        """A tier that failed is sent one page now and then, as the timed spill does with the one that it fills.
 
         Else an unsaved page that others follow below could neither be saved nor dropped until somebody puts a page.
         """
-        if Tier.HOST not in self.space.failing or now < self._next_try or Tier.HBM not in self._tables:
+        if not self.space.failing or now < self._next_try:
             return
-        self._next_try = now + _ASK_AGAIN_S
-        key = self._tables[Tier.HBM].dirty.first()
-        if key is not None:
-            self.space.copy(key, Tier.HBM, Tier.HOST)
+        for dst in self.space.failing:
+            src = self._above(dst)
+            if src is None or src == self._spill_from:
+                continue
+            self._next_try = now + _ASK_AGAIN_S
+            key = self._tables[src].dirty.first()
+            if key is not None and self.space.could_start(src, dst) > 0:
+                self.space.copy(key, src, dst)
 
     def _waits_aside(self, host: TierTable, key: PageKey) -> bool:
         """A memory-only page for which HOST has no room keeps those that are to be stored from nothing."""
@@ -353,15 +361,15 @@ class WriteBack:
         return gives_way or self._residency.saved_below(victim, Tier.HOST)
 
     def _spill(self, now: float) -> bool:
-        src = self._spill_from
-        if src is None or not self._unsaved:
+        src, dst = self._spill_from, self._spill_to
+        if src is None or dst is None or not self._unsaved:
             return False
         if now >= self._next_spill:
             self._next_spill = now + self._flush_s
             # A tier that fails is asked a little at a time: all would only come back, again and again.
-            self._due = BATCH_PAGES if Tier.NVME in self.space.failing else len(self._unsaved)
+            self._due = BATCH_PAGES if dst in self.space.failing else len(self._unsaved)
         slots = self._tables[src].num_slots or 1
-        allowed = max(1, slots // 2) - self._transfers.carrying(src, Tier.NVME)
+        allowed = max(1, slots // 2) - self._transfers.carrying(src, dst)
         budget = min(BATCH_PAGES, allowed)
         while self._due > 0 and budget > 0 and self._unsaved:
             key = next(iter(self._unsaved))
@@ -372,7 +380,7 @@ class WriteBack:
             del self._unsaved[key]
             if self._tables[src].ready(key) and self._residency.unsaved(key, src):
                 budget -= 1
-                if not self.space.copy(key, src, Tier.NVME):
+                if not self.space.copy(key, src, dst):
                     self._unsaved[key] = None
                     return False
         return self._due > 0 and budget == 0 and allowed > BATCH_PAGES and bool(self._unsaved)

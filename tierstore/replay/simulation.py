@@ -78,7 +78,12 @@ class Simulation:
         for tier, pages in setting.pages.items():
             policy = make_policy(setting.policies[tier], known, pages)
             tables[tier] = (
-                TierTable(policy, budget_nbytes=pages * self._record_nbytes)
+                TierTable(
+                    policy,
+                    budget_nbytes=pages * self._record_nbytes,
+                    record_nbytes=self._record_nbytes,
+                    durable=True,
+                )
                 if tier == Tier.NVME
                 else TierTable(policy, num_slots=pages)
             )
@@ -86,7 +91,6 @@ class Simulation:
             tables,
             self._metrics,
             page_nbytes=setting.page_nbytes,
-            record_nbytes=self._record_nbytes,
             flush_s=setting.flush_s,
             history=history,
             admission=make_admission(setting.admission, known),
