@@ -61,11 +61,11 @@ def test_bench_ttft_tells_a_row_for_each_place_that_pages_come_from(tmp_path: Pa
     ("words", "what"),
     [
         (("--shape", "huge"), "llama-3.1-8b"),
-        (("--prefix", "5"), "--prefix 5; allowed: a page of 64 tokens"),
-        (("--disk-prefix", "5"), "--disk-prefix 5; allowed: a page of 64 tokens"),
+        (("--prefix", "5"), "--prefix must be at least 64, one page of tokens, got 5"),
+        (("--disk-prefix", "5"), "--disk-prefix must be at least 64, one page of tokens, got 5"),
         (("--dir", "/nowhere/at/all"), "no such folder"),
-        (("--chunk", "32,none"), "--chunk 32,none; allowed: numbers of tokens from 1"),
-        (("--chunk", "0"), "--chunk 0; allowed: numbers of tokens from 1"),
+        (("--chunk", "32,none"), "--chunk must be numbers of tokens from 1"),
+        (("--chunk", "0"), "--chunk must be numbers of tokens from 1"),
     ],
 )
 def test_bench_ttft_refuses_what_cannot_be_measured(words: tuple[str, ...], what: str) -> None:

@@ -88,7 +88,7 @@ def test_doctor_answers_for_a_directory_that_is_not_there_yet(tmp_path: Path) ->
     result = tierstore("doctor", "--path", tmp_path / "a" / "b", "--json")
     assert result.returncode == 0
     disk = next(check for check in last_line(result)["checks"] if check["name"] == "disk")
-    assert "not there yet" in disk["value"]
+    assert "does not exist yet" in disk["value"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -366,7 +366,10 @@ def test_purge_that_can_ask_nobody_names_the_option_that_it_needs(home: Path) ->
     assert result.returncode == 2
     question, why = result.stderr.splitlines()
     assert question.startswith("Remove 'all'")
-    assert why == "tierstore: nobody is there to answer; allowed: --yes, which removes without asking"
+    assert (
+        why
+        == "tierstore: cannot ask for confirmation: standard input is closed; use --yes to remove without asking"
+    )
     assert last_line(result) == {"error": why.removeprefix("tierstore: ")}
     assert (home / SHARD / "data.mdb").exists()
 

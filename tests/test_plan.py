@@ -252,7 +252,7 @@ def test_the_command_measures_and_ends_with_one_object(folder: Path) -> None:
         "nvme_read_bytes_per_s",
         "prefill_operations_per_s",
     }
-    assert "recomputing from the model's operations" in told
+    assert "recompute times from the model's operations" in told
     assert sorted(path.name for path in folder.iterdir()) == ["model", "store.yaml"]
 
 

@@ -191,4 +191,4 @@ def test_what_an_older_vllm_lacks_is_a_note(package: Path) -> None:
 def test_where_no_vllm_is_it_says_so_and_ends_with_code_2(tmp_path: Path) -> None:
     result = tierstore("vllm-check", "--source", tmp_path, "--json")
     assert result.returncode == 2
-    assert "holds no folder vllm" in last_line(result)["error"]
+    assert "does not contain a package vllm" in last_line(result)["error"]

@@ -85,18 +85,30 @@ def test_bounds_are_kept_at_home_or_where_the_option_says(tmp_path: Path, home: 
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        (["--capacity", "1KiB"], "hbm.capacity is 1024 bytes, less than one block"),
-        (["--policy", "random"], "--policy random; allowed: lru, fifo"),
-        (["--nvme", "1GiB", "--admission", "some"], "--admission some; allowed: all, second_hit, cost"),
-        (["--host", "0"], "--host 0; allowed: a size"),
+        (["--capacity", "1KiB"], "hbm.capacity must be at least "),
+        (["--policy", "random"], "--policy must be one of lru, fifo"),
+        (["--nvme", "1GiB", "--admission", "some"], "--admission must be one of all, second_hit, cost"),
+        (["--host", "0"], "--host must be a size"),
         (["--bounds", __file__], "test_command.py: no such folder"),
         (["--model", "no-such-model"], "no-such-model"),
-        (["--capacity", "lots"], "--capacity lots; allowed: a size"),
-        (["--admission", "cost"], "--admission without --nvme: there is no tier to admit to; allowed: both"),
-        (["--plot", "no/such/folder.svg"], "no such folder"),
-        (["--config", "c.yaml", "--host", "1GiB"], "--host with --config: the file says it"),
-        (["--config", "c.yaml", "--policy", "lru"], "--policy with --config: the file says it"),
-        (["--config", "c.yaml", "--admission", "all"], "--admission with --config: the file says it"),
+        (["--capacity", "lots"], "--capacity must be a size"),
+        (
+            ["--admission", "cost"],
+            "--admission has no effect without --nvme: there is no tier to admit pages to",
+        ),
+        (["--plot", "no/such/folder.svg"], "the folder no/such does not exist"),
+        (
+            ["--config", "c.yaml", "--host", "1GiB"],
+            "--host cannot be combined with --config",
+        ),
+        (
+            ["--config", "c.yaml", "--policy", "lru"],
+            "--policy cannot be combined with --config",
+        ),
+        (
+            ["--config", "c.yaml", "--admission", "all"],
+            "--admission cannot be combined with --config",
+        ),
         (["nix.jsonl"], "nix.jsonl: no such file; allowed: a .jsonl file of requests"),
     ],
 )

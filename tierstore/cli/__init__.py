@@ -1,9 +1,8 @@
 """The command line: ``tierstore COMMAND``.
 
-Each command takes ``--json``: its last line on standard output is then one JSON object. Exit codes: 0 all is well;
-1 the command ran and something is wrong (a bad record, a check that failed, an answer of no); 2 it could not be done
-as asked (unknown option, a directory that is not a store's or is in use); 130 it was interrupted. Progress goes to
-standard error.
+With ``--json``, the last line on standard output is one JSON object. Progress goes to standard error. Exit codes: 0
+for success; 1 if the command ran and found something wrong (a bad record, a failed check, an answer of no); 2 if it
+could not run as asked (an unknown option, a directory that is in use or not a store's); 130 if it was interrupted.
 """
 
 from __future__ import annotations
@@ -19,11 +18,14 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> None:
-    """The ``tierstore`` script. Interrupted while its rooms load, it ends at once: there is nothing to clean up."""
+    """Run the ``tierstore`` script.
+
+    An interrupt while modules load ends it at once: there is nothing to clean up yet.
+    """
     usual = signal.getsignal(signal.SIGINT)
     if usual is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
-    from tierstore.cli.app import main as run  # most of a short command's time
+    from tierstore.cli.app import main as run  # takes most of the time of a short command
 
     try:
         signal.signal(signal.SIGINT, usual)
@@ -33,5 +35,5 @@ def main() -> None:
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    # Not an exception: an import may turn it into another, or swallow it.
+    # Not an exception: an import may turn it into another one, or swallow it.
     os._exit(_INTERRUPTED)

@@ -1,4 +1,4 @@
-"""The application ``tierstore``, where all commands join, and its callback, version and exit."""
+"""Assemble the application ``tierstore`` from its commands and run it; signals, version and exit codes."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ app.add_typer(bench, name="bench")
 @app.callback()
 def options(
     show_version: Annotated[
-        bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_version)
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_version)
     ] = False,
 ) -> None:
     """A tiered KV cache for LLM inference: HBM, host memory and NVMe."""
 
 
 def main() -> None:
-    """The ``tierstore`` script.
+    """Run the ``tierstore`` script.
 
-    Told to end, or hung up on, a command cleans up like one that is interrupted. Where what it says cannot be
-    written, that is one line, too, and exit code 2.
+    SIGTERM and SIGHUP end a command like an interrupt: it cleans up first. If standard output cannot be written,
+    the command prints one line on standard error and ends with exit code 2.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
@@ -79,7 +79,7 @@ def _leave(number: int, _: FrameType | None) -> NoReturn:
 
 
 def _leave_after_all(ignored: sys.UnraisableHookArgs) -> None:
-    """Send a signal again whose exception Python has dropped, since it came while an object was being finalized."""
+    """Send a signal again if Python dropped its exception because an object was being finalized."""
     match ignored.exc_value:
         case SystemExit(code=int(code)) if code > 128:
             number = code - 128

@@ -1,4 +1,4 @@
-"""``export`` and ``import``: pages of a closed store as one file, and back into another."""
+"""``export`` and ``import``: copy pages of a closed store to one file, and from such a file into another store."""
 
 from __future__ import annotations
 
@@ -27,42 +27,46 @@ if TYPE_CHECKING:
     from tierstore.cli.document import Document
     from tierstore.types import PageKey
 
-Config = Annotated[Path, typer.Option(help="The store's configuration; its nvme section is used.")]
+Config = Annotated[Path, typer.Option(help="Configuration of the store; its nvme section is used.")]
 _SHOWN_KEYS = 20
 
 
 def export(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write; replaced in one step.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="File to write; replaced atomically.")],
     config: Config,
     keys: Annotated[
-        Path | None, typer.Option(help="A file of page keys in hex, one a line, # begins a comment.")
+        Path | None, typer.Option(help="File of page keys in hex, one per line; # begins a comment.")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every page there is.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Export every page.")] = False,
     doc: Annotated[
-        Path | None, typer.Option(help="A text file: the pages of prompts that begin with this document.")
+        Path | None,
+        typer.Option(help="Text file: export the pages of prompts that begin with this document."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Whose pages --doc means: smollm2, gemma3, or a model's folder.")
+        str | None,
+        typer.Option(help="Model that read the document of --doc: smollm2, gemma3, or a model's folder."),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="In which --model computes; that of the directory's pages if not given."),
+        typer.Option(help="dtype in which --model computes. Default: that of the pages in the directory."),
     ] = None,
     fingerprint: Annotated[
-        str, typer.Option(help="The beginning of a fingerprint, where the directory has several models.")
+        str, typer.Option(help="First digits of a fingerprint, if the directory has several models.")
     ] = "",
     loss_class: Annotated[
-        str, typer.Option(help="exact, int8, ...: whose pages, where the directory has those of several.")
+        str, typer.Option(help="Loss class of the pages (exact, int8, ...), if the directory has several.")
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Write pages of a closed store to one portable file, as they are. Exit code 1 if some could not be had."""
+    """Write pages of a closed store to one portable file, unchanged. Exit code 1 if some pages are missing."""
     with refusals(as_json):
         from tierstore.archive import closed_store
         from tierstore.archive.export import write_archive
 
         if (keys is not None) + everything + (doc is not None) != 1 or (doc is None) != (model is None):
-            raise ConfigError("export needs one of --keys FILE, --all, and --doc FILE with --model NAME")
+            raise ConfigError(
+                "choose the pages to export: --keys FILE, --all, or --doc FILE with --model NAME"
+            )
         path = _nvme(config).path
         require_place("OUT", out)
         listed = None if keys is None else _keys(keys)
@@ -83,24 +87,26 @@ def export(
 
 
 def import_(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What export wrote.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File that export wrote.")],
     config: Config,
     new_model: Annotated[
-        bool, typer.Option("--new-model", help="Let it in beside other models in the same directory.")
+        bool, typer.Option("--new-model", help="Allow a new model beside the others in the directory.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Check a file of pages and put what is whole into a closed store. Exit code 1 if not every page is there then."""
+    """Check a file of pages and import the valid ones into a closed store. Exit code 1 if a page is still missing
+    then.
+    """
     with refusals(as_json):
         from tierstore.archive import closed_store, intake
 
         settings, nvme = load_config(config), _nvme(config)
-        require_file("FILE", file, "what `tierstore export` wrote")
+        require_file("FILE", file, "a file that `tierstore export` wrote")
         description = asyncio.run(intake.read_contents(file)).description
         allowed, found = settings.page_size, description.layout.page_size
         if allowed not in (None, found):
             raise ArchiveError(
-                f"{file}: the page_size of its pages is {found}; allowed here: {allowed}, page_size of {config}"
+                f"{file}: its pages have page_size {found}, but {config} sets page_size {allowed}"
             )
         if not new_model:
             _require_known(nvme.path, description, file)
@@ -124,7 +130,7 @@ def _require_known(path: Path, description: Description, file: Path) -> None:
         closed_store.require_known(path, description)
     except ArchiveError as error:
         raise ArchiveError(
-            f"{file}: {error}, which {path} is of, or --new-model for a directory of its own"
+            f"{file}: {error}; use --new-model to add a directory for these pages to {path}"
         ) from error
 
 
@@ -132,7 +138,7 @@ def _nvme(config: Path) -> NvmeConfig:
     nvme = load_config(config).nvme
     if nvme is None:
         raise ConfigError(
-            f"{config}: has no nvme section; allowed: one, with the path of the store's directory"
+            f"{config}: the configuration has no nvme section, which names the store's directory"
         )
     return nvme
 
@@ -140,27 +146,27 @@ def _nvme(config: Path) -> NvmeConfig:
 def _only(shards: Sequence[Shard], path: Path, document: Document | None) -> Shard:
     if len(shards) == 1:
         return shards[0]
-    whose = "that are asked for" if document is None else f"of {document.model} in {document.dtype}"
+    whose = "with this fingerprint" if document is None else f"of {document.model} in {document.dtype}"
     if not shards:
-        raise ConfigError(f"{path} has no pages {whose}; `tierstore inspect` shows what there is")
+        raise ConfigError(f"{path} has no pages {whose}; `tierstore inspect` lists what it has")
     there = ", ".join(f"{shard.directory.name[:12]}: {shard.description.models[:40]}" for shard in shards)
     raise ConfigError(
-        f"{path} has {len(shards)} directories with pages {whose} ({there}); allowed: one, chosen by --fingerprint"
+        f"{path} has {len(shards)} directories with pages {whose} ({there}); choose one with --fingerprint"
     )
 
 
 def _choose(source: ClosedSource, path: Path, listed: list[PageKey] | None, loss_class: str) -> None:
-    """The one class of loss of a file: pages of two never stand for each other, and their keys do not tell."""
+    """Choose the one loss class of the file. Pages of two classes must not stand for each other, but their keys are
+    equal.
+    """
     found = source.classes(listed)
     there = ", ".join(f"{name}: {count}" for name, count in found.items())
     if loss_class and found and loss_class not in found:
         raise ConfigError(
-            f"--loss-class {loss_class}: {path} has none of these pages; allowed: {', '.join(found)}"
+            f"--loss-class must be one of {', '.join(found)}, got {loss_class!r}: {path} has no other of these pages"
         )
     if not loss_class and len(found) > 1:
-        raise ConfigError(
-            f"{path} has pages of several loss classes ({there}); allowed: one, chosen by --loss-class"
-        )
+        raise ConfigError(f"{path} has pages of several loss classes ({there}); choose one with --loss-class")
     if found:
         source.choose(loss_class or next(iter(found)))
 
@@ -168,14 +174,12 @@ def _choose(source: ClosedSource, path: Path, listed: list[PageKey] | None, loss
 def _document(doc: Path, model: str, dtype: str | None, shards: Sequence[Shard]) -> Document:
     require_file("--doc", doc, "a text file")
     if find_spec("transformers") is None:
-        raise ConfigError("--doc needs transformers: in the checkout pip install -e '.[hf]'")
+        raise ConfigError("--doc needs transformers: run pip install -e '.[hf]' in the checkout")
     from tierstore.cli.document import Document
 
     there = sorted({spec.dtype for shard in shards for spec in shard.description.layout.specs})
     if dtype is None and len(there) > 1:
-        raise ConfigError(
-            f"the directory has pages of {' and '.join(there)}; allowed: one, chosen by --dtype"
-        )
+        raise ConfigError(f"the directory has pages of {' and '.join(there)}; choose one with --dtype")
     return Document(doc, model, dtype or (there[0] if there else "float32"))
 
 
@@ -183,11 +187,11 @@ def _keys(path: Path) -> list[PageKey]:
     from tierstore.keys import KEY_NBYTES
     from tierstore.types import PageKey
 
-    require_file("--keys", path, "a file of keys in hex, one a line")
+    require_file("--keys", path, "a file of keys in hex, one per line")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no text; allowed: keys in hex, one a line") from error
+        raise ConfigError(f"{path} is not a text file of keys in hex, one per line") from error
     found = []
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
@@ -199,11 +203,11 @@ def _keys(path: Path) -> list[PageKey]:
             key = b""
         if len(key) != KEY_NBYTES:
             raise ConfigError(
-                f"{path}, line {number}: {text[:80]!r} is no key; allowed: {2 * KEY_NBYTES} hex digits"
+                f"{path}, line {number}: a key has {2 * KEY_NBYTES} hex digits, got {text[:80]!r}"
             )
         found.append(PageKey(key))
     if not found:
-        raise ConfigError(f"{path} has no keys; allowed: keys in hex, one a line")
+        raise ConfigError(f"{path} has no keys, expected keys in hex, one per line")
     return found
 
 
@@ -214,10 +218,10 @@ def _say_exported(done: Exported) -> None:
 
 
 def _say_imported(done: Imported) -> None:
-    typer.echo(f"{done.path}: {done.pages} pages imported, {done.present} were there")
+    typer.echo(f"{done.path}: {done.pages} pages imported, {done.present} were already present")
     _say_keys("damaged", done.damaged)
-    _say_keys("without the pages before it", [(key, "") for key in done.orphans])
-    _say_keys("no room in nvme.capacity", [(key, "") for key in done.no_room])
+    _say_keys("pages before it are missing", [(key, "") for key in done.orphans])
+    _say_keys("nvme.capacity is full", [(key, "") for key in done.no_room])
 
 
 def _say_keys(what: str, keys: Sequence[tuple[PageKey, str]]) -> None:
@@ -229,7 +233,7 @@ def _say_keys(what: str, keys: Sequence[tuple[PageKey, str]]) -> None:
 
 @contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar, and what moves it."""
+    """Show a progress bar; the result moves it."""
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=progress, transient=True, disable=not progress.is_interactive) as bars:
         task = bars.add_task(what, total=None)

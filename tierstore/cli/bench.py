@@ -1,4 +1,4 @@
-"""``bench``: what this machine does with this store. A missed goal is a figure, not an error."""
+"""``bench``: measure this machine and this store. A missed goal is reported as a figure, not as an error."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ if TYPE_CHECKING:
     from tierstore.bench.ttft import TtftRow
 
 PAYLOADS = ["lmdb", "extents"]
-"""Where the tier may keep page bytes."""
+"""The layouts in which the NVMe tier may store page bytes."""
 
 BLOCK_NBYTES = 4096
-"""Of a disk: what is read past the page cache is of whole ones."""
+"""Block of a disk: direct I/O reads and writes whole blocks."""
 
 PAGE_NBYTES = 300
-"""Python memory of a page in the tables, at least."""
+"""Least Python memory of a page in the directory's tables."""
 
 bench = typer.Typer(help="Measure this machine and this store.", no_args_is_help=True)
 
@@ -73,24 +73,27 @@ def group() -> None:
 @bench.command()
 def core(
     pages: Annotated[int, typer.Option(min=1, help="Pages of the sequence that is matched and held.")] = 6250,
-    put_pages: Annotated[int, typer.Option(min=1, help="Pages put while the lock is watched.")] = 10_000,
+    put_pages: Annotated[
+        int, typer.Option(min=1, help="Pages to put while lock hold times are measured.")
+    ] = 10_000,
     records: Annotated[
-        int, typer.Option(min=1, help="Resident pages whose memory is counted, and of the catalogue.")
+        int, typer.Option(min=1, help="Resident pages whose memory is counted, and records of the catalogue.")
     ] = 1_000_000,
     restored: Annotated[
-        int, typer.Option("--restore-pages", min=1, help="Pages of 16 tokens of a restore without a card.")
+        int, typer.Option("--restore-pages", min=1, help="Pages of 16 tokens in the restore without a GPU.")
     ] = 8192,
     place: Annotated[
-        Path, typer.Option("--dir", help="Where the disk tier goes; a folder in it comes and goes.")
+        Path, typer.Option("--dir", help="Folder for the disk tier; a subfolder is created and removed.")
     ] = Path(),
     as_json: Json = False,
 ) -> None:
-    """The metadata core: time and memory a page, the longest hold of the lock, reopening a large catalogue.
+    """Measure the metadata core: time and memory per page, longest lock hold, opening a large catalogue.
 
-    And what the host does for a restore from HOST, its pages as they are and as int8, while a link would carry them;
-    and what the vLLM connector takes of the scheduler's time for as many blocks.
+    Also measures the host's share of a restore from HOST, of plain and of int8 pages, compared with the time a link
+    would take to carry them, and how long the vLLM connector takes in the scheduler for as many blocks.
 
-    Takes about two minutes at full size. Needs free disk space for the catalogue's nominal tier, which stays sparse.
+    Takes about two minutes at full size. Needs free disk space for the nominal size of the catalogue, a sparse
+    file.
     """
     from tierstore.bench import core as measured
     from tierstore.bench import measurement, restore
@@ -104,14 +107,14 @@ def core(
         option, most = max(counts.items(), key=lambda each: each[1])
         require_memory({option: most * PAGE_NBYTES}, most * PAGE_NBYTES)
     with refusals(as_json), TemporaryDirectory(prefix="tierstore-bench-", dir=place) as folder:
-        progress.print("time of the tables and calls")
+        progress.print("times of the tables and of calls")
         found += measured.reserve_and_commit(pages)
         found += measured.calls(pages)
-        progress.print(f"a restore of {restored} pages without a card")
+        progress.print(f"a restore of {restored} pages without a GPU")
         found += restore.rows(restored, 16, "none") + restore.rows(restored, 16, "int8")
         progress.print(f"vLLM's scheduler with {restored} blocks")
         found += measured.scheduler_rows(restored)
-        progress.print(f"holds of the lock while {put_pages} pages move")
+        progress.print(f"lock holds while {put_pages} pages move")
         found += measured.lock_holds(put_pages, Path(folder) / "held")
         progress.print(f"memory of {records} pages")
         found += measured.memory(records)
@@ -123,27 +126,30 @@ def core(
 
 @bench.command()
 def nvme(
-    size: Annotated[
-        str, typer.Option(help="Bytes of pages that are written and read in one run.")
-    ] = "256MiB",
-    page_sizes: Annotated[str, typer.Option(help="Page sizes, commas between.")] = "256KiB,1MiB,2MiB,8MiB",
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each kind, each with a raw one beside it.")] = 7,
+    size: Annotated[str, typer.Option(help="Bytes of pages to write and read in one run.")] = "256MiB",
+    page_sizes: Annotated[
+        str, typer.Option(help="Page sizes, separated by commas.")
+    ] = "256KiB,1MiB,2MiB,8MiB",
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each kind, each paired with a raw one.")] = 7,
     readers: Annotated[
-        int, typer.Option(min=1, max=MOST_READERS, help="Threads that read, of everyone.")
+        int, typer.Option(min=1, max=MOST_READERS, help="Reader threads, for every contender.")
     ] = 2,
-    stall_size: Annotated[str, typer.Option(help="Bytes moved while a thread watches for stalls.")] = "2GiB",
+    stall_size: Annotated[
+        str, typer.Option(help="Bytes to move while a thread watches for stalls.")
+    ] = "2GiB",
     idle: Annotated[
         float,
-        typer.Option(min=0.01, max=3600.0, callback=finite, help="Seconds of watching with nothing moved."),
+        typer.Option(min=0.01, max=3600.0, callback=finite, help="Seconds to watch while nothing moves."),
     ] = 5.0,
     place: Annotated[
-        Path, typer.Option("--dir", help="A folder on the disk to measure; one in it comes and goes.")
+        Path, typer.Option("--dir", help="Folder on the disk to measure; a subfolder is created and removed.")
     ] = Path(),
     as_json: Json = False,
 ) -> None:
-    """The disk tier beside the raw disk, plain LMDB and a file a page; and what a serving thread feels of it.
+    """Compare the disk tier with the raw disk, plain LMDB and a file per page; measure the stalls of a serving thread.
 
-    At full size it writes about 100 GiB and takes some minutes, more on a slow disk; its folder takes 3 GiB at most.
+    At full size it writes about 100 GiB and takes a few minutes, longer on a slow disk. It uses at most 3 GiB at a
+    time.
     """
     from tierstore.bench import nvme as measured
     from tierstore.bench.measurement import device, load_average
@@ -158,7 +164,9 @@ def nvme(
         if is_checkout():
             ways |= study("contenders").CONTENDERS
         else:
-            progress.print("plain LMDB and a file a page are left out: a checkout of TierStore has them")
+            progress.print(
+                "skipping plain LMDB and a file per page: they are part of a checkout of TierStore"
+            )
     with refusals(as_json), TemporaryDirectory(prefix="tierstore-bench-", dir=place) as folder:
         for page_nbytes in pages:
             progress.print(f"pages of {format_size(page_nbytes)}")
@@ -182,10 +190,12 @@ def nvme(
 
 
 def _page_sizes(option: str, text: str) -> list[int]:
-    """The sizes in ``text``, commas between. ConfigError for what is none, and for parts of a block of a disk."""
+    """Parse sizes separated by commas. ConfigError unless each is a size and a multiple of a disk block."""
     sizes = [size_of(option, part) for part in text.split(",")]
     if any(size % BLOCK_NBYTES for size in sizes):
-        raise ConfigError(f"{option} {text}; allowed: multiples of {BLOCK_NBYTES} bytes, with commas")
+        raise ConfigError(
+            f"{option} must be multiples of {BLOCK_NBYTES} bytes, separated by commas, got {text!r}"
+        )
     return sizes
 
 
@@ -230,7 +240,7 @@ def _disk_table(found: list[DiskRow], name: str) -> Table:
 
 
 def table_of(title: str, found: Sequence[Row]) -> Table:
-    """A line a figure."""
+    """Return a table with one line per figure."""
     table = Table("what", "found", "", "goal", "", box=None, header_style="bold", title=title)
     for row in found:
         table.add_row(row.what, f"{row.value:.2f}", row.unit, row.goal_text, "" if row.ok else "missed")
@@ -249,24 +259,27 @@ Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N, as in hbm.device
 def copy(
     device: Device = "cuda:0",
     pieces: Annotated[
-        str, typer.Option(help="Sizes of a page, with commas; multiples of 4 KiB.")
+        str, typer.Option(help="Page sizes, separated by commas; multiples of 4 KiB.")
     ] = "8MiB,2MiB,64KiB,32KiB,4KiB",
-    batch: Annotated[str, typer.Option(help="Bytes of a batch.")] = "4GiB",
-    contiguous: Annotated[str, typer.Option(help="Bytes of the contiguous copy beside it.")] = "1GiB",
-    pairs: Annotated[int, typer.Option(min=1, help="Pairs of copies; the median counts.")] = 5,
+    batch: Annotated[str, typer.Option(help="Bytes per batch.")] = "4GiB",
+    contiguous: Annotated[str, typer.Option(help="Bytes of the contiguous copy to compare with.")] = "1GiB",
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of copies; the median is reported.")] = 5,
     small: Annotated[
-        str, typer.Option(help="Pieces up to this go by the copy kernel too, and as an engine's layers.")
+        str,
+        typer.Option(
+            help="Pieces up to this size are also copied by the copy kernel and in an engine's layers."
+        ),
     ] = "128KiB",
     codec: Annotated[
         str,
         typer.Option(
-            help="A host.codec: pages that are held with it, beside the same pages held as they are. Sizes of whole "
-            "tokens of an 8B model only: multiples of 128 KiB."
+            help="A host.codec: compare pages encoded with it with plain pages. Page sizes must be "
+            "multiples of 128 KiB, whole tokens of an 8B model."
         ),
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Scattered pages between HBM and page-locked memory, as a share of one contiguous copy in the same process."""
+    """Copy scattered pages between HBM and page-locked memory, relative to one contiguous copy in the same process."""
     if codec:
         _coded_copies(device, codec, pieces, batch, contiguous, pairs, as_json)
         return
@@ -317,7 +330,9 @@ def _coded_copies(
         given = [size_of("--pieces", size) for size in pieces.split(",")]
         sizes, nbytes = [size for size in given if size % TOKEN_NBYTES == 0], size_of("--batch", batch)
         if not sizes:
-            raise ConfigError(f"--pieces {pieces}; allowed with --codec: multiples of {TOKEN_NBYTES} bytes")
+            raise ConfigError(
+                f"--pieces with --codec must be multiples of {TOKEN_NBYTES} bytes, got {pieces!r}"
+            )
         require_codec(codec)
         block = size_of("--contiguous", contiguous)
         device_of(device)
@@ -341,11 +356,11 @@ def _coded_copies(
 def arena(
     device: Device = "cuda:0",
     size: Annotated[
-        str, typer.Option(help="Bytes; as much as 64 GiB or half of the free memory if empty.")
+        str, typer.Option(help="Bytes. Default: 64 GiB, or half of the free memory if that is less.")
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """How soon page-locked host memory can be used, beside torch's own."""
+    """Measure how soon page-locked host memory can be used, compared with torch's own."""
     from tierstore.bench.arena import arena_rows, default_nbytes
 
     with refusals(as_json):
@@ -372,17 +387,23 @@ def name_of(device: str) -> str:
 def attention(
     device: Device = "cuda:0",
     context: Annotated[
-        int, typer.Option(min=1, help="Tokens in pages, of all sequences of a batch.")
+        int, typer.Option(min=1, help="Tokens in pages, over all sequences of a batch.")
     ] = 131072,
-    batches: Annotated[str, typer.Option(help="Sequences that decode together, with commas.")] = "1,16",
-    suffixes: Annotated[str, typer.Option(help="New tokens over them, with commas.")] = "64,4096",
-    layers: Annotated[int, typer.Option(min=1, help="Layers of a page, and of a decoding step.")] = 32,
+    batches: Annotated[
+        str, typer.Option(help="Numbers of sequences that decode together, separated by commas.")
+    ] = "1,16",
+    suffixes: Annotated[
+        str, typer.Option(help="Numbers of new tokens over the context, separated by commas.")
+    ] = "64,4096",
+    layers: Annotated[int, typer.Option(min=1, help="Layers of a page and of a decoding step.")] = 32,
     filled: Annotated[int, typer.Option(min=1, help="Layers that new tokens go through in one run.")] = 4,
-    page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page, of 4 KiB a token and layer.")] = 64,
-    pairs: Annotated[int, typer.Option(min=1, help="Pairs of runs; the median counts.")] = 5,
+    page_size: Annotated[
+        int, typer.Option(min=1, help="Tokens per page, of 4 KiB per token and layer.")
+    ] = 64,
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of runs; the median is reported.")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Attention of an 8B model over pages, as a share of SDPA's best kernel over contiguous K and V in this process."""
+    """Compare attention of an 8B model over pages with SDPA's best kernel over contiguous K and V."""
     from tierstore.bench.attention import Pool, decode_row, prefill_row
 
     found: list[AttentionRow] = []
@@ -390,7 +411,7 @@ def attention(
         together, new = _numbers("--batches", batches), _numbers("--suffixes", suffixes)
         if max(together, default=1) > context:
             raise ConfigError(
-                f"--batches {batches}; allowed: up to --context, {context}: a token each at least"
+                f"--batches must be at most --context, {context}, as each sequence has a token; got {batches!r}"
             )
         rounded = (batch * -(-(context // batch) // page_size) * page_size for batch in together)
         pool = Pool(device, max([context + max(new, default=0), *rounded]), layers, page_size)
@@ -412,7 +433,7 @@ def _numbers(option: str, words: str) -> list[int]:
     except ValueError:
         found = [0]
     if not all(number >= 1 for number in found):
-        raise ConfigError(f"{option} {words}; allowed: numbers of at least 1, with commas between")
+        raise ConfigError(f"{option} must be whole numbers from 1, separated by commas, got {words!r}")
     return found
 
 
@@ -440,42 +461,46 @@ def _show_attention(name: str, rows: list[AttentionRow]) -> None:
 
 
 LICENCES = ("GPL-3", "GFDL-1.3", "MPL-2.0")
-"""The texts that are read where there are no others: 7.6K, 5.2K and 3.7K tokens of SmolLM2."""
+"""Texts to read by default: 7.6K, 5.2K and 3.7K tokens of SmolLM2."""
 
 
 def codec(
     model: Annotated[
         str | None,
-        typer.Option(help=f"{ALLOWED}. If not given: smollm2 if it is prepared, else no model."),
+        typer.Option(help=f"{ALLOWED}. Default: smollm2 if it is prepared, else no model."),
     ] = None,
     docs: Annotated[
         list[Path] | None,
         typer.Option(help="Text files or folders instead of three of this machine's licences."),
     ] = None,
     texts: Annotated[
-        int, typer.Option(min=1, help="How many texts; with more than 3 also others of this machine.")
+        int, typer.Option(min=1, help="Number of texts; above 3, further licences of this machine are used.")
     ] = 3,
     prefix: Annotated[int, typer.Option(min=1, help="Tokens of each text whose KV is encoded.")] = 2048,
     following: Annotated[int, typer.Option(min=1, help="Tokens after them that the model reads.")] = 256,
-    page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page.")] = 64,
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens per page.")] = 64,
     tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of the first text for the figures of exp.")
+        int, typer.Option(min=1, help="Tokens of the first text for the detailed figures of exp.")
     ] = 3072,
     seconds: Annotated[
         float,
         typer.Option(
-            min=0.0, max=3600.0, callback=finite, help="Of one run with one thread, or two; there are 252."
+            min=0.0,
+            max=3600.0,
+            callback=finite,
+            help="Seconds of one run with one thread or two; there are 252 runs.",
         ),
     ] = 0.1,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw ratio against divergence into this file: .png, .svg, .pdf.")
+        Path | None, typer.Option(help="Plot ratio against divergence into this file: .png, .svg or .pdf.")
     ] = None,
-    synthetic: Annotated[bool, typer.Option("--synthetic", help="Made-up pages, no model.")] = False,
+    synthetic: Annotated[bool, typer.Option("--synthetic", help="Use synthetic pages and no model.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Each codec on real KV: ratio, rates a core, error, and how far a model's next tokens move; then exp in detail.
+    """Measure each codec on real KV: ratio, rates per core, error, and how far the model's next tokens move; exp in
+    detail.
 
-    Without a model the pages are made up, and what a model would say is left out.
+    Without a model the pages are synthetic, and figures that need a model are left out.
     """
     from tierstore.bench import codec as measured
     from tierstore.bench import measurement
@@ -507,7 +532,7 @@ def _plottable(plot: Path | None) -> None:
     if plot is None:
         return
     if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: in the checkout pip install -e '.[plot]'")
+        raise ConfigError("--plot needs matplotlib: run pip install -e '.[plot]' in the checkout")
     require_place("--plot", plot)
 
 
@@ -515,7 +540,7 @@ def _draw(found: list[CodecRow], floor: Distance | None, source: str, plot: Path
     from tierstore.bench.fidelity import draw
 
     if floor is None:
-        raise ConfigError("--plot needs a model: made-up pages move none")
+        raise ConfigError("--plot needs a model: synthetic pages have no divergence to plot")
     try:
         draw(found, floor.kl, source, plot)
     except ValueError as error:
@@ -523,7 +548,7 @@ def _draw(found: list[CodecRow], floor: Distance | None, source: str, plot: Path
 
 
 def _folder(model: str | None) -> Path | None:
-    """The model's folder; None where none was asked for and none is prepared."""
+    """Return the model's folder, or None if no model was asked for and none is prepared."""
     if model is None:
         folder = prepared_folder(SMOLLM2)
         return folder if is_prepared(folder) else None
@@ -571,7 +596,7 @@ def _of_model(
 
 
 def _texts(reader: Reader, docs: list[Path], count: int, tokens: int) -> dict[str, str]:
-    """Texts by their names: three licences, or what is found, in ``docs`` or on this machine."""
+    """Return texts by name: three licences, or what is found in ``docs`` or on this machine."""
     files = [COMMON_LICENCES / name for name in LICENCES]
     if not docs and count <= len(files) and all(file.is_file() for file in files):
         return {file.name: file.read_text(encoding="utf-8") for file in files[:count]}
@@ -627,18 +652,24 @@ _WAYS: tuple[tuple[LinkPath, str, tuple[Direction, ...]], ...] = (
 
 def overlap(
     device: Device = "cuda:0",
-    restored: Annotated[str, typer.Option(help="Bytes of the lease that is restored.")] = "16GiB",
-    page_size: Annotated[int, typer.Option(min=1, help="Tokens of its pages, of 128 KiB a token.")] = 64,
-    layers: Annotated[int, typer.Option(min=1, max=256, help="Layers of its pages, a power of two.")] = 32,
-    compute: Annotated[str, typer.Option(help="Lengths of compute, as parts of copying.")] = "0.8,1,1.25",
-    matrix: Annotated[int, typer.Option(min=8, help="Side of the square matrices multiplied.")] = 4096,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds, or pairs; the median counts.")] = 5,
-    read: Annotated[str, typer.Option(help="Bytes that the kernels beside the copies move.")] = "4GiB",
-    times: Annotated[int, typer.Option(min=3, help="How often they do, while a batch streams.")] = 20,
+    restored: Annotated[str, typer.Option(help="Bytes of the lease to restore.")] = "16GiB",
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens per page, of 128 KiB per token.")] = 64,
+    layers: Annotated[int, typer.Option(min=1, max=256, help="Layers per page, a power of two.")] = 32,
+    compute: Annotated[
+        str, typer.Option(help="Compute times as multiples of the copy time, separated by commas.")
+    ] = "0.8,1,1.25",
+    matrix: Annotated[int, typer.Option(min=8, help="Side of the square matrices to multiply.")] = 4096,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, or pairs; the median is reported.")] = 5,
+    read: Annotated[str, typer.Option(help="Bytes that the kernels next to the copies move.")] = "4GiB",
+    times: Annotated[
+        int, typer.Option(min=3, help="Number of times that they do, while a batch streams.")
+    ] = 20,
     batch: Annotated[str, typer.Option(help="Bytes of that batch.")] = "4GiB",
     as_json: Json = False,
 ) -> None:
-    """Compute beside streaming: a lease restored layer by layer, and memory-bound kernels beside each way to copy."""
+    """Overlap compute with streaming: a lease restored layer by layer, and memory-bound kernels next to each kind of
+    copy.
+    """
     from tierstore.bench.link import device_of
     from tierstore.bench.overlap import host_nbytes, overlap_rows, pages_of
 
@@ -662,12 +693,12 @@ def overlap(
 
 
 def _parts_of(text: str) -> list[float]:
-    """ConfigError unless it is numbers above 0."""
+    """Parse numbers above 0, separated by commas. ConfigError if one is not."""
     with suppress(ValueError):
         found = [float(part) for part in text.split(",")]
         if all(0 < part < inf for part in found):
             return found
-    raise ConfigError(f"--compute {text}; allowed: numbers above 0, with commas")
+    raise ConfigError(f"--compute must be numbers above 0, separated by commas, got {text!r}")
 
 
 def _beside(device: str, read: int, times: int, batch: int, pairs: int) -> list[BesideRow]:
@@ -717,24 +748,33 @@ def _show_overlap(name: str, hidden: list[OverlapRow], beside: list[BesideRow]) 
 def prefetch(
     traces: Annotated[
         list[Path],
-        typer.Argument(help="Trace files: .jsonl (Mooncake), .json (kv-cache-tester); or folders."),
+        typer.Argument(help="Trace files: .jsonl (Mooncake), .json (kv-cache-tester); or folders of them."),
     ],
     hbm: Annotated[str, typer.Option(help="Bytes of KV in HBM.")] = "40GiB",
     host: Annotated[str, typer.Option(help="Bytes in host memory.")] = "100GiB",
     nvme: Annotated[str, typer.Option(help="Bytes on NVMe.")] = "1TiB",
-    disk: Annotated[str, typer.Option(help="Bytes a second from NVMe.")] = "6GB",
-    link: Annotated[str, typer.Option(help="Bytes a second into HBM.")] = "54GB",
-    token: Annotated[str, typer.Option(help="Bytes of KV a token.")] = "128KiB",
+    disk: Annotated[str, typer.Option(help="Bytes per second from NVMe.")] = "6GB",
+    link: Annotated[str, typer.Option(help="Bytes per second into HBM.")] = "54GB",
+    token: Annotated[str, typer.Option(help="Bytes of KV per token.")] = "128KiB",
     utilisation: Annotated[
         list[float] | None,
-        typer.Option(min=0.01, max=1.0, callback=finite, help="May be repeated. .7 and .9 if not given."),
+        typer.Option(
+            min=0.01,
+            max=1.0,
+            callback=finite,
+            help="Load of the server; may be repeated. Default: 0.7 and 0.9.",
+        ),
     ] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="Only the first so many of each trace.")] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Use only this many requests of each trace.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Requests of a trace, first come, first served, with loads that start never, on look-up, on hints, or foreseen.
+    """Replay a trace on a simulated server: no loads, loads on look-up, loads on hints, and loads that know the
+    future.
 
-    The server prefills one request at a time, in the time measured of an 8B model on an H200, and decodes 32 at a time.
+    The server prefills one request at a time, as fast as an 8B model was measured on an H200, and decodes 32 at a
+    time.
     """
     from tierstore.bench.prefetch import Capacities, first, prefetch_rows
     from tierstore.replay.traces import read_traces
@@ -796,45 +836,51 @@ def _ratio(found: float, base: float) -> str:
 
 
 MOST = 1 << 24
-"""Tokens: what memory has no room for is refused by the store, but the tokens themselves are made before it."""
+"""Most tokens: the store refuses what memory cannot hold, but the tokens themselves are made before that."""
 
 
 def ttft(
     device: Device = "cuda:0",
-    shape: Annotated[str, typer.Option(help="llama-3.1-8b, or tiny; weights are random.")] = "llama-3.1-8b",
+    shape: Annotated[str, typer.Option(help="llama-3.1-8b or tiny, with random weights.")] = "llama-3.1-8b",
     prefix: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens of the stored prefix.")] = 131072,
     question: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens that follow it.")] = 64,
-    page_size: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens of a page.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Answers from each tier; the median counts.")] = 5,
+    page_size: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens per page.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Answers from each tier; the median is reported.")] = 5,
     chunk: Annotated[
         str,
         typer.Option(
-            help="Tokens computed at a time where nothing is stored, several sizes with commas; empty: 65536, or "
-            "16384 where the device has no room for so many."
+            help="Tokens to compute at a time if nothing is stored; several sizes separated by commas. "
+            "Default: 65536, or 16384 if the device lacks the memory."
         ),
     ] = "",
-    host_codecs: Annotated[str, typer.Option(help="Codecs of host memory besides none.")] = "int8",
-    disk_codecs: Annotated[str, typer.Option(help="Codecs of the disk, with commas.")] = "none,exp,int8",
+    host_codecs: Annotated[
+        str, typer.Option(help="Codecs of host memory besides none, separated by commas.")
+    ] = "int8",
+    disk_codecs: Annotated[
+        str, typer.Option(help="Codecs of the disk, separated by commas.")
+    ] = "none,exp,int8",
     disk_prefix: Annotated[
-        int, typer.Option(min=0, max=MOST, help="Tokens of the prefix on disk; 0: as above.")
+        int, typer.Option(min=0, max=MOST, help="Tokens of the prefix on disk. 0: the same as --prefix.")
     ] = 0,
     readers: Annotated[int, typer.Option(min=1, max=64, help="Threads that read the disk.")] = 8,
     dir_: Annotated[
         Path | None,
-        typer.Option("--dir", help="A folder on the disk; the system's for temporary files if empty."),
+        typer.Option("--dir", help="Folder on the disk. Default: the system's temporary folder."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """How soon an answer over a long stored prefix begins, beside what moving its bytes takes, and computing it."""
+    """Measure the time to first token over a long stored prefix, compared with moving its bytes and with recomputing
+    it.
+    """
     from tierstore.bench.ttft import SHAPES, Ask, Bench
 
     found: list[TtftRow] = []
     with refusals(as_json):
         if shape not in SHAPES:
-            raise ConfigError(f"--shape {shape}; allowed: {', '.join(SHAPES)}")
+            raise ConfigError(f"--shape must be one of {', '.join(SHAPES)}, got {shape!r}")
         for option, tokens in (("--prefix", prefix), ("--disk-prefix", disk_prefix)):
             if 0 < tokens < page_size:
-                raise ConfigError(f"{option} {tokens}; allowed: a page of {page_size} tokens or more")
+                raise ConfigError(f"{option} must be at least {page_size}, one page of tokens, got {tokens}")
         if dir_ is not None:
             require_folder("--dir", dir_)
         chunks = _chunks_of(chunk)
@@ -843,7 +889,7 @@ def ttft(
         )
         ask.require_room(disk_prefix)
         chunks = chunks or [ask.chunk(disk_prefix)]
-        progress.print("a model of random weights")
+        progress.print("building a model with random weights")
         bench = Bench(ask)
         for row in bench.memory_rows(chunks):
             _tell_ttft(row, found)
@@ -859,10 +905,12 @@ def ttft(
 
 
 def _chunks_of(words: str) -> list[int]:
-    """ConfigError unless all are numbers of tokens."""
+    """Parse numbers of tokens, separated by commas. ConfigError if one is not."""
     names = _names(words)
     if not all(name.isascii() and name.isdigit() and 0 < int(name) <= MOST for name in names):
-        raise ConfigError(f"--chunk {words}; allowed: numbers of tokens from 1 to {MOST}, with commas")
+        raise ConfigError(
+            f"--chunk must be numbers of tokens from 1 to {MOST}, separated by commas, got {words!r}"
+        )
     return [int(name) for name in names]
 
 

@@ -1,4 +1,4 @@
-"""The checks of ``doctor`` and their table: one question a function, and each answers whatever is broken."""
+"""``doctor``: checks of this machine, one question per function. Each answers whatever else is broken."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from tierstore.config import format_size
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """``state``: "ok"; "note", something would not work or work slower, and ``why``; "fail", nothing would work."""
+    """The result of one check.
+
+    ``state`` is "ok", "note" (something would not work or be slow, see ``why``) or "fail" (nothing would work).
+    """
 
     name: str
     value: str
@@ -32,7 +35,7 @@ class Check:
 
 
 def tell(checks: Sequence[Check], as_json: bool, **more: object) -> None:
-    """Show them all and end the command; exit code 1 if nothing would work. ``more``: of the JSON object alone."""
+    """Show all checks and exit, with code 1 if one failed. ``more`` is added to the JSON object."""
     failed = [check.name for check in checks if check.state == "fail"]
     table = Table("", "found", "", "why", box=None, header_style="bold")
     for check in checks:
@@ -71,15 +74,19 @@ _PAGE_NBYTES = 1 << 20
 
 
 def doctor(
-    path: Annotated[Path, typer.Option(help="Where the NVMe tier would be.")] = Path(),
+    path: Annotated[Path, typer.Option(help="Folder where the NVMe tier would be.")] = Path(),
     as_json: Json = False,
 ) -> None:
-    """Say what this machine gives, what would not work, and why. Exit code 1 if nothing would work."""
+    """Check what this machine offers, what would not work, and why. Exit code 1 if nothing would work."""
     tell(list(every_check(path.expanduser().absolute())), as_json)
 
 
 def every_check(path: Path) -> Iterator[Check]:
-    """All checks, in the order they are shown. ``path``: where the NVMe tier would be; a probe file comes and goes."""
+    """Yield all checks in the order in which they are shown.
+
+    Args:
+        path: Where the NVMe tier would be; a probe file is created there and removed.
+    """
     yield python()
     yield from packages()
     yield from cuda()
@@ -104,18 +111,18 @@ def packages() -> Iterator[Check]:
         yield (
             Check(name, version)
             if version
-            else Check(name, "missing", "fail", "reinstall: in the checkout pip install -e .")
+            else Check(name, "missing", "fail", "reinstall: run pip install -e . in the checkout")
         )
     for name, extra in PACKAGES_OF_EXTRAS.items():
         version = _version(name)
-        why = f"comes with the extra: in the checkout pip install -e '.[{extra}]'"
+        why = f"part of an extra: run pip install -e '.[{extra}]' in the checkout"
         yield Check(name, version) if version else Check(name, "missing", "note", why)
 
 
 def cuda() -> Iterator[Check]:
     try:
         import torch
-    except (ImportError, OSError) as error:  # OSError: one of its shared libraries is missing
+    except (ImportError, OSError) as error:  # OSError: a shared library of torch is missing
         yield Check("CUDA devices", "unknown", "fail", f"torch cannot be imported: {error}")
         return
     if not torch.cuda.is_available():
@@ -133,7 +140,7 @@ def cuda() -> Iterator[Check]:
 
 
 def memory() -> Check:
-    """What the kernel says can be taken without swapping; a container's own limit may be lower."""
+    """Check the memory that the kernel could give without swapping. A container's own limit may be lower."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         fields = dict(line.split(":", 1) for line in lines)
@@ -146,8 +153,8 @@ def memory() -> Check:
 
 
 def huge_pages(path: Path = _HUGE_PAGES) -> Check:
-    """Whether memory that asks for huge pages is given any."""
-    why = "memory lies in small pages, and fast disks are read at a half to a third of their speed"
+    """Check whether memory that asks for huge pages gets them."""
+    why = "memory is in small pages, and fast disks are read at a half to a third of their speed"
     try:
         allowed = path.read_text(encoding="ascii")
     except OSError as error:
@@ -155,25 +162,25 @@ def huge_pages(path: Path = _HUGE_PAGES) -> Check:
     chosen = allowed.partition("[")[2].partition("]")[0]
     if chosen in ("always", "madvise"):
         return Check("huge pages", chosen)
-    return Check("huge pages", chosen or "unknown", "note", f"{why}: echo madvise > {path}, as root")
+    return Check("huge pages", chosen or "unknown", "note", f"{why}: run echo madvise > {path} as root")
 
 
 def memlock() -> Check:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Check("memlock limit", "unlimited")
-    why = "CUDA pins outside of it, but mlock() beyond it fails: ulimit -l unlimited"
+    why = "CUDA can pin more than that, but mlock() cannot: run ulimit -l unlimited"
     return Check("memlock limit", format_size(soft), "note", why)
 
 
 def page_locking() -> Iterator[Check]:
-    """Locks a little memory for the first card and unlocks it; nothing where there is no card."""
+    """Page-lock a little memory for the first GPU and unlock it. Yields nothing without a GPU."""
     try:
         import torch
 
         from tierstore.gpu.driver import CudaPinner
     except (ImportError, OSError):
-        return  # told by the check of CUDA devices
+        return  # reported by the check of CUDA devices
     if not torch.cuda.is_available():
         return
     block, pinner = torch.empty(_LOCKED_NBYTES, dtype=torch.uint8), CudaPinner(0)
@@ -195,7 +202,7 @@ def lmdb_library() -> Check:
 
 
 def disk(path: Path, place: Path) -> Check:
-    where = str(path) if place == path else f"{path} (not there yet; {place} is)"
+    where = str(path) if place == path else f"{path} (does not exist yet; {place} does)"
     try:
         space = os.statvfs(place)
     except OSError as error:
@@ -209,13 +216,13 @@ def disk(path: Path, place: Path) -> Check:
 
 
 def direct_io(place: Path) -> Check:
-    """The NVMe tier's own self-test, in a probe file."""
+    """Run the NVMe tier's self-test of direct I/O in a probe file."""
     from tierstore.nvme.direct_io import round_trip
 
     try:
         handle, name = tempfile.mkstemp(prefix=".tierstore-probe-", dir=place)
     except OSError as error:
-        return Check("O_DIRECT", "not tried", "fail", f"no file can be made in {place}: {error.strerror}")
+        return Check("O_DIRECT", "not tried", "fail", f"cannot create a file in {place}: {error.strerror}")
     try:
         works = round_trip(handle)
     except OSError as error:
@@ -231,7 +238,7 @@ def direct_io(place: Path) -> Check:
 
 
 def disk_speed(place: Path) -> Iterator[Check]:
-    """What ``auto`` of the NVMe tier finds, with 32 MiB written and read. Nothing where O_DIRECT does not work."""
+    """Yield what ``auto`` of the NVMe tier finds after writing and reading 32 MiB. Nothing without O_DIRECT."""
     from tierstore.nvme import disk_probe
     from tierstore.nvme.directory_opener import FAST
 
@@ -239,7 +246,7 @@ def disk_speed(place: Path) -> Iterator[Check]:
         with tempfile.TemporaryFile(prefix=".tierstore-probe-", dir=place) as file:
             rates = disk_probe.rates(file.fileno(), _PAGE_NBYTES)
     except OSError:
-        return  # told by the checks of the disk and of O_DIRECT
+        return  # reported by the checks of the disk and of O_DIRECT
     payload = "extents" if rates.write >= FAST else "lmdb"
     yield Check("disk writes", f"{rates.write / 1e9:.2f} GB/s; nvme.payload auto: {payload}")
     best = rates.reads[rates.readers]

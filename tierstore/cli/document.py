@@ -1,4 +1,4 @@
-"""A document's pages by their keys, as the transformers adapter keys them. Loads torch and transformers."""
+"""The page keys of a document, computed as the transformers adapter does. Imports torch and transformers."""
 
 # transformers leaves some of its functions untyped:
 # mypy: allow-untyped-calls
@@ -22,19 +22,19 @@ from tierstore.page import DTYPE_NBYTES, PageLayout
 from tierstore.types import PageKey
 
 _GOES_ON = ("\n\nWhat", "\n\n1", " and")
-"""Ways for a prompt to go on after a document: what they change of its tokens is no page of the document."""
+"""Texts that may follow a document. Tokens that depend on them are not part of the document's pages."""
 
 
 class Document:
     """A text file and the model that reads it."""
 
     def __init__(self, path: Path, model: str, dtype: str) -> None:
-        """Loads the model. ConfigError if it or the text cannot be had."""
+        """Load the model. ConfigError if the model or the text cannot be loaded."""
         self.model, self.dtype = model, dtype
         try:
             self._text = _read(path)
             if dtype not in DTYPE_NBYTES:
-                raise ConfigError(f"--dtype {dtype}; allowed: {', '.join(sorted(DTYPE_NBYTES))}")
+                raise ConfigError(f"--dtype must be one of {', '.join(sorted(DTYPE_NBYTES))}, got {dtype!r}")
             folder = model_folder(model, progress.print)
             transformers_logging.disable_progress_bar()
             self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -47,7 +47,7 @@ class Document:
             raise ConfigError(str(error)) from error
 
     def shards_among(self, shards: Sequence[Shard]) -> list[Shard]:
-        """Those with pages of this model, whatever their page size."""
+        """Return the shards with pages of this model, of any page size."""
         return [
             shard
             for shard in shards
@@ -55,21 +55,23 @@ class Document:
         ]
 
     def keys(self, source: ClosedSource) -> list[PageKey]:
-        """Of every full page of the document, begun as most of its pages in ``source`` are.
+        """Return the keys of every full page of the document.
 
-        ConfigError if the first page is not there however it begins: nothing would be exported.
+        A prompt may begin with the document in several ways (chat roles, special tokens): the way with most pages
+        in ``source`` is taken.
+
+        Raises:
+            ConfigError: The first page is missing, however it begins: nothing would be exported.
         """
         there = set(source.keys())
         ways = [self._keys(tokens, source) for tokens in self._beginnings()]
         best = max(ways, key=lambda keys: len(list(takewhile(there.__contains__, keys))))
         if not best:
-            raise ConfigError(
-                "the document is shorter than a page; allowed: one of at least a page of tokens"
-            )
+            raise ConfigError("the document is shorter than one page of tokens")
         if best[0] not in there:
             raise ConfigError(
-                "no page of a prompt that begins with the document is there, as a chat's first words or by itself; "
-                "allowed: one that the model has read, without salt and extras; else export --keys"
+                "no stored page begins with the document, as the first words of a chat or on its own: the model must "
+                "have read it without salt or extras; otherwise export its pages with --keys"
             )
         return best
 
@@ -90,7 +92,7 @@ class Document:
         )
 
     def _beginnings(self) -> list[list[int]]:
-        """What prompts with the document have in common, whatever comes after it."""
+        """Return what prompts with the document have in common, whatever follows it."""
         ways = []
         if self._tokenizer.chat_template:
             for role in ("user", "system"):
@@ -113,11 +115,11 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--doc {path}: {error.strerror}; allowed: a text file") from error
+        raise ConfigError(f"--doc {path}: cannot read the text file: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--doc {path}: is not UTF-8; allowed: a text file") from error
+        raise ConfigError(f"--doc {path}: the text is not UTF-8") from error
 
 
 def _common(ways: Sequence[Sequence[int]]) -> list[int]:
-    """What all begin with."""
+    """Return the common prefix."""
     return [column[0] for column in takewhile(lambda column: len(set(column)) == 1, zip(*ways, strict=False))]

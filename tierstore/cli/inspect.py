@@ -1,4 +1,4 @@
-"""``inspect``, ``verify`` and ``purge``: what is in a store's directory, whether it is intact, and its removal."""
+"""``inspect``, ``verify`` and ``purge``: list, check and remove what a store's directory holds."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tierstore.errors import ConfigError
 if TYPE_CHECKING:
     from tierstore.nvme.inspection import HomeReport, ShardReport, ShardVerdict
 
-Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of nvme.path.")]
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the store, its nvme.path.")]
 _SHOWN_KEYS = 20
 _MODEL_ROOM, _LEAST_MODEL_ROOM = 60, 12
 _OTHERS_ROOM = 84
-"""Characters of a line that the other columns take, about."""
+"""Approximate characters of a line that the other columns take."""
 
 
 def inspect(directory: Directory, as_json: Json = False) -> None:
-    """Show what a store's directory holds. Changes nothing. Models are cut to one line; --json gives them whole."""
+    """Show what a store's directory holds. Changes nothing. Long model names are cut; --json has them in full."""
     from tierstore.nvme import inspection
 
     with refusals(as_json):
@@ -42,7 +42,7 @@ def inspect(directory: Directory, as_json: Json = False) -> None:
 
 
 def verify(directory: Directory, as_json: Json = False) -> None:
-    """Read and check every record. Changes nothing. Exit code 0 only if every one was read and is right."""
+    """Read and check every record. Changes nothing. Exit code 0 only if every record was read and is correct."""
     from tierstore.nvme import inspection
 
     with refusals(as_json), _bars() as bars:
@@ -68,21 +68,22 @@ def verify(directory: Directory, as_json: Json = False) -> None:
 def purge(
     directory: Directory,
     which: Annotated[
-        str, typer.Option(help="all, damaged, or the beginning of a fingerprint, as `inspect` shows them.")
+        str, typer.Option(help="all, damaged, or the first digits of a fingerprint as shown by `inspect`.")
     ] = "all",
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Remove what a store's directory holds, after asking. Never touches what is in use or not TierStore's.
+    """Remove what a store's directory holds, after confirmation.
 
-    Exit code 1 if something was kept, the answer was no, or no fingerprint begins with what was given.
+    Never touches what is in use, or files that are not TierStore's. Exit code 1 if something was kept, the answer
+    was no, or no fingerprint matches.
     """
     from tierstore.nvme import inspection
 
     with refusals(as_json):
         if not which:
             raise typer.BadParameter(
-                "which is empty; allowed: all, damaged, or the beginning of a fingerprint"
+                "--which must be all, damaged, or the first digits of a fingerprint, got an empty text"
             )
         report = inspection.inspect(directory)
         if which not in ("all", "damaged"):
@@ -100,7 +101,7 @@ def purge(
 
 
 def _require_one(report: HomeReport, which: str, as_json: bool) -> None:
-    """Exit code 1 unless a fingerprint begins so."""
+    """Exit with code 1 unless a fingerprint begins with ``which``."""
     if any(shard.fingerprint.startswith(which) for shard in report.shards):
         return
     _end_with_nothing_removed(
@@ -110,12 +111,14 @@ def _require_one(report: HomeReport, which: str, as_json: bool) -> None:
 
 
 def _agreed(question: str) -> bool:
-    """The answer on standard input; ConfigError where it is at its end."""
+    """Ask on standard input. ConfigError if it is at its end."""
     typer.echo(f"{question} [y/N]: ", err=True, nl=False)
     answer = "" if sys.stdin is None else sys.stdin.readline()
     if not answer:
         typer.echo(err=True)
-        raise ConfigError("nobody is there to answer; allowed: --yes, which removes without asking")
+        raise ConfigError(
+            "cannot ask for confirmation: standard input is closed; use --yes to remove without asking"
+        )
     return answer.strip().lower() in ("y", "yes")
 
 
@@ -127,7 +130,9 @@ def _end_with_nothing_removed(why: str, as_json: bool) -> NoReturn:
 
 
 def _show(report: HomeReport) -> None:
-    """A line a shard, its name whole: `purge --which` takes it. The model gets what is left, or a line above."""
+    """Print one line per shard with its full name, since `purge --which` takes it. The model gets the rest, or a line
+    above.
+    """
     console = Console()
     names = [_name_of(shard) for shard in report.shards]
     models = [_cut(_named(shard, "model"), _MODEL_ROOM) for shard in report.shards]
@@ -151,7 +156,7 @@ def _name_of(shard: ShardReport) -> str:
 
 
 def _cut(text: str, room: int) -> str:
-    """One line of so many characters: an engine's model may be all of its configuration."""
+    """Return one line of at most ``room`` characters: an engine's model name may hold its whole configuration."""
     line = " ".join(text.split())
     return line if len(line) <= room else f"{line[: room - 1]}…"
 
@@ -175,7 +180,7 @@ def _row(shard: ShardReport) -> tuple[str, ...]:
 
 
 def _named(shard: ShardReport, what: str) -> str:
-    """What the shard's KV groups say of it, each answer once."""
+    """Join what the shard's KV groups say, each text once."""
     groups = shard.description.get("groups")
     names = [str(group.get(what, "")) for group in groups] if isinstance(groups, list) else []
     return ", ".join(dict.fromkeys(names))

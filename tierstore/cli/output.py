@@ -1,4 +1,4 @@
-"""What the commands share: the ``--json`` option, and results and errors on the right stream."""
+"""Options and output that the commands share: ``--json``, checks of arguments, results, errors."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from tierstore.errors import ConfigError, TierStoreError
 from tierstore.host.free_memory import available_nbytes
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 
 _Number = TypeVar("_Number", float, float | None, list[float] | None)
 
 _CHECKOUT = Path(__file__).parents[2]
 
 REFUSED = 2
-"""Exit code: it could not be done as asked."""
+"""Exit code of a command that could not run as asked."""
 
 progress = Console(stderr=True)
 
 
 def wide_console() -> Console:
-    """For tables of numbers: lines are as long as they need, since a number that is cut says nothing."""
-    return Console(width=1000, height=25)  # both, or a dumb terminal counts as one of 80 columns
+    """Return a console for tables of numbers. Its lines are as long as they need to be."""
+    return Console(width=1000, height=25)  # both are needed: a dumb terminal counts as one of 80 columns
 
 
 def print_json(result: Mapping[str, object]) -> None:
-    """One line, always the last on standard output."""
+    """Print one line of JSON, always the last on standard output."""
     typer.echo(json.dumps(result, default=_plain))
 
 
@@ -46,18 +46,20 @@ def _plain(value: object) -> str:
 
 
 def finite(value: _Number) -> _Number:
-    """The callback of every option that takes a float, or several: "inf" passes a ``min`` alone, and "nan" whatever
-    compares. A usage error for them."""
+    """Return the value if it is finite, or raise a usage error. Callback of every option that takes floats.
+
+    ``min=`` alone accepts "inf", and no comparison refuses "nan".
+    """
     found = value if isinstance(value, list) else [value]
     strange = [number for number in found if number is not None and not isfinite(number)]
     if strange:
-        raise typer.BadParameter(f"{strange[0]}; allowed: a finite number")
+        raise typer.BadParameter(f"{strange[0]} is not a finite number")
     return value
 
 
 @contextmanager
 def refusals(as_json: bool) -> Iterator[None]:
-    """Turn an error of the library or of the system into one clear line and exit code 2; want of memory, too."""
+    """Turn a library error, a system error or a lack of memory into one line on standard error and exit code 2."""
     try:
         yield
     except (TierStoreError, OSError, MemoryError) as error:
@@ -69,70 +71,79 @@ def refusals(as_json: bool) -> Iterator[None]:
 
 
 def is_checkout() -> bool:
-    """Whether this package lies in a checkout of the repository, with ``benchmarks/`` beside it."""
+    """Return whether this package runs from a checkout of the repository, with ``benchmarks/`` beside it."""
     return all((_CHECKOUT / name).is_file() for name in ("pyproject.toml", "benchmarks/__init__.py"))
 
 
 def study(name: str) -> Any:
-    """Import the module ``benchmarks.NAME`` of the checkout. ConfigError where this package is in none."""
+    """Import the module ``benchmarks.NAME`` from the checkout.
+
+    Raises:
+        ConfigError: The package is installed without the checkout.
+    """
     if not is_checkout():
         raise ConfigError(
             f"benchmarks/{name.partition('.')[0]} is not part of the installed package: "
             "run this command from a checkout of TierStore"
         )
     if str(_CHECKOUT) not in sys.path:
-        sys.path.append(str(_CHECKOUT))  # an editable install may expose the packages of the wheel alone
+        sys.path.append(str(_CHECKOUT))  # an editable install may expose only the packages of the wheel
     return import_module(f"benchmarks.{name}")
 
 
 def size_of(option: str, text: str) -> int:
-    """Bytes of a size that an option names. ConfigError for what is none."""
+    """Return the bytes of the size that an option gives. ConfigError if it is not a size."""
     try:
         return parse_size(text)
     except ValueError as error:
-        raise ConfigError(f"{option} {text}; allowed: {error}") from error
+        raise ConfigError(f"{option} must be {error}, got {text!r}") from error
 
 
 def require_memory(options: Mapping[str, int], needed: int) -> None:
-    """ConfigError if so many bytes, which follow from these options, are more than is available now."""
+    """Raise ConfigError if the options need more bytes than are available now.
+
+    Args:
+        options: The sizes to name in the message, by option.
+        needed: Bytes that follow from them.
+    """
     available = available_nbytes()
     if available is None or needed <= available:
         return
     named = ", ".join(f"{option} {format_size(nbytes)}" for option, nbytes in options.items())
     raise ConfigError(
-        f"{named}: needs {format_size(needed)} of memory in all; "
-        f"allowed: smaller ones, for at most {format_size(available)} that are available"
+        f"{named} would need {format_size(needed)} of memory, and only {format_size(available)} are available; "
+        "choose smaller sizes"
     )
 
 
 def require_folder(option: str, folder: Path) -> None:
-    """ConfigError unless there is such a folder."""
+    """Raise ConfigError unless the folder exists."""
     if not folder.is_dir():
-        raise ConfigError(f"{option} {folder}: no such folder; allowed: one that is there")
+        raise ConfigError(f"{option} {folder}: no such folder")
 
 
 def require_place(what: str, file: Path) -> None:
-    """ConfigError unless a file can have this name: its folder is there, and it is none itself."""
+    """Raise ConfigError unless a file can be written there: the folder exists, and the name is not a directory or
+    device.
+    """
     if file.exists() and not file.is_file():
         found = "directory" if file.is_dir() else "device, pipe or socket"
-        raise ConfigError(f"{what} {file} is a {found}; allowed: the name of a file")
+        raise ConfigError(f"{what} {file} is a {found}, not a file name")
     if not file.parent.is_dir():
-        raise ConfigError(
-            f"{what} {file}: no such folder as {file.parent}; allowed: a file in a folder that is there"
-        )
+        raise ConfigError(f"{what} {file}: the folder {file.parent} does not exist")
 
 
-def require_file(what: str, file: Path, allowed: str) -> None:
-    """ConfigError unless there is such a file."""
+def require_file(what: str, file: Path, expected: str) -> None:
+    """Raise ConfigError unless the file exists. ``expected`` says what it should be."""
     if not file.is_file():
         found = "is a directory" if file.is_dir() else "no such file"
-        raise ConfigError(f"{what} {file}: {found}; allowed: {allowed}")
+        raise ConfigError(f"{what} {file}: {found}, expected {expected}")
 
 
 def said(error: TierStoreError | OSError | MemoryError) -> str:
-    """An error of the system without its number, and with the file it is about."""
+    """Return a system error without its number but with its file, other errors as they are."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, MemoryError):
-        return f"out of memory: {error}; allowed: smaller sizes" if str(error) else "out of memory"
+        return f"out of memory: {error}; choose smaller sizes" if str(error) else "out of memory"
     return str(error)

@@ -1,4 +1,4 @@
-"""``plan``: what of a model's KV fits the tiers of a configuration, and how long it takes to bring it back."""
+"""``plan``: how much of a model's KV cache fits the tiers of a configuration, and how long a restore takes."""
 
 from __future__ import annotations
 
@@ -20,30 +20,28 @@ if TYPE_CHECKING:
 
 
 def plan(
-    config: Annotated[Path, typer.Option(help="The configuration file.")],
-    model: Annotated[str, typer.Option(help="A folder with a config.json, or the name of a known model.")],
-    dtype: Annotated[
-        str | None, typer.Option(help="dtype of the pages; the model's own if not given.")
-    ] = None,
+    config: Annotated[Path, typer.Option(help="Configuration file.")],
+    model: Annotated[str, typer.Option(help="Folder with a config.json, or the name of a known model.")],
+    dtype: Annotated[str | None, typer.Option(help="dtype of the pages. Default: the model's.")] = None,
     page_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a page, instead of the configuration's.")
+        int | None, typer.Option(min=1, help="Tokens per page, instead of the configuration's page_size.")
     ] = None,
     tokens: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Length of a document; may be repeated. 8192 if not given."),
+        typer.Option(min=1, help="Length of a document in tokens; may be repeated. Default: 8192."),
     ] = None,
     prefill_tokens_per_s: Annotated[
         float | None,
         typer.Option(
-            min=1e-9, callback=finite, help="Speed of your engine's prefill, instead of a prediction."
+            min=1e-9, callback=finite, help="Prefill speed of your engine, instead of a prediction."
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """How many tokens and documents of a model fit each tier, and what a restore costs beside recomputing.
+    """Show how many tokens and documents of a model fit each tier, and how a restore compares with recomputing.
 
-    Measures a copy, the disk (with a scratch file of at most 256 MiB that is gone at the end) and a matrix product
-    on this machine; opens no store. Exit code 1 if this machine would refuse to open the configuration for the model.
+    Measures a copy, the disk (with a temporary file of at most 256 MiB) and a matrix multiplication on this
+    machine; opens no store. Exit code 1 if this machine could not open the configuration for the model.
     """
     with refusals(as_json):
         loaded = load_config(config)
@@ -51,7 +49,7 @@ def plan(
             forecast,
             measure,
             page_layout,
-        )  # torch loads here, not for each command
+        )  # loads torch, which other commands do not need
         from tierstore.plan.geometry import read_model
 
         geometry = read_model(model)
@@ -83,7 +81,7 @@ def _head(found: Plan) -> Iterator[str]:
     yield f"{model.name}: {model.num_layers} layers, {kept}, {layout.specs[0].dtype}"
     per_token, padding = layout.page_nbytes // layout.page_size, layout.slot_nbytes - layout.page_nbytes
     size = format_size(layout.page_nbytes) + (f" (and {padding} bytes of padding)" if padding else "")
-    yield f"{per_token} bytes a token, kept and reused in pages of {layout.page_size} tokens = {size}"
+    yield f"{per_token} bytes per token, stored and reused in pages of {layout.page_size} tokens = {size}"
 
 
 def _tiers(found: Plan) -> Table:
@@ -123,8 +121,8 @@ def _rates(found: Plan) -> Iterator[str]:
     if rates.per_token:
         speed = f"{rates.prefill.per_s:g} tokens/s, "
     yield f"prefill: {speed}{rates.prefill.how}"
-    yield "restores are predicted from these rates, recomputing from " + (
-        "the tokens" if rates.per_token else "the model's operations at that speed, so at best"
+    yield "restore times are predicted from these rates, recompute times from " + (
+        "the tokens" if rates.per_token else "the model's operations at that speed, a lower bound"
     )
 
 
@@ -141,5 +139,5 @@ def _speed(per_s: float | None) -> str:
 
 
 def _short(number: float) -> str:
-    """Three digits, and no power of ten."""
+    """Format with three digits and without a power of ten."""
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"

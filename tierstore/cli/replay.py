@@ -1,4 +1,4 @@
-"""``replay``: what share of a trace's tokens a store would have had, with each policy and capacity."""
+"""``replay``: the hit rate of a trace with each policy and capacity."""
 
 from __future__ import annotations
 
@@ -35,41 +35,45 @@ if TYPE_CHECKING:
 def replay(
     traces: Annotated[
         list[Path],
-        typer.Argument(help="Trace files: .jsonl (Mooncake), .json (kv-cache-tester); or folders."),
+        typer.Argument(help="Trace files: .jsonl (Mooncake), .json (kv-cache-tester); or folders of them."),
     ],
     model: Annotated[
         str,
-        typer.Option(help="A folder with a config.json, or the name of a known model: the size of a page."),
+        typer.Option(
+            help="Folder with a config.json, or the name of a known model: it decides the size of a page."
+        ),
     ] = "llama-3.1-8b",
     capacity: Annotated[
         list[str] | None,
-        typer.Option(help="Size of HBM, such as 125GiB; may be repeated. 125GiB if not given."),
+        typer.Option(help="Size of HBM, such as 125GiB; may be repeated. Default: 125GiB."),
     ] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="Victim order of all tiers; may be repeated. lru and adaptive if not given."),
+        typer.Option(help="Eviction order of all tiers; may be repeated. Default: lru and adaptive."),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Size of a HOST tier.")] = None,
     nvme: Annotated[str | None, typer.Option(help="Size of an NVMe tier.")] = None,
     admission: Annotated[
-        list[str] | None, typer.Option(help="Admission to NVMe; may be repeated. all if not given.")
+        list[str] | None,
+        typer.Option(help="Admission policy of the NVMe tier; may be repeated. Default: all."),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="Tiers, policies and admission from this file instead of the options.")
+        Path | None,
+        typer.Option(help="Take tiers, policies and admission from this file instead of the options."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw hit rate against capacity into this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot hit rate against capacity into this file.")] = None,
     bounds: Annotated[
         Path | None,
         typer.Option(
-            help="Folder in which what a cache that knows the future would hit is kept. "
-            "~/.cache/tierstore/bounds if not given."
+            help="Folder that caches the hits of the optimal policy. Default: ~/.cache/tierstore/bounds."
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Replay traces through the directory and the policies that a store runs on. Copies are instant, no byte is kept.
+    """Replay traces through the store's directory and policies. Copies are instant and no bytes are kept.
 
-    One page is one block of the trace. Rates are over the second half of a trace; the first half warms the tiers.
+    One page is one block of the trace. Rates are over the second half of a trace; the first half warms the tiers
+    up.
     """
     with refusals(as_json):
         _check(plot, config, {"capacity": capacity, "policy": policy, "host": host, "nvme": nvme}, admission)
@@ -96,17 +100,17 @@ def replay(
 def _check(
     plot: Path | None, config: Path | None, tiers: Mapping[str, object], admission: list[str] | None
 ) -> None:
-    """ConfigError for options that would have no effect, or only after all the work."""
+    """Raise ConfigError for options that would have no effect, or would fail only after all the work."""
     if config is not None:
         given = [name for name, value in {**tiers, "admission": admission}.items() if value]
         if given:
-            raise ConfigError(f"--{given[0]} with --config: the file says it; allowed: one of both")
+            raise ConfigError(f"--{given[0]} cannot be combined with --config, which sets it already")
     elif admission and tiers["nvme"] is None:
-        raise ConfigError("--admission without --nvme: there is no tier to admit to; allowed: both")
+        raise ConfigError("--admission has no effect without --nvme: there is no tier to admit pages to")
     if plot is not None:
         require_place("--plot", plot)
         if find_spec("matplotlib") is None:
-            raise ConfigError("--plot needs matplotlib: in the checkout pip install -e '.[plot]'")
+            raise ConfigError("--plot needs matplotlib: run pip install -e '.[plot]' in the checkout")
         from tierstore.replay.plot import require_format
 
         require_format(plot)
@@ -119,7 +123,7 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
             continue
         found = sorted(file for file in path.rglob("*.json*") if file.suffix in (".json", ".jsonl"))
         if not found:
-            raise ConfigError(f"{path} has no .json or .jsonl files; allowed: a folder with traces")
+            raise ConfigError(f"{path} has no .json or .jsonl files")
         yield from found
 
 
@@ -130,14 +134,14 @@ def _configs(
     nvme: str | None,
     admissions: Sequence[str],
 ) -> Iterator[StoreConfig]:
-    """A configuration each, checked as one of a store is. ConfigError by the option that was given."""
+    """Yield a configuration for each combination, checked like a store's. ConfigError names the wrong option."""
     for option, text in (*(("--capacity", each) for each in capacities), ("--host", host), ("--nvme", nvme)):
         if text is not None:
             size_of(option, text)
     for policy in policies:
         if policy in WITHDRAWN_POLICIES:
             raise ConfigError(
-                f"--policy {policy} is an eviction order that this version no longer has; "
+                f"--policy {policy}: this version no longer has this eviction order; "
                 f"use {WITHDRAWN_POLICIES[policy]} instead"
             )
     _require_known("--policy", policies, get_args(Policy))
@@ -156,7 +160,7 @@ def _configs(
 def _require_known(option: str, given: Sequence[str], known: Sequence[str]) -> None:
     for name in given:
         if name not in known:
-            raise ConfigError(f"{option} {name}; allowed: {', '.join(known)}")
+            raise ConfigError(f"{option} must be one of {', '.join(known)}, got {name!r}")
 
 
 def _setting(trace: Trace, config: StoreConfig, model: str) -> Setting:
@@ -168,7 +172,7 @@ def _setting(trace: Trace, config: StoreConfig, model: str) -> Setting:
     page_nbytes = sum(spec.page_nbytes for spec in specs)
     if config.hbm is None or config.hbm.capacity is None:
         raise ConfigError(
-            "hbm.capacity is missing; a replay holds each request's pages in an HBM of the store's own"
+            "hbm.capacity is missing: a replay holds each request's pages in the store's own HBM pages"
         )
     sections = {Tier.HBM: config.hbm, Tier.HOST: config.host, Tier.NVME: config.nvme}
     there = {tier: section for tier, section in sections.items() if section is not None}
@@ -176,8 +180,8 @@ def _setting(trace: Trace, config: StoreConfig, model: str) -> Setting:
     for tier, number in pages.items():
         if number == 0:
             raise ConfigError(
-                f"{tier.name.lower()}.capacity is {there[tier].capacity} bytes, less than one block of {trace.name}; "
-                f"allowed: at least {page_nbytes}"
+                f"{tier.name.lower()}.capacity must be at least {page_nbytes} bytes, one block of {trace.name}, "
+                f"got {there[tier].capacity}"
             )
     disk = config.nvme
     return Setting(
@@ -233,8 +237,8 @@ def _show(rows: Sequence[Row]) -> None:
     for row in rows:
         if row.too_long:
             console.print(
-                f"{row.trace}, {row.policy}, {format_size(row.capacity_bytes)}: {row.too_long} requests have more "
-                "pages than HBM and were passed over",
+                f"{row.trace}, {row.policy}, {format_size(row.capacity_bytes)}: "
+                f"skipped {row.too_long} requests with more pages than HBM",
                 markup=False,
                 highlight=False,
                 soft_wrap=True,

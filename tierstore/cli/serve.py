@@ -1,4 +1,4 @@
-"""``serve``: a model over one store, for many who ask over HTTP."""
+"""``serve``: answer over HTTP with one model over one store."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from tierstore.serve.model import Reader
 
 PAGE_SIZE = 64
-"""Tokens of a page where the configuration names no number."""
+"""Tokens per page if the configuration does not say."""
 
 
 class Dtype(StrEnum):
-    """What the weights are loaded as."""
+    """dtype of the loaded weights."""
 
     auto = "auto"
     float32 = "float32"
@@ -40,34 +40,42 @@ class Dtype(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of the engine."""
+    """Limits of the engine."""
 
     max_active: int
     max_waiting: int
 
 
 def serve(
-    config: Annotated[Path, typer.Option(help="The store: a YAML file. Its hbm.device is the model's, too.")],
+    config: Annotated[
+        Path,
+        typer.Option(help="Configuration of the store, a YAML file. The model runs on its hbm.device, too."),
+    ],
     model: Annotated[str, typer.Option(help=ALLOWED)],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = 8000,
     documents: Annotated[
-        Path | None, typer.Option(help="Folder of documents' texts; without it they end with the server.")
+        Path | None,
+        typer.Option(
+            help="Folder for the texts of documents; without it they are lost when the server ends."
+        ),
     ] = None,
     keys: Annotated[
-        Path | None, typer.Option(help="YAML file of tenants and the SHA-256 of their keys.")
+        Path | None, typer.Option(help="YAML file with tenants and the SHA-256 of their keys.")
     ] = None,
     for_all: Annotated[
-        bool, typer.Option("--open", help="Without --keys, let whoever reaches the address ask.")
+        bool, typer.Option("--open", help="Without --keys, answer anyone who can reach the address.")
     ] = False,
-    max_active: Annotated[int, typer.Option(min=1, help="Requests that are computed at a time.")] = 4,
+    max_active: Annotated[int, typer.Option(min=1, help="Requests to compute at a time.")] = 4,
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are refused.")] = 64,
-    dtype: Annotated[Dtype, typer.Option(help="Of the weights; auto: as they are stored.")] = Dtype.auto,
+    dtype: Annotated[Dtype, typer.Option(help="dtype of the weights; auto: as stored.")] = Dtype.auto,
     as_json: Json = False,
 ) -> None:
-    """Answer over HTTP: OpenAI-compatible completions and chats, questions about documents, and a page for both.
+    """Answer over HTTP: OpenAI-compatible completions and chats, questions about documents, and a web page for both.
 
-    Ends on Ctrl-C or SIGTERM within seconds; what was accepted for the disk is on it then. See docs/server.md.
+    Ends within seconds on Ctrl-C or SIGTERM, after pages accepted for the disk are written. See docs/server.md.
     """
     with refusals(as_json), ExitStack() as stack:
         _require_extras()
@@ -77,8 +85,8 @@ def serve(
         settings = _settings(config)
         if tenants.open and not for_all and not _is_loopback(host):
             raise ConfigError(
-                f"--host {host} can be reached from elsewhere; allowed: a loopback address, or --keys, or --open "
-                "where everybody may ask"
+                f"--host {host} can be reached from other machines: use a loopback address, --keys FILE, or --open to "
+                "answer anyone"
             )
         bound = stack.enter_context(_bound(host, port))
         limits = Limits(max_active, max_waiting)
@@ -89,15 +97,19 @@ def serve(
 def _require_extras() -> None:
     missing = [name for name in ("transformers", "fastapi", "uvicorn") if find_spec(name) is None]
     if missing:
-        raise ConfigError(f"serve needs {', '.join(missing)}: in the checkout pip install -e '.[hf,serve]'")
+        raise ConfigError(
+            f"serve needs {', '.join(missing)}: run pip install -e '.[hf,serve]' in the checkout"
+        )
 
 
 def _settings(file: Path) -> StoreConfig:
     settings = load_config(file)
     if settings.hbm is None:
-        raise ConfigError(f"{file}: has no section hbm; allowed: one, where the model's K and V are computed")
+        raise ConfigError(
+            f"{file}: the configuration needs an hbm section, where the model's K and V are computed"
+        )
     if settings.hbm.owner != "store":
-        raise ConfigError(f"{file}: hbm.owner is {settings.hbm.owner!r}; allowed: 'store'")
+        raise ConfigError(f"{file}: hbm.owner must be 'store', got {settings.hbm.owner!r}")
     if settings.hbm.device != "cpu":
         from tierstore.gpu.device import require_device
 
@@ -127,7 +139,7 @@ def _run(
     hosts: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Until it is told to end."""
+    """Serve until the process is told to end."""
     from prefetch import Prefetcher
     from tierstore.adapters.huggingface import page_specs
     from tierstore.serve.app import Server, make_app
@@ -155,10 +167,10 @@ def _run(
         engine = Engine(reader, store, max_active=limits.max_active, max_waiting=limits.max_waiting)
         try:
             app = make_app(reader, engine, store, library, tenants, hosts=hosts)
-            gc.freeze()  # a full pass of the collector stops every thread, and what is there now stays
+            gc.freeze()  # a full garbage collection stops every thread; objects that exist now are here to stay
             Server(app, engine, listening).run(sockets=[bound])
         finally:
-            gc.unfreeze()  # else libraries tell of leaks at the end
+            gc.unfreeze()  # otherwise libraries report leaks at exit
             engine.close()
 
 
@@ -170,8 +182,11 @@ def _is_loopback(host: str) -> bool:
 
 
 def _hosts(host: str, tenants: Tenants, *, for_all: bool) -> tuple[str, ...]:
-    """The names that requests may be for. Where nobody shows a key, a page from elsewhere must not reach the server
-    by having its own name mean this machine."""
+    """Return the host names that requests may address.
+
+    Without keys, a web page from elsewhere must not reach the server through a name of its own that points to this
+    machine.
+    """
     if for_all or not tenants.open:
         return ("*",)
     from tierstore.serve.app import LOOPBACK
@@ -181,18 +196,18 @@ def _hosts(host: str, tenants: Tenants, *, for_all: bool) -> tuple[str, ...]:
 
 @contextmanager
 def _bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket of this address, before a model is loaded for it. ConfigError if it cannot be had."""
+    """Bind the socket before a model is loaded for it. ConfigError if the address cannot be bound."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"--host {host}: {error.strerror}; allowed: an address of this machine") from error
+        raise ConfigError(f"--host {host}: cannot listen there: {error.strerror}") from error
     with found:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             found.bind(address)
         except OSError as error:
             raise ConfigError(
-                f"--host {host} --port {port}: {error.strerror}; allowed: an address of this machine and a free port"
+                f"--host {host} --port {port}: cannot listen there: {error.strerror}"
             ) from error
         yield found

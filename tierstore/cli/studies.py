@@ -1,6 +1,6 @@
-"""The commands whose work is in ``benchmarks/`` of a checkout: ``compare``, ``bench engine`` and ``bench hints``.
+"""Commands that run studies from ``benchmarks/`` of a checkout: ``compare``, ``bench engine`` and ``bench hints``.
 
-An installed wheel knows these commands, says what they need, and refuses them.
+An installed wheel lists these commands but refuses to run them and says what they need.
 """
 
 from __future__ import annotations
@@ -15,30 +15,32 @@ from tierstore.cli.output import Json, refusals, study
 from tierstore.demo.model import ALLOWED
 
 PAGE_SIZE = 64
-"""Tokens of a page of ``bench hints``."""
+"""Tokens per page in ``bench hints``."""
 
 
 def compare(
     model: Annotated[
         list[str] | None,
-        typer.Option(help=f"{ALLOWED}; may be repeated. All known ones if not given."),
+        typer.Option(help=f"{ALLOWED}; may be repeated. Default: all known models."),
     ] = None,
     docs: Annotated[
         list[Path] | None,
         typer.Option(help="Text files or folders to read instead of this machine's licences."),
     ] = None,
     place: Annotated[
-        Path | None, typer.Option("--dir", help="Where the disk tier goes; a folder in it comes and goes.")
+        Path | None,
+        typer.Option("--dir", help="Folder for the disk tier; a subfolder is created and removed."),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="Where the models compute and HBM is: cpu, cuda or cuda:N, as in hbm.device.")
+        str, typer.Option(help="Device of the models and of HBM: cpu, cuda or cuda:N, as in hbm.device.")
     ] = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Real models answer over the store as without it: greedy, batches, samples, beams, drafts, chunks, rollbacks.
+    """Compare answers over the store with plain transformers: greedy, batches, samples, beams, drafts, chunks,
+    rollbacks.
 
-    Each answer is held against transformers' own cache, token by token, in float32, and what the model
-    computed against what was not reused. Prepares the models on first use. Exit code 1 if a case differs.
+    Compares every answer with that of transformers' own cache, token by token, in float32, and checks that the
+    model computes only what was not reused. Prepares the models on first use. Exit code 1 if a case differs.
     """
     with refusals(as_json):
         module = study("compare.command")
@@ -47,18 +49,21 @@ def compare(
 
 def engine(
     device: Device = "cuda:0",
-    blocks: Annotated[int, typer.Option(min=2, help="Blocks of a batch.")] = 2048,
+    blocks: Annotated[int, typer.Option(min=2, help="Blocks per batch.")] = 2048,
     layouts: Annotated[
-        str, typer.Option(help="Physical orders, with commas; all that vLLM has had if empty.")
+        str,
+        typer.Option(
+            help="Physical orders of the layers, separated by commas. Default: all that vLLM has used."
+        ),
     ] = "",
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 32,
-    heads: Annotated[int, typer.Option(min=1, help="Its KV heads.")] = 8,
+    heads: Annotated[int, typer.Option(min=1, help="KV heads of the model.")] = 8,
     dim: Annotated[int, typer.Option(min=1, help="Their dimension.")] = 128,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 16,
-    pairs: Annotated[int, typer.Option(min=1, help="Pairs of copies; the median counts.")] = 5,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per block.")] = 16,
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of copies; the median is reported.")] = 5,
     as_json: Json = False,
 ) -> None:
-    """An engine's blocks out and back by the connector's worker, as a share of one contiguous copy of as many bytes."""
+    """Measure how fast the vLLM connector's worker copies blocks out and back, relative to one contiguous copy."""
     with refusals(as_json):
         module = study("engine")
     module.run(
@@ -78,36 +83,39 @@ def hints(
     model: Annotated[
         str,
         typer.Option(
-            help="none: pages alone, an answer is a lease that is ready. smollm2, or the folder of a model: what it "
-            "answers, in float32. random: a Llama of 8B shape and random weights over pages of random numbers."
+            help="none: pages only, an answer is a lease that is ready. smollm2, or a model's folder: real answers in "
+            "float32. random: a Llama with the shape of 8B and random weights over random pages."
         ),
     ] = "none",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N, as in hbm.device.")] = "cpu",
-    tokens: Annotated[int, typer.Option(min=PAGE_SIZE, help="Of a document.")] = 4096,
+    tokens: Annotated[int, typer.Option(min=PAGE_SIZE, help="Length of a document.")] = 4096,
     disk_tokens: Annotated[
         int | None,
-        typer.Option(min=PAGE_SIZE, help="Of one that lies on disk, if others than --tokens."),
+        typer.Option(min=PAGE_SIZE, help="Length of a document on disk, if it differs from --tokens."),
     ] = None,
-    documents: Annotated[int, typer.Option(min=1, help="Asked in turn.")] = 1,
-    layers: Annotated[int, typer.Option(min=1, help="Of the model, where it is none or random.")] = 32,
+    documents: Annotated[int, typer.Option(min=1, help="Number of documents, asked in turn.")] = 1,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model if it is none or random.")] = 32,
     sources: Annotated[
-        str, typer.Option("--from", help="Where documents lie: nvme, host, or both.")
+        str, typer.Option("--from", help="Where the documents are at first: nvme, host, or both.")
     ] = "nvme,host",
     rounds: Annotated[
-        int, typer.Option(min=1, help="Every case once a round and document; medians count.")
+        int, typer.Option(min=1, help="Rounds over all documents and cases; medians are reported.")
     ] = 5,
     docs: Annotated[
         list[Path] | None,
-        typer.Option(help="Text files for a model's documents; the licences here if not given."),
+        typer.Option(
+            help="Text files to use as documents of a real model. Default: this machine's licences."
+        ),
     ] = None,
     place: Annotated[
-        Path | None, typer.Option("--dir", help="Where the disk tier goes; a folder in it comes and goes.")
+        Path | None,
+        typer.Option("--dir", help="Folder for the disk tier; a subfolder is created and removed."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Asks documents that lie below HBM: no hint, a hint half of the loading time before, one longer than that before.
+    """Measure how soon documents below HBM answer: without a hint, with a late hint and with a hint in good time.
 
-    Beside it the same document in HBM. Real copies; ``ratio`` is to the best there can be, see ``HintRow``.
+    Compares each with the same document in HBM, with real copies. ``ratio`` is relative to the best possible time.
     """
     with refusals(as_json):
         module = study("hints")

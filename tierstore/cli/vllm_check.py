@@ -1,7 +1,7 @@
-"""``vllm-check``: what the vLLM that is installed offers to our connector and our tier.
+"""``vllm-check``: compare the installed vLLM with what our connector and our tier expect.
 
-The checks read its source and import nothing of it. So a build for cards can be looked at where there is no card, and
-a build that does not start too.
+The checks read vLLM's source and import nothing of it. They work for a CUDA build on a machine without a GPU, and
+for a build that does not start.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 def vllm_check(
     source: Annotated[
         Path | None,
-        typer.Option(help="A folder that holds the package vllm, unpacked; default: what is installed."),
+        typer.Option(help="Folder with an unpacked vllm package. Default: the installed one."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what the installed vLLM supports, without starting it. Exit code 1 if the connector would not work."""
+    """Show what the installed vLLM supports, without starting it. Exit code 1 if the connector would not work."""
     with refusals(as_json):
         package = _package(source)
         checks = list(every_check(package))
@@ -42,10 +42,12 @@ def _package(source: Path | None) -> Path:
         for package in (folder, folder / "vllm"):
             if package.name == "vllm" and package.is_dir():
                 return package
-        raise ConfigError(f"--source {source}: holds no folder vllm; allowed: one that does")
+        raise ConfigError(f"--source {source}: the folder does not contain a package vllm")
     found = find_spec("vllm")
     if found is None or not found.submodule_search_locations:
-        raise ConfigError("vLLM is not installed here; allowed: a Python that has it, or --source FOLDER")
+        raise ConfigError(
+            "vLLM is not installed in this Python: install it, or name an unpacked one with --source FOLDER"
+        )
     return Path(found.submodule_search_locations[0])
 
 
@@ -54,7 +56,7 @@ _OURS = Path(__file__).parents[1] / "adapters"
 
 
 def every_check(package: Path) -> Iterator[Check]:
-    """All checks of the vLLM in ``package`` (the folder ``vllm`` itself), in the order they are shown."""
+    """Yield all checks of the vLLM in the folder ``vllm`` itself, in the order in which they are shown."""
     yield version(package)
     connector = _module(package / _CONNECTOR).classes
     ours = _module(_OURS / "vllm" / "connector.py").classes["TierStoreConnector"]
@@ -67,7 +69,7 @@ def every_check(package: Path) -> Iterator[Check]:
 
 
 def version(package: Path) -> Check:
-    """Whether it is one of those that were tested."""
+    """Check whether this version was tested."""
     from tierstore.adapters.vllm.compat import NEWEST, OLDEST
 
     found = _version(package)
@@ -82,7 +84,7 @@ def version(package: Path) -> Check:
 
 
 def hooks(name: str, theirs: Class | None, ours: Class, where: str) -> Iterator[Check]:
-    """Whether what vLLM calls is there with us, and takes what vLLM passes."""
+    """Check that we have the methods that vLLM calls, and that they accept what it passes."""
     if theirs is None:
         yield Check(f"{name}'s hooks", "not found", "fail", f"vllm/{where} does not define them")
         return
@@ -90,11 +92,13 @@ def hooks(name: str, theirs: Class | None, ours: Class, where: str) -> Iterator[
     missing = sorted(hook for hook in needed if hook not in ours.members)
     if missing:
         yield Check(
-            f"{name}'s hooks", ", ".join(missing), "fail", "this vLLM needs them, and they are not ours"
+            f"{name}'s hooks", ", ".join(missing), "fail", "this vLLM requires them, and we do not have them"
         )
     wrong = [f"{hook}: {why}" for hook, why in sorted(_mismatches(theirs, ours).items())]
     if wrong:
-        yield Check(f"{name}'s signatures", "; ".join(wrong), "fail", "this vLLM calls them otherwise")
+        yield Check(
+            f"{name}'s signatures", "; ".join(wrong), "fail", "this vLLM calls them with other arguments"
+        )
     if not missing and not wrong:
         shared = [
             hook
@@ -107,13 +111,13 @@ def hooks(name: str, theirs: Class | None, ours: Class, where: str) -> Iterator[
 
 
 def groups(connector: Mapping[str, Class], ours: Class) -> Iterator[Check]:
-    """Whether layers with windows keep groups of their own."""
+    """Check whether layers with sliding windows have KV cache groups of their own."""
     name, theirs = "hybrid KV cache manager", connector.get("SupportsHMA")
     if theirs is None:
-        why = f"vllm/{_CONNECTOR} names the connector's interface"
+        why = f"vllm/{_CONNECTOR} does not define the connector's interface"
         yield Check(name, "no SupportsHMA", "fail", why)
     elif "KVConnectorTransferResults" not in connector:
-        why = "full attention and windows share a group: a failed load of several cannot be told"
+        why = "full attention and windows share a group: this vLLM cannot report a failed load by group"
         yield Check(name, "off with TierStore", "note", why)
     else:
         yield Check(name, "groups of their own for windows")
@@ -121,58 +125,63 @@ def groups(connector: Mapping[str, Class], ours: Class) -> Iterator[Check]:
 
 
 def settings(package: Path) -> Iterator[Check]:
-    """The settings of the line that turns TierStore on."""
+    """Check the settings that turn TierStore on."""
     fields = _names(package / "config" / "kv_transfer.py", "KVTransferConfig")
     for field, use in (
-        ("kv_connector_module_path", "the connector cannot be named"),
-        ("kv_load_failure_policy", "a page that cannot be loaded ends its request with an error"),
+        ("kv_connector_module_path", "the connector cannot be chosen"),
+        ("kv_load_failure_policy", "a request ends with an error if one of its pages cannot be loaded"),
     ):
         yield Check(field, "there") if field in fields else Check(field, "missing", "fail", use)
 
 
 def layouts(package: Path, connector: Class | None) -> Check:
-    """How the layers of a block may lie; all of them side by side is one copy a block."""
+    """Check how the layers of a block may lie in memory. If they are adjacent, a block is one copy."""
     names = _names(package / "v1" / "kv_cache_layout.py", "KVCacheLayout")
     if "BLHNC" in names:
         return Check("KV layouts", ", ".join(sorted(names)))
     if connector is not None and "prefer_cross_layer_blocks" in connector.members:
-        return Check("KV layouts", "all layers of a block in one tensor, where attention allows")
+        return Check("KV layouts", "all layers of a block in one tensor, if the attention backend allows it")
     why = "a block is copied layer by layer"
-    return Check("KV layouts", ", ".join(sorted(names)) or "a tensor for each layer", "note", why)
+    return Check("KV layouts", ", ".join(sorted(names)) or "a tensor per layer", "note", why)
 
 
 def hit_sources(package: Path) -> Check:
-    """Whether vLLM's metrics tell hits in memory from hits on disk."""
+    """Check whether vLLM's metrics distinguish hits in memory from hits on disk."""
     names = _names(package / "v1" / "metrics" / "cache_hit_source.py", "CacheHitSource")
     if {"HOST", "DISK"} <= names:
         return Check("hit sources", ", ".join(sorted(names)))
-    return Check("hit sources", "none", "note", "vLLM's metrics count all hits outside HBM as one")
+    return Check("hit sources", "none", "note", "vLLM's metrics count all hits outside HBM as one source")
 
 
 def secondary_tier(package: Path) -> Iterator[Check]:
-    """Whether our tier fits below vLLM's own CPU tier."""
+    """Check whether our tier fits below vLLM's own CPU tier."""
     where = "v1/kv_offload/tiering/base.py"
     factories = _module(package / "v1" / "kv_offload" / "tiering" / "factory.py").classes.values()
     getters = [found for factory in factories if (found := factory.functions.get("get_tier_class"))]
     if not any("module_path" in getter.source for getter in getters):
-        yield Check("tier below vLLM's", "none", "note", "this vLLM knows no tiers of others; 0.32 does")
+        yield Check(
+            "tier below vLLM's", "none", "note", "this vLLM does not load tiers of other packages; 0.32 does"
+        )
         return
     theirs = _module(package / where).classes.get("SecondaryTierManager")
     yield from hooks("tier", theirs, _module(_OURS / "vllm_tier.py").classes["TierStoreTier"], where)
 
 
 _MISMATCHES = {
-    "PARAMETER_REMOVED": "we do not take {}",
-    "PARAMETER_MOVED": "{} is at another place",
+    "PARAMETER_REMOVED": "we do not accept {}",
+    "PARAMETER_MOVED": "{} has another position",
     "PARAMETER_CHANGED_KIND": "{} is passed in another way",
     "PARAMETER_CHANGED_REQUIRED": "we require {}",
     "PARAMETER_ADDED_REQUIRED": "we require {}",
 }
-"""What to say of the kinds of breaking changes that end a call. Other defaults and annotations do not."""
+"""Breaking changes that make a call fail, by griffe's name. Changed defaults and annotations do not."""
 
 
 def _mismatches(theirs: Class, ours: Class) -> dict[str, str]:
-    """Return, by method, why a call that fits ``theirs`` may not fit ``ours``. Ours passes for a changed version."""
+    """Return why calls that fit ``theirs`` may not fit ``ours``, by method.
+
+    griffe compares two versions of a class; ours takes the part of the newer one.
+    """
     import griffe
 
     found: dict[str, str] = {}
@@ -190,8 +199,8 @@ def _mismatches(theirs: Class, ours: Class) -> dict[str, str]:
 
 
 def _is_harmless(theirs: Parameter | None, ours: Parameter | None, method: Function) -> bool:
-    """Whether no call ends by this difference in parameters."""
-    if theirs is None:  # a keyword of ours alone: it comes from the configuration, not from vLLM
+    """Return whether this difference in parameters makes no call fail."""
+    if theirs is None:  # our own keyword: it comes from the configuration, not from vLLM
         return ours is not None and ours.kind is not None and ours.kind.name == "keyword_only"
     variadic = theirs.kind is not None and theirs.kind.name in ("var_positional", "var_keyword")
     return variadic and any(parameter.kind is theirs.kind for parameter in method.parameters)
@@ -203,7 +212,7 @@ def _kind(member: Object | Alias) -> str:
 
 
 def _module(path: Path) -> Module:
-    """Read a module from its source, without importing it; an empty one where there is no such file."""
+    """Read a module from its source without importing it. Returns an empty module if there is no such file."""
     import griffe
 
     try:
@@ -216,7 +225,7 @@ def _module(path: Path) -> Module:
 
 
 def _names(path: Path, name: str) -> set[str]:
-    """Return the names of a class's attributes, properties aside."""
+    """Return the names of a class's attributes, without properties."""
     found = _module(path).classes.get(name)
     attributes = {} if found is None else found.attributes
     return {name for name, attribute in attributes.items() if "property" not in attribute.labels}
