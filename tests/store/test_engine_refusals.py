@@ -43,20 +43,40 @@ def bench(engine: Engine, tmp_path: Path) -> Iterator[Bench]:
 
 
 @pytest.mark.parametrize(
-    ("tensors", "layout"),
+    ("tensors", "layout", "why"),
     [
-        ([torch.zeros(SLOTS, PLANES, TOKENS, HEADS, DIM, dtype=torch.float16)], "BKNHD"),
-        ([torch.zeros(SLOTS, 2, PLANES, TOKENS, HEADS, DIM, dtype=torch.float32)], "BLKNHD"),
-        ([torch.zeros(SLOTS, 2, PLANES, HEADS, TOKENS, DIM, dtype=torch.float16)], "BLKNHD"),
-        ([torch.zeros(SLOTS, 2, PLANES, TOKENS, HEADS, DIM, dtype=torch.float16)], "BLKNH"),
-        ([torch.zeros(SLOTS, 2, PLANES, TOKENS, HEADS, DIM, dtype=torch.float16)], "BLKNHX"),
-        ([torch.zeros(SLOTS, 2, 3, dtype=torch.float16)], "BLC"),
-        ([], "BKNHD"),
+        (
+            [torch.zeros(SLOTS, PLANES, TOKENS, HEADS, DIM, dtype=torch.float16)],
+            "BKNHD",
+            "must hold 2 layers, got 1",
+        ),
+        (
+            [torch.zeros(SLOTS, 2, PLANES, TOKENS, HEADS, DIM, dtype=torch.float32)],
+            "BLKNHD",
+            "float32, expected",
+        ),
+        (
+            [torch.zeros(SLOTS, 2, PLANES, HEADS, TOKENS, DIM, dtype=torch.float16)],
+            "BLKNHD",
+            "holds pages of",
+        ),
+        (
+            [torch.zeros(SLOTS, 2, PLANES, TOKENS, HEADS, DIM, dtype=torch.float16)],
+            "BLKNH",
+            "must have 4 dimensions",
+        ),
+        (
+            [torch.zeros(SLOTS, 2, PLANES, TOKENS, HEADS, DIM, dtype=torch.float16)],
+            "BLKNHX",
+            "must have B, N and H once",
+        ),
+        ([torch.zeros(SLOTS, 2, 3, dtype=torch.float16)], "BLC", "C must be 2 x head_dim, got 3"),
+        ([], "BKNHD", "must hold 2 layers, got 0"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(tensors: list[torch.Tensor], layout: str) -> None:
+def test_tensors_that_do_not_fit_are_refused(tensors: list[torch.Tensor], layout: str, why: str) -> None:
     with TierStore.open(tiers(SLOTS, 2, hbm_more=OWNED_BY_ENGINE), SPEC) as store:
-        with pytest.raises(ConfigError, match="allowed"):
+        with pytest.raises(ConfigError, match=why):
             store.register(EnginePages(tensors, layout))
         with pytest.raises(ConfigError, match="register"):
             store.put(chain(1), [0])
@@ -64,7 +84,7 @@ def test_tensors_that_do_not_fit_are_refused(tensors: list[torch.Tensor], layout
 
 def test_more_tensors_than_kv_groups_and_a_second_register_are_refused(engine: Engine) -> None:
     with TierStore.open(tiers(SLOTS, 2, hbm_more=OWNED_BY_ENGINE), SPEC) as store:
-        with pytest.raises(ConfigError, match="one a group"):
+        with pytest.raises(ConfigError, match="expected one EnginePages for each of 1 KV groups, got 2"):
             store.register(engine.pages, engine.pages)
         store.register(engine.pages)
         with pytest.raises(ConfigError, match="registered"):

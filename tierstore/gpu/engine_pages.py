@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 class EnginePages:
     """An engine's own KV tensors of one KV group, and how they are laid out.
 
-    ``layout`` names each dimension by a letter: B slot (the engine's block), L layer, K key/value plane, N token in
-    the page, H head, D head_dim; C stands for K and D merged, all of K first. With L there is one tensor, without it
-    one tensor a layer, in layer order. K is left out where a page has one plane. Any strides. Examples: "BLKNHD" our
-    own page-major layout, "KBNHD" and "BKNHD" the layer-major ones, "BHNC" vLLM's view of any physical order.
+    Attributes:
+        tensors: one tensor where ``layout`` has an L, else one tensor for each layer, in layer order. Any strides.
+        layout: a letter for each dimension. B: slot (the engine's block). L: layer. K: key/value plane; left out where
+            a page has one plane. N: token in the page. H: head. D: head_dim. C: K and D merged, all of K first.
+            Examples: "BLKNHD" is the store's own page-major layout, "KBNHD" and "BKNHD" are layer-major, "BHNC" is
+            vLLM's view of any physical order.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -36,46 +38,52 @@ class EnginePages:
 
 
 class EnginePool:
-    """Slots that belong to an engine: reads and writes its tensors in place, keeps them alive."""
+    """The slots of an engine: reads and writes its tensors in place, and keeps them alive."""
 
     def __init__(self, layout: PageLayout, pages: Sequence[EnginePages]) -> None:
-        """ConfigError naming the tensor and what is allowed unless shapes, dtypes and layout fit the specs.
+        """Take in an engine's tensors.
 
-        ``layers``: one view a layer, ``[slots, planes, tokens, heads, dim]``, one list a KV group.
+        Args:
+            layout: of a page, with one spec for each KV group.
+            pages: the tensors, in the order of the KV groups.
+
+        Raises:
+            ConfigError: shapes, dtypes or layouts do not fit the specs.
         """
         if len(pages) != len(layout.specs):
             raise ConfigError(
-                f"{len(pages)} EnginePages for {len(layout.specs)} KV groups; allowed: one a group"
+                f"expected one EnginePages for each of {len(layout.specs)} KV groups, got {len(pages)}"
             )
-        self.layers = [
+        self.layers: list[list[torch.Tensor]] = [
             [_canonical(t, i, p.layout, spec) for i, t in enumerate(_per_layer(p, spec))]
             for p, spec in zip(pages, layout.specs, strict=True)
         ]
+        """One view for each layer, ``[slots, planes, tokens, heads, dim]``; one list for each KV group."""
         sizes = {len(layer) for group in self.layers for layer in group}
         if len(sizes) != 1:
             raise ConfigError(
-                f"engine tensors have {sorted(sizes)} slots; allowed: the same number in all of them"
+                f"all tensors of an engine must have the same number of slots, got {sorted(sizes)}"
             )
         self.num_slots = sizes.pop()
         self._layout = layout
 
     def read(self, slot: int, out: NDArray[np.uint8]) -> None:
-        """Gathers the slot's page into ``out``."""
+        """Gather the slot's page into ``out``, flat uint8 ``[blob_nbytes]``."""
         with torch.inference_mode():
             for page, layers in self._blobs(out):
                 for i, layer in enumerate(layers):
                     page[i].copy_(layer[slot])
 
     def write(self, slot: int, page: NDArray[np.uint8]) -> None:
-        """Scatters ``page`` into the engine's tensors."""
-        # Engines make theirs in inference mode: elsewhere torch refuses to write to such tensors.
+        """Scatter ``page``, flat uint8 ``[blob_nbytes]``, into the engine's tensors."""
+        # Engines create their tensors in inference mode; outside of it torch refuses to write to them.
         with torch.inference_mode():
             for blob, layers in self._blobs(page):
                 for i, layer in enumerate(layers):
                     layer[slot].copy_(blob[i])
 
     def write_part(self, slot: int, page: NDArray[np.uint8], part: Part) -> None:
-        """Scatters these layers of ``page`` into the engine's tensors."""
+        """Scatter the layers ``part`` of ``page`` into the engine's tensors."""
         spec = self._layout.specs[part.spec]
         nbytes = (part.end - part.first) * spec.layer_nbytes
         raw = torch.from_numpy(page[part.offset : part.offset + nbytes])
@@ -95,12 +103,12 @@ def _per_layer(pages: EnginePages, spec: PageSpec) -> list[torch.Tensor]:
     letters = pages.layout
     if "L" in letters:
         if len(pages.tensors) != 1:
-            raise ConfigError(f"layout {letters!r} with {len(pages.tensors)} tensors; allowed: one tensor")
+            raise ConfigError(f"layout {letters!r} has an L and needs one tensor, got {len(pages.tensors)}")
         layers = list(pages.tensors[0].movedim(letters.index("L"), 0))
     else:
         layers = list(pages.tensors)
     if len(layers) != spec.num_layers:
-        raise ConfigError(f"engine tensors hold {len(layers)} layers; allowed: {spec.num_layers}")
+        raise ConfigError(f"the engine's tensors must hold {spec.num_layers} layers, got {len(layers)}")
     return layers
 
 
@@ -110,17 +118,17 @@ def _canonical(tensor: torch.Tensor, layer: int, layout: str, spec: PageSpec) ->
     letters = layout.replace("L", "")
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise ConfigError(
-            f"slots or elements of the tensor of layer {layer} share memory; allowed: each with its own"
+            f"slots or elements of the tensor of layer {layer} share memory (stride 0): each needs its own"
         )
     if tensor.ndim != len(letters):
         raise ConfigError(
-            f"tensor of layer {layer} has {tensor.ndim} dimensions; allowed by layout {layout!r}: {len(letters)}"
+            f"tensor of layer {layer} must have {len(letters)} dimensions for layout {layout!r}, got {tensor.ndim}"
         )
     if "C" in letters:
         at = letters.index("C")
         if tensor.shape[at] % planes:
             raise ConfigError(
-                f"tensor of layer {layer}: dimension C is {tensor.shape[at]}; allowed: {planes} x head_dim"
+                f"tensor of layer {layer}: dimension C must be {planes} x head_dim, got {tensor.shape[at]}"
             )
         shape = tensor.shape
         tensor = tensor.view(*shape[:at], planes, shape[at] // planes, *shape[at + 1 :])
@@ -129,12 +137,12 @@ def _canonical(tensor: torch.Tensor, layer: int, layout: str, spec: PageSpec) ->
         tensor, letters = tensor.unsqueeze(0), "K" + letters
     if sorted(letters) != sorted("BKNHD"):
         raise ConfigError(
-            f"EnginePages.layout is {layout!r}; allowed: each of B, N, H once, K and D or C, L at will"
+            f"EnginePages.layout must have B, N and H once, K and D (or C for both), and may have L, got {layout!r}"
         )
     view = tensor.permute([letters.index(x) for x in "BKNHD"])
     if tuple(view.shape[1:]) != spec.shape[1:] or view.dtype != torch_dtype(spec):
         raise ConfigError(
-            f"tensor of layer {layer} holds pages of {tuple(view.shape[1:])} {view.dtype}; "
-            f"allowed: {spec.shape[1:]} {torch_dtype(spec)}"
+            f"tensor of layer {layer} holds pages of {tuple(view.shape[1:])} {view.dtype}, "
+            f"expected {spec.shape[1:]} {torch_dtype(spec)}"
         )
     return view

@@ -24,40 +24,40 @@ if TYPE_CHECKING:
 
 
 class HbmBytes(Protocol):
-    """Page slots whose bytes can be copied out and in."""
+    """Page slots whose bytes can be copied out and in, by threads."""
 
     num_slots: int
 
     def read(self, slot: int, out: NDArray[np.uint8]) -> None:
-        """Copies the slot's page into ``out``, flat uint8 ``[blob_nbytes]``."""
+        """Copy the slot's page into ``out``, flat uint8 ``[blob_nbytes]``."""
         ...
 
     def write(self, slot: int, page: NDArray[np.uint8]) -> None:
-        """Copies ``page``, flat uint8 ``[blob_nbytes]``, into the slot."""
+        """Copy ``page``, flat uint8 ``[blob_nbytes]``, into the slot."""
         ...
 
     def write_part(self, slot: int, page: NDArray[np.uint8], part: Part) -> None:
-        """Copies these layers of ``page`` into the slot."""
+        """Copy the layers ``part`` of ``page`` into the slot."""
         ...
 
 
 class OwnPool(HbmBytes, Protocol):
-    """Slots of the store's own."""
+    """Slots in memory that the store itself allocated."""
 
     nbytes: int
 
     @property
     def pages(self) -> torch.Tensor | GroupedPages:
-        """The slots in place, ``[num_slots, num_layers, planes, page_size, num_kv_heads, head_dim]``."""
+        """Return the slots in place, ``[num_slots, num_layers, planes, page_size, num_kv_heads, head_dim]``."""
         ...
 
 
 class GroupedPages:
-    """The slots of a store with several KV groups: ``pages[slot]`` is a tuple of one tensor a group."""
+    """The slots of a store with several KV groups: ``pages[slot]`` is a tuple of one tensor for each group."""
 
     def __init__(self, groups: tuple[torch.Tensor, ...]) -> None:
         self.groups = groups
-        """One tensor a group, ``[num_slots, num_layers, planes, page_size, num_kv_heads, head_dim]``."""
+        """One tensor for each group, ``[num_slots, num_layers, planes, page_size, num_kv_heads, head_dim]``."""
 
     def __getitem__(self, slot: int) -> tuple[torch.Tensor, ...]:
         return tuple(group[slot] for group in self.groups)
@@ -70,15 +70,16 @@ class GroupedPages:
 
 
 class CpuPool:
-    """Page-major slots in host memory, page aligned: ``[num_slots, num_layers, planes, page_size, heads, dim]``."""
+    """Page-major slots in ordinary memory, page aligned: ``[num_slots, num_layers, planes, page_size, heads, dim]``."""
 
     def __init__(self, layout: PageLayout, num_slots: int) -> None:
+        """Allocate ``num_slots`` slots; their memory is taken from the system when it is first touched."""
         self.num_slots = num_slots
         self.nbytes = num_slots * layout.slot_nbytes
         self._stride = layout.slot_nbytes
         self._length = layout.blob_nbytes
         self._bytes = buffer(self.nbytes)
-        # Ordinary tensors, whatever mode the store is opened in: others cannot be written outside inference mode.
+        # Ordinary tensors even in a store opened in inference mode: inference tensors cannot be written outside of it.
         with torch.inference_mode(False):
             flat = torch.from_numpy(self._bytes)
             groups = tuple(
@@ -88,22 +89,23 @@ class CpuPool:
         self.pages: torch.Tensor | GroupedPages = groups[0] if len(groups) == 1 else GroupedPages(groups)
 
     def view(self, slot: int) -> NDArray[np.uint8]:
-        """The slot's bytes in place: flat uint8 ``[blob_nbytes]``, writable."""
+        """Return the slot's bytes in place: flat uint8 ``[blob_nbytes]``, writable. IndexError for a slot that is not
+        there."""
         if not 0 <= slot < self.num_slots:
-            raise IndexError(f"HBM slot {slot}; allowed: 0 to {self.num_slots - 1}")
+            raise IndexError(f"HBM slot must be 0 to {self.num_slots - 1}, got {slot}")
         start = slot * self._stride
         return self._bytes[start : start + self._length]
 
     def read(self, slot: int, out: NDArray[np.uint8]) -> None:
-        """Copies the slot's page into ``out``."""
+        """Copy the slot's page into ``out``."""
         np.copyto(out, self.view(slot))
 
     def write(self, slot: int, page: NDArray[np.uint8]) -> None:
-        """Copies ``page`` into the slot."""
+        """Copy ``page`` into the slot."""
         np.copyto(self.view(slot), page)
 
     def write_part(self, slot: int, page: NDArray[np.uint8], part: Part) -> None:
-        """Copies these layers of ``page`` into the slot."""
+        """Copy the layers ``part`` of ``page`` into the slot."""
         where = slice(part.offset, part.offset + part.nbytes)
         np.copyto(self.view(slot)[where], page[where])
 
@@ -116,7 +118,10 @@ def torch_dtype(spec: PageSpec) -> torch.dtype:
 
 
 def slots_view(flat: torch.Tensor, spec: PageSpec, offset: int, num_slots: int, stride: int) -> torch.Tensor:
-    """One KV group's pages ``[num_slots, *spec.shape]`` inside slots ``stride`` bytes apart in flat uint8 memory."""
+    """Return one KV group's pages in place, ``[num_slots, *spec.shape]``.
+
+    ``flat``: uint8 memory of slots that are ``stride`` bytes apart; ``offset``: byte of a slot where the group begins.
+    """
     itemsize = DTYPE_NBYTES[spec.dtype]
     rows = flat.view(num_slots, stride)[:, offset : offset + spec.page_nbytes]
     typed = rows.view(torch_dtype(spec))
@@ -125,10 +130,10 @@ def slots_view(flat: torch.Tensor, spec: PageSpec, offset: int, num_slots: int, 
 
 
 class CudaPool:
-    """Page aligned slots on a card: ``[num_slots, num_layers, planes, page_size, heads, dim]``, as ``CpuPool``."""
+    """Page-major slots in one allocation of a card, page aligned; shaped as those of ``CpuPool``."""
 
     def __init__(self, layout: PageLayout, num_slots: int, device: torch.device) -> None:
-        """torch.OutOfMemoryError where the device has no room."""
+        """Allocate the slots. torch.OutOfMemoryError where the device has not enough free memory in one piece."""
         self.num_slots = num_slots
         self.nbytes = num_slots * layout.slot_nbytes
         block = torch.empty(self.nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
@@ -146,30 +151,30 @@ class CudaPool:
 
     @property
     def segments(self) -> Segments:
-        """Where a page's bytes are: one piece."""
+        """Return where a page's bytes are: one piece."""
         return addresses.pool_segments(self.bytes.data_ptr(), self._layout)
 
     def groups(self, layers: LayerGroups) -> list[Segments]:
-        """The same by layer groups."""
+        """Return where the bytes of each layer group of a page are."""
         return addresses.pool_group_segments(self.bytes.data_ptr(), self._layout, layers)
 
     def read(self, slot: int, out: NDArray[np.uint8]) -> None:
-        """Copies the slot's page into ``out``, ordinary memory; blocks until it is there."""
+        """Copy the slot's page into ``out``, ordinary memory; blocks until it is there."""
         with torch.cuda.stream(self._out):
             torch.from_numpy(out).copy_(self._row(slot))
 
     def write(self, slot: int, page: NDArray[np.uint8]) -> None:
-        """Copies ``page``, ordinary memory, into the slot; blocks until it is there."""
+        """Copy ``page``, ordinary memory, into the slot; blocks until it is there."""
         with torch.cuda.stream(self._in):
             self._row(slot).copy_(torch.from_numpy(page))
 
     def write_part(self, slot: int, page: NDArray[np.uint8], part: Part) -> None:
-        """Copies these layers of ``page``, ordinary memory, into the slot; blocks until they are there."""
+        """Copy the layers ``part`` of ``page``, ordinary memory, into the slot; blocks until they are there."""
         where = slice(part.offset, part.offset + part.nbytes)
         with torch.cuda.stream(self._in):
             self._row(slot)[where].copy_(torch.from_numpy(page[where]))
 
     def _row(self, slot: int) -> torch.Tensor:
         if not 0 <= slot < self.num_slots:
-            raise IndexError(f"HBM slot {slot}; allowed: 0 to {self.num_slots - 1}")
+            raise IndexError(f"HBM slot must be 0 to {self.num_slots - 1}, got {slot}")
         return self._rows[slot]
