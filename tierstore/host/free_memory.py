@@ -1,4 +1,4 @@
-"""How much memory this machine, or the control group we run in, still has."""
+"""How much memory is free: on the machine, and in the control group (container) that the process runs in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_nbytes() -> int | None:
-    """Bytes that can be taken without swapping, as Linux estimates them; None where it does not say."""
+    """Return the bytes that can be allocated without swapping, as Linux estimates them, or None if it does not tell.
+
+    The smaller of ``MemAvailable`` and what is left of the limit of the control group.
+    """
     known = [n for n in (_machine(), _control_group()) if n is not None]
     return min(known, default=None)
 

@@ -1,4 +1,8 @@
-"""Page-locks a mapping chunk by chunk, with several threads, from its start on. What is refused stays unlocked."""
+"""Page-locked (pinned) memory: a mapping is locked chunk by chunk by several threads, from its start on.
+
+``Pinning`` locks in the background, so that an open need not wait: touching and registering takes about half a second
+per GiB. A ``Pinner`` registers a range with the device; ``gpu.driver.CudaPinner`` does so by cudaHostRegister.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("tierstore.host.pinning")
 
 CHUNK_NBYTES = 64 << 20
-"""Bytes locked by one call; a page never lies in two chunks, so no copy spans two registrations."""
+"""Bytes locked by one call. A page never lies in two chunks, so that no copy spans two registrations."""
 
 FIRST_NBYTES = 1 << 30
-"""What is locked before an open returns; the rest follows in the background."""
+"""Bytes that are locked before an open returns; the rest follows in the background."""
 
 _THREADS = 8
 _JOIN_S = 30.0
@@ -28,21 +32,21 @@ _MADV_POPULATE_WRITE = 23  # since Linux 5.14; Python has no name for it
 
 
 class Pinner(Protocol):
-    """Locks pages for a device."""
+    """Page-locks memory for a device."""
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Page-locks a range; OSError when the system refuses. Any thread; may take seconds."""
+        """Page-lock a range. OSError if the system refuses. Any thread; may take seconds."""
         ...
 
     def unpin(self, address: int) -> None:
-        """Unlocks a range that starts there; no copy may use it."""
+        """Unlock the range that starts at ``address``. No copy may be using it."""
         ...
 
 
 class Pinning:
-    """Locks ``num_slots`` slots of ``stride`` bytes each, in order, in the background.
+    """Page-locks the slots of a mapping, in order, in the background.
 
-    ``chunk_nbytes``: about how much at once; at least one slot. The first refusal ends it: what is locked stays locked.
+    The first failure ends it: the slots that are locked stay locked, the others stay pageable.
     """
 
     def __init__(
@@ -54,8 +58,19 @@ class Pinning:
         *,
         chunk_nbytes: int = CHUNK_NBYTES,
     ) -> None:
+        """Start the threads.
+
+        Args:
+            memory: flat uint8, kept alive until it is unlocked.
+            stride: bytes of a slot.
+            num_slots: number of slots.
+            pinner: locks a range.
+            chunk_nbytes: bytes locked at once, about; at least one slot.
+        """
         self.pinned_slots = 0
+        """Slots ``[0, pinned_slots)`` are page-locked."""
         self.refused: str | None = None
+        """Why no more is locked; None: nothing has failed."""
         self._address = memory.ctypes.data
         self._stride = stride
         self._pinner = pinner
@@ -65,7 +80,7 @@ class Pinning:
         self._done: set[int] = set()
         self._locked: list[int] = []
         self._changed = Condition()
-        # Keeps the mapping until its pages are unlocked, also when nobody closes it.
+        # Keeps the mapping until its pages are unlocked, even if ``close`` is never called.
         self._finalizer = weakref.finalize(self, _unlock, pinner, self._locked, memory)
         self._finalizer.atexit = False
         self._threads = [
@@ -77,30 +92,35 @@ class Pinning:
 
     @property
     def going_on(self) -> bool:
-        """Whether chunks are still to be locked."""
+        """Return whether chunks are still to be locked."""
         return self.refused is None and self.pinned_slots < self._ends[-1]
 
     def wait(self, slots: int, timeout_s: float) -> bool:
-        """Whether the first ``slots`` slots are locked in time; at once when that has become impossible."""
+        """Block until the first ``slots`` slots are locked; return whether they are.
+
+        Returns False after ``timeout_s`` seconds, and at once if that cannot happen any more.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self.pinned_slots >= slots or not self.going_on, timeout_s)
             return self.pinned_slots >= slots
 
     def close(self) -> None:
-        """Locks no more, and unlocks everything. Idempotent."""
+        """Stop locking, and unlock everything. Idempotent."""
         with self._changed:
             self.refused = self.refused or "the store is closed"
         deadline = monotonic() + _JOIN_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - monotonic()))
         if any(thread.is_alive() for thread in self._threads):
-            _log.warning("a thread that locks memory did not end within %s s; it stays locked", _JOIN_S)
+            _log.warning(
+                "a thread that page-locks memory did not end within %s s: the memory stays locked", _JOIN_S
+            )
             return
         self.pinned_slots = 0
         self._finalizer()
 
     def lock_next(self) -> bool:
-        """Locks one chunk; whether there may be another."""
+        """Lock one chunk; return whether there may be another."""
         with self._changed:
             if self.refused is not None or self._next == len(self._starts):
                 return False
@@ -129,7 +149,7 @@ class Pinning:
             self._changed.notify_all()
         if first:
             _log.warning(
-                "host memory from slot %d of %d on stays unpinned, copies to and from it are slow: %s",
+                "page-locking failed at host slot %d of %d: copies to and from the slots from there on are slow: %s",
                 self.pinned_slots,
                 self._ends[-1],
                 why,
@@ -154,9 +174,10 @@ def _chunks(num_slots: int, slots: int) -> list[int]:
 
 
 def _touch(address: int, nbytes: int) -> None:
-    """Has the kernel allocate the pages, bytes unchanged: several threads at once, unlike what locking does alone.
+    """Have the kernel allocate the pages, bytes unchanged.
 
-    Where the kernel does not know how, locking allocates them.
+    Several threads do so at once, which locking alone would not. On kernels without MADV_POPULATE_WRITE locking
+    allocates the pages.
     """
     _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
 
