@@ -61,7 +61,7 @@ def test_pages_of_a_card_go_to_disk_through_host_memory_only(monkeypatch: pytest
 
 def test_an_engines_tensors_must_be_on_the_configured_device() -> None:
     elsewhere = torch.empty(2, *SPEC.shape, dtype=torch.float16, device="meta")
-    with pytest.raises(ConfigError, match=r"tensors are on meta; allowed by hbm\.device: cpu"):
+    with pytest.raises(ConfigError, match=r"hbm\.device is cpu, but the engine's tensors are on meta"):
         open_device("cpu").register(PageLayout.of(SPEC), (EnginePages([elsewhere], "BLKNHD"),))
 
 

@@ -1,5 +1,6 @@
-"""The device that HBM pages are on: it opens the pool and the copy engine, and tells when a caller's last use of a slot
-has ended. ``Between`` says what a copy engine copies between.
+"""The device that HBM pages are on: it opens the pool and the copy engine, and records a caller's last use of slots.
+
+``open_device`` returns it for a value of ``hbm.device``. ``CpuDevice`` is the twin that runs without a GPU.
 """
 
 from __future__ import annotations
@@ -36,86 +37,91 @@ _log = logging.getLogger("tierstore.gpu.device")
 
 
 SMALLEST_BY_THREADS = 64 << 10
-"""Bytes of a layer group of a page that threads copy: smaller ones cost more Python than copying."""
+"""Bytes of a layer group of a page that threads copy, at least: smaller groups cost more Python than copying."""
 
 
 class HbmDevice(Protocol):
     """A device that HBM pages are on."""
 
     def available_nbytes(self) -> int | None:
-        """Device memory that is free; None: the device's memory is the machine's."""
+        """Return the bytes of device memory that are free, or None if the device's memory is the machine's."""
         ...
 
     def open_pool(self, layout: PageLayout, num_slots: int) -> OwnPool:
-        """Slots of the store's own. ConfigError where they do not fit."""
+        """Allocate ``num_slots`` slots for pages of ``layout``. ConfigError if they do not fit."""
         ...
 
     def register(self, layout: PageLayout, pages: tuple[EnginePages, ...]) -> EnginePool:
-        """An engine's tensors. ConfigError unless they are on this device and fit."""
+        """Take in an engine's tensors as slots. ConfigError unless they are on this device and fit the layout."""
         ...
 
     def open_copies(self, between: Between) -> CopyEngine:
-        """The copy engine that copies either way."""
+        """Open the copy engine between HBM and host slots, for both directions."""
         ...
 
     def last_use(self, after: Event | None) -> Event | None:
-        """The event that ends the caller's use of slots; None: it has ended. ``after`` None: what was launched so far
-        on the caller's current stream."""
+        """Return the event that ends the caller's last use of slots, or None if it has ended.
+
+        A slot is overwritten only after it. ``after``: the caller's own event; None: the work launched so far on the
+        caller's current stream.
+        """
         ...
 
     def all_work(self) -> Event | None:
-        """The event that ends all that was launched on the device so far, by whoever, on whatever stream; None: it has
-        ended. RuntimeError where that cannot be had: a CUDA graph is being captured, which fails then."""
+        """Return an event after all work launched on the device so far, on any stream, or None if it has ended.
+
+        RuntimeError while a CUDA graph is captured; the capture fails then.
+        """
         ...
 
     def stats(self) -> dict[str, object]:
-        """For ``TierStore.stats``."""
+        """Return the figures for ``TierStore.stats``."""
         ...
 
 
 class CpuDevice:
-    """Ordinary memory: the twin that runs without a GPU."""
+    """Ordinary memory in the place of HBM, for machines without a GPU. See ``HbmDevice``."""
 
     def __init__(self) -> None:
         self._groups = 1
 
     def available_nbytes(self) -> int | None:
-        """None: the pool takes the machine's memory."""
+        """Return None: the pool takes the machine's memory."""
         return None
 
     def open_pool(self, layout: PageLayout, num_slots: int) -> OwnPool:
-        """Slots in ordinary memory."""
+        """Allocate slots in ordinary memory."""
         return CpuPool(layout, num_slots)
 
     def register(self, layout: PageLayout, pages: tuple[EnginePages, ...]) -> EnginePool:
-        """An engine's tensors in ordinary memory."""
+        """Take in an engine's tensors in ordinary memory. ConfigError if they are elsewhere or do not fit."""
         _require_on(torch.device("cpu"), pages)
         return EnginePool(layout, pages)
 
     def open_copies(self, between: Between) -> CopyEngine:
-        """A thread a direction."""
+        """Open a copy engine with one thread for each direction."""
         layers = None if between.host.held.encoded else _by_threads(between)
         self._groups = 1 if layers is None else len(layers)
         return _threads(between, layers)
 
     def last_use(self, after: Event | None) -> Event | None:
-        """What the caller says: work on the CPU has ended when the call is made."""
+        """Return ``after``: other work on the CPU has ended when the call is made."""
         return after
 
     def all_work(self) -> Event | None:
-        """None: work on the CPU has ended when the call is made."""
+        """Return None: work on the CPU has ended when the call is made."""
         return None
 
     def stats(self) -> dict[str, object]:
-        """Device and path of copies."""
+        """Return the device, how pages are copied, and in how many layer groups."""
         return {"device": "cpu", "copies": "threads", "slow_copies": None, "layer_groups": self._groups}
 
 
 class CudaDevice:
-    """A CUDA card."""
+    """A CUDA card. See ``HbmDevice``."""
 
     def __init__(self, name: str) -> None:
-        """ConfigError if there is no such card."""
+        """``name``: "cuda" or "cuda:N". ConfigError if torch finds no such card."""
         self._device = torch.device("cuda", _index_of(name))
         self._driver = _driver(self._device.index)
         self._copies = "none"
@@ -124,29 +130,29 @@ class CudaDevice:
         self._groups = 1
 
     def available_nbytes(self) -> int | None:
-        """Free memory of the card."""
+        """Return the free bytes of the card."""
         free, _ = torch.cuda.mem_get_info(self._device)
         return free
 
     def open_pool(self, layout: PageLayout, num_slots: int) -> OwnPool:
-        """Slots in one allocation of the card."""
+        """Allocate slots in one piece of the card's memory. ConfigError if they do not fit."""
         try:
             return CudaPool(layout, num_slots, self._device)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
-                f"hbm.capacity needs {num_slots * layout.slot_nbytes} bytes in one piece; "
-                f"allowed: at most what is free on {self._device}, {self.available_nbytes()} bytes now"
+                f"hbm.capacity needs {num_slots * layout.slot_nbytes} bytes in one piece, "
+                f"but {self._device} has {self.available_nbytes()} bytes free"
             ) from error
 
     def register(self, layout: PageLayout, pages: tuple[EnginePages, ...]) -> EnginePool:
-        """An engine's tensors on this card."""
+        """Take in an engine's tensors on this card. ConfigError if they are elsewhere or do not fit."""
         _require_on(self._device, pages)
         return EnginePool(layout, pages)
 
     def open_copies(self, between: Between) -> CopyEngine:
-        """DMA where the host slots are page-locked and the driver can be called, threads elsewhere.
+        """Open a CUDA copy engine if host slots are page-locked and the driver can be called, else one of threads.
 
-        Pages that host memory holds encoded are coded on the card, by the threads where it cannot.
+        Pages that host memory holds encoded are encoded and decoded on the card, or by the threads if it cannot.
         """
         pool, host = between.pool, between.host
         threads = _threads(between, _by_threads(between))
@@ -170,7 +176,10 @@ class CudaDevice:
         return CudaCopyEngine(route, host, streams, threads, wake=between.wake)
 
     def last_use(self, after: Event | None) -> Event | None:
-        """None on an idle stream; else an event recorded there. ``after`` as something that a stream can wait for."""
+        """Return an event recorded on the caller's stream, or None if that is idle.
+
+        An ``after`` that a stream cannot wait for is wrapped so that it can.
+        """
         if after is not None:
             return after if isinstance(after, StreamEvent) else AllOf((after,))
         stream = torch.cuda.current_stream(self._device)
@@ -181,14 +190,14 @@ class CudaDevice:
         return event
 
     def all_work(self) -> Event | None:
-        """Without the driver's calls it waits for the card itself."""
+        """Return an event after all work on the card. Without the driver's calls it blocks until the card is idle."""
         if self._driver is not None:
             return self._driver.all_work()
         torch.cuda.synchronize(self._device)
         return None
 
     def stats(self) -> dict[str, object]:
-        """Device, its name, path of copies."""
+        """Return the device and its name, how pages are copied, what is missing for faster copies, batches by route."""
         return {
             "device": str(self._device),
             "name": torch.cuda.get_device_name(self._device),
@@ -199,7 +208,7 @@ class CudaDevice:
         }
 
     def _route(self, between: Between, driver: Driver) -> Route | str:
-        """Or why there is none."""
+        """Return the copy route for this pool, or a string explaining why the card cannot be used."""
         pool, held, most_groups = between.pool, between.host.held, between.most_groups
         if held.encoded:
             return encoded_route(pool, held, driver, self._device)
@@ -210,12 +219,12 @@ class CudaDevice:
 
 
 def open_device(name: str) -> HbmDevice:
-    """The device of ``hbm.device``; ConfigError, saying what is missing, if it is not there."""
+    """Return the device for a value of ``hbm.device``. ConfigError, saying what is missing, if it is not there."""
     return CpuDevice() if name == "cpu" else CudaDevice(name)
 
 
 def require_device(name: str) -> None:
-    """ConfigError, saying what is missing, unless ``hbm.device`` can be opened."""
+    """Raise ConfigError, saying what is missing, unless a value of ``hbm.device`` can be opened."""
     if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
         raise ConfigError(f"the device is {name!r}; allowed: cpu, cuda or cuda:N")
     if name != "cpu":
@@ -223,7 +232,7 @@ def require_device(name: str) -> None:
 
 
 def pinner(name: str) -> CudaPinner:
-    """Page-locks host memory for the device, the first card if it is none."""
+    """Return what page-locks host memory for the device: for the first card if the device is the CPU."""
     return CudaPinner(0 if name == "cpu" else _index_of(name))
 
 
@@ -254,7 +263,7 @@ def _require_on(device: torch.device, pages: tuple[EnginePages, ...]) -> None:
     others = {tensor.device for group in pages for tensor in group.tensors} - {device}
     if others:
         raise ConfigError(
-            f"the engine's tensors are on {', '.join(sorted(map(str, others)))}; allowed by hbm.device: {device}"
+            f"hbm.device is {device}, but the engine's tensors are on {', '.join(sorted(map(str, others)))}"
         )
 
 
@@ -275,15 +284,19 @@ def _tensors(pool: OwnPool | EnginePool) -> list[torch.Tensor]:
 
 
 class Host(HostBytes, PinnedHost, Protocol):
-    """The host tier as any copy engine sees it, by threads or by DMA."""
+    """The host tier as a copy engine sees it, by threads or by DMA."""
 
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """Slots of HBM and the host's, between which pages are copied. ``wake``: called when a thread's copy has ended.
+    """What a copy engine copies between.
 
-    ``most_groups``: layer groups that loads go in at most; 1 where nobody waits for a layer: fewer pieces for the
-    driver, and pages that end one by one.
+    Attributes:
+        pool: slots of HBM.
+        host: slots of host memory.
+        wake: called when a thread's copy has ended.
+        most_groups: layer groups of a load, at most. 1 where nobody waits for a layer: the driver is asked for fewer
+            pieces, and pages end one by one.
     """
 
     pool: OwnPool | EnginePool
@@ -293,5 +306,5 @@ class Between:
 
     @property
     def layout(self) -> PageLayout:
-        """Of the pages."""
+        """Return the layout of the pages."""
         return self.host.held.layout

@@ -1,7 +1,7 @@
-"""The calls of the CUDA driver that torch does not offer: many copies in one call, streams of our own, page-locking.
+"""Calls of the CUDA driver that torch does not offer: many copies in one call, low-priority streams, page-locking.
 
-Also ``has_happened``, which asks an event safely while a CUDA graph is being captured. The only importer of
-cuda-bindings. Addresses travel as int64 arrays, never as Python lists.
+``has_happened`` queries an event safely while a CUDA graph is captured. This is the only importer of cuda-bindings.
+Addresses are passed as int64 arrays, never as Python lists.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _BATCH_VERSION = 13000
 _TOGETHER = 512
-"""Copies in one call: the first begins only when the driver has written down all of them, a microsecond each."""
+"""Copies in one call, at most: the first begins only when the driver has taken in all, a microsecond each."""
 _REGISTER_PORTABLE_AND_MAPPED = 3
 _NON_BLOCKING = 1
 
@@ -28,17 +28,14 @@ CopyCall = Literal["batch", "each"]
 
 
 class DriverError(RuntimeError):
-    """The driver refused a call."""
+    """A call of the CUDA driver failed."""
 
 
 class Driver:
-    """One device's driver. Calls may come from any thread and leave its current device as it was.
-
-    ``call``: "batch" gives the driver all pieces in one call, "each" one after the other.
-    """
+    """The driver of one device. Calls may come from any thread, and leave the thread's current device as it was."""
 
     def __init__(self, index: int) -> None:
-        """ImportError without cuda-bindings; DriverError if the device does not answer."""
+        """Take hold of device ``index``. ImportError without cuda-bindings; DriverError if the device fails."""
         from cuda.bindings import driver
 
         self._api: Any = driver
@@ -51,9 +48,10 @@ class Driver:
         self._first = np.zeros(1, dtype=np.uint64)
         self._batch = batch_call(driver)
         self.call: CopyCall = "each" if self._batch is None else "batch"
+        """Whether ``copy`` gives the driver all pieces in one call, or each in a call of its own."""
 
     def stream(self, index: int) -> torch.cuda.Stream:
-        """A new stream of the lowest priority that waits for no other. It lives as long as the process."""
+        """Return a new non-blocking stream of the lowest priority. It lives as long as the process."""
         with self._current():
             (lowest, _) = self._done(self._api.cuCtxGetStreamPriorityRange())
             (handle,) = self._done(self._api.cuStreamCreateWithPriority(_NON_BLOCKING, lowest))
@@ -61,9 +59,9 @@ class Driver:
         return torch.cuda.ExternalStream(int(handle), device=device)  # type: ignore[no-untyped-call]
 
     def all_work(self) -> torch.cuda.Event:
-        """An event that happens once all that was launched on the device so far has ended, on whatever stream.
+        """Return an event after all work launched on the device so far, on any stream.
 
-        RuntimeError from a driver before 12.5, and while a CUDA graph is captured, which fails then.
+        RuntimeError from a driver before 12.5, and while a CUDA graph is captured; the capture fails then.
         """
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with self._current():
@@ -78,9 +76,16 @@ class Driver:
         nbytes: NDArray[np.int64],
         stream: torch.cuda.Stream,
     ) -> None:
-        """Queues ``len(dst)`` copies between device and page-locked host memory, in no order among themselves.
+        """Queue ``len(dst)`` copies between device and page-locked host memory, in no order among themselves.
 
-        Contiguous one-dimensional arrays; they may go when this returns. DriverError: some copies may have been queued.
+        Args:
+            dst: addresses to write, int64, contiguous.
+            src: addresses to read, as ``dst``.
+            nbytes: length of each copy, as ``dst``.
+            stream: on which the copies are queued. The arrays are not read any more when this returns.
+
+        Raises:
+            DriverError: the driver refused a call; some of the copies may have been queued.
         """
         if not len(dst):
             return
@@ -124,14 +129,14 @@ class Driver:
 
     def _done(self, result: tuple[Any, ...]) -> tuple[Any, ...]:
         if int(result[0]):
-            raise DriverError(f"the CUDA driver answers {result[0]}")
+            raise DriverError(f"a call of the CUDA driver failed: {result[0]}")
         return result[1:]
 
 
 def batch_call(api: Any) -> Any:
-    """The driver's ``cuMemcpyBatchAsync`` of ``api``, cuda-bindings' driver; None where the driver has none.
+    """Return ``cuMemcpyBatchAsync`` of ``api``, the driver module of cuda-bindings, or None if the driver has none.
 
-    It is called past the bindings, which want a list of Python objects for each argument.
+    It is called past the bindings, which need a list of Python objects for each argument.
     """
     if not hasattr(api, "cuGetProcAddress"):
         return None
@@ -144,13 +149,13 @@ def batch_call(api: Any) -> Any:
 
 
 class CudaPinner:
-    """Page-locks host memory for a device, mapped into its address space."""
+    """Page-locks host memory by cudaHostRegister, mapped into the address space of a device."""
 
     def __init__(self, index: int) -> None:
         self._index = index
 
     def pin(self, address: int, nbytes: int) -> None:
-        """OSError when CUDA refuses."""
+        """Page-lock a range. OSError if CUDA refuses. May take seconds."""
         with torch.cuda.device(self._index):
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             code = int(runtime.cudaHostRegister(address, nbytes, _REGISTER_PORTABLE_AND_MAPPED))
@@ -158,27 +163,27 @@ class CudaPinner:
             raise OSError(f"cudaHostRegister of {nbytes} bytes: error {code}")
 
     def unpin(self, address: int) -> None:
-        """Unlocks the range that was locked there."""
+        """Unlock the range that was locked at ``address``."""
         with torch.cuda.device(self._index):
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 _REFUSED = range(900, 909)
-"""cudaErrorStreamCapture...: of the question, not of what was asked about."""
+"""cudaErrorStreamCapture...: such an error is about the query, not about the event."""
 
 
 class Asked(Protocol):
-    """An event."""
+    """An event that can be queried."""
 
     def query(self) -> bool:
-        """Whether it has happened; never blocks."""
+        """Return whether it has happened; never blocks."""
         ...
 
 
 def has_happened(event: Asked) -> bool:
-    """Whether it has, as far as can be told now: what it ends may go on while a graph is captured.
+    """Return whether the event has happened, as far as can be told now.
 
-    RuntimeError when the device has failed.
+    While a CUDA graph is captured nothing can be told, and this returns False. RuntimeError if the device has failed.
     """
     try:
         return event.query()

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class Event(Protocol):
-    """Something that will have happened."""
+    """Something that will have happened, such as ``torch.cuda.Event``."""
 
     def query(self) -> bool:
-        """Whether it has happened; never blocks."""
+        """Return whether it has happened; never blocks."""
         ...
 
     def synchronize(self) -> None:
-        """Blocks until it has happened."""
+        """Block until it has happened."""
         ...
 
 
@@ -31,48 +31,50 @@ class StreamEvent(Protocol):
     """An event that a stream can wait for."""
 
     def wait(self, stream: object = None) -> None:
-        """Work put on the stream, None: the current one, from now on waits for it; does not block."""
+        """Make work queued on the stream from now on wait for it; None: on the current stream. Does not block."""
         ...
 
 
 class TimedEvent(Protocol):
-    """An event of a stream that knows when it happened, such as ``torch.cuda.Event``."""
+    """An event of a stream that knows when it happened, such as ``torch.cuda.Event(enable_timing=True)``."""
 
     def record(self, stream: torch.cuda.Stream) -> None:
-        """Happens when the stream gets there."""
+        """Let it happen when the stream gets there."""
         ...
 
     def query(self) -> bool:
-        """Whether it has happened. RuntimeError when the device has failed."""
+        """Return whether it has happened. RuntimeError if the device has failed."""
         ...
 
     def synchronize(self) -> None:
-        """Blocks until it has happened."""
+        """Block until it has happened."""
         ...
 
     def elapsed_time(self, end: TimedEvent) -> float:
-        """Milliseconds from this one to ``end``; both have happened."""
+        """Return the milliseconds from this event to ``end``; both must have happened."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AllOf:
-    """Several events as one."""
+    """Several events as one, which has happened once all of them have."""
 
     events: tuple[Event, ...]
 
     def query(self) -> bool:
-        """Whether all have happened."""
+        """Return whether all have happened."""
         return all(event.query() for event in self.events)
 
     def synchronize(self) -> None:
-        """Blocks until all have happened."""
+        """Block until all have happened."""
         for event in self.events:
             event.synchronize()
 
     def wait(self, stream: object = None) -> None:
-        """What ``stream.wait_event`` calls: work put on the stream from now on waits for all CUDA events among them;
-        blocks until the others have happened."""
+        """Make work queued on the stream from now on wait for all CUDA events among them.
+
+        ``stream.wait_event`` calls this. It blocks until the events that are not CUDA's have happened.
+        """
         for event in self.events:
             if isinstance(event, StreamEvent):
                 event.wait(stream)
@@ -89,8 +91,11 @@ def as_one(events: Sequence[Event]) -> Event | None:
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """``submitted``: the layer's copies of all these pages are queued, and ``event`` ends the last of them; no event:
-    they have ended. Not submitted: nothing can be said yet.
+    """How far the loads of a layer of some pages are.
+
+    Attributes:
+        submitted: all of its copies are queued; if not, nothing can be said yet.
+        event: ends the last of the copies; None: they have ended.
     """
 
     submitted: bool
