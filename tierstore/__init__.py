@@ -1,6 +1,6 @@
-"""TierStore: the KV cache of a language model in tiers (HBM, host memory, NVMe), behind one table.
+"""TierStore keeps the KV cache of a language model in tiers: HBM, host memory and NVMe.
 
-The names load on first use, so ``import tierstore`` imports neither torch nor lmdb.
+Public names are imported on first use, so ``import tierstore`` imports neither torch nor lmdb.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
     "load_config",
 ]
 
-_ROOMS: dict[str, tuple[str, ...]] = {
+_MODULES: dict[str, tuple[str, ...]] = {
     "tierstore.config": ("StoreConfig", "load_config"),
     "tierstore.errors": (
         "ArchiveError",
@@ -76,14 +76,14 @@ _ROOMS: dict[str, tuple[str, ...]] = {
         "Tier",
     ),
 }
-_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    room = _ROOM_OF.get(name)
-    if room is None:
+    module = _MODULE_OF.get(name)
+    if module is None:
         raise AttributeError(f"module 'tierstore' has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(room), name)
+    value: object = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
 

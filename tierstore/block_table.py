@@ -1,14 +1,14 @@
-"""A sequence and its pages: forks that share them, rollback, a window that moves on. Metadata only.
+"""Map a sequence's tokens to slots: forks that share pages, rollback, sliding windows. Metadata only.
 
-A page of a table is one of
+A page of a table is in one of three states:
 
-    sealed    the store's, read only; a lease keeps it in its slot, the table only points at it
-    private   owned by this family of tables, writable while exactly one of them points at it
-    dropped   behind the window: NO_PAGE
+    sealed    owned by the store and read-only; a lease keeps it in its slot, the table only points at it
+    private   owned by this family of tables; writable while exactly one table points at it
+    dropped   behind the window; its slot is NO_PAGE
 
-A family is a sequence and its forks. Who writes into a page that is sealed or shared gets a copy of it first
-(copy-on-write, as in vLLM's PagedAttention, Kwon et al. 2023). It knows tokens and slots; no tiers, keys or bytes.
-One thread at a time.
+A family is a sequence and its forks. Writing into a sealed or shared page copies it first (copy-on-write, as in vLLM's
+PagedAttention, Kwon et al. 2023). Tables know tokens and slots, not tiers, keys or bytes. Not thread-safe: use a family
+from one thread at a time.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 NO_PAGE = -1
-"""The slot of a page that was dropped behind the window."""
+"""Slot of a page that was dropped behind the window."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """The bytes of one slot are to be copied into another before anything is written there."""
+    """A copy from slot to slot that the caller must make before it writes."""
 
     src: int
     dst: int
 
 
 class PrivateSlots:
-    """The slots that a family of tables owns, and how many of its tables point at each."""
+    """Slots that a family of tables owns, with the number of tables that point at each."""
 
     def __init__(self) -> None:
         self._holders: dict[int, int] = {}
@@ -44,23 +44,23 @@ class PrivateSlots:
         return slot in self._holders
 
     def sole(self, slot: int) -> bool:
-        """Whether the slot is private and one table alone points at it."""
+        """Return whether the slot is private and exactly one table points at it."""
         return self._holders.get(slot) == 1
 
     def take(self, slot: int) -> None:
-        """The family owns one more slot. ValueError if it owned it already."""
+        """Add a slot to the family. ValueError if the family owns it already."""
         if slot in self._holders:
-            raise ValueError(f"slot {slot} is owned already")
+            raise ValueError(f"slot {slot} is owned by this family already")
         self._holders[slot] = 1
 
     def share(self, slots: Iterable[int]) -> None:
-        """One more table points at these; sealed and dropped pages are not counted."""
+        """Count one more table for these slots; sealed and dropped pages are ignored."""
         for slot in slots:
             if slot in self._holders:
                 self._holders[slot] += 1
 
     def let_go(self, slots: Iterable[int]) -> list[int]:
-        """One table less points at these. Returns those that nobody points at any more: they are owned no longer."""
+        """Count one table less for these slots. Return the slots without any table left, which the family gives up."""
         unused = []
         for slot in slots:
             if slot in self._holders:
@@ -71,62 +71,74 @@ class PrivateSlots:
         return unused
 
     def hand_over(self, slot: int) -> None:
-        """The slot became the store's. ValueError unless one table alone points at it."""
+        """Give a slot to the store. ValueError unless exactly one table points at it."""
         if not self.sole(slot):
-            raise ValueError(f"slot {slot} is not owned by one table alone")
+            raise ValueError(f"slot {slot} cannot be sealed: it is not owned by exactly one table")
         del self._holders[slot]
 
 
 class BlockTable:
-    """Page ``i`` holds tokens ``[i * page_size, (i + 1) * page_size)`` of the sequence, in slot ``slots[i]``.
+    """The slots of one sequence: page ``i`` holds tokens ``[i * page_size, (i + 1) * page_size)`` in ``slots[i]``.
 
-    Methods that free slots return them, each once: the caller gives them back to the store.
+    Methods that free slots return each freed slot once; the caller returns them to the store.
     """
 
     def __init__(self, page_size: int, private: PrivateSlots | None = None) -> None:
-        """An empty sequence. ``private``: the slots of its family; a new family without it."""
+        """Make an empty sequence, in the family that owns ``private``, or in a new one."""
         self.page_size = page_size
         self.slots: list[int] = []
         self.num_tokens = 0
-        """Tokens whose K/V is in the pages (those dropped behind the window included)."""
+        """Tokens whose KV is written, tokens dropped behind the window included."""
         self.first_page = 0
-        """Pages before this one were dropped."""
+        """Number of the first page that was not dropped."""
         self.generation = 0
-        """Grows with each ``clear``: what was begun in an earlier life of the sequence comes too late."""
+        """Number of ``clear`` calls; a ``seal`` that was started before the last one is refused."""
         self.private = PrivateSlots() if private is None else private
 
     def reuse(self, slots: Sequence[int], first_page: int = 0) -> None:
-        """Begin an empty table with sealed pages, all full. ``first_page``: those before it are behind the window.
+        """Start an empty table with full, sealed pages.
 
-        ValueError if the table is not empty.
+        Args:
+            slots: Slots of pages ``first_page`` and later.
+            first_page: Number of the first page inside the window; earlier pages count as dropped.
+
+        Raises:
+            ValueError: The table is not empty.
         """
         if self.slots or self.num_tokens:
-            raise ValueError("the table is not empty")
+            raise ValueError("reuse needs an empty table, this one has pages")
         self.first_page = first_page
         self.slots = [NO_PAGE] * first_page + list(slots)
         self.num_tokens = len(self.slots) * self.page_size
 
     def missing_slots(self, stop: int, first: int | None = None) -> int:
-        """Slots that ``extend`` with these needs: new pages, and one for the copy of each page that is not ours."""
+        """Return how many slots ``extend`` needs: for new pages, and for copies of sealed or shared pages."""
         return max(0, self._pages(stop) - len(self.slots)) + len(self._to_copy(stop, first))
 
     def extend(self, stop: int, new: Sequence[int], first: int | None = None) -> list[PageCopy]:
-        """Make tokens ``[first, stop)`` writable in ``new`` slots, ``missing_slots`` of them, private from now on.
+        """Make tokens ``[first, stop)`` writable. ``num_tokens`` does not change: call ``advance`` after writing.
 
-        ``first``: ``num_tokens`` unless said otherwise; a lower one overwrites. Returns the copies that have to be
-        made before anything is written. ``num_tokens`` does not change: say ``advance`` once they are written.
-        ValueError for another count of slots, a slot the family owns already or given twice, or tokens behind the
-        window, nothing changed then.
+        Args:
+            stop: End of the tokens to write.
+            new: Free slots, as many as ``missing_slots`` says; private to this table from now on.
+            first: Start of the tokens to write, ``num_tokens`` by default; a lower value overwrites tokens.
+
+        Returns:
+            Copies that the caller must make before it writes.
+
+        Raises:
+            ValueError: Wrong number of slots, a slot that is owned already or given twice, or tokens behind the window.
+                Nothing has changed then.
         """
         if len(new) != self.missing_slots(stop, first):
-            raise ValueError(f"{len(new)} slots; allowed: {self.missing_slots(stop, first)}")
+            raise ValueError(f"extend needs {self.missing_slots(stop, first)} slots, got {len(new)}")
         if len(set(new)) < len(new) or any(slot in self.private for slot in new):
-            raise ValueError(f"slots {list(new)}: one is owned already, or given twice")
+            raise ValueError(f"extend needs slots that are free and different, got {list(new)}")
         fresh = list(new)
         copies = []
         for page in self._to_copy(stop, first):
             copies.append(PageCopy(self.slots[page], fresh.pop()))
-            # The source is sealed, or another table points at it too: letting go of it frees nothing.
+            # The source is sealed, or another table points at it too, so releasing it frees no slot.
             self.private.let_go([self.slots[page]])
             self.private.take(copies[-1].dst)
             self.slots[page] = copies[-1].dst
@@ -136,25 +148,31 @@ class BlockTable:
         return copies
 
     def place(self, position: int) -> tuple[int, int]:
-        """Slot and offset of the token at ``position``. ValueError behind the window and where there is no room."""
+        """Return slot and offset of the token at ``position``. ValueError behind the window or past the last page."""
         if not self.first_page * self.page_size <= position < len(self.slots) * self.page_size:
-            raise ValueError(f"position {position} is in no page of this sequence")
+            raise ValueError(
+                f"position {position} is in no page of this sequence, whose pages hold tokens "
+                f"{self.first_page * self.page_size} to {len(self.slots) * self.page_size - 1}"
+            )
         return self.slots[position // self.page_size], position % self.page_size
 
     def advance(self, num_tokens: int) -> None:
-        """The K/V of all tokens before ``num_tokens`` is in the pages. ValueError where there is no room for them."""
+        """Declare the KV of all tokens before ``num_tokens`` written. ValueError if the pages cannot hold them."""
         if not self.num_tokens <= num_tokens <= len(self.slots) * self.page_size:
-            raise ValueError(f"advance from {self.num_tokens} to {num_tokens} in {len(self.slots)} pages")
+            raise ValueError(
+                f"cannot advance from {self.num_tokens} to {num_tokens} tokens in {len(self.slots)} pages"
+            )
         self.num_tokens = num_tokens
 
     def truncate(self, num_tokens: int) -> list[int]:
-        """Forget all but the first ``num_tokens`` tokens (speculative decoding took them back); freed slots.
+        """Keep only the first ``num_tokens`` tokens, as after rejected speculative tokens. Return freed slots.
 
-        ValueError, nothing changed, below a page that was dropped, or beyond the end.
+        Raises:
+            ValueError: The tokens end inside a dropped page or beyond the sequence. Nothing has changed then.
         """
         if not self.first_page * self.page_size <= num_tokens <= self.num_tokens:
             raise ValueError(
-                f"truncate to {num_tokens}; allowed: {self.first_page * self.page_size} to {self.num_tokens}"
+                f"truncate needs {self.first_page * self.page_size} to {self.num_tokens} tokens, got {num_tokens}"
             )
         self.num_tokens = num_tokens
         keep = self._pages(num_tokens)
@@ -163,9 +181,9 @@ class BlockTable:
         return freed
 
     def drop_before(self, position: int) -> list[int]:
-        """No token before ``position`` is read any more: pages that end at or before it are dropped; freed slots.
+        """Drop pages that end at or before ``position``, which no token reads any more. Return freed slots.
 
-        Positions beyond ``num_tokens`` count as it: a page that is still to be written stays.
+        A position beyond ``num_tokens`` counts as ``num_tokens``: a page that is still to be written stays.
         """
         stop = min(position, self.num_tokens) // self.page_size
         if stop <= self.first_page:
@@ -177,9 +195,10 @@ class BlockTable:
         return freed
 
     def sealable(self, num_tokens: int | None = None) -> range:
-        """The full pages that this table alone owns, from the first that is not the store's on.
+        """Return the run of full pages that only this table owns, starting at the first page that is not sealed.
 
-        ``num_tokens``: pages that end beyond it do not count; all tokens unless said otherwise.
+        Args:
+            num_tokens: Ignore pages that end beyond this many tokens; ``self.num_tokens`` by default.
         """
         full = min(self.num_tokens, self.num_tokens if num_tokens is None else num_tokens) // self.page_size
         first = next((i for i in range(self.first_page, full) if self.slots[i] in self.private), full)
@@ -187,16 +206,20 @@ class BlockTable:
         return range(first, stop)
 
     def seal(self, first: int, slots: Sequence[int], generation: int) -> bool:
-        """Pages from ``first`` on became the store's, and are in ``slots`` now. False: too late, nothing changed.
+        """Mark pages from ``first`` on as sealed: the store owns them, in ``slots``.
 
-        Too late is what was begun before the last ``clear``. ValueError for a page that was not owned alone.
+        Returns:
+            False if ``generation`` is from before the last ``clear``; nothing has changed then.
+
+        Raises:
+            ValueError: A page was not owned by this table alone.
         """
         if generation != self.generation:
             return False
         mine = self.slots[first : first + len(slots)]
         if len(mine) != len(slots) or not all(self.private.sole(slot) for slot in mine):
             raise ValueError(
-                f"pages {first} to {first + len(slots) - 1} are not all owned by this table alone"
+                f"pages {first} to {first + len(slots) - 1} cannot be sealed: not all are owned by this table alone"
             )
         for slot in mine:
             self.private.hand_over(slot)
@@ -204,9 +227,9 @@ class BlockTable:
         return True
 
     def fork(self) -> BlockTable:
-        """A second sequence of the family that begins like this one and shares all its pages.
+        """Return a second sequence of the family that shares all pages of this one.
 
-        What ``extend`` made writable in either is so no longer: say it again before writing.
+        Pages that ``extend`` made writable are shared now: call ``extend`` again before writing in either.
         """
         other = BlockTable(self.page_size, self.private)
         other.slots, other.num_tokens, other.first_page = list(self.slots), self.num_tokens, self.first_page
@@ -214,7 +237,7 @@ class BlockTable:
         return other
 
     def clear(self) -> list[int]:
-        """Let go of everything: the sequence ends, or is preempted and will begin anew; freed slots."""
+        """Release all pages because the sequence ended or was preempted. Return freed slots."""
         freed = self.private.let_go(self.slots)
         self.slots, self.num_tokens, self.first_page = [], 0, 0
         self.generation += 1
@@ -224,11 +247,11 @@ class BlockTable:
         return -(-num_tokens // self.page_size)
 
     def _to_copy(self, stop: int, first: int | None) -> list[int]:
-        """The pages that hold tokens of ``[first, stop)``, exist, and are sealed or shared."""
+        """Return existing pages with tokens of ``[first, stop)`` that are sealed or shared."""
         start = self.num_tokens if first is None else first
         if not self.first_page * self.page_size <= start <= self.num_tokens:
             raise ValueError(
-                f"write from {start} on; allowed: {self.first_page * self.page_size} to {self.num_tokens}"
+                f"writing must start at token {self.first_page * self.page_size} to {self.num_tokens}, got {start}"
             )
         pages = range(start // self.page_size, min(self._pages(stop), len(self.slots)))
         return [page for page in pages if not self.private.sole(self.slots[page])] if stop > start else []

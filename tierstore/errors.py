@@ -1,15 +1,15 @@
-"""Every error TierStore raises. Callers act on the type alone; lower exceptions are wrapped as causes.
+"""Errors that TierStore raises. The type alone tells a caller what to do; lower exceptions are wrapped as causes.
 
     TierStoreError
-    ├── ConfigError (ValueError)   at open only; names the key, the value and what is allowed
-    ├── ArchiveError               a file of pages is refused whole: foreign, newer, cut or damaged
+    ├── ConfigError (ValueError)   raised at open; names the key, the value and what it must be
+    ├── ArchiveError               an archive is refused as a whole: foreign, newer, truncated or damaged
     ├── CapacityError              nothing can be evicted now; state unchanged; retry later or recompute
-    ├── TransferError              one edge failed; the source is intact; carries the Transfer
-    ├── IntegrityError             not what was written; never reaches acquire(): the page is missing
-    ├── LeaseError                 double release, use after it, a slot not yours: a bug, always raised
+    ├── TransferError              a copy between two tiers failed; the source is intact
+    ├── IntegrityError             stored bytes are not what was written; acquire() reports the page as missing instead
+    ├── LeaseError                 double release, use after release, a slot that is not yours: a bug in the caller
     └── StoreClosed                a call after close()
 
-A miss is a value (``Match``, ``Lease.missing``), not an exception.
+A cache miss is a value (``Match``, ``Lease.missing``), not an exception.
 """
 
 from __future__ import annotations
@@ -21,23 +21,27 @@ if TYPE_CHECKING:
 
 
 class TierStoreError(Exception):
-    """Base of all errors of this package."""
+    """Base class of all errors of this package."""
 
 
 class ConfigError(TierStoreError, ValueError):
-    """The configuration cannot be used as it is; the message names key, value and what is allowed."""
+    """The configuration cannot be used; the message names the key, the value and what the value must be."""
 
 
 class ArchiveError(TierStoreError):
-    """A file of pages cannot be written or used as it is; the message says what was found and what is allowed."""
+    """An archive cannot be written or read; the message says what was found and what to do."""
 
 
 class CapacityError(TierStoreError):
-    """There is no room and nothing can be evicted now. State is unchanged."""
+    """No slot is free and nothing can be evicted now. State is unchanged: retry later, or recompute."""
 
 
 class TransferError(TierStoreError):
-    """One edge failed. The source copy is intact."""
+    """A copy between two tiers failed. The source copy is intact.
+
+    Attributes:
+        transfer: The ``Transfer`` that failed, if one had been started.
+    """
 
     def __init__(self, message: str, transfer: Transfer | None = None) -> None:
         super().__init__(message)
@@ -45,12 +49,12 @@ class TransferError(TierStoreError):
 
 
 class IntegrityError(TierStoreError):
-    """A record's head or payload is not what was written."""
+    """The head or payload of a record does not match its checksum."""
 
 
 class LeaseError(TierStoreError):
-    """A lease or a slot was used by someone who does not hold it. Always a bug of the caller."""
+    """A lease or a slot was used by a caller that does not hold it. Always a bug in the caller."""
 
 
 class StoreClosed(TierStoreError):
-    """The store was closed before this call."""
+    """The store was closed before this call, or it ended after a fatal error."""

@@ -1,9 +1,9 @@
-"""Page keys: what a page is known by, in every tier, process and restart.
+"""Compute page keys: the identity of a page in every tier, in every process, after every restart.
 
-A key is the digest of everything its bytes depend on: the namespace (model, dtype, layout), the tenant's salt, the
-extras (LoRA, images) and all tokens up to the end of the page. Each page hashes its parent's digest, so equal keys
-mean equal prefixes and a longer sequence keeps the keys of a shorter one. Every field is tagged and carries its
-length, so two different inputs never encode to the same bytes. No clock, no seed, no I/O.
+A key is a digest of everything that the page's bytes depend on: the namespace (model, dtype, layout), the tenant's
+salt, the extras (LoRA, images) and all tokens up to the end of the page. Each page hashes its parent's digest, so equal
+keys mean equal prefixes, and a longer sequence keeps the keys of a shorter one. Every field is tagged and
+length-prefixed, so two different inputs never encode to the same bytes. Pure functions: no clock, no seed, no I/O.
 """
 
 from __future__ import annotations
@@ -24,39 +24,43 @@ if TYPE_CHECKING:
 
 
 class Array(Protocol):
-    """What NumPy can read: an ndarray, a torch tensor in host memory."""
+    """Anything that NumPy can read: an ndarray, or a torch tensor in host memory."""
 
     def __array__(self) -> NDArray[Any]: ...
 
 
 TokenIds: TypeAlias = Sequence[int] | Array
-"""One sequence of token ids, each within int64. A tensor or array must be 1-D and of an integer dtype."""
+"""A sequence of token ids that fit in int64. A tensor or array must be 1-D with an integer dtype."""
 
 Extra: TypeAlias = str | bytes | int | tuple[int, bytes]
-"""What else the KV depends on: an item for the whole sequence, or ``(token_offset, bytes)`` from that token on."""
+"""Something else that KV depends on: an item for the whole sequence, or ``(token_offset, bytes)`` from a token on."""
 
 SCHEME = "tierstore-keys-1"
-"""Changes whenever equal input would give another key: pages under keys of another scheme can never be found again."""
+"""Name of the key scheme. It changes whenever equal input gives another key; pages of older schemes are never found."""
 
 KEY_NBYTES = 36
-"""Length of every ``PageKey``."""
+"""Length of every ``PageKey`` in bytes."""
 
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
 EXACT = "exact"
-"""The loss class of pages that hold what the model computed, bit by bit; it leaves the namespace as it is."""
+"""Loss class of pages that are bit for bit what the model computed. It does not change the namespace."""
 
 
 def namespace(specs: PageSpec | Sequence[PageSpec], *, loss_class: str = EXACT) -> bytes:
-    """The 32-byte namespace of the pages of one store: equal only for equal fingerprints in equal order.
+    """Return the 32-byte namespace of a store's pages; equal only for equal fingerprints in equal order.
 
-    ``loss_class``: of the codec that copies of these pages go through, where they lose something; pages of two classes
-    have no key in common. ValueError when there is no spec.
+    Args:
+        specs: The PageSpec of each KV group.
+        loss_class: Class of the lossy codec that pages pass through. Pages of two classes share no key.
+
+    Raises:
+        ValueError: There is no spec.
     """
     groups = (specs,) if isinstance(specs, PageSpec) else tuple(specs)
     if not groups:
-        raise ValueError("namespace needs at least one PageSpec")
+        raise ValueError("specs must have at least one PageSpec, got none")
     fields = [_field(b"f", spec.fingerprint.encode()) for spec in groups]
     if loss_class != EXACT:
         fields.append(_field(b"l", loss_class.encode()))
@@ -73,15 +77,25 @@ def page_keys(
     salt: bytes = b"",
     extra: Iterable[Extra] = (),
 ) -> list[PageKey]:
-    """The keys of the full pages of ``token_ids``, in order; the tokens of a partial last page have no key.
+    """Return the keys of the full pages of ``token_ids``, in order. A partial last page has no key.
 
-    ``salt`` separates tenants. Items of ``extra`` that are str, bytes or int apply to the whole sequence and their
-    order counts. A pair ``(token_offset, bytes)`` applies from the page that holds the offset, so earlier pages
-    stay shared; the order of pairs does not count, several may share an offset, and one beyond the last full page
-    changes nothing yet. Pure: equal arguments give equal keys on every machine.
+    Args:
+        token_ids: Token ids, a sequence of integers or a 1-D integer array or tensor in host memory.
+        page_size: Tokens per page.
+        namespace: The result of ``namespace``.
+        group: Number of the KV group, 0 to 65535.
+        shard: Number of the shard, 0 to 65535.
+        salt: Separates tenants: keys of two salts have nothing in common.
+        extra: Whatever else KV depends on. A str, bytes or int item applies to the whole sequence, and the order of
+            these items matters. A pair ``(token_offset, bytes)`` applies from the page that holds the offset, so
+            earlier pages stay shared; the order of pairs does not matter, several may share an offset, and a pair
+            beyond the last full page has no effect yet.
 
-    TypeError or ValueError, naming the item, for what is not an integer token (floats and bools included), an
-    array that is not 1-D, a token beyond int64, or an extra of another form.
+    Raises:
+        TypeError: A token is no integer (floats and bools included), or an extra has another form.
+        ValueError: A token does not fit in int64, or an array is not 1-D. Both name the item.
+
+    Pure and thread-safe: equal arguments give equal keys on every machine.
     """
     tokens = _token_bytes(token_ids)
     page_size = _whole("page_size", page_size, range(1, 1 << 32))
@@ -118,9 +132,9 @@ def _page_extras(items: list[tuple[int, bytes]]) -> bytes:
 
 
 def _split(extra: Iterable[Extra], page_size: int) -> tuple[list[bytes], dict[int, list[tuple[int, bytes]]]]:
-    """Encoded items of the whole sequence, and the placed ones by the page that holds their offset."""
+    """Return the encoded items of the whole sequence, and the items with an offset by the page that holds it."""
     if isinstance(extra, str | bytes | bytearray | memoryview):
-        raise TypeError(f"extra is {extra!r}; allowed: an iterable of items, so write extra=({extra!r},)")
+        raise TypeError(f"extra must be an iterable of items, got {extra!r}; write extra=({extra!r},)")
     shared: list[bytes] = []
     placed: dict[int, list[tuple[int, bytes]]] = defaultdict(list)
     for index, item in enumerate(extra):
@@ -135,58 +149,56 @@ def _split(extra: Iterable[Extra], page_size: int) -> tuple[list[bytes], dict[in
 def _shared(name: str, item: object) -> bytes:
     match item:
         case bool():
-            raise TypeError(f"{name} is {item!r}; allowed: str, bytes, int or (token_offset, bytes)")
+            raise TypeError(f"{name} must be str, bytes, int or (token_offset, bytes), got {item!r}")
         case str():
             return _field(b"t", item.encode("utf-8", "surrogatepass"))
         case int():
             return _field(b"i", item.to_bytes(item.bit_length() // 8 + 1, "little", signed=True))
         case bytes() | bytearray() | memoryview():
             return _field(b"b", bytes(item))
-    raise TypeError(f"{name} is {item!r}; allowed: str, bytes, int or (token_offset, bytes)")
+    raise TypeError(f"{name} must be str, bytes, int or (token_offset, bytes), got {item!r}")
 
 
 def _placed(name: str, item: tuple[object, ...]) -> tuple[int, bytes]:
     if len(item) != 2:
-        raise ValueError(f"{name} is {item!r}; allowed: (token_offset, bytes)")
+        raise ValueError(f"{name} must be a pair (token_offset, bytes), got {item!r}")
     return _whole(f"{name}[0]", item[0], range(1 << 63)), _octets(f"{name}[1]", item[1])
 
 
 def _octets(name: str, value: object) -> bytes:
     if not isinstance(value, bytes | bytearray | memoryview):
-        raise TypeError(f"{name} is {value!r}; allowed: bytes")
+        raise TypeError(f"{name} must be bytes, got {value!r}")
     return bytes(value)
 
 
 def _whole(name: str, value: object, allowed: range) -> int:
     if not isinstance(value, int | np.integer) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; allowed: an integer of {allowed.start} to {allowed.stop - 1}")
+        raise TypeError(
+            f"{name} must be an integer from {allowed.start} to {allowed.stop - 1}, got {value!r}"
+        )
     if int(value) not in allowed:
-        raise ValueError(f"{name} is {value}; allowed: {allowed.start} to {allowed.stop - 1}")
+        raise ValueError(f"{name} must be from {allowed.start} to {allowed.stop - 1}, got {value}")
     return int(value)
 
 
 def _token_bytes(token_ids: TokenIds) -> bytes:
-    """The tokens as int64, little endian, one after the other."""
+    """Return the tokens as little-endian int64, one after the other."""
     if isinstance(token_ids, str | bytes | bytearray):
         raise TypeError(
-            f"token_ids is {type(token_ids).__name__}; allowed: a sequence of integers, a 1-D array or tensor"
+            f"token_ids must be a sequence of integers, or a 1-D array or tensor, got {type(token_ids).__name__}"
         )
     if isinstance(token_ids, Sequence):
         return _little_endian(np.frombuffer(_int64s(token_ids), np.int64))
     try:
         tokens = np.asarray(token_ids)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"token_ids cannot be read as an array of integers in host memory: {error}"
-        ) from error
+        raise TypeError(f"token_ids cannot be read as an integer array in host memory: {error}") from error
     if tokens.dtype.kind not in "iu":
-        raise TypeError(f"token_ids has dtype {tokens.dtype}; allowed: an integer dtype")
+        raise TypeError(f"token_ids must have an integer dtype, got {tokens.dtype}")
     if tokens.ndim != 1:
-        raise ValueError(f"token_ids has shape {tokens.shape}; allowed: one dimension")
+        raise ValueError(f"token_ids must have one dimension, got shape {tokens.shape}")
     if tokens.dtype == np.uint64 and tokens.size and int(tokens.max()) not in _INT64:
-        raise ValueError(
-            f"token_ids[{int(tokens.argmax())}] is {int(tokens.max())}; allowed: what fits in int64"
-        )
+        raise ValueError(f"token_ids[{int(tokens.argmax())}] must fit in int64, got {int(tokens.max())}")
     return _little_endian(tokens)
 
 
@@ -200,41 +212,46 @@ def _int64s(token_ids: Sequence[int]) -> array[int]:
     }
     if strange:
         index, item = next((i, item) for i, item in enumerate(token_ids) if type(item) in strange)
-        raise TypeError(f"token_ids[{index}] is {item!r}, a {type(item).__name__}; allowed: an integer")
+        raise TypeError(f"token_ids[{index}] must be an integer, got {item!r}, a {type(item).__name__}")
     try:
         return array("q", token_ids)
     except OverflowError as error:
         index, item = next((i, item) for i, item in enumerate(token_ids) if int(item) not in _INT64)
-        raise ValueError(f"token_ids[{index}] is {item}; allowed: what fits in int64") from error
+        raise ValueError(f"token_ids[{index}] must fit in int64, got {item}") from error
 
 
 def require_key_list(keys: Sequence[PageKey]) -> None:
-    """TypeError for a single key, or for what holds anything else: it would look like a miss, or end a call halfway."""
+    """Raise TypeError for a single key or a list with anything but keys, which would look like a cache miss."""
     _require_list(keys)
     if any(not issubclass(kind, bytes) for kind in set(map(type, keys))):
         strange = next(key for key in keys if not isinstance(key, bytes))
-        raise TypeError(f"keys has {strange!r:.60}; allowed: a sequence of page keys, as keys() gives")
+        raise TypeError(f"keys must hold page keys as keys() returns them, got an item {strange!r:.60}")
 
 
 def _require_list(keys: Sequence[PageKey]) -> None:
     if isinstance(keys, bytes | str) or any(not isinstance(key, bytes) for key in keys[:1]):
-        raise TypeError(f"keys is {keys!r:.60}; allowed: a sequence of page keys, as keys() gives")
+        raise TypeError(f"keys must be a sequence of page keys as keys() returns them, got {keys!r:.60}")
 
 
 def require_keys_and_slots(
     keys: Sequence[PageKey], slots: Sequence[int], parents: Sequence[PageKey | None]
 ) -> None:
-    """``parents``: written beside the pages, so that one that is none would keep its whole batch from the disk."""
+    """Check the arguments of ``put``; a malformed parent would otherwise keep its whole batch from the disk.
+
+    Raises:
+        TypeError: ``keys`` is not a sequence of keys.
+        ValueError: The numbers of keys and slots differ, or a key or parent has the wrong form.
+    """
     _require_list(keys)
     if len(keys) != len(slots):
-        raise ValueError(f"{len(keys)} keys with {len(slots)} slots; allowed: one slot a key")
+        raise ValueError(f"put needs one slot per key, got {len(keys)} keys and {len(slots)} slots")
     strange = next((k for k in keys if not _is_key(k)), None)
     if strange is not None:
-        raise ValueError(f"{strange!r} is no page key; allowed: the {KEY_NBYTES} bytes that keys() gives")
+        raise ValueError(f"a page key must be {KEY_NBYTES} bytes as keys() returns them, got {strange!r}")
     strange = next((p for p in parents if p is not None and not _is_key(p)), None)
     if strange is not None:
         raise ValueError(
-            f"parent {strange!r} is no page key; allowed: the {KEY_NBYTES} bytes that keys() gives, or None"
+            f"a parent must be a page key of {KEY_NBYTES} bytes as keys() returns them, or None, got {strange!r}"
         )
 
 

@@ -1,11 +1,11 @@
-"""What a page is: its geometry and identity, where its bytes lie in a slot, and memory for them.
+"""Define a page: its geometry and identity, where its bytes lie in a slot, and memory to hold them.
 
-A page is one contiguous blob in every tier, all layers together; with KV groups one blob a group, one after the
-other.
+A page is one contiguous blob in every tier, all layers together. With several KV groups it is one blob per group, one
+after the other.
 
-``buffer`` gives memory that pages are read into and written from, in huge pages. Past the page cache a disk is
-given the addresses of a transfer page by page. From pages of 4 KiB that is two thousand for 8 MiB, which are cut
-into many small requests: a fast disk then gives a third of what it gives into huge pages (docs/benchmarks/disk.md,
+``buffer`` allocates memory for direct I/O in huge pages. With O_DIRECT the kernel hands the disk the physical address
+of every memory page: 8 MiB in pages of 4 KiB are two thousand addresses, cut into many small requests, and a fast disk
+then reaches a third of its throughput (docs/benchmarks/disk.md,
 "Memory that a disk reads into").
 """
 
@@ -34,22 +34,33 @@ DTYPE_NBYTES: dict[str, int] = {
     "int8": 1,
     "uint8": 1,
 }
-"""The dtypes a page may have, by torch's names, and the bytes of one element."""
+"""Dtypes that a page may have, by torch's names, and the bytes of one element."""
 
 ALIGNMENT = 4096
-"""Every blob of a page starts on this boundary, in every tier: a page is one DMA, one direct-I/O extent."""
+"""Every blob of a page starts on this boundary in every tier, so a page is one DMA copy and one direct-I/O extent."""
 
 LAYOUT_VERSION = 1
-"""Part of every fingerprint: bytes of another layout are never read as this one."""
+"""Part of every fingerprint, so that bytes of another layout are never read as this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageSpec:
-    """Geometry and identity of the pages of one KV group on one shard.
+    """Describe the pages of one KV group on one shard: geometry and identity. All arguments are keyword-only.
 
-    ``kind``: "mha" (K and V per head; also GQA and MQA), "mla" (one latent plane) or "state" (one state a
-    page). ``dtype`` is torch's name of it. ``model`` must change whenever equal tokens would give other KV in the same
-    shard: weights, revision, adapters, quantisation, and how the model is spread over its shards ("tp=4").
+    Args:
+        kind: "mha" (K and V per head; also GQA and MQA), "mla" (one latent plane) or "state" (one state per page).
+        num_layers: Layers of the group.
+        page_size: Tokens per page.
+        num_kv_heads: KV heads of this shard.
+        head_dim: Elements per head.
+        dtype: Torch's name of the dtype, such as "bfloat16".
+        group: Number of the KV group, 0 to 65535.
+        shard: Number of the shard (tensor parallel rank), 0 to 65535.
+        model: Name of everything else that KV depends on. It must change whenever equal tokens would give other KV in
+            the same shard: weights, revision, adapters, quantisation, how the model is spread over shards ("tp=4").
+
+    Raises:
+        ValueError: An argument is out of range; the message names it.
     """
 
     kind: Literal["mha", "mla", "state"] = "mha"
@@ -64,23 +75,25 @@ class PageSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str):
-            raise ValueError(f"PageSpec.model is {self.model!r}; allowed: a string")
+            raise ValueError(f"PageSpec.model must be a string, got {self.model!r}")
         if self.kind not in ("mha", "mla", "state"):
-            raise ValueError(f"PageSpec.kind is {self.kind!r}; allowed: 'mha', 'mla', 'state'")
+            raise ValueError(f"PageSpec.kind must be 'mha', 'mla' or 'state', got {self.kind!r}")
         if self.dtype not in DTYPE_NBYTES:
-            raise ValueError(f"PageSpec.dtype is {self.dtype!r}; allowed: {', '.join(sorted(DTYPE_NBYTES))}")
+            raise ValueError(
+                f"PageSpec.dtype must be one of {', '.join(sorted(DTYPE_NBYTES))}, got {self.dtype!r}"
+            )
         for name in ("num_layers", "page_size", "num_kv_heads", "head_dim"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"PageSpec.{name} is {value!r}; allowed: an integer of at least 1")
+                raise ValueError(f"PageSpec.{name} must be an integer of at least 1, got {value!r}")
         for name in ("group", "shard"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 16:
-                raise ValueError(f"PageSpec.{name} is {value!r}; allowed: an integer of 0 to 65535")
+                raise ValueError(f"PageSpec.{name} must be an integer from 0 to 65535, got {value!r}")
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """``[num_layers, planes, tokens, num_kv_heads, head_dim]``; planes is 2 (K, V) for "mha", else 1."""
+        """Shape ``[num_layers, planes, tokens, num_kv_heads, head_dim]``; planes is 2 (K, V) for "mha", else 1."""
         planes = 2 if self.kind == "mha" else 1
         tokens = 1 if self.kind == "state" else self.page_size
         return (self.num_layers, planes, tokens, self.num_kv_heads, self.head_dim)
@@ -97,7 +110,7 @@ class PageSpec:
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of everything but the shard: equal fingerprints mean interchangeable bytes."""
+        """Hex digest of everything but the shard. Pages of equal fingerprints are interchangeable."""
         parts = [f"tierstore-layout-{LAYOUT_VERSION}"]
         parts += [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name != "shard"]
         digest = hashlib.sha256()
@@ -109,46 +122,48 @@ class PageSpec:
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """The geometry of one page of all KV groups; the same in every tier."""
+    """Geometry of one page of all KV groups; the same in every tier."""
 
     specs: tuple[PageSpec, ...]
 
     @classmethod
     def of(cls, spec: PageSpec | Sequence[PageSpec]) -> PageLayout:
-        """ValueError unless there is at least one spec, each is one, and all have one page_size and one shard."""
+        """Return the layout of one spec, or of a sequence of KV groups.
+
+        Raises:
+            ValueError: There is no spec, an item is not a PageSpec, or page_size or shard differ between groups.
+        """
         given = spec if isinstance(spec, Sequence) and not isinstance(spec, str | bytes) else (spec,)
         specs = tuple(given)
         for each in specs:
             if not isinstance(each, PageSpec):
-                raise ValueError(
-                    f"spec is a {type(each).__name__}; allowed: a PageSpec, or a sequence of them"
-                )
+                raise ValueError(f"spec must be a PageSpec or a sequence of them, got {type(each).__name__}")
         if not specs:
-            raise ValueError("spec is empty; allowed: a PageSpec, or a sequence of at least one")
+            raise ValueError("spec must have at least one PageSpec, got an empty sequence")
         for name in ("page_size", "shard"):
             values = {getattr(s, name) for s in specs}
             if len(values) > 1:
-                raise ValueError(f"KV groups have {name} {sorted(values)}; allowed: one value for all groups")
+                raise ValueError(f"KV groups must have the same {name}, got {sorted(values)}")
         return cls(specs)
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """Tokens per page."""
         return self.specs[0].page_size
 
     @property
     def shard(self) -> int:
-        """The shard these pages belong to."""
+        """Number of the shard that these pages belong to."""
         return self.specs[0].shard
 
     @property
     def page_nbytes(self) -> int:
-        """Payload bytes of a page: the sum over its groups."""
+        """Payload bytes of a page, summed over its groups."""
         return sum(spec.page_nbytes for spec in self.specs)
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where each group's blob starts in the slot."""
+        """Offset in bytes of each group's blob in the slot."""
         starts = [0]
         for spec in self.specs[:-1]:
             starts.append(_aligned(starts[-1] + spec.page_nbytes))
@@ -161,12 +176,12 @@ class PageLayout:
 
     @property
     def slot_nbytes(self) -> int:
-        """Distance between slots in memory."""
+        """Distance in bytes between slots in memory."""
         return _aligned(self.blob_nbytes)
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest; equal ones mean interchangeable pages. A single group keeps its own fingerprint."""
+        """Hex digest of all groups; a single group keeps its own. Pages of equal fingerprints are interchangeable."""
         if len(self.specs) == 1:
             return self.specs[0].fingerprint
         return sha256("\n".join(spec.fingerprint for spec in self.specs).encode()).hexdigest()
@@ -177,24 +192,24 @@ def _aligned(nbytes: int) -> int:
 
 
 HUGE_NBYTES = 2 << 20
-"""Of a huge page; larger ones of other machines are multiples of it."""
+"""Bytes of a huge page. Larger huge pages of other machines are multiples of it."""
 
 _WORTH_NBYTES = 64 << 10
 
 
 def buffer(nbytes: int) -> NDArray[np.uint8]:
-    """Zeroed flat memory of its own, on a page boundary, and on that of a huge page from 64 KiB on.
+    """Return zeroed flat memory, aligned to a memory page, and to a huge page from 64 KiB on.
 
-    Untouched it costs nothing; touched, whole huge pages where the kernel has them (transparent_hugepage ``always`` or
-    ``madvise``). It returns to the system with the last view. A forked child has no such memory: else a transfer under
-    way while a process forks could go to the child's copy.
+    Memory is committed when it is first touched, in whole huge pages if the kernel has them (transparent_hugepage
+    ``always`` or ``madvise``), and returns to the system with the last view. A forked child does not inherit it;
+    otherwise a transfer in flight during a fork could end in the child's copy.
     """
-    import numpy as np  # here: who wants only the geometry of pages loads nothing heavy
+    import numpy as np  # imported here, so that the geometry of pages costs no NumPy import
 
     huge = nbytes >= _WORTH_NBYTES
     unit = HUGE_NBYTES if huge else mmap.PAGESIZE
     length = max(1, -(-nbytes // unit)) * unit
-    # Private: shared memory has huge pages only where an administrator gave it some.
+    # Private: shared memory gets huge pages only if an administrator has enabled them.
     mapping = mmap.mmap(-1, length + (unit if huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in [mmap.MADV_DONTFORK, *([mmap.MADV_HUGEPAGE] if huge else [])]:
         with suppress(OSError):  # a kernel without huge pages

@@ -187,7 +187,7 @@ def test_a_page_that_others_point_at_is_not_sealed() -> None:
     table = table_of(8, 1, 2)
     fork = table.fork()
     assert list(table.sealable()) == []
-    with pytest.raises(ValueError, match="not all owned"):
+    with pytest.raises(ValueError, match="not all are owned"):
         table.seal(0, [1], table.generation)
     fork.clear()
     assert list(table.sealable()) == [0, 1]
@@ -203,7 +203,7 @@ def test_the_window_drops_a_page_when_its_last_token_is_behind_it() -> None:
     assert (table.slots, table.first_page) == ([NO_PAGE, NO_PAGE, 3], 2)
     with pytest.raises(ValueError, match="position 7"):
         table.place(7)
-    with pytest.raises(ValueError, match="allowed: 8 to 9"):
+    with pytest.raises(ValueError, match="needs 8 to 9 tokens"):
         table.truncate(7)
     assert table.truncate(8) == [3]
     assert table.clear() == []
@@ -226,13 +226,13 @@ def test_slots_that_are_owned_already_are_refused_and_nothing_changes() -> None:
         with pytest.raises(ValueError, match="slots"):
             other.extend(8, wrong)
         assert (other.slots, len(private)) == ([], 1)
-    with pytest.raises(ValueError, match="slot 1 is owned already"):
+    with pytest.raises(ValueError, match="slot 1 is owned by this family already"):
         private.take(1)
 
 
 def test_only_an_empty_table_begins_with_pages_of_the_store() -> None:
     table = table_of(1, 1)
-    with pytest.raises(ValueError, match="not empty"):
+    with pytest.raises(ValueError, match="needs an empty table"):
         table.reuse([2])
     table.clear()
     table.reuse([2], first_page=1)

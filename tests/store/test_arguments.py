@@ -281,5 +281,5 @@ def test_a_revision_that_is_no_integer_is_refused(revision: Any) -> None:
     [(None, "NoneType"), ("x", "str"), (7, "int"), ([SPEC, None], "NoneType"), ({}, "dict")],
 )
 def test_what_is_no_page_spec_is_refused_at_open(spec: Any, found: str) -> None:
-    with pytest.raises(ConfigError, match=f"spec is a {found}; allowed: a PageSpec, or a sequence of them"):
+    with pytest.raises(ConfigError, match=f"spec must be a PageSpec or a sequence of them, got {found}"):
         TierStore.open(tiers(hbm=4, host=8), spec)

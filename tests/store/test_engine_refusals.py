@@ -149,8 +149,8 @@ def test_a_parent_that_is_no_key_is_refused_and_nothing_changes(
     bench: Bench, engine: Engine, strange: PageKey
 ) -> None:
     keys = chain(2)
-    with pytest.raises(ValueError, match=r"parent .* is no page key; allowed: the 36 bytes"):
+    with pytest.raises(ValueError, match=r"a parent must be a page key of 36 bytes"):
         bench.store.put(keys, [0, 1], parents=[None, strange])
-    with pytest.raises(ValueError, match=r"parent .* is no page key"):
+    with pytest.raises(ValueError, match=r"a parent must be a page key"):
         bench.store.put(keys, [0, 1], parent=strange)
     save(bench, engine, keys, [0, 1])
