@@ -245,7 +245,7 @@ def test_without_a_number_a_completion_has_16_tokens_and_a_chat_what_there_is_ro
 def test_what_can_never_be_served_says_the_sizes(server: Serving) -> None:
     error = error_of(complete(server, max_tokens=10**6))
     assert str(server.engine.max_tokens) in error["message"]
-    assert "token 1000000" in error_of(complete(server, prompt=[10**6]))["message"]
+    assert "got 1000000" in error_of(complete(server, prompt=[10**6]))["message"]
     assert error_of(complete(server, prompt=""))["type"] == "invalid_request_error"
 
 

@@ -208,9 +208,9 @@ def test_one_that_needs_all_of_hbm_gets_it_though_smaller_ones_come() -> None:
     ("prompt", "count", "why"),
     [
         ([], 4, "no tokens"),
-        ([1, 2, 999], 4, "token 999; allowed: 0 to 259"),
-        ([-1], 4, "token -1"),
-        ([1] * 500, 13, "allowed: 248 together .*the model reads 512, HBM holds 32 pages of 8"),
+        ([1, 2, 999], 4, "token must be 0 to 259, got 999"),
+        ([-1], 4, "got -1"),
+        ([1] * 500, 13, "at most 248 tokens fit .*the model reads 512, HBM holds 32 pages of 8"),
     ],
 )
 def test_what_can_never_be_served_is_refused_with_the_sizes(prompt: list[int], count: int, why: str) -> None:
@@ -244,7 +244,7 @@ def test_too_many_that_wait_are_refused_for_now() -> None:
         go, told = held(found)
         told.events.get(timeout=PATIENCE_S)
         waiting = [ask(found, LONG)[1] for _ in range(2)]
-        with pytest.raises(BusyError, match="2 requests wait already; allowed: 2"):
+        with pytest.raises(BusyError, match="2 requests are waiting already, the limit is 2"):
             ask(found, LONG)
         go.set()
         for each in waiting:

@@ -70,7 +70,7 @@ def test_a_text_that_is_empty_has_too_few_characters(server: Serving) -> None:
 def test_a_body_that_is_no_text_is_told_what_may_be_one(server: Serving) -> None:
     kind = {"Content-Type": "application/json"}
     response = server.http.post("/v1/documents", content=b'{"name": "a", "text": "\xff"}', headers=kind)
-    assert response.json()["error"]["message"] == "the body cannot be read; allowed: JSON in UTF-8"
+    assert response.json()["error"]["message"] == "the body cannot be read: it must be JSON in UTF-8"
 
 
 def test_what_is_not_there_is_named(server: Serving) -> None:
@@ -78,7 +78,7 @@ def test_what_is_not_there_is_named(server: Serving) -> None:
         return str(server.http.request(method, path).json()["error"]["message"])
 
     assert said("GET", "/v1/nothing") == "there is no path /v1/nothing"
-    assert said("GET", "/v1/completions") == "/v1/completions takes no GET; allowed: POST"
+    assert said("GET", "/v1/completions") == "/v1/completions does not support GET, only POST"
     assert said("DELETE", "/v1/documents/abc") == "there is no document abc"
 
 
@@ -89,4 +89,4 @@ def test_another_hosts_name_is_an_error_like_others() -> None:
             assert response.status_code == 400
             error = response.json()["error"]
             assert error["code"] == "unknown_host"
-            assert error["message"] == f"Host: {host!r} is not this server's; allowed: localhost, 127.0.0.1"
+            assert error["message"] == f"Host must be one of localhost, 127.0.0.1, got {host!r}"

@@ -1,4 +1,4 @@
-"""The server's application, and the process's way to run it."""
+"""The server's application, and the process that runs it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tierstore.serve.routes import completion_routes, document_routes
 from tierstore.store import TierStore
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-"""Hosts that a browser on this machine may name: a page from elsewhere cannot have its own name mean this server."""
+"""Host names that a browser on this machine may use. A web page's own name that points here is refused."""
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _GRACE_S = 5
-"""Seconds that a client has to take the end of its answer, when the server ends."""
+"""Seconds that clients have to read the end of their answers when the server ends."""
 
 
 def make_app(
@@ -40,7 +40,13 @@ def make_app(
     *,
     hosts: tuple[str, ...] = ("*",),
 ) -> FastAPI:
-    """Over an engine that runs. ``hosts``: names that requests may be for. Closes nothing but what it started."""
+    """Build the application over an engine that runs.
+
+    Args:
+        hosts: Host names that requests may address; ``*`` for any.
+
+    Closes nothing but what it started itself.
+    """
     readings = Readings(library, reader, engine, store)
 
     @asynccontextmanager
@@ -53,7 +59,7 @@ def make_app(
 
     app = FastAPI(title="TierStore", lifespan=life, docs_url=None, redoc_url=None)
     app.add_middleware(Hosts, hosts=hosts)
-    app.add_middleware(Gate, tenants=tenants)  # the last one is the first that a request passes
+    app.add_middleware(Gate, tenants=tenants)  # the middleware added last sees a request first
     answer_faults(app)
     app.include_router(completion_routes(reader, engine))
     app.include_router(document_routes(reader, engine, library, readings))
@@ -75,12 +81,12 @@ def _add_own_routes(app: FastAPI, engine: Engine, store: TierStore) -> None:
 
     @app.get("/metrics")
     def metrics() -> PlainTextResponse:
-        store.stats()  # what is measured when it is asked for
+        store.stats()  # also updates what is measured on demand
         return PlainTextResponse(store.metrics.text() + engine.figures.text(), media_type=_PROMETHEUS)
 
 
 def _policy(page: str) -> str:
-    """The page's own script and style, by digest, and requests to this server: nothing else runs or loads."""
+    """Allow only the page's own script and style, by digest, and requests to this server."""
 
     def digest(tag: str) -> str:
         inside = re.search(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
@@ -94,10 +100,12 @@ def _policy(page: str) -> str:
 
 
 class Server(uvicorn.Server):
-    """One process's server. Told to end, it ends the engine first: answers under way end with an error, and soon."""
+    """The server of one process. When told to end, it closes the engine first, so that running answers end with an
+    error.
+    """
 
     def __init__(self, app: FastAPI, engine: Engine, listening: Callable[[], None]) -> None:
-        """``listening`` is called once, when requests are taken."""
+        """``listening`` is called once, when the server accepts requests."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -111,14 +119,14 @@ class Server(uvicorn.Server):
         self._engine, self._listening = engine, listening
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        """uvicorn's, and the word that it is done."""
+        """Start uvicorn and call ``listening``."""
         await super().startup(sockets)
         if self.started:
             self._listening()
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        """The engine's end, then uvicorn's. Told a second time it waits for no client, but ends as cleanly."""
+        """Close the engine, then uvicorn. A second request to end waits for no client, but ends as cleanly."""
         await run_in_threadpool(self._engine.close)
         await super().shutdown(sockets)
-        if self.force_exit:  # uvicorn would leave the application to be torn down, with a traceback
+        if self.force_exit:  # otherwise uvicorn would tear the application down with a traceback
             await self.lifespan.shutdown()

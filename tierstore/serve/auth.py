@@ -1,7 +1,8 @@
-"""Which tenants may ask, and the gate that every request passes: key, size, host name and a line in the log.
+"""Tenants, and the checks that every request passes: key, size, host name, and one line in the log.
 
-A file of tenants is YAML, ``tenants: {name: [SHA-256 of a key in hex, ...]}``; of the keys only digests are kept. A
-tenant's name is part of every key of its pages, so tenants share nothing. The log never holds what a request says.
+A file of tenants is YAML, ``tenants: {name: [SHA-256 of a key in hex, ...]}``; only digests of keys are kept. A
+tenant's name is part of every key of its pages, so tenants share nothing. The log never contains the content of a
+request.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tierstore.errors import ConfigError
 from tierstore.serve.errors import fault
 
 ALONE = ""
-"""The one tenant of a server without keys."""
+"""The only tenant of a server without keys."""
 
 _ALLOWED = "tenants: {name: [the SHA-256 of a key, 64 hex digits, ...], ...}"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -33,48 +34,46 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class Tenants:
-    """Immutable; any thread. Without tenants, everybody is one."""
+    """Tenants by their keys. Without any, everyone is the same tenant. Immutable and thread-safe."""
 
     def __init__(self, tenants: Mapping[str, list[str]] | None = None) -> None:
-        """``tenants``: digests of keys by name; None: no keys are asked for. ConfigError for what is not such."""
+        """``tenants`` has the digests of keys by name; None asks for no keys. ConfigError if it is invalid."""
         self._names = {} if tenants is None else _names(tenants)
         self.open = tenants is None
 
     @classmethod
     def load(cls, file: Path) -> Tenants:
-        """Those of a file. ConfigError names what is wrong, and never shows a digest."""
+        """Load a file of tenants. ConfigError names what is wrong and never shows a digest."""
         try:
             tree = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
         except OSError as error:
-            raise ConfigError(f"--keys {file}: {error.strerror}; allowed: a readable YAML file") from error
+            raise ConfigError(f"--keys {file}: cannot read the YAML file: {error.strerror}") from error
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-            raise ConfigError(
-                f"--keys {file}: is not YAML with each key once; allowed: {_ALLOWED}"
-            ) from error
+            raise ConfigError(f"--keys {file}: is not YAML, or repeats a key; expected {_ALLOWED}") from error
         found = tree.get("tenants") if isinstance(tree, dict) and len(tree) == 1 else None
         if not isinstance(found, dict) or not found:
-            raise ConfigError(f"--keys {file}: names no tenants; allowed: {_ALLOWED}")
+            raise ConfigError(f"--keys {file}: no tenants; expected {_ALLOWED}")
         try:
             return cls(found)
         except ConfigError as error:
             raise ConfigError(f"--keys {file}: {error}") from error
 
     def of(self, authorization: str | None) -> str | None:
-        """The tenant whose key an ``Authorization`` header bears; None: nobody's."""
+        """Return the tenant whose key an ``Authorization`` header carries, or None."""
         if self.open:
             return ALONE
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer":
             return None
         given, found = sha256(key.strip().encode()).hexdigest(), None
-        for digest, name in self._names.items():  # all of them: time tells nothing of which it was
+        for digest, name in self._names.items():  # compares with every key, so that timing reveals nothing
             if compare_digest(digest, given):
                 found = name
         return found
 
 
 class _Loader(yaml.BaseLoader):
-    """Every scalar stays text, a digest of nothing but digits too; no key comes twice."""
+    """Keep every scalar as text, also a digest of digits only; refuse repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -84,20 +83,20 @@ class _Loader(yaml.BaseLoader):
 
 
 def _names(tenants: Mapping[str, list[str]]) -> dict[str, str]:
-    """Tenants by the digest of a key."""
+    """Return the tenants by the digest of a key."""
     names: dict[str, str] = {}
     for name, digests in tenants.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ConfigError(f"{name!r:.80} is no tenant's name; allowed: 1 to 64 of A-Z a-z 0-9 . _ -")
+            raise ConfigError(f"the name of a tenant must be 1 to 64 of A-Z a-z 0-9 . _ -, got {name!r:.80}")
         if not isinstance(digests, list) or not digests:
-            raise ConfigError(f"tenant {name} has no list of keys; allowed: {_ALLOWED}")
+            raise ConfigError(f"tenant {name} has no list of keys; expected {_ALLOWED}")
         for digest in digests:
             if not isinstance(digest, str) or not _DIGEST.fullmatch(digest.lower()):
-                raise ConfigError(f"tenant {name} has what is no SHA-256 in hex; allowed: {_ALLOWED}")
-            if digest.lower() in names:
                 raise ConfigError(
-                    f"tenant {name} has a key that {names[digest.lower()]} has; allowed: each once"
+                    f"tenant {name} has a key that is not a SHA-256 in hex; expected {_ALLOWED}"
                 )
+            if digest.lower() in names:
+                raise ConfigError(f"tenant {name} has a key that {names[digest.lower()]} has as well")
             names[digest.lower()] = name
     return names
 
@@ -105,20 +104,20 @@ def _names(tenants: Mapping[str, list[str]]) -> dict[str, str]:
 log = logging.getLogger("tierstore.serve")
 
 MAX_BODY = 16 << 20
-"""Bytes. Four million tokens or so: more than models read."""
+"""Bytes of a request: about four million tokens, more than models read."""
 
 
 class Gate:
-    """In front of an application: ``/v1`` is for tenants alone, and is told whose a request is (``state.tenant``).
+    """Middleware that lets only tenants use ``/v1`` and stores the tenant in ``request.state.tenant``.
 
-    A key is looked at before a body is read.
+    It checks the key before it reads the body.
     """
 
     def __init__(self, app: ASGIApp, tenants: Tenants, max_body: int = MAX_BODY) -> None:
         self._app, self._tenants, self._max_body = app, tenants, max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -133,7 +132,7 @@ class Gate:
         try:
             await self._admit(scope, receive, sent)
         finally:
-            # A path's line breaks would be lines of the log: it is shown as it was sent.
+            # The raw path: decoded line breaks would forge lines of the log.
             path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")
             log.info("%s %s %d %.3f s", scope["method"], path, status, perf_counter() - began)
 
@@ -144,7 +143,7 @@ class Gate:
             if tenant is None:
                 refused = fault(
                     401,
-                    "the key is missing or wrong; allowed: Authorization: Bearer KEY",
+                    "the key is missing or wrong: send Authorization: Bearer KEY",
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
@@ -159,10 +158,10 @@ class Gate:
 
     @property
     def _too_large(self) -> str:
-        return f"the body is too large; allowed: {self._max_body} bytes"
+        return f"the body must be at most {self._max_body} bytes"
 
     def _counted(self, receive: Receive) -> Receive:
-        """A body that does not say how long it is may be no longer either."""
+        """Limit a body that does not announce its length."""
         got = 0
 
         async def counted() -> Message:
@@ -177,21 +176,21 @@ class Gate:
 
 
 class Hosts:
-    """In front of an application: only requests for these names pass; ``*`` is every name.
+    """Middleware that accepts only requests for these host names; ``*`` accepts any.
 
-    starlette judges the name. What it answers to others is no JSON and does not say what is allowed: this does.
+    Starlette's own answer to others is not JSON and does not list the names.
     """
 
     def __init__(self, app: ASGIApp, hosts: tuple[str, ...]) -> None:
         self._app, self._hosts = app, tuple(dict.fromkeys(hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle one request."""
         if await self._passes(scope, receive):
             await self._app(scope, receive, send)
             return
         host = Headers(scope=scope).get("host", "")
-        why = f"Host: {host!r:.80} is not this server's; allowed: {', '.join(self._hosts)}"
+        why = f"Host must be one of {', '.join(self._hosts)}, got {host!r:.80}"
         await fault(400, why, code="unknown_host")(scope, receive, send)
 
     async def _passes(self, scope: Scope, receive: Receive) -> bool:

@@ -1,7 +1,7 @@
-"""The texts of documents, by tenant, and their way into the store.
+"""The texts of documents by tenant, and how they are read into the store.
 
-Texts are kept in memory, and in a folder if they are to survive a restart. The model reads each document once; after
-a restart its pages are found in the store again.
+Texts are kept in memory, and in a folder if they are to survive a restart. The model reads each document once;
+after a restart the store finds its pages again.
 """
 
 from __future__ import annotations
@@ -45,25 +45,27 @@ class Document:
 
     @property
     def id(self) -> str:
-        """32 hex digits; says nothing of the text to who does not know it."""
+        """Return 32 hex digits that reveal nothing about the text."""
         tenant, text = self.tenant.encode(), self.text.encode()
         return sha256(len(tenant).to_bytes(8, "big") + tenant + text).hexdigest()[:32]
 
 
 class Library:
-    """Documents by tenant and id. Any thread. With a folder, a document is there once its file is, whole.
+    """Documents by tenant and id, thread-safe. With a folder, a document exists once its file is complete.
 
-    ``add`` and ``remove`` wait for the disk; the others never do.
+    ``add`` and ``remove`` wait for the disk; other calls never do.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        """Reads what the folder has; it is made if need be, for this user alone. ConfigError if that cannot be.
+        """Read the folder, or create it for this user alone.
 
-        A file that is damaged, or not this server's, is left out and left alone: the log names it. What a write left
-        unfinished is removed.
+        Damaged files and files of other programs are ignored and named in the log; unfinished writes are removed.
+
+        Raises:
+            ConfigError: The folder cannot be read or created.
         """
         self._folder = folder
-        # Held over the disk's time, so that readers do without: they take a dict as it is.
+        # Held while the disk works. Readers do without: they read the dict as it is.
         self._writing = Lock()
         self._documents: dict[tuple[str, str], Document] = {}
         if folder is None:
@@ -71,12 +73,12 @@ class Library:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for unfinished in folder.glob(f"*{_PART}"):
-                if _ID.fullmatch(unfinished.stem):  # a browser's downloads are called so too
+                if _ID.fullmatch(unfinished.stem):  # browsers name unfinished downloads like this, too
                     unfinished.unlink()
             files = sorted(folder.glob(f"*{_SUFFIX}"))
         except OSError as error:
             raise ConfigError(
-                f"--documents {folder}: {error.strerror}; allowed: a folder that can be written to"
+                f"--documents {folder}: cannot read and write the folder: {error.strerror}"
             ) from error
         for file in files:
             document = _read(file)
@@ -84,7 +86,7 @@ class Library:
                 self._documents[document.tenant, document.id] = document
 
     def add(self, document: Document) -> Document:
-        """The document as it is kept: what is there already keeps its name. OSError leaves nothing."""
+        """Store a document and return it. A document that exists keeps its name. After an OSError nothing is stored."""
         with self._writing:
             place = (document.tenant, document.id)
             if place not in self._documents:
@@ -94,22 +96,22 @@ class Library:
             return self._documents[place]
 
     def get(self, tenant: str, id: str) -> Document | None:  # noqa: A002 - what it is called
-        """The tenant's document; None if it has none of this id."""
+        """Return the tenant's document, or None."""
         return self._documents.get((tenant, id))
 
     def all(self, tenant: str | None = None) -> list[Document]:
-        """The tenant's, or everybody's, by name."""
+        """Return the documents of a tenant, or of all tenants, by name."""
         found = [d for d in list(self._documents.values()) if tenant in (None, d.tenant)]
         return sorted(found, key=lambda document: (document.name, document.id))
 
     def remove(self, document: Document) -> None:
-        """Forgets it, on disk too. OSError leaves it."""
+        """Remove a document, on disk too. After an OSError it is still there."""
         with self.removing(document):
             pass
 
     @contextmanager
     def removing(self, document: Document) -> Iterator[None]:
-        """Forgets it, and removes its file when the context ends. An error within, or OSError, leaves it."""
+        """Remove a document at once, and its file when the context ends. An error restores the document."""
         place = (document.tenant, document.id)
         found = self._documents.pop(place, None)
         try:
@@ -125,7 +127,7 @@ class Library:
 
 
 def _write(file: Path, document: Document) -> None:
-    """Whole or not at all, for this user alone."""
+    """Write a file completely or not at all, readable for this user alone."""
     part = file.with_suffix(_PART)
     fields = asdict(document) | {"digest": _digest(document)}
     try:
@@ -153,7 +155,7 @@ def _sync(folder: Path) -> None:
 
 
 def _read(file: Path) -> Document | None:
-    """What the file holds, if its name and its digest say that it is what was written."""
+    """Read a file, or return None unless name and digest show that it is complete and ours."""
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
         document = Document(str(fields["tenant"]), str(fields["name"]), str(fields["text"]))
@@ -163,24 +165,24 @@ def _read(file: Path) -> Document | None:
     except OSError as error:
         why = f"cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError, RecursionError):
-        why = "is no document"
-    _log.warning("%s %s; it is left out", file, why)
+        why = "is not a document"
+    _log.warning("%s %s; ignoring it", file, why)
     return None
 
 
 State = Literal["waiting", "reading", "ready", "failed"]
-"""``waiting``: for its turn, or for somebody who asks; ``ready``: all of it was in the store."""
+"""``waiting``: for its turn, or until someone asks; ``ready``: the store had all of it."""
 
 
 class NotErasedError(Exception):
-    """A document's pages could not be erased from the disk: a restart could bring them back."""
+    """Pages of a document could not be erased from the disk: a restart could bring them back."""
 
 
 class Reading:
-    """How far one document is. ``tell`` is the engine's; the rest may be asked from any thread."""
+    """How much of a document is in the store. The engine calls ``tell``; everything else is thread-safe."""
 
     def __init__(self, tokens: Sequence[int], keys: Sequence[PageKey]) -> None:
-        self.tokens = array("I", tokens)  # 4 bytes a token: a list has 36
+        self.tokens = array("I", tokens)  # 4 bytes per token, where a list takes 36
         self.keys = keys
         self.state: State = "waiting"
         self.read = 0
@@ -190,20 +192,20 @@ class Reading:
 
     @property
     def under_way(self) -> bool:
-        """Whether the engine has it, waiting or reading."""
+        """Return whether the engine is reading the document, or has queued it."""
         return self._ended is not None and not self._ended.done()
 
     def begin(self, engine: Engine, salt: bytes) -> None:
-        """Have the engine read it. Raises what ``submit`` raises, and nothing is changed."""
+        """Submit the document to the engine. Raises what ``submit`` raises, and then changes nothing."""
         self._ended = Future()
         try:
             self._ticket = engine.submit(Ask(prompt=tuple(self.tokens), max_tokens=0, salt=salt), self.tell)
         except BaseException:
-            self._end()  # somebody may wait for it already
+            self._end()  # someone may be waiting for it already
             raise
 
     def tell(self, event: Event) -> None:
-        """What the engine tells."""
+        """Receive an event of the engine."""
         match event:
             case Read(tokens):
                 self.state, self.read = "reading", tokens
@@ -215,58 +217,58 @@ class Reading:
                 self._end()
 
     def is_ready(self) -> None:
-        """All of it is in the store, whoever read it."""
+        """Note that all of it is in the store, whoever read it."""
         self.state, self.read, self.why = "ready", len(self.tokens), None
 
     def cancel(self) -> None:
-        """It is read no further, and once this returns no page of it is on its way into the store. Idempotent."""
+        """Stop reading. When this returns, no page of it is on its way into the store. Idempotent."""
         if self._ticket is not None:
             self._ticket.cancel()
             self._ticket.wait()
         self._end()
 
     async def ended(self) -> None:
-        """Waits until the engine is through with it, however that went; at once if it has it not."""
+        """Wait until the engine is done with it, in whatever way. Returns at once if the engine does not have it."""
         if self._ended is not None:
             await asyncio.shield(asyncio.wrap_future(self._ended))
 
     def _end(self) -> None:
         if self._ended is not None:
-            with suppress(InvalidStateError):  # the engine's thread and whoever cancels may meet here
+            with suppress(InvalidStateError):  # the engine's thread and a caller that cancels may race here
                 self._ended.set_result(None)
 
 
 class Question(Protocol):
-    """One about a document, on its way through the engine."""
+    """A question about a document that the engine is answering."""
 
     def withdraw(self) -> None:
-        """It ends with an error, soon."""
+        """End it with an error soon."""
 
     def wait(self) -> None:
-        """Until no page of it is on its way into the store."""
+        """Wait until no page of it is on its way into the store."""
 
 
 class Readings:
-    """The documents of a library with what is known of their reading. Any thread; most calls may take seconds."""
+    """The documents of a library and the state of their reading. Thread-safe; most calls may take seconds."""
 
     def __init__(self, library: Library, reader: Reader, engine: Engine, store: TierStore) -> None:
         self._library, self._reader, self._engine, self._store = library, reader, engine, store
-        # One document comes or goes at a time; what is known is a dict, taken as it is.
+        # Serialises adding and removing documents. Readers take the dict as it is.
         self._changing = Lock()
         self._known: dict[tuple[str, str], Reading] = {}
         self._questions: dict[tuple[str, str], WeakSet[Question]] = {}
-        self._asking = Lock()  # over the questions
+        self._asking = Lock()  # guards the questions
         self._closing = Flag()
 
     def add(self, tenant: str, name: str, text: str) -> tuple[Document, Reading]:
-        """Keep a document and have it read, unless it is and its pages are there.
+        """Store a document and have it read, unless it is stored and its pages are there.
 
-        Raises what ``submit`` raises, and OSError if it cannot be kept; then nothing is.
+        Raises what ``submit`` raises, and OSError if it cannot be stored; then nothing changes.
         """
         document = Document(tenant, name, text)
         reading = self.of(document)
         with self._changing:
-            # Somebody may have added it meanwhile.
+            # Another thread may have added it meanwhile.
             reading = self._known.get((tenant, document.id), reading)
             new = self._library.get(tenant, document.id) is None
             document = self._library.add(document)
@@ -281,7 +283,9 @@ class Readings:
         return document, reading
 
     def of(self, document: Document) -> Reading:
-        """Of a document. The first time after a restart its text is taken apart again: a second a megabyte or so."""
+        """Return the reading of a document. The first call after a restart tokenizes the text, about a second per
+        megabyte.
+        """
         known = self.known(document)
         if known is None:
             tokens = self._reader.about(document.text)
@@ -293,22 +297,26 @@ class Readings:
         return known
 
     def known(self, document: Document) -> Reading | None:
-        """Of a document, if that is known without work."""
+        """Return the reading of a document if no work is needed for that."""
         return self._known.get((document.tenant, document.id))
 
     def look(self, reading: Reading) -> int:
-        """Pages of it that the store has now, from the first on. With all of them it is ready: a question may have had
-        it read too."""
+        """Return how many leading pages of the document the store has now. With all of them it becomes ready, for a
+        question may have had it read.
+        """
         stored = self._store.match(reading.keys).num_pages
         if stored == len(reading.keys) and not reading.under_way:
             reading.is_ready()
         return stored
 
     def remove(self, document: Document) -> None:
-        """Forget a document, and evict its pages but those that another one of its tenant begins with.
+        """Remove a document and evict its pages, except those that another document of the tenant begins with.
 
-        Returns when no restart brings its pages back. NotErasedError if one may, OSError if the document's file cannot
-        be removed; then the document stays.
+        Returns once no restart can bring the pages back.
+
+        Raises:
+            NotErasedError: A restart might bring pages back; the document stays.
+            OSError: The file cannot be removed; the document stays.
         """
         with self._changing:
             reading = self.of(document)
@@ -320,20 +328,20 @@ class Readings:
                 if pending:
                     raise NotErasedError(
                         f"{pending} of its pages cannot be erased from the disk, which refuses writes or hangs; "
-                        "the store goes on trying: delete the document again later"
+                        "the store keeps trying: delete the document again later"
                     )
 
     def asked(self, document: Document, reading: Reading, question: Question) -> None:
-        """Once the engine has taken a question: it ends with its document, however the two meet."""
+        """Register a question that the engine took. It ends when its document is removed, whichever comes first."""
         with self._asking:
             self._questions.setdefault((document.tenant, document.id), WeakSet()).add(question)
         if self._library.get(document.tenant, document.id) is None:
             with self._changing:
-                if self._library.get(document.tenant, document.id) is None:  # else it is back
+                if self._library.get(document.tenant, document.id) is None:  # otherwise it was added again
                     self._evict(document, reading)
 
     def _evict(self, document: Document, reading: Reading) -> None:
-        """The pages of a document that is gone, once nobody computes them any more."""
+        """Evict the pages of a removed document, after the engine has stopped computing them."""
         with self._asking:
             questions = list(self._questions.pop((document.tenant, document.id), ()))
         for question in questions:
@@ -344,7 +352,9 @@ class Readings:
         self._store.evict([key for key in reading.keys if key not in shared])
 
     def recall(self) -> None:
-        """After a restart: find what of every document is in the store. Takes a thread; ends at ``close``."""
+        """Find what the store has of every document after a restart. Runs in a thread of its own and ends at
+        ``close``.
+        """
         with suppress(StoreClosed):
             for document in self._library.all():
                 if self._closing.is_set():
@@ -352,5 +362,5 @@ class Readings:
                 self.of(document)
 
     def close(self) -> None:
-        """Ends ``recall``."""
+        """End ``recall``."""
         self._closing.set()

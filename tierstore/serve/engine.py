@@ -1,7 +1,7 @@
 """The thread that owns the model, its queue, and the requests that run on it.
 
-Several requests run in turn, a chunk of a prompt or a token of an answer at a time. They start in the order in which
-they came; those that wait are hints, so that their pages come up from disk before they start.
+Requests run in turn, one chunk of a prompt or one token of an answer at a time. They start in the order in which
+they came. Waiting requests are hints, so that the prefetcher brings their pages up from disk before they start.
 """
 
 # transformers leaves some of its functions untyped:
@@ -51,9 +51,9 @@ _numbers = count()
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A request that waits or is under way. ``pages``: HBM slots that it may need at once, at most.
+    """A request that waits or runs. ``pages`` is the most HBM slots that it may need at once.
 
-    ``ended``: set once the engine holds nothing of it any more.
+    ``ended`` is set once the engine holds nothing of it any more.
     """
 
     ask: Ask
@@ -61,14 +61,16 @@ class Asked:
     keys: Sequence[PageKey]
     pages: int
     asked_at: float
-    """By ``monotonic``."""
+    """On the clock of ``monotonic``."""
     cancelled: Flag = field(default_factory=Flag)
     ended: Flag = field(default_factory=Flag)
     name: str = field(default_factory=lambda: f"{next(_numbers)}")
 
 
 class Line:
-    """The requests that wait. Hints tell an attached prefetcher who is how far from its start. One thread at a time."""
+    """The queue of waiting requests. It hints to an attached prefetcher when each will start. For one thread at a
+    time.
+    """
 
     def __init__(self, store: TierStore) -> None:
         self._line: deque[Asked] = deque()
@@ -78,12 +80,14 @@ class Line:
         return len(self._line)
 
     def add(self, asked: Asked) -> None:
-        """At the end."""
+        """Append a request."""
         self._line.append(asked)
         self._hints.add(asked.name, asked.keys)
 
     def take(self, room: int) -> Asked | None:
-        """Who starts now, no longer waiting: the first, if ``room`` HBM pages are enough for it. Nobody passes it."""
+        """Pop the oldest waiting request if it fits in ``room`` HBM pages, else return None. A later one never
+        overtakes.
+        """
         if not self._line or self._line[0].pages > room:
             return None
         asked = self._line.popleft()
@@ -91,7 +95,7 @@ class Line:
         return asked
 
     def drop_cancelled(self) -> list[Asked]:
-        """Those that were cancelled, no longer waiting."""
+        """Remove and return the cancelled requests."""
         found = [asked for asked in self._line if asked.cancelled.is_set()]
         for asked in found:
             self._line.remove(asked)
@@ -100,7 +104,7 @@ class Line:
         return found
 
     def drop_all(self) -> list[Asked]:
-        """All of them, no longer waiting."""
+        """Remove and return all requests."""
         found = list(self._line)
         self._line.clear()
         self._hints.close()
@@ -108,28 +112,29 @@ class Line:
 
 
 class Coming:
-    """A lease on what is on disk; none where nothing is: host memory comes layer by layer while the model computes.
+    """A lease on the pages of a request that are on disk, if any. Pages in host memory are loaded layer by layer
+    later.
 
-    One thread at a time. ``close`` gives the pages back.
+    For one thread at a time. ``close`` releases the pages.
     """
 
     def __init__(self, store: TierStore, keys: Sequence[PageKey]) -> None:
-        """Has the pages brought up; waits for nothing."""
+        """Start bringing the pages up, without waiting."""
         on_disk = Tier.NVME in store.match(keys).tiers
         self._lease: Lease | None = store.acquire(keys) if on_disk else None
 
     @property
     def here(self) -> bool:
-        """Whether all has come that will. What failed to come is not there, and will be computed."""
+        """Return whether every page that will come has come. Missing pages are recomputed."""
         return self._lease is None or self._lease.wait(0.0, written=False) is not LeaseState.PENDING
 
     def origins(self, page_size: int) -> Counter[Tier]:
-        """Tokens in the pages that came, by the tier they were found in. HBM has them now, and does not say."""
+        """Return the tokens in the pages that came, by the tier in which they were found."""
         found = Counter(self._lease.tiers) if self._lease is not None else Counter[Tier]()
         return Counter({tier: count * page_size for tier, count in found.items()})
 
     def close(self) -> None:
-        """Idempotent."""
+        """Release the pages. Idempotent."""
         lease, self._lease = self._lease, None
         if lease is not None:
             with suppress(StoreClosed):
@@ -137,11 +142,11 @@ class Coming:
 
 
 _ROOM_S = 0.1
-"""Seconds that a request waits for HBM pages that are being saved: all other answers wait as long."""
+"""Seconds that a request waits for HBM pages that are being saved. All other answers wait as long."""
 
 
 class Running:
-    """A request that has started. For the engine's thread; ``close`` gives back what it holds."""
+    """A request that has started. Only the engine's thread uses it; ``close`` releases what it holds."""
 
     def __init__(
         self,
@@ -154,7 +159,7 @@ class Running:
         asked_at: float,
         chunk: int,
     ) -> None:
-        """Begins to bring its stored prefix up. ``asked_at`` by ``monotonic``."""
+        """Start bringing the stored prefix up. ``asked_at`` is on the clock of ``monotonic``."""
         self._reader, self._store, self._ask, self._tell, self._chunk = reader, store, ask, tell, chunk
         self._asked_at, self._began_at = asked_at, monotonic()
         self._first_at: float | None = None
@@ -170,11 +175,11 @@ class Running:
 
     @property
     def waits(self) -> bool:
-        """Whether a step would do nothing yet: its pages are still on their way from disk."""
+        """Return whether a step would have nothing to do: the pages are still coming from disk."""
         return self._cache is None and not self._coming.here
 
     def step(self) -> Usage | None:
-        """Compute one chunk of the prompt, or one token of the answer. What it took, once all is told."""
+        """Compute one chunk of the prompt or one token of the answer. Returns the usage once the answer is complete."""
         if self.waits:
             return None
         there = (self._cache or self._open()).get_seq_length()
@@ -184,15 +189,15 @@ class Running:
             return self._go_on(self._tokens[-1:])
 
     def close(self) -> None:
-        """Full pages stay in the store. Idempotent."""
+        """Release the request. Full pages stay in the store. Idempotent."""
         self._coming.close()
         if self._cache is not None:
             self._cache.close()
 
     def _open(self) -> TierStoreCache:
-        """The pages that came, and what host memory and HBM have of the rest."""
+        """Open a cache over the pages that came and what host memory and HBM hold of the rest."""
         model = self._reader.model
-        # By way of numpy: torch itself takes 40 ms for a tuple of 131,072 numbers.
+        # Through numpy: torch itself takes 40 ms for a tuple of 131,072 numbers.
         prompt = torch.from_numpy(np.array(self._ask.prompt, dtype=np.int64))
         self._cache = cache = TierStoreCache(
             self._store, prompt, model=model, salt=self._ask.salt, wait_for_room_s=_ROOM_S
@@ -220,7 +225,7 @@ class Running:
         return self._done("length")
 
     def _go_on(self, part: list[int]) -> Usage | None:
-        """The next token, after these."""
+        """Choose the next token after these."""
         token = self._sampler.choose(self._forward(part))
         if self._first_at is None:
             self._first_at = monotonic()
@@ -236,7 +241,7 @@ class Running:
         return self._done("length") if len(self._tokens) == self._ask.max_tokens else None
 
     def _forward(self, part: list[int]) -> torch.Tensor:
-        """Logits after the last of these tokens, ``[1, vocabulary]``."""
+        """Return the logits after the last of these tokens, ``[1, vocabulary]``."""
         given: Any = torch.tensor([part], device=self._device)
         found: torch.Tensor = self._reader.model(given, logits_to_keep=1, **self._given).logits[:, -1]
         return found
@@ -259,11 +264,11 @@ class Running:
 
 
 _LOOK_S = 0.002
-"""How often pages from disk are looked for while nothing is computed."""
+"""Seconds between looks for pages from disk while nothing is computed."""
 _LAST_STEP_S = 30.0
-"""How long a step may take before nobody waits for its end."""
+"""Longest time to wait for a step to end."""
 _SPARE = 1
-"""A page more than the tokens fill: the copy of one that a prompt leaves half way."""
+"""Pages that a request needs beyond its tokens: a copy of the page that its prompt leaves half filled."""
 _CPU_CHUNK, _CARD_CHUNK = 256, 4096
 CLOSING = "the server is closing"
 
@@ -271,27 +276,29 @@ log = logging.getLogger("tierstore.serve.engine")
 
 
 class Ticket:
-    """A request that was taken. Any thread. Keeps nothing of it: who keeps a ticket keeps no prompt."""
+    """A request that the engine has accepted. Thread-safe. It does not keep the prompt alive."""
 
     def __init__(self, asked: Asked, wake: Callable[[], None]) -> None:
         self._cancelled, self._ended, self._wake = asked.cancelled, asked.ended, wake
 
     def cancel(self) -> None:
-        """From the next step on nothing is computed for it, and nothing told. Idempotent; too late it does nothing."""
+        """Compute and report nothing more for the request, from the next step on. Idempotent; without effect once it
+        ended.
+        """
         self._cancelled.set()
         self._wake()
 
     def wait(self, timeout_s: float = _LAST_STEP_S) -> bool:
-        """Until the engine is through with it and puts no page of it any more; False if the time ran out."""
+        """Wait until the engine is done with the request and puts no more pages. Returns False after a timeout."""
         return self._ended.wait(timeout_s)
 
 
 class Engine:
-    """Answers requests over one store with one model.
+    """Answers requests with one model over one store.
 
-    Requests start in the order they came, ``max_active`` at a time, once HBM has room for all that they may need: none
-    is ever stuck half way. A step is a chunk of one prompt or a token of one answer, in turn: a long prompt does not
-    stop the others' answers. Those that wait are told to an attached prefetcher.
+    Requests start in the order in which they came, at most ``max_active`` at a time, once HBM has room for all that
+    they may need, so none gets stuck half way. A step is a chunk of one prompt or a token of one answer, in turn: a
+    long prompt does not stop the other answers. An attached prefetcher is told about waiting requests.
     """
 
     def __init__(
@@ -303,9 +310,12 @@ class Engine:
         max_waiting: int = 64,
         chunk: int | None = None,
     ) -> None:
-        """Starts its thread. ``chunk``: tokens of a prompt computed at a time, for which the other answers wait.
+        """Start the engine's thread.
 
-        By itself as many as keep the device busy: 4,096 on a card, 256 on the CPU.
+        Args:
+            chunk: Tokens of a prompt computed in one step, while other answers wait. Default: enough to keep the
+                device busy,
+                4,096 on a GPU and 256 on the CPU.
         """
         self._reader, self._store = reader, store
         self._chunk = chunk or (_CPU_CHUNK if reader.model.device.type == "cpu" else _CARD_CHUNK)
@@ -313,10 +323,10 @@ class Engine:
         pages = PageGroups(store)
         self._page_size, self._slots = pages.page_size, int(pages.groups[0].shape[0])
         self._changed = Condition()
-        # Under the condition: what came, and whether more may.
+        # Guarded by the condition: new requests, and whether more may come.
         self._arrived: list[Asked] = []
         self._closing = False
-        # The thread's own; others read their lengths.
+        # Used by the thread alone; others only read their lengths.
         self._line = Line(store)
         self._active: list[tuple[Asked, Running]] = []
         self.figures = Figures(lambda: len(self._active), lambda: len(self._line) + len(self._arrived))
@@ -325,19 +335,23 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Whether it takes requests: not once it is closed, or its thread has ended."""
+        """Return whether the engine takes requests: its thread runs and it is not closed."""
         return not self._closing
 
     @property
     def max_tokens(self) -> int:
-        """The most that a prompt and its answer may have together: the model's limit, or what HBM holds."""
+        """Return the most tokens of a prompt and its answer together: the model's limit or HBM's."""
         return min(self._reader.max_tokens, (self._slots - _SPARE) * self._page_size)
 
     def submit(self, ask: Ask, tell: Callable[[Event], None]) -> Ticket:
-        """Take a request; ``tell`` is called in the engine's thread with all that becomes of it, and must not wait.
+        """Queue a request. ``tell`` is called in the engine's thread with all its events and must not block.
 
-        Any thread. Takes some milliseconds for a long prompt, whose keys are made here. RefusedError if it can never be
-        served, BusyError if too many wait, StoreClosed once the engine or the store is closed.
+        Thread-safe. Takes a few milliseconds for a long prompt, whose keys are computed here.
+
+        Raises:
+            RefusedError: The request can never be served.
+            BusyError: Too many requests wait.
+            StoreClosed: The engine or the store is closed.
         """
         asked_at = monotonic()
         try:
@@ -351,35 +365,37 @@ class Engine:
             waiting = len(self._arrived) + len(self._line)
             if waiting >= self._max_waiting:
                 self.figures.ended("busy")
-                raise BusyError(f"{waiting} requests wait already; allowed: {self._max_waiting}")
+                raise BusyError(f"{waiting} requests are waiting already, the limit is {self._max_waiting}")
             self._arrived.append(asked)
             self._changed.notify_all()
         return Ticket(asked, self._wake)
 
     def close(self, timeout_s: float = _LAST_STEP_S) -> None:
-        """What is under way or waits is told ``Failed``. Before the store is closed. Idempotent, any thread."""
+        """Stop the engine; running and waiting requests get ``Failed``. Call it before the store is closed.
+        Idempotent.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(timeout_s)
 
-    # -- asked by other threads -----------------------------------------------------------------------------------
+    # -- called by other threads ----------------------------------------------------------------------------------
 
     def _keys(self, ask: Ask) -> list[PageKey]:
         for token in (min(ask.prompt, default=0), max(ask.prompt, default=0)):
             if not 0 <= token < self._reader.vocabulary:
-                raise RefusedError(f"token {token}; allowed: 0 to {self._reader.vocabulary - 1}")
+                raise RefusedError(f"a token must be 0 to {self._reader.vocabulary - 1}, got {token}")
         return self._store.keys(ask.prompt, salt=ask.salt)
 
     def _pages(self, ask: Ask) -> int:
         tokens = len(ask.prompt) + ask.max_tokens
         if not ask.prompt:
-            raise RefusedError("the prompt has no tokens; allowed: one or more")
+            raise RefusedError("the prompt has no tokens, and at least one is needed")
         if tokens > self.max_tokens:
             answer = f" and an answer of up to {ask.max_tokens}" if ask.max_tokens else ""
             raise RefusedError(
-                f"a prompt of {len(ask.prompt)} tokens{answer}; allowed: "
-                f"{self.max_tokens} together (the model reads {self._reader.max_tokens}, "
+                f"a prompt of {len(ask.prompt)} tokens{answer} is too long: at most "
+                f"{self.max_tokens} tokens fit (the model reads {self._reader.max_tokens}, "
                 f"HBM holds {self._slots} pages of {self._page_size})"
             )
         return -(-tokens // self._page_size) + _SPARE
@@ -388,7 +404,7 @@ class Engine:
         with self._changed:
             self._changed.notify_all()
 
-    # -- the thread -----------------------------------------------------------------------------------------------
+    # -- the engine's thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -408,7 +424,7 @@ class Engine:
             self._end_all()
 
     def _await_work(self) -> bool:
-        """Takes in what came. False: it is over."""
+        """Take in new requests, waiting for one if there is nothing to do. Returns False once the engine is closed."""
         with self._changed:
             while not (self._closing or self._arrived or self._active or len(self._line)):
                 self._changed.wait()
@@ -454,12 +470,12 @@ class Engine:
         self._guarded(asked, step)
 
     def _guarded(self, asked: Asked, work: Callable[[], None]) -> None:
-        """What goes wrong with one request ends it, and no other."""
+        """Run a piece of work for one request. An error ends that request and no other."""
         try:
             work()
         except TierStoreError as error:
             self._fail(asked, str(error))
-        except Exception as error:  # a thread's top: what a model raises is of any kind
+        except Exception as error:  # a thread's top: a model may raise anything
             log.exception("a request of %d tokens failed", len(asked.ask.prompt))
             self._fail(asked, f"{type(error).__name__}: {error}")
 
@@ -474,7 +490,7 @@ class Engine:
             try:
                 each[1].close()
             except TierStoreError as error:
-                log.warning("a request's pages could not be given back: %s", error)
+                log.warning("a request's pages could not be released: %s", error)
         asked.ended.set()
 
     def _teller(self, asked: Asked) -> Callable[[Event], None]:
@@ -483,7 +499,7 @@ class Engine:
                 return
             try:
                 asked.tell(event)
-            except RuntimeError:  # its event loop is closed: nobody listens any more
+            except RuntimeError:  # its event loop is closed: no client is left
                 asked.cancelled.set()
 
         return tell

@@ -1,4 +1,4 @@
-"""What goes wrong with a request, in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors of requests in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tierstore.serve.request import BusyError, RefusedError
 from tierstore.serve.schemas import FORMS
 
 AGAIN = {"Retry-After": "1"}
-"""Seconds after which somebody may be done: requests are short, or there are many of them."""
+"""Seconds after which a retry may succeed."""
 CLIENT_GONE = 499
-"""What the log says of a request whose client went away; nobody reads it."""
+"""Status in the log for a request whose client disconnected; no client sees it."""
 
 _MOST_SHOWN = 1000
-"""Characters of a message."""
+"""Most characters of a message."""
 
 
 class FaultError(Exception):
-    """A request that is answered with an error. ``param``: the field, ``code``: what programs go by."""
+    """A request that is answered with an error. ``param`` is the field, ``code`` is for programs."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -38,22 +38,24 @@ class FailedError(Exception):
 
 
 class ClosingError(FailedError):
-    """Since it was told to end."""
+    """The engine was told to end."""
 
 
 class DeletedError(FailedError):
-    """Since the document that it is about was deleted."""
+    """The document of the question was deleted."""
 
 
 class GoneError(Exception):
-    """The client went away: there is nobody to answer."""
+    """The client disconnected."""
 
 
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, dict[str, str | None]]:
-    """The error as JSON; its type follows from the status. Names in it that a request made up may be of any size and
-    kind: they are cut, and what is no Unicode is a question mark."""
+    """Return the error as JSON; its type follows from the status.
+
+    Names in it may come from the request: long ones are cut, and invalid Unicode becomes question marks.
+    """
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
     kind = "server_error" if status >= 500 else kind
     shown = None if param is None else _shown(param)
@@ -73,12 +75,12 @@ def fault(
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
-    """The whole response."""
+    """Return the whole response."""
     return JSONResponse(error_body(status, message, param, code), status, headers=dict(headers or {}))
 
 
 def answer_faults(app: FastAPI) -> None:
-    """Each kind of error gets its status."""
+    """Register a handler for each kind of error."""
     app.add_exception_handler(FaultError, _fault)
     app.add_exception_handler(RequestValidationError, _not_valid)
     app.add_exception_handler(HTTPException, _of_http)
@@ -104,21 +106,21 @@ async def _not_valid(_: Request, error: Exception) -> Response:
 
 
 def _explained(detail: Mapping[str, Any]) -> tuple[str | None, str]:
-    """The field, dotted, and what is wrong with it, without its value: that may be a prompt."""
+    """Return the dotted field and what is wrong with it, without the value, which may be a prompt."""
     context = detail.get("ctx", {})
     path = [str(part) for part in detail["loc"][1:] if part not in FORMS]
     match detail["type"]:
         case "json_invalid":
             return None, f"the body is not JSON: {context.get('error', '')}"
         case "missing" if not path:
-            return None, "there is no body; allowed: a JSON object, with Content-Type: application/json"
+            return None, "the request has no body: send a JSON object with Content-Type: application/json"
         case "model_attributes_type" | "dict_type" if not path:
-            return None, "the body is not a JSON object, with Content-Type: application/json"
+            return None, "the body must be a JSON object with Content-Type: application/json"
         case "refused":
             path.append(context["field"])
     field = ".".join(path)
     if _is_unknown(detail):
-        return field, f"{field}: is not a field"
+        return field, f"{field}: unknown field"
     return field, f"{field}: {detail['msg']}"
 
 
@@ -130,9 +132,9 @@ async def _of_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, allowed = request.scope["path"], (error.headers or {}).get("Allow", "")
     said = {
-        400: "the body cannot be read; allowed: JSON in UTF-8",
+        400: "the body cannot be read: it must be JSON in UTF-8",
         404: f"there is no path {path}",
-        405: f"{path} takes no {request.method}; allowed: {allowed}",
+        405: f"{path} does not support {request.method}, only {allowed}",
     }
     return fault(error.status_code, said.get(error.status_code, str(error.detail)), headers=error.headers)
 
@@ -155,7 +157,7 @@ async def _failed(_: Request, error: Exception) -> Response:
 
 async def _of_the_system(_: Request, error: Exception) -> Response:
     assert isinstance(error, OSError)
-    return fault(500, f"the document cannot be kept or removed: {error.strerror}")
+    return fault(500, f"the document cannot be stored or removed: {error.strerror}")
 
 
 async def _gone(_: Request, __: Exception) -> Response:
@@ -163,4 +165,4 @@ async def _gone(_: Request, __: Exception) -> Response:
 
 
 async def _unexpected(_: Request, __: Exception) -> Response:
-    return fault(500, "the server failed; its log says more")
+    return fault(500, "the server failed; see its log")

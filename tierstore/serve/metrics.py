@@ -1,4 +1,4 @@
-"""What an engine counts, for Prometheus. No figure is one tenant's."""
+"""Prometheus metrics of an engine. No figure is about one tenant."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OUTCOMES = ("done", "failed", "cancelled", "refused", "busy")
 
 
 class Figures:
-    """A registry of its own. Any thread."""
+    """Counters, gauges and histograms in a registry of their own. Thread-safe."""
 
     def __init__(self, active: Callable[[], int], waiting: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
@@ -40,11 +40,11 @@ class Figures:
             Gauge(f"tierstore_serve_{name}", what, registry=self._registry).set_function(read)
 
     def ended(self, outcome: str) -> None:
-        """One of ``OUTCOMES``."""
+        """Count a request by one of ``OUTCOMES``."""
         self._requests.labels(outcome).inc()
 
     def answered(self, usage: Usage) -> None:
-        """A request is done."""
+        """Count a completed request."""
         self.ended("done")
         for tier, count in usage.reused.items():
             self._prompt.labels(tier).inc(count)
@@ -54,7 +54,7 @@ class Figures:
         self._first.observe(usage.ttft_s)
 
     def text(self) -> str:
-        """In Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry).decode()
 
     def _histogram(self, name: str, what: str) -> Histogram:

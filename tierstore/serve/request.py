@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what it tells of it: plain values."""
+"""What the engine is asked, and the events with which it answers: plain values."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length"]
-"""``stop``: the model ended by itself, or a stop string came; ``length``: ``max_tokens`` are there."""
+"""``stop``: the model ended the answer, or a stop string came; ``length``: it has ``max_tokens``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen. ``temperature`` 0: the likeliest, whatever the rest says. ``top_k`` 0: of all.
+    """How tokens are chosen. ``temperature`` 0 takes the likeliest token, ``top_k`` 0 considers all tokens.
 
-    With a ``seed`` the same request over the same K/V gives the same tokens.
+    With a ``seed``, the same request over the same K/V gives the same tokens.
     """
 
     temperature: float = 1.0
@@ -24,9 +24,9 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request. ``max_tokens`` 0: the prompt is read into the store, and nothing is answered.
+    """One request. ``max_tokens`` 0 reads the prompt into the store without an answer.
 
-    ``salt``: the tenant's, which is part of every key. ``stop``: strings that end the answer, and are not in it.
+    ``salt`` is the tenant's and part of every key. ``stop`` strings end the answer and are not part of it.
     """
 
     prompt: tuple[int, ...]
@@ -38,10 +38,10 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Of one request. ``reused``: tokens of the prompt that were not computed, by the name of the tier they came from.
+    """What one request used. ``reused`` has the prompt's tokens that were not computed, by the name of their tier.
 
-    Seconds: ``waited_s`` from the asking to its start, ``ttft_s`` from the asking to its first token (to the end of the
-    prompt if none was asked for), ``total_s`` to its end.
+    In seconds: ``waited_s`` until it started, ``ttft_s`` until its first token (until the end of the prompt without
+    one), ``total_s`` until its end.
     """
 
     prompt_tokens: int
@@ -53,27 +53,27 @@ class Usage:
 
     @property
     def reused_tokens(self) -> int:
-        """From whichever tier."""
+        """Return the reused tokens of all tiers."""
         return sum(self.reused.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """So many tokens of the prompt are there, reused or computed."""
+    """This many tokens of the prompt are done, reused or computed."""
 
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The next characters of the answer, never none."""
+    """The next characters of the answer, at least one."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The answer is complete: nothing follows."""
+    """The answer is complete. The last event."""
 
     reason: FinishReason
     usage: Usage
@@ -81,7 +81,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """There will be no answer, or not the rest of it: nothing follows."""
+    """There is no answer, or no more of it. The last event."""
 
     why: str
 
@@ -90,8 +90,8 @@ Event = Read | Piece | Done | Failed
 
 
 class RefusedError(ValueError):
-    """The request can never be served here: too long for the model or for HBM, or no tokens. Says the sizes."""
+    """The request can never be served here: too long for the model or for HBM, or without tokens. Names the sizes."""
 
 
 class BusyError(RuntimeError):
-    """Too many requests wait already. Later, it may be served."""
+    """Too many requests are waiting. A retry may succeed."""

@@ -1,4 +1,6 @@
-"""The endpoints: OpenAI's models, completions and chat completions; documents, which are read once and then asked."""
+"""The endpoints: OpenAI's models, completions and chat completions; documents, which are read once and then asked
+about.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,13 @@ from tierstore.serve.schemas import (
 from tierstore.serve.stream import About, Chat, Completion, respond, room
 
 COMPLETION_TOKENS = 16
-"""Of a completion that asks for no number, as OpenAI has it; fewer where the model or HBM has no room for them."""
+"""Default for completions, as in OpenAI's API; fewer if the model or HBM cannot hold them."""
 CHAT_TOKENS = 1024
-"""Of a chat's answer, likewise."""
+"""Default for chats; fewer if the model or HBM cannot hold them."""
 
 
 def completion_routes(reader: Reader, engine: Engine) -> APIRouter:
-    """Under ``/v1``. Requests carry their tenant in ``request.state.tenant``."""
+    """Build the routes under ``/v1``. Requests carry their tenant in ``request.state.tenant``."""
     routes = APIRouter(prefix="/v1")
 
     @routes.get("/models")
@@ -79,7 +81,7 @@ def _require_model(reader: Reader, name: str) -> None:
     if name != reader.name:
         raise FaultError(
             404,
-            f"there is no model {name[:100]}; allowed: {reader.name}",
+            f"model must be {reader.name}, got {name[:100]}",
             param="model",
             code="model_not_found",
         )
@@ -90,11 +92,11 @@ def _model(reader: Reader) -> dict[str, Any]:
 
 
 ANSWER_TOKENS = 256
-"""Of an answer that asks for no number; fewer where the model or HBM has no room for them."""
+"""Default for questions; fewer if the model or HBM cannot hold them."""
 
 
 def document_routes(reader: Reader, engine: Engine, library: Library, readings: Readings) -> APIRouter:
-    """Under ``/v1/documents``. Requests carry their tenant in ``request.state.tenant``.
+    """Build the routes under ``/v1/documents``. Requests carry their tenant in ``request.state.tenant``.
 
     Plain functions run in threads: they wait for the tokenizer and the disk.
     """
@@ -130,7 +132,7 @@ def document_routes(reader: Reader, engine: Engine, library: Library, readings: 
         try:
             readings.remove(found(request, id))
         except NotErasedError as error:
-            raise FaultError(503, f"the document is not deleted: {error}", code="not_erased") from error
+            raise FaultError(503, f"the document was not deleted: {error}", code="not_erased") from error
         return {"id": id, "object": "document", "deleted": True}
 
     @routes.post("/{id}/ask")
@@ -139,7 +141,7 @@ def document_routes(reader: Reader, engine: Engine, library: Library, readings: 
         document = found(request, id)
         reading = await run_in_threadpool(readings.of, document)
         question = await run_in_threadpool(reader.question, asked.question)
-        await reading.ended()  # else the document would be computed twice
+        await reading.ended()  # otherwise the document would be computed twice
         found(request, id)  # it may have been deleted meanwhile
         tokens = (*reading.tokens, *question)
         prompt = Ask(
@@ -157,7 +159,7 @@ def document_routes(reader: Reader, engine: Engine, library: Library, readings: 
 
 
 def _shown(document: Document, reading: Reading | None) -> dict[str, Any]:
-    """``tokens`` is null while nobody has taken the text apart, as it may be soon after a restart."""
+    """Return a document as JSON. ``tokens`` is null until the text is tokenized, as soon after a restart."""
     shown: dict[str, Any] = {"id": document.id, "object": "document", "name": document.name}
     if reading is None:
         return shown | {"state": "waiting", "tokens": None, "tokens_read": 0, "error": None}

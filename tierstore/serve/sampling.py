@@ -1,4 +1,4 @@
-"""The next token of one answer, and the answer's text: whole characters only, and nothing beyond a stop string."""
+"""Choose the next token of an answer, and decode its text: whole characters, up to a stop string."""
 
 # transformers leaves some of its functions untyped:
 # mypy: allow-untyped-calls
@@ -19,21 +19,21 @@ from transformers import (
 from tierstore.serve.request import Sampling
 
 _COLDEST = 1e-5
-"""A temperature below it is 0: logits divided by it would be no numbers any more."""
+"""Lower temperatures count as 0: dividing logits by them would overflow."""
 
 
 class Sampler:
-    """Chooses by ``Sampling``, with chance of its own: other requests do not change what a seed gives."""
+    """Chooses tokens by ``Sampling`` with its own generator: other requests do not change what a seed gives."""
 
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
-        """Without a seed, chance is the system's."""
+        """Without a seed, the generator is seeded by the system."""
         self._greedy = sampling.temperature < _COLDEST
         self._chance = torch.Generator(device)
         if sampling.seed is None:
             self._chance.seed()
         else:
             self._chance.manual_seed(sampling.seed)
-        # What these warpers are given of the text before, which none of them reads.
+        # The warpers take the tokens so far, and none of them reads them.
         self._before: Any = torch.empty(1, 0, dtype=torch.long, device=device)
         self._warpers: Any = LogitsProcessorList()
         if not self._greedy:
@@ -44,7 +44,7 @@ class Sampler:
                 self._warpers.append(TopPLogitsWarper(float(sampling.top_p)))
 
     def choose(self, logits: torch.Tensor) -> int:
-        """Of one row of logits, ``[1, vocabulary]``."""
+        """Choose a token from one row of logits, ``[1, vocabulary]``."""
         if self._greedy:
             return int(logits.argmax())
         warped: torch.Tensor = self._warpers(self._before, logits.float())
@@ -52,21 +52,21 @@ class Sampler:
 
 
 _CONTEXT = 8
-"""Tokens of the prompt that the first one is spelled after: whether it begins with a space depends on them."""
+"""Tokens of the prompt before the first one of the answer: whether it begins with a space depends on them."""
 _NO_CHARACTER = "\ufffd"
-"""What bytes are decoded to that are no character, or not yet."""
+"""What incomplete or invalid bytes are decoded to."""
 
 
 class Spelling:
-    """The text of one answer. For one thread at a time."""
+    """Decodes the text of one answer, token by token. For one thread at a time."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], stop: Sequence[str] = ()
     ) -> None:
-        """``stop``: strings that end the answer; an empty one ends none."""
+        """``stop`` strings end the answer; empty ones are ignored."""
         self._tokenizer = tokenizer.backend_tokenizer
-        # Not the library's DecodeStream: it tells a prompt that ends within a character again, and fails where bytes
-        # after a character make the run of them none.
+        # Not the library's DecodeStream: it repeats a prompt that ends within a character, and fails if bytes after
+        # a character make the run invalid.
         self._before, self._new = list(prompt[-_CONTEXT:]), list[int]()
         self._stop = tuple(word for word in stop if word)
         self._held = ""
@@ -74,7 +74,9 @@ class Spelling:
         """Whether a stop string came: nothing follows."""
 
     def add(self, token: int) -> str:
-        """The characters that are certain now; those that may turn out to begin a stop string wait."""
+        """Add a token and return the characters that are certain now. A possible beginning of a stop string is held
+        back.
+        """
         if self.stopped:
             return ""
         self._held += self._spelled(token)
@@ -88,7 +90,7 @@ class Spelling:
         return text
 
     def _spelled(self, token: int) -> str:
-        """The characters that this token completes, after those before it."""
+        """Return the characters that this token completes."""
         self._new.append(token)
         before = self._tokenizer.decode(self._before)
         text = self._tokenizer.decode(self._before + self._new)
@@ -98,18 +100,18 @@ class Spelling:
         return text[_alike(before, text) :]
 
     def end(self) -> str:
-        """What waited, as no stop string came of it. Bytes that never became a character are left out."""
+        """Return what was held back, as no stop string followed. Incomplete characters are dropped."""
         text, self._held = self._held, ""
         return text
 
 
 def _begun(text: str, word: str) -> int:
-    """How many characters at the end of ``text`` may be the beginning of ``word``, which is not in it."""
+    """Return how many characters at the end of ``text`` may begin ``word``, which is not in the text."""
     longest = min(len(text), len(word) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(word[:n])), 0)
 
 
 def _alike(one: str, other: str) -> int:
-    """How many characters at the beginning of both are the same."""
+    """Return the length of the common prefix."""
     differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))

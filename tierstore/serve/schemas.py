@@ -1,8 +1,8 @@
-"""What may be asked over HTTP: OpenAI's completions and chat completions, documents, questions.
+"""Requests over HTTP: OpenAI's completions and chat completions, documents, questions.
 
-A field that is accepted has an effect. What OpenAI has and this server does not is refused by name, but for the value
-that asks for nothing (``n: 1``, ``tools: []``, null); a field that nobody knows is refused too. ``user`` and
-``safety_identifier`` are labels there as here.
+A field that is accepted has an effect. Fields of OpenAI that this server does not support are refused by name,
+except for values that ask for nothing (``n: 1``, ``tools: []``, null). Unknown fields are refused, too. ``user``
+and ``safety_identifier`` are labels, as in OpenAI's API.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from tierstore.serve.request import Sampling
 
 
 def _unicode(text: str) -> str:
-    """JSON may escape half of a surrogate pair, which no tokenizer and no file takes."""
+    """Refuse half of a surrogate pair: JSON can escape it, but no tokenizer and no file takes it."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("it holds half of a surrogate pair; allowed: Unicode") from None
+        raise ValueError("must be Unicode, but contains half of a surrogate pair") from None
     return text
 
 
 FORMS = frozenset({"<string>", "<strings>", "<list>", "<lists>"})
-"""What pydantic calls the forms of a field that may have several; who asked does not know them."""
+"""pydantic's names for the forms of a field with several; clients do not know them."""
 
 
 def _form(given: object) -> str | None:
-    """Which form of a field a value is meant to have: by that one's rules it is judged, and only by them."""
+    """Return the form that a value is meant to have. It is checked by the rules of that form alone."""
     match given:
         case str():
             return "<string>"
@@ -54,9 +54,7 @@ def _form(given: object) -> str | None:
 
 
 def _forms(allowed: str) -> Discriminator:
-    return Discriminator(
-        _form, custom_error_type="form", custom_error_message=f"is of another kind; allowed: {allowed}"
-    )
+    return Discriminator(_form, custom_error_type="form", custom_error_message=f"must be {allowed}")
 
 
 _UNICODE = AfterValidator(_unicode)
@@ -90,12 +88,12 @@ def _refused(field: str, why: str) -> PydanticCustomError:
 
 
 class Strict(BaseModel):
-    """Unknown fields are errors, and "1" is no number."""
+    """A model that refuses unknown fields and does not convert values."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields without an effect here, and their values that ask for none; null always is one."""
+    """Fields that have no effect here, and the values that ask for none. null is always one of them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -104,10 +102,10 @@ class Strict(BaseModel):
             return given
         for name in given.keys() & cls.NEUTRAL.keys():
             value, neutral = given[name], cls.NEUTRAL[name]
-            # True is no 1, although they are equal.
+            # True must not count as 1, although they are equal.
             if value is not None and (type(value), value) not in [(type(n), n) for n in neutral]:
-                allowed = ", ".join([*map(json.dumps, neutral), "null"])
-                raise _refused(name, f"is not implemented here; allowed: {allowed}")
+                allowed = " or ".join([*map(json.dumps, neutral), "null"])
+                raise _refused(name, f"is not supported here and must be {allowed}")
         return {name: value for name, value in given.items() if name not in cls.NEUTRAL}
 
 
@@ -118,7 +116,7 @@ class StreamOptions(Strict):
 
 
 class Choosing(Strict):
-    """How an answer's tokens are chosen."""
+    """How the tokens of an answer are chosen."""
 
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
@@ -127,7 +125,7 @@ class Choosing(Strict):
     stop: Stop | None = None
 
     def sampling(self, temperature: float = 1.0) -> Sampling:
-        """``temperature``: what it is if it was not given."""
+        """Return the sampling. ``temperature`` is the default."""
         return Sampling(
             temperature=temperature if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -137,12 +135,12 @@ class Choosing(Strict):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The strings that end the answer."""
+        """Return the strings that end the answer."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 class Completing(Choosing):
-    """What both of OpenAI's ways to ask share."""
+    """What OpenAI's two kinds of completion share."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -154,12 +152,12 @@ class Completing(Choosing):
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise _refused("stream_options", "is for streams; allowed: with stream: true")
+            raise _refused("stream_options", "needs stream: true")
         return self
 
     @property
     def with_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
+        """Return whether a stream ends with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
@@ -173,12 +171,12 @@ class CompletionRequest(Completing):
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
         if isinstance(self.prompt, list) and not isinstance(self.prompt[0], int) and len(self.prompt) > 1:
-            raise _refused("prompt", "holds several prompts; allowed: one")
+            raise _refused("prompt", "must be a single prompt")
         return self
 
     @property
     def one(self) -> str | list[int]:
-        """The prompt."""
+        """Return the prompt."""
         match self.prompt:
             case [str() | list() as only]:
                 return only
@@ -200,7 +198,7 @@ Content = Annotated[
 
 
 class Message(Strict):
-    """A message of a conversation; parts of text are joined by line breaks."""
+    """A message of a conversation. Its parts are joined by line breaks."""
 
     NEUTRAL = {
         "annotations": ([],),
@@ -215,7 +213,7 @@ class Message(Strict):
     content: Content
 
     def plain(self) -> dict[str, str]:
-        """As chat templates know it, which have "system" for OpenAI's younger "developer"."""
+        """Return the message for chat templates, which say "system" for OpenAI's newer "developer"."""
         content = self.content if isinstance(self.content, str) else "\n".join(p.text for p in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
@@ -253,7 +251,7 @@ class ChatRequest(Completing):
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
         if None not in (self.max_tokens, self.max_completion_tokens):
-            raise _refused("max_tokens", "and max_completion_tokens are the same; allowed: one of them")
+            raise _refused("max_tokens", "and max_completion_tokens are the same: give only one of them")
         return self
 
 

@@ -1,6 +1,6 @@
-"""Answers over HTTP, whole or as server-sent events, in OpenAI's two shapes or that of an answer about a document.
+"""Answers over HTTP, whole or as server-sent events, in OpenAI's two shapes or as an answer about a document.
 
-What the engine tells of one request comes from its thread to the event loop that the client hangs on.
+The events of a request come from the engine's thread to the event loop of its client.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ DELETED = "the document was deleted"
 
 
 def failure(event: Failed) -> FailedError:
-    """The error that a request ends with which has not been answered yet."""
+    """Return the error for a request that failed before its first piece."""
     if event.why == DELETED:
         return DeletedError(event.why)
     return ClosingError(event.why) if event.why == CLOSING else FailedError(event.why)
 
 
 class Listener:
-    """The events of one request, once each, until the client goes away. For one task of one event loop.
+    """The events of one request, until its client disconnects. For one task of one event loop.
 
-    ``end`` must be called: it cancels what has not ended.
+    ``end`` must be called: it cancels the request if it still runs.
     """
 
     def __init__(self, events: asyncio.Queue[Event | None], ticket: Ticket, receive: Receive) -> None:
@@ -49,7 +49,7 @@ class Listener:
 
     @classmethod
     async def begin(cls, engine: Engine, ask: Ask, receive: Receive) -> Listener:
-        """Ask the engine. ``receive`` tells of the client, which has sent all it had. Raises what ``submit`` raises."""
+        """Submit the request. ``receive`` is the client's, whose body was read. Raises what ``submit`` raises."""
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event | None]()
 
         def tell(event: Event) -> None:
@@ -58,29 +58,29 @@ class Listener:
         return cls(events, await run_in_threadpool(engine.submit, ask, tell), receive)
 
     def end(self) -> None:
-        """Nothing is computed any more for this request. Idempotent."""
+        """Compute nothing more for this request. Idempotent."""
         self._watch.cancel()
         self._ticket.cancel()
 
     def withdraw(self) -> None:
-        """Its document is deleted: it ends with an error, soon. Any thread."""
+        """End the request with an error, as its document was deleted. Thread-safe."""
         self._ticket.cancel()
-        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        with suppress(RuntimeError):  # the loop is closed: no client is left
             self._loop.call_soon_threadsafe(self._events.put_nowait, Failed(DELETED))
 
     def wait(self) -> None:
-        """Until no page of it is on its way into the store. Any thread but the loop's."""
+        """Wait until no page of the request is on its way into the store. Not from the event loop."""
         self._ticket.wait()
 
     async def first(self) -> None:
-        """Waits for the first piece, or the end without one. FailedError, or GoneError without a client."""
+        """Wait for the first piece, or for the end. Raises FailedError, or GoneError if the client disconnected."""
         event = await self._next()
         if isinstance(event, Failed):
             raise failure(event)
         self._first = event
 
     async def __aiter__(self) -> AsyncIterator[Piece | Done | Failed]:
-        """Pieces, and the end; after ``first``, from there. GoneError once there is no client."""
+        """Yield the pieces and the final event. Raises GoneError once the client disconnected."""
         event: Piece | Done | Failed = await self._next() if self._first is None else self._first
         while isinstance(event, Piece):
             yield event
@@ -101,28 +101,28 @@ class Listener:
 
 
 class Shape(Protocol):
-    """How one answer looks: whole as JSON, or as frames of a stream."""
+    """The form of an answer: one JSON object, or the frames of a stream."""
 
     def whole(self, text: str, done: Done) -> dict[str, Any]:
-        """All of it."""
+        """Return the whole answer."""
 
     def opening(self) -> Iterator[bytes]:
-        """Frames before the first piece."""
+        """Yield the frames before the first piece."""
 
     def piece(self, text: str) -> bytes:
-        """The frame of a piece."""
+        """Return the frame of a piece."""
 
     def closing(self, done: Done) -> Iterator[bytes]:
-        """Frames after the last piece."""
+        """Yield the frames after the last piece."""
 
     def failure(self, why: str) -> bytes:
-        """The last frame of a stream that fails."""
+        """Return the last frame of a stream that fails."""
 
 
 def room(engine: Engine, prompt: int, most: int) -> int:
-    """Tokens of an answer whose length nobody gave: ``most``, or what there is room for after ``prompt`` tokens.
+    """Return the default length of an answer: ``most``, or what still fits after ``prompt`` tokens.
 
-    Without room for even one it is one: the engine says what is too long.
+    At least 1, so that the engine can refuse a prompt that is too long.
     """
     return max(1, min(most, engine.max_tokens - prompt))
 
@@ -136,10 +136,12 @@ async def respond(
     stream: bool,
     taken: Callable[[Listener], None] | None = None,
 ) -> Response:
-    """Ask, and answer; whose client goes away is cancelled.
+    """Submit a request and answer it. The request is cancelled if its client disconnects.
 
-    The status is settled with the first piece: what ends a request before it is raised here. ``taken`` is told, in a
-    thread, whose events these are.
+    The status is settled with the first piece; an earlier failure is raised here.
+
+    Args:
+        taken: Called in a thread with the listener, before the first piece.
     """
     listener = await Listener.begin(engine, ask, receive)
     try:
@@ -165,11 +167,11 @@ async def _whole(listener: Listener, shape: Shape) -> dict[str, Any]:
             case Done():
                 listener.end()
                 return shape.whole(text, event)
-    raise AssertionError("the engine tells how a request ends")
+    raise AssertionError("the engine reports how a request ends")
 
 
 class _Stream(EventSourceResponse):
-    """Ends its listener however it ends itself: a generator that nobody began could not."""
+    """Ends its listener in every case: a generator that was never started could not."""
 
     def __init__(self, listener: Listener, shape: Shape) -> None:
         super().__init__(_frames(listener, shape), headers={"Cache-Control": "no-cache"})
@@ -204,7 +206,7 @@ _DONE = format_sse_event(data_str="[DONE]")
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer to ``POST /v1/completions``. ``with_usage``: a stream ends with a chunk that has it."""
+    """An answer to ``POST /v1/completions``. With ``with_usage``, a stream ends with a chunk that has the usage."""
 
     model: str
     with_usage: bool = False
@@ -212,24 +214,24 @@ class Completion:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, text: str, done: Done) -> dict[str, Any]:
-        """All of it."""
+        """Return the whole answer."""
         return self._object("text_completion", [_text(text, done.reason)]) | {"usage": _usage(done.usage)}
 
     def opening(self) -> Iterator[bytes]:
-        """Nothing."""
+        """Yield nothing."""
         yield from ()
 
     def piece(self, text: str) -> bytes:
-        """A chunk with a piece."""
+        """Return a chunk with a piece."""
         return self._chunk([_text(text, None)])
 
     def closing(self, done: Done) -> Iterator[bytes]:
-        """Why it ended, its usage if that was asked for, and OpenAI's mark of the end."""
+        """Yield the finish reason, the usage if asked for, and OpenAI's end mark."""
         yield self._chunk([_text("", done.reason)])
         yield from self._end(done)
 
     def failure(self, why: str) -> bytes:
-        """An error, and no mark of the end."""
+        """Return an error; no end mark follows."""
         return _frame(error_body(500, why))
 
     _streamed = "text_completion"
@@ -262,49 +264,49 @@ class Chat(Completion):
     _streamed = "chat.completion.chunk"
 
     def whole(self, text: str, done: Done) -> dict[str, Any]:
-        """All of it."""
+        """Return the whole answer."""
         message = {"role": "assistant", "content": text, "refusal": None}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": done.reason}
         return self._object("chat.completion", [choice]) | {"usage": _usage(done.usage)}
 
     def opening(self) -> Iterator[bytes]:
-        """Whose message it is."""
+        """Yield the role of the message."""
         yield self._chunk([_delta({"role": "assistant", "content": "", "refusal": None}, None)])
 
     def piece(self, text: str) -> bytes:
-        """A chunk with a piece."""
+        """Return a chunk with a piece."""
         return self._chunk([_delta({"content": text}, None)])
 
     def closing(self, done: Done) -> Iterator[bytes]:
-        """Why it ended, its usage if that was asked for, and OpenAI's mark of the end."""
+        """Yield the finish reason, the usage if asked for, and OpenAI's end mark."""
         yield self._chunk([_delta({}, done.reason)])
         yield from self._end(done)
 
 
 @dataclass(frozen=True)
 class About:
-    """An answer about a document. ``waited_s``: seconds from the question to the asking, for the document's reading."""
+    """An answer about a document. ``waited_s`` is the time from the question until the document was read."""
 
     waited_s: float = 0.0
 
     def whole(self, text: str, done: Done) -> dict[str, Any]:
-        """All of it."""
+        """Return the whole answer."""
         return {"answer": text} | self._end(done)
 
     def opening(self) -> Iterator[bytes]:
-        """Nothing."""
+        """Yield nothing."""
         yield from ()
 
     def piece(self, text: str) -> bytes:
-        """An event ``piece``."""
+        """Return an event ``piece``."""
         return _frame({"text": text}, "piece")
 
     def closing(self, done: Done) -> Iterator[bytes]:
-        """An event ``done``."""
+        """Yield an event ``done``."""
         yield _frame(self._end(done), "done")
 
     def failure(self, why: str) -> bytes:
-        """An event ``error``."""
+        """Return an event ``error``."""
         return _frame(error_body(500, why), "error")
 
     def _end(self, done: Done) -> dict[str, Any]:
