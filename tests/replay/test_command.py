@@ -109,7 +109,7 @@ def test_bounds_are_kept_at_home_or_where_the_option_says(tmp_path: Path, home: 
             ["--config", "c.yaml", "--admission", "all"],
             "--admission cannot be combined with --config",
         ),
-        (["nix.jsonl"], "nix.jsonl: no such file; allowed: a .jsonl file of requests"),
+        (["nix.jsonl"], "nix.jsonl: no such file, expected a .jsonl file of requests"),
     ],
 )
 def test_what_cannot_be_replayed_is_said_in_one_line(tmp_path: Path, args: list[str], complaint: str) -> None:
@@ -154,7 +154,7 @@ def test_a_plot_of_an_unknown_kind_is_refused_before_anything_is_replayed(tmp_pa
     file = mooncake(tmp_path / "t.jsonl", chats(2, 4))
     result = runner.invoke(app, ["replay", str(file), "--plot", str(tmp_path / "out.xyz")])
     assert result.exit_code == 2
-    assert "out.xyz ends in '.xyz'; allowed: ." in result.output
+    assert "out.xyz ends in '.xyz', expected ." in result.output
     assert ".svg" in result.output
     assert not home.exists()
 

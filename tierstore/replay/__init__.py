@@ -1,1 +1,1 @@
-"""Traces of requests, replayed through the directory and the policies that a store runs on; no bytes, no threads."""
+"""Replays traces of requests through the store's directory and policies, without bytes or threads."""

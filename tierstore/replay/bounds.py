@@ -1,11 +1,11 @@
-"""The hits of a cache that knows the future, for a trace and a capacity; computed once and kept in a folder of files.
+"""Hit rates of a cache that knows the future, for a trace and a capacity. Computed once and cached in a folder.
 
-The rule is Belady's on a tree of prefixes: drop the leaf that is asked for last, and refuse a page that comes back
-later than all others. For pages of one sequence, which are hit together or not at all, the rule is not proven
-optimal, but nobody can beat it by much.
+Applies Belady's rule to a tree of prefixes: drop the leaf whose next use is latest, and refuse a page whose next
+use is later than that of all others. The rule is not proven optimal for the pages of one sequence, which are hit
+together or not at all, but no policy can beat it by much.
 
-A file of the folder says what it is of and ends with a digest of itself. A file that is damaged, of another version
-or of something else is computed again.
+A file in the folder names its contents and ends with their digest. If it is damaged, of another version or about
+something else, the bound is computed again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NEVER = 1 << 60
 
 
 def clairvoyant_hits(requests: Sequence[Request], pages: int) -> list[int]:
-    """Pages of the prefix that each request finds in a cache of ``pages``. O(n log n) in blocks asked for."""
+    """Return how many pages of its prefix each request finds in a cache of ``pages``. O(n log n) in blocks."""
     cache = _Clairvoyant(pages)
     return [
         cache.serve(request.keys, following)
@@ -37,7 +37,7 @@ def clairvoyant_hits(requests: Sequence[Request], pages: int) -> list[int]:
 
 
 def _next_uses(requests: Sequence[Request]) -> list[list[int]]:
-    """For each block of each request the number of the next request that has it."""
+    """Return the number of the next request with the same block, for each block of each request."""
     upcoming: dict[PageKey, int] = {}
     found: list[list[int]] = []
     for number in range(len(requests) - 1, -1, -1):
@@ -48,7 +48,7 @@ def _next_uses(requests: Sequence[Request]) -> list[list[int]]:
 
 
 class _Clairvoyant:
-    """Resident pages with their next use; the leaves among them in a heap, what is asked for last first."""
+    """Resident pages with their next use. Leaves are in a heap, latest use first."""
 
     def __init__(self, pages: int) -> None:
         self._pages = pages
@@ -59,7 +59,7 @@ class _Clairvoyant:
         self._order = 0
 
     def serve(self, keys: Sequence[PageKey], following: Sequence[int]) -> int:
-        """Pages found, first to last until one is missing; takes in all, then drops what is too much."""
+        """Return the length of the prefix that was found, add all pages, then drop pages until the rest fits."""
         hits = 0
         while hits < len(keys) and keys[hits] in self._next:
             hits += 1
@@ -95,11 +95,11 @@ class _Clairvoyant:
 
 
 _VERSION = 1
-"""Of the bound and of the files: a change of either is another."""
+"""Version of the rule and of the files; a change of either needs a new one."""
 
 
 def user_folder() -> Path | None:
-    """Where bounds are kept for the user who runs this; None for one without a home."""
+    """Return the folder for bounds of the current user, or None without a home."""
     try:
         return Path.home() / ".cache" / "tierstore" / "bounds"
     except RuntimeError:
@@ -107,7 +107,7 @@ def user_folder() -> Path | None:
 
 
 class Bounds:
-    """The clairvoyant hit rate of a trace and a capacity. ``folder`` None: kept as long as this object only."""
+    """Hit rates of the optimal policy. With ``folder`` None they are kept only in this object."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -115,7 +115,7 @@ class Bounds:
         self._known: dict[tuple[str, int], int] = {}
 
     def rate(self, trace: Trace, pages: int) -> float:
-        """Prefix-hit tokens by tokens asked for, over the second half of the trace."""
+        """Return prefix-hit tokens divided by tokens requested, over the second half of the trace."""
         half = len(trace.requests) // 2
         hits = self._hits(trace, pages, half) * trace.block_tokens
         return hits / max(1, sum(request.tokens for request in trace.requests[half:]))
@@ -171,7 +171,7 @@ def _tree(digest: str, pages: int, hits: int) -> dict[str, object]:
 
 
 def _digest(trace: Trace) -> str:
-    """Of all that the bound depends on, and the number of tokens; not of the trace's name."""
+    """Return a digest of everything that the bound depends on, and the number of tokens; not of the trace's name."""
     told = blake2b(digest_size=16)
     numbers: dict[bytes, int] = {}
     for request in trace.requests:

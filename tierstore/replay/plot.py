@@ -1,11 +1,11 @@
-"""Hit rate against capacity, a line a policy and one for the bound. Needs matplotlib: the extra ``plot``."""
+"""Plot hit rate against capacity, a line per policy and one for the bound. Needs the extra ``plot``."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from matplotlib.backend_bases import FigureCanvasBase
-from matplotlib.figure import Figure  # no pyplot: no state, no display
+from matplotlib.figure import Figure  # no pyplot: it keeps state and wants a display
 
 from tierstore.errors import ConfigError
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def require_format(file: Path) -> None:
-    """ConfigError for a suffix that matplotlib does not know."""
+    """Raise ConfigError for a suffix that matplotlib does not know."""
     known = sorted(FigureCanvasBase.get_supported_filetypes())
     if file.suffix.removeprefix(".") not in known:
-        raise ConfigError(f"--plot {file} ends in {file.suffix!r}; allowed: .{', .'.join(known)}")
+        raise ConfigError(f"--plot {file} ends in {file.suffix!r}, expected .{', .'.join(known)}")
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:
-    """One panel a trace. OSError if the file cannot be written."""
+    """Draw one panel per trace. OSError if the file cannot be written."""
     traces = list(dict.fromkeys(row.trace for row in rows))
     figure = Figure(figsize=(7.5 * len(traces), 4.5), layout="constrained")
     for axes, trace in zip(figure.subplots(1, len(traces), squeeze=False)[0], traces, strict=True):
@@ -34,7 +34,9 @@ def draw(rows: Sequence[Row], file: Path) -> None:
         for policy in dict.fromkeys(row.policy for row in mine):
             found = {row.capacity_bytes: row.hit_rate for row in mine if row.policy == policy}
             axes.plot(*_line(found), "o-", label=policy)
-        axes.set(xscale="log", title=trace, xlabel="capacity, GiB", ylabel="prefix-hit tokens by tokens")
+        axes.set(
+            xscale="log", title=trace, xlabel="capacity, GiB", ylabel="prefix-hit tokens / tokens requested"
+        )
         axes.set_ylim(bottom=0)
         sizes = _line(best)[0]
         axes.set_xticks(sizes, labels=[f"{size:.4g}" for size in sizes])

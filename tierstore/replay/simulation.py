@@ -1,8 +1,8 @@
-"""One store's directory, driven by a trace, and the row that a replay reports for it.
+"""Simulate one store on a trace, and report a row about it.
 
-Copies are instant and the clock is the trace's; the directory, the policies and admission are the real ones.
-Requests come one after another: each holds its prefix, puts the pages that were missing, and releases them. A row
-stands for one trace, capacity and policy, beside the hits of a cache that knows the future.
+Copies are instant and the clock is the trace's; directory, policies and admission are the real ones. Requests run
+one after another: each holds its prefix, puts the missing pages, and releases them. A row is about one trace,
+capacity and policy, next to the hits of a cache that knows the future.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _RECORD_HEAD = 4096
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is simulated. Pages by tier, HBM among them; an order for each tier.
+    """What is simulated: pages and eviction order by tier. HBM is one of the tiers.
 
-    ``page_nbytes``: of a block of the trace. ``doubling_depth``: pages before one that costs twice the first.
+    ``page_nbytes`` is the size of a block of the trace. ``doubling_depth`` is the number of pages before a page
+    that costs twice as much to compute as the first.
     """
 
     pages: Mapping[Tier, int]
@@ -46,9 +47,10 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Tokens and hits over the second half of a trace, when the first has warmed the tiers; bytes over all of it.
+    """Tokens and hits over the second half of a trace, after the first warmed the tiers up; bytes over all of it.
 
-    ``hits``: pages by the fastest tier that had them. ``too_long``: requests with more pages than HBM, passed over.
+    ``hits`` counts pages by the fastest tier that had them. ``too_long`` counts skipped requests with more pages
+    than HBM.
     """
 
     asked_tokens: int
@@ -60,7 +62,7 @@ class Outcome:
 
     @property
     def hit_rate(self) -> float:
-        """Prefix-hit tokens by tokens asked for."""
+        """Return prefix-hit tokens divided by tokens requested."""
         return self.hit_tokens / self.asked_tokens if self.asked_tokens else 0.0
 
 
@@ -98,7 +100,7 @@ class Simulation:
         )
 
     def serve(self, request: Request) -> list[Tier]:
-        """The tiers in which the pages of its prefix were found. All its pages are held at the end, then let go."""
+        """Run one request. Returns the tiers in which the pages of its prefix were found."""
         directory, keys, now = self.directory, request.keys, request.at
         self._run(now)
         lease = directory.leases.begin(keys, None, None, exact=False)
@@ -128,14 +130,14 @@ class Simulation:
         self.directory.owned.free(duplicates)
 
     def _make_room(self, pages: int, now: float) -> bool:
-        """Saves or drops what stands in the way; whether that made a difference."""
+        """Save or drop pages that are in the way. Returns whether anything changed."""
         before = self.directory.space.room(Tier.HBM)
         self.directory.want_slots(pages, now)
         self._run(now)
         return self.directory.space.room(Tier.HBM) > before
 
     def _run(self, now: float) -> None:
-        """Carries out every copy at once, until nothing follows from it."""
+        """Carry out every copy at once, until no further one follows."""
         directory, more = self.directory, True
         while more:
             acks = [self._ack(c) for c in directory.take_commands() if isinstance(c, Transfer)]
@@ -147,16 +149,16 @@ class Simulation:
 
     @property
     def nvme_written(self) -> int:
-        """Bytes of records written to NVMe."""
+        """Return the bytes of records written to NVMe."""
         return self.directory.admission.budget.total
 
     def moved(self) -> dict[str, int]:
-        """Payload bytes copied, by edge."""
+        """Return the payload bytes copied, by edge."""
         return {edge: int(nbytes) for edge, nbytes in self._metrics.snapshot()["transfer_bytes"].items()}
 
 
 def replay(trace: Trace, setting: Setting, step: Callable[[int], None]) -> Outcome:
-    """The whole trace through a fresh simulation; ``step`` is told of each request's pages."""
+    """Run the whole trace through a new simulation. ``step`` is called with the number of pages of each request."""
     simulation, half = Simulation(setting), len(trace.requests) // 2
     hits: Counter[Tier] = Counter()
     asked = hit = too_long = 0
@@ -176,11 +178,12 @@ def replay(trace: Trace, setting: Setting, step: Callable[[int], None]) -> Outco
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Rates are prefix-hit tokens by tokens asked for, over the second half of the trace; bytes over all of it.
+    """Rates are prefix-hit tokens divided by tokens requested, over the second half of the trace; bytes are over all
+    of it.
 
-    ``capacity_bytes``: pages of all tiers together, the bound's too. ``too_long``: requests with more pages than HBM
-    holds, passed over; the bound serves them. ``seconds``: wall time of this row's replay, without the bound;
-    ``pages_per_second``: pages asked for in all of the trace, by it.
+    ``capacity_bytes`` adds up all tiers, for the bound as well. ``too_long`` counts skipped requests with more
+    pages than HBM; the bound serves them. ``seconds`` is the wall time of this row's replay without the bound, and
+    ``pages_per_second`` the pages requested in the whole trace divided by it.
     """
 
     trace: str
@@ -199,7 +202,7 @@ class Row:
 
 
 def row(trace: Trace, setting: Setting, bounds: Bounds, step: Callable[[int], None]) -> Row:
-    """Replays the trace; ``step`` is told of each request's pages as they are done."""
+    """Replay the trace and return its row. ``step`` is called with the number of pages of each request."""
     began = perf_counter()
     outcome = replay(trace, setting, step)
     seconds = perf_counter() - began

@@ -1,9 +1,9 @@
-"""Readers of public traces. A request is when it came, how many tokens it had, and the keys of its full blocks.
+"""Read public traces. A request has a time, a number of tokens, and the keys of its full blocks.
 
-Mooncake (``*.jsonl``): one request a line, ``hash_ids`` of 512 tokens that already stand for the whole prefix.
-kv-cache-tester (``*.json``): one session a file, ``hash_ids`` that count within the session; several files are
-interleaved by their times. One block is one page. The last block of a request is left out unless it is full: nobody
-can ever reuse it.
+Mooncake (``*.jsonl``): one request per line; ``hash_ids`` of 512 tokens stand for the whole prefix. kv-cache-tester
+(``*.json``): one session per file; ``hash_ids`` are numbers within the session, and the sessions of a folder are
+interleaved by time. One block is one page. The last block of a request is left out unless it is full, as it can
+never be reused.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _MOST_SAID = 40
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``at``: seconds from the start. ``tokens``: those of the prompt. ``keys``: its full blocks, first to last.
+    """``at`` is in seconds from the start, ``tokens`` is the length of the prompt, ``keys`` are its full blocks in
+    order.
 
-    ``output_tokens``: of the answer; 0 where the trace does not tell.
+    ``output_tokens`` is the length of the answer, 0 if the trace does not say.
     """
 
     at: float
@@ -41,7 +42,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order in which they came, of blocks of ``block_tokens``."""
+    """Requests in the order in which they came, with blocks of ``block_tokens``."""
 
     name: str
     block_tokens: int
@@ -49,15 +50,17 @@ class Trace:
 
 
 def read_traces(files: Sequence[Path]) -> list[Trace]:
-    """Each ``.jsonl`` file is a trace; the ``.json`` files of one folder are one, interleaved by their times.
+    """Read traces: each ``.jsonl`` file is one, the ``.json`` files of a folder are one, interleaved by time.
 
-    ConfigError, naming the file, the line or request, what was found and what is allowed, for what is neither.
+    Raises:
+        ConfigError: A file is not a trace. The message names the file, the line or request, and what was expected
+            there.
     """
     strange = [file for file in files if file.suffix not in (".jsonl", ".json")]
     if strange:
         _require_file(strange[0])
         raise ConfigError(
-            f"{strange[0]} ends in {strange[0].suffix!r}; allowed: a .jsonl file of requests, .json files of sessions"
+            f"{strange[0]} ends in {strange[0].suffix!r}, expected a .jsonl file of requests or .json files of sessions"
         )
     traces = [_mooncake(file) for file in files if file.suffix == ".jsonl"]
     sessions = [file for file in files if file.suffix == ".json"]
@@ -76,7 +79,7 @@ class _Chain:
         self._keys: dict[tuple[PageKey, int], PageKey] = {}
 
     def keys(self, blocks: Sequence[int]) -> tuple[PageKey, ...]:
-        """A key each, of the block and all before it."""
+        """Return a key for each block, of the block and all before it."""
         key, found = self._root, []
         for block in blocks:
             place = (key, block)
@@ -101,7 +104,7 @@ def _mooncake(file: Path) -> Trace:
         keys = chain.keys(_blocks(where, row, tokens // _MOONCAKE_TOKENS))
         requests.append(Request(at, tokens, keys, _output(row, "output_length")))
     if not requests:
-        raise ConfigError(f"{file} is empty; allowed: one request a line")
+        raise ConfigError(f"{file} is empty, expected one request per line")
     requests.sort(key=lambda request: request.at)
     return Trace(file.stem, _MOONCAKE_TOKENS, tuple(requests))
 
@@ -117,10 +120,10 @@ def _sessions(name: str, files: Sequence[Path]) -> Trace:
     if len(sizes) > 1:
         (one, first), (other, second) = list(sizes.items())[:2]
         raise ConfigError(
-            f"{second}: block_size is {other}, and {one} in {first}; allowed: sessions of one block_size in a folder"
+            f"{second}: block_size is {other}, but {one} in {first}; the sessions of a folder must share one"
         )
     if not requests:
-        raise ConfigError(f"{files[0]} has no requests; allowed: a session with at least one")
+        raise ConfigError(f"{files[0]} has no requests, expected a session with at least one")
     requests.sort(key=lambda request: request.at)
     return Trace(name, next(iter(sizes)), tuple(requests))
 
@@ -128,12 +131,12 @@ def _sessions(name: str, files: Sequence[Path]) -> Trace:
 def _session(file: Path, session: Mapping[str, object], size: int) -> Iterator[Request]:
     rows = session.get("requests")
     if not isinstance(rows, list):
-        raise ConfigError(f"{file}: requests {_found(session, 'requests')}; allowed: a list of objects")
+        raise ConfigError(f"{file}: requests {_found(session, 'requests')}, expected a list of objects")
     chain = _Chain(file.name)
     for number, row in enumerate(rows):
         where = f"{file}: requests[{number}]"
         if not isinstance(row, dict):
-            raise ConfigError(f"{where} is {_short(row)}; allowed: an object with t, in and hash_ids")
+            raise ConfigError(f"{where} is {_short(row)}, expected an object with t, in and hash_ids")
         tokens = _count(where, row, "in", least=0)
         keys = chain.keys(_blocks(where, row, tokens // size))
         yield Request(_time(where, row, "t"), tokens, keys, _output(row, "out"))
@@ -147,7 +150,7 @@ def _output(row: Mapping[str, object], name: str) -> int:
 def _require_file(file: Path) -> None:
     if not file.is_file():
         found = "is a directory" if file.is_dir() else "no such file"
-        raise ConfigError(f"{file}: {found}; allowed: a .jsonl file of requests, .json files of sessions")
+        raise ConfigError(f"{file}: {found}, expected a .jsonl file of requests or .json files of sessions")
 
 
 def _text(file: Path) -> str:
@@ -157,7 +160,7 @@ def _text(file: Path) -> str:
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigError(
-            f"{file}:{line} has the byte {error.object[error.start]:#04x}; allowed: UTF-8 text"
+            f"{file}:{line} has the byte {error.object[error.start]:#04x}, expected UTF-8 text"
         ) from error
 
 
@@ -168,35 +171,35 @@ def _object(where: str, text: str) -> dict[str, Any]:
         line = where if text.count("\n") == 0 else f"{where}:{error.lineno}"
         near = _short(text[error.pos : error.pos + 20])
         raise ConfigError(
-            f"{line} is not JSON: {error.msg} at column {error.colno}, {near}; allowed: an object"
+            f"{line} is not JSON: {error.msg} at column {error.colno}, {near}; expected an object"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not JSON: {error}; allowed: an object") from error
+        raise ConfigError(f"{where} is not JSON: {error}; expected an object") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{where} is {_short(found)}; allowed: an object")
+        raise ConfigError(f"{where} is {_short(found)}, expected an object")
     return found
 
 
 def _count(where: str, row: Mapping[str, object], name: str, least: int) -> int:
     number = row.get(name)
     if type(number) is not int or number < least:
-        raise ConfigError(f"{where}: {name} {_found(row, name)}; allowed: a whole number of {least} or more")
+        raise ConfigError(f"{where}: {name} {_found(row, name)}, expected a whole number of {least} or more")
     return number
 
 
 def _blocks(where: str, row: Mapping[str, object], full: int) -> list[int]:
-    """The ids of the blocks that are full."""
+    """Return the ids of the full blocks."""
     ids = row.get("hash_ids")
     if not isinstance(ids, list):
-        raise ConfigError(f"{where}: hash_ids {_found(row, 'hash_ids')}; allowed: a list of whole numbers")
+        raise ConfigError(f"{where}: hash_ids {_found(row, 'hash_ids')}, expected a list of whole numbers")
     for place, block in enumerate(ids):
         if type(block) is not int or not -(1 << 63) <= block < 1 << 63:
             raise ConfigError(
-                f"{where}: hash_ids[{place}] is {_short(block)}; allowed: whole numbers of 64 bits"
+                f"{where}: hash_ids[{place}] is {_short(block)}, expected a whole number of 64 bits"
             )
     if len(ids) < full:
         raise ConfigError(
-            f"{where}: hash_ids has {len(ids)} ids; allowed: one for each of {full} full blocks"
+            f"{where}: hash_ids has {len(ids)} ids, expected one for each of {full} full blocks"
         )
     return ids[:full]
 
@@ -204,7 +207,7 @@ def _blocks(where: str, row: Mapping[str, object], full: int) -> list[int]:
 def _time(where: str, row: Mapping[str, object], name: str) -> float:
     at = row.get(name)
     if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at <= _LATEST:
-        raise ConfigError(f"{where}: {name} {_found(row, name)}; allowed: a time of 0 or more")
+        raise ConfigError(f"{where}: {name} {_found(row, name)}, expected a time of 0 or more")
     return float(at)
 
 
