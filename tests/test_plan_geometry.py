@@ -174,11 +174,9 @@ def test_with_a_sparse_step_of_two_every_second_layer_has_experts() -> None:
 
 
 def test_an_unknown_name_is_told_the_nearest_ones_and_what_is_allowed() -> None:
-    with pytest.raises(
-        ConfigError, match=r"did you mean Llama-3.1-8B.*\? allowed: such a folder, or .*DeepSeek-V3"
-    ):
+    with pytest.raises(ConfigError, match=r"did you mean Llama-3.1-8B.*\? known names: .*DeepSeek-V3"):
         read_model("llama-3.1-8")
-    with pytest.raises(ConfigError, match=r"a known name; allowed: such a folder"):
+    with pytest.raises(ConfigError, match=r"a known name; known names: "):
         read_model("/nowhere/to/be/found")
 
 
@@ -186,42 +184,41 @@ def test_an_unknown_name_is_told_the_nearest_ones_and_what_is_allowed() -> None:
     ("change", "told"),
     [
         ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; allowed: an integer of at least 1"),
-        ({"num_key_value_heads": "2"}, "num_key_value_heads is '2'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1, got 0"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads must be an integer of at least 1, got '2'"),
         ({"num_attention_heads": None, "num_key_value_heads": None}, "num_attention_heads is missing"),
         ({"hidden_size": None}, "hidden_size is missing"),
-        ({"hidden_size": 30}, "30 is no multiple of num_attention_heads 4"),
+        ({"hidden_size": 30}, "30 is not a multiple of num_attention_heads 4"),
         ({"kv_lora_rank": 12}, "qk_rope_head_dim is missing"),
-        ({"layer_types": ["full_attention"]}, "no list of 2"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types has linear_attention"),
+        ({"layer_types": ["full_attention"]}, "must be a list of 2"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "sliding_attention, got linear_attention"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window is missing"),
         ({"num_kv_shared_layers": 1}, "num_kv_shared_layers is 1: layers that share"),
-        ({"v_head_dim": 4, "head_dim": 8}, "v_head_dim is 4"),
+        ({"v_head_dim": 4, "head_dim": 8}, "v_head_dim must equal head_dim or be missing, got 4"),
     ],
 )
 def test_a_config_that_is_not_understood_is_refused_by_field(change: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=r"config\.json: ") as refused:
         read(GQA | change)
     assert told in str(refused.value)
-    assert "allowed" in str(refused.value)
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", "\xff"])
 def test_a_file_that_holds_no_config_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
-    with pytest.raises(ConfigError, match=r"config.json.*allowed"):
+    with pytest.raises(ConfigError, match=r"model's config\.json (is not JSON|must be an object)"):
         read_model(str(tmp_path))
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be read.*allowed: a folder with the config.json"):
+    with pytest.raises(ConfigError, match=r"cannot read the model's config.json"):
         read_model(str(tmp_path))
 
 
 def test_a_dtype_that_pages_cannot_have_is_refused() -> None:
     model = read({**GQA, "torch_dtype": "auto"})
-    with pytest.raises(ConfigError, match="names no dtype; allowed with --dtype: bfloat16"):
+    with pytest.raises(ConfigError, match="names no dtype; --dtype must be one of bfloat16"):
         model.specs(4)
-    with pytest.raises(ConfigError, match="asked for in dtype 'float3'"):
+    with pytest.raises(ConfigError, match="cannot have pages of dtype 'float3'"):
         model.specs(4, "float3")
     assert model.specs(4, "int8")[0].dtype == "int8"

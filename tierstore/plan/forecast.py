@@ -1,7 +1,7 @@
-"""A plan for one model: pages and documents of each tier, and the times of a restore and of recomputing.
+"""The plan for one model: pages and documents in each tier, and the times of restoring and of recomputing.
 
-The number of pages, and what an opening would refuse, come from the functions that open a store. The times come
-from the rates that ``measure`` takes on this machine.
+Numbers of pages, and reasons to refuse a configuration, come from the functions that open a store. Times come from
+the rates that ``measure`` takes on this machine.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """``capacity``: bytes in the configuration, None where an engine brings its own. ``pages``: None likewise, 0 where
-    not one fits. ``page_nbytes``: what one page takes of the capacity, records and catalogue included.
+    """``capacity`` in bytes from the configuration, and ``pages``: both None if an engine brings its own memory.
+
+    ``pages`` is 0 if not one fits. ``page_nbytes`` is what one page takes of the capacity, with record and
+    catalogue.
     """
 
     tier: Tier
@@ -43,20 +45,22 @@ class TierSize:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """``refused``: sizes, devices, memory and disk for which an opening on this machine would fail. The store's
-    directory is not looked into: who made or uses it is no part of a plan.
+    """Sizes of all tiers. ``refused`` lists sizes, devices, memory and disk for which opening would fail on this
+    machine.
+
+    The store's directory is not opened: a plan does not depend on who created it or uses it.
     """
 
     tiers: tuple[TierSize, ...]
     refused: tuple[str, ...]
 
     def of(self, tier: Tier) -> TierSize | None:
-        """The tier, if the configuration has it."""
+        """Return the size of a tier, or None if the configuration does not have it."""
         return next((found for found in self.tiers if found.tier == tier), None)
 
 
 def sizes(config: StoreConfig, layout: PageLayout) -> Sizes:
-    """Every tier of the configuration. Opens nothing, changes nothing; looks at free memory and disk."""
+    """Return the size of every tier. Opens and changes nothing; looks at free memory and disk."""
     refused: list[str] = []
     with _noted(refused):
         check_sections(config, layout)
@@ -65,7 +69,7 @@ def sizes(config: StoreConfig, layout: PageLayout) -> Sizes:
 
 
 def nearest_directory(path: Path) -> Path:
-    """``path``, or the deepest of its parents that is there."""
+    """Return ``path``, or the deepest of its parents that exists."""
     return next(folder for folder in (path, *path.parents) if os.path.exists(folder))
 
 
@@ -80,7 +84,7 @@ def _noted(refused: list[str]) -> Iterator[None]:
 def _memory(config: StoreConfig, layout: PageLayout, refused: list[str]) -> Iterator[TierSize]:
     slots: dict[Tier, int | None] = {Tier.HBM: None, Tier.HOST: None}
     held = HostFormat.of("none", layout)
-    with suppress(ConfigError):  # check_sections has noted it
+    with suppress(ConfigError):  # reported by check_sections
         held = held_form(config, layout)
     for tier, section in ((Tier.HBM, config.hbm), (Tier.HOST, config.host)):
         if section is None:
@@ -100,16 +104,14 @@ def _disk(config: StoreConfig, layout: PageLayout, refused: list[str]) -> Iterat
         return
     capacity, pages, record = config.nvme.capacity, 0, layout.blob_nbytes
     with _noted(refused):
-        # With auto as many as fit wherever the disk's speed will put them.
+        # With auto: as many as fit in every layout that the disk's speed may choose.
         payload, sizings = config.nvme.payload, []
         if payload != "extents":
             sizings.append(size_lmdb(capacity, layout.blob_nbytes, codec=config.codec))
         if payload == "extents" or (payload == "auto" and capacity >= EXTENTS_FROM):
             sizings.append(size_extents(capacity, layout.blob_nbytes, codec=config.codec))
         sizing = min(sizings, key=lambda each: each.budget_nbytes // each.record_nbytes)
-        fixed = fixed_nbytes(
-            config.codec, layout
-        )  # None: as many pages as fit however badly they are encoded
+        fixed = fixed_nbytes(config.codec, layout)  # None: as many pages as fit, however badly they compress
         record = sizing.record_nbytes if fixed is None else sizing.cost(fixed)
         pages = sizing.budget_nbytes // record
     yield TierSize(Tier.NVME, capacity, pages, record)
@@ -118,21 +120,23 @@ def _disk(config: StoreConfig, layout: PageLayout, refused: list[str]) -> Iterat
     free = disk.f_bavail * disk.f_frsize
     if capacity > free:
         refused.append(
-            f"nvme.capacity is {capacity} bytes, but {place} has {free} free; allowed: at most that, and what the "
-            "store already has there"
+            f"nvme.capacity must be at most {free}, what is free at {place} besides the store's own files, got "
+            f"{capacity} bytes"
         )
 
 
 PAGE_SIZE = 64
-"""Tokens of a page where neither the configuration nor the caller says."""
+"""Tokens per page if neither the configuration nor the caller says."""
 
 _COMPUTED = ("float64", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """``copy``: HOST -> HBM, ``read``: the disk, bytes a second. ``prefill``: tokens or operations a second, as
-    ``per_token`` says. ``read`` is None without an NVMe tier.
+    """Rates of this machine. ``copy`` (HOST -> HBM) and ``read`` (the disk) are in bytes/s; ``read`` is None without
+    NVMe.
+
+    ``prefill`` is in tokens/s or operations/s, as ``per_token`` says.
     """
 
     copy: Rate
@@ -143,10 +147,10 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """One document length in one tier. ``documents``: how many fit, None where the tier's size is the engine's.
+    """One document length in one tier. ``documents`` is how many fit, None if the tier's size is the engine's.
 
-    ``seconds``: until one is in HBM; None where it does not fit or a rate is missing. ``sooner``: times sooner than
-    recomputing it.
+    ``seconds`` is the time until one is in HBM, None if it does not fit or a rate is missing. ``sooner`` is the
+    speed-up over recomputing it.
     """
 
     tier: str
@@ -157,7 +161,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """``pages``: full ones, which is what is kept. ``recompute_s``: None where it cannot be predicted."""
+    """``pages`` counts full pages, which are stored. ``recompute_s`` is None if it cannot be predicted."""
 
     tokens: int
     pages: int
@@ -168,7 +172,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``refused``: why this machine would not open the configuration; ``warnings``: what opens and will disappoint."""
+    """``refused``: why this machine could not open the configuration. ``warnings``: what opens, but will disappoint."""
 
     geometry: Geometry
     layout: PageLayout
@@ -178,7 +182,7 @@ class Plan:
     warnings: tuple[str, ...]
 
     def plain(self) -> dict[str, Any]:
-        """For JSON: bytes, tokens and seconds; null for what is not known."""
+        """Return the plan for JSON: bytes, tokens and seconds; null for unknown values."""
         model, layout, rates = self.geometry, self.layout, self.rates
         return {
             "model": {
@@ -210,7 +214,7 @@ class Plan:
 def page_layout(
     config: StoreConfig, model: Geometry, page_size: int | None, dtype: str | None
 ) -> tuple[StoreConfig, PageLayout]:
-    """The pages, and the configuration for them: ``page_size`` replaces that of the file. ConfigError for the dtype."""
+    """Return the pages, and the configuration with ``page_size`` replaced if given. ConfigError for the dtype."""
     tokens = page_size or config.page_size or PAGE_SIZE
     layout = PageLayout.of(model.specs(tokens, dtype))
     return config.model_copy(update={"page_size": tokens}), layout
@@ -223,7 +227,7 @@ def measure(
     tokens_per_s: float | None,
     say: Callable[[str], None],
 ) -> Rates:
-    """Takes this machine's rates for these pages, the disk's where ``nvme.path`` is or will be; some seconds."""
+    """Measure this machine's rates for these pages, the disk's where ``nvme.path`` is or will be. Takes seconds."""
     device = config.hbm.device if config.hbm is not None else "cpu"
     say("a page from HOST to HBM")
     copy = copy_rate(layout.blob_nbytes, device)
@@ -235,9 +239,9 @@ def measure(
         given = Rate(tokens_per_s, "given with --prefill-tokens-per-s")
         return Rates(copy=copy, read=read, prefill=given, per_token=True)
     if isinstance(model.prefill, str):
-        unknown = Rate(None, f"not predicted: {model.prefill}; --prefill-tokens-per-s says it")
+        unknown = Rate(None, f"not predicted: {model.prefill}; set it with --prefill-tokens-per-s")
         return Rates(copy=copy, read=read, prefill=unknown, per_token=False)
-    say("a matrix product")
+    say("a matrix multiplication")
     wanted = (layout.specs[0].dtype, model.dtype, "bfloat16")
     dtype = next(name for name in wanted if name in _COMPUTED)
     rate = matmul_rate(model.prefill.hidden, model.prefill.inner, dtype, device)
@@ -247,7 +251,7 @@ def measure(
 def forecast(
     config: StoreConfig, model: Geometry, layout: PageLayout, rates: Rates, lengths: Sequence[int]
 ) -> Plan:
-    """The plan for documents of ``lengths`` tokens. Pure but for looking at free memory and disk."""
+    """Return the plan for documents of ``lengths`` tokens. Pure, except that it looks at free memory and disk."""
     found = sizes(config, layout)
     documents = tuple(_document(length, model, layout, found, rates) for length in dict.fromkeys(lengths))
     warnings = (*_of_the_model(model), *_of_tiers(found), *_of_documents(documents, layout, found))
@@ -255,10 +259,10 @@ def forecast(
 
 
 def restore_seconds(tier: Tier, pages: int, nbytes: int, rates: Rates, *, through_host: bool) -> float | None:
-    """Time until ``pages`` pages of ``nbytes`` are in HBM, from a tier that holds them all.
+    """Return the time until ``pages`` pages of ``nbytes`` are in HBM, from a tier that holds them all.
 
-    From NVMe through HOST it is the sum of both hops. They overlap batch by batch, but readers, checksums and copies
-    share the cores: a store on two of them was measured nearer to the sum than to the slower hop.
+    From NVMe through HOST it is the sum of both hops. They overlap batch by batch, but readers, checksums and
+    copies share the cores: a store on two cores was measured closer to the sum than to the slower hop.
     """
     if tier == Tier.HBM:
         return 0.0
@@ -299,8 +303,8 @@ def _of_the_model(model: Geometry) -> Iterator[str]:
     if windows:
         count = sum(window is not None for window in model.windows)
         yield (
-            f"{count} of {model.num_layers} layers attend to the last {windows[-1]} tokens only; pages hold all layers "
-            "of all tokens all the same"
+            f"{count} of {model.num_layers} layers attend only to the last {windows[-1]} tokens, "
+            "but pages hold all layers of all tokens"
         )
 
 
@@ -314,13 +318,19 @@ def _of_tiers(found: Sizes) -> Iterator[str]:
 def _of_documents(documents: Sequence[Document], layout: PageLayout, found: Sizes) -> Iterator[str]:
     for document in documents:
         if not document.pages:
-            yield f"a document of {document.tokens} tokens is shorter than a page ({layout.page_size}): nothing is kept"
+            yield (
+                f"a document of {document.tokens} tokens is shorter than a page ({layout.page_size}): "
+                "nothing is stored"
+            )
         for size in found.tiers:
             if size.pages is not None and size.pages < document.pages:
                 yield _too_small(document, size, layout)
         for restore in document.tiers:
             if restore.sooner is not None and restore.sooner < 1:
-                yield f"a document of {document.tokens} tokens is recomputed sooner than restored from {restore.tier}"
+                yield (
+                    f"recomputing a document of {document.tokens} tokens is faster than restoring it from "
+                    f"{restore.tier}"
+                )
 
 
 def _too_small(document: Document, size: TierSize, layout: PageLayout) -> str:

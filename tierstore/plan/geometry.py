@@ -1,10 +1,10 @@
-"""A model's geometry, from its folder's config.json or from the table of known models, and the work of its prefill.
+"""A model's geometry, from its config.json or from the table of known models, and the work of its prefill.
 
-Reads files; imports no torch. The fields are those that transformers writes. A field value that this reader does not
-know is refused by name: pages of a wrong size would look right and be worth nothing.
+Reads files; does not import torch. The fields are those that transformers writes. An unknown value of a field is
+refused by name: pages of a wrong size would look right and be useless.
 
-The work of computing a prompt counts two operations for each weight and token, and for each attention score and
-each weighted value. Norms, activations, rotations and the head that gives the next token are left out.
+The work of a prompt counts two operations per weight and token, and per attention score and weighted value. Norms,
+activations, rotations and the output head are left out.
 """
 
 from __future__ import annotations
@@ -38,14 +38,16 @@ OPTIONAL = (
     "decoder_sparse_step",
     "moe_layer_freq",
 )
-"""Fields that are whole numbers of at least 0 where a config has them."""
+"""Fields that must be whole numbers of at least 0 if a config has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """``weights``: those a token is multiplied by, in all layers (of experts, the chosen ones); ``head``: those of
-    the output layer, for the last token alone. ``score``: elements of a query and of a value, over all heads.
-    ``hidden``, ``inner``: the shape of a typical weight matrix.
+    """What a prompt costs to compute.
+
+    ``weights`` multiply each token, in all layers (of experts, the chosen ones); ``head`` is the output layer, for
+    the last token alone. ``score`` counts elements of a query and of a value, over all heads. ``hidden`` and
+    ``inner`` are the shape of a typical weight matrix.
     """
 
     weights: int
@@ -56,13 +58,13 @@ class Prefill:
     inner: int
 
     def operations(self, tokens: int) -> int:
-        """Floating-point operations from ``tokens`` ids to the first new token, causal attention."""
+        """Return the floating-point operations from ``tokens`` ids to the first new token, with causal attention."""
         pairs = sum(_pairs(tokens, window) for window in self.windows)
         return 2 * (self.weights * tokens + self.head + self.score * pairs)
 
 
 def prefill_of(config: Mapping[str, Any], *, head_dim: int, windows: Sequence[int | None]) -> Prefill:
-    """The work described by the fields of a config, which has hidden, intermediate and vocabulary sizes."""
+    """Return the work that the fields of a config describe. Needs hidden, intermediate and vocabulary sizes."""
     layers = len(windows)
     attention, score = _latent(config) if config.get("kv_lora_rank") else _heads(config, head_dim)
     inner = config.get("moe_intermediate_size") if _experts(config) else None
@@ -77,21 +79,21 @@ def prefill_of(config: Mapping[str, Any], *, head_dim: int, windows: Sequence[in
 
 
 def _pairs(tokens: int, window: int | None) -> int:
-    """Query and key pairs of one causal layer."""
+    """Return the query-key pairs of one causal layer."""
     if window is None or window >= tokens:
         return tokens * (tokens + 1) // 2
     return window * (window + 1) // 2 + (tokens - window) * window
 
 
 def _heads(config: Mapping[str, Any], head_dim: int) -> tuple[int, int]:
-    """Weights of one attention layer with K and V per head, and elements of a score."""
+    """Return the weights of one attention layer with K and V per head, and the elements of a score."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     return hidden * head_dim * (2 * heads + 2 * kv_heads), 2 * heads * head_dim
 
 
 def _latent(config: Mapping[str, Any]) -> tuple[int, int]:
-    """The same of multi-head latent attention, its latents expanded to heads as in prefill."""
+    """Return the same for multi-head latent attention, with latents expanded to heads as in prefill."""
     hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
     rope, nope, value = config["qk_rope_head_dim"], config["qk_nope_head_dim"], config["v_head_dim"]
     low = config.get("q_lora_rank")
@@ -101,7 +103,9 @@ def _latent(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _feed_forward(config: Mapping[str, Any], layer: int) -> int:
-    """Weights a token meets in one feed-forward layer: the dense ones, or router, shared and chosen experts."""
+    """Return the weights that a token meets in one feed-forward layer: dense ones, or router, shared and chosen
+    experts.
+    """
     hidden = config["hidden_size"]
     matrices = 2 if config.get("model_type") in _TWO_MATRICES else 3
     experts = _experts(config)
@@ -119,7 +123,7 @@ def _experts(config: Mapping[str, Any]) -> int:
 
 
 def _is_dense(config: Mapping[str, Any], layer: int) -> bool:
-    """Whether this layer of a model with experts has none."""
+    """Return whether this layer of a mixture-of-experts model is dense."""
     if layer in (config.get("mlp_only_layers") or ()) or layer < (config.get("first_k_dense_replace") or 0):
         return True
     if config.get("decoder_sparse_step"):
@@ -140,20 +144,21 @@ _OTHER_CACHES = {
     "index_head_dim": "an index of its own beside the latents",
     "is_encoder_decoder": "an encoder",
 }
-"""Fields that, when set, mean a cache this reader has no pages for."""
+"""Fields that, if set, mean a cache for which there are no pages."""
 
 _SHORT = {"smollm2": "smollm2-135m", "gemma3": "gemma-3-270m", "gemma3-270m": "gemma-3-270m"}
-"""What other commands call models of the table."""
+"""Names that other commands use for models of the table."""
 
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
-"""Every how many layers one is full, where a config does not say."""
+"""Every how many layers one has full attention, if a config does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """What a model keeps of one token. ``dtype`` is the model's own, None where its config names none.
+    """What a model stores per token. ``dtype`` is the model's own, None if its config names none.
 
-    ``windows``: a layer each, the tokens it attends to, None for all. ``prefill``: its work, or why it is not known.
+    ``windows`` has the tokens that each layer attends to, None for all. ``prefill`` is its work, or why it is
+    unknown.
     """
 
     name: str
@@ -166,16 +171,17 @@ class Geometry:
     prefill: Prefill | str
 
     def specs(self, page_size: int, dtype: str | None = None) -> tuple[PageSpec, ...]:
-        """The pages, in ``dtype`` or the model's own: one KV group, or one of full layers and one of windows.
+        """Return the pages in ``dtype`` or the model's own: one KV group, or one of full layers and one of windows.
 
-        ConfigError if the dtype is not one that pages can have.
+        Raises:
+            ConfigError: Pages cannot have the dtype.
         """
         chosen = dtype or self.dtype
         if chosen not in DTYPE_NBYTES:
             fault = "names no dtype" if chosen is None else f"has dtype {chosen!r}"
-            fault = fault if dtype is None else f"was asked for in dtype {dtype!r}"
+            fault = fault if dtype is None else f"cannot have pages of dtype {dtype!r}"
             raise ConfigError(
-                f"model {self.name} {fault}; allowed with --dtype: {', '.join(sorted(DTYPE_NBYTES))}"
+                f"model {self.name} {fault}; --dtype must be one of {', '.join(sorted(DTYPE_NBYTES))}"
             )
         full = sum(window is None for window in self.windows)
         layers = [count for count in (full, self.num_layers - full) if count]
@@ -195,7 +201,7 @@ class Geometry:
 
 
 class Fields:
-    """The fields of one config, asked for by name; ConfigError names the source, the field and what is allowed."""
+    """The fields of one config, by name. ConfigError names the source, the field and what it must be."""
 
     def __init__(self, source: str, tree: Mapping[str, Any]) -> None:
         nested = tree.get("text_config")
@@ -204,40 +210,42 @@ class Fields:
         self.tree: Mapping[str, Any] = nested if isinstance(nested, Mapping) else tree
 
     def get(self, name: str) -> Any:
-        """The value, or None."""
+        """Return the value, or None."""
         return self.tree.get(name)
 
     def count(self, name: str) -> int | None:
-        """A whole number of at least 1, or None where the field is missing or null."""
+        """Return a whole number of at least 1, or None if the field is missing or null."""
         value = self.tree.get(name)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{self.source}: {name} is {value!r}; allowed: an integer of at least 1")
+            raise ConfigError(f"{self.source}: {name} must be an integer of at least 1, got {value!r}")
         return value
 
     def needed(self, name: str) -> int:
-        """A whole number that must be there."""
+        """Return a whole number that must be present."""
         value = self.count(name)
         if value is None:
             raise ConfigError(
-                f"{self.source}: {name} is missing; allowed: a decoder's config with num_hidden_layers, "
-                "num_attention_heads, hidden_size, and num_key_value_heads and head_dim where they differ"
+                f"{self.source}: {name} is missing; a decoder's config has num_hidden_layers, num_attention_heads, "
+                "hidden_size, and num_key_value_heads and head_dim if they differ"
             )
         return value
 
 
 def known_models() -> dict[str, Mapping[str, Any]]:
-    """The shipped table: repository name -> fields."""
+    """Return the shipped table: repository name -> fields."""
     text = (files("tierstore.plan") / "models.yaml").read_text(encoding="utf-8")
     table: dict[str, Mapping[str, Any]] = yaml.safe_load(text)
     return table
 
 
 def read_model(model: str) -> Geometry:
-    """The geometry of a folder with a config.json, of such a file, or of a known model by name (any case).
+    """Return the geometry of a folder with a config.json, of such a file, or of a known model by name in any case.
 
-    ConfigError for an unknown name, with the nearest ones, and for a config that cannot be read or understood.
+    Raises:
+        ConfigError: The name is unknown (the message suggests similar ones), or the config cannot be read or
+            understood.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -254,7 +262,7 @@ def read_model(model: str) -> Geometry:
 
 
 def geometry(source: str, tree: Mapping[str, Any]) -> Geometry:
-    """The geometry in the fields of a config. ConfigError names ``source``, the field and what is allowed."""
+    """Return the geometry in the fields of a config. ConfigError names ``source``, the field and what it must be."""
     fields = Fields(source, tree)
     _require_pages(fields)
     layers = fields.needed("num_hidden_layers")
@@ -281,13 +289,11 @@ def _read(path: Path) -> Mapping[str, Any]:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read: {error.strerror}; allowed: a folder with the config.json of a model"
-        ) from error
+        raise ConfigError(f"{path}: cannot read the model's config.json: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not JSON ({error}); allowed: a model's config.json") from error
+        raise ConfigError(f"{path}: the model's config.json is not JSON: {error}") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: holds a {type(tree).__name__}; allowed: a model's config.json")
+        raise ConfigError(f"{path}: a model's config.json must be an object, got a {type(tree).__name__}")
     return tree
 
 
@@ -298,7 +304,7 @@ def _unknown(model: str, names: Mapping[str, str]) -> ConfigError:
     guess = f"did you mean {' or '.join(named)}? " if named else ""
     return ConfigError(
         f"model {model!r} is neither a folder with a config.json nor a known name; {guess}"
-        f"allowed: such a folder, or {', '.join(known)}"
+        f"known names: {', '.join(known)}"
     )
 
 
@@ -309,12 +315,12 @@ def _require_pages(fields: Fields) -> None:
             value = any(mode == "reuse" for mode in value or ())
         if value:
             raise ConfigError(
-                f"{fields.source}: {name} is {fields.get(name)!r}: {what}; allowed: models whose layers each keep "
-                "K and V, or one latent, of every token"
+                f"{fields.source}: {name} is {fields.get(name)!r}: {what}; "
+                "each layer must store K and V, or one latent, of every token"
             )
     if fields.get("v_head_dim") not in (None, fields.get("head_dim")) and not fields.get("kv_lora_rank"):
         raise ConfigError(
-            f"{fields.source}: v_head_dim is {fields.get('v_head_dim')!r}; allowed: head_dim, or none"
+            f"{fields.source}: v_head_dim must equal head_dim or be missing, got {fields.get('v_head_dim')!r}"
         )
 
 
@@ -322,14 +328,14 @@ def _head_dim(fields: Fields) -> int:
     hidden, heads = fields.needed("hidden_size"), fields.needed("num_attention_heads")
     if hidden % heads:
         raise ConfigError(
-            f"{fields.source}: hidden_size {hidden} is no multiple of num_attention_heads {heads}; "
-            "allowed: one, or a head_dim"
+            f"{fields.source}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and there is no "
+            "head_dim"
         )
     return hidden // heads
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """A layer each: its window, None for all tokens."""
+    """Return the window of each layer, None for all tokens."""
     window = fields.count("sliding_window") if fields.get("use_sliding_window") is not False else None
     kinds = fields.get("layer_types")
     if kinds is not None:
@@ -346,11 +352,11 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 def _layer_types(fields: Fields, kinds: Any, layers: int) -> list[str]:
     if not isinstance(kinds, list) or len(kinds) != layers:
-        raise ConfigError(f"{fields.source}: layer_types is no list of {layers}; allowed: one type a layer")
+        raise ConfigError(f"{fields.source}: layer_types must be a list of {layers}, one type per layer")
     others = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
     if others:
         raise ConfigError(
-            f"{fields.source}: layer_types has {', '.join(others)}; allowed: full_attention, sliding_attention"
+            f"{fields.source}: layer_types must be full_attention or sliding_attention, got {', '.join(others)}"
         )
     return kinds
 
@@ -375,5 +381,5 @@ def _prefill(fields: Fields, head_dim: int, windows: tuple[int | None, ...]) -> 
     for name in OPTIONAL:
         value = fields.get(name)
         if value is not None and (not isinstance(value, int) or value < 0):
-            return f"{fields.source} has {name} {value!r}, which is not understood"
+            return f"{fields.source}: cannot interpret {name} {value!r}"
     return prefill_of(fields.tree, head_dim=head_dim, windows=windows)

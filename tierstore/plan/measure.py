@@ -1,7 +1,7 @@
-"""Rates of this machine: a page from HOST to HBM, a page from disk, a matrix multiplication.
+"""Measure this machine: a page from HOST to HBM, a page from disk, a matrix multiplication.
 
-Each answers with a rate and how it was taken, or with no rate and why. Takes about a second each and at most some
-hundred megabytes of memory or disk; a scratch file has no name and is gone when it is closed.
+Each function returns a rate and how it was measured, or no rate and why. Takes about a second each and at most some
+hundred megabytes of memory or disk; the temporary file has no name and is gone when it is closed.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ _LARGEST_SIDE = 4096
 _MOST_TOKENS = 2048
 _ENOUGH_S = 1.0
 _RUNS = 10
-"""Many and short: the best of them is one that nothing else on the machine disturbed."""
+"""Many short runs: the best of them was not disturbed by other programs."""
 
 _PASSES = 3
 _READERS = 2
-"""As many threads as read records in a store."""
+"""As many threads as a store reads records with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """``per_s``: bytes or operations a second; None where it could not be taken. ``how``: in words, or why not."""
+    """``per_s`` is in bytes/s or operations/s, None if it was not measured. ``how`` says how, or why not."""
 
     per_s: float | None
     how: str
 
     def seconds(self, amount: float) -> float | None:
-        """Time for that many bytes or operations."""
+        """Return the time for that many bytes or operations."""
         return None if self.per_s is None else amount / self.per_s
 
 
 def copy_rate(page_nbytes: int, device: str) -> Rate:
-    """Bytes a second from host memory into the fastest tier, page by page."""
+    """Return the bytes/s from host memory into the fastest tier, page by page."""
     count, piece = _pieces(page_nbytes, _SCRATCH_NBYTES // 2)
     how = f"{count} pages of {format_size(piece)} copied"
     if device == "cpu":
@@ -61,20 +61,20 @@ def copy_rate(page_nbytes: int, device: str) -> Rate:
 
 
 def read_rate(page_nbytes: int, place: Path) -> Rate:
-    """Bytes a second from a scratch file in directory ``place``, read page by page and summed as the store does."""
+    """Return the bytes/s from a temporary file in ``place``, read page by page with checksums, like the store."""
     count, piece = _pieces(page_nbytes, _SCRATCH_NBYTES)
     disk = os.statvfs(place)
     if disk.f_bavail * disk.f_frsize < 2 * count * piece:
         return Rate(
-            None, f"not measured: {place} has no room for a scratch file of {format_size(count * piece)}"
+            None, f"not measured: {place} has no space for a temporary file of {format_size(count * piece)}"
         )
     try:
         with tempfile.TemporaryFile(dir=place, buffering=0) as file:
             _fill(file.fileno(), count, piece)
-            cache = "past the page cache" if _direct(file.fileno()) else "dropped from the page cache before"
+            cache = "past the page cache" if _direct(file.fileno()) else "dropped from the page cache first"
             rate = count * piece / min(_read_all(file.fileno(), count, piece) for _ in range(_PASSES))
     except OSError as error:
-        return Rate(None, f"not measured: no scratch file in {place}: {error.strerror}")
+        return Rate(None, f"not measured: cannot create a temporary file in {place}: {error.strerror}")
     return Rate(
         rate,
         f"measured: {count} pages of {format_size(piece)} read, {cache}, {_READERS} threads, best of {_PASSES}",
@@ -82,25 +82,25 @@ def read_rate(page_nbytes: int, place: Path) -> Rate:
 
 
 def matmul_rate(hidden: int, inner: int, dtype: str, device: str) -> Rate:
-    """Operations a second of a ``[tokens, hidden] @ [hidden, inner]`` product in ``dtype``."""
+    """Return the operations/s of a ``[tokens, hidden] @ [hidden, inner]`` product in ``dtype``."""
     sides = min(hidden, _LARGEST_SIDE), min(inner, _LARGEST_SIDE)
     return _on(device, lambda: _multiply(*sides, dtype, device))
 
 
 def _on(device: str, act: Callable[[], Rate]) -> Rate:
-    """The rate, or why the device does not give one."""
+    """Return the rate, or why the device gives none."""
     index = torch.device(device).index or 0
     if device != "cpu" and not (torch.cuda.is_available() and index < torch.cuda.device_count()):
         found = torch.cuda.device_count()
         return Rate(None, f"not measured: hbm.device is {device}, and torch finds {found} CUDA devices")
     try:
         return act()
-    except RuntimeError as error:  # the card is full of something else, or cannot do it in this dtype
+    except RuntimeError as error:  # the GPU's memory is full, or it does not support this dtype
         return Rate(None, f"not measured: {str(error).splitlines()[0]}")
 
 
 def _multiply(hidden: int, inner: int, dtype: str, device: str) -> Rate:
-    """The best over products of growing size, as far as the time allows."""
+    """Return the best rate over products of growing size, within the time limit."""
     kind: torch.dtype = getattr(torch, dtype)
     weight = torch.rand(hidden, inner, device=device).to(kind)
     found: list[tuple[float, int]] = []
@@ -115,13 +115,13 @@ def _multiply(hidden: int, inner: int, dtype: str, device: str) -> Rate:
 
 
 def _pieces(page_nbytes: int, most: int) -> tuple[int, int]:
-    """How many pieces of what size: whole pages, aligned, unless one page is more than ``most``."""
+    """Return the number and size of pieces: whole pages, aligned, unless one page is larger than ``most``."""
     piece = min(-(-page_nbytes // ALIGNMENT) * ALIGNMENT, most)
     return max(1, min(most // piece, 1024)), piece
 
 
 def _best(act: Callable[[], object], device: str) -> float:
-    """Seconds of the fastest of some runs, after one that warms up."""
+    """Return the seconds of the fastest run, after a warm-up."""
     times = []
     for _ in range(1 + _RUNS):
         begin = perf_counter()
@@ -133,7 +133,7 @@ def _best(act: Callable[[], object], device: str) -> float:
 
 
 def _memory(nbytes: int) -> NDArray[np.uint8]:
-    """Page-aligned memory, every page of it touched."""
+    """Return page-aligned memory, with every page touched."""
     block = buffer(nbytes)
     block[:: mmap.PAGESIZE] = 1
     return block
@@ -161,7 +161,7 @@ def _copy_to_device(count: int, piece: int, device: str) -> float:
 
 
 def _fill(handle: int, count: int, piece: int) -> None:
-    """Bytes that no disk can compress away, on the disk when this returns."""
+    """Write bytes that no disk can compress, and wait until they are on the disk."""
     page = memoryview(os.urandom(piece))
     for _ in range(count):
         done = 0
@@ -171,7 +171,7 @@ def _fill(handle: int, count: int, piece: int) -> None:
 
 
 def _direct(handle: int) -> bool:
-    """Turns the page cache off for the file; whether the file system lets us read so."""
+    """Turn the page cache off for the file. Returns whether the file system supports that."""
     flags = fcntl.fcntl(handle, fcntl.F_GETFL)
     try:
         fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -184,7 +184,7 @@ def _direct(handle: int) -> bool:
 
 
 def _read_all(handle: int, count: int, piece: int) -> float:
-    """Seconds to read every page once, the threads taking pages in turn."""
+    """Return the seconds to read every page once, with the threads taking turns."""
     os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     pages = [_memory(piece) for _ in range(_READERS)]
 
