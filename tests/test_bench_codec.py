@@ -96,7 +96,7 @@ def test_bench_codec_goes_on_from_what_comes_back(tmp_path: Path) -> None:
     [
         (
             ["--model", "no-such-folder"],
-            "no-such-folder: no such folder, and no known model; allowed: smollm2",
+            "no-such-folder: no such folder, and not a known model: smollm2",
         ),
         (["--synthetic", "--tokens", "16", "--page-size", "16", "--plot", "a.png"], "--plot needs"),
     ],

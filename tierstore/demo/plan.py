@@ -1,4 +1,4 @@
-"""What the demonstration is going to do: documents, questions, their order, and tiers too small to hold them.
+"""What the demonstration will do: documents, questions, their order, and tiers that are too small for all.
 
 A plan is plain data and goes to the second process as JSON, with the answers of the plain run.
 """
@@ -27,12 +27,12 @@ QUESTIONS = (
 
 
 class PlanError(RuntimeError):
-    """The documents cannot show what the demonstration is for."""
+    """The documents are not suitable for the demonstration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sizes of the play. The defaults are those of ``tierstore demo``; tests make it small."""
+    """Sizes of the demonstration. The defaults are those of ``tierstore demo``; tests use smaller ones."""
 
     num_documents: int = 6
     min_tokens: int = 2048
@@ -44,12 +44,12 @@ class Settings:
     host_codec: str = "none"
     device: str = "cpu"
     hbm_documents: int = 1
-    """Requests that HBM has room for."""
+    """Requests that fit in HBM."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question of one document. ``ids``: the whole prompt."""
+    """One question about one document. ``ids`` is the whole prompt."""
 
     document: str
     text: str
@@ -58,7 +58,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything both processes need. ``order``: indices into ``questions``; ``store``: a configuration to load."""
+    """Everything that both processes need. ``order`` has indices into ``questions``, ``store`` is a configuration."""
 
     model: str
     page_size: int
@@ -70,7 +70,7 @@ class Plan:
     plain: list[PlainAnswer]
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write the plan as JSON."""
         path.write_text(json.dumps(asdict(self)))
 
     @classmethod
@@ -84,7 +84,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Pages of the documents, and of tiers that cannot hold them together."""
+    """Pages of the documents, and of tiers that cannot hold them all."""
 
     documents: int
     hbm: int
@@ -92,7 +92,7 @@ class Sizes:
 
 
 def make_questions(session: Session, documents: Sequence[Document], count: int) -> list[Question]:
-    """``count`` questions of every document, document by document."""
+    """Return ``count`` questions about every document, document by document."""
     return [
         Question(document.name, text, session.prompt(document.text, text))
         for document in documents
@@ -101,7 +101,7 @@ def make_questions(session: Session, documents: Sequence[Document], count: int) 
 
 
 def shared_prefixes(questions: Sequence[Question], per_document: int) -> list[list[int]]:
-    """Of every document, the ids that all its questions begin with: what is ingested."""
+    """Return the common prefix of each document's questions, which is ingested."""
     prefixes = []
     for start in range(0, len(questions), per_document):
         first, *others = (question.ids for question in questions[start : start + per_document])
@@ -114,9 +114,9 @@ def shared_prefixes(questions: Sequence[Question], per_document: int) -> list[li
 
 
 def mixed_order(num_documents: int, per_document: int) -> list[int]:
-    """Indices of all questions: two of a document in a row, its others after the next documents were visited.
+    """Return an order of all questions: two about a document in a row, the others after the next documents.
 
-    So a document is asked for while it is in HBM, after one other pushed it out, and after all the others did.
+    A document is asked about while it is in HBM, after one other displaced it, and after all others did.
     """
     order = []
     for step in range(num_documents + per_document):
@@ -130,9 +130,10 @@ def mixed_order(num_documents: int, per_document: int) -> list[int]:
 def tier_sizes(
     documents: Sequence[Sequence[int]], questions: Sequence[Question], settings: Settings
 ) -> Sizes:
-    """HBM for so many requests and little more, host for three times that; together smaller than the documents.
+    """Return sizes: HBM for a few requests, host memory for three times as much, together less than the documents.
 
-    Raises PlanError if the documents are too few for that.
+    Raises:
+        PlanError: The documents are too few for that.
     """
     page = settings.page_size
     total = sum(len(ids) // page for ids in documents)
@@ -141,8 +142,8 @@ def tier_sizes(
     host = min(3 * hbm, (total - hbm) * 2 // 3)
     if host < request or hbm + host >= total:
         raise PlanError(
-            f"{total} pages of documents do not exceed an HBM of {hbm} pages and as much host memory; "
-            "allowed: longer documents (--tokens), fewer of them in HBM (--hbm-documents)"
+            f"{total} pages of documents fit into an HBM of {hbm} pages and as much host memory; "
+            "use longer documents (--tokens) or fewer in HBM (--hbm-documents)"
         )
     return Sizes(total, hbm, host)
 
@@ -150,9 +151,9 @@ def tier_sizes(
 def store_config(
     sizes: Sizes, spec: PageSpec, num_questions: int, directory: Path, settings: Settings
 ) -> dict[str, Any]:
-    """A configuration whose disk holds everything: documents, the rest of every prompt, answers, and slack.
+    """Return a configuration whose disk holds everything: documents, the rest of every prompt, answers, and a reserve.
 
-    Host memory gets room for as many pages whatever holds them: with more of them nothing would come from disk.
+    Host memory holds the same number of pages with every codec: if it held more, nothing would come from disk.
     """
     page_nbytes, held = spec.page_nbytes, HostFormat.of(settings.host_codec, PageLayout.of(spec))
     pages = 2 * (sizes.documents + 4 * num_questions) + 16
@@ -164,6 +165,6 @@ def store_config(
             "capacity": pages * page_nbytes + (64 << 20),
             "codec": settings.codec,
         },
-        # A document or more waits there for its turn: HBM has room for little beside the one that is answered.
+        # Some documents wait there for their turn: HBM has little room besides the one that is being answered.
         "prefetch": {"share_of_host": 0.5},
     }

@@ -1,4 +1,4 @@
-"""What the demonstration found: a table, the claims it makes and whether they held, one JSON object."""
+"""The results of the demonstration: a table, its claims and whether they hold, one JSON object."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ TIERS = ("HBM", "HOST", "NVME")
 TEXTS = {"document": 0.2, "question": 0.3, "answer": 0.5}
 FIGURES = {"reused": 6, "of": 4, "tier": 4, "TTFT s": 7, "recompute s": 11, "equal": 8}
 LONG = 1000
-"""A restore of at least this many tokens from NVMe must beat their recomputation."""
+"""A restore of at least this many tokens from NVMe must be faster than computing them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One thing the demonstration says, and whether it was so."""
+    """One claim of the demonstration, and whether it holds."""
 
     text: str
     held: bool
 
 
 def hits(rows: Sequence[Row]) -> dict[str, int]:
-    """Questions by the slowest tier that their pages came from."""
+    """Count questions by the slowest tier that their pages came from."""
     return {tier: sum(row.tier == tier for row in rows) for tier in TIERS}
 
 
 def judge(outcome: Outcome) -> list[Claim]:
-    """The claims, in the order they are printed."""
+    """Return the claims in the order in which they are printed."""
     before = hits([row for row in outcome.rows if not row.after_restart])
     after = hits([row for row in outcome.rows if row.after_restart])
     exact = [row for row in outcome.rows if row.exact]
@@ -72,7 +72,7 @@ def judge(outcome: Outcome) -> list[Claim]:
 
 
 def agreement(rows: Sequence[Row]) -> dict[str, int]:
-    """How the answers over pages that went through a lossy codec compare with those of plain transformers."""
+    """Compare answers over pages that went through a lossy codec with those of plain transformers."""
     inexact = [row for row in rows if not row.exact]
     return {
         "answers": len(inexact),
@@ -83,7 +83,7 @@ def agreement(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def as_json(outcome: Outcome, claims: Sequence[Claim]) -> dict[str, Any]:
-    """The last line of ``--json``."""
+    """Return the object that ``--json`` prints."""
     rows = outcome.rows
     keys = (
         "document",
@@ -116,14 +116,14 @@ def as_json(outcome: Outcome, claims: Sequence[Claim]) -> dict[str, Any]:
 
 
 def show(console: Console, outcome: Outcome, claims: Sequence[Claim]) -> None:
-    """Print the table and, in plain words, what held."""
-    for title, after in (("Before the restart", False), ("After it, in a new process", True)):
+    """Print the table and the claims."""
+    for title, after in (("Before the restart", False), ("After the restart, in a new process", True)):
         console.print(
             _table(title, [row for row in outcome.rows if row.after_restart == after], console.width)
         )
     console.print(
-        "Tier: the slowest one that pages of the prompt came from. TTFT: from the prompt's ids to the first token, "
-        "restore included.\n"
+        "Tier: the slowest one that pages of the prompt came from. TTFT: time to first token from the "
+        "tokenized prompt, restore included.\n"
     )
     if outcome.in_turn is not None:
         console.print(Text(in_turn(outcome, outcome.in_turn) + "\n"))
@@ -135,7 +135,7 @@ def show(console: Console, outcome: Outcome, claims: Sequence[Claim]) -> None:
 
 
 def in_turn(outcome: Outcome, found: InTurn) -> str:
-    """What the prefetcher did, and what that was worth."""
+    """Describe what the prefetcher did and how much it helped."""
     read, loaded = (f"{nbytes / (1 << 20):.1f} MiB" for nbytes in (found.read_bytes, found.loaded_bytes))
     cold = [row.ttft_s for row in outcome.rows if row.after_restart and row.tier == "NVME"]
     without = f"; from disk without hints {_span(cold)}" if cold else ""
@@ -153,7 +153,7 @@ def _span(seconds: Sequence[float]) -> str:
 
 
 def _table(title: str, rows: Sequence[Row], width: int) -> Table:
-    """The figures in full, the texts in what room is left."""
+    """Return a table: figures in full, texts in the width that is left."""
     table = Table(
         title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
@@ -182,7 +182,7 @@ def _over_exact(outcome: Outcome) -> str:
 
 
 def _compare(console: Console, outcome: Outcome) -> None:
-    """Answers over inexact pages beside the exact ones, and how far they agree."""
+    """Print answers over inexact pages next to the exact ones, and how far they agree."""
     inexact = [row for row in outcome.rows if not row.exact]
     for row in inexact:
         console.print(

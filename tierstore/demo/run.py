@@ -1,8 +1,8 @@
-"""The demonstration's run: plain answers first, then answers over the store, then a new process with the disk alone.
+"""Run the demonstration: plain answers first, then answers over the store, then a new process with only the disk.
 
-An act opens the store of a plan, asks all its questions and compares every answer with the plain run's. At the end
-the second process asks for the documents in turn, each hinted while the one before it is answered, as a batch job
-would do. Run as ``python -m tierstore.demo.run PLAN FOUND`` this module is the second act.
+Each process opens the store of a plan, asks all questions and compares every answer with the plain run's. At the
+end, the second process asks about the documents in turn and hints each while the one before it is answered, like a
+batch job. Run as ``python -m tierstore.demo.run PLAN FOUND``, this module is the second process.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from tierstore.types import Tier
 
 @dataclass(frozen=True, slots=True)
 class InTurn:
-    """What came of it. Counts are of the documents after the first, which nobody could hint ahead.
+    """Results of asking in turn. Counts leave out the first document, which could not be hinted ahead.
 
-    ``pages``: of their prompts that the store has, ``waiting``: those that were in memory when the document was asked
-    for. ``ttft_s``: each one's first token. ``read_bytes``, ``loaded_bytes``: what the prefetcher started into host
-    memory and into HBM. ``other``: answers over exact pages that differ from the plain run's, not at a near-tie; of all
-    documents.
+    ``pages`` of the prompts are in the store, ``waiting`` of them were in memory when the document was asked about.
+    ``ttft_s`` has each time to first token. ``read_bytes`` and ``loaded_bytes`` are what the prefetcher moved to
+    host memory and to HBM. ``other`` counts answers over exact pages that differ from the plain run's, near-ties
+    aside, of all documents.
     """
 
     pages: int = 0
@@ -53,7 +53,7 @@ class InTurn:
 
 
 def ask_in_turn(session: Session, store: TierStore, plan: Plan, say: Callable[[str], None]) -> InTurn:
-    """One question of each document, in the documents' order. All pages are on disk only when it begins."""
+    """Ask one question about each document, in order. At the beginning all pages are on disk only."""
     firsts = range(0, len(plan.questions), len(plan.questions) // len(plan.documents))
     keys = {index: store.keys(plan.questions[index].ids) for index in firsts}
     found = InTurn()
@@ -84,11 +84,11 @@ def ask_in_turn(session: Session, store: TierStore, plan: Plan, say: Callable[[s
 Say = Callable[[str], None]
 
 MEASURED_AGAIN = 3
-"""How often a pair of times is taken anew at most."""
+"""How often a pair of times is measured again at most."""
 
 
 class Times(NamedTuple):
-    """Times to the first token, and how often they were taken anew."""
+    """Times to first token, and how often they were measured again."""
 
     restore_s: float
     recompute_s: float
@@ -97,12 +97,12 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One answered question. ``tier``: the slowest one that pages came from, "none" without a hit.
+    """One answered question. ``tier`` is the slowest one that pages came from, "none" without a hit.
 
-    ``verdict``: "same", "near-tie" or "other", against the plain run. Times in seconds. ``measured_again``: how often
-    both times were taken anew, side by side, because a restore from NVMe looked slower than a recompute long before it.
-    ``exact``: no page went through a lossy codec. ``plain_answer``: without the store; its first ``agreeing`` tokens of
-    ``tokens`` are those of ``answer``.
+    ``verdict`` is "same", "near-tie" or "other", compared with the plain run. Times are in seconds.
+    ``measured_again`` counts how often both times were measured again, side by side, because a restore from NVMe
+    seemed slower than an earlier recompute. ``exact``: no page went through a lossy codec. ``plain_answer`` is the
+    answer without the store; its first ``agreeing`` of ``tokens`` tokens are those of ``answer``.
     """
 
     document: str
@@ -123,7 +123,7 @@ class Row:
 
 
 def open_store(session: Session, plan: Plan) -> TierStore:
-    """The plan's store, for the pages of the session's model."""
+    """Open the plan's store for the pages of the model."""
     return TierStore.open(load_config(plan.store), session.spec(plan.page_size))
 
 
@@ -170,10 +170,10 @@ def ask_all(session: Session, store: TierStore, plan: Plan, say: Say, *, after_r
 def measured(
     session: Session, store: TierStore, ids: list[int], answer: StoredAnswer, plain: PlainAnswer
 ) -> Times:
-    """Both times to the first token; again, one right after the other, while the restore from NVMe seems slower.
+    """Return both times to first token, measured again side by side while the restore from NVMe seems slower.
 
-    The plain run is minutes old: another process may have taken the machine since. A slow restore stays slow, and so
-    does an answer that computed most of its prompt.
+    The plain run is minutes old: other programs may have slowed the machine since. A restore that is really slow
+    stays slow, and so does an answer that computed most of its prompt.
     """
     times = Times(answer.ttft_s, plain.ttft_s, 0)
     if 2 * answer.reused_tokens < len(ids):
@@ -187,7 +187,7 @@ def measured(
 
 
 def settle(session: Session, store: TierStore, plan: Plan) -> None:
-    """Bring every page to disk, so that a new process finds all of them there."""
+    """Move every page to disk, so that a new process finds all of them there."""
     for question in plan.questions:
         store.demote(store.keys(question.ids), Tier.NVME)
     store.drain(120.0)
@@ -195,7 +195,7 @@ def settle(session: Session, store: TierStore, plan: Plan) -> None:
 
 
 def main(plan_path: Path, found_path: Path) -> None:
-    """The second act."""
+    """Run the second process."""
     plan = Plan.load(plan_path)
     session = Session(Path(plan.model), plan.store["hbm"]["device"])
     with open_store(session, plan) as store:
@@ -212,12 +212,12 @@ def _say(line: str) -> None:
 
 
 class RestartError(RuntimeError):
-    """The second process did not come to its end; the message carries what it said."""
+    """The second process failed. The message has its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What happened: the rows of both acts, and the sizes they were played with."""
+    """The results: the rows of both processes, and the sizes of the demonstration."""
 
     documents: list[Document]
     sizes: Sizes
@@ -230,17 +230,19 @@ class Outcome:
 
     @property
     def lossy(self) -> str:
-        """What pages went through: the codec of host memory, or else of the disk."""
+        """Return the codec that pages went through: that of host memory, or else of the disk."""
         return self.codec if self.host_codec == "none" else self.host_codec
 
 
 def run_demo(
     model: Path, settings: Settings, say: Say, paths: Sequence[Path] = (), place: Path | None = None
 ) -> Outcome:
-    """Play both acts with the model in folder ``model`` and return what happened; judges nothing.
+    """Run both processes with the model in folder ``model`` and return the results, without judging them.
 
-    ``place``: where a temporary folder for the store's disk tier is made (default: the system's); it is removed at
-    the end. Raises DocumentError, PlanError, RestartError, and the store's own errors.
+    Args:
+        place: Where the temporary folder of the disk tier is created (default: the system's) and finally removed.
+
+    Raises DocumentError, PlanError, RestartError, and the store's own errors.
     """
     say("loading the model")
     session = Session(model, settings.device)
@@ -296,7 +298,7 @@ def _prepare(
 
 
 def _second_act(plan: Plan, scratch: Path, say: Say) -> tuple[list[Row], InTurn]:
-    """Ask everything again in a new process, and then the documents in turn."""
+    """Ask everything again in a new process, and then about the documents in turn."""
     plan_path, found_path = scratch / "plan.json", scratch / "found.json"
     plan.save(plan_path)
     command = [sys.executable, "-m", "tierstore.demo.run", str(plan_path), str(found_path)]
