@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The pieces of a page. Piece j of slot s lies at ``base[j] + s * stride[j]``, is ``nbytes[j]`` long and belongs at
-    ``offset[j]`` of the page's blob. All int64, one entry a piece, in the order of the blob.
+    """The contiguous pieces of a page, in the order of the page's blob.
+
+    Piece j of slot s lies at address ``base[j] + s * stride[j]``, has ``nbytes[j]`` bytes, and belongs at byte
+    ``offset[j]`` of the blob. Each is an int64 array with one entry for each piece.
     """
 
     base: NDArray[np.int64]
@@ -40,16 +42,16 @@ class Segments:
 
     @property
     def smallest(self) -> int:
-        """Bytes of the smallest piece."""
+        """Return the bytes of the smallest piece."""
         return int(self.nbytes.min())
 
     def addresses(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Device addresses of the pieces of these slots, ``[len(slots), pieces]``."""
+        """Return the device addresses of the pieces of these slots, int64 ``[len(slots), pieces]``."""
         return self.base + slots[:, None] * self.stride
 
 
 def pool_segments(address: int, layout: PageLayout) -> Segments:
-    """Slots of our own at ``address``: the whole blob is one piece."""
+    """Return the piece of the store's own slots, which begin at ``address``: the whole blob."""
     return _segments([(address, layout.slot_nbytes, 0, layout.blob_nbytes)])
 
 
@@ -62,7 +64,7 @@ def row_segments(address: int, stride: int, pieces: Sequence[tuple[int, int, int
 
 
 def pool_group_segments(address: int, layout: PageLayout, layers: LayerGroups) -> list[Segments]:
-    """The same slots by layer groups: a piece for each of their parts."""
+    """Return the pieces of each layer group of the store's own slots: one for each part."""
     return [
         _segments([(address + part.offset, layout.slot_nbytes, part.offset, part.nbytes) for part in parts])
         for parts in layers.parts
@@ -72,10 +74,15 @@ def pool_group_segments(address: int, layout: PageLayout, layers: LayerGroups) -
 def tensor_segments(
     groups: Sequence[Sequence[torch.Tensor]], layout: PageLayout, limit: int, parts: Sequence[Part] = ()
 ) -> Segments | None:
-    """An engine's layers ``[slots, planes, tokens, heads, dim]``, one sequence a KV group; any strides.
+    """Return the pieces of pages in an engine's tensors, or None if there were more than ``limit``.
 
-    ``parts``: only these, all of the page if empty. None if that would be more than ``limit`` pieces. Neighbours that
-    are neighbours in the blob too are one piece.
+    Pieces that are neighbours in memory and in the blob are one.
+
+    Args:
+        groups: the layers ``[slots, planes, tokens, heads, dim]``, any strides; one sequence for each KV group.
+        layout: of a page.
+        limit: number of pieces, at most.
+        parts: only these layers; empty: all of the page.
     """
     pieces: list[tuple[int, int, int, int]] = []
     wanted = [(part.spec, part.first, part.end) for part in parts] or [
@@ -96,7 +103,7 @@ def tensor_segments(
 def tensor_group_segments(
     groups: Sequence[Sequence[torch.Tensor]], layout: PageLayout, layers: LayerGroups, limit: int
 ) -> list[Segments]:
-    """The same by layer groups. ``limit``: such that the whole page was found within it."""
+    """Return the pieces of each layer group, see ``tensor_segments``; the whole page must be within ``limit``."""
     found = [tensor_segments(groups, layout, limit, parts) for parts in layers.parts]
     return [segments for segments in found if segments is not None]
 
@@ -141,7 +148,7 @@ _MOST_EQUAL = 1 << 16
 
 
 def in_equal_pieces(segments: Segments) -> Segments | None:
-    """The same bytes in pieces of one length; None if these would be too small or too many for a kernel."""
+    """Return the same bytes in pieces of one length, or None if these were too small or too many for a kernel."""
     length = int(np.gcd.reduce(segments.nbytes))
     counts = segments.nbytes // length
     if length < min(_SMALLEST_EQUAL, int(segments.nbytes.sum())) or counts.sum() > _MOST_EQUAL:
@@ -154,7 +161,7 @@ def in_equal_pieces(segments: Segments) -> Segments | None:
 
 
 def alignment(segments: Segments) -> int:
-    """The largest of 16, 8, 4, 2, 1 that divides every address, stride, offset and length."""
+    """Return the largest of 16, 8, 4, 2, 1 that divides every address, stride, offset and length."""
     columns = (segments.base, segments.stride, segments.offset, segments.nbytes)
     common = int(np.gcd.reduce([np.gcd.reduce(column) for column in columns]))
     return int(np.gcd(common, 16))
@@ -165,10 +172,18 @@ _VECTOR = 16
 
 @dataclass(frozen=True, slots=True)
 class GroupStrides:
-    """One KV group. Strides and ``deltas`` are counted in numbers of ``itemsize`` bytes.
+    """Where each number of a KV group lies, for kernels.
 
-    Number ``[l, p, t, h, d]`` of slot s lies ``s * slot + deltas[l] + p * strides[0] + t * strides[1] + ...`` after the
-    first of ``memory``, which begins at slot 0 of layer 0 and is kept alive. ``shape``: planes, tokens, heads, dim.
+    Number ``[l, p, t, h, d]`` (layer, plane, token, head, dim) of slot s lies ``s * slot + deltas[l] + p * strides[0] +
+    t * strides[1] + h * strides[2] + d * strides[3]`` after the first. These are counted in numbers, not in bytes.
+
+    Attributes:
+        memory: begins at slot 0 of layer 0; kept alive.
+        itemsize: bytes of a number.
+        shape: planes, tokens, heads, dim.
+        deltas: distance of each layer from the first.
+        slot: distance between slots.
+        strides: distances between planes, tokens, heads, and numbers of a head.
     """
 
     memory: torch.Tensor
@@ -180,22 +195,22 @@ class GroupStrides:
 
     @property
     def numbers(self) -> int:
-        """Of one plane of a layer."""
+        """Return how many numbers a plane of a layer has."""
         return prod(self.shape[1:])
 
     @property
     def plain(self) -> bool:
-        """Whether the numbers of a layer's plane lie in a row."""
+        """Return whether the numbers of a layer's plane are contiguous."""
         _, _, heads, dim = self.shape
         return self.strides[1:] == (heads * dim, dim, 1)
 
     @property
     def aligned(self) -> int:
-        """The numbers, a power of two and 16 bytes' at most, that divide all of ``deltas``."""
+        """Return the largest power of two, of 16 bytes at most, that divides all of ``deltas``; in numbers."""
         return gcd(_VECTOR // self.itemsize, *self.deltas)
 
     def words(self, dtype: torch.dtype, plane: int = 0) -> torch.Tensor:
-        """The first word of a plane of slot 0 of layer 0, seen as ``dtype``: what is passed to a kernel."""
+        """Return the first word of a plane of slot 0 of layer 0, as ``dtype``: the pointer that a kernel gets."""
         start = self.memory.storage_offset() * self.memory.element_size()
         start += plane * self.strides[0] * self.itemsize
         found = torch.empty(0, dtype=dtype, device=self.memory.device)
@@ -203,7 +218,7 @@ class GroupStrides:
 
 
 def pool_strides(memory: torch.Tensor, layout: PageLayout) -> tuple[GroupStrides, ...]:
-    """The groups of slots of our own, flat uint8 ``[num_slots * slot_nbytes]``."""
+    """Return the strides of each KV group of the store's own slots, flat uint8 ``[num_slots * slot_nbytes]``."""
     lots = []
     for offset, spec in zip(layout.offsets, layout.specs, strict=True):
         layers, planes, tokens, heads, dim = spec.shape
@@ -218,14 +233,14 @@ def pool_strides(memory: torch.Tensor, layout: PageLayout) -> tuple[GroupStrides
 
 
 def byte_strides(memory: torch.Tensor, start: int, nbytes: int, stride: int) -> GroupStrides:
-    """``nbytes`` bytes of each slot, from its byte ``start`` on; slots are ``stride`` bytes apart."""
+    """Return the strides of ``nbytes`` bytes of each slot, from its byte ``start`` on, in slots of ``stride`` bytes."""
     return GroupStrides(memory[start:], 1, (1, 1, 1, nbytes), (0,), stride, (nbytes, nbytes, nbytes, 1))
 
 
 def tensor_strides(groups: Sequence[Sequence[torch.Tensor]]) -> tuple[GroupStrides, ...] | None:
-    """An engine's layers ``[slots, planes, tokens, heads, dim]``, one sequence a KV group.
+    """Return the strides of each KV group of an engine's tensors, or None if layers of a group differ in strides.
 
-    None where the layers of a group have different strides.
+    ``groups``: the layers ``[slots, planes, tokens, heads, dim]``, one sequence for each KV group.
     """
     lots = []
     for layers in groups:

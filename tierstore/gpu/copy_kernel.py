@@ -1,7 +1,7 @@
-"""The copy kernel: pieces in device memory to and from whole pages elsewhere, in mapped host memory or in a slab.
+"""The copy kernel: copies pieces in device memory to and from whole pages, in mapped host memory or in a slab.
 
-The only importer of cupy. Few threads with several vectors each in flight: on the link no more than it can carry, as
-what waits for the link waits in the way of all other traffic of the card.
+Few threads run, each with several vectors in flight: no more than the link can carry, because loads and stores that
+wait for the link hold up all other traffic of the card. This is the only importer of cupy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WIDTHS = {16: "int4", 8: "int2", 4: "int", 2: "short", 1: "char"}
 
 
 class Grid(NamedTuple):
-    """How many threads move how many vectors each at a time."""
+    """How the kernel is launched: blocks, threads of a block, and vectors that a thread copies at a time."""
 
     blocks: int
     threads: int
@@ -34,11 +34,11 @@ class Grid(NamedTuple):
 
 
 UP = Grid(8, 256, 4)
-"""From host memory: 128 KiB in flight. Of the grids measured, with less the link is not full, with more compute is
-slower and the copies are not faster."""
+"""From host memory: 128 KiB in flight. As measured, with less the link is not full, and with more the copies are not
+faster but compute beside them is slower."""
 
 DOWN = Grid(4, 256, 4)
-"""To host memory: what is stored queues up behind the link, so less: 64 KiB."""
+"""To host memory: 64 KiB in flight, because stores queue up behind the link."""
 
 NEAR = Grid(16, 1024, 4)
 """Between two places in device memory: eight times the speed of the link."""
@@ -103,9 +103,10 @@ extern "C" __global__ void move(const long long* __restrict__ table, const long 
 
 @dataclass(slots=True)
 class _Table:
-    """Slots and addresses of one launch, in page-locked memory that the kernel reads itself. ``read``: it has ended.
+    """Slots and addresses of one launch, in page-locked memory that the kernel reads itself.
 
-    Not uploaded: an upload would wait for the copies that are queued on the link.
+    They are not uploaded, because an upload would wait for the copies that are queued on the link. ``read``: happens
+    when the launch has ended.
     """
 
     memory: torch.Tensor
@@ -123,13 +124,19 @@ def _compiled(index: int, width: int, vectors: int) -> Any:
 
 
 class Pieces:
-    """Moves the pieces of slots to and from pages whose addresses are given. Queues; never waits.
+    """Copies the pieces of slots to and from pages at given addresses. Queues; never waits.
 
-    One instance a stream: tables are used again in the order in which it launches.
+    Use one instance for each stream: tables are reused in the order of launches.
     """
 
     def __init__(self, segments: Segments, device: torch.device, grid: Grid) -> None:
-        """ImportError without cupy. ``segments``: such as ``suits``; read at once."""
+        """Compile the kernel for these pieces. ImportError without cupy.
+
+        Args:
+            segments: the pieces, such as ``suits`` accepts; read at once.
+            device: the card.
+            grid: how it is launched.
+        """
         import cupy
 
         self._cupy: Any = cupy
@@ -149,15 +156,15 @@ class Pieces:
 
     @staticmethod
     def suits(segments: Segments | None) -> bool:
-        """Whether pages of this form can go this way at a good speed."""
+        """Return whether the kernel can copy pages of these pieces at a good speed."""
         return segments is not None and addresses.in_equal_pieces(segments) is not None
 
     def scatter(self, slots: NDArray[np.int64], pages: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
-        """From the pages at these addresses into the slots."""
+        """Queue copies from the pages at these addresses into the slots."""
         self._launch(slots, pages, 1, stream)
 
     def gather(self, slots: NDArray[np.int64], pages: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
-        """From the slots to these addresses."""
+        """Queue copies from the slots to the pages at these addresses."""
         self._launch(slots, pages, 0, stream)
 
     def _launch(
@@ -187,7 +194,7 @@ class Pieces:
         self._tables.append(table)
 
     def _table(self, entries: int) -> _Table:
-        """One that no launch reads any more, a new one where there is none long enough."""
+        """Return a table that no launch reads any more, or a new one if there is none long enough."""
         if self._tables and self._tables[0].read.query():  # type: ignore[no-untyped-call]
             table = self._tables.popleft()
             if len(table.memory) >= entries:
@@ -208,7 +215,7 @@ class _Handle:
 
 
 def _foreign(cupy: Any, stream: torch.cuda.Stream) -> Any:
-    """torch's stream as cupy's; cupy 13 has only the older way."""
+    """Return torch's stream as cupy's; cupy 13 has only the older constructor."""
     if hasattr(cupy.cuda.Stream, "from_external"):
         return cupy.cuda.Stream.from_external(_Handle(stream))
     return cupy.cuda.ExternalStream(stream.cuda_stream)

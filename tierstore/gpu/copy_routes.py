@@ -1,9 +1,9 @@
-"""The routes between device memory and page-locked host slots, the measured speed of each, and the choice among them.
+"""The routes between device memory and page-locked host slots, their measured speed, and the choice among them.
 
-``DmaRoute`` copies each piece by DMA, ``KernelRoute`` by the copy kernel; slabs are in ``staging``, routes to encoded
-host memory in ``quant``. ``rates_of`` measures a card's link once a process, in a fraction of a second.
-``FastestRoute`` takes, for each batch, the route that is expected to end first. ``own_pool_route`` and
-``engine_route`` build the route for a pool. Routes only queue work; they never wait.
+``DmaRoute`` copies each piece by DMA (the card's copy engines), ``KernelRoute`` by the copy kernel. ``slabs`` has the
+route through staging buffers, ``quant`` the routes to encoded host memory. ``rates_of`` measures a card's link once
+in a process, in a fraction of a second; ``FastestRoute`` chooses, for each batch, the route that is expected to end
+first. ``own_pool_route`` and ``engine_route`` build the route for a pool. Routes only queue work; they never wait.
 """
 
 from __future__ import annotations
@@ -40,42 +40,52 @@ if TYPE_CHECKING:
 
 
 class Route(Protocol):
-    """Queues copies of pages. ``slots``: in device memory; ``host``: addresses of the pages' slots in memory.
+    """Queues copies of pages between slots in device memory and addresses of page-locked host memory.
 
-    What is given back is an entry a page, not 0 once the copies have ended where the page did not arrive as its form is
-    wrong; None: none can fail so. ``pieces``: copies that the driver is asked for, for each page. ``layers``: how
-    ``load_group`` cuts pages, ``group_pieces`` pieces at most for each; None: loads go whole. ``loads_end_on``: the
-    stream of a load's last work; None: the one that it is given. ``streams``: those that it uses besides.
+    A copy returns int32 flags, one for each page. Once the copies have ended, a flag is not 0 if its page did not
+    arrive because its form is wrong. It returns None if no page can fail so.
     """
 
     name: str
+    """For ``stats()``."""
     pieces: int
+    """Copies that the driver is asked for, for each page."""
     layers: LayerGroups | None
+    """How ``load_group`` cuts pages; None: pages are loaded whole."""
     group_pieces: int
+    """As ``pieces``, for each page of a ``load_group``, at most."""
     loads_end_on: torch.cuda.Stream | None
+    """Stream of a load's last work; None: the stream that the load is given."""
     streams: Sequence[torch.cuda.Stream]
+    """The streams that it uses besides the one that a copy is given."""
 
     def load(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """Host to device."""
+        """Queue copies of whole pages, host to device.
+
+        Args:
+            slots: in device memory, int64 ``[pages]``.
+            host: addresses of the pages in host memory, int64 ``[pages]``.
+            stream: on which the copies begin; they end on ``loads_end_on``.
+        """
         ...
 
     def load_group(
         self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """One group of ``layers``, host to device."""
+        """Queue copies of one group of ``layers``, host to device, on ``stream``."""
         ...
 
     def save(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """Device to host."""
+        """Queue copies of whole pages, device to host, on ``stream``."""
         ...
 
 
 class WholePages:
-    """What routes have in common that load pages whole, on the stream they are given."""
+    """Base of routes that load whole pages on the stream they are given."""
 
     pieces = 1
     layers: LayerGroups | None = None
@@ -86,13 +96,12 @@ class WholePages:
     def load_group(
         self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> None:
-        """Never called where ``layers`` is None."""
+        """Raise NotImplementedError: never called, as ``layers`` is None."""
         raise NotImplementedError
 
 
 class DmaRoute:
-    """One copy a piece. ``groups``: the pieces of each of ``layers``, as ``Segments`` has them of all; pages go whole
-    where there is one."""
+    """Copies by DMA, one for each piece of a page."""
 
     name = "straight"
     loads_end_on: torch.cuda.Stream | None = None
@@ -105,6 +114,14 @@ class DmaRoute:
         layers: LayerGroups | None = None,
         groups: Sequence[Segments] = (),
     ) -> None:
+        """Set what is copied.
+
+        Args:
+            segments: the pieces of a page.
+            driver: of the device.
+            layers: how pages are cut.
+            groups: the pieces of each of ``layers``; with fewer than two groups pages are loaded whole.
+        """
         self.layers = layers if len(groups) > 1 else None
         self.pieces = len(segments)
         self.group_pieces = max((len(group) for group in groups), default=self.pieces)
@@ -113,19 +130,19 @@ class DmaRoute:
         self._driver = driver
 
     def load(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
-        """Host to device."""
+        """Queue copies of whole pages, host to device, on ``stream``."""
         there, here, nbytes = _pieces(self._segments, slots, host)
         self._driver.copy(there, here, nbytes, stream)
 
     def load_group(
         self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> None:
-        """One group of ``layers``, host to device."""
+        """Queue copies of one group of ``layers``, host to device, on ``stream``."""
         there, here, nbytes = _pieces(self._groups[group], slots, host)
         self._driver.copy(there, here, nbytes, stream)
 
     def save(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
-        """Device to host."""
+        """Queue copies of whole pages, device to host, on ``stream``."""
         there, here, nbytes = _pieces(self._segments, slots, host)
         self._driver.copy(here, there, nbytes, stream)
 
@@ -139,26 +156,26 @@ def _pieces(
 
 
 class KernelRoute(WholePages):
-    """A route (see ``routes.Route``) straight between slots and mapped host memory."""
+    """Copies by the copy kernel, straight between slots and mapped host memory."""
 
     name = "kernel"
     pieces = 0
 
     def __init__(self, segments: Segments, device: torch.device) -> None:
-        """ImportError without cupy. ``segments``: such as ``suits``."""
+        """Compile the kernel for the pieces of a page, such as ``suits`` accepts. ImportError without cupy."""
         self._up, self._down = (Pieces(segments, device, grid) for grid in (UP, DOWN))
 
     @staticmethod
     def suits(segments: Segments | None) -> bool:
-        """Whether pages of this form can go this way at a good speed."""
+        """Return whether the kernel can copy pages of these pieces at a good speed."""
         return Pieces.suits(segments)
 
     def load(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
-        """Host to device."""
+        """Queue copies of whole pages, host to device, on ``stream``."""
         self._up.scatter(slots, host, stream)
 
     def save(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
-        """Device to host."""
+        """Queue copies of whole pages, device to host, on ``stream``."""
         self._down.gather(slots, host, stream)
 
 
@@ -178,7 +195,7 @@ MOST = 1024
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Pieces of ``nbytes``: a batch of n takes ``fixed_s + n * piece_s``."""
+    """The measured cost of pieces of ``nbytes``: a batch of n takes ``fixed_s + n * piece_s`` seconds."""
 
     nbytes: int
     fixed_s: float
@@ -187,15 +204,18 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """``points``: by way and direction, by rising size of a piece; what is missing cannot be done."""
+    """What copies take, as measured.
+
+    ``points``: by way and direction, in the order of the size of a piece. A way that is missing cannot be used.
+    """
 
     points: Mapping[tuple[Way, Direction], Sequence[Point]]
 
     def seconds(self, way: Way, direction: Direction, nbytes: int, pieces: int) -> float:
-        """What ``pieces`` pieces of ``nbytes`` take; infinity for a way that was not measured.
+        """Return the seconds that ``pieces`` pieces of ``nbytes`` take; infinity for a way that was not measured.
 
-        Between two sizes that were measured the costs go evenly with the logarithm of the size, beyond them with the
-        size itself, but for the costs of the smallest, which no smaller piece goes below.
+        Between two measured sizes, costs are interpolated over the logarithm of the size. Above the largest they grow
+        with the size; below the smallest they stay the same.
         """
         points = self.points.get((way, direction))
         if not points:
@@ -212,7 +232,7 @@ class Rates:
         return fixed + pieces * piece
 
     def plain(self) -> dict[str, dict[int, float]]:
-        """10^9 bytes a second of large batches, by way and size: for stats."""
+        """Return the throughput of large batches in GB/s (10^9 bytes/s), by way and size of a piece, for stats."""
         return {
             f"{way} {direction}": {p.nbytes: round(p.nbytes / p.piece_s / 1e9, 2) for p in points}
             for (way, direction), points in self.points.items()
@@ -220,7 +240,10 @@ class Rates:
 
 
 def measured(ways: Sequence[Way], measure: Callable[[Way, Direction, int, int], float]) -> Rates:
-    """``measure``: the seconds of a batch of so many pieces of so many bytes, by a way, in a direction."""
+    """Return the rates that ``measure`` finds.
+
+    ``measure``: called with way, direction, bytes of a piece and number of pieces; returns seconds.
+    """
     directions: tuple[Direction, ...] = ("up", "down")
     return Rates(
         {
@@ -236,48 +259,59 @@ def _point(
 ) -> Point:
     many = max(2 * FEW, min(MOST, MANY_NBYTES // nbytes))
     short, long = measure(way, direction, nbytes, FEW), measure(way, direction, nbytes, many)
-    piece = max((long - short) / (many - FEW), long / many / 10)  # whatever the clock says: more takes longer
+    piece = max(
+        (long - short) / (many - FEW), long / many / 10
+    )  # whatever the clock tells, more pieces take longer
     return Point(nbytes, max(0.0, long - many * piece), piece)
 
 
 KERNEL_HANDICAP = 1.1
-"""A kernel has to be so much faster than DMA: it takes multiprocessors and bandwidth from compute."""
-
+"""How much faster than DMA the kernel must be to be chosen: it takes multiprocessors and bandwidth from compute."""
 
 MOST_PIECES = 128
-"""The driver is asked for more only where there is no other way: it takes a microsecond of the caller for each."""
+"""Pieces of a batch that the driver is asked for, at most, if there is another route: each takes a microsecond of the
+caller's time."""
 
 _A_TRANSFER = 32
-"""Pages."""
+"""Pages of a typical transfer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A route, and what its batches are made of: ``pieces`` of ``piece_nbytes`` a page, by ``way``."""
+    """A route to choose, and what it costs: ``pieces`` pieces of ``piece_nbytes`` for each page, by ``way``."""
 
     route: Route
     way: Way
     pieces: int
     piece_nbytes: int
     extra_s: float = 0.0
-    """For each batch, on top."""
+    """Seconds on top, for each batch."""
 
     def seconds(self, rates: Rates, direction: Direction, pages: int) -> float:
-        """What a batch is expected to take."""
+        """Return the seconds that a batch is expected to take, with the kernel's handicap."""
         handicap = KERNEL_HANDICAP if self.way == "kernel" else 1.0
         crossing = rates.seconds(self.way, direction, self.piece_nbytes, pages * self.pieces)
         return handicap * crossing + self.extra_s
 
 
 class FastestRoute:
-    """Several routes as one. Loads by layers go by the one of those with layers that is expected to take least."""
+    """Several routes as one: each batch takes the route that is expected to end first.
+
+    Loads by layers all take the same route, the fastest of those that can.
+    """
 
     def __init__(
         self, options: Sequence[Option], rates: Rates, side: torch.cuda.Stream | None = None
     ) -> None:
-        """``side``: where loads of one of the routes end; those of the others are made to end there too."""
+        """Set the choices.
+
+        Args:
+            options: the routes and their costs.
+            rates: as measured.
+            side: the stream where loads of one of the routes end; loads of the others are made to end there too.
+        """
         self.batches: dict[str, int] = {option.route.name: 0 for option in options}
-        """Batches so far, by route."""
+        """Number of batches so far, by route."""
         self._options = options
         self._rates = rates
         layered = [option for option in options if option.route.layers is not None]
@@ -294,7 +328,7 @@ class FastestRoute:
     def load(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """Host to device."""
+        """Queue copies of whole pages, host to device, on ``stream``."""
         route = self._pick("up", len(slots))
         flags = route.load(slots, host, stream)
         self._join(route, stream)
@@ -303,7 +337,7 @@ class FastestRoute:
     def load_group(
         self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """One group of ``layers``, host to device."""
+        """Queue copies of one group of ``layers``, host to device, on ``stream``."""
         assert self._layered is not None
         flags = self._layered.load_group(group, slots, host, stream)
         self._join(self._layered, stream)
@@ -312,7 +346,7 @@ class FastestRoute:
     def save(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """Device to host."""
+        """Queue copies of whole pages, device to host, on ``stream``."""
         return self._pick("down", len(slots)).save(slots, host, stream)
 
     def _pick(self, direction: Direction, pages: int) -> Route:
@@ -335,18 +369,21 @@ _lock = Lock()
 
 
 def rates_of(driver: Driver, device: torch.device) -> Rates:
-    """The rates of the device's link, measured at the first call in the process: about 0.1 s, with other work on the
-    link or the card as slow as that work makes it. Without cupy DMA is the only way."""
+    """Return the rates of the device's link, which the first call in a process measures.
+
+    That takes about 0.1 s. Other work on the link or the card at that time makes the measured rates lower. Without cupy
+    only DMA is measured.
+    """
     with _lock:
         if device.index not in _found:
             start = perf_counter()
             _found[device.index] = _Bed(driver, device).rates()
-            _log.info("the link of %s was measured in %.3f s", device, perf_counter() - start)
+            _log.info("measured the link of %s in %.3f s", device, perf_counter() - start)
         return _found[device.index]
 
 
 class _Bed:
-    """A block at each end of the link, and what moves pieces of it."""
+    """What the link is measured with: a block of memory at each end, and what copies pieces of it."""
 
     def __init__(self, driver: Driver, device: torch.device) -> None:
         nbytes = max(MANY_NBYTES, max(SIZES) * FEW)
@@ -358,7 +395,7 @@ class _Bed:
         self._movers: dict[tuple[int, Direction], Pieces] = {}
 
     def rates(self) -> Rates:
-        """Everything measured."""
+        """Return all measured rates."""
         try:
             self._mover(SIZES[0], "up")
         except ImportError:
@@ -366,7 +403,7 @@ class _Bed:
         return measured(["dma", "kernel"], self.seconds)
 
     def seconds(self, way: Way, direction: Direction, nbytes: int, pieces: int) -> float:
-        """The shortest of a few runs, by the clock on the wall, submission included."""
+        """Return the shortest of a few runs in wall time, submission included."""
         slots = np.random.default_rng(0).permutation(min(MOST, len(self._host) // nbytes)).astype(np.int64)
         slots = slots[:pieces]
         host = self._host.data_ptr() + slots[::-1] * nbytes
@@ -401,16 +438,16 @@ class _Bed:
 
 
 _MOST_LISTED = 1 << 16
-"""Pieces of a page that are still written down one by one."""
+"""Pieces of a page that are listed one by one, at most."""
 
 _MOST_PIECES = 128
-"""Pieces of a page that the driver may be asked to copy one by one."""
+"""Pieces of a page that the driver may be asked to copy one by one, at most."""
 
 _SPREAD_S = 50e-6
-"""Spreading the last slab, which nothing hides."""
+"""Seconds to spread the last slab, which nothing hides."""
 
 _LAUNCH_S = 10e-6
-"""A launch of torch's, where it takes one or two a layer."""
+"""Seconds of a launch of torch's, of which it needs one or two for each layer."""
 
 SLAB_NBYTES = 32 << 20
 """Bytes of a slab of pages as they are."""
@@ -425,7 +462,11 @@ def own_pool_route(
     device: torch.device,
     most_groups: int = MOST_GROUPS,
 ) -> Route:
-    """For slots of our own: by DMA, or by the kernel where pages are so small that it may be faster."""
+    """Return the route for the store's own slots.
+
+    Pages go by DMA, or by the copy kernel if they are so small that it may be faster. ``most_groups``: layer groups
+    of a load, at most.
+    """
     layers = LayerGroups.of(layout, most_groups)
     straight = DmaRoute(pool.segments, driver, layers, pool.groups(layers))
     if layout.blob_nbytes > SIZES[-1] or not KernelRoute.suits(pool.segments):
@@ -443,7 +484,11 @@ def engine_route(
     device: torch.device,
     most_groups: int = MOST_GROUPS,
 ) -> Route:
-    """For an engine's tensors: piece by piece, by DMA or by the kernel, or as whole pages through slabs."""
+    """Return the route for an engine's tensors: the fastest of those that suit them.
+
+    Pages go piece by piece, by DMA or by the copy kernel, or as whole pages through slabs. ``layers``: ``[slots,
+    planes, tokens, heads, dim]``, one sequence for each KV group. ``most_groups``: layer groups of a load, at most.
+    """
     groups = LayerGroups.of(layout, most_groups)
     found = addresses.tensor_segments(layers, layout, _MOST_LISTED)
     options = [] if found is None else _piece_by_piece(layers, found, layout, driver, device, groups)
@@ -460,7 +505,7 @@ def engine_route(
 
 
 def misses_kernel(route: Route, layout: PageLayout) -> bool:
-    """Return whether the copy kernel would be one of the route's ways if cupy were installed."""
+    """Return whether the copy kernel would be a choice of this route if cupy were installed."""
     small = isinstance(route, FastestRoute) or layout.blob_nbytes <= SIZES[-1]
     return small and find_spec("cupy") is None
 

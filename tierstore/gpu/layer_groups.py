@@ -18,18 +18,22 @@ if TYPE_CHECKING:
 
 
 MOST_GROUPS = 16
-"""More gain little: what cannot overlap is one group's share of the time."""
+"""Layer groups of a page, at most. More gain little: only one group's share of the time cannot overlap."""
 
 
 SMALLEST_NBYTES = 512 << 10
-"""Smaller pieces of pages take longer to launch, a microsecond or two each, than a slow processor has for them beside
-taking pages."""
+"""Bytes of a group's part of a page, at least, on average. Each piece takes a microsecond or two to launch: for more,
+smaller pieces a slow processor has no time while it also takes pages into leases."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """``shares``: of the layers, each group's, in proportion. It fits pages of which each group gets a layer and has
-    parts of ``smallest_nbytes`` or more on average."""
+    """A way to cut pages into layer groups of given proportions.
+
+    Attributes:
+        shares: how many of the layers each group gets, in proportion.
+        smallest_nbytes: the cut fits pages of which each group has a layer, and parts of so many bytes on average.
+    """
 
     shares: tuple[int, ...]
     smallest_nbytes: int
@@ -37,9 +41,9 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Layers ``[first, end)`` of KV group ``spec``: ``nbytes`` from ``offset`` of the page's blob on.
+    """Layers ``[first, end)`` of KV group ``spec``: ``nbytes`` bytes of the page's blob, from byte ``offset`` on.
 
-    The last part of a KV group takes in what lies between it and the next one.
+    The last part of a KV group includes the alignment bytes before the next KV group.
     """
 
     spec: int
@@ -51,7 +55,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """``parts[g]``: what group g consists of; ``starts[g]``: its first layer."""
+    """How a page is cut.
+
+    Attributes:
+        parts: of each group its parts, one for each KV group that has layers in it.
+        starts: of each group its first layer.
+    """
 
     parts: tuple[tuple[Part, ...], ...]
     starts: tuple[int, ...]
@@ -60,7 +69,13 @@ class LayerGroups:
     def of(
         cls, layout: PageLayout, most: int = MOST_GROUPS, smallest_nbytes: int = SMALLEST_NBYTES
     ) -> LayerGroups:
-        """As many groups as there may be with parts of ``smallest_nbytes`` or more on average in each; at least one."""
+        """Return the cut into as many equal groups as possible, at least one.
+
+        Args:
+            layout: of a page.
+            most: number of groups, at most.
+            smallest_nbytes: bytes of a group's parts, at least, on average.
+        """
         layers = max(spec.num_layers for spec in layout.specs)
         for number in range(min(most, layers), 1, -1):
             groups = _cut(layout, [layers * i // number for i in range(number + 1)])
@@ -70,7 +85,7 @@ class LayerGroups:
 
     @classmethod
     def by_shares(cls, layout: PageLayout, cuts: Sequence[Cut]) -> LayerGroups:
-        """By the first of ``cuts`` that fits; one group where none does."""
+        """Return the cut by the first of ``cuts`` that fits these pages; one group if none does."""
         layers = max(spec.num_layers for spec in layout.specs)
         for cut in cuts:
             bounds = [layers * end // sum(cut.shares) for end in accumulate(cut.shares, initial=0)]
@@ -84,11 +99,11 @@ class LayerGroups:
         return len(self.parts)
 
     def holding(self, layer: int) -> int:
-        """The group that layer ``layer`` of every KV group that has it is in."""
+        """Return the group that layer ``layer`` is in, of every KV group that has such a layer."""
         return bisect_right(self.starts, layer) - 1
 
     def divide(self, nbytes: int) -> list[int]:
-        """What of a page that is ``nbytes`` long as it crosses the link falls to each group."""
+        """Return the bytes of each group, of a page that has ``nbytes`` as it crosses the link."""
         sizes = [sum(part.nbytes for part in parts) for parts in self.parts]
         return [nbytes * size // sum(sizes) for size in sizes]
 
