@@ -1,9 +1,9 @@
-"""The order in which copies are launched, and how far ahead of the link.
+"""The queue of copies: in which order they are launched, and how far ahead of the link.
 
 ``Waves`` orders the layer groups of many loads. ``Pace`` limits how much is launched at once. A ``Lane`` is one
 direction of the link: the transfers (``Job``) that wait, and the launches (``Flight``) that are in flight. A lane
-launches on whatever thread asks, one at a time. Nothing waits here, and the caller holds the engine's lock, except
-during ``Lane.launch``, which may take as long as the driver likes.
+launches on whatever thread asks, one at a time. Nothing blocks here, and the caller holds the engine's lock, except
+during ``Lane.launch``, which may take as long as a call of the driver takes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Entry(Generic[Item]):
 
 
 class _Row(Generic[Item]):
-    """Jobs that get the same group next, in the order in which they came, and their size together."""
+    """Jobs that get the same layer group next, in the order in which they came, and their total size."""
 
     def __init__(self) -> None:
         self.entries: deque[_Entry[Item]] = deque()
@@ -63,34 +63,34 @@ class _Row(Generic[Item]):
 
 
 class Waves(Generic[Item]):
-    """Jobs of ``groups`` layer groups each: all jobs of a wave get a group before any of them gets the next.
+    """The order of the layer groups of many jobs: all jobs of a wave get a group before any of them gets the next.
 
-    A new job joins the wave under way, from its first group on, until half of the groups have been handed out of a job
-    in it; then it waits for the next wave, so that nothing is overtaken for ever. Jobs get their last group in the
-    order in which they came. What it costs does not depend on how many wait. Not thread-safe.
+    A new job joins the current wave, with its first group, until half of the groups of a job in it have been handed
+    out. Then it waits for the next wave, so that no job is overtaken forever. Jobs get their last group in the order
+    in which they came. The cost of a call does not depend on how many jobs wait. Not thread-safe.
     """
 
     def __init__(self, groups: int) -> None:
         self._groups = groups
         self._wave: list[_Row[Item]] = [_Row() for _ in range(groups)]
-        """By the group that comes next: jobs that came sooner are never behind."""
+        """Jobs of the wave by the group that they get next: a job that came sooner is never behind a later one."""
         self._later: _Row[Item] = _Row()
         self._handed_out = 0
-        """Groups, of the job of the wave that was furthest."""
+        """How many groups the most advanced job of the wave was given."""
         self._size = 0
-        """Jobs of the wave."""
+        """Number of jobs in the wave."""
 
     def __len__(self) -> int:
-        """Jobs that have groups to come."""
+        """Return the number of jobs that have groups to come."""
         return self._size + len(self._later.entries)
 
     @property
     def open(self) -> bool:
-        """Whether a new job would join the wave under way."""
+        """Return whether a new job would join the current wave."""
         return not self._later.entries and self._handed_out * 2 <= self._groups
 
     def add(self, job: Item, size: int) -> None:
-        """``size``: of one group of the job, in the caller's unit."""
+        """Add a job. ``size``: of one of its groups, in the caller's unit."""
         if self.open:
             self._size += 1
             self._wave[0].add(_Entry(job, size))
@@ -98,16 +98,19 @@ class Waves(Generic[Item]):
             self._later.add(_Entry(job, size))
 
     def first(self) -> tuple[Item, int]:
-        """The first of those that ``take`` gives, and the group. IndexError if empty."""
+        """Return the first job that ``take`` would return, and the group. IndexError if empty."""
         row, group = self._at_hand()
         return row.entries[0].job, group
 
     def size_at_hand(self) -> int:
-        """Of all jobs together that could get the group that ``first`` gets. IndexError if empty."""
+        """Return the total size of the jobs that wait for the same group as ``first``. IndexError if empty."""
         return self._at_hand()[0].size
 
     def take(self, most: int) -> tuple[list[Item], int]:
-        """The next jobs, at least one, of ``most`` size together, and the group they get now. IndexError if empty."""
+        """Return the next jobs, at least one, of a total size of ``most`` at most, and the group that they get now.
+
+        IndexError if empty.
+        """
         row, group = self._at_hand()
         if row is self._later:
             self._size = len(row.entries)
@@ -126,19 +129,19 @@ class Waves(Generic[Item]):
         return [entry.job for entry in taken], group
 
     def take_whole(self) -> Item:
-        """The only job, none of whose groups was handed out: all of its groups at once."""
+        """Return the only job, with all of its groups at once. None of them may have been handed out."""
         _, group = self._at_hand()
         assert not group
         [job] = self.clear()
         return job
 
     def remove(self, job: Item) -> None:
-        """The job gets no more groups, if it was to get any."""
+        """Remove a job: it gets no more groups. No error if it is not there."""
         self._leave(sum(row.remove(job) for row in self._wave))
         self._later.remove(job)
 
     def clear(self) -> list[Item]:
-        """Removes all jobs: these, in the order in which they came."""
+        """Remove and return all jobs, in the order in which they came."""
         rows = [*reversed(self._wave), self._later]
         jobs = [entry.job for row in rows for entry in row.entries]
         self._wave, self._later = [_Row() for _ in self._wave], _Row()
@@ -146,7 +149,7 @@ class Waves(Generic[Item]):
         return jobs
 
     def _at_hand(self) -> tuple[_Row[Item], int]:
-        """Whose turn it is, and for which group. IndexError if empty."""
+        """Return the row whose turn it is, and its group. IndexError if empty."""
         for group, row in enumerate(self._wave):
             if row.entries:
                 return row, group
@@ -162,30 +165,30 @@ class Waves(Generic[Item]):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How much is launched at once. In bytes over the link but for ``pieces`` and ``at_once``."""
+    """How much is launched at once and ahead of the link, in bytes that cross it except ``pieces`` and ``at_once``."""
 
     whole: int = 16 << 20
-    """Transfers up to this are not cut into layer groups on an idle link."""
+    """A transfer up to this size is not cut into layer groups if the link is idle."""
     together: int = 128 << 20
-    """What several transfers have of a layer group is launched together up to this."""
+    """The same layer group of several transfers is launched together up to this size."""
     pieces: int = 256
-    """And up to so many pieces, in one call too; more of one transfer are launched by the thread: they take the driver
-    too long."""
+    """Pieces launched together, and in one call, at most. A transfer with more is launched by the lane's thread,
+    because the driver takes long for it."""
     ahead: int = 512 << 20
-    """Nothing more is launched while the link has so much to do: some milliseconds. A quarter of it where pages are
-    coming that would go first: they wait for what is launched."""
+    """Nothing more is launched while so much is in flight: some milliseconds of the link. A quarter of it if pages are
+    coming that would go first, as they wait for what is in flight."""
     enough: int = 64 << 20
-    """With so much to do the link can wait until there is more of a group to be launched together."""
+    """With so much in flight, a launch can wait until more of the same layer group has come."""
     behind: int = 256 << 20
-    """With less the thread launches what nobody launches: no call came for 10 ms. With less than a quarter of it in any
-    case, but where pages are coming: calls do not keep the link busy."""
+    """The lane's thread launches below this if no call came for 10 ms. Below a quarter of it the thread launches in any
+    case, unless pages are coming, as calls do not keep the link busy."""
     at_once: int = 4
-    """Launches in one call, at most. Whoever submits makes one: it is to bring what comes next."""
+    """Launches in one call of ``poll``, at most. A ``submit`` makes one at most, as the caller has more to submit."""
 
 
 AS_THEY_ARE = Pace()
 ENCODED = Pace(pieces=512)
-"""Of a group these pages have four pieces where others have one: with as few, a call would launch a quarter."""
+"""For encoded pages: a layer group of them has four pieces where that of others has one."""
 
 MAPPED = Pace(together=512 << 20, ahead=2 << 30, enough=128 << 20, behind=1 << 30, at_once=8)
 """Of encoded pages that need no pieces: a launch is the same work for any number of them. So there are few, and 40 ms
@@ -193,7 +196,10 @@ of the link ahead, as whoever launches may have to wait so long for its turn. Wh
 
 
 def pace_of(held: HostFormat, pieces: int) -> Pace:
-    """For pages that host memory holds so, of which a layer group has so many pieces; 0: their copies need none."""
+    """Return the pace that fits how host memory holds pages.
+
+    ``pieces``: copies that the driver is asked for, for each page of a layer group; 0: a kernel copies.
+    """
     if not held.encoded:
         return AS_THEY_ARE
     return ENCODED if pieces else MAPPED
@@ -201,39 +207,40 @@ def pace_of(held: HostFormat, pieces: int) -> Pace:
 
 @dataclass(eq=False)
 class Job:
-    """A transfer and how far it is. ``flights``: what carries each layer group launched so far."""
+    """A transfer and how far it is."""
 
     transfer: Transfer
     device_slots: NDArray[np.int64]
     host_slots: NDArray[np.int64]
     flights: list[Flight] = field(default_factory=list)
+    """What carries each layer group that was launched so far."""
     airborne: int = 0
-    """Flights of it that are being launched or have not landed."""
+    """Number of its flights that are being launched or have not landed."""
     seconds: float = 0.0
     failure: Failure | None = None
     refused: set[int] = field(default_factory=set)
-    """Positions of pages that did not arrive as their form is wrong."""
+    """Positions of the pages that did not arrive because their form is wrong."""
 
     @classmethod
     def of(cls, transfer: Transfer) -> Job:
-        """Nothing of it launched."""
+        """Return the job of a transfer of which nothing was launched."""
         src, dst = (np.fromiter(s, np.int64, len(s)) for s in (transfer.src_slots, transfer.dst_slots))
         return cls(transfer, dst, src) if transfer.dst == Tier.HBM else cls(transfer, src, dst)
 
     @cached_property
     def into(self) -> frozenset[int]:
-        """The slots it writes."""
+        """Return the slots that it writes."""
         return frozenset(self.transfer.dst_slots)
 
     @property
     def pages(self) -> int:
-        """How many it moves."""
+        """Return how many pages it copies."""
         return len(self.host_slots)
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """Copies launched together. ``group`` None: all layers."""
+    """Copies launched together, of one layer group; ``group`` None: of all layers."""
 
     number: int
     jobs: list[Job]
@@ -244,13 +251,13 @@ class Flight:
     broken: bool = False
     landed: bool = False
     lent: bool = False
-    """A caller holds the event that ends it."""
+    """A caller holds ``ended``, so it is not reused."""
     refused: NDArray[np.int32] | None = None
-    """See ``routes.Route``; to be looked at when it has landed."""
+    """The flags of ``copy_routes.Route``; valid once it has landed."""
 
 
 def ack_of(job: Job, page_nbytes: int) -> Ack:
-    """What became of a job that has come to its end."""
+    """Return the ack of a job that has ended."""
     transfer = job.transfer
     if job.failure is not None:
         failures = tuple((i, job.failure) for i in range(len(transfer.keys)))
@@ -262,7 +269,7 @@ def ack_of(job: Job, page_nbytes: int) -> Ack:
 
 
 def share_refused(flight: Flight) -> None:
-    """Tells each job of a flight that has landed which of its pages did not arrive."""
+    """Note in each job of a flight that has landed which of its pages did not arrive."""
     if flight.refused is None or not flight.refused.any():
         return
     first = 0
@@ -277,7 +284,7 @@ _JUST_NOW_S = 0.005
 
 
 class Lane:
-    """Jobs of one direction. ``layers``: None: pages go whole. ``pieces``: asked of the driver for a page, at once."""
+    """One direction of the link: the jobs that wait, and the copies that are in flight."""
 
     def __init__(
         self,
@@ -290,14 +297,25 @@ class Lane:
         pieces: int,
         new_event: Callable[[], TimedEvent],
     ) -> None:
-        """``streams``: on which copies begin and end. ``page_nbytes``: as it crosses the link."""
+        """Set how copies are queued.
+
+        Args:
+            copy: called with a layer group (None: all layers), device slots, host slots and a stream; returns flags as
+                ``copy_routes.Route`` does.
+            streams: on which copies begin and end.
+            page_nbytes: bytes of a page as it crosses the link.
+            layers: how pages are cut; None: they go whole.
+            pieces: copies that the driver is asked for, for each page of a launch.
+            new_event: makes the events around a flight.
+        """
         self.arrived: deque[Job] = deque()
-        """Jobs that nobody has looked at."""
+        """Jobs that the engine has not taken in yet."""
         self.launching = False
+        """Its thread is launching."""
         self.resting = False
         """Its thread waits to be woken."""
         self.nbytes = 0
-        """On their way over the link."""
+        """Bytes in flight."""
         self._copy = copy
         self.stream, self._last = streams
         self._page_nbytes = page_nbytes
@@ -309,23 +327,23 @@ class Lane:
         self._waves: Waves[Job] = Waves(self._groups)
         self._flying: deque[Flight] = deque()
         self._loading: dict[int, Job] = {}
-        """Jobs to HBM that have not come to their end, by transfer."""
+        """Jobs to HBM that have not ended, by transfer."""
         self._spare: list[TimedEvent] = []
         self._number = 0
         self._added = 0.0
 
     @property
     def waiting(self) -> int:
-        """Jobs of which something is still to be launched."""
+        """Return the number of jobs of which something is still to be launched."""
         return len(self._waves)
 
     @property
     def busy(self) -> bool:
-        """Whether anything waits or is on its way."""
+        """Return whether anything waits or is in flight."""
         return bool(self.arrived or self._waves or self._flying or self.launching)
 
     def add(self, job: Job) -> None:
-        """Its memory is page-locked: it may be launched in its turn."""
+        """Add a job whose host memory is page-locked, to be launched in its turn."""
         self._waves.add(job, job.pages)
         self._added = monotonic()
         if job.transfer.dst == Tier.HBM:
@@ -333,29 +351,29 @@ class Lane:
 
     @property
     def growing(self) -> bool:
-        """Whether jobs came just now, so that more are likely to come."""
+        """Return whether jobs came just now, so that more are likely to come."""
         return monotonic() - self._added < _JUST_NOW_S
 
     @property
     def may_be_overtaken(self) -> bool:
-        """Whether more of what came just now would go before what is to be launched next."""
+        """Return whether jobs that are likely to come now would go before the one to be launched next."""
         return self._waves.open and self._waves.first()[1] > 0 and self.growing
 
     def fills(self, most_nbytes: int, most_pieces: int) -> bool:
-        """Whether what waits is enough for a launch of that size."""
+        """Return whether enough waits for a launch of that size."""
         return self._waves.size_at_hand() >= self._most_pages(most_nbytes, most_pieces)
 
     @property
     def next_pieces(self) -> int:
-        """What the driver is asked for, at least, by what is to be launched next."""
+        """Return how many copies the next launch asks the driver for, at least."""
         return self._waves.first()[0].pages * self._pieces
 
     def pieces_of(self, flight: Flight) -> int:
-        """What the driver is asked for by it, at most."""
+        """Return how many copies the flight asks the driver for, at most."""
         return sum(job.pages for job in flight.jobs) * self._pieces
 
     def take(self, most_nbytes: int, most_pieces: int) -> Flight:
-        """What is to be launched next: so much at most, but one transfer at least."""
+        """Return the next flight: of at most so many bytes and pieces, but of one transfer at least."""
         jobs, group = self._waves.take(self._most_pages(most_nbytes, most_pieces))
         return self._flight(jobs, group if self._groups > 1 else None)
 
@@ -365,16 +383,16 @@ class Lane:
 
     @property
     def alone(self) -> Job | None:
-        """The job that waits, if there is only one and nothing of it was launched."""
+        """Return the job that waits, if there is only one and nothing of it was launched; else None."""
         job, _ = self._waves.first()
         return None if len(self._waves) > 1 or job.flights or job.airborne else job
 
     def take_whole(self) -> Flight:
-        """``alone``, all of its layers."""
+        """Return the flight of all layers of ``alone``."""
         return self._flight([self._waves.take_whole()], None)
 
     def launch(self, flight: Flight) -> None:
-        """Queues its copies and the event after them."""
+        """Queue the copies of a flight and the event after them. May block in the driver."""
         first = flight.jobs[0]
         slots, host = first.device_slots, first.host_slots
         if len(flight.jobs) > 1:
@@ -385,7 +403,7 @@ class Lane:
             try:
                 flight.refused = self._copy(flight.group, slots, host, self.stream)
             finally:
-                # Also after an error: pieces queued before it may still write.
+                # After an error, too: pieces that were queued before it may still write.
                 flight.ended.record(self._last)
         except RuntimeError:
             flight.broken = True
@@ -393,7 +411,7 @@ class Lane:
             _log.exception("copy %s -> %s was not queued", transfer.src.name, transfer.dst.name)
 
     def launched(self, flight: Flight) -> None:
-        """It is on its way, and its events are recorded."""
+        """Note that a flight was launched, and its events are recorded."""
         self._flying.append(flight)
         self.nbytes += flight.nbytes
         for job in flight.jobs:
@@ -402,7 +420,7 @@ class Lane:
                 self._fail(job, Failure.IO_ERROR)
 
     def land(self) -> list[Job]:
-        """Takes in what has ended; jobs that have come to their end."""
+        """Take in the flights that have ended; return the jobs that ended with them."""
         ended: list[Job] = []
         while self._flying and self._has_ended(self._flying[0]):
             flight = self._flying.popleft()
@@ -426,7 +444,7 @@ class Lane:
         return ended
 
     def give_up(self) -> list[Job]:
-        """Nothing more is launched: jobs of which nothing is on its way. The others fail once that has ended."""
+        """Launch nothing more: fail and return the jobs of which nothing is in flight. The others fail as they land."""
         left = self._waves.clear()
         for job in left:
             job.failure = Failure.CLOSED
@@ -438,11 +456,11 @@ class Lane:
         return over
 
     def idle(self) -> bool:
-        """Whether nothing launched is still running; it stays for ``land``."""
+        """Return whether nothing that was launched is still running. The flights stay for ``land``."""
         return not self.launching and all(_happened(flight.ended) for flight in self._flying)
 
     def arriving(self, slots: set[int], layer: int) -> tuple[Arriving, set[int]]:
-        """How far this layer of those of the slots is that are loaded from here; and the other slots."""
+        """Return how far the loads of this layer are, of those slots that this lane loads, and the other slots."""
         group = 0 if self._layers is None else self._layers.holding(layer)
         last: Flight | None = None
         left = set(slots)
@@ -488,18 +506,18 @@ class Lane:
 
 
 def _seconds(flight: Flight) -> float:
-    """How long it took; a device that cannot tell has failed it."""
+    """Return the seconds that a flight took. If the device cannot tell, the flight has failed."""
     if not flight.broken:
         try:
             return flight.begun.elapsed_time(flight.ended) / 1e3
         except RuntimeError:
             flight.broken = True
-            _log.exception("the device does not tell how long a copy took")
+            _log.exception("the device cannot tell how long a copy took")
     return 0.0
 
 
 def _happened(event: TimedEvent) -> bool:
     try:
         return has_happened(event)
-    except RuntimeError:  # the device is gone: nothing runs there any more
+    except RuntimeError:  # the device has failed: nothing runs there any more
         return True

@@ -1,8 +1,8 @@
-"""The copy engine that runs on threads, and the ``CopyEngine`` protocol that the CUDA engine implements too.
+"""The copy engine that runs on threads, and the ``CopyEngine`` protocol, which the CUDA engine implements too.
 
-``CpuCopyEngine`` has a thread for each direction and serves all memory that DMA cannot reach. ``LayerLoads`` copies
-loads on a thread, layer group by layer group. A transfer's slots belong to the engine until the transfer's ack is
-polled. An engine knows nothing of residency.
+``CpuCopyEngine`` has a thread for each direction and copies all memory that DMA cannot reach. ``LayerLoads`` copies
+loads on a thread, layer group by layer group. The slots of a transfer belong to the engine until its ack is polled. An
+engine knows nothing of residency.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _layer_loads_log = logging.getLogger("tierstore.gpu.layer_loads")
 class _Load:
     transfer: Transfer
     copied: int = 0
-    """Layer groups."""
+    """Number of layer groups copied so far."""
     seconds: float = 0.0
 
 
 class LayerLoads:
-    """One thread. ``moved``: called on it after each group; with the ack when that was the transfer's end."""
+    """Copies loads on a thread of its own, layer group by layer group."""
 
     def __init__(
         self,
@@ -55,6 +55,15 @@ class LayerLoads:
         layers: LayerGroups,
         moved: Callable[[Ack | None], None],
     ) -> None:
+        """Start the thread.
+
+        Args:
+            hbm: slots to copy into.
+            host: slots to copy from, which hold pages as they are.
+            page_nbytes: bytes of a page, for acks.
+            layers: how pages are cut.
+            moved: called on the thread after each group: with the ack if the transfer ended, else with None.
+        """
         self._hbm = hbm
         self._host = host
         self._page_nbytes = page_nbytes
@@ -68,7 +77,7 @@ class LayerLoads:
         self._thread.start()
 
     def submit(self, transfer: Transfer) -> None:
-        """Queues a transfer to HBM; never blocks."""
+        """Queue a transfer to HBM; never blocks."""
         load = _Load(transfer)
         with self._turn:
             self._loading.update(dict.fromkeys(transfer.dst_slots, load))
@@ -76,14 +85,14 @@ class LayerLoads:
             self._turn.notify()
 
     def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
-        """How far the loads of this layer into these HBM slots are. Any thread."""
+        """Return how far the loads of this layer into these HBM slots are. Any thread."""
         group = self._layers.holding(layer)
         with self._turn:
             loads = map(self._loading.get, slots)
             return HERE if all(x is not None and x.copied > group for x in loads) else NOT_YET
 
     def close(self, timeout_s: float) -> bool:
-        """Fails what has groups to come; whether the thread ended in time."""
+        """Fail the loads that have groups to come; return whether the thread ended within ``timeout_s``."""
         with self._turn:
             self._closing = True
             self._turn.notify()
@@ -125,7 +134,7 @@ class LayerLoads:
                 page = self._host.view(src_slot)
                 for part in self._layers.parts[group]:
                     self._hbm.write_part(dst_slot, page, part)
-        except Exception:  # noqa: BLE001 - a thread's top: the transfer fails, the thread goes on
+        except Exception:  # noqa: BLE001 - the top of a thread: the transfer fails, the thread goes on
             _layer_loads_log.exception("copy %s -> %s failed", transfer.src.name, transfer.dst.name)
             return Failure.IO_ERROR
         with self._turn:
@@ -153,44 +162,41 @@ _GRACE_S = 5.0
 
 
 class HostBytes(Protocol):
-    """Page slots in host memory."""
+    """Page slots in host memory that threads read and write."""
 
     def view(self, slot: int) -> NDArray[np.uint8]:
-        """The slot's page in place, flat uint8 ``[held.view_nbytes]``, writable."""
+        """Return the slot's page in place: flat uint8 ``[held.view_nbytes]``, writable."""
         ...
 
 
 class CopyEngine(Protocol):
-    """What the mover needs of a copy engine."""
+    """What the mover needs of a copy engine. Any thread may call any method."""
 
     @property
     def polled(self) -> bool:
-        """Whether transfers are on their way whose end wakes nobody, so that someone must ask."""
+        """Return whether transfers are in flight whose end wakes nobody, so that ``poll`` must be called."""
         ...
 
     def submit(self, transfer: Transfer) -> None:
-        """Queues a transfer between HBM and HOST; never blocks. Transfers of one direction end in order."""
+        """Queue a transfer between HBM and HOST; never blocks. Transfers of one direction end in order."""
         ...
 
     def poll(self) -> list[Ack]:
-        """Transfers that ended since the last call."""
+        """Return the acks of the transfers that ended since the last call."""
         ...
 
     def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
-        """How far the loads of this layer into these HBM slots are; those whose acks were polled are not known."""
+        """Return how far the loads of this layer into these HBM slots are. Loads whose acks were polled are not
+        known."""
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """Fails what has not started, waits for what has; whether its threads ended in time."""
+        """Fail what has not started, and wait for what has; return whether it ended within ``timeout_s``."""
         ...
 
 
 class CpuCopyEngine:
-    """One thread a direction, first in first out. ``wake`` is called after each ack, from that thread.
-
-    ``held``: how host memory holds pages; None: as they are. Each thread encodes or decodes for itself. ``layers``:
-    pages that host memory holds as they are go up by these groups; None: whole.
-    """
+    """A ``CopyEngine`` of one thread for each direction, first in, first out. Each thread encodes or decodes itself."""
 
     def __init__(
         self,
@@ -201,6 +207,16 @@ class CpuCopyEngine:
         held: HostFormat | None = None,
         layers: LayerGroups | None = None,
     ) -> None:
+        """Start the threads.
+
+        Args:
+            hbm: slots of HBM.
+            host: slots of host memory.
+            page_nbytes: bytes of a page, for acks.
+            wake: called by a thread after each ack and each layer group.
+            held: how host memory holds pages; None: as they are.
+            layers: how loads of pages are cut that host memory holds as they are; None: they are loaded whole.
+        """
         encoded = held is not None and held.encoded
         self._packer = Packer(held) if held is not None and encoded else None
         self._unpacker = Unpacker(held) if held is not None and encoded else None
@@ -225,29 +241,29 @@ class CpuCopyEngine:
 
     @property
     def polled(self) -> bool:
-        """Never: each ack wakes."""
+        """Return False: each ack wakes."""
         return False
 
     def submit(self, transfer: Transfer) -> None:
-        """Queues a transfer; never blocks."""
+        """Queue a transfer; never blocks."""
         if self._by_layers is not None and transfer.dst == Tier.HBM:
             self._by_layers.submit(transfer)
         else:
             self._queues[transfer.dst].put(transfer)
 
     def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
-        """How far the loads of this layer into these HBM slots are. Any thread."""
+        """Return how far the loads of this layer into these HBM slots are. Any thread."""
         return NOT_YET if self._by_layers is None else self._by_layers.arriving(slots, layer)
 
     def poll(self) -> list[Ack]:
-        """Transfers that ended since the last call. Any thread."""
+        """Return the acks of the transfers that ended since the last call."""
         acks: list[Ack] = []
         while self._acks:
             acks.append(self._acks.popleft())
         return acks
 
     def close(self, timeout_s: float) -> bool:
-        """Fails what has not started, waits for what has; whether both threads ended in time."""
+        """Fail what has not started, and wait for what has; return whether all threads ended within ``timeout_s``."""
         self._closing = True
         deadline = perf_counter() + timeout_s
         ended = self._end(timeout_s)
@@ -256,7 +272,7 @@ class CpuCopyEngine:
         return ended and not any(thread.is_alive() for thread in self._threads)
 
     def _end(self, timeout_s: float) -> bool:
-        """Has all threads end; whether the one that goes by layers has."""
+        """Tell all threads to end; return whether the one that copies by layers has ended."""
         for queue in self._queues.values():
             queue.put(None)
         return self._by_layers is None or self._by_layers.close(timeout_s)
@@ -265,7 +281,7 @@ class CpuCopyEngine:
         while (transfer := queue.get()) is not None:
             try:
                 ack = self._failed(transfer, Failure.CLOSED) if self._closing else self._copy(transfer)
-            except Exception:  # noqa: BLE001 - a thread's top: the transfer fails, the thread goes on
+            except Exception:  # noqa: BLE001 - the top of a thread: the transfer fails, the thread goes on
                 _log.exception("copy %s -> %s failed", transfer.src.name, transfer.dst.name)
                 ack = self._failed(transfer, Failure.IO_ERROR)
             self._moved(ack)
@@ -287,7 +303,7 @@ class CpuCopyEngine:
         )
 
     def _save(self, src_slot: int, dst_slot: int) -> bool:
-        """Copies a page down; whether host memory can hold it."""
+        """Copy a page to host memory; return False if its codec cannot represent it."""
         slot = self._host.view(dst_slot)
         if self._packer is None:
             self._hbm.read(src_slot, slot)
@@ -296,14 +312,14 @@ class CpuCopyEngine:
         return self._packer.pack(self._packer.page, slot)
 
     def _load(self, src_slot: int, dst_slot: int) -> bool:
-        """Copies a page up; whether host memory held one."""
+        """Copy a page to HBM; return False if the host slot holds no payload of its codec."""
         page = slot = self._host.view(src_slot)
         if self._unpacker is not None:
             page = self._unpacker.page
             try:
                 self._unpacker.unpack(slot, page)
             except IntegrityError as error:
-                _log.warning("a page in host memory is no payload of its codec: %s", error)
+                _log.warning("a host slot holds no payload of its codec: %s", error)
                 return False
         self._hbm.write(dst_slot, page)
         return True

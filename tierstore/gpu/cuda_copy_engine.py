@@ -1,13 +1,14 @@
-"""Copies between HBM and page-locked host memory by DMA: one stream a direction.
+"""The copy engine of a card: copies between HBM and page-locked host memory, on one stream for each direction.
 
 Ordering: the store submits a copy once the page's bytes are written, and hands out a slot again once its last use has
-ended, so a copy waits for nothing but the copies before it. A transfer keeps its slots until its ack, which comes when
+ended. So a copy waits for nothing but the copies before it. A transfer keeps its slots until its ack, which comes when
 the event recorded after its last piece has happened.
 
-Small transfers on an idle link are launched whole. What is large, or comes while much is on its way, goes layer group
-by layer group, a little ahead of the link, and a group of pages that come later still goes before the next group of
-those that came first. Whoever submits or polls launches; a thread of the lane does only what takes the driver long, and
-what must not wait when nobody calls. It would be slower: Python gives it a turn every 5 ms while others compute.
+A small transfer on an idle link is launched whole. A large one, or one that comes while much is in flight, goes layer
+group by layer group, a little ahead of the link; a layer group of pages that come later still goes before the next
+group of pages that came first. The threads that submit and poll do the launching. A thread of the lane launches only
+what takes the driver long, and what must not wait while nobody calls: it would be slower, as Python gives it a turn
+every 5 ms while other threads compute.
 """
 
 from __future__ import annotations
@@ -42,30 +43,31 @@ _ALONE_S = 0.01
 
 
 class PinnedHost(Protocol):
-    """Page slots in host memory, page-locked from the first on."""
+    """Page slots in host memory, of which the first ones are page-locked."""
 
     held: HostFormat
-    """The form that pages have there, and cross the link in."""
+    """The form that pages have there, in which they cross the link."""
 
     @property
     def pinned_slots(self) -> int:
-        """Slots ``[0, pinned_slots)`` are page-locked now."""
+        """Return how many slots are page-locked now, from slot 0 on."""
         ...
 
     @property
     def pinning(self) -> bool:
-        """Whether more are about to be."""
+        """Return whether more slots are being page-locked."""
         ...
 
     def addresses(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where the pages of these slots start."""
+        """Return the addresses of these slots, int64."""
         ...
 
 
 class CudaCopyEngine:
-    """First in first out in each direction. No end wakes anybody: ask ``poll`` while ``polled`` says so.
+    """A ``CopyEngine`` over streams and events of a card.
 
-    ``unpinned`` takes the transfers that touch host slots which will not be page-locked.
+    Transfers of a direction end in order. The end of a copy wakes nobody: call ``poll`` as long as ``polled`` is true.
+    Any thread may call any method.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class CudaCopyEngine:
         self._ended: list[Job] = []
         self._closing = False
         self._called = 0.0
-        """When somebody submitted or polled last."""
+        """Time of the last ``submit`` or ``poll``."""
         self._turn = Condition()
         self._threads: dict[Tier, Thread] = {}
         up, down = streams
@@ -115,11 +117,12 @@ class CudaCopyEngine:
 
     @property
     def polled(self) -> bool:
-        """Whether copies are on their way that end without waking anybody."""
+        """Return whether copies are in flight or waiting, so that ``poll`` must be called."""
         return bool(self._ended) or self._unpinned.polled or any(lane.busy for lane in self._lanes.values())
 
     def submit(self, transfer: Transfer) -> None:
-        """Queues the copies, at once or when their host slots are page-locked and the link has room. Never blocks."""
+        """Queue a transfer: launch it now, or when its host slots are page-locked and the link has room. Never
+        blocks."""
         job = Job.of(transfer)
         with self._turn:
             lane = self._lanes[transfer.dst]
@@ -131,7 +134,7 @@ class CudaCopyEngine:
             self._called = monotonic()
 
     def poll(self) -> list[Ack]:
-        """Transfers that ended since the last call. Any thread."""
+        """Launch what may be launched, and return the acks of the transfers that ended since the last call."""
         acks = self._unpinned.poll()
         with self._turn:
             for dst, lane in self._lanes.items():
@@ -143,7 +146,7 @@ class CudaCopyEngine:
         return acks
 
     def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
-        """How far the loads of this layer into these HBM slots are. Any thread."""
+        """Return how far the loads of this layer into these HBM slots are."""
         with self._turn:
             here, others = self._lanes[Tier.HBM].arriving(set(slots), layer)
         there = self._unpinned.arriving(others, layer) if others else HERE
@@ -152,7 +155,7 @@ class CudaCopyEngine:
         return here if there.event is None else there
 
     def close(self, timeout_s: float) -> bool:
-        """Fails what is not launched, waits for what is; whether all of it ended in time."""
+        """Fail what is not launched, and wait for what is; return whether all of it ended within ``timeout_s``."""
         deadline = monotonic() + timeout_s
         with self._turn:
             self._closing = True
@@ -169,18 +172,18 @@ class CudaCopyEngine:
         return ended and not any(thread.is_alive() for thread in self._threads.values())
 
     def _idle(self) -> bool:
-        """Whether every launched copy has ended; acks stay for ``poll``."""
+        """Return whether every launched copy has ended. Acks stay for ``poll``."""
         with self._turn:
             return all(lane.idle() for lane in self._lanes.values())
 
     # -- launching ----------------------------------------------------------------------------------------------
 
     def _advance(self, dst: Tier, launches: int) -> None:
-        """With the lock: takes in what ended and what came, launches some, leaves the rest to later or the thread."""
+        """With the lock held: take in what ended and what came, launch some, leave the rest for later or the thread."""
         lane = self._lanes[dst]
         self._ended += lane.land()
         while lane.arrived:
-            # In this order: pinning may end in between.
+            # Read in this order: page-locking may end in between.
             pinning, pinned = self._host.pinning, self._host.pinned_slots
             job = lane.arrived[0]
             if job.host_slots.max(initial=0) < pinned:
@@ -194,7 +197,7 @@ class CudaCopyEngine:
             self._wake_thread(dst)
 
     def _launch(self, lane: Lane, launches: int) -> None:
-        """With the lock: what may be launched now and does not take long."""
+        """With the lock held: launch what may be launched now and does not take the driver long."""
         asked = 0
         for _ in range(launches):
             if not lane.waiting or lane.launching or lane.nbytes >= _depth(lane, self._pace.ahead):
@@ -210,13 +213,15 @@ class CudaCopyEngine:
             lane.launched(flight)
 
     def _whole(self, lane: Lane) -> bool:
-        """Whether what waits is one small transfer of which nothing was launched: it goes with all of its layers."""
+        """Return whether only one small transfer waits, of which nothing was launched: it goes with all layers."""
         alone = lane.alone
         return alone is not None and alone.pages * self._crossing_nbytes <= self._pace.whole
 
     def _better_later(self, lane: Lane) -> bool:
-        """Whether the link has enough to do until more of the same group is there: fewer launches, and less of the
-        caller's time."""
+        """Return whether the link has enough to do until more of the same layer group has come.
+
+        Waiting for it saves launches, and so the caller's time.
+        """
         fed = lane.nbytes >= self._pace.enough and lane.growing
         return fed and not lane.fills(self._pace.together, self._pace.pieces)
 
@@ -234,7 +239,7 @@ class CudaCopyEngine:
         while (flight := self._next(lane)) is not None:
             try:
                 lane.launch(flight)
-            except Exception:  # noqa: BLE001 - a thread's top: the transfers fail, the thread goes on
+            except Exception:  # noqa: BLE001 - the top of a thread: the transfers fail, the thread goes on
                 flight.broken = True
                 _log.exception("copies were not queued")
             with self._turn:
@@ -244,7 +249,7 @@ class CudaCopyEngine:
                 self._wake()
 
     def _next(self, lane: Lane) -> Flight | None:
-        """Waits until there is something to launch that nobody else launches; None when the engine closes."""
+        """Wait until there is something for this thread to launch; return None when the engine closes."""
         with self._turn:
             while not self._closing:
                 self._ended += lane.land()
@@ -257,7 +262,7 @@ class CudaCopyEngine:
             return None
 
     def _pause(self, lane: Lane) -> float | None:
-        """Seconds until its thread looks again."""
+        """Return the seconds until the lane's thread looks again; None: until it is woken."""
         if not lane.waiting:
             return None
         return _GROWING_S if lane.growing and lane.next_pieces <= self._pace.pieces else _POLL_S
@@ -298,4 +303,4 @@ def _depth(lane: Lane, nbytes: int) -> int:
 
 def _cuda_event() -> TimedEvent:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    return cast("TimedEvent", event)  # its methods are those, under other names of arguments
+    return cast("TimedEvent", event)  # it has these methods, with other names of arguments
