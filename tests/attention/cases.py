@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from tierstore.gpu.attention.backends import AttentionBackend, attend
-from tierstore.gpu.attention.page_table import PageTable, Shape
+from tierstore.gpu.attention.page_table import Paging, Shape
 
 LAYERS = 3
 SPARE_SLOTS = 3
@@ -57,7 +57,7 @@ class Case:
 class Scene:
     """A case with bytes. ``pages``: a layer's, with the strides of the case's layout."""
 
-    table: PageTable
+    table: Paging
     q: torch.Tensor
     pages: torch.Tensor
 
@@ -70,7 +70,7 @@ class Scene:
         starts = np.concatenate([[0], np.cumsum(counts)])
         last = [(length - 1) % case.page_size + 1 if length else 0 for length in case.lens]
         queries = None if case.widths is None else np.concatenate([[0], np.cumsum(case.widths)])
-        table = PageTable.of(queries, starts, slots, last, case.shape)
+        table = Paging.of(queries, starts, slots, last, case.shape)
         pages = _pages(case, total + SPARE_SLOTS, chance, device)
         _poison(pages, table)
         # Behind every window an index may be anything.
@@ -114,7 +114,7 @@ def _pages(case: Case, slots: int, chance: torch.Generator, device: str) -> torc
     return whole.permute([case.layout.index(x) for x in "LBKNHD"])[1]
 
 
-def _poison(pages: torch.Tensor, table: PageTable) -> None:
+def _poison(pages: torch.Tensor, table: Paging) -> None:
     """NaN in slots of nobody, after the last token, and before the first one that a query sees."""
     size = pages.shape[2]
     kept = pages.clone()

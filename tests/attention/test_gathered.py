@@ -20,7 +20,7 @@ from tests.support.planting import Bug, write
 from tierstore.gpu.attention import gathered
 from tierstore.gpu.attention.backends import for_many
 from tierstore.gpu.attention.gathered import Gathered
-from tierstore.gpu.attention.page_table import PageTable
+from tierstore.gpu.attention.page_table import Paging
 
 KERNELS_HERE = interpreted()
 
@@ -101,7 +101,7 @@ def test_shapes_that_torchs_kernels_do_not_take_go_in_place(case: Case) -> None:
 def test_many_queries_over_a_long_context_are_gathered_for(tokens: int, queries: int, way: str) -> None:
     shape = Case([], num_kv_heads=8, group=4, head_dim=128, page_size=64, dtype=torch.bfloat16).shape
     pages = range(tokens // 64)
-    table = PageTable.of([0, queries], [0, len(pages)], pages, [64], shape)
+    table = Paging.of([0, queries], [0, len(pages)], pages, [64], shape)
     assert for_many(torch.device("cuda"), "auto", table) == way
 
 

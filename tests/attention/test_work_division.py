@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from tests.attention.cases import Case
 from tests.support.planting import Bug, load
 from tierstore.gpu.attention import in_place
-from tierstore.gpu.attention.page_table import PageTable
+from tierstore.gpu.attention.page_table import Paging
 
 
-def table_of(case: Case) -> PageTable:
+def table_of(case: Case) -> Paging:
     counts = [-(-length // case.page_size) for length in case.lens]
     last = [(length - 1) % case.page_size + 1 if length else 0 for length in case.lens]
     starts = np.concatenate([[0], np.cumsum(counts)])
     queries = None if case.widths is None else np.concatenate([[0], np.cumsum(case.widths)])
-    return PageTable.of(queries, starts, list(range(sum(counts))), last, case.shape)
+    return Paging.of(queries, starts, list(range(sum(counts))), last, case.shape)
 
 
 @st.composite
@@ -66,9 +66,7 @@ def require_whole(case: Case, work: in_place.Work, block_m: int, block_n: int) -
     assert work.merges == bool((work.queries[:, 1] != 1).any())
 
 
-def require_tiled(
-    table: PageTable, row: int, number: int, ranges: list[tuple[int, int]], block_n: int
-) -> None:
+def require_tiled(table: Paging, row: int, number: int, ranges: list[tuple[int, int]], block_n: int) -> None:
     shape = table.shape
     place = int(table.kv_lens[row] - table.widths[row]) + number
     end = min(place + 1, int(table.kv_lens[row])) if shape.causal else int(table.kv_lens[row])

@@ -23,7 +23,7 @@ from tierstore.config import format_size
 from tierstore.errors import ConfigError
 from tierstore.gpu.attention.backends import attend
 from tierstore.gpu.attention.gathered import sdpa
-from tierstore.gpu.attention.page_table import PageTable
+from tierstore.gpu.attention.page_table import Paging
 from tierstore.gpu.attention.paged import PagedDecode, PagedPrefill
 from tierstore.host.free_memory import available_nbytes
 
@@ -277,7 +277,7 @@ def _indptr(slots: NDArray[np.int64], batch: int) -> list[int]:
     return [i * (len(slots) // batch) for i in range(batch + 1)]
 
 
-def _error(out: torch.Tensor, q: torch.Tensor, pages: torch.Tensor, table: PageTable, first: int) -> float:
+def _error(out: torch.Tensor, q: torch.Tensor, pages: torch.Tensor, table: Paging, first: int) -> float:
     """Of some queries from ``first`` on; where there is one a sequence, of all."""
     if table.num_queries == table.batch:
         want, _ = attend(q, pages, table, torch.float64)
@@ -286,7 +286,7 @@ def _error(out: torch.Tensor, q: torch.Tensor, pages: torch.Tensor, table: PageT
     size = table.shape.page_size
     length = int(table.kv_lens[0]) - len(q) + end
     slots = table.indices[: -(-length // size)]
-    part = PageTable.of([0, end - first], [0, len(slots)], slots, [(length - 1) % size + 1], table.shape)
+    part = Paging.of([0, end - first], [0, len(slots)], slots, [(length - 1) % size + 1], table.shape)
     want, _ = attend(q[first:end], pages, part, torch.float64)
     return float((out[first:end].double() - want).norm() / want.norm())
 

@@ -12,11 +12,11 @@ import torch
 
 from tierstore.gpu.attention import gathered
 from tierstore.gpu.attention.in_place import InPlace
-from tierstore.gpu.attention.page_table import PageTable
+from tierstore.gpu.attention.page_table import Paging
 
 
 def attend(
-    q: torch.Tensor, pages: torch.Tensor, table: PageTable, wide: torch.dtype = torch.float32
+    q: torch.Tensor, pages: torch.Tensor, table: Paging, wide: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``(out, lse)``: ``[queries, num_qo_heads, head_dim_vo]`` and ``[queries, num_qo_heads]``, both ``wide``.
 
@@ -34,7 +34,7 @@ def attend(
     return out, lse
 
 
-def gather(pages: torch.Tensor, table: PageTable, row: int, first: int, end: int) -> torch.Tensor:
+def gather(pages: torch.Tensor, table: Paging, row: int, first: int, end: int) -> torch.Tensor:
     """Tokens ``first`` to ``end`` of a sequence, ``[planes, end - first, num_kv_heads, head_dim]``: a copy.
 
     Reads no page but theirs.
@@ -48,7 +48,7 @@ def gather(pages: torch.Tensor, table: PageTable, row: int, first: int, end: int
 
 
 def _attend_one(
-    q: torch.Tensor, pages: torch.Tensor, table: PageTable, row: int
+    q: torch.Tensor, pages: torch.Tensor, table: Paging, row: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape, width = table.shape, len(q)
     first, end = int(table.first_seen[row]), int(table.kv_lens[row])
@@ -95,7 +95,7 @@ launches take longer than it saves. Measured on an H200: docs/benchmarks/attenti
 class AttentionBackend(Protocol):
     """How a step's attention is computed."""
 
-    def plan(self, table: PageTable) -> None:
+    def plan(self, table: Paging) -> None:
         """Prepares for any number of layers."""
         ...
 
@@ -107,7 +107,7 @@ class AttentionBackend(Protocol):
 class ReferenceBackend:
     """Plain torch, sums in float32, on any device."""
 
-    def plan(self, table: PageTable) -> None:
+    def plan(self, table: Paging) -> None:
         """Keeps it."""
         self._page_table = table
 
@@ -155,7 +155,7 @@ def for_one(device: torch.device, asked: Backend) -> Backend:
     return asked
 
 
-def for_many(device: torch.device, asked: Backend, table: PageTable) -> Backend:
+def for_many(device: torch.device, asked: Backend, table: Paging) -> Backend:
     """For many queries a sequence. ValueError for "gathered" where torch's kernels have no such shape."""
     fits = gathered.fits(table.shape)
     if asked == "gathered" and not fits:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
 
-    from tierstore.gpu.attention.page_table import PageTable, Shape
+    from tierstore.gpu.attention.page_table import Paging, Shape
 
 Sdpa = Literal["flash", "cudnn"]
 
@@ -52,7 +52,7 @@ class Gathered:
         self._kernels: Any = kernels
         self._device, self._sdpa, self._tokens = device, sdpa, tokens
 
-    def plan(self, table: PageTable) -> None:
+    def plan(self, table: Paging) -> None:
         """Copies the page numbers to the device and sets the room for one piece aside."""
         self._page_table = table
         self._pieces = list(_pieces(table, self._tokens))
@@ -159,7 +159,7 @@ def fits(shape: Shape) -> bool:
     return plain and shape.head_dim % 8 == 0 and shape.head_dim <= 128 and shape.dtype != torch.float32
 
 
-def _pieces(table: PageTable, tokens: int) -> Iterator[_Piece]:
+def _pieces(table: Paging, tokens: int) -> Iterator[_Piece]:
     """Of a causal sequence the last is its queries' own tokens."""
     size = table.shape.page_size
     step = max(1, tokens // size) * size

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tierstore.gpu.attention.page_table import PageTable
+from tierstore.gpu.attention.page_table import Paging
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -52,7 +52,7 @@ class Work:
     merges: bool
 
 
-def divide(table: PageTable, block_m: int, block_n: int, room: Room) -> Work:
+def divide(table: Paging, block_m: int, block_n: int, room: Room) -> Work:
     """Items for every sequence that has queries and tokens in sight, and the merge of their results."""
     blocks = -(-table.widths * table.shape.group // block_m)
     start = table.first_seen // block_n * block_n
@@ -76,7 +76,7 @@ def most_items(batch: int, blocks: int, kv_heads: int, programs: int) -> int:
     return blocks * (batch + 2 * -(-programs // kv_heads))
 
 
-def _tiles_each(table: PageTable, blocks: NDArray[np.int64], tiles: NDArray[np.int64], room: Room) -> int:
+def _tiles_each(table: Paging, blocks: NDArray[np.int64], tiles: NDArray[np.int64], room: Room) -> int:
     """Tiles of a split: what makes the waves of programs shortest together."""
     most = int(tiles.max(initial=1))
     steps = (
@@ -98,7 +98,7 @@ def _tiles_each(table: PageTable, blocks: NDArray[np.int64], tiles: NDArray[np.i
 
 
 def _items(
-    table: PageTable,
+    table: Paging,
     blocks: NDArray[np.int64],
     splits: NDArray[np.int64],
     block_m: int,
@@ -123,7 +123,7 @@ def _items(
     return np.stack(fields, 1)
 
 
-def _queries(table: PageTable, splits: NDArray[np.int64], first_part: NDArray[np.int64]) -> NDArray[np.int32]:
+def _queries(table: Paging, splits: NDArray[np.int64], first_part: NDArray[np.int64]) -> NDArray[np.int32]:
     owner = np.repeat(np.arange(table.batch), table.widths)
     number = np.arange(len(owner)) - table.qo_indptr[owner]
     return np.stack([first_part[owner] + number * splits[owner], splits[owner]], 1).astype(np.int32)
@@ -201,7 +201,7 @@ class InPlace:
         self._fixed: tuple[int, Shape] | None = None
         self._most_items = 0
 
-    def plan(self, table: PageTable) -> None:
+    def plan(self, table: Paging) -> None:
         """Writes the step's numbers to the device. ValueError, nothing changed, where they do not fit fixed buffers."""
         shape = table.shape
         rows = int(table.widths.max(initial=1)) * shape.group
@@ -245,7 +245,7 @@ class InPlace:
                 BLOCK_S=max(4, 8192 // block), num_warps=4,
             )  # fmt: skip
 
-    def _write(self, table: PageTable, work: Work) -> None:
+    def _write(self, table: Paging, work: Work) -> None:
         """One copy of all numbers; tensors stay where they are as long as they are large enough."""
         fixed = self._max_pages is not None
         num_items = self._most_items if fixed else len(work.items)
@@ -270,7 +270,7 @@ class InPlace:
             self._parts = torch.empty(wanted * shape.head_dim_vo, dtype=torch.float32, device=self._device)
 
 
-def _page_numbers(table: PageTable) -> np.ndarray[Any, np.dtype[np.int32]]:
+def _page_numbers(table: Paging) -> np.ndarray[Any, np.dtype[np.int32]]:
     return table.indices.astype(np.int32)
 
 

@@ -58,7 +58,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class PageTable:
+class Paging:
     """A batch of sequences: sequence ``i`` has ``kv_lens[i]`` tokens in pages ``indices[indptr[i]:indptr[i + 1]]``,
     the last of which holds ``last_page_len[i]``, and the queries ``qo_indptr[i]`` to ``qo_indptr[i + 1]``, which are
     those of its last tokens. All int64 on the host.
@@ -78,7 +78,7 @@ class PageTable:
         indices: Numbers,
         last_page_len: Numbers,
         shape: Shape,
-    ) -> PageTable:
+    ) -> Paging:
         """``qo_indptr`` None: one query a sequence. ValueError for what fits no pages; nothing is kept of it.
 
         A sequence without a page holds nothing; its ``last_page_len`` may be 0. Causal queries need a key each:

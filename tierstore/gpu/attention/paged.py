@@ -18,7 +18,7 @@ from tierstore.gpu.attention.backends import (
     make,
     require_backend,
 )
-from tierstore.gpu.attention.page_table import Numbers, PageTable, Shape
+from tierstore.gpu.attention.page_table import Numbers, Paging, Shape
 
 merge_states = backends.merge_states
 
@@ -27,13 +27,13 @@ class _Paged:
     """Plans and runs by one of the ways. One thread at a time."""
 
     def __init__(self) -> None:
-        self._page_table: PageTable | None = None
+        self._page_table: Paging | None = None
         self._way: AttentionBackend | None = None
         self.backend: Backend = "auto"
         """The one that the last plan chose."""
 
     @property
-    def planned(self) -> PageTable:
+    def planned(self) -> Paging:
         """What the last plan said. ValueError before one."""
         if self._page_table is None:
             raise ValueError("nothing is planned yet")
@@ -104,7 +104,7 @@ class PagedDecode(_Paged):
             num_qo_heads, num_kv_heads, head_dim, page_size, head_dim_vo, True, window_left, sm_scale,
             q_data_type, o_data_type,
         )  # fmt: skip
-        table, before = PageTable.of(None, indptr, indices, last_page_len, shape), self._page_table
+        table, before = Paging.of(None, indptr, indices, last_page_len, shape), self._page_table
         if self._max_pages is not None:
             table.require_fits(self._max_pages, None if before is None else (before.batch, before.shape))
         if self._way is None:
@@ -173,7 +173,7 @@ class PagedPrefill(_Paged):
             num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo, causal, window_left, sm_scale,
             q_data_type, o_data_type,
         )  # fmt: skip
-        table = PageTable.of(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, shape)
+        table = Paging.of(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, shape)
         name = for_many(self._device, self._backend, table)
         if name not in self._ways:
             self._ways[name] = make(name, self._device)
