@@ -366,7 +366,8 @@ class TierStore:
     ) -> TierStore:
         """A store over the tiers of ``config`` for pages of ``spec`` (a sequence: KV groups that share each page).
 
-        ``pump=False``: nothing happens between calls; the host calls ``poll`` each step. ConfigError changes nothing,
+        ``pump=False``: nothing happens between calls; the host calls ``poll`` each step. ``match``, ``keys``,
+        ``explain`` and ``stats`` only look; every other call takes in what has finished. ConfigError changes nothing,
         nor does TypeError for a ``pump`` that is not True or False.
         """
         if not isinstance(config, StoreConfig):
@@ -486,7 +487,7 @@ class TierStore:
 
         ``exact``: it ends before the first page that may differ from what was put, as ``acquire`` would.
         """
-        self._pump.advance()
+        self._pump.require_open()
         require_flag("exact", exact)
         require_key_list(keys)
         with self._lock:
@@ -723,14 +724,14 @@ class TierStore:
 
     def explain(self, keys: Sequence[PageKey]) -> list[dict[str, object]]:
         """For each key: where its copies are and in what state, its parent, and why it went if it went lately."""
-        self._pump.advance()
+        self._pump.require_open()
         require_key_list(keys)
         with self._lock:
             return [metrics.explain_page(self._directory, key) for key in keys]
 
     def stats(self) -> dict[str, object]:
         """A snapshot: effective configuration, sizes, occupancy, counters, rates."""
-        self._pump.advance()
+        self._pump.require_open()
         with self._lock:
             return metrics.stats(self._config, self._parts)
 

@@ -21,7 +21,7 @@ from tierstore.types import LeaseState, Tier
 
 def wait_settled(ticket: Ticket, bench: Bench) -> None:
     def settled() -> bool:
-        bench.store.stats()  # advances the store, and reports no slots
+        bench.store.check()  # advances the store, and reports no slots
         return ticket.open == 0
 
     wait_for(settled)

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
     from tierstore.policy import Fifo
 
+_RUN = 128
+"""Pages of which ``match`` asks together whether one tier has them all."""
+
 
 @dataclass(slots=True)
 class Dead:
@@ -273,7 +276,30 @@ class Residency:
         return next((tier for tier in tiers if self.tables[tier].ready(key)), None)
 
     def match(self, keys: Sequence[PageKey]) -> list[Tier]:
-        """Tier of each page of the longest readable prefix. Changes nothing, is no use for the policy."""
+        """Tier of each page of the longest readable prefix. Changes nothing, is no use for the policy.
+
+        One dictionary look-up a key where runs of pages are in one tier, at most one a key and tier elsewhere.
+        """
+        found: list[Tier] = []
+        for start in range(0, len(keys), _RUN):
+            run = keys[start : start + _RUN]
+            tier = self._tier_of_all(run)
+            tiers = self._prefix(run) if tier is None else [tier] * len(run)
+            found += tiers
+            if len(tiers) < len(run):
+                break
+        return found
+
+    def _tier_of_all(self, run: Sequence[PageKey]) -> Tier | None:
+        """The fastest tier of every page of a run where it is one and the same; None: look at each page."""
+        for tier, table in self._order:
+            if not table.arriving and all(map(table.copies.__contains__, run)):
+                return tier
+            if not table.copies.keys().isdisjoint(run):
+                return None
+        return None
+
+    def _prefix(self, keys: Sequence[PageKey]) -> list[Tier]:
         tables = [(tier, table.copies) for tier, table in self._order]
         found: list[Tier] = []
         for key in keys:

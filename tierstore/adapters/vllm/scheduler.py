@@ -111,9 +111,14 @@ class Tiers:
 
     def counted(self) -> dict[str, dict[str, float]]:
         """Counters and gauges by their names in ``metrics``."""
+        self.take_back()
         self.store.stats()  # it brings the gauges up to date
         left = {Tier.NVME.name: float(self.hits.left)}
         return {**self.store.metrics.snapshot(), "left_pages": left}
+
+    def take_back(self) -> None:
+        """Advance the store, and take back the blocks that it reads no more."""
+        self.stores.returned(self.store.poll())
 
     def forget(self) -> None:
         """Nothing stored so far is found again, and what loads are bringing counts as failed."""
@@ -295,6 +300,8 @@ class SchedulerHalf:
         steps = list(steps)
         if steps:
             self._moved = monotonic()
+        else:
+            tiers.take_back()  # timed spills go on, though no worker has anything to report
         fence = stores.reused(block for step in steps for block in step.fresh)
         stores.reused(loads.fresh_blocks())  # these loads wait until nothing reads their blocks
         loads.start(stores.busy, idle=not steps)
@@ -327,7 +334,7 @@ class SchedulerHalf:
                 tiers.ranks.deliver(rank, acks)
                 if any(ack.num_ready for ack in acks):
                     self._moved = monotonic()
-        tiers.stores.returned(tiers.store.poll())
+        tiers.take_back()
         if tiers.costs is not None:
             tiers.costs.look()
         self._settle(tiers)
