@@ -174,7 +174,7 @@ def test_a_worker_says_what_its_disk_gives(tmp_path: Path, monkeypatch: pytest.M
             raise OSError("No space left on device")
         return Rates(1.0, {1: 5e9, 2: 8e9, 4: 8.1e9})
 
-    monkeypatch.setattr(working, "probe", SimpleNamespace(ask=ask))
+    monkeypatch.setattr(working, "disk_probe", SimpleNamespace(ask=ask))
     disk: dict[str, object] = {"nvme": {"path": str(tmp_path), "capacity": 4 << 20}}
     assert _hello_of({}).read_rate is None
     assert asked == []
