@@ -109,7 +109,7 @@ def test_bench_codec_refuses_in_one_line_what_cannot_be_done(arguments: list[str
 
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     reader = Reader(tiny_model(tmp_path / "model"))
-    with pytest.raises(ValueError, match="11 tokens; 20 and a whole page"):
+    with pytest.raises(ValueError, match="11 tokens, but 20 and a whole page"):
         list(fidelity.read(reader, ["a short one"], 16, 4, 16))
     with pytest.raises(ValueError, match="a whole page"):
         list(fidelity.read(reader, ["a short one"], 4, 4, 16))

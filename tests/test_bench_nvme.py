@@ -72,7 +72,7 @@ class Forgetful(FilePerPage):
 def test_a_way_that_gives_other_bytes_is_no_result(tmp_path: Path) -> None:
     ways: dict[str, nvme.Make] = {"forgetful": Forgetful}
     rows = nvme.disk_rows(8192, nbytes=65536, rounds=1, readers=2, ways=ways, place=tmp_path)
-    with pytest.raises(OSError, match="Forgetful: a page did not come back"):
+    with pytest.raises(OSError, match="Forgetful: a page came back changed"):
         list(rows)
 
 

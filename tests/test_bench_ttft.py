@@ -91,7 +91,7 @@ def test_a_model_that_memory_has_no_room_for_is_refused_before_it_is_made(
     assert said.startswith(
         "--shape llama-3.1-8b has weights of 15.0 GiB, and with the pages of --prefix 131072 needs"
     )
-    assert said.endswith("20 GiB are available; allowed: a smaller --prefix, or --shape tiny")
+    assert said.endswith("20 GiB are available; use a smaller --prefix, or --shape tiny")
     assert "a model" not in result.stderr
 
 

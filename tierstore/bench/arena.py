@@ -1,4 +1,4 @@
-"""How soon page-locked host memory can be used: the arena's way beside torch's own."""
+"""How soon page-locked host memory can be used: the store's arena compared with torch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MOST_NBYTES = 64 << 30
 
 
 class NoPinner:
-    """Stands in where there is no card: memory is touched and not locked."""
+    """A pinner for machines without a GPU: memory is touched but not locked."""
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def unpin(self, address: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def _seconds_to_touch(layout: PageLayout, slots: int) -> float:
@@ -44,21 +44,21 @@ def _seconds_to_touch(layout: PageLayout, slots: int) -> float:
 
 
 def default_nbytes() -> int:
-    """64 GiB, or half of what is available if that is less."""
+    """Return 64 GiB, or half of the available memory if that is less."""
     available = available_nbytes()
     return MOST_NBYTES if available is None else min(MOST_NBYTES, available // 2)
 
 
 def arena_rows(device: str, nbytes: int) -> list[Row]:
-    """Seconds until the first GiB and all of it can be used, and how long torch takes for as much.
+    """Measure the seconds until the first GiB and all of it can be used, and how long torch takes for as much.
 
-    A virtual machine may get its memory only as it is first touched: that is done once before, and told apart. On the
-    CPU the memory is only touched, and torch is not asked.
+    A virtual machine may get its memory only when it is first touched: this is done once before, and reported
+    apart. On the CPU, memory is only touched and torch is not measured.
     """
     require_device(device)
     locks: Pinner = NoPinner() if device == "cpu" else pinner(device)
     if device != "cpu":
-        torch.zeros(1, device=device)  # the context is made before the clock starts
+        torch.zeros(1, device=device)  # creates the context before the clock starts
     layout = PageLayout.of(_PAGE)
     slots = max(1, nbytes // layout.slot_nbytes)
     before = _seconds_to_touch(layout, slots)

@@ -1,8 +1,8 @@
-"""Attention over scattered pages beside torch's own over the same K and V in one piece, on the same card.
+"""Attention over scattered pages compared with torch's own over contiguous K and V, on the same device.
 
-Decoding is one CUDA graph over all layers, each with pages and tensors of its own; what is compared is bandwidth.
-New tokens over a long prefix go layer by layer. The ceiling is the fastest of torch's kernels, told by name; copying
-pages together for it is not counted, for us everything is.
+Decoding is one CUDA graph over all layers, each with pages and tensors of its own; the figure is bandwidth. New
+tokens over a long prefix run layer by layer. The ceiling is the fastest of torch's kernels, which is named. For it,
+gathering the pages is not counted; for ours, everything is.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     """Of queries ``[queries, heads, dim]`` and planes ``[2, batch, heads, tokens, dim]``."""
 
 _BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-"""The memory-efficient kernel takes no heads that share K and V."""
+"""The memory-efficient kernel does not support heads that share K and V."""
 
 
 def decoders(device: torch.device, q: torch.Tensor, planes: torch.Tensor) -> dict[str, Act]:
-    """Those that take one query a sequence of this shape; on the CPU torch's own choice."""
+    """Return the kernels that support one query per sequence of this shape; on the CPU, torch's own choice."""
 
     def plain(q: torch.Tensor, planes: torch.Tensor) -> object:
         return scaled_dot_product_attention(q[:, :, None], planes[0], planes[1], enable_gqa=True)
@@ -61,9 +61,9 @@ def decoders(device: torch.device, q: torch.Tensor, planes: torch.Tensor) -> dic
 
 
 def fillers(device: torch.device, q: torch.Tensor, planes: torch.Tensor) -> dict[str, Act]:
-    """Those that take the last tokens' queries of one sequence, causal.
+    """Return the kernels that support the last tokens' queries of one sequence, causally.
 
-    cuDNN's has no such mask: it gets the tokens before and the new ones apart, and its two results are not merged.
+    cuDNN has no such mask: it gets the earlier and the new tokens apart, and its two results are not merged.
     """
     scale = float(q.shape[2]) ** -0.5
 
@@ -101,17 +101,18 @@ def _willing(acts: dict[str, Act], q: torch.Tensor, planes: torch.Tensor) -> dic
 
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-"""An 8B model's."""
+"""Those of an 8B model."""
 _CHECKED = 16
-"""Queries at each end of many whose results are held against float64."""
+"""Queries at each end of many that are compared with float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRow:
-    """Medians of the pairs. ``ratio``: the ceiling's time over ours. ``rel_error``: against float64, Frobenius.
+    """Medians of the pairs. ``ratio`` is the ceiling's time divided by ours, ``rel_error`` is against float64
+    (Frobenius).
 
-    ``memory_layers``: device memory beside the pages at its peak, as a share of one layer of all pages; -1 on the CPU,
-    where it is not measured.
+    ``memory_layers`` is the peak of device memory besides the pages, as a share of one layer of all pages; -1 on
+    the CPU, where it is not measured.
     """
 
     what: Literal["decode", "prefill"]
@@ -120,29 +121,29 @@ class AttentionRow:
     queries: int
     layers: int
     ms: float
-    """A layer."""
+    """Per layer."""
     ceiling_ms: float
     ratio: float
     tbps: float
-    """Of K and V read once."""
+    """K and V, read once."""
     tflops: float
     rel_error: float
     backend: str
     ceiling: str
     ceilings_ms: Mapping[str, float]
-    """Of each kernel that takes the shape, once."""
+    """Of each kernel that supports the shape, per layer."""
     memory_layers: float
 
     def plain(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the row for JSON."""
         return asdict(self)
 
 
 class Pool:
-    """Random pages of an 8B model as the store keeps them: ``[pages, layers, 2, page_size, 8, 128]`` bfloat16."""
+    """Random pages of an 8B model as the store holds them: ``[pages, layers, 2, page_size, 8, 128]`` bfloat16."""
 
     def __init__(self, device: str, tokens: int, layers: int, page_size: int) -> None:
-        """For so many tokens. ConfigError where there is no room for them twice: scattered, and in one piece."""
+        """Allocate pages for so many tokens. ConfigError unless they fit twice: scattered and contiguous."""
         self.device = device_of(device)
         self.page_size, self.layers = page_size, layers
         shape = (-(-tokens // page_size), layers, 2, page_size, KV_HEADS, HEAD_DIM)
@@ -151,32 +152,32 @@ class Pool:
         free = torch.cuda.mem_get_info(self.device)[0] if on_card else available_nbytes()
         if free is not None and wanted > free:
             raise ConfigError(
-                f"{tokens} tokens of {layers} layers take {format_size(wanted)}, as pages and in one piece; "
-                f"allowed: {format_size(free)}, which are free"
+                f"{tokens} tokens of {layers} layers take {format_size(wanted)}, as pages and in one piece, "
+                f"but only {format_size(free)} are free"
             )
         self.pages = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
         for first in range(0, len(self.pages), 64):
             self.pages[first : first + 64].normal_()
 
     def scattered(self, batch: int, tokens: int) -> NDArray[np.int64]:
-        """Pages of ``batch`` sequences of so many tokens, one sequence after another."""
+        """Return the pages of ``batch`` sequences of so many tokens, one sequence after another."""
         number = batch * -(-tokens // self.page_size)
         return np.random.default_rng(number).permutation(len(self.pages))[:number]
 
     def whole(self, slots: NDArray[np.int64], batch: int, tokens: int, layer: int) -> torch.Tensor:
-        """Their K and V in one piece, ``[2, batch, heads, tokens, dim]``."""
+        """Return their contiguous K and V, ``[2, batch, heads, tokens, dim]``."""
         found = self.pages[torch.from_numpy(slots).to(self.device), layer]
         _, planes, size, heads, dim = found.shape
         found = found.view(batch, -1, planes, size, heads, dim).permute(2, 0, 4, 1, 3, 5)
         return found.reshape(planes, batch, heads, -1, dim)[:, :, :, :tokens].contiguous()
 
     def layer_nbytes(self, tokens: int) -> int:
-        """Of so many tokens."""
+        """Return the bytes of one layer of so many tokens."""
         return 2 * tokens * KV_HEADS * HEAD_DIM * torch.bfloat16.itemsize
 
 
 def decode_row(pool: Pool, batch: int, tokens: int, pairs: int) -> AttentionRow:
-    """One token of each of ``batch`` sequences of ``tokens`` tokens."""
+    """Measure one token of each of ``batch`` sequences of ``tokens`` tokens."""
     slots = pool.scattered(batch, tokens)
     indptr, last = _indptr(slots, batch), [(tokens - 1) % pool.page_size + 1] * batch
     way = PagedDecode(pool.device, max_pages=len(slots))
@@ -205,7 +206,7 @@ def decode_row(pool: Pool, batch: int, tokens: int, pairs: int) -> AttentionRow:
 
 
 def prefill_row(pool: Pool, tokens: int, queries: int, layers: int, pairs: int) -> AttentionRow:
-    """``queries`` new tokens over ``tokens`` before them, all in pages; of ``layers`` layers one after another."""
+    """Measure ``queries`` new tokens over ``tokens`` earlier ones, all in pages, through ``layers`` layers."""
     length = tokens + queries
     slots = pool.scattered(1, length)
     way = PagedPrefill(pool.device)
@@ -234,7 +235,7 @@ def prefill_row(pool: Pool, tokens: int, queries: int, layers: int, pairs: int) 
 
 
 def _plan(way: PagedPrefill, pool: Pool, slots: NDArray[np.int64], queries: int, length: int) -> None:
-    """One sequence of ``length`` tokens, the last of which are new."""
+    """Plan one sequence of ``length`` tokens, the last of which are new."""
     last = [(length - 1) % pool.page_size + 1]
     heads = (QUERY_HEADS, KV_HEADS, HEAD_DIM, pool.page_size)
     way.plan([0, queries], [0, len(slots)], slots, last, *heads, causal=True)
@@ -278,7 +279,7 @@ def _indptr(slots: NDArray[np.int64], batch: int) -> list[int]:
 
 
 def _error(out: torch.Tensor, q: torch.Tensor, pages: torch.Tensor, table: Paging, first: int) -> float:
-    """Of some queries from ``first`` on; where there is one a sequence, of all."""
+    """Return the error of some queries from ``first`` on; with one per sequence, of all."""
     if table.num_queries == table.batch:
         want, _ = attend(q, pages, table, torch.float64)
         return float((out.double() - want).norm() / want.norm())
@@ -292,7 +293,7 @@ def _error(out: torch.Tensor, q: torch.Tensor, pages: torch.Tensor, table: Pagin
 
 
 def _peak(pool: Pool, act: Callable[[], None]) -> int:
-    """Bytes of device memory that it needs for a while, or keeps."""
+    """Return the peak of device memory that a call needs or keeps."""
     if pool.device.type != "cuda":
         act()
         return 0
@@ -316,12 +317,12 @@ def _each(layers: int, act: Callable[[int], None]) -> Callable[[], None]:
         for layer in range(layers):
             act(layer)
 
-    run()  # what is made at the first call is not measured
+    run()  # allocations of the first call are not measured
     return run
 
 
 def _recorded(pool: Pool, act: Callable[[int], None]) -> Callable[[], None]:
-    """All layers as one CUDA graph."""
+    """Record all layers as one CUDA graph."""
     run = _each(pool.layers, act)
     if pool.device.type != "cuda":
         return run

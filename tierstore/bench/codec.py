@@ -1,6 +1,6 @@
-"""Codecs over KV pages: two threads against one for any codec, and for ``exp`` its ratio beside the entropy limit.
+"""Codecs over KV pages: two threads compared with one, and the ratio of ``exp`` compared with its entropy limit.
 
-The pages are a real model's where one is prepared, else synthetic ones; a sample names its source.
+The pages are a real model's if one is prepared, else synthetic; a sample names its source.
 """
 
 from __future__ import annotations
@@ -34,16 +34,19 @@ _ROUNDS = 7
 
 
 class Rate(NamedTuple):
-    """MB a second of page bytes: by the clock, all threads together, and by a thread's own processor time."""
+    """MB/s of page bytes: elapsed, over all threads, and by a thread's own CPU time."""
 
     elapsed: float
     core: float
 
 
 def codec_rows(sample: Sample, seconds: float) -> list[Row]:
-    """Every figure of ``sample``; each rate is the best of 7 short runs, one thread and two in turn.
+    """Measure every figure of ``sample``. Each rate is the best of 7 short runs, with one thread and two in turn.
 
-    ``seconds``: of one run. RuntimeError if a page does not come back as it was.
+    Args:
+        seconds: Length of one run.
+
+    RuntimeError if a page changes in the round trip.
     """
     layout = PageLayout.of(sample.spec)
     geometry = Geometry.of(layout)
@@ -58,7 +61,7 @@ def codec_rows(sample: Sample, seconds: float) -> list[Row]:
 
 
 def scaling_rows(sample: Sample, seconds: float) -> list[Row]:
-    """How many times as fast two threads are as one, of each lossy codec, the best of 7 runs of ``seconds`` each."""
+    """Measure how much faster two threads are than one for each lossy codec, the best of 7 runs of ``seconds`` each."""
     layout = PageLayout.of(sample.spec)
     rows = []
     for name in codecs.LOSSY:
@@ -70,7 +73,7 @@ def scaling_rows(sample: Sample, seconds: float) -> list[Row]:
 
 
 def _payloads(geometry: Geometry, pages: list[Bytes]) -> list[Bytes]:
-    """The payload of each page that is worth one; each is decoded and compared."""
+    """Return the payload of each page that has one. Each is decoded and compared."""
     encoder, decoder = Encoder(geometry), Decoder(geometry)
     out, back = (np.empty(geometry.page_nbytes, dtype=np.uint8) for _ in range(2))
     payloads = []
@@ -99,7 +102,9 @@ def _zstd_alone(pages: list[Bytes]) -> Row:
 
 
 def _limits(geometry: Geometry, pages: list[Bytes]) -> list[Row]:
-    """Order-0 entropy of the two halves of a number, a mean over layers and planes, and what follows from it."""
+    """Return the order-0 entropy of both halves of a number, a mean over layers and planes, and the limit that
+    follows.
+    """
     group = geometry.groups[0]
     words = np.stack([page[group.offset : group.end].view("<u2") for page in pages])
     rows = words.reshape(len(pages), group.rows, -1).swapaxes(0, 1).reshape(group.rows, -1)
@@ -120,7 +125,7 @@ def _entropy(values: NDArray[np.integer[Any]]) -> float:
 
 
 def _stored(name: str, layout: PageLayout, pages: list[Bytes]) -> list[Bytes]:
-    """The payload of each page that is encoded."""
+    """Return the payload of each page that is encoded."""
     encoder, out = codecs.encoder(name, layout), np.empty(layout.blob_nbytes, dtype=np.uint8)
     assert encoder is not None
     lengths = ((page, encoder.encode(page, out)) for page in pages)
@@ -128,7 +133,7 @@ def _stored(name: str, layout: PageLayout, pages: list[Bytes]) -> list[Bytes]:
 
 
 def _encoding(name: str, layout: PageLayout, pages: list[Bytes]) -> Make:
-    """What makes a thread's own act: all pages once, and their bytes."""
+    """Return a function that makes a thread's work: all pages once, and their bytes."""
 
     def make() -> Callable[[], int]:
         encoder, out = codecs.encoder(name, layout), np.empty(layout.blob_nbytes, dtype=np.uint8)
@@ -174,7 +179,7 @@ def _rates(what: str, goal: float, seconds: float, make: Make) -> list[Row]:
 
 
 def _run(threads: int, seconds: float, make: Make) -> Rate:
-    """Every thread repeats its own act until ``seconds`` are over."""
+    """Have every thread repeat its work until ``seconds`` are over."""
     begin_together = Barrier(threads)
 
     def work(_: int) -> Rate:
@@ -194,7 +199,7 @@ def _run(threads: int, seconds: float, make: Make) -> Rate:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Pages of one spec, flat uint8 each. ``source``: what they are."""
+    """Pages of one spec, flat uint8 each. ``source`` says what they are."""
 
     spec: PageSpec
     pages: list[NDArray[np.uint8]]
@@ -202,7 +207,7 @@ class Sample:
 
 
 def synthetic(tokens: int, page_size: int) -> Sample:
-    """bfloat16 pages of SmolLM2-135M's shape: normal numbers of a scale that each channel has. The same every time."""
+    """Return bfloat16 pages of SmolLM2-135M's shape: normal numbers, a scale per channel, always the same."""
     spec = PageSpec(
         num_layers=30, page_size=page_size, num_kv_heads=3, head_dim=64, dtype="bfloat16", model="synthetic"
     )
@@ -216,16 +221,16 @@ def synthetic(tokens: int, page_size: int) -> Sample:
 
 
 def sample(reader: Reader, name: str, text: str, tokens: int, page_size: int) -> Sample:
-    """The full pages of what ``reader`` makes of the first ``tokens`` tokens of ``text``. OSError if there is none."""
+    """Return the full pages of the first ``tokens`` tokens of ``text``. OSError if there are none."""
     ids = reader.tokens(text, tokens)
     spec, pages = paged(reader.read(ids), page_size, reader.name)
     if not pages:
-        raise OSError(f"{name} has {ids.shape[1]} tokens; a page takes {page_size}")
+        raise OSError(f"{name} has {ids.shape[1]} tokens, less than a page of {page_size}")
     return Sample(spec, pages, f"{reader.name}, {name}, {len(pages) * page_size} tokens")
 
 
 def paged(kv: torch.Tensor, page_size: int, model: str) -> tuple[PageSpec, list[NDArray[np.uint8]]]:
-    """The full pages of ``kv``, bfloat16 ``[layers, 2, heads, tokens, head_dim]``."""
+    """Return the full pages of ``kv``, bfloat16 ``[layers, 2, heads, tokens, head_dim]``."""
     import torch
 
     numbers = (
@@ -247,7 +252,7 @@ def paged(kv: torch.Tensor, page_size: int, model: str) -> tuple[PageSpec, list[
 
 
 def unpaged(spec: PageSpec, pages: list[NDArray[np.uint8]]) -> torch.Tensor:
-    """The tensor that ``paged`` was given, of full pages."""
+    """Return the tensor that ``paged`` was given, up to its last full page."""
     import torch
 
     numbers = np.concatenate([page.view(np.int16).reshape(spec.shape) for page in pages], axis=2)

@@ -1,9 +1,8 @@
-"""How fast pages move between HBM and page-locked host memory, as they are and encoded.
+"""How fast pages move between HBM and page-locked host memory, plain and encoded.
 
-Pages lie at random on both sides. Every figure is the median of pairs: one contiguous copy of the same process and
-the scattered one after each other, so the ceiling is always that of the same moment. Pages that host memory holds
-encoded are of an 8B model's shape, go the way that a store would send them, and stand beside the same pages moved as
-they are.
+Pages lie at random places on both sides. Every figure is the median of pairs of one contiguous and one scattered
+copy, so that the ceiling is measured at the same time. Encoded pages have the shape of an 8B model, are copied as
+by a store, and are compared with plain pages.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ if TYPE_CHECKING:
 
 _DIRECTIONS: tuple[Direction, ...] = ("h2d", "d2h", "both")
 _COMPARED_NBYTES = 256 << 20
-"""Of a piece of what is compared."""
+"""Bytes per piece of a comparison."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRow:
-    """One figure. Rates in 10^9 bytes a second; ``ratio``: of the pairs, not of the medians."""
+    """One figure. Rates in 10^9 bytes/s; ``ratio`` is the median of ratios, not the ratio of medians."""
 
     direction: Direction
     piece_bytes: int
@@ -53,7 +52,7 @@ class CopyRow:
     """Until the last call returned; the copies go on."""
 
     def plain(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the row for JSON."""
         return asdict(self)
 
 
@@ -78,7 +77,7 @@ class _Plan:
 
 
 def host_nbytes(device: str, batch_nbytes: int, contiguous_nbytes: int) -> int:
-    """Memory that ``copy_rows`` and its ceiling take, where the device is the CPU for both ends and the checks."""
+    """Return the memory that ``copy_rows`` and its ceiling take if the device is the CPU, checks included."""
     if device != "cpu":
         return batch_nbytes + 2 * contiguous_nbytes
     return 4 * (batch_nbytes + contiguous_nbytes) + 3 * min(batch_nbytes, _COMPARED_NBYTES)
@@ -87,7 +86,7 @@ def host_nbytes(device: str, batch_nbytes: int, contiguous_nbytes: int) -> int:
 def copy_rows(
     device: str, piece_nbytes: int, batch_nbytes: int, pairs: int, path: Path, ceiling: Ceiling
 ) -> list[CopyRow]:
-    """H2D, D2H and both at once, pages at random. ConfigError as from ``Rig``, RuntimeError if bytes differ."""
+    """Measure H2D, D2H and both at once at random places. ConfigError as from ``Rig``, RuntimeError if bytes differ."""
     rig = Rig(device, piece_nbytes, batch_nbytes, path)
     try:
         return [_measured(rig, direction, pairs, ceiling) for direction in _DIRECTIONS]
@@ -122,7 +121,7 @@ def _measured(rig: Rig, direction: Direction, pairs: int, ceiling: Ceiling) -> C
 
 
 def _fill(rig: Rig) -> None:
-    """Random bytes on both sides, other ones on each."""
+    """Fill both sides with different random bytes."""
     rig.storage.view(torch.int64).random_()
     for part in rig.parts():
         rig.host_rows[part].copy_(rig.pages[part].flatten(1))
@@ -130,7 +129,7 @@ def _fill(rig: Rig) -> None:
 
 
 def _require_right(rig: Rig, before: torch.Tensor, plan: _Plan) -> None:
-    """Pages on both sides are equal; those that went down are as the device had them before."""
+    """Check that the pages of both sides are equal, and that those that went down are what the device had."""
     here = torch.cat([rig.host_rows[part].to(rig.device) for part in rig.parts()])
     there, host = (torch.from_numpy(side).to(rig.device) for side in (plan.there, plan.host))
     step = max(1, _COMPARED_NBYTES // rig.page_nbytes)
@@ -148,14 +147,16 @@ TOKEN_NBYTES = 32 * 2 * 8 * 128 * 2
 """Of an 8B model."""
 
 _COMPARED = 4
-"""Pages that the CPU codes too."""
+"""Pages that the CPU encodes for comparison."""
 
 _CODED_DIRECTIONS: tuple[Literal["h2d", "d2h"], ...] = ("h2d", "d2h")
 
 
 @dataclass(frozen=True, slots=True)
 class CodedRow:
-    """One figure. Rates in 10^9 bytes of pages a second; ``ratio``: of the pairs, not of the medians."""
+    """One figure. Rates in 10^9 bytes of pages per second; ``ratio`` is the median of ratios, not the ratio of
+    medians.
+    """
 
     direction: str
     codec: str
@@ -172,12 +173,12 @@ class CodedRow:
     submit_ms: float
 
     def plain(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the row for JSON."""
         return asdict(self)
 
 
 class _Side(Ends):
-    """Pages in slots of a device, and host memory that holds them in one form; page i of each belong together."""
+    """Pages in slots of a device, and host memory that holds them in one form. Page i of each belong together."""
 
     def __init__(self, name: str, layout: PageLayout, num_pages: int, codec: str) -> None:
         device = open_device(name)
@@ -194,28 +195,28 @@ class _Side(Ends):
         self.up = self.transfers(Tier.HBM, self.host, self.there)
 
     def moves(self, direction: str) -> list[Transfer]:
-        """All pages one way."""
+        """Return the transfers of all pages in one direction."""
         return self.up if direction == "h2d" else self.down
 
 
 def coded_host_nbytes(device: str, batch_nbytes: int, contiguous_nbytes: int) -> int:
-    """Memory that ``coded_rows`` and its ceiling take at most, where the device is the CPU for both ends."""
+    """Return the most memory that ``coded_rows`` and its ceiling take if the device is the CPU."""
     if device != "cpu":
         return 2 * (batch_nbytes + contiguous_nbytes)
     return 5 * batch_nbytes + 4 * contiguous_nbytes
 
 
 def require_codec(codec: str) -> None:
-    """ConfigError unless it is one of host memory's."""
+    """Raise ConfigError unless host memory supports the codec."""
     if codec not in LOSSY or LOSSY[codec].zstd:
         allowed = ", ".join(name for name, each in LOSSY.items() if not each.zstd)
-        raise ConfigError(f"codec {codec!r}; allowed for host memory: {allowed}")
+        raise ConfigError(f"--codec must be a codec of host memory, {allowed}, got {codec!r}")
 
 
 def coded_rows(
     device: str, codec: str, page_nbytes: int, batch_nbytes: int, pairs: int, ceiling: Ceiling
 ) -> list[CodedRow]:
-    """H2D and D2H. ConfigError for what cannot be measured, RuntimeError if bytes or errors are not as they must be."""
+    """Measure H2D and D2H. ConfigError for what cannot be measured, RuntimeError if bytes or errors are wrong."""
     layout = PageLayout.of(_spec(page_nbytes))
     require_codec(codec)
     number = max(2, batch_nbytes // page_nbytes)
@@ -269,7 +270,7 @@ def _coded_row(
 
 
 def _fill_side(side: _Side) -> None:
-    """Normal numbers of a scale a channel, other ones in each page."""
+    """Fill with normal numbers that have a scale per channel, different in each page."""
     chance = torch.Generator(device=side.device).manual_seed(0)
     channels = torch.randn(
         (*side.pages.shape[1:3], 1, *side.pages.shape[4:]), device=side.device, generator=chance
@@ -281,7 +282,7 @@ def _fill_side(side: _Side) -> None:
 
 
 def _checked(side: _Side, codec: str, layout: PageLayout) -> float:
-    """Pages go down and up again; the norm of all errors by the norm of all numbers."""
+    """Move pages down and up again. Returns the norm of all errors divided by the norm of all numbers."""
     _fill_side(side)
     before = side.pages.clone()
     some = [int(slot) for slot in side.there[:: max(1, len(side.there) // _COMPARED)]]
@@ -290,18 +291,18 @@ def _checked(side: _Side, codec: str, layout: PageLayout) -> float:
     places = dict(zip(side.there.tolist(), side.host.tolist(), strict=True))
     for slot, (payload, _) in zip(some, wanted, strict=True):
         if not np.array_equal(side.arena.view(places[slot])[: len(payload)], payload):
-            raise RuntimeError(f"a payload of {codec} is not the CPU's")
+            raise RuntimeError(f"a payload of {codec} differs from the CPU's")
     side.pages.zero_()
     settle(side.device)
     side.run(side.up)
     for slot, (_, page) in zip(some, wanted, strict=True):
         if not np.array_equal(_bytes_of(side.pages[slot]), page):
-            raise RuntimeError(f"a page of {codec} came back otherwise than the CPU makes it")
+            raise RuntimeError(f"a page of {codec} differs from the one that the CPU decodes")
     return _error(side.pages, before, codec, layout)
 
 
 def _error(after: torch.Tensor, before: torch.Tensor, codec: str, layout: PageLayout) -> float:
-    """RuntimeError unless each plane of a layer of a page is within the codec's bound."""
+    """Return the error. RuntimeError unless each plane of a layer of a page is within the codec's bound."""
     whole = moved = 0.0
     planes = PayloadLayout.of(layout, LOSSY[codec]).planes
     for now, then in zip(after, before, strict=True):
@@ -310,7 +311,7 @@ def _error(after: torch.Tensor, before: torch.Tensor, codec: str, layout: PageLa
         for plane in planes:
             allowed = plane.scheme.bound.frobenius(plane.scheme.members(plane.shape), plane.dtype)
             if bool((errors[:, plane.index] > allowed * norms[:, plane.index]).any()):
-                raise RuntimeError(f"errors of {codec} are larger than its bound")
+                raise RuntimeError(f"errors of {codec} exceed its bound")
         whole += float(norms.square().sum())
         moved += float(errors.square().sum())
     return float((moved / whole) ** 0.5)
@@ -319,7 +320,7 @@ def _error(after: torch.Tensor, before: torch.Tensor, codec: str, layout: PageLa
 def _by_cpu(
     codec: str, layout: PageLayout, page: torch.Tensor
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Payload and page as the CPU makes them."""
+    """Return payload and page as the CPU makes them."""
     encoder, decoder = codecs.encoder(codec, layout), codecs.decoder(codec, layout)
     assert encoder is not None
     assert decoder is not None
@@ -336,11 +337,11 @@ def _bytes_of(page: torch.Tensor) -> NDArray[np.uint8]:
 
 
 def _spec(page_nbytes: int) -> PageSpec:
-    """Of an 8B model: 32 layers, 8 KV heads of 128 numbers."""
+    """Return the pages of an 8B model: 32 layers, 8 KV heads of 128 numbers."""
     token = TOKEN_NBYTES
     if page_nbytes % token:
         raise ConfigError(
-            f"pages of {page_nbytes} bytes; allowed with a codec: multiples of {token}, a token's bytes"
+            f"with a codec, pages must be multiples of {token} bytes, one token, got {page_nbytes}"
         )
     return PageSpec(
         num_layers=32,

@@ -1,10 +1,11 @@
-"""What the metadata core costs: its tables, the calls of an open store, the opening of a catalogue, vLLM's scheduler.
+"""What the metadata core costs: its tables, calls of an open store, opening a catalogue, vLLM's scheduler.
 
-Tables: time of a reserve and commit, memory of a resident page; no bytes, no thread. Calls: match, acquire and
-release, and how long the lock is held at most. Catalogue: how long a store takes to open over a full one; its records
-are synthetic, entries without pages. Scheduler: the time that the connector's half in vLLM's scheduler takes, a
-block; no worker, no tensors, acks are made up. All of it comes before a request's first token where the engine holds
-the blocks itself; of a restore, the part before the first order does, and the rest runs beside the link.
+Tables: time of a reserve and commit, memory of a resident page; without bytes and threads. Calls: match, acquire
+and release, and the longest hold of the lock. Catalogue: how long a store takes to open over a full one; its
+records are synthetic entries without pages. Scheduler: the time per block of the connector's half in vLLM's
+scheduler; without worker and tensors, and with simulated acks. If the engine holds the blocks, all of it comes
+before a request's first token; in a restore, only the part up to the first order does, and the rest overlaps with
+the link.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ _TABLE_RUNS = 3
 
 
 def synthetic_key(number: int) -> PageKey:
-    """A key that spreads like a digest: equal for equal numbers."""
+    """Return a key that is distributed like a digest, equal for equal numbers."""
     return PageKey((number * 0x9E3779B97F4A7C15 % (1 << 64)).to_bytes(8, "big") * 4 + bytes(4))
 
 
 def synthetic_pages(number: int) -> Iterator[tuple[PageKey, PageKey | None]]:
-    """Keys with their parents, in sequences of 128 pages; every key an object of its own."""
+    """Yield keys with their parents in sequences of 128 pages. Every key is a new object."""
     parent: PageKey | None = None
     for i in range(number):
         key = synthetic_key(i)
@@ -61,7 +62,7 @@ def synthetic_pages(number: int) -> Iterator[tuple[PageKey, PageKey | None]]:
 
 
 def reserve_and_commit(pages: int) -> list[Row]:
-    """Copies from HBM to HOST as the store makes them: reserve with a pinned source, unpin, commit."""
+    """Measure copies from HBM to HOST as the store makes them: reserve with a pinned source, unpin, commit."""
     keys = [key for key, _ in synthetic_pages(2 * pages)]
     old, new = keys[:pages], keys[pages:]
     free, dropping = [], []
@@ -80,7 +81,7 @@ def reserve_and_commit(pages: int) -> list[Row]:
 
 
 def memory(pages: int) -> list[Row]:
-    """Bytes of Python objects that one resident page costs, its key included."""
+    """Measure the bytes of Python objects per resident page, with its key."""
     return [
         Row("Python memory of a page on NVMe", _traced(pages, _load_nvme) / pages, "bytes a page", 400.0),
         Row("Python memory of a page in HOST", _traced(pages, _fill_host) / pages, "bytes a page", 400.0),
@@ -143,9 +144,9 @@ _OPENINGS = 2
 
 
 def reopen(records: int, directory: Path, payload: str = "lmdb") -> list[Row]:
-    """``TierStore.open`` over ``records`` records, the checks of a real open included. ``directory`` must be new.
+    """Measure ``TierStore.open`` over ``records`` records, with all checks. ``directory`` must be new.
 
-    ConfigError where the disk has no room for such a tier; page bytes are not written, extent files stay sparse.
+    ConfigError if the disk has no space for such a tier. Page bytes are not written, and extent files stay sparse.
     """
     share = size(1 << 30, SPEC.page_nbytes).record_nbytes
     capacity = int(records * share * 1.3) + _SLACK
@@ -199,7 +200,7 @@ def _fill(
     entry: Callable[[int, PageKey | None], Entry],
     value: bytes | None,
 ) -> None:
-    """``value``: of each record in the tree of pages, where there is one."""
+    """Write the records. ``value`` is that of each record in the tree of pages, if there is one."""
     pages = sorted(synthetic_pages(records))
     size_of_map = 1 << 40
     with lmdb.open(
@@ -221,7 +222,7 @@ _LOADED_AT_ONCE = 512
 
 
 def calls(pages: int) -> list[Row]:
-    """Match, acquire and release of a sequence that is resident in HBM, and match of one that is in HOST."""
+    """Measure match, acquire and release of a sequence in HBM, and match of one in HOST."""
     keys = [key for key, _ in synthetic_pages(pages)]
     with _store(pages, pages, None) as store:
         store.put(keys, store.allocate(pages))
@@ -240,7 +241,7 @@ def calls(pages: int) -> list[Row]:
 
 
 def _taken_from_host(store: TierStore, keys: list[PageKey]) -> float:
-    """Seconds of the caller's CPU until all loads are started; other threads copy meanwhile."""
+    """Return the CPU seconds of the caller until all loads are started. Other threads copy at the same time."""
     store.evict(keys, Tier.HBM)
     store.drain(60.0)
     begun = thread_time()
@@ -252,11 +253,11 @@ def _taken_from_host(store: TierStore, keys: list[PageKey]) -> float:
 
 
 def lock_holds(pages: int, directory: Path) -> list[Row]:
-    """The longest hold of the lock while ``pages`` pages are put, held, saved, demoted, loaded and evicted.
+    """Measure the longest hold of the lock while ``pages`` pages are put, held, saved, demoted, loaded and evicted.
 
-    HBM holds them all, HOST half of them. Python's cyclic collector stops whoever allocates, lock or no lock, for as
-    long as the whole process has objects: the goal is for what the store does, so it is off but for the last run.
-    Of several runs the one that others on the machine disturbed least counts.
+    HBM holds them all, HOST half of them. Python's cyclic garbage collector stops any thread that allocates for as
+    long as the process has objects: the goal is for the store's own work, so the collector is off except in the
+    last run. The run that other programs disturbed least is reported.
     """
     gc.collect()
     gc.disable()
@@ -273,7 +274,7 @@ def lock_holds(pages: int, directory: Path) -> list[Row]:
 
 
 def _longest_holds(pages: int, directory: Path) -> tuple[tuple[float, str], tuple[float, str]]:
-    """Seconds and the step they were in: CPU time, elapsed."""
+    """Return the longest holds in seconds and their steps: CPU time, and elapsed."""
     keys = [key for key, _ in synthetic_pages(pages)]
     with _store(pages, max(1, pages // 2), directory) as store:
         steps: dict[str, Callable[[], object]] = {
@@ -331,7 +332,7 @@ class _Request:
 
 
 class _Engine:
-    """Calls as vLLM makes them for one request at a time, whose blocks are those of its number upward."""
+    """Makes vLLM's calls for one request at a time. The blocks of a request count up from its number."""
 
     def __init__(self, blocks: int) -> None:
         config = load_config({"host": {"capacity": 4 * blocks * _SPEC.page_nbytes, "pin": "never"}})
@@ -343,13 +344,13 @@ class _Engine:
         self._names = 0
 
     def request(self) -> _Request:
-        """The same prompt again, under a new name, and a question of one token."""
+        """Return a request with the same prompt, a new name, and a question of one token."""
         self._names += 1
         hashes = [sha256(str(i).encode()).digest() for i in range(self._blocks)]
         return _Request(f"r{self._names}", hashes, self._blocks * _BLOCK + 1)
 
     def compute(self) -> None:
-        """Computes the prompt, chunk by chunk, and stores it."""
+        """Compute the prompt chunk by chunk and store it."""
         request = self.request()
         self.half.arrived(request)
         assert self.half.offer(request, 0) == 0
@@ -360,7 +361,7 @@ class _Engine:
             self._carry(self.half.orders(()))
 
     def hit(self) -> float:
-        """Seconds of a request of which the engine holds all blocks: the last token is computed."""
+        """Return the seconds of a request whose blocks the engine holds: only the last token is computed."""
         request = self.request()
         begin = perf_counter()
         self.half.arrived(request)
@@ -370,7 +371,7 @@ class _Engine:
         return perf_counter() - begin
 
     def restore(self) -> tuple[float, float]:
-        """Of a request of which only host memory holds the blocks: seconds up to the first order, and in all."""
+        """Return the seconds of a request whose blocks only host memory holds: up to the first order, and in all."""
         request, first, loaded = self.request(), 0.0, set[str]()
         begin = perf_counter()
         self.half.arrived(request)
@@ -406,7 +407,7 @@ class _Engine:
 
 
 def scheduler_rows(blocks: int) -> Sequence[Row]:
-    """Microseconds a block of a hit in the engine's own cache, and of a restore from host memory."""
+    """Measure microseconds per block of a hit in the engine's own cache, and of a restore from host memory."""
     engine = _Engine(blocks)
     engine.compute()
     hit = min(engine.hit() for _ in range(_SCHEDULER_RUNS))
@@ -425,7 +426,7 @@ def scheduler_rows(blocks: int) -> Sequence[Row]:
 
 
 def _ack(transfer: Transfer) -> Ack:
-    """All of it came."""
+    """Return an ack of a complete transfer."""
     pages = len(transfer.keys)
     sizes = (_SPEC.page_nbytes,) * pages
     return Ack(transfer.id, True, pages, pages * _SPEC.page_nbytes, 1e-3, (), sizes, ())

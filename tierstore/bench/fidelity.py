@@ -1,8 +1,9 @@
-"""What codecs cost and change: ratio, rates, error of the numbers, and how far a model's next words move.
+"""What codecs cost and change: ratio, rates, numeric error, and how far a model's next tokens move.
 
-A text's first tokens are read, their K and V encoded and decoded, and the text goes on from those: the distributions of
-each next token are held against those from the K and V as they were (mean Kullback-Leibler divergence, and how often
-the likeliest token is the same). The floor is what bfloat16 itself does to them: the same tokens read in pieces.
+The first tokens of a text are read, their K and V are encoded and decoded, and the model reads the rest of the text
+on them. The distribution of each next token is compared with that over the exact K and V: mean Kullback-Leibler
+divergence, and how often the likeliest token is the same. The floor is the effect of bfloat16: the same tokens read
+in pieces.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ PIECE = 256
 """Tokens read at a time for the floor."""
 
 NAMES = tuple(codecs.LOSS_CLASSES)
-"""What is measured: every codec."""
+"""Every codec is measured."""
 
 _MOST_TIMED = 16
 _ROUNDS = 5
 
 
 class Goal(NamedTuple):
-    """At least this ratio, at most this divergence: nats, or times the floor."""
+    """Least ratio and greatest divergence, in nats or as a multiple of the floor."""
 
     ratio: float
     kl: float | None = None
     floors: float | None = None
 
     def most(self, floor: float | None) -> float | None:
-        """The divergence allowed, given the floor's."""
+        """Return the greatest divergence, given the floor's."""
         return self.kl if self.floors is None or floor is None else self.floors * floor
 
 
@@ -58,16 +59,16 @@ GOALS = {
     "k8v4": Goal(2.3, 4e-3),
     "int4": Goal(3.2, 1e-2),
 }
-"""What is asked of a codec on SmolLM2's K and V."""
+"""Goals of the codecs on SmolLM2's K and V."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecRow:
-    """One codec on all texts together. Rates: MB of page bytes a second of a core's own time.
+    """One codec on all texts together. Rates: MB/s of page bytes per core, by CPU time.
 
-    ``rel_error``: norm of the errors by the norm of the numbers, K and V together, and of each. ``kl`` in nats, a mean
-    over all tokens, ``kl_error`` the standard error of that mean, over texts (0 of one text). ``kl``, ``kl_error`` and
-    ``top1`` are None where no model goes on.
+    ``rel_error`` is the norm of the errors divided by the norm of the numbers, for K and V together and for each.
+    ``kl`` is a mean in nats over all tokens, ``kl_error`` its standard error over texts (0 with one text). ``kl``,
+    ``kl_error`` and ``top1`` are None without a model.
     """
 
     codec: str
@@ -82,11 +83,11 @@ class CodecRow:
     top1: float | None
 
     def plain(self) -> dict[str, object]:
-        """For JSON; ratios to three places."""
+        """Return the row for JSON, ratios with three decimals."""
         return asdict(self) | {"ratio": round(self.ratio, 3)}
 
     def meets(self, floor: float | None) -> bool:
-        """Whether the codec's goal, if it has one, is met. A ratio counts to three places."""
+        """Return whether the codec meets its goal, if it has one. Ratios count with three decimals."""
         goal = GOALS.get(self.codec, Goal(0.0))
         if round(self.ratio, 3) < goal.ratio:
             return False
@@ -97,7 +98,7 @@ class CodecRow:
 
 
 class Distance(NamedTuple):
-    """Of two runs over the same tokens."""
+    """Distance of two runs over the same tokens."""
 
     kl: float
     top1: float
@@ -105,7 +106,7 @@ class Distance(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A text read: its K and V in pages, what followed, and the distributions over it."""
+    """A text that was read: its K and V in pages, the rest of it, and the distributions over that."""
 
     spec: PageSpec
     pages: list[Bytes]
@@ -116,9 +117,9 @@ class Case:
 def read(
     reader: Reader, texts: Iterable[str], prefix: int, following: int, page_size: int
 ) -> Iterator[tuple[Case, Distance]]:
-    """Each text as a case, and its floor: the same tokens read ``PIECE`` at a time.
+    """Yield each text as a case, with its floor: the same tokens read ``PIECE`` at a time.
 
-    ``prefix`` is rounded down to whole pages. ValueError for a text of fewer tokens.
+    ``prefix`` is rounded down to whole pages. ValueError if a text has fewer tokens.
     """
     from tierstore.bench.codec import paged
 
@@ -127,7 +128,7 @@ def read(
         ids = reader.tokens(text, prefix + following)
         if prefix < 1 or ids.shape[1] < prefix + following:
             raise ValueError(
-                f"a text has {ids.shape[1]} tokens; {prefix + following} and a whole page are needed"
+                f"a text has {ids.shape[1]} tokens, but {prefix + following} and a whole page are needed"
             )
         before, after = ids[:, :prefix], ids[:, prefix:]
         kv = reader.read(before)
@@ -138,19 +139,19 @@ def read(
 
 
 def distance(expected: torch.Tensor, found: torch.Tensor) -> Distance:
-    """Between log-probabilities ``[tokens, vocabulary]``."""
+    """Return the distance between log-probabilities ``[tokens, vocabulary]``."""
     kl = (expected.exp() * (expected - found)).sum(dim=-1)
     same = expected.argmax(dim=-1) == found.argmax(dim=-1)
     return Distance(float(kl.mean()), float(same.float().mean()))
 
 
 def mean(distances: Sequence[Distance]) -> Distance:
-    """Of runs over as many tokens each."""
+    """Return the mean over runs of equally many tokens."""
     return Distance(*(float(np.mean(each)) for each in zip(*distances, strict=True)))
 
 
 def standard_error(figures: Sequence[float]) -> float:
-    """Of the mean of figures that vary by chance; 0 of a single one."""
+    """Return the standard error of the mean, 0 for a single figure."""
     return float(np.std(figures, ddof=1) / np.sqrt(len(figures))) if len(figures) > 1 else 0.0
 
 
@@ -161,7 +162,9 @@ def codec_row(
     reader: Reader | None = None,
     cases: Sequence[Case] = (),
 ) -> CodecRow:
-    """One codec on the pages of each text; with ``reader`` and ``cases``, each text goes on from what comes back."""
+    """Measure one codec on the pages of each text; with ``reader`` and ``cases``, the model reads on over decoded
+    pages.
+    """
     both = _Both(name, PageLayout.of(spec))
     stored, squares, found = 0, np.zeros((2, 2)), []
     for number, pages in enumerate(texts):
@@ -203,7 +206,7 @@ class _Both:
         self._out = np.empty(layout.blob_nbytes, dtype=np.uint8)
 
     def encode(self, page: Bytes) -> Bytes:
-        """The payload in scratch, or the page where it is kept raw."""
+        """Return the payload in a scratch buffer, or the page if it is stored raw."""
         if self._encoder is None:
             np.copyto(self._out, page)
             return self._out
@@ -211,7 +214,7 @@ class _Both:
         return page if length is None else self._out[:length]
 
     def decode(self, stored: Bytes, page: Bytes) -> None:
-        """Fill ``page`` from what ``encode`` gave."""
+        """Fill ``page`` from the result of ``encode``."""
         if self._decoder is None or stored.nbytes == page.nbytes:
             np.copyto(page, stored)
         else:
@@ -219,7 +222,7 @@ class _Both:
 
 
 def _squares(spec: PageSpec, page: Bytes, back: Bytes) -> NDArray[np.float64]:
-    """Sums of the squares of errors and of numbers, ``[2, K and V]``. bfloat16 pages."""
+    """Return the sums of squares of errors and of numbers, ``[2, K and V]``, for bfloat16 pages."""
     numbers, found = _numbers(spec, page), _numbers(spec, back)
     axes = (0, 2, 3, 4)
     return np.stack([np.square(found - numbers).sum(axes), np.square(numbers).sum(axes)])
@@ -231,7 +234,7 @@ def _numbers(spec: PageSpec, page: Bytes) -> NDArray[np.float64]:
 
 
 def _rates(both: _Both, pages: list[Bytes]) -> tuple[float, float]:
-    """MB a second of encoding and of decoding, the best of some runs."""
+    """Return MB/s of encoding and of decoding, the best of several runs."""
     stored, back = [both.encode(page).copy() for page in pages], np.empty_like(pages[0])
     nbytes = sum(page.nbytes for page in pages)
     encoding = min(_seconds(pages, both.encode) for _ in range(_ROUNDS))
@@ -247,11 +250,12 @@ def _seconds(pieces: list[Bytes], act: Callable[[Bytes], object]) -> float:
 
 
 def draw(rows: Sequence[CodecRow], floor: float, source: str, file: Path) -> None:
-    """Write ratio against divergence to ``file``, of the form its suffix names. OSError if it cannot be written.
+    """Plot ratio against divergence into ``file``, in the format of its suffix. OSError if it cannot be written.
 
-    Lossless codecs stand on the lower edge: their divergence is 0. ValueError for a suffix matplotlib does not know.
+    Lossless codecs are at the lower edge, as their divergence is 0. ValueError if matplotlib does not know the
+    suffix.
     """
-    from matplotlib.figure import Figure  # no pyplot: no state, no display
+    from matplotlib.figure import Figure  # no pyplot: it keeps state and wants a display
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()

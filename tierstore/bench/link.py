@@ -1,4 +1,4 @@
-"""Both ends of the link between HBM and host memory, for measuring it: pages, a copy engine, and contiguous copies."""
+"""Both ends of the link between HBM and host memory, for measurements: pages, a copy engine, contiguous copies."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ if TYPE_CHECKING:
 
 Direction = Literal["h2d", "d2h", "both"]
 Path = Literal["straight", "kernel", "slab"]
-"""Pages of our own by DMA or by the copy kernel; an engine's layer-major ones through a slab in HBM."""
+"""Our own pages by DMA or by the copy kernel; an engine's layer-major pages through a slab in HBM."""
 
 ALIGNMENT = 4096
 _MOST_PAGES = 4096
 _TRANSFER_NBYTES = 64 << 20
-"""Of one transfer, but no fewer pages than the store's have."""
+"""Bytes per transfer, but at least as many pages as the store takes."""
 _ENGINE_LAYERS = 32
 _PIN_PATIENCE_S = 600.0
 _POLL_S = 50e-6
 
 
 def device_of(name: str) -> torch.device:
-    """ConfigError unless the device is there."""
+    """Return the device. ConfigError if it does not exist."""
     require_device(name)
     device = torch.device(name)
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def require_piece(nbytes: int) -> None:
-    """ConfigError unless pieces can be of so many bytes."""
+    """Raise ConfigError unless pieces can have this size."""
     if nbytes % ALIGNMENT:
-        raise ConfigError(f"pieces of {nbytes} bytes; allowed: a multiple of {ALIGNMENT}")
+        raise ConfigError(f"pieces must be multiples of {ALIGNMENT} bytes, got {nbytes}")
 
 
 def locked_arena(name: str, layout: PageLayout, num_slots: int, codec: str = "none") -> HostArena:
-    """All of it page-locked where the device is a card; ConfigError if it cannot be."""
+    """Return an arena, page-locked if the device is a GPU. ConfigError if it cannot be locked."""
     on_card = device_of(name).type == "cuda"
     arena = HostArena(layout, num_slots, pinner(name) if on_card else None, codec=codec)
     if on_card and not arena.wait_pinned(num_slots, _PIN_PATIENCE_S):
@@ -66,16 +66,16 @@ def locked_arena(name: str, layout: PageLayout, num_slots: int, codec: str = "no
 
 
 def settle(device: torch.device) -> None:
-    """Waits until the device has done everything."""
+    """Wait until the device has finished everything."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Ceiling:
-    """Contiguous copies of ``nbytes`` between page-locked memory and the device, one way or both at once."""
+    """Contiguous copies of ``nbytes`` between page-locked memory and the device, in one direction or both at once."""
 
     def __init__(self, name: str, nbytes: int) -> None:
-        """ConfigError unless the device is there."""
+        """ConfigError if the device does not exist."""
         self.device = device_of(name)
         on_card = self.device.type == "cuda"
         self.nbytes = nbytes
@@ -88,7 +88,7 @@ class Ceiling:
             self._streams += [torch.cuda.Stream(self.device) for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def gbps(self, direction: Direction) -> float:
-        """One run."""
+        """Return the rate of one run."""
         settle(self.device)
         start = perf_counter()
         self.queue(direction)
@@ -97,7 +97,7 @@ class Ceiling:
         return moved / (perf_counter() - start) / 1e9
 
     def queue(self, direction: Direction) -> None:
-        """One run that nobody waits for; on the CPU it has ended."""
+        """Queue one run without waiting; on the CPU it completes at once."""
         if direction != "d2h":
             self._copy(0, self._there[0], self._host[0])
         if direction != "h2d":
@@ -112,7 +112,7 @@ class Ceiling:
 
 
 class Ends:
-    """A copy engine between slots of ``device`` and an arena's. ``page_nbytes``: of a page on the device."""
+    """A copy engine between slots of ``device`` and of an arena. ``page_nbytes`` is a page on the device."""
 
     def __init__(self, device: torch.device, arena: HostArena, copies: CopyEngine, page_nbytes: int) -> None:
         self.device, self.arena, self.copies, self.page_nbytes = device, arena, copies, page_nbytes
@@ -121,7 +121,7 @@ class Ends:
     def transfers(
         self, dst: Tier, host: Sequence[int] | NDArray[np.int64], there: Sequence[int] | NDArray[np.int64]
     ) -> list[Transfer]:
-        """The copies between these slots, pair by pair."""
+        """Return the copies between these slots, pair by pair."""
         found = []
         step = min(_MOST_PAGES, max(BATCH_PAGES, _TRANSFER_NBYTES // self.page_nbytes))
         for start in range(0, len(host), step):
@@ -136,7 +136,7 @@ class Ends:
         return found
 
     def run(self, transfers: Sequence[Transfer]) -> tuple[float, float]:
-        """Seconds until all have ended, and until all were submitted. RuntimeError if one failed."""
+        """Return the seconds until all ended, and until all were submitted. RuntimeError if one failed."""
         settle(self.device)
         start = perf_counter()
         for transfer in transfers:
@@ -148,11 +148,11 @@ class Ends:
                 if not ack.ok:
                     raise RuntimeError("a copy failed")
                 left -= 1
-            sleep(_POLL_S)  # a loop that only asks would take Python's turn from who launches
+            sleep(_POLL_S)  # polling without a pause would keep Python's lock from the thread that launches
         return perf_counter() - start, submitted
 
     def close(self) -> None:
-        """Unlocks the memory."""
+        """Unlock the memory."""
         self.copies.close(_PIN_PATIENCE_S)
         self.arena.close()
 
@@ -160,13 +160,16 @@ class Ends:
 class Rig(Ends):
     """Two ends with ``num_pages`` pages each, and a copy engine between them.
 
-    ``storage``: the device's bytes, flat uint8. ``pages``: the same by slot, ``[num_pages, ...]``. ``host_rows``: the
-    host's pages, uint8 ``[num_pages, page_nbytes]``. ``pieces``: of a page in device memory.
+    ``storage`` has the device's bytes, flat uint8; ``pages`` the same by slot, ``[num_pages, ...]``. ``host_rows``
+    has the host's pages, uint8 ``[num_pages, page_nbytes]``. ``pieces`` counts those of a page in device memory.
     """
 
     def __init__(self, name: str, piece_nbytes: int, batch_nbytes: int, path: Path) -> None:
-        """As many pages as fit ``batch_nbytes``. ConfigError for a device that is not there, or memory that cannot be
-        page-locked, or pieces that are no multiple of 4096 bytes."""
+        """Make as many pages as fit in ``batch_nbytes``.
+
+        ConfigError if the device does not exist, memory cannot be page-locked, or pieces are not multiples of 4096
+        bytes.
+        """
         require_piece(piece_nbytes)
         device = device_of(name)
         spec = _spec(piece_nbytes, path)
@@ -181,7 +184,7 @@ class Rig(Ends):
         super().__init__(device, arena, copies, self.page_nbytes)
 
     def parts(self) -> list[slice]:
-        """Pages that were page-locked together: no copy may span two such parts."""
+        """Return ranges of pages that were page-locked together: no copy may span two of them."""
         step = max(1, CHUNK_NBYTES // self.page_nbytes)
         return [slice(start, start + step) for start in range(0, self.num_pages, step)]
 
@@ -225,7 +228,7 @@ class Rig(Ends):
 
 
 def _spec(piece_nbytes: int, path: Path) -> PageSpec:
-    """One piece a page, or an engine's page: K and V of 32 layers are a piece each."""
+    """Return pages of one piece, or an engine's pages: one piece each for K and V of 32 layers."""
     if path == "slab":
         return PageSpec(
             num_layers=_ENGINE_LAYERS,

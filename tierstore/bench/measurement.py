@@ -1,4 +1,4 @@
-"""The row of a figure, the device it was taken on, the best of several runs, and Python's garbage collector at rest."""
+"""A row with a figure and its goal, the device, the best of several runs, and a pause for the garbage collector."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. ``goal`` is the most it should be, ``at_least`` the least; neither: it is only told."""
+    """One figure. ``goal`` is the most that it should be, ``at_least`` the least; both may be missing."""
 
     what: str
     value: float
@@ -28,20 +28,20 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Whether the goal is met."""
+        """Return whether the goal is met."""
         if self.at_least is not None and self.value < self.at_least:
             return False
         return self.goal is None or self.value <= self.goal
 
     @property
     def goal_text(self) -> str:
-        """The goal in words of arithmetic, "" where there is none."""
+        """Return the goal as a formula, or ""."""
         if self.at_least is not None:
             return f">= {self.at_least:g}"
         return "" if self.goal is None else f"<= {self.goal:g}"
 
     def plain(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the row for JSON."""
         return {
             "what": self.what,
             "value": self.value,
@@ -52,7 +52,7 @@ class Row:
 
 
 def best_of(times: int, act: Callable[[], object]) -> float:
-    """Seconds of the fastest of several runs: the one that others on the machine disturbed least."""
+    """Return the seconds of the fastest run, the one that other programs disturbed least."""
     seconds = []
     for _ in range(times):
         start = perf_counter()
@@ -62,12 +62,12 @@ def best_of(times: int, act: Callable[[], object]) -> float:
 
 
 def load_average() -> float:
-    """Runnable threads of the whole machine, averaged over a minute: above the cores' number figures are worth less."""
+    """Return the runnable threads of the machine over a minute. Above the number of cores, figures are unreliable."""
     return os.getloadavg()[0]
 
 
 def device() -> str:
-    """Processor, usable cores and interpreter."""
+    """Return processor, usable cores and interpreter."""
     cores = len(os.sched_getaffinity(0))
     return f"{_processor()}, {cores} cores, Python {platform.python_version()}"
 
@@ -83,7 +83,7 @@ def _processor() -> str:
 
 @contextmanager
 def at_rest() -> Iterator[None]:
-    """As engines do after their start: a full pass over what torch made stops everything for 40 to 150 ms."""
+    """Freeze existing objects, as engines do after start: a full collection takes 40 to 150 ms."""
     gc.collect()
     gc.freeze()
     try:

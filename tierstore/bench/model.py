@@ -1,4 +1,4 @@
-"""A model that reads a text into K and V, and goes on from K and V that it is given: bfloat16, on the CPU."""
+"""A model that reads a text into K and V, and continues from given K and V: bfloat16, on the CPU."""
 
 # transformers leaves some of its functions untyped:
 # mypy: allow-untyped-calls
@@ -15,7 +15,7 @@ from tierstore.adapters.huggingface import cache_argument
 
 
 class Reader:
-    """The model in a folder, in bfloat16. Not thread-safe. OSError if it cannot be read; nothing is downloaded."""
+    """The model in a folder, in bfloat16. Not thread-safe. OSError if it cannot be read; downloads nothing."""
 
     def __init__(self, folder: Path) -> None:
         logging.disable_progress_bar()
@@ -26,16 +26,17 @@ class Reader:
         self._cache = cache_argument(self._model)
 
     def tokens(self, text: str, most: int) -> torch.Tensor:
-        """The first ``most`` tokens of ``text``, ``[1, tokens]`` int64."""
+        """Return the first ``most`` tokens of ``text``, ``[1, tokens]`` int64."""
         ids: torch.Tensor = self.tokenizer(
             text, return_tensors="pt", truncation=True, max_length=most
         ).input_ids
         return ids
 
     def read(self, ids: torch.Tensor, step: int | None = None) -> torch.Tensor:
-        """K and V ``[layers, 2, heads, tokens, head_dim]`` of ``ids``, all at once or ``step`` tokens at a time.
+        """Return K and V ``[layers, 2, heads, tokens, head_dim]`` of ``ids``, computed at once or ``step`` tokens at a
+        time.
 
-        Layers with a window give those of all tokens, too.
+        Layers with a window return all tokens, too.
         """
         cache = DynamicCache()
         with torch.inference_mode():
@@ -44,7 +45,9 @@ class Reader:
             return torch.stack([torch.stack(kv) for kv in _of_layers(cache)])
 
     def go_on(self, kv: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities ``[tokens, vocabulary]``, float32, after each of ``ids``, which follow those of ``kv``."""
+        """Return log-probabilities ``[tokens, vocabulary]``, float32, after each of ``ids``, which follow those of
+        ``kv``.
+        """
         cache = DynamicCache()
         with torch.inference_mode():
             for number, (keys, values) in enumerate(kv):

@@ -1,9 +1,9 @@
-"""The disk tier beside the disk, and what a serving thread feels of it.
+"""The disk tier compared with the raw disk, and the stalls that a serving thread sees.
 
-Every run is paired with a raw one just before or after it, on new files. A way to keep pages stores all of them so
-that they survive a loss of power, forgets what the page cache holds of them, and reads all of them back, in an order
-that no read-ahead guesses. One thread writes and ``readers`` threads read, whatever the way. Stalls say how late a
-thread runs that wants to run every millisecond: what the others' holds of Python's lock do to it.
+Every run is paired with a raw one just before or after it, on new files. A contender stores all pages so that they
+survive a power failure, drops them from the page cache, and reads all of them back in an order that defeats
+read-ahead. One thread writes and ``readers`` threads read in every case. Stalls measure how late a thread runs that
+wants to run every millisecond: the effect of other threads' holds of Python's lock.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _PATIENCE_S = 300.0
 
 
 class Load(NamedTuple):
-    """What is stored in one run: ``[pages, page_nbytes]`` in aligned memory, and how it is divided.
+    """The pages of one run, ``[pages, page_nbytes]`` in aligned memory, and how they are divided.
 
-    ``order``: in which the pages are read.
+    ``order`` is the order in which the pages are read.
     """
 
     pages: Bytes
@@ -53,16 +53,16 @@ class Load(NamedTuple):
 
 
 def capacity_for(nbytes: int) -> int:
-    """A tier's capacity for so many bytes of pages: so much more that it makes files as long as a real one's.
+    """Return the capacity of a tier for so many bytes of pages, with files as long as those of a real tier.
 
-    One just large enough would make sixteen short ones, and each is set aside and named durably in the time that is
-    taken, where the raw file is there before.
+    With a capacity just large enough there would be sixteen short files, each allocated and named durably within
+    the measured time, while the raw file exists before.
     """
     return int(nbytes * 1.4) + (64 << 20) + min(4 << 30, 7 * nbytes)
 
 
 class Contender(ABC):
-    """One way. ``write`` and ``read`` are what is timed; ``folder`` is its own."""
+    """One way to store pages. ``write`` and ``read`` are measured; ``folder`` is its own."""
 
     def __init__(self, folder: Path, load: Load) -> None:
         folder.mkdir()
@@ -71,24 +71,24 @@ class Contender(ABC):
 
     @abstractmethod
     def write(self) -> None:
-        """Store every page, durable on return."""
+        """Store every page durably."""
 
     @abstractmethod
     def read(self, out: Bytes) -> None:
-        """Fetch every page into ``out``."""
+        """Read every page into ``out``."""
 
     def cool(self) -> None:
-        """Ask the kernel to forget the files' pages."""
+        """Ask the kernel to drop the files' pages from the page cache."""
         for path in self.folder.rglob("*"):
             if path.is_file() and path.suffix != ".lock" and path.name != "lock.mdb":
                 forget(path)
 
     @abstractmethod
     def close(self) -> None:
-        """End it; its folder is removed by whoever made it."""
+        """Close it. The caller removes the folder."""
 
     def _spread(self, act: Callable[[int], None]) -> None:
-        """``act(index)`` for every page, the reader threads taking them in turn."""
+        """Call ``act(index)`` for every page, with the reader threads taking turns."""
         order, readers = self.load.order, self.load.readers
 
         def some(first: int) -> None:
@@ -100,7 +100,7 @@ class Contender(ABC):
 
 
 class RawFile(Contender):
-    """The ceiling: one preallocated file, past the page cache where the file system lets us, fdatasync a batch."""
+    """The ceiling: one preallocated file with direct I/O if the file system supports it, and fdatasync per batch."""
 
     def __init__(self, folder: Path, load: Load) -> None:
         super().__init__(folder, load)
@@ -123,7 +123,7 @@ class RawFile(Contender):
 
 
 class SmallPages(RawFile):
-    """The ceiling's file, written from and read into memory of pages of 4 KiB, as most programs have it."""
+    """The ceiling's file, from and into memory in 4 KiB pages, as most programs have it."""
 
     def __init__(self, folder: Path, load: Load) -> None:
         self._memory = tuple(small_pages(*load.pages.shape) for _ in range(2))
@@ -137,14 +137,14 @@ class SmallPages(RawFile):
 
     def close(self) -> None:
         super().close()
-        np.copyto(self._out, self._memory[1])  # not within the time that is measured
+        np.copyto(self._out, self._memory[1])  # not within the measured time
 
 
 class TierRecords(Contender):
-    """The NVMe tier: every byte checked, catalogue and parents kept."""
+    """The NVMe tier: every byte is checked, catalogue and parents are written."""
 
     def __init__(self, folder: Path, load: Load, payload: str, nbytes: int = 0) -> None:
-        """``nbytes``: of pages in all, where ``write`` is called more than once."""
+        """``nbytes`` is the total size of pages if ``write`` is called more than once."""
         super().__init__(folder, load)
         self._done = Event()
         self._written = 0
@@ -153,7 +153,7 @@ class TierRecords(Contender):
         self._tier = self._open()
 
     def write(self) -> None:
-        """Under new keys every time."""
+        """Store the pages under new keys."""
         pieces = _pieces(range(len(self.load.pages)))
         for number, piece in enumerate(pieces):
             transfer = self._transfer(number, piece, self._written, Tier.HOST, Tier.NVME)
@@ -164,7 +164,7 @@ class TierRecords(Contender):
             raise OSError("the tier could not be synced")
 
     def read(self, out: Bytes) -> None:
-        """What the last ``write`` stored."""
+        """Read what the last ``write`` stored."""
         first, pieces = self._written - len(self.load.pages), _pieces(self.load.order)
         for number, piece in enumerate(pieces):
             transfer = self._transfer(number, piece, first, Tier.NVME, Tier.HOST)
@@ -172,7 +172,7 @@ class TierRecords(Contender):
         self._wait(len(pieces))
 
     def cool(self) -> None:
-        self.close()  # the kernel keeps what is mapped, and what lies near it
+        self.close()  # the kernel keeps mapped pages and their neighbours
         super().cool()
         self._tier = self._open()
 
@@ -220,7 +220,7 @@ def _pieces(numbers: Sequence[int]) -> list[Sequence[int]]:
 
 
 def batch_pages_of(nbytes: int, page_nbytes: int, payload: str = "lmdb") -> int:
-    """Pages that the tier writes between two syncs, for so many bytes of pages."""
+    """Return the pages that the tier writes between two syncs, for so many bytes of pages."""
     by_kind = size_extents if payload == "extents" else size
     return by_kind(capacity_for(nbytes), page_nbytes).batch_pages
 
@@ -229,7 +229,7 @@ _TICK_S = 1e-3
 
 
 class Stalls(NamedTuple):
-    """Milliseconds by which ticks came late: the middle, one in a thousand, the worst."""
+    """Milliseconds by which ticks were late: median, one in a thousand, maximum."""
 
     p50: float
     p999: float
@@ -237,9 +237,9 @@ class Stalls(NamedTuple):
 
 
 def stalls_during(act: Callable[[], object]) -> Stalls:
-    """What a thread that sleeps a millisecond at a time sees while ``act`` runs in this one.
+    """Measure the stalls of a thread that sleeps a millisecond at a time while ``act`` runs in this one.
 
-    Lateness of the scheduler is in it: compare with a run in which nothing happens.
+    They include the scheduler's own delays: compare with a run in which nothing happens.
     """
     ticking, over, late = Event(), Event(), [0.0]
 
@@ -271,7 +271,7 @@ OPS = ("write", "read")
 
 
 class Run(NamedTuple):
-    """One write or read of a whole load: seconds by the clock and of processor time, bytes that the disk moved."""
+    """One write or read of a whole load: elapsed and CPU seconds, and bytes that the disk moved."""
 
     seconds: float
     cpu: float
@@ -280,10 +280,11 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskRow:
-    """One way, one operation, one page size. GB (powers of 1000) a second, medians over the rounds.
+    """One contender, one operation, one page size. GB/s (powers of 1000), medians over the rounds.
 
-    ``ratio`` is the median of paired ratios, ``spread`` the least and the most of them. ``disk_per_byte``: bytes the
-    disk moved for one of a page; far below 1 the page cache answered, far above it read ahead. 0: not told.
+    ``ratio`` is the median of paired ratios, ``spread`` their minimum and maximum. ``disk_per_byte`` is the bytes
+    that the disk moved per byte of a page: far below 1 the page cache answered, far above 1 there was read-ahead; 0
+    if unknown.
     """
 
     payload: str
@@ -297,12 +298,12 @@ class DiskRow:
     disk_per_byte: float
 
     def plain(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the row for JSON."""
         return asdict(self)
 
 
 def ways(payloads: list[str]) -> dict[str, Make]:
-    """What is compared, by name: the tier with each payload, and the raw file out of and into ordinary memory."""
+    """Return the contenders by name: the tier with each payload, and the raw file with ordinary memory."""
     tiers: dict[str, Make] = {payload: partial(TierRecords, payload=payload) for payload in payloads}
     return {**tiers, "raw, 4 KiB pages": SmallPages}
 
@@ -310,10 +311,11 @@ def ways(payloads: list[str]) -> dict[str, Make]:
 def disk_rows(
     page_nbytes: int, *, nbytes: int, rounds: int, readers: int, ways: Mapping[str, Make], place: Path
 ) -> Iterator[list[DiskRow]]:
-    """The rows of each way in turn, for pages of ``page_nbytes`` (a multiple of 4 KiB) and ``nbytes`` of them a run.
+    """Yield the rows of each contender in turn, for ``nbytes`` per run in pages of ``page_nbytes`` (a multiple of 4
+    KiB).
 
-    ``place`` must have room for twice ``nbytes``, with some to spare; what is made there is removed again. OSError
-    if the disk or the tier refuses, or a page does not come back as it was.
+    ``place`` needs free space for more than twice ``nbytes``; everything created there is removed. OSError if the
+    disk or the tier refuses, or a page changes.
     """
     load, out = _load(page_nbytes, nbytes, readers), aligned(max(1, nbytes // page_nbytes), page_nbytes)
     for name, make in ways.items():
@@ -325,7 +327,7 @@ def disk_rows(
 
 
 def stalls(payload: str, *, nbytes: int, readers: int, place: Path) -> Stalls:
-    """Stalls while ``nbytes`` of pages of 2 MiB are written to a tier and read back."""
+    """Measure stalls while ``nbytes`` in pages of 2 MiB are written to a tier and read back."""
     count = max(1, min(nbytes, _STALL_MEMORY) // _STALL_PAGE)
     load = _load(_STALL_PAGE, count * _STALL_PAGE, readers)
     out = aligned(count, _STALL_PAGE)
@@ -344,7 +346,7 @@ def stalls(payload: str, *, nbytes: int, readers: int, place: Path) -> Stalls:
 
 
 def idle_stalls(seconds: float) -> Stalls:
-    """Stalls while nothing happens."""
+    """Measure stalls while nothing happens."""
     return stalls_during(lambda: sleep(seconds))
 
 
@@ -358,7 +360,7 @@ def _load(page_nbytes: int, nbytes: int, readers: int) -> Load:
 
 
 def _pair(make: Make, load: Load, out: Bytes, place: Path, *, raw_first: bool) -> dict[str, tuple[Run, Run]]:
-    """By operation: the way's run and the raw one beside it. Who goes first changes from round to round."""
+    """Return the contender's and the raw run by operation. Which one comes first changes from round to round."""
     place.mkdir()
     makers: list[Make] = [RawFile, make] if raw_first else [make, RawFile]
     runs = [_both(maker, load, out, place / f"{number}") for number, maker in enumerate(makers)]
@@ -377,7 +379,7 @@ def _both(make: Make, load: Load, out: Bytes, folder: Path) -> dict[str, Run]:
     finally:
         contender.close()
     if not np.array_equal(out, load.pages):
-        raise OSError(f"{type(contender).__name__}: a page did not come back as it was")
+        raise OSError(f"{type(contender).__name__}: a page came back changed")
     return {"write": write, "read": read}
 
 
@@ -388,7 +390,7 @@ def _timed(counter: str, act: Callable[[], None]) -> Run:
 
 
 def _moved(counter: str) -> int:
-    """Bytes that this process made the disks read or write so far; 0 where the kernel does not say."""
+    """Return the bytes that this process made the disks read or write so far; 0 if the kernel does not say."""
     try:
         lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     except OSError:

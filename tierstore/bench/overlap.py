@@ -1,12 +1,12 @@
-"""Compute beside streaming pages: what the copies cost it, and how much of them it hides.
+"""Compute while pages stream: how much of the copies it hides, and what they cost it.
 
-Three questions. A lease is restored from HOST layer group by layer group while each layer is computed as soon as its
-bytes are there: how much of the shorter of both is hidden? A kernel that only reads memory, and one that writes as
-much as it reads, run beside copies: how much slower are they?
+A lease is restored from HOST layer group by layer group, and each layer is computed as soon as its bytes arrive:
+how much of the shorter of both is hidden? A kernel that only reads memory, and one that writes as much as it reads,
+run next to copies: how much slower do they get?
 
-What the link moves is read from or written to HBM too, so the least that a kernel loses is the link's share of HBM's
-bandwidth. A contiguous copy beside the kernel shows what the card itself loses; the rest is ours. Ratios are of runs
-next to each other; the bytes are checked.
+What the link moves is also read from or written to HBM, so a kernel loses at least the link's share of HBM's
+bandwidth. A contiguous copy next to the kernel shows what the device itself loses; the rest is ours. Ratios are of
+adjacent runs, and the bytes are checked.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _BLOCK_NBYTES = 1 << 30
 _TRIES = 3
 
 _HEADS_AND_LAYERS = 256
-"""Of an 8B model: 32 layers of 8 heads of 128, 128 KiB a token."""
+"""Of an 8B model: 32 layers of 8 heads of 128, 128 KiB per token."""
 
 
 def pages_of(num_layers: int, page_size: int) -> PageSpec:
-    """Pages of 128 KiB a token. ConfigError unless that can be divided into so many layers."""
+    """Return pages of 128 KiB per token. ConfigError unless that can be divided into so many layers."""
     if _HEADS_AND_LAYERS % num_layers:
-        raise ConfigError(f"--layers {num_layers}; allowed: powers of two up to {_HEADS_AND_LAYERS}")
+        raise ConfigError(f"--layers must be a power of two up to {_HEADS_AND_LAYERS}, got {num_layers}")
     return PageSpec(
         num_layers=num_layers,
         page_size=page_size,
@@ -61,12 +61,12 @@ def pages_of(num_layers: int, page_size: int) -> PageSpec:
 
 @dataclass(frozen=True, slots=True)
 class OverlapRow:
-    """Medians of the rounds. ``overlap``: what was saved of the shorter one, (compute + copy - both) / the shorter.
+    """Medians of the rounds. ``overlap`` is the saved share of the shorter one, (compute + copy - both) / the shorter.
 
-    ``wanted``: as what part of copying computing was to take. ``ideal``: 1 - 1 / groups, as computing begins with the
-    first group there. ``beside_ms``: the same computing while one contiguous block is copied in again and again: what
-    it takes longer is the card's. ``reachable``: the overlap of copies that lose nothing, with compute that takes so
-    long.
+    ``wanted`` is the intended compute time as a multiple of the copy time. ``ideal`` is 1 - 1 / groups, as
+    computing begins with the first group. ``beside_ms`` is the same compute next to contiguous copies: what it
+    takes longer is lost by the device. ``reachable`` is the overlap of copies without losses, with compute of that
+    length.
     """
 
     wanted: float
@@ -83,15 +83,17 @@ class OverlapRow:
     gbps: float
     """Of the copies alone."""
     first_layer_ms: float
-    """From the call of acquire until the first layer could be used, the GPU having nothing else to do."""
+    """From the call of acquire until the first layer could be used, with an idle GPU."""
 
     def plain(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the row for JSON."""
         return {"what": "overlap", **asdict(self)}
 
 
 class _Compute:
-    """Matrix products, layer by layer, and a sum over the layer of all pages: whether its bytes are there."""
+    """Matrix multiplications layer by layer, and a sum over the layer of all pages that shows whether its bytes
+    arrived.
+    """
 
     def __init__(self, pages: torch.Tensor, size: int) -> None:
         self._words = pages.view(torch.int64)
@@ -102,13 +104,13 @@ class _Compute:
         self.products = 1
 
     def layer(self, layer: int) -> None:
-        """Queues one layer's work on the current stream."""
+        """Queue one layer's work on the current stream."""
         self._sums[layer] = self._words[:, layer].sum()
         for _ in range(self.products):
             torch.mm(self._matrix, self._matrix, out=self._product)
 
     def require_right(self) -> None:
-        """RuntimeError unless every layer was there when it was summed."""
+        """Raise RuntimeError unless every layer had arrived when it was summed."""
         if not torch.equal(self._sums, self.expected):
             raise RuntimeError("a layer was computed before its bytes were there")
         self._sums.zero_()
@@ -118,7 +120,7 @@ class _Compute:
 
 
 class Restore:
-    """A store whose pages are all in HOST, to be brought back again and again."""
+    """A store with all pages in HOST, to be restored again and again."""
 
     def __init__(self, store: TierStore, keys: list[PageKey], matrix: int) -> None:
         self._store = store
@@ -132,7 +134,7 @@ class Restore:
         self.compute = _Compute(pages, matrix)
 
     def alone(self) -> float:
-        """Seconds of computing with the pages there."""
+        """Return the seconds of computing with the pages in HBM."""
         settle(self._pages.device)
         start = perf_counter()
         for layer in range(self._layers):
@@ -141,14 +143,14 @@ class Restore:
         return perf_counter() - start
 
     def fill_up(self, wanted: float) -> None:
-        """Chooses the number of products so that computing takes about ``wanted`` times as long as copying."""
+        """Choose the number of multiplications so that computing takes about ``wanted`` times as long as copying."""
         for _ in range(_TRIES):
-            self.both()  # a card that has rested computes faster for a while
+            self.both()  # an idle GPU computes faster for a while
             _, copying = self.copied()
             self.compute.products = max(1, round(self.compute.products * wanted * copying / self.alone()))
 
     def beside(self, block: Ceiling) -> float:
-        """Seconds of computing while contiguous copies go on, about as long as it takes."""
+        """Return the seconds of computing next to contiguous copies of about the same length."""
         settle(self._pages.device)
         start = perf_counter()
         for _ in range(max(1, round(1.2 * self.nbytes / block.nbytes))):
@@ -162,7 +164,7 @@ class Restore:
         return seconds
 
     def copied(self) -> tuple[float, float]:
-        """Seconds until the first layer and until all of them were there, with nothing computed."""
+        """Return the seconds until the first layer and until all layers arrived, with nothing computed."""
         with self._empty() as start, self._store.acquire(self._keys) as lease:
             self._wait(lease, 0)
             first = perf_counter() - start
@@ -172,7 +174,7 @@ class Restore:
         return first, whole
 
     def both(self) -> float:
-        """Seconds of computing each layer once it is there."""
+        """Return the seconds of computing each layer once it arrived."""
         with self._empty() as start, self._store.acquire(self._keys) as lease:
             for layer in range(self._layers):
                 event = lease.ready(layer, _PATIENCE_S)
@@ -189,7 +191,7 @@ class Restore:
 
     @contextmanager
     def _empty(self) -> Iterator[float]:
-        """With nothing in HBM; the time when that is so."""
+        """Empty HBM and yield the time."""
         self._store.evict(self._keys, Tier.HBM)
         self._store.drain(_PATIENCE_S)
         self._pages.zero_()
@@ -207,7 +209,7 @@ class Restore:
 
 
 def host_nbytes(device: str, nbytes: int) -> int:
-    """Memory that ``overlap_rows`` takes: both ends where the device is the CPU, and of the contiguous block too."""
+    """Return the memory that ``overlap_rows`` takes if the device is the CPU, with the contiguous block."""
     block = min(_BLOCK_NBYTES, nbytes)
     return 2 * nbytes + 4 * block if device == "cpu" else nbytes + 2 * block
 
@@ -215,7 +217,7 @@ def host_nbytes(device: str, nbytes: int) -> int:
 def overlap_rows(
     device: str, spec: PageSpec, nbytes: int, rounds: int, matrix: int, wanted: Sequence[float]
 ) -> list[OverlapRow]:
-    """Restores pages of ``nbytes`` together, with compute that takes so much of that time, a row each.
+    """Restore pages of ``nbytes`` in all, with compute of so many times the copy time, a row each.
 
     ConfigError as from ``open``.
     """
@@ -261,7 +263,7 @@ def _row(restore: Restore, block: Ceiling, wanted: float, groups: int, pages: in
 
 
 def _filled(store: TierStore, number: int, spec: PageSpec) -> list[PageKey]:
-    """Random pages, in HOST too."""
+    """Put random pages, and save them to HOST."""
     slots = store.allocate(number)
     pages = store.pages
     assert not isinstance(pages, GroupedPages)
@@ -284,8 +286,8 @@ _POLL_S = 50e-6
 
 @dataclass(frozen=True, slots=True)
 class BesideRow:
-    """``kernel``: "read" or "copy". ``slowdown``: median of the pairs, 0.03 for 3 %; ``share``: what copies take of the
-    bytes that HBM moves then; ``alone_tbps``: of the kernel, what it reads and writes.
+    """``kernel`` is "read" or "copy". ``slowdown`` is the median of the pairs, 0.03 for 3 %; ``share`` is the copies'
+    part of the bytes that HBM moves; ``alone_tbps`` counts what the kernel reads and writes.
     """
 
     kernel: str
@@ -298,34 +300,34 @@ class BesideRow:
     gbps: float
 
     def plain(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the row for JSON."""
         return {"what": "beside", **asdict(self)}
 
 
 class Load(Protocol):
-    """Copies that go on by themselves. ``prepare`` comes before ``start``."""
+    """Copies that run in the background. ``prepare`` is called before ``start``."""
 
     name: str
     piece_nbytes: int
     nbytes: int
     twice: bool
-    """Whether both at once are ``nbytes`` each way, not together."""
+    """Whether both directions at once move ``nbytes`` each, and not together."""
 
     def prepare(self, direction: Direction) -> None:
-        """Does what is not to be measured."""
+        """Do what is not to be measured."""
         ...
 
     def start(self, direction: Direction) -> None:
-        """Queues them."""
+        """Queue the copies."""
         ...
 
     def finish(self) -> None:
-        """Waits until they have ended."""
+        """Wait until they ended."""
         ...
 
 
 class Reading:
-    """A sum over ``nbytes`` of the device, again and again."""
+    """A sum over ``nbytes`` of the device, repeated."""
 
     name = "read"
 
@@ -336,7 +338,7 @@ class Reading:
         self._stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def seconds(self, times: int) -> float:
-        """Of one, the median."""
+        """Return the median seconds of one."""
         if self._stream is None:
             return median(self._timed() for _ in range(times))
         with torch.cuda.stream(self._stream):
@@ -371,7 +373,7 @@ class Copying(Reading):
     def _once(self) -> None:
         torch.bitwise_not(
             self._from, out=self._to
-        )  # torch's copy_ would be the driver's, by whatever it takes
+        )  # torch's copy_ would be the driver's, by whatever engine it chooses
 
 
 class Contiguous:
@@ -387,20 +389,20 @@ class Contiguous:
         self._times = times
 
     def prepare(self, direction: Direction) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def start(self, direction: Direction) -> None:
-        """Queues them."""
+        """Queue the copies."""
         for _ in range(self._times):
             self._ceiling.queue(direction)
 
     def finish(self) -> None:
-        """Waits until they have ended."""
+        """Wait until they ended."""
         settle(self._ceiling.device)
 
 
 class Pages:
-    """Scattered pages by one of the ways they can take."""
+    """Scattered pages by one of the routes."""
 
     twice = False
 
@@ -413,7 +415,7 @@ class Pages:
         self._transfers: dict[Direction, Sequence[Transfer]] = {}
 
     def prepare(self, direction: Direction) -> None:
-        """Does what is not to be measured."""
+        """Do what is not to be measured."""
         chance = np.random.default_rng(0)
         host, there = (chance.permutation(self.rig.num_pages) for _ in "ht")
         split = {"h2d": len(host), "d2h": 0, "both": len(host) // 2}[direction]
@@ -422,14 +424,14 @@ class Pages:
         self._transfers[direction] = [x for x in chain(*zip_longest(up, down)) if x is not None]
 
     def start(self, direction: Direction) -> None:
-        """Queues them."""
+        """Queue the copies."""
         transfers = self._transfers[direction]
         self._left = len(transfers)
         for transfer in transfers:
             self.rig.copies.submit(transfer)
 
     def finish(self) -> None:
-        """Waits until they have ended. RuntimeError if one failed."""
+        """Wait until they ended. RuntimeError if one failed."""
         while self._left:
             for ack in self.rig.copies.poll():
                 if not ack.ok:
@@ -439,7 +441,7 @@ class Pages:
 
 
 def beside_row(reading: Reading, load: Load, direction: Direction, times: int, pairs: int) -> BesideRow:
-    """One figure. The copies must outlast ``times`` readings. ``reading``: or copying."""
+    """Measure one figure. The copies must outlast ``times`` runs of the kernel in ``reading``."""
     load.prepare(direction)
     found = []
     for _ in range(pairs + 1):

@@ -1,17 +1,17 @@
 """A simulated server that prefills one request after another and decodes many, with and without a prefetcher.
 
-The rows of ``bench prefetch``: each trace under each policy at the same pace, beside loads that start on look-up. The
-machine has three tiers of pages, an edge from disk and one into HBM, and no bytes.
+The rows of ``bench prefetch``: each trace under each policy at the same pace, compared with loads that start on
+look-up. The machine has three tiers of pages, an edge from disk and one into HBM, and no bytes.
 
-First come, first served. The head starts when the server, a slot to decode in and room in HBM are free. The pages of
-its prefix that are below HBM are loaded then, unless that has happened before; computing goes along with loads from
-host memory and begins after reads from disk, as the planner has it. All that differs between the policies is when
-loads start, and whether computing may take the place of some:
+First come, first served. The first request starts once the server, a decoding slot and space in HBM are free. Pages
+of its prefix below HBM are loaded then, unless they were loaded before; computing overlaps with loads from host
+memory and begins after reads from disk, as in the planner. Policies differ only in when loads start, and in whether
+computing may replace some of them:
 
     none          nothing is loaded: what is not in HBM is computed
-    on-lookup     all that is found is loaded when the request is the head
-    ours          hints: a request when it comes, and a session's next turn when past ones let expect it
-    oracle        hints: the requests that come next, before they do
+    on-lookup     all that is found is loaded when the request is the first in the queue
+    ours          hints: a request when it comes, and a session's next turn when past turns let expect it
+    oracle        hints: the next requests, before they come
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ _PLAN_PAGES = 1024
 
 
 class Ahead:
-    """Copies that nobody waits for, in the order of the last plan, and what they were good for."""
+    """Copies ahead of need in the order of the last plan, and whether they were used."""
 
     def __init__(self, memory: Memory) -> None:
         self.brought = 0
         self.useful = 0
         self.late = 0
-        """Pages that were used before they were there."""
+        """Pages that were used before they had arrived."""
         self._memory = memory
         self._reads: deque[PageKey] = deque()
         self._loads: deque[PageKey] = deque()
         self._unused: set[PageKey] = set()
 
     def plan(self, wants: Sequence[Want], now: float) -> None:
-        """From now on copies are made for these; what loads of them need is kept in HBM, and nothing else."""
+        """Copy for these requests from now on. Pages that they need are kept in HBM, and no others."""
         memory, sizes = self._memory, self._memory.sizes
         machine = Machine(
             read_s=sizes.read_s,
@@ -70,12 +70,12 @@ class Ahead:
         self._loads = deque(key for p in found.promotions if p.src == Tier.HOST for key in p.keys)
 
     def copy(self, now: float, until: float) -> None:
-        """Starts the copies that may start before ``until``."""
+        """Start the copies that may start before ``until``."""
         self._read(now, until)
         self._load(now, until)
 
     def used(self, keys: Sequence[PageKey], at: float) -> None:
-        """A request takes these pages."""
+        """Note that a request uses these pages."""
         for key in keys:
             if key in self._unused:
                 self._unused.remove(key)
@@ -117,9 +117,9 @@ class Ahead:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Pages of each tier, seconds a page to read from NVMe and to load into HBM, slots to decode in, seconds a step.
+    """Pages per tier, seconds per page to read from NVMe and to load into HBM, decoding slots, seconds per step.
 
-    ``prefill``: of tokens, not of pages.
+    ``prefill`` is by tokens, not by pages.
     """
 
     hbm: int
@@ -134,7 +134,7 @@ class Sizes:
 
 
 class _Lru:
-    """Pages of a tier below HBM with the time from which each is there, least recently used first."""
+    """Pages of a tier below HBM with the time when each arrives, least recently used first."""
 
     def __init__(self, pages: int) -> None:
         self.there: OrderedDict[PageKey, float] = OrderedDict()
@@ -148,7 +148,7 @@ class _Lru:
 
 
 class Memory:
-    """Where pages are. A page computed is in all tiers from then on: writing it down costs nothing here."""
+    """Where pages are. A computed page is in all tiers from then on: writing costs nothing here."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
@@ -157,13 +157,13 @@ class Memory:
         self.nvme = _Lru(sizes.nvme)
         self.pinned: Counter[PageKey] = Counter()
         self.kept: set[PageKey] = set()
-        """Pages that only what is asked for now displaces, after all others."""
+        """Pages that only running requests may displace, after all others."""
         self._victims: deque[PageKey] = deque()
         self.disk_free = 0.0
         self.link_free = 0.0
 
     def tier(self, key: PageKey) -> Tier | None:
-        """The fastest tier that has the page, or will once a copy under way has ended."""
+        """Return the fastest tier that has the page, or will have it once a copy ends."""
         if key in self.hbm:
             return Tier.HBM
         if key in self.host.there:
@@ -171,7 +171,7 @@ class Memory:
         return Tier.NVME if key in self.nvme.there else None
 
     def match(self, keys: Sequence[PageKey]) -> list[Tier]:
-        """Tiers of the longest prefix that some tier has."""
+        """Return the tiers of the longest prefix that is stored."""
         found: list[Tier] = []
         for key in keys:
             tier = self.tier(key)
@@ -182,11 +182,11 @@ class Memory:
 
     @property
     def free(self) -> int:
-        """Slots of HBM without a page."""
+        """Return the free slots of HBM."""
         return self.sizes.hbm - len(self.hbm)
 
     def make_room(self, pages: int) -> None:
-        """Drops the least recently used pages that nobody uses, those that are kept last."""
+        """Drop the least recently used pages that are not in use, kept ones last."""
         missing = pages - self.free
         if missing <= 0:
             return
@@ -195,12 +195,12 @@ class Memory:
             del self.hbm[key]
 
     def keep(self, keys: set[PageKey]) -> None:
-        """These are kept from now on, and no others."""
+        """Keep these pages from now on, and no others."""
         self.kept = keys
         self._victims = deque(key for key in self.hbm if key not in self.pinned and key not in keys)
 
     def room_ahead(self) -> bool:
-        """Room for one page brought up ahead of need, since ``keep``: it displaces none that is kept or in use."""
+        """Return whether one more page may be brought up without displacing a kept or used one."""
         while self.free <= 0 and self._victims:
             key = self._victims.popleft()
             if key in self.hbm and key not in self.pinned:
@@ -208,18 +208,18 @@ class Memory:
         return self.free > 0
 
     def pin(self, keys: Iterable[PageKey]) -> None:
-        """They stay in HBM until ``unpin``."""
+        """Hold the pages in HBM until ``unpin``."""
         self.pinned.update(keys)
 
     def unpin(self, keys: Iterable[PageKey]) -> None:
-        """Ends one pin each."""
+        """End one pin each."""
         for key in keys:
             self.pinned[key] -= 1
             if not self.pinned[key]:
                 del self.pinned[key]
 
     def store(self, keys: Sequence[PageKey], at: float) -> None:
-        """They were used or computed: in HBM, and below; tails are older than heads."""
+        """Note that pages were used or computed. They are in HBM and below; tails are older than heads."""
         for key in reversed(keys):
             self.hbm[key] = min(at, self.hbm.get(key, at))
             self.hbm.move_to_end(key)
@@ -228,7 +228,7 @@ class Memory:
 
 
 class Sessions:
-    """Which requests continue which, told by the pages alone, and when the next turn is to be expected."""
+    """Which requests continue which, judged by their pages alone, and when the next turn is expected."""
 
     def __init__(self) -> None:
         self._last: dict[PageKey, int] = {}
@@ -236,8 +236,8 @@ class Sessions:
         self._pauses: dict[int, Pauses] = {}
 
     def arrived(self, request: Request, at: float) -> int:
-        """The session that the request goes on with, or a new one."""
-        # The first page is what many sessions begin with, whoever ended with it.
+        """Return the session that the request continues, or a new one."""
+        # Many sessions begin with the same first page, so it identifies none.
         session = next((self._last.pop(k) for k in reversed(request.keys[1:]) if k in self._last), None)
         if session is None:
             session = len(self._ends)
@@ -247,7 +247,7 @@ class Sessions:
         return session
 
     def answered(self, session: int, request: Request, at: float) -> float | None:
-        """When the next turn is expected; None while nothing is known of this session."""
+        """Return when the next turn is expected, or None while nothing is known about the session."""
         if request.keys:
             self._last[request.keys[-1]] = session
         self._ends[session] = at
@@ -265,13 +265,13 @@ AHEAD = 32
 
 @dataclass(slots=True)
 class Outcome:
-    """Seconds and pages by request served; ``makespan`` from the first arrival to the end of the last answer."""
+    """Seconds and pages by request; ``makespan`` is from the first arrival to the end of the last answer."""
 
     stalls: list[float] = field(default_factory=list)
-    """Beyond what the prefill would take were every page found in HBM."""
+    """Beyond the prefill with all found pages in HBM."""
     ttfts: list[float] = field(default_factory=list)
     causes: dict[str, float] = field(default_factory=dict)
-    """Seconds of stalls by where the pages that ended them came from."""
+    """Seconds of stalls by the tier of the pages that ended them."""
     busy_s: float = 0.0
     makespan: float = 0.0
     brought: int = 0
@@ -281,7 +281,7 @@ class Outcome:
 
 
 class Server:
-    """One run of one policy over one trace whose times are stretched."""
+    """One run of one policy over one trace with stretched times."""
 
     def __init__(self, policy: Policy, sizes: Sizes, requests: Sequence[Request], stretch: float) -> None:
         self.outcome = Outcome()
@@ -304,7 +304,7 @@ class Server:
         self._stale = True
 
     def run(self, step: Callable[[int], None]) -> Outcome:
-        """Serves all requests; ``step`` is told of each."""
+        """Serve all requests. ``step`` is called after each."""
         for number, request in enumerate(self._requests):
             self._next = number
             start = self._head(number, request)
@@ -322,7 +322,7 @@ class Server:
     # -- time ---------------------------------------------------------------------------------------------------
 
     def _head(self, number: int, request: Request) -> float:
-        """Waits until the request may start; when that is."""
+        """Wait until the request may start. Returns that time."""
         self._advance(max(self._at[number], self._free_at))
         while len(self._decoding) >= self._sizes.decode_slots or not self._fits(request):
             self._advance(self._decoding[0][0])
@@ -333,7 +333,7 @@ class Server:
         return len(pinned) + sum(key not in pinned for key in request.keys) <= self._sizes.hbm
 
     def _advance(self, to: float) -> None:
-        """Everything that happens until then: requests come, answers end, pages are brought up."""
+        """Process all events until then: requests arrive, answers end, pages are brought up."""
         while True:
             come = self._at[self._come] if self._come < len(self._at) else inf
             ends = self._decoding[0][0] if self._decoding else inf
@@ -389,7 +389,7 @@ class Server:
     def _arrivals(
         self, keys: Sequence[PageKey], tiers: Sequence[Tier], start: float
     ) -> tuple[list[float], list[float]]:
-        """When each page would be in HBM, and in host memory, were all loaded from now on."""
+        """Return when each page would be in HBM and in host memory if all were loaded from now on."""
         memory, sizes = self._memory, self._sizes
         link, disk = max(start, memory.link_free), max(start, memory.disk_free)
         there, read = [start] * len(tiers), [start] * len(tiers)
@@ -436,7 +436,7 @@ class Server:
         self._ahead.copy(self._now, until)
 
     def _wants(self) -> Iterator[Want]:
-        """Those that wait, as they will start; then those to come: known to the oracle, guessed by us."""
+        """Yield waiting requests as they will start, then those to come: known to the oracle, guessed by us."""
         first = self._next
         at = max(self._now, self._free_at)
         for number in range(first, min(self._come, first + AHEAD)):
@@ -464,7 +464,7 @@ class Server:
 
 
 def _few(wants: Iterator[Want], pages: int) -> list[Want]:
-    """The first, as many as HBM could hold at once and one more."""
+    """Return the first ones, as many as HBM could hold at once and one more."""
     found: list[Want] = []
     for want in wants:
         found.append(want)
@@ -475,22 +475,22 @@ def _few(wants: Iterator[Want], pages: int) -> list[Want]:
 
 
 def p99(values: Sequence[float]) -> float:
-    """The value that one in a hundred exceeds."""
+    """Return the value that one in a hundred exceeds."""
     return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))] if values else 0.0
 
 
 def mean(values: Sequence[float]) -> float:
-    """0 of nothing."""
+    """Return the mean, 0 without values."""
     return fmean(values) if values else 0.0
 
 
 PREFILL = Compute(2.28e-5, 4.33e-10)
-"""Seconds to prefill n tokens of an 8B model, ``2.28e-5 n + 4.33e-10 n n``: measured on an H200."""
+"""Seconds to prefill n tokens of an 8B model, ``2.28e-5 n + 4.33e-10 n n``, as measured on an H200."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacities:
-    """Bytes of the tiers and bytes a second of the edges; ``token_nbytes``: of KV."""
+    """Bytes per tier and bytes/s per edge; ``token_nbytes`` is the KV size."""
 
     hbm: int
     host: int
@@ -500,12 +500,12 @@ class Capacities:
     token_nbytes: int
 
     def sizes(self, block_tokens: int) -> Sizes:
-        """In pages of one block each. ConfigError if a tier holds none."""
+        """Return the sizes in pages of one block. ConfigError if a tier holds none."""
         page = block_tokens * self.token_nbytes
         for name in ("hbm", "host", "nvme"):
             if getattr(self, name) < page:
                 raise ConfigError(
-                    f"--{name} {getattr(self, name)}: allowed: at least one block, {page} bytes"
+                    f"--{name} must be at least one block, {page} bytes, got {getattr(self, name)}"
                 )
         return Sizes(
             hbm=self.hbm // page,
@@ -520,11 +520,12 @@ class Capacities:
 
 @dataclass(frozen=True, slots=True)
 class PrefetchRow:
-    """One policy over one trace. Seconds; stalls are beyond a prefill whose pages are all in HBM.
+    """One policy on one trace, in seconds. Stalls are beyond a prefill with all pages in HBM.
 
-    ``utilisation``: the least time in which all could be served, everything there at once and loads on look-up, by the
-    time in which it comes. ``prefill_share``: of the time, with a request in prefill. ``wasted``: of the pages brought
-    up ahead of need, those that no request used. ``stall_by_source``: seconds, by the tier of the slowest page.
+    ``utilisation`` is the least time in which all could be served, with everything there at once and loads on
+    look-up, divided by the time in which it arrives. ``prefill_share`` is the share of time with a request in
+    prefill. ``wasted`` is the share of pages brought up ahead of need that no request used. ``stall_by_source`` is
+    in seconds, by the tier of the slowest page.
     """
 
     trace: str
@@ -543,7 +544,7 @@ class PrefetchRow:
     stall_by_source: dict[str, float]
 
     def plain(self) -> dict[str, object]:
-        """As JSON has it."""
+        """Return the row for JSON."""
         return asdict(self)
 
 
@@ -553,7 +554,7 @@ def prefetch_rows(
     utilisations: Sequence[float],
     step: Callable[[str, int], None],
 ) -> Iterator[PrefetchRow]:
-    """Every policy at every utilisation. ``step`` is told the policy of each request served."""
+    """Yield a row for every policy at every utilisation. ``step`` is called with the policy after each request."""
     sizes, requests = capacities.sizes(trace.block_tokens), trace.requests
     span = requests[-1].at - requests[0].at if requests else 0.0
     full = Server("on-lookup", sizes, requests, 0.0).run(lambda served: step("at once", served)).makespan
@@ -588,5 +589,5 @@ def _row(
 
 
 def first(trace: Trace, number: int | None) -> Sequence[Request]:
-    """The first requests of a trace; None: all."""
+    """Return the first requests of a trace; None: all."""
     return trace.requests if number is None else trace.requests[:number]

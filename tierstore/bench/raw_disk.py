@@ -1,4 +1,4 @@
-"""Raw files past the page cache, aligned memory to read them into, and what a disk reads at most."""
+"""Raw files with direct I/O, aligned memory to read them into, and the top read rate of a disk."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def aligned(rows: int, nbytes: int) -> Bytes:
-    """Memory in huge pages where there are any, all of it touched; ``nbytes`` is a multiple of 4 KiB."""
+    """Return memory in huge pages if there are any, all of it touched. ``nbytes`` is a multiple of 4 KiB."""
     memory = buffer(rows * nbytes)
     memory[:: mmap.PAGESIZE] = 1
     return memory.reshape(rows, nbytes)
 
 
 def small_pages(rows: int, nbytes: int) -> Bytes:
-    """The same in pages of 4 KiB, as most programs have it."""
+    """Return the same in pages of 4 KiB, as most programs have it."""
     memory = np.frombuffer(mmap.mmap(-1, rows * nbytes), dtype=np.uint8)
     memory[:: mmap.PAGESIZE] = 1
     return memory.reshape(rows, nbytes)
@@ -46,7 +46,7 @@ def forget(path: Path) -> None:
 
 
 def open_direct(path: Path) -> tuple[int, bool]:
-    """A new file, past the page cache if it can be so, and whether it is."""
+    """Create a file, with direct I/O if possible. Returns whether it is."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         fd = os.open(path, flags | os.O_DIRECT, 0o600)
@@ -63,17 +63,17 @@ def open_direct(path: Path) -> tuple[int, bool]:
 
 def whole(done: int, wanted: int) -> None:
     if done != wanted:
-        raise OSError(f"{done} bytes moved where {wanted} were asked for")
+        raise OSError(f"{done} bytes moved, {wanted} were requested")
 
 
 _BLOCK = 8 << 20
 
 
 class RawDisk:
-    """One preallocated file of ``nbytes``. ``direct``: whether the page cache is passed by."""
+    """One preallocated file of ``nbytes``. ``direct``: whether it bypasses the page cache."""
 
     def __init__(self, path: Path, nbytes: int, piece_nbytes: int, readers: int) -> None:
-        """Writes it, durably. ``piece_nbytes``: rounded up to 4 KiB."""
+        """Write the file durably. ``piece_nbytes`` is rounded up to 4 KiB."""
         self._piece = -(-piece_nbytes // 4096) * 4096
         self._pieces = max(1, nbytes // self._piece)
         self.nbytes = self._pieces * self._piece
@@ -90,7 +90,7 @@ class RawDisk:
         os.fdatasync(self._fd)
 
     def gbps(self) -> float:
-        """One run over all of it, in an order that no read-ahead guesses."""
+        """Return the rate of one run over all of it, in an order that defeats read-ahead."""
         order = list(range(self._pieces))
         Random(0).shuffle(order)
         if not self.direct:
@@ -107,6 +107,6 @@ class RawDisk:
         return self.nbytes / (perf_counter() - begun) / 1e9
 
     def close(self) -> None:
-        """Removes it."""
+        """Remove the file."""
         os.close(self._fd)
         self._path.unlink()

@@ -1,9 +1,9 @@
-"""What the host does for a restore, without a card: the store and the copy engine that a card has, over one on paper.
+"""The host's share of a restore, without a GPU: the real store and copy engine over a simulated device.
 
-A lease of pages of an 8B model's shape is taken from HOST, asked for layer after layer, waited for and released, on
-one thread that does nothing else. The card on paper has streams, events and a driver that keep the time which a link
-of ``LINK_RATE`` takes, and move nothing; everything above the driver's calls is real. In no figure: what the driver's
-own calls and Triton's launches take; they are counted.
+A lease on pages of an 8B model's shape is taken from HOST, asked for layer by layer, waited for and released, on
+one thread that does nothing else. The simulated device has streams, events and a driver that keep the time of a
+link of ``LINK_RATE`` and move nothing; everything above the driver's calls is real. The figures do not include the
+time of the driver's calls and of Triton's launches, which are counted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class PaperStream:
-    """Work in order; ``free``: when what is queued has ended, by ``perf_counter``."""
+    """Work in order. ``free`` is when the queued work ends, by ``perf_counter``."""
 
     device = torch.device("cpu")
 
@@ -61,7 +61,7 @@ class PaperStream:
         self.free = 0.0
 
     def wait_event(self, event: PaperEvent) -> None:
-        """What is queued from now on begins after the event."""
+        """Let work queued from now on begin after the event."""
         self.free = max(self.free, event.at)
 
 
@@ -72,24 +72,24 @@ class PaperEvent:
         self.at = 0.0
 
     def record(self, stream: PaperStream) -> None:
-        """After what is queued there now."""
+        """Record the event after the work queued so far."""
         self.at = max(perf_counter(), stream.free)
 
     def query(self) -> bool:
-        """Whether it has happened."""
+        """Return whether it has happened."""
         return perf_counter() >= self.at
 
     def synchronize(self) -> None:
-        """Blocks until it has happened."""
+        """Block until it has happened."""
         sleep(max(0.0, self.at - perf_counter()))
 
     def elapsed_time(self, end: PaperEvent) -> float:
-        """Milliseconds from this one to ``end``."""
+        """Return the milliseconds from this event to ``end``."""
         return (end.at - self.at) * 1e3
 
 
 class PaperDriver:
-    """A link of ``rate`` bytes a second, which may be changed, and counts of what it was asked for.
+    """A link of ``rate`` bytes/s, which may be changed, and counts of the calls.
 
     A call takes no time of its own.
     """
@@ -101,14 +101,14 @@ class PaperDriver:
     def copy(
         self, dst: NDArray[np.int64], src: NDArray[np.int64], nbytes: NDArray[np.int64], stream: PaperStream
     ) -> None:
-        """As ``Driver.copy``."""
+        """See ``Driver.copy``."""
         self.calls += 1
         self.pieces += len(dst)
         stream.free = max(perf_counter(), stream.free) + int(nbytes.sum()) / self.rate
 
 
 class PaperKernel:
-    """A kernel of Triton that does nothing. ``arg_names``: as of the real one."""
+    """A Triton kernel that does nothing. ``arg_names`` are those of the real one."""
 
     def __init__(self, arg_names: list[str]) -> None:
         self.arg_names = arg_names
@@ -122,7 +122,7 @@ class PaperKernel:
 
 
 class PaperCard:
-    """What slabs ask of a card."""
+    """What slabs need of a GPU."""
 
     def event(self) -> PaperEvent:
         """See ``slabs.Card``."""
@@ -146,7 +146,7 @@ class PaperCard:
 
 
 class PaperHost:
-    """Host slots that are addresses and nothing else, all of them page-locked."""
+    """Host slots that are only addresses, all of them page-locked."""
 
     pinning = False
 
@@ -155,12 +155,12 @@ class PaperHost:
         self.held = held
 
     def addresses(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where the pages of these slots would start."""
+        """Return where the pages of these slots would start."""
         return slots * self.held.slot_nbytes
 
 
 class PaperPool:
-    """HBM slots that are numbers and nothing else."""
+    """HBM slots that are only numbers."""
 
     def __init__(self, num_slots: int, page_nbytes: int) -> None:
         self.num_slots = num_slots
@@ -168,25 +168,25 @@ class PaperPool:
 
 
 class NoThreads:
-    """The copy engine for memory that is not page-locked: there is none."""
+    """Stands for the copy engine of memory that is not page-locked: there is no such memory."""
 
     polled = False
 
     def poll(self) -> list[Ack]:
-        """Nothing."""
+        """Return no acks."""
         return []
 
     def close(self, timeout_s: float) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def arriving(self, slots: object, layer: int) -> Arriving:
-        """It knows of none."""
+        """Return that the loads are unknown."""
         return NOT_YET
 
 
 LINK_RATE = 54.6e9
-"""Bytes a second, as measured on an H200."""
+"""Bytes per second, as measured on an H200."""
 
 _PATIENCE_S = 60.0
 _SAVE_RATE = 1e15
@@ -197,14 +197,14 @@ Codec = Literal["none", "int8"]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of the pages: an 8B model's layers and heads."""
+    """Layers and heads of the pages, those of an 8B model."""
 
     page_size: int
     num_layers: int = 32
 
     @property
     def spec(self) -> PageSpec:
-        """Of bfloat16."""
+        """Return the pages in bfloat16."""
         return PageSpec(
             num_layers=self.num_layers,
             page_size=self.page_size,
@@ -216,17 +216,17 @@ class Shape:
 
 
 class Stopwatch:
-    """CPU time of the thread that made it, by part; a part inside another one counts for itself alone."""
+    """CPU time of the thread that made it, by part. A part within another one counts only for itself."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
-        """Of other threads, too."""
+        """Including calls of other threads."""
         self._inner = [0.0]
         self._thread = get_ident()
 
     def watch(self, owner: object, method: str, part: str) -> None:
-        """Calls of this method of this object count for ``part``."""
+        """Count calls of this method of this object for ``part``."""
         act = getattr(owner, method)
 
         def timed(*given: Any, **named: Any) -> Any:
@@ -245,14 +245,14 @@ class Stopwatch:
         setattr(owner, method, timed)
 
     def clear(self) -> None:
-        """Begins again."""
+        """Reset the figures."""
         self.seconds.clear()
         self.calls.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """One restore: milliseconds from the call of ``acquire``, and microseconds of CPU time a page by part."""
+    """One restore: milliseconds from the call of ``acquire``, and microseconds of CPU time per page by part."""
 
     acquired_ms: float
     first_layer_ms: float
@@ -266,7 +266,7 @@ class Restored:
 
 
 class Rig:
-    """A store over paper whose HOST holds ``pages`` pages."""
+    """A store over the simulated device whose HOST holds ``pages`` pages."""
 
     def __init__(self, pages: int, shape: Shape, codec: Codec) -> None:
         layout = PageLayout.of(shape.spec)
@@ -284,7 +284,7 @@ class Rig:
         self._watch(parts, engine)
 
     def restore(self) -> Restored:
-        """Once. RuntimeError unless all pages come from HOST."""
+        """Restore once. RuntimeError unless all pages come from HOST."""
         self.store.evict(self.keys, Tier.HBM)
         self.store.drain(_PATIENCE_S)
         watch, driver = self.watch, self.driver
@@ -357,7 +357,7 @@ class Rig:
         return DmaRoute(addresses.pool_segments(0, layout), cast("Any", self.driver), layers, groups)
 
     def _coded(self, layout: PageLayout, held: HostFormat) -> Route:
-        """As ``encoded_routes.encoded_route`` makes it for slots of our own."""
+        """Return the route that ``encoded_routes.encoded_route`` makes for slots of our own."""
         card: Any = PaperCard()
         driver: Any = self.driver
         kernels: Any = _Kernels(self.kernels)
@@ -376,7 +376,7 @@ class Rig:
 
 
 class _Kernels:
-    """As much of the module ``codec_kernels`` as a coder asks for."""
+    """The part of the module ``codec_kernels`` that a coder needs."""
 
     def __init__(self, found: list[PaperKernel]) -> None:
         self.measure, self.pack, self.expand, self.keep = found
@@ -407,7 +407,7 @@ def _open(
 
 
 def rows(pages: int, page_size: int, codec: Codec, runs: int = 5) -> list[Row]:
-    """Medians of ``runs`` restores; of the parts the least, which others on the machine disturbed least."""
+    """Return medians of ``runs`` restores; for parts the minimum, which other programs disturbed least."""
     rig = Rig(pages, Shape(page_size), codec)
     try:
         with measurement.at_rest():

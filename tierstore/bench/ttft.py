@@ -1,9 +1,9 @@
-"""The time to the first token of an answer over a long stored prefix, beside its floor, and beside recomputing it.
+"""The time to first token over a long stored prefix, compared with its floor and with recomputing.
 
-A real model class with random weights answers through the transformers adapter. Where the pages come from decides the
-floor: the link (their bytes over the rate of one contiguous page-locked copy), the disk (the bytes of their records
-over the rate at which the raw disk reads the same pieces), or computing the question (the same answer with all pages
-in HBM).
+A real model class with random weights answers through the transformers adapter. The floor depends on where the
+pages are: the link (their bytes at the rate of one contiguous page-locked copy), the disk (the bytes of their
+records at the rate at which the raw disk reads the same pieces), or computing the question (the same answer with
+all pages in HBM).
 """
 
 # transformers leaves some of its functions untyped:
@@ -48,7 +48,7 @@ _MOST_LOSS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a Llama."""
+    """Sizes of a Llama."""
 
     layers: int
     hidden: int
@@ -59,30 +59,32 @@ class Sizes:
 
     @property
     def flops_per_token(self) -> float:
-        """Of all matrix products with weights, without the vocabulary's."""
+        """Return the operations of all products with weights, without the vocabulary's."""
         head = self.hidden // self.heads
         kv = 2 * self.kv_heads * head
         return 2.0 * self.layers * self.hidden * (2 * self.hidden + kv + 3 * self.ffn)
 
     @property
     def weights_nbytes(self) -> int:
-        """Of all weights in bfloat16; the vocabulary's twice, as they are not tied."""
+        """Return the bytes of all weights in bfloat16; the vocabulary's count twice, as they are not tied."""
         kv = 2 * self.kv_heads * self.head_dim
         layer = self.hidden * (2 * self.hidden + kv + 3 * self.ffn + 2)
         return 2 * (2 * self.vocabulary * self.hidden + self.layers * layer + self.hidden)
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a head."""
+        """Return the numbers per head."""
         return self.hidden // self.heads
 
     def chunk_nbytes(self, tokens: int) -> int:
-        """What computing so many tokens at once takes beside weights and pages; by calculation, and rather too much:
-        eight times what a layer is given, four times what its ffn makes of that, in bfloat16."""
+        """Estimate the memory of computing so many tokens at once, besides weights and pages. Rather too high.
+
+        Eight times a layer's input and four times what its feed-forward makes of it, in bfloat16.
+        """
         return 2 * tokens * (8 * self.hidden + 4 * self.ffn)
 
     def flops(self, first: int, end: int) -> float:
-        """Of tokens ``first`` to ``end`` over all before them, and of one row of logits."""
+        """Return the operations of tokens ``first`` to ``end`` over all before them, and of one row of logits."""
         seen = (end * (end + 1) - first * (first + 1)) / 2
         attention = 4.0 * self.layers * self.hidden * seen
         return (end - first) * self.flops_per_token + attention + 2.0 * self.hidden * self.vocabulary
@@ -95,7 +97,7 @@ SHAPES = {
 
 
 class Answered(NamedTuple):
-    """One answer: seconds from the call of ``acquire``, and from the call of ``TierStoreCache``, to its first token."""
+    """One answer: seconds to its first token from the call of ``acquire``, and from that of ``TierStoreCache``."""
 
     seconds: float
     request_seconds: float
@@ -105,7 +107,7 @@ class Answered(NamedTuple):
 
 
 class ClockedStore(TierStore):
-    """Notes when it is first asked for pages."""
+    """A store that notes when it is first asked for pages."""
 
     asked_at: float | None = None
 
@@ -118,14 +120,14 @@ class ClockedStore(TierStore):
         exact: bool = False,
         wait_for_room_s: float = 0.0,
     ) -> Lease:
-        """As ever."""
+        """See ``TierStore.acquire``."""
         if self.asked_at is None:
             self.asked_at = perf_counter()
         return super().acquire(keys, deadline_s, into, exact=exact, wait_for_room_s=wait_for_room_s)
 
 
 def random_model(sizes: Sizes, device: str, longest: int) -> PreTrainedModel:
-    """A Llama in bfloat16 for prompts of up to ``longest`` tokens. The same weights each time."""
+    """Return a Llama in bfloat16 for prompts of up to ``longest`` tokens, with the same weights on every call."""
     config = LlamaConfig(
         vocab_size=sizes.vocabulary,
         hidden_size=sizes.hidden,
@@ -149,12 +151,12 @@ def random_model(sizes: Sizes, device: str, longest: int) -> PreTrainedModel:
 
 
 class Rig:
-    """A store whose tiers hold the K/V of a prefix: random numbers, as good as computed ones for the time it takes."""
+    """A store with the K/V of a prefix: random numbers, which take the same time as computed ones."""
 
     def __init__(
         self, store: ClockedStore, model: PreTrainedModel, prompt: torch.Tensor, num_pages: int
     ) -> None:
-        """``prompt``: ``[1, tokens]``, of which ``num_pages`` full pages are the prefix."""
+        """``prompt`` is ``[1, tokens]``; its first ``num_pages`` full pages are the prefix."""
         self.store, self.model, self._prompt = store, model, prompt
         self.keys = store.keys(prompt[0].tolist())
         self.prefix = self.keys[:num_pages]
@@ -173,7 +175,7 @@ class Rig:
         store.drain(PATIENCE_S)
 
     def send_down(self, tier: Tier) -> None:
-        """The prefix is readable in ``tier`` and below; what an answer left behind is nowhere."""
+        """Move the prefix to ``tier`` and below, and evict what an answer left behind."""
         self.store.evict(self.keys[len(self.prefix) :])
         for above in [t for t in Tier if t < tier]:
             self.store.evict(self.prefix, above)
@@ -185,7 +187,7 @@ class Rig:
             )
 
     def answer(self) -> Answered:
-        """The first token of an answer, sampled greedily by ``generate``. RuntimeError unless all is reused."""
+        """Return the first token of an answer, greedily by ``generate``. RuntimeError unless all pages are reused."""
         settle(self._pages.device)
         self.store.asked_at = None
         begun = perf_counter()
@@ -200,9 +202,9 @@ class Rig:
         return Answered(ended - asked, ended - begun, token, reused, tiers)
 
     def recomputed(self, chunk: int, most: int | None = None) -> float:
-        """Seconds to the first token with nothing reused, the prompt computed ``chunk`` tokens at a time.
+        """Return the seconds to first token with nothing reused, computing ``chunk`` tokens at a time.
 
-        ``most``: of it, only so many tokens, to warm up.
+        ``most`` limits the tokens, to warm up.
         """
         prompt = self._prompt[:, :most]
         settle(self._pages.device)
@@ -217,7 +219,9 @@ class Rig:
             return perf_counter() - begun
 
     def checked(self, *, lossy: bool) -> float:
-        """The largest relative error of the pages in HBM. RuntimeError unless they are what was put, or near it."""
+        """Return the largest relative error of the pages in HBM. RuntimeError unless they are what was put, or close
+        to it.
+        """
         with self.store.acquire(self.prefix) as lease:
             whole = lease.wait(PATIENCE_S) is LeaseState.READY and lease.num_pages == len(self.prefix)
             if not whole:
@@ -238,7 +242,7 @@ class Rig:
 
 
 def first_token(model: PreTrainedModel, prompt: torch.Tensor, cache: TierStoreCache) -> int:
-    """On the host."""
+    """Return the first token, on the host."""
     given = {cache_argument(model): cache}
     out = model.generate(prompt, max_new_tokens=1, do_sample=False, **given)  # type: ignore[operator]
     return int(out[0, -1])
@@ -252,7 +256,7 @@ def rig(
     prefix: int,
     below: Mapping[str, Mapping[str, object]],
 ) -> Iterator[Rig]:
-    """A store with room for the prompt in HBM, and ``below`` it the tiers of this configuration."""
+    """Open a store with room for the prompt in HBM, and the tiers of ``below`` under it."""
     spec = page_spec(model.config, page_size, model.dtype, "tierstore-bench")
     pages = -(-prompt.shape[1] // page_size) + 1
     config = {"hbm": {"capacity": pages * spec.page_nbytes, "device": str(model.device)}, **below}
@@ -264,12 +268,12 @@ def rig(
 
 
 CHUNKS = (65536, 16384)
-"""Tokens computed at a time where nothing is stored: the first where a card has room for it."""
+"""Tokens to compute at a time if nothing is stored: the first number if the GPU has the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What is measured. ``prefix`` and ``question`` in tokens; a prefix is cut to full pages."""
+    """What to measure. ``prefix`` and ``question`` are in tokens; a prefix is cut to full pages."""
 
     device: str
     shape: str
@@ -280,18 +284,18 @@ class Ask:
 
     @property
     def weights_nbytes(self) -> int:
-        """Of the model."""
+        """Return the bytes of the model."""
         return SHAPES[self.shape].weights_nbytes
 
     def pages_nbytes(self, prefix: int) -> int:
-        """Of all pages of a prompt with this prefix, and one more."""
+        """Return the bytes of all pages of a prompt with this prefix, and one more."""
         sizes = SHAPES[self.shape]
         token = sizes.layers * 2 * sizes.kv_heads * sizes.head_dim * 2
         pages = -(-(prefix + self.question) // self.page_size) + 1
         return pages * self.page_size * token
 
     def require_room(self, disk_prefix: int) -> None:
-        """ConfigError, before anything is made, if the model and the pages of HBM and HOST do not fit in memory."""
+        """Raise ConfigError, before anything is created, unless model and pages of HBM and HOST fit in memory."""
         pages = self.pages_nbytes(max(self.prefix, disk_prefix))
         upper = self.weights_nbytes + pages
         free = open_device(self.device).available_nbytes()
@@ -300,7 +304,7 @@ class Ask:
         self._require("of memory", pages + (upper if free is None else 0), available_nbytes())
 
     def chunk(self, disk_prefix: int) -> int:
-        """The largest of ``CHUNKS`` that the device has room for beside the model and the pages; else the last."""
+        """Return the largest of ``CHUNKS`` for which the device has memory besides model and pages; else the last."""
         free = open_device(self.device).available_nbytes()
         upper = self.weights_nbytes + self.pages_nbytes(max(self.prefix, disk_prefix))
         left = 0 if free is None else free - upper
@@ -311,12 +315,12 @@ class Ask:
             return
         raise ConfigError(
             f"--shape {self.shape} has weights of {format_size(self.weights_nbytes)}, and with the pages of "
-            f"--prefix {self.prefix} needs {format_size(needed)} {where}; {format_size(available)} are available; "
-            "allowed: a smaller --prefix, or --shape tiny"
+            f"--prefix {self.prefix} needs {format_size(needed)} {where}, but {format_size(available)} are available; "
+            "use a smaller --prefix, or --shape tiny"
         )
 
     def prompt(self, prefix: int) -> torch.Tensor:
-        """The same tokens each time, ``[1, prefix + question]``."""
+        """Return the same tokens on every call, ``[1, prefix + question]``."""
         chance = torch.Generator().manual_seed(7)
         whole = prefix // self.page_size * self.page_size + self.question
         words = torch.randint(0, SHAPES[self.shape].vocabulary, (1, whole), generator=chance)
@@ -327,14 +331,17 @@ Floor = Literal["link", "disk", "compute", "none"]
 
 _CONTIGUOUS = 1 << 30
 _HELD = 0.6
-"""Of a page's bytes: the most that a fixed-ratio codec keeps, with some to spare."""
+"""The largest share of a page's bytes that a fixed-ratio codec stores, with a reserve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TtftRow:
-    """Medians of the rounds. ``ttft_ms``: from the call of ``acquire`` to the first token on the host; ``request_ms``:
-    from the prompt's tokens on, their keys made too. ``floor_ms``: what ``floor`` says it takes at least; ``ratio``:
-    ``ttft_ms`` over it. ``nbytes``: what was moved, from disk or over the link."""
+    """Medians of the rounds. ``ttft_ms`` runs from the call of ``acquire`` to the first token on the host.
+
+    ``request_ms`` starts with the prompt's tokens, before their keys are made. ``floor_ms`` is the least that it
+    takes by ``floor``, and ``ratio`` is ``ttft_ms`` divided by it. ``nbytes`` is what was moved from disk or over
+    the link.
+    """
 
     tier: str
     codec: str
@@ -351,26 +358,26 @@ class TtftRow:
     floor: Floor
     floor_ms: float
     each_floor_ms: tuple[float, ...] = ()
-    """Where a round has a floor of its own: by the raw disk before and after it."""
+    """For rounds with a floor of their own: by the raw disk before and after."""
     ratio: float
     ceiling_gbps: float
     same_token: bool
-    """As with all pages in HBM."""
+    """Whether the token is that with all pages in HBM."""
     rel_error: float
     tflops: float = 0.0
-    """Of a prompt that was computed, ``chunk`` tokens at a time."""
+    """Of a computed prompt, ``chunk`` tokens at a time."""
     chunk: int = 0
 
     def plain(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the row for JSON."""
         return asdict(self)
 
 
 class Bench:
-    """One model on one device. ``link_gbps``: of one contiguous copy to the device, the median of ``rounds``."""
+    """One model on one device. ``link_gbps`` is that of one contiguous copy to the device, the median of ``rounds``."""
 
     def __init__(self, ask: Ask) -> None:
-        """Makes the model. ConfigError for a device that is not there."""
+        """Create the model. ConfigError if the device does not exist."""
         self.ask = ask
         block = Ceiling(ask.device, min(_CONTIGUOUS, ask.prefix * 4096))
         block.gbps("h2d")
@@ -379,15 +386,15 @@ class Bench:
         self._model = random_model(SHAPES[ask.shape], ask.device, ask.prefix + ask.question + ask.page_size)
         self._hit_s = 0.0
         self._token: dict[int, int] = {}
-        """With all pages in HBM, by length of prefix."""
+        """Tokens with all pages in HBM, by length of prefix."""
 
     @property
     def parameters(self) -> int:
-        """Of the model."""
+        """Return the parameters of the model."""
         return self._model.num_parameters()
 
     def memory_rows(self, chunks: Sequence[int]) -> Iterator[TtftRow]:
-        """From HBM and from HOST as they are, and the whole prompt computed, once with chunks of each size."""
+        """Yield rows of HBM and plain HOST, and of the whole prompt computed once with chunks of each size."""
         with self._rig(self.ask.prefix, {"host": self._host(self.ask.prefix)}) as store:
             hits = self._answers(store, Tier.HBM)
             self._hit_s = median(each.seconds for each in hits)
@@ -404,7 +411,7 @@ class Bench:
                 yield self._recomputed(store, chunk)
 
     def coded_row(self, codec: str) -> TtftRow:
-        """From HOST that holds pages encoded."""
+        """Measure HOST with encoded pages."""
         held = {"host": {**self._host(self.ask.prefix, _HELD), "codec": codec}}
         with self._rig(self.ask.prefix, held) as store:
             found = self._answers(store, Tier.HOST)
@@ -413,15 +420,16 @@ class Bench:
             return self._row("HOST", codec, self.ask.prefix, found, moved, self._link(moved), error)
 
     def disk_row(self, codec: str, prefix: int, place: Path, readers: int) -> TtftRow:
-        """From NVMe in ``place``, which is made, and removed again. With a lossy codec host memory holds pages encoded.
+        """Measure NVMe in ``place``, which is created and removed. With a lossy codec, host memory holds encoded
+        pages.
 
-        A raw file beside it is read before each round and after the last. A round's floor is the mean of its two
-        neighbours, as a disk's speed wanders; ``ratio`` is the median of the rounds'.
+        A raw file is read before each round and after the last. The floor of a round is the mean of its two
+        neighbours, as a disk's speed changes over time; ``ratio`` is the median of the rounds'.
         """
         place.mkdir()
         lossy = codec not in ("none", "exp")
         host = self._host(prefix)
-        if lossy:  # as one would set it: pages stay encoded up to the device, which decodes them
+        if lossy:  # as a user would set it: pages stay encoded up to the device, which decodes them
             host = {**self._host(prefix, _HELD), "codec": codec.removesuffix("+zstd")}
         nvme: dict[str, object] = {
             "path": str(place / "store"),
@@ -459,7 +467,7 @@ class Bench:
         return {"capacity": int(self.ask.pages_nbytes(prefix) * share), "pin": pin}
 
     def _answers(self, store: Rig, tier: Tier, between: Callable[[], None] = lambda: None) -> list[Answered]:
-        """One that does not count, and the rounds, ``between`` before each."""
+        """Return the answers of the rounds after one that is not counted, calling ``between`` before each."""
         found: list[Answered] = []
         for _ in range(self.ask.rounds + 1):
             store.send_down(tier)
@@ -511,7 +519,7 @@ class Bench:
         )
 
     def _recomputed(self, store: Rig, chunk: int) -> TtftRow:
-        """One round, after three chunks to warm up: it takes long."""
+        """Measure one round after three chunks to warm up, as it takes long."""
         store.recomputed(chunk, 3 * chunk)
         seconds = store.recomputed(chunk)
         end = len(store.prefix) * self.ask.page_size + self.ask.question
