@@ -121,7 +121,7 @@ def test_a_plan_that_fits_no_pages_is_refused_and_the_one_before_stays(
     way = PagedDecode("cpu")
     way.plan(**RIGHT)
     before = way.planned
-    with pytest.raises(ValueError, match=rf"{what} is .*; allowed: "):
+    with pytest.raises(ValueError, match=rf"{what} must be .*, got "):
         way.plan(**{**RIGHT, **wrong})
     assert way.planned is before
 
@@ -168,11 +168,11 @@ def test_queries_that_have_no_place_are_refused(changed: dict[str, Any], what: s
 @pytest.mark.parametrize("way", [PagedDecode, PagedPrefill])
 @pytest.mark.parametrize("name", ["triton", "gathered", "flash"])
 def test_ways_that_are_not_here_are_refused_by_name_before_a_plan(way: Any, name: str) -> None:
-    with pytest.raises(ValueError, match=f'backend is "{name}"; allowed'):
+    with pytest.raises(ValueError, match=f'backend (is )?"{name}"'):
         way("cpu", backend=name)
 
 
-@pytest.mark.parametrize(("indptr", "what"), [([0, 2, 4], "4 pages"), ([0, 1], "a batch of 1")])
+@pytest.mark.parametrize(("indptr", "what"), [([0, 2, 4], "4 pages"), ([0, 1], "got a batch of 1")])
 def test_a_plan_beyond_what_a_graph_has_room_for_is_refused_on_the_cpu_too(
     indptr: list[int], what: str
 ) -> None:
@@ -187,7 +187,7 @@ def test_a_plan_beyond_what_a_graph_has_room_for_is_refused_on_the_cpu_too(
 
 
 def test_decoding_never_gathers() -> None:
-    with pytest.raises(ValueError, match='allowed for decoding: "auto", "reference", "triton"'):
+    with pytest.raises(ValueError, match='cannot decode: use "auto", "reference" or "triton"'):
         PagedDecode("cpu", backend="gathered")
 
 
@@ -217,5 +217,5 @@ def test_results_go_where_they_are_asked_to_go_and_nowhere_else() -> None:
     assert way.run(q, pages, out=out, lse=lse) is out
     torch.testing.assert_close(out, want)
     for wrong in (torch.empty(1, 4, 8), torch.empty(1, 4, 16).half(), torch.empty(1, 16, 4).mT):
-        with pytest.raises(ValueError, match="out is"):
+        with pytest.raises(ValueError, match="out must be contiguous"):
             way.run(q, pages, out=wrong)

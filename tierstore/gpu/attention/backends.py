@@ -1,7 +1,7 @@
 """The backends that compute attention over pages, and the choice among them.
 
-``attend`` and ``ReferenceBackend`` are plain torch: the backend of the CPU, and what every other backend is compared
-with. ``InPlace`` and ``Gathered`` are modules of their own. ``for_one`` and ``for_many`` choose.
+``attend`` and ``ReferenceBackend`` are plain torch: the backend of the CPU, with which every other backend is compared.
+``InPlace`` and ``Gathered`` have modules of their own. ``for_one`` and ``for_many`` choose.
 """
 
 from __future__ import annotations
@@ -18,11 +18,18 @@ from tierstore.gpu.attention.page_table import Paging
 def attend(
     q: torch.Tensor, pages: torch.Tensor, table: Paging, wide: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``(out, lse)``: ``[queries, num_qo_heads, head_dim_vo]`` and ``[queries, num_qo_heads]``, both ``wide``.
+    """Return attention in plain torch, with sums and results of dtype ``wide``.
 
-    ``lse`` is the natural logarithm of the sum of exp(scores); a query that sees nothing has out 0 and lse -inf.
-    ``pages``: ``[num_slots, planes, page_size, num_kv_heads, head_dim]``, any strides. Tokens that no query sees may
-    hold anything, NaN too. Gathers one sequence at a time. Changes nothing.
+    Args:
+        q: queries ``[queries, num_qo_heads, head_dim]``.
+        pages: ``[num_slots, planes, page_size, num_kv_heads, head_dim]``, any strides. Tokens that no query sees may
+            hold anything, even NaN. One sequence at a time is gathered.
+        table: whose queries see which pages.
+        wide: dtype.
+
+    Returns:
+        ``[queries, num_qo_heads, head_dim_vo]``, and the natural logarithm of the sum of exp(scores), ``[queries,
+        num_qo_heads]``. A query that sees nothing has 0 and -inf.
     """
     shape = table.shape
     out = torch.zeros(table.num_queries, shape.num_qo_heads, shape.head_dim_vo, dtype=wide, device=q.device)
@@ -35,9 +42,9 @@ def attend(
 
 
 def gather(pages: torch.Tensor, table: Paging, row: int, first: int, end: int) -> torch.Tensor:
-    """Tokens ``first`` to ``end`` of a sequence, ``[planes, end - first, num_kv_heads, head_dim]``: a copy.
+    """Return a copy of tokens ``first`` to ``end`` of a sequence, ``[planes, end - first, num_kv_heads, head_dim]``.
 
-    Reads no page but theirs.
+    No other page is read.
     """
     size = table.shape.page_size
     start = int(table.indptr[row])
@@ -69,10 +76,14 @@ def _attend_one(
 
 
 def merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of disjoint sets of keys, from that over each set.
+    """Return attention over the union of disjoint sets of keys, from the attention over each set.
 
-    ``outs``: ``[sets, ..., head_dim_vo]``, ``lses``: ``[sets, ...]``, natural logarithms; returns both without the
-    first dimension, in their dtypes. A set in which a query saw nothing (-inf) counts nothing.
+    Args:
+        outs: results ``[sets, ..., head_dim_vo]``.
+        lses: their natural logarithms ``[sets, ...]``; -inf for a set in which the query saw nothing.
+
+    Returns:
+        Both without the first dimension, in their dtypes.
     """
     top = lses.amax(0)
     floor = top.masked_fill(top == -torch.inf, 0.0)
@@ -84,42 +95,43 @@ def merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 Backend = Literal["auto", "reference", "triton", "gathered"]
-"""``triton``: kernels that read pages in place. ``gathered``: pages are gathered, some at a time, for SDPA."""
+"""``reference``: plain torch. ``triton``: kernels that read pages in place. ``gathered``: pages are gathered, some at a
+time, for torch's SDPA kernels. ``auto``: the fastest of them for the device and shape."""
 
 GATHERED_QUERIES = 512
 GATHERED_WORK = 1 << 36
-"""Gathering wins from so many queries of a sequence, and products of queries, tokens, heads and their numbers: below,
-launches take longer than it saves. Measured on an H200: docs/benchmarks/attention.md."""
+"""Gathering is faster from so many queries of a sequence on, and from so large a product of queries, tokens, heads and
+head_dim: below, its launches take longer than it saves. Measured on an H200: docs/benchmarks/attention.md."""
 
 
 class AttentionBackend(Protocol):
-    """How a step's attention is computed."""
+    """Computes the attention of a step."""
 
     def plan(self, table: Paging) -> None:
-        """Prepares for any number of layers."""
+        """Prepare for any number of layers."""
         ...
 
     def run(self, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Fills ``out`` and ``lse``, float32, on the current stream."""
+        """Fill ``out`` and ``lse`` (float32), on the current stream."""
         ...
 
 
 class ReferenceBackend:
-    """Plain torch, sums in float32, on any device."""
+    """The backend in plain torch, on any device; sums are float32."""
 
     def plan(self, table: Paging) -> None:
-        """Keeps it."""
+        """Keep the page table."""
         self._page_table = table
 
     def run(self, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Fills ``out`` and ``lse``."""
+        """Fill ``out`` and ``lse``."""
         found = attend(q, pages, self._page_table)
         out.copy_(found[0])
         lse.copy_(found[1])
 
 
 def device_of(device: torch.device | str) -> torch.device:
-    """ValueError for a card that torch does not find."""
+    """Return the device. ValueError for a card that torch does not find."""
     found = torch.device(device)
     if found.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -130,14 +142,14 @@ def device_of(device: torch.device | str) -> torch.device:
 
 
 def require_backend(device: torch.device, name: Backend) -> None:
-    """ValueError for a name that is none, or of a way that needs a card."""
+    """Raise ValueError for an unknown backend, or one that needs a card."""
     allowed = get_args(Backend) if device.type == "cuda" else ("auto", "reference")
     if name not in allowed:
         raise ValueError(f'backend is "{name}"; allowed on {device.type}: {", ".join(allowed)}')
 
 
 def make(name: Backend, device: torch.device, max_pages: int | None = None) -> AttentionBackend:
-    """The way of that name. ValueError for one that is none, or that needs a card."""
+    """Return a backend by name. ValueError for an unknown backend, or one that needs a card."""
     require_backend(device, name)
     if name == "reference":
         return ReferenceBackend()
@@ -147,20 +159,21 @@ def make(name: Backend, device: torch.device, max_pages: int | None = None) -> A
 
 
 def for_one(device: torch.device, asked: Backend) -> Backend:
-    """For one query a sequence. ValueError for "gathered", which would copy all that is read once."""
+    """Return the backend for one query a sequence. ValueError for "gathered": it would copy what is read only once."""
     if asked == "gathered":
-        raise ValueError('backend is "gathered"; allowed for decoding: "auto", "reference", "triton"')
+        raise ValueError('backend "gathered" cannot decode: use "auto", "reference" or "triton"')
     if asked == "auto":
         return "triton" if device.type == "cuda" else "reference"
     return asked
 
 
 def for_many(device: torch.device, asked: Backend, table: Paging) -> Backend:
-    """For many queries a sequence. ValueError for "gathered" where torch's kernels have no such shape."""
+    """Return the backend for many queries a sequence. ValueError for "gathered" if torch's kernels lack the shape."""
     fits = gathered.fits(table.shape)
     if asked == "gathered" and not fits:
         raise ValueError(
-            f'backend is "gathered"; allowed: others for a window, MLA, float32 or head_dim {table.shape.head_dim}'
+            'backend "gathered" takes no window, no MLA, no float32, and a head_dim of up to 128 that is a multiple '
+            f"of 8, got {table.shape}: use another backend"
         )
     if asked != "auto":
         return asked

@@ -1,6 +1,7 @@
-"""Attention of many queries: pages are gathered, so many tokens at a time, for torch's own attention kernels.
+"""Attention of many queries: pages are gathered, some tokens at a time, for torch's own attention kernels.
 
-Parts are merged by their logarithms, so that memory beside the pages is bounded: never the whole of a layer.
+Partial results are merged by their logarithms. So the memory beside the pages is bounded: a whole layer is never
+gathered.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
 Sdpa = Literal["flash", "cudnn"]
 
 TOKENS_AT_ONCE = 32768
-"""Gathered together. The kernels are as fast with as many as with more; a layer of an 8B model is then 128 MiB."""
+"""Tokens gathered together. The kernels are not faster with more; of an 8B model's layer they are 128 MiB."""
 
 _BLOCK = 8192
 
 
 class _Piece(NamedTuple):
-    """Tokens ``first`` to ``end`` of a sequence; ``causal``: each of its queries sees them up to its own."""
+    """Tokens ``first`` to ``end`` of a sequence; ``causal``: each query sees them up to its own."""
 
     row: int
     first: int
@@ -34,7 +35,7 @@ class _Piece(NamedTuple):
 
 
 class Gathered:
-    """One sequence after another, on the current stream. Shapes without a window, values as wide as keys."""
+    """The backend "gathered": one sequence after another, on the current stream. For shapes that ``fits`` accepts."""
 
     def __init__(
         self,
@@ -44,7 +45,14 @@ class Gathered:
         tokens: int = TOKENS_AT_ONCE,
         kernels: ModuleType | None = None,
     ) -> None:
-        """``kernels``: as in ``InPlace``."""
+        """Choose the kernels.
+
+        Args:
+            device: the card.
+            sdpa: which of torch's attention kernels.
+            tokens: gathered at a time, at most.
+            kernels: as in ``InPlace``.
+        """
         if kernels is None:
             from tierstore.gpu.attention import kernels as own
 
@@ -53,7 +61,7 @@ class Gathered:
         self._device, self._sdpa, self._tokens = device, sdpa, tokens
 
     def plan(self, table: Paging) -> None:
-        """Copies the page numbers to the device and sets the room for one piece aside."""
+        """Copy the slots to the device, and allocate memory for one piece."""
         self._page_table = table
         self._pieces = list(_pieces(table, self._tokens))
         self._table = torch.from_numpy(table.indices.astype(np.int32)).to(self._device)
@@ -69,13 +77,13 @@ class Gathered:
 
     @property
     def nbytes(self) -> int:
-        """Of device memory that plan set aside."""
+        """Return the bytes of device memory that ``plan`` allocated."""
         return self._room.nbytes + self._sums.nbytes
 
     def run(self, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Fills ``out`` and ``lse``. ValueError for pages of one plane."""
+        """Fill ``out`` and ``lse``. ValueError for pages of one plane."""
         if pages.shape[1] != 2:
-            raise ValueError(f'pages have {pages.shape[1]} plane; allowed with "gathered": 2')
+            raise ValueError(f'backend "gathered" needs pages of 2 planes, got {pages.shape[1]}')
         table, before = self._page_table, -1
         seen = {piece.row for piece in self._pieces}
         for row in range(table.batch):
@@ -94,7 +102,7 @@ class Gathered:
         return slice(int(self._page_table.qo_indptr[row]), int(self._page_table.qo_indptr[row + 1]))
 
     def _gather(self, pages: torch.Tensor, piece: _Piece) -> torch.Tensor:
-        """``[2, tokens, num_kv_heads, head_dim]``"""
+        """Return the tokens of a piece, ``[2, tokens, num_kv_heads, head_dim]``."""
         shape = self._page_table.shape
         size = shape.page_size
         first, end = piece.first // size, -(-piece.end // size)
@@ -112,7 +120,7 @@ class Gathered:
     def _attend(
         self, q: torch.Tensor, planes: torch.Tensor, causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Results ``[heads, queries, dim]`` and logarithms ``[heads, queries]``, any strides."""
+        """Return results ``[heads, queries, dim]`` and logarithms ``[heads, queries]``, any strides."""
         keys, values = planes.transpose(1, 2).unsqueeze(1)
         return sdpa(
             self._sdpa, q.transpose(0, 1)[None], keys, values, causal, self._page_table.shape.sm_scale
@@ -138,9 +146,10 @@ class Gathered:
 def sdpa(
     which: Sdpa, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One of torch's kernels over ``[1, heads, tokens, dim]`` -> ``[heads, queries, dim]``, ``[heads, queries]``.
+    """Return attention by one of torch's kernels: ``[heads, queries, dim]``, and logarithms ``[heads, queries]``.
 
-    ``causal``: the queries are those of the last keys; for "cudnn" as many as keys.
+    ``q``, ``keys`` and ``values``: ``[1, heads, tokens, dim]``. ``causal``: the queries are those of the last keys; for
+    "cudnn" there must be as many queries as keys.
     """
     ops: Any = torch.ops.aten
     if which == "flash":
@@ -154,13 +163,13 @@ def sdpa(
 
 
 def fits(shape: Shape) -> bool:
-    """Whether pages of this shape can be attended so."""
+    """Return whether torch's kernels take this shape."""
     plain = shape.window_left < 0 and shape.head_dim_vo == shape.head_dim
     return plain and shape.head_dim % 8 == 0 and shape.head_dim <= 128 and shape.dtype != torch.float32
 
 
 def _pieces(table: Paging, tokens: int) -> Iterator[_Piece]:
-    """Of a causal sequence the last is its queries' own tokens."""
+    """Yield the pieces of all sequences. The last piece of a causal sequence is its queries' own tokens."""
     size = table.shape.page_size
     step = max(1, tokens // size) * size
     for row in range(table.batch):

@@ -1,7 +1,7 @@
 """Attention by kernels that read pages in place, split over keys so that a few long sequences fill a card.
 
-``divide`` divides a step's attention among programs: pure arithmetic, so that it can be tested without a card.
-``InPlace`` plans once a step and launches the kernels for every layer.
+``divide`` divides the attention of a step among programs. It is pure arithmetic, so that it can be tested without a
+card. ``InPlace`` plans once for each step and launches the kernels for every layer.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ if TYPE_CHECKING:
     from tierstore.gpu.attention.page_table import Shape
 
 FIELDS = 9
-"""Of an item, int32: its sequence's first place in ``indices`` and length; first token and end; the sequence's first
-query and number of queries; its own first row; its first part, and how many parts each of its queries has."""
+"""Numbers of an item, int32: the first place in ``indices`` and the length of its sequence; its first token and end;
+the first query and the number of queries of its sequence; its own first row; its first part, and how many parts each
+of its queries has."""
 
 _START_TILES = 2
-"""What a program costs before its first tile, and after its last, in tiles."""
+"""Cost of a program before its first tile and after its last, in tiles."""
 _PARTS_NBYTES = 64 << 20
 _CANDIDATES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """``programs``: how many run at once. ``items``, ``parts``: the most there may be; None: no limit."""
+    """Limits of a division. ``programs``: how many run at once. ``items``: how many there may be; None: no limit."""
 
     programs: int
     items: int | None = None
@@ -40,10 +41,14 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """``items``: int32 ``[items, FIELDS]``; ``queries``: int32 ``[queries, 2]``, of each its first part and how many.
+    """The work of a step, divided among programs.
 
-    A query with one part has no place among the parts: its program writes the result. ``merges``: whether any query has
-    another number than one.
+    Attributes:
+        items: int32 ``[items, FIELDS]``, one for each program.
+        queries: int32 ``[queries, 2]``: of each query its first part, and how many parts it has. A query with one part
+            has no place among the parts: its program writes the result.
+        num_parts: number of parts.
+        merges: whether any query has another number of parts than one.
     """
 
     items: NDArray[np.int32]
@@ -53,7 +58,10 @@ class Work:
 
 
 def divide(table: Paging, block_m: int, block_n: int, room: Room) -> Work:
-    """Items for every sequence that has queries and tokens in sight, and the merge of their results."""
+    """Return the items of every sequence that has queries and visible tokens, and how their results are merged.
+
+    ``block_m``: rows of an item (queries times heads of a group). ``block_n``: tokens of a tile.
+    """
     blocks = -(-table.widths * table.shape.group // block_m)
     start = table.first_seen // block_n * block_n
     tiles = np.where(blocks > 0, -(-(table.kv_lens - start) // block_n), 0)
@@ -72,12 +80,12 @@ def divide(table: Paging, block_m: int, block_n: int, room: Room) -> Work:
 
 
 def most_items(batch: int, blocks: int, kv_heads: int, programs: int) -> int:
-    """Items that any division of so many sequences may need room for, of ``blocks`` blocks of rows each."""
+    """Return how many items a division of ``batch`` sequences of ``blocks`` blocks of rows each may have, at most."""
     return blocks * (batch + 2 * -(-programs // kv_heads))
 
 
 def _tiles_each(table: Paging, blocks: NDArray[np.int64], tiles: NDArray[np.int64], room: Room) -> int:
-    """Tiles of a split: what makes the waves of programs shortest together."""
+    """Return the tiles of a split that make the waves of programs shortest in total."""
     most = int(tiles.max(initial=1))
     steps = (
         np.unique(np.geomspace(1, most, _CANDIDATES).astype(np.int64)) if most > 1 else np.ones(1, np.int64)
@@ -105,7 +113,7 @@ def _items(
     start: NDArray[np.int64],
     step: int,
 ) -> NDArray[np.int64]:
-    """Of all sequences; the splits of a block of rows are neighbours."""
+    """Return the items of all sequences; the splits of a block of rows are neighbours."""
     number = blocks * splits
     of = np.repeat(np.arange(table.batch), number)
     local = np.arange(len(of)) - np.repeat(np.cumsum(number) - number, number)
@@ -133,13 +141,13 @@ _LOG2_E = 1.4426950408889634
 _LARGE = (9, 10)
 """Compute capabilities, without what is after the point."""
 _SMALL = 16
-"""Rows of the smallest block: what a matrix instruction has."""
+"""Rows of the smallest block: those of a matrix instruction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a program is cut: rows, tokens at a time, warps, stages of its pipeline, and how many programs a
-    multiprocessor has room for."""
+    """How a program works: rows, tokens at a time, warps, stages of its pipeline, programs that fit a
+    multiprocessor."""
 
     block_m: int
     block_n: int
@@ -149,9 +157,9 @@ class Tiles:
 
     @classmethod
     def of(cls, shape: Shape, rows: int, large: bool = True) -> Tiles:
-        """For blocks of up to ``rows`` rows of a sequence. Measured on an H200: docs/benchmarks/attention.md.
+        """Return the fastest for blocks of up to ``rows`` rows, as measured on an H200: docs/benchmarks/attention.md.
 
-        ``large``: the card has a Hopper's shared memory, 227 KiB a program; else 99 KiB are taken to be there.
+        ``large``: the card has as much shared memory as Hopper, 227 KiB for a program; else 99 KiB are assumed.
         """
         block_m = min(128, max(_SMALL, _power(rows)))
         token = shape.head_dim * shape.dtype.itemsize  # bytes; with its value mostly twice as many
@@ -167,7 +175,7 @@ class Tiles:
 
 
 def constants_of(shape: Shape, tiles: Tiles, planes: int) -> dict[str, Any]:
-    """What the kernel ``attend`` is compiled for."""
+    """Return the constants that the kernel ``attend`` is compiled for."""
     rest = shape.head_dim - shape.head_dim_vo
     return {
         "HEADS": shape.num_qo_heads, "GROUP": shape.group, "PAGE": shape.page_size,
@@ -179,7 +187,10 @@ def constants_of(shape: Shape, tiles: Tiles, planes: int) -> dict[str, Any]:
 
 
 class InPlace:
-    """Plans once a step, and launches one or two kernels a layer, on the current stream of plan and run alike."""
+    """The backend "triton": plans once for each step, and launches one or two kernels for each layer.
+
+    Call ``plan`` and ``run`` on the same current stream.
+    """
 
     def __init__(
         self,
@@ -189,8 +200,14 @@ class InPlace:
         max_pages: int | None = None,
         tiles: Tiles | None = None,
     ) -> None:
-        """``kernels``: the module of the kernels; None: the package's own, which needs a card. ``tiles``: other than
-        chosen by shape. ``max_pages``: as in ``PagedDecode``."""
+        """Choose the kernels.
+
+        Args:
+            device: the card.
+            kernels: the module of the kernels; None: the package's own, which needs a card.
+            max_pages: as in ``PagedDecode``.
+            tiles: how programs work; None: chosen by shape.
+        """
         if kernels is None:
             from tierstore.gpu.attention import kernels as own
 
@@ -202,7 +219,7 @@ class InPlace:
         self._most_items = 0
 
     def plan(self, table: Paging) -> None:
-        """Writes the step's numbers to the device. ValueError, nothing changed, where they do not fit fixed buffers."""
+        """Copy the step's numbers to the device. ValueError, nothing changed, if they do not fit fixed buffers."""
         shape = table.shape
         rows = int(table.widths.max(initial=1)) * shape.group
         tiles = self._given or Tiles.of(shape, rows, _is_large(self._device))
@@ -223,7 +240,7 @@ class InPlace:
             self._fixed = (table.batch, shape)
 
     def run(self, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Fills ``out`` and ``lse``."""
+        """Fill ``out`` and ``lse``."""
         assert self._numbers is not None
         shape, tiles = self._shape, self._tiles
         if not self._num_queries:
@@ -246,7 +263,7 @@ class InPlace:
             )  # fmt: skip
 
     def _write(self, table: Paging, work: Work) -> None:
-        """One copy of all numbers; tensors stay where they are as long as they are large enough."""
+        """Copy all numbers at once. Tensors stay where they are as long as they are large enough."""
         fixed = self._max_pages is not None
         num_items = self._most_items if fixed else len(work.items)
         num_pages = self._max_pages if self._max_pages is not None else len(table.indices)
@@ -276,15 +293,15 @@ def _page_numbers(table: Paging) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 4  # the interpreter's: enough to have splits
+        return 4  # for the interpreter: enough to have splits
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _is_large(device: torch.device) -> bool:
-    """Whether a program may have 227 KiB of shared memory."""
+    """Return whether a program may have 227 KiB of shared memory."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in _LARGE
 
 
 def _power(number: int) -> int:
-    """The next power of two."""
+    """Return the next power of two."""
     return 1 << max(0, int(number) - 1).bit_length()

@@ -1,4 +1,4 @@
-"""What a step's attention is about, on the host: whose queries, over which pages, with what in sight."""
+"""The page table of a step, on the host: the queries of each sequence, its pages, and which tokens they see."""
 
 from __future__ import annotations
 
@@ -10,18 +10,28 @@ import torch
 from numpy.typing import NDArray
 
 Numbers = torch.Tensor | NDArray[np.integer] | Sequence[int]
-"""Integers of one dimension. A tensor on a card is copied to the host, which waits for it."""
+"""One-dimensional integers. A tensor on a card is copied to the host, which blocks until it is there."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Of queries, pages and results."""
+"""Dtypes of queries, pages and results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Of one layer. ``head_dim_vo``: numbers of a value and of a result, at most ``head_dim``.
+    """The shape of attention in one layer. ValueError for values that make no sense.
 
-    Where pages have one plane (MLA), a value is the first ``head_dim_vo`` numbers of its key.
-    ``window_left``: keys that a query sees before its own position; -1: all. ``dtype``: of queries and pages.
+    Attributes:
+        num_qo_heads: query heads, a multiple of ``num_kv_heads``.
+        num_kv_heads: heads of K and V.
+        head_dim: numbers of a query and of a key.
+        head_dim_vo: numbers of a value and of a result, at most ``head_dim``. Where pages have one plane (MLA), a value
+            is the first ``head_dim_vo`` numbers of its key.
+        page_size: tokens of a page.
+        sm_scale: factor of the scores before softmax.
+        causal: each query sees tokens up to its own; else all.
+        window_left: keys that a query sees before its own position; -1: all. A window needs ``causal``.
+        dtype: of queries and pages.
+        out_dtype: of results.
     """
 
     num_qo_heads: int
@@ -49,19 +59,20 @@ class Shape:
         )
         for name in ("dtype", "out_dtype"):
             found = getattr(self, name)
-            _require(found in DTYPES, name, found, ", ".join(str(x) for x in DTYPES))
+            _require(found in DTYPES, name, found, "one of " + ", ".join(str(x) for x in DTYPES))
 
     @property
     def group(self) -> int:
-        """Query heads that share a head of K and V."""
+        """Return how many query heads share a head of K and V."""
         return self.num_qo_heads // self.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """A batch of sequences: sequence ``i`` has ``kv_lens[i]`` tokens in pages ``indices[indptr[i]:indptr[i + 1]]``,
-    the last of which holds ``last_page_len[i]``, and the queries ``qo_indptr[i]`` to ``qo_indptr[i + 1]``, which are
-    those of its last tokens. All int64 on the host.
+    """The page table of a batch of sequences, int64 arrays on the host.
+
+    Sequence ``i`` has ``kv_lens[i]`` tokens in pages ``indices[indptr[i]:indptr[i + 1]]``, and the queries
+    ``qo_indptr[i]`` to ``qo_indptr[i + 1]``, which are those of its last tokens.
     """
 
     qo_indptr: NDArray[np.int64]
@@ -79,10 +90,17 @@ class Paging:
         last_page_len: Numbers,
         shape: Shape,
     ) -> Paging:
-        """``qo_indptr`` None: one query a sequence. ValueError for what fits no pages; nothing is kept of it.
+        """Return the checked page table.
 
-        A sequence without a page holds nothing; its ``last_page_len`` may be 0. Causal queries need a key each:
-        no more queries than tokens.
+        Args:
+            qo_indptr: where the queries of each sequence begin, ``[batch + 1]``; None: one query for each sequence.
+            indptr: where the pages of each sequence begin in ``indices``, ``[batch + 1]``.
+            indices: slots of the pages.
+            last_page_len: tokens in the last page of each sequence, ``[batch]``; any number for one without pages.
+            shape: of the layers.
+
+        Raises:
+            ValueError: the numbers fit no pages, or a causal sequence has more queries than tokens.
         """
         starts, pages = _integers("indptr", indptr), _integers("indices", indices)
         last = _integers("last_page_len", last_page_len)
@@ -98,35 +116,35 @@ class Paging:
         widths = np.diff(queries)
         if shape.causal and qo_indptr is not None:
             _require(
-                bool((widths <= lens).all()), "qo_indptr", queries.tolist(), "no more queries than tokens"
+                bool((widths <= lens).all()), "qo_indptr", queries.tolist(), "of no more queries than tokens"
             )
         return cls(queries, starts, pages, lens, shape)
 
     @property
     def batch(self) -> int:
-        """Sequences."""
+        """Return the number of sequences."""
         return len(self.kv_lens)
 
     @property
     def num_queries(self) -> int:
-        """Of all sequences."""
+        """Return the number of queries of all sequences."""
         return int(self.qo_indptr[-1])
 
     @property
     def widths(self) -> NDArray[np.int64]:
-        """Queries of each sequence."""
+        """Return the number of queries of each sequence."""
         return np.diff(self.qo_indptr)
 
     @property
     def first_seen(self) -> NDArray[np.int64]:
-        """Of each sequence: the first token that one of its queries sees. Pages before it are never read."""
+        """Return, for each sequence, the first token that one of its queries sees. Pages before it are never read."""
         if self.shape.window_left < 0:
             return np.zeros(self.batch, dtype=np.int64)
         first_query = self.kv_lens - np.maximum(self.widths, 1)
         return np.maximum(first_query - self.shape.window_left, 0)
 
     def require(self, q: torch.Tensor, pages: torch.Tensor) -> None:
-        """ValueError unless queries and a layer's pages are as planned. Page numbers are not looked at."""
+        """Raise ValueError unless queries and a layer's pages are as planned. Slots are not checked."""
         shape = self.shape
         want = (self.num_queries, shape.num_qo_heads, shape.head_dim)
         _require(tuple(q.shape) == want, "the shape of q", tuple(q.shape), str(want))
@@ -141,18 +159,22 @@ class Paging:
         _require(pages.stride(4) == 1, "the last stride of paged_kv_cache", pages.stride(4), "1")
 
     def require_fits(self, max_pages: int, before: tuple[int, Shape] | None) -> None:
-        """ValueError unless it fits buffers for so many pages, made for ``before``: a batch and its shape."""
+        """Raise ValueError unless it fits buffers for ``max_pages`` pages, made for ``before``: a batch and its
+        shape."""
         if len(self.indices) > max_pages:
-            raise ValueError(f"{len(self.indices)} pages; allowed: max_pages, {max_pages}")
+            raise ValueError(f"the plan has {len(self.indices)} pages, but max_pages is {max_pages}")
         if int(self.widths.max(initial=0)) > 1:
-            raise ValueError("several queries a sequence; allowed with max_pages: one")
+            raise ValueError("with max_pages a sequence must have one query, got several")
         if before is not None and before != (self.batch, self.shape):
-            raise ValueError(f"a batch of {self.batch}, {self.shape}; allowed with max_pages: {before}")
+            raise ValueError(
+                f"with max_pages every plan must be like the first, a batch of {before[0]} and {before[1]}, "
+                f"got a batch of {self.batch} and {self.shape}"
+            )
 
 
 def _require(right: bool, name: str, found: object, allowed: str) -> None:
     if not right:
-        raise ValueError(f"{name} is {found}; allowed: {allowed}")
+        raise ValueError(f"{name} must be {allowed}, got {found}")
 
 
 def _is_integer(value: object) -> bool:
@@ -172,5 +194,5 @@ def _require_starts(name: str, starts: NDArray[np.int64], batch: int, end: int |
     right = len(starts) == batch + 1 and starts[0] == 0 and bool((np.diff(starts) >= 0).all())
     if right and end is not None:
         right = int(starts[-1]) == end
-    ending = "" if end is None else f", up to {end} (len(indices))"
+    ending = "" if end is None else f" to {end} (len(indices))"
     _require(right, name, starts.tolist(), f"{batch + 1} numbers that rise from 0{ending}")

@@ -1,7 +1,8 @@
-"""The two ways in: one query a sequence, or many. Names and meaning of arguments are FlashInfer's, layout "NHD".
+"""The public classes: ``PagedDecode`` for one query a sequence, ``PagedPrefill`` for many.
 
-Other than FlashInfer's: logarithms are natural, ``out`` may be wider than ``q``, and queries are always those of the
-last tokens, whose K and V are in the pages already.
+Names and meaning of arguments are FlashInfer's, with its layout "NHD". There are three differences: logarithms are
+natural, ``out`` may be of a wider dtype than ``q``, and queries are always those of the last tokens, whose K and V
+are in the pages already.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ merge_states = backends.merge_states
 
 
 class _Paged:
-    """Plans and runs by one of the ways. One thread at a time."""
+    """Plans and runs by a backend. Use it from one thread at a time."""
 
     def __init__(self) -> None:
         self._page_table: Paging | None = None
         self._way: AttentionBackend | None = None
         self.backend: Backend = "auto"
-        """The one that the last plan chose."""
+        """The backend that the last plan chose."""
 
     @property
     def planned(self) -> Paging:
-        """What the last plan said. ValueError before one."""
+        """Return the page table of the last plan. ValueError before the first one."""
         if self._page_table is None:
-            raise ValueError("nothing is planned yet")
+            raise ValueError("nothing is planned yet: call plan() before run()")
         return self._page_table
 
     def _run(
@@ -63,13 +64,18 @@ class PagedDecode(_Paged):
     def __init__(
         self, device: torch.device | str, *, backend: Backend = "auto", max_pages: int | None = None
     ) -> None:
-        """``backend`` "auto": ``triton`` on a card, else ``reference``. Allocates nothing yet.
+        """Choose the backend. Allocates nothing yet.
 
-        ``max_pages``: of all sequences together, for CUDA graphs: the first ``plan`` then makes buffers for its batch
-        and so many pages, which later plans of the same batch and shape fill in place. A graph that captured ``run``
-        after one plan computes, replayed, what the last plan says. ValueError for a plan that does not fit them.
-        A row of a batch that is not in use is a sequence without pages. ValueError for a device that is not there, or
-        a backend that is not there on it; "gathered" never decodes.
+        Args:
+            device: of queries and pages.
+            backend: "auto": ``triton`` on a card, else ``reference``. "gathered" cannot decode.
+            max_pages: for CUDA graphs: pages of all sequences together, at most. The first ``plan`` makes buffers for
+                its batch and so many pages, and later plans of the same batch and shape fill them in place. A graph
+                that captured ``run`` after one plan computes, when replayed, what the last plan says. A row of the
+                batch that is not in use is a sequence without pages.
+
+        Raises:
+            ValueError: the device is not there, or has no such backend.
         """
         super().__init__()
         self._max_pages = max_pages
@@ -92,13 +98,27 @@ class PagedDecode(_Paged):
         q_data_type: torch.dtype = torch.bfloat16,
         o_data_type: torch.dtype | None = None,
     ) -> None:
-        """Once a step, for all layers of one shape. ValueError names what does not fit; the plan before then stays.
+        """Plan a step, for all layers of one shape.
 
-        Sequence ``i`` reads pages ``indices[indptr[i]:indptr[i + 1]]``, of the last one ``last_page_len[i]`` tokens;
-        a sequence without pages gives 0. Integers on the host; on a card they are copied back first.
-        ``sm_scale`` None: ``head_dim ** -0.5``. ``head_dim_vo``: other than ``head_dim`` only for pages of one plane
-        (MLA): a value is the first numbers of its key. ``window_left``: keys seen before the query's own, -1: all;
-        pages behind every window are not read, and their indices may be anything.
+        Args:
+            indptr: ``[batch + 1]``. Sequence ``i`` reads pages ``indices[indptr[i]:indptr[i + 1]]``.
+            indices: slots of the pages. Pages behind every window are not read; their slots may be anything.
+            last_page_len: ``[batch]``: tokens in the last page of each sequence; 0 for a sequence without pages.
+            num_qo_heads: query heads.
+            num_kv_heads: heads of K and V.
+            head_dim: numbers of a query and of a key.
+            page_size: tokens of a page.
+            head_dim_vo: numbers of a value; other than ``head_dim`` only for pages of one plane (MLA), where a value is
+                the first numbers of its key.
+            window_left: keys that a query sees before its own; -1: all.
+            sm_scale: factor of the scores; None: ``head_dim ** -0.5``.
+            q_data_type: dtype of queries and pages.
+            o_data_type: dtype of results; None: ``q_data_type``.
+
+        Integers that are on a card are copied to the host first.
+
+        Raises:
+            ValueError: something does not fit; the plan before stays.
         """
         shape = _shape(
             num_qo_heads, num_kv_heads, head_dim, page_size, head_dim_vo, True, window_left, sm_scale,
@@ -122,13 +142,21 @@ class PagedDecode(_Paged):
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """One layer, on the current stream; nothing waits.
+        """Compute the attention of one layer, on the current stream; nothing blocks.
 
-        ``q``: ``[batch, num_qo_heads, head_dim]``. ``paged_kv_cache``: the layer's pages in place, a view
-        ``[num_slots, planes, page_size, num_kv_heads, head_dim]`` of any strides with the last 1, such as
-        ``store.pages[:, layer]``. Returns ``[batch, num_qo_heads, head_dim_vo]`` of ``o_data_type`` (None: that of
-        ``q``), or ``out``; with ``return_lse`` the float32 natural logarithms too, ``[batch, num_qo_heads]``, -inf for
-        a query that sees nothing. Sums are float32. Tokens after ``last_page_len`` may hold anything, NaN too.
+        Args:
+            q: queries ``[batch, num_qo_heads, head_dim]``.
+            paged_kv_cache: the layer's pages in place, ``[num_slots, planes, page_size, num_kv_heads, head_dim]``, such
+                as ``store.pages[:, layer]``; any strides with the last 1. Tokens after ``last_page_len`` may hold
+                anything, even NaN.
+            out: where the result goes, contiguous; None: a new tensor.
+            lse: where the logarithms go, contiguous; None: a new tensor.
+            return_lse: return the logarithms too.
+
+        Returns:
+            ``[batch, num_qo_heads, head_dim_vo]`` of ``o_data_type``; sums are float32. With ``return_lse`` also the
+            natural logarithm of the sum of exp(scores), float32 ``[batch, num_qo_heads]``, -inf for a query that sees
+            nothing.
         """
         return self._run(q, paged_kv_cache, out, lse, return_lse)
 
@@ -137,9 +165,14 @@ class PagedPrefill(_Paged):
     """Many queries a sequence: FlashInfer's ``BatchPrefillWithPagedKVCacheWrapper``."""
 
     def __init__(self, device: torch.device | str, *, backend: Backend = "auto") -> None:
-        """``backend`` "auto": on a card whichever was measured to win for the plan's shape, else ``reference``.
+        """Choose the backend. Allocates nothing yet.
 
-        ValueError for a device that is not there, or a backend that is not there on it.
+        Args:
+            device: of queries and pages.
+            backend: "auto": on a card the one that was measured to be faster for the plan's shape, else ``reference``.
+
+        Raises:
+            ValueError: the device is not there, or has no such backend.
         """
         super().__init__()
         self._device, self._backend = device_of(device), backend
@@ -164,10 +197,13 @@ class PagedPrefill(_Paged):
         q_data_type: torch.dtype = torch.bfloat16,
         o_data_type: torch.dtype | None = None,
     ) -> None:
-        """As ``PagedDecode.plan``. Sequence ``i`` has the queries ``qo_indptr[i]`` to ``qo_indptr[i + 1]``.
+        """Plan a step, for all layers of one shape. Other arguments are as in ``PagedDecode.plan``.
 
-        They are those of its last tokens, whose K and V must be in the pages by the time of ``run``. ``causal``: each
-        sees tokens up to its own; else all. A window needs ``causal``.
+        Args:
+            qo_indptr: ``[batch + 1]``. Sequence ``i`` has the queries ``qo_indptr[i]`` to ``qo_indptr[i + 1]``: those
+            of
+                its last tokens, whose K and V must be in the pages by the time of ``run``.
+            causal: each query sees tokens up to its own; else all. A window needs ``causal``.
         """
         shape = _shape(
             num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo, causal, window_left, sm_scale,
@@ -191,7 +227,10 @@ class PagedPrefill(_Paged):
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """As ``PagedDecode.run``; ``q``: ``[queries, num_qo_heads, head_dim_qk]``, all sequences' one after another."""
+        """Compute the attention of one layer, as ``PagedDecode.run`` does.
+
+        ``q``: ``[queries, num_qo_heads, head_dim_qk]``, those of all sequences one after another.
+        """
         return self._run(q, paged_kv_cache, out, lse, return_lse)
 
 
@@ -227,5 +266,5 @@ def _place(
     if given is None:
         return torch.empty(shape, dtype=dtype, device=device)
     if tuple(given.shape) != shape or given.dtype != dtype or not given.is_contiguous():
-        raise ValueError(f"{name} is {tuple(given.shape)} {given.dtype}; allowed: contiguous {shape} {dtype}")
+        raise ValueError(f"{name} must be contiguous {shape} {dtype}, got {tuple(given.shape)} {given.dtype}")
     return given
