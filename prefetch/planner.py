@@ -1,8 +1,8 @@
 """Which pages to bring up, in which order, and when each would be there. Pure: no clock, no thread, no store.
 
-The model of time: an edge carries one page at a time, at the rate measured. A page from NVMe is first read into host
-memory and then loaded; a place in host memory is taken from the start of its read to the end of its load, and there
-are only so many. The earliest deadline goes first on every edge; a later one takes the time that those before it
+The model of time: an edge carries one page at a time, at the rate measured. A page below host memory is first read into
+it and then loaded; a place in host memory is taken from the start of its read to the end of its load, and there are
+only so many. The earliest deadline goes first on every edge; a later one takes the time that those before it
 leave. A request that starts at its deadline is done with its prompt when its pages are there and the rest is
 computed; computing goes along with loads from host memory, which come layer by layer, and begins after reads from
 disk, which come page by page. Of all numbers of pages to load the planner takes the one that is done first.
@@ -186,7 +186,7 @@ class _Planning:
         for i in (i for i in below if i not in ready):
             if self._machine.host_pages is None:
                 tried.there[i] = tried.read[i] = disk + self._machine.read_s
-                tried.steps.append(_Step(i, Tier.NVME, Tier.HBM, disk, tried.there[i]))
+                tried.steps.append(_Step(i, want.tiers[i], Tier.HBM, disk, tried.there[i]))
                 disk = tried.there[i]
                 continue
             if not places:
@@ -195,7 +195,7 @@ class _Planning:
             start = max(disk, heappop(places))
             disk = start + self._machine.read_s
             tried.read[i] = disk
-            tried.steps.append(_Step(i, Tier.NVME, Tier.HOST, start, disk))
+            tried.steps.append(_Step(i, want.tiers[i], Tier.HOST, start, disk))
             self._load(tried, i, cursor.place(disk))
             heappush(places, tried.there[i])
 
@@ -231,7 +231,7 @@ class _Planning:
         steps = [step for step in tried.steps if step.index < load]
         self._link.take([step.starts for step in steps if step.src == Tier.HOST])
         for step in steps:
-            if step.src == Tier.NVME:
+            if step.src > Tier.HOST:
                 self._disk_free = step.ends
                 if step.dst == Tier.HOST:
                     heappop(self._places)
@@ -247,19 +247,19 @@ class _Planning:
         steps = []
         for i in range(first, len(want.tiers) if self._machine.host_pages else 0):
             key = want.keys[i]
-            if want.tiers[i] != Tier.NVME or key in self._there or key in self._staged:
+            if want.tiers[i] <= Tier.HOST or key in self._there or key in self._staged:
                 continue
             if not self._places:
                 break
             start = max(self._disk_free, heappop(self._places))
             self._disk_free = self._staged[key] = start + self._machine.read_s
-            steps.append(_Step(i, Tier.NVME, Tier.HOST, start, self._disk_free))
+            steps.append(_Step(i, want.tiers[i], Tier.HOST, start, self._disk_free))
         self._emit(want, steps)
 
     def _emit(self, want: Want, steps: list[_Step]) -> None:
         """Consecutive pages of an edge become one promotion."""
         self.planned += len(steps)
-        for src in (Tier.HOST, Tier.NVME):
+        for src in sorted({step.src for step in steps}):
             run: list[_Step] = []
             for step in (*(s for s in steps if s.src == src), None):
                 if run and (step is None or step.index != run[-1].index + 1 or len(run) == PIECE_PAGES):

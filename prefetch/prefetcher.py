@@ -232,9 +232,11 @@ class PrefetchLoop:
         hbm, host = tiers.get("HBM"), tiers.get("HOST")
         gone = 0 if hbm is None else hbm["owned"] + hbm["quarantined"]
         places = None if host is None else max(1, int(host["num_slots"] * self._config.share_of_host))
-        to_host = "NVME->HOST" if host is not None else "NVME->HBM"
+        memory = "HBM" if host is None else "HOST"
+        below = [tier for tier in tiers if Tier[tier] > Tier.HOST]
+        reads = [rate for tier in below if (rate := rates.get(f"{tier}->{memory}"))]
         return Machine(
-            read_s=self._page_nbytes / rates[to_host] if rates.get(to_host) else 0.0,
+            read_s=self._page_nbytes / min(reads) if reads else 0.0,
             load_s=self._page_nbytes / rates["HOST->HBM"] if rates.get("HOST->HBM") else 0.0,
             hbm_pages=0 if hbm is None else hbm["num_slots"] - gone,
             host_pages=None if places is None else max(0, places - staged),

@@ -51,7 +51,7 @@ class LiveSource:
             if key in residency.memory_only and key not in residency.memory_only.refused:
                 return "it was put to stay in memory"
             if tier is not None:
-                on_disk = residency.tables[Tier.NVME].ready(key) and tier.state != "absent"
+                on_disk = residency.tables[tier.tier].ready(key) and tier.state != "absent"
         lent = tier.lender.record(key, self._memory) if tier is not None and on_disk else "not found"
         return lent if isinstance(lent, Record) else self._from_memory(key, lent)
 

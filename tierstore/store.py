@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 from time import monotonic
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from tierstore import metrics
@@ -43,7 +44,7 @@ from tierstore.types import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from os import PathLike
     from types import TracebackType
 
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from tierstore.keys import Extra, TokenIds
     from tierstore.mover import SyncMark
     from tierstore.page import PageSpec
-    from tierstore.types import Event, HintResult, PageKey, Promoted
+    from tierstore.types import Event, HintResult, PageKey, Promoted, TierDescription
 
 
 class OwnSlots:
@@ -481,6 +482,14 @@ class TierStore:
         self._slots.free(slots, self._parts.device.last_use(after))
 
     # -- finding and holding ------------------------------------------------------------------------------------
+
+    @property
+    def tiers(self) -> Mapping[Tier, TierDescription]:
+        """Return the description of every tier of the store, fastest first; without HBM where an engine owns it.
+
+        It says what follows from a page's tier: whether the page is in memory, survives a restart, may differ.
+        """
+        return MappingProxyType(self._directory.hierarchy.tiers)
 
     def match(self, keys: Sequence[PageKey], *, exact: bool = False) -> Match:
         """The longest readable prefix. Changes nothing, promises nothing, is no use for the policy.

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from numpy.typing import NDArray
 
 from tierstore.adapters.vllm import chunks as sources
-from tierstore.types import Ack, Failure, PageKey, Transfer
+from tierstore.types import Ack, Failure, PageKey, Tier, Transfer
 
 NBYTES = 8
 ROWS = 8
@@ -33,6 +33,7 @@ def content(number: int) -> NDArray[np.uint8]:
 class Disk:
     """Stands in for ``NvmeTier``: writes and erasures happen in their order, reads whenever it is told."""
 
+    tier = Tier.NVME
     record_nbytes = RECORD
     budget_nbytes = BUDGET * RECORD
 

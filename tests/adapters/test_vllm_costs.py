@@ -122,7 +122,12 @@ class Disk:
 
     def __init__(self, read_rate: float | None) -> None:
         self.clock = 0.0
-        self.traffic = Transfers(Residency({HOST: TierTable(make_policy("lru"))}), 100)
+        self.traffic = Transfers(
+            Residency(
+                {HOST: TierTable(make_policy("lru"), num_slots=1), NVME: TierTable(make_policy("lru"))}
+            ),
+            100,
+        )
         self.costs = MeasuredCosts(self.traffic, ComputeRate(), 100, read_rate, lambda: self.clock)
 
     def order(self, pages: int, edge: tuple[Tier, Tier] = (NVME, HOST)) -> list[Transfer]:

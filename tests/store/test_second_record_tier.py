@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from time import monotonic, sleep
 
 import pytest
 
+from prefetch import Prefetcher
 from tests.support.bench import Bench, open_bench
 from tests.support.pages import (
     PATIENCE_S,
@@ -241,3 +243,19 @@ def test_a_store_has_a_pump_of_its_own_with_it_too(tmp_path: Path) -> None:
     assert store.match(keys).tiers == (Tier.REMOTE,) * 3
     assert read_soon(store, keys) == 3
     bench.close()
+
+
+def test_an_attached_prefetcher_brings_its_pages_up(bench: Bench) -> None:
+    store, near, far = bench.store, chain(2, "near"), chain(2, "far")
+    write_down(store, near, Tier.NVME)
+    write_down(store, far, Tier.REMOTE)
+    prefetcher = Prefetcher.attach(store)
+    store.hint(Hint("near", 1, tuple(near), deadline_s=0.5))
+    store.hint(Hint("far", 1, tuple(far), deadline_s=1.0))
+    deadline = monotonic() + PATIENCE_S
+    while store.match(near).tiers + store.match(far).tiers != (Tier.HBM,) * 4:
+        assert monotonic() < deadline, "the pages do not come"
+        store.poll()
+        sleep(0.001)
+    prefetcher.close()
+    assert read_soon(store, near) == read_soon(store, far) == 2

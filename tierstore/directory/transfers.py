@@ -53,6 +53,9 @@ class Transfers:
         """When the edge last made progress or began to carry something."""
         self._residency = residency
         self.page_nbytes = page_nbytes
+        hierarchy = residency.hierarchy
+        self.reads = tuple((tier, hierarchy.memory_floor) for tier in hierarchy.records)
+        """The edges along which pages come from records into memory."""
         self._moves: dict[Edge, list[Move]] = defaultdict(list)
         self._next_id = 0
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import lmdb
 import numpy as np
@@ -25,7 +25,7 @@ from tierstore.nvme.page_coding import Coding
 from tierstore.nvme.reader import Lender, Readers
 from tierstore.nvme.writer import SyncWork, Writer
 from tierstore.page import PageLayout
-from tierstore.types import Ack, PageKey, Transfer
+from tierstore.types import Ack, PageKey, Tier, Transfer
 
 _watchdog_log = logging.getLogger("tierstore.nvme.patience")
 
@@ -69,6 +69,9 @@ class NvmeTier:
     All methods may be called from any thread; ``submit_*`` never block. A page counts as read or written only once
     its transfer's Ack is out. After a fork the child's copy raises StoreClosed.
     """
+
+    tier: ClassVar[Tier] = Tier.NVME
+    """Its place among the tiers."""
 
     record_nbytes: int
     """What the record of one page costs at most on disk, its share of the catalogue included."""

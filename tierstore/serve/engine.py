@@ -120,7 +120,7 @@ class Coming:
 
     def __init__(self, store: TierStore, keys: Sequence[PageKey]) -> None:
         """Start bringing the pages up, without waiting."""
-        on_disk = Tier.NVME in store.match(keys).tiers
+        on_disk = any(not store.tiers[tier].in_memory for tier in set(store.match(keys).tiers))
         self._lease: Lease | None = store.acquire(keys) if on_disk else None
 
     @property
@@ -204,7 +204,7 @@ class Running:
         )
         self._given[cache_argument(model)] = cache
         reused, came = cache.reused_by_tier, self._coming.origins(PageGroups(self._store).page_size)
-        for tier in (Tier.HOST, Tier.NVME):
+        for tier in (tier for tier in self._store.tiers if tier != Tier.HBM):
             moved = min(came[tier], reused[Tier.HBM])
             reused[Tier.HBM] -= moved
             reused[tier] += moved

@@ -373,7 +373,7 @@ def _comes(terms: Terms, lease: Lease) -> bool:
     """Whether pages are there in time; by layers, those from disk: whether the first layer of them is on its way."""
     if not terms.by_layers:
         return terms.pages.reach(lease, terms.timeout_s) is not LeaseState.PENDING
-    if all(tier < Tier.NVME for tier in lease.tiers):
+    if all(terms.store.tiers[tier].in_memory for tier in set(lease.tiers)):
         return True
     with suppress(TimeoutError):
         lease.ready(0, terms.timeout_s)

@@ -124,7 +124,7 @@ class Chunks:
         if not found.moving:
             self._end(found)
             return
-        self._tier.submit_write(self._transfer(found, Tier.HOST, Tier.NVME), rows)
+        self._tier.submit_write(self._transfer(found, Tier.HOST, self._tier.tier), rows)
 
     def load(self, job: int, keys: Iterable[bytes], places: Iterable[int]) -> None:
         """Fill rows ``places`` with the chunks of ``keys``; until the job is done they hold anything."""
@@ -135,7 +135,7 @@ class Chunks:
             self._end(found)
             return
         self._reading.update(_page_key(key) for key in found.moving)
-        self._tier.submit_read(self._transfer(found, Tier.NVME, Tier.HOST), rows)
+        self._tier.submit_read(self._transfer(found, self._tier.tier, Tier.HOST), rows)
 
     def finished(self) -> list[Done]:
         """Jobs that ended since the last call: nothing touches their rows any more.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from importlib import metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -107,8 +108,10 @@ def hit_sources(tokens: dict[Tier, int]) -> dict[Any, int]:
     """Tokens by vLLM's names of the tiers they come from."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    names = {Tier.HOST: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
-    return {names[tier]: number for tier, number in tokens.items()}
+    found: Counter[Any] = Counter()
+    for tier, number in tokens.items():
+        found[CacheHitSource.HOST if tier == Tier.HOST else CacheHitSource.DISK] += number
+    return dict(found)
 
 
 def kv_events(changes: Iterable[Change]) -> list[Any]:
@@ -117,10 +120,9 @@ def kv_events(changes: Iterable[Change]) -> list[Any]:
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash as named
 
     disk = getattr(events, "MEDIUM_STORAGE", "STORAGE")
-    mediums = {Tier.HOST: events.MEDIUM_CPU, Tier.NVME: disk}
     found: list[Any] = []
     for change in changes:
-        block, medium = change.block, mediums[change.tier]
+        block, medium = change.block, events.MEDIUM_CPU if change.tier == Tier.HOST else disk
         if not change.stored:
             found.append(events.BlockRemoved([named(block.block_hash)], medium, block.group))
             continue

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _CLEARLY = 1.25
 """A whole hit is loaded unless less of it is done sooner by so much: figures are rough."""
-_READ, _LOAD = (Tier.NVME, Tier.HOST), (Tier.HOST, Tier.HBM)
+_LOAD = (Tier.HOST, Tier.HBM)
 _OLD_S = 60.0
 _LEAST_S = 0.05
 """Less reading is a beginning and an end."""
@@ -119,7 +119,7 @@ class MeasuredCosts:
 
     def look(self, *, computes: bool = False) -> None:
         """What was read since the last look. Once a step at least. ``computes``: a step that computes begins now."""
-        now, arrived = self._clock(), self._traffic.arrived[_READ]
+        now, arrived = self._clock(), sum(map(self._traffic.arrived.__getitem__, self._traffic.reads))
         if self._reading:
             self._new = _Read(self._new.pages + arrived - self._seen, self._new.seconds + now - self._at)
             if now - self._at > _MOST_S:
@@ -127,7 +127,7 @@ class MeasuredCosts:
         if computes:
             self._new = _NOTHING
         self._at, self._seen = now, arrived
-        self._reading = not computes and self._traffic.pages[_READ] > 0
+        self._reading = not computes and any(map(self._traffic.pages.__getitem__, self._traffic.reads))
         if self._new.pages and self._new.seconds >= _LEAST_S:
             known = self._known if self._is_fresh(now) else _NOTHING
             self._known = _Read(
@@ -146,7 +146,7 @@ class MeasuredCosts:
 
     def coming(self, keys: Sequence[PageKey]) -> int:
         """See ``Costs``."""
-        return self._traffic.carried(_READ, keys)
+        return sum(self._traffic.carried(edge, keys) for edge in self._traffic.reads)
 
     def compute_s(self, start: int, end: int) -> float | None:
         """See ``Costs``."""
@@ -157,7 +157,8 @@ class MeasuredCosts:
         page_s = self._page_s
         if self._known_at is not None:
             page_s = self._known.seconds / self._known.pages if self._is_fresh(self._clock()) else 0.0
-        return (self._traffic.carrying(*_READ) - coming + pages) * page_s
+        under_way = sum(self._traffic.carrying(*edge) for edge in self._traffic.reads)
+        return (under_way - coming + pages) * page_s
 
     def _is_fresh(self, now: float) -> bool:
         return self._known_at is not None and now - self._known_at <= _OLD_S
@@ -169,18 +170,18 @@ def _ends(hit: Hit) -> Iterator[_End]:
     if len(spans) == 1 and not spans[0].group.partial:
         tiers, size, on_disk = spans[0].tiers, spans[0].group.block_size, 0
         for first, last in pairwise([*_changes(tiers), len(tiers)]):
-            if tiers[first] == Tier.NVME:
+            if tiers[first] > Tier.HOST:
                 yield _End(first * size, first, on_disk)
                 on_disk += last - first
     else:
         yield _End(0, 0, 0)
     pages = [tier for span in spans for tier in span.tiers]
-    yield _End(hit.tokens, len(pages), pages.count(Tier.NVME))
+    yield _End(hit.tokens, len(pages), sum(tier > Tier.HOST for tier in pages))
 
 
 def _changes(tiers: Sequence[Tier]) -> list[int]:
     """Where runs of pages on disk, and of others, begin."""
-    return [i for i, tier in enumerate(tiers) if not i or (tier == Tier.NVME) != (tiers[i - 1] == Tier.NVME)]
+    return [i for i, tier in enumerate(tiers) if not i or (tier > Tier.HOST) != (tiers[i - 1] > Tier.HOST)]
 
 
 _LEAST_TOKENS = 512

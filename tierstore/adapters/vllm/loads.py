@@ -197,6 +197,7 @@ class DiskPrefetch:
         self._room = room
         self._clock = clock
         self._revisions = count(1)
+        self._memory = frozenset(tier for tier, each in store.tiers.items() if each.in_memory)
         self._queue: dict[str, _Wanted] = {}
         self._store.take_hints()  # from now on the store knows that somebody acts on them
 
@@ -210,7 +211,7 @@ class DiskPrefetch:
         """
         found = self._store.match(keys[local:])
         end = local + min(found.num_pages, self._room)
-        if Tier.NVME not in found.tiers[: self._room]:
+        if not self._below_memory(found.tiers[: self._room]):
             return
         hint = Hint(
             request_id,
@@ -246,7 +247,11 @@ class DiskPrefetch:
         if request_id not in self._queue:
             return False
         hint, _, done = self._queue[request_id]
-        return done < len(hint.keys) or Tier.NVME in self._store.match(hint.keys[-_A_CALL:]).tiers
+        return done < len(hint.keys) or self._below_memory(self._store.match(hint.keys[-_A_CALL:]).tiers)
+
+    def _below_memory(self, tiers: Sequence[Tier]) -> bool:
+        """Whether one of these tiers keeps pages as records, which have to be read."""
+        return not self._memory.issuperset(tiers)
 
     def advance(self) -> None:
         """Starts what there is room for, for who is needed soonest first."""

@@ -113,7 +113,7 @@ class Tiers:
         """Counters and gauges by their names in ``metrics``."""
         self.take_back()
         self.store.stats()  # it brings the gauges up to date
-        left = {Tier.NVME.name: float(self.hits.left)}
+        left = {tier.name: float(self.hits.left) for tier in self.parts.directory.hierarchy.records[:1]}
         return {**self.store.metrics.snapshot(), "left_pages": left}
 
     def take_back(self) -> None:

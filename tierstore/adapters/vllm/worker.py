@@ -192,7 +192,7 @@ class WorkerHalf:
         self.idle_s, self.rest_s = _IDLE_S, _REST_S
         catalogue = None
         if parts.nvme is not None:
-            found = _records(parts.directory.residency)
+            found = _records(parts.directory.residency, parts.nvme.tier)
             catalogue = Catalogue.of(parts.nvme.record_nbytes, parts.nvme.budget_nbytes, found)
         self.hello = Hello(
             rank,
@@ -360,9 +360,9 @@ def _read_rate(directory: Path, page_nbytes: int) -> float | None:
     return rates.reads[rates.readers]
 
 
-def _records(residency: Residency) -> Iterator[Record]:
-    """What the disk holds, under the keys that all ranks share."""
-    for key, copy in residency.tables[Tier.NVME].copies.items():
+def _records(residency: Residency, tier: Tier) -> Iterator[Record]:
+    """What the tier holds, under the keys that all ranks share."""
+    for key, copy in residency.tables[tier].copies.items():
         parent = residency.lineage.parent(key)
         yield _shared(key), None if parent is None else _shared(parent), copy.nbytes
 
