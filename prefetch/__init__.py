@@ -1,8 +1,9 @@
 """The prefetcher: reads hints and brings pages back before the scheduler needs them.
 
-``Prefetcher.attach(store)`` starts it. The store works without it, and hints then answer ``HintResult.REJECTED``.
-``prefetch.planner`` decides, and is pure. Hints come from ``TierStore.hint``, or from what knows more than one request:
-``Waiting`` (a queue), ``ahead`` (a list of documents), ``Sessions`` (turns). Importing this loads nothing heavy.
+``Prefetcher.attach(store)`` starts it. Without it the store works as well, and answers hints with
+``HintResult.REJECTED``. Hints come from ``TierStore.hint``, or from helpers that know more than one request:
+``Waiting`` (a queue), ``ahead`` (a list of documents), ``Sessions`` (turns). ``prefetch.planner`` decides and is
+pure. Importing this package loads nothing heavy.
 """
 
 from __future__ import annotations

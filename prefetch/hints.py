@@ -1,7 +1,7 @@
-"""What the prefetcher remembers between its turns: expected requests and pages to keep in memory.
+"""The prefetcher's memory between turns: expected requests, and pages to keep in memory.
 
-``ExpectedRequests`` holds the newest hint of each request until it is withdrawn or its time has run out. ``KeptPages``
-asks the store to keep what expected requests have in memory already. No clock.
+``ExpectedRequests`` has the newest hint of each request until it is withdrawn or expires. ``KeptPages`` asks the
+store to keep the pages of expected requests that are in memory already. No clock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_REQUESTS = 4096
 
 
 class Expected(NamedTuple):
-    """A ``will_need`` hint in force. ``deadline``, ``ends``: seconds on the clock of ``now``; inf: no deadline."""
+    """A ``will_need`` hint in force. ``deadline`` and ``ends`` are on the clock of ``now``; inf means no deadline."""
 
     hint: Hint
     deadline: float
@@ -32,12 +32,12 @@ class Expected(NamedTuple):
 
     @property
     def order(self) -> tuple[float, int]:
-        """Who is needed sooner comes first; of equals the higher priority."""
+        """Sort key: earlier deadlines first, then higher priorities."""
         return (self.deadline, -self.hint.priority)
 
 
 class ExpectedRequests:
-    """Bounded: with ``most`` requests in it, of those and a new one the one needed last is turned away."""
+    """Expected requests, at most ``most``. If there are more, the one needed last is rejected."""
 
     def __init__(self, most: int = MOST_REQUESTS) -> None:
         self.turned_away = 0
@@ -48,7 +48,9 @@ class ExpectedRequests:
         return len(self._expected)
 
     def take(self, hints: Iterable[Hint], now: float) -> None:
-        """A newer hint replaces that of its request, or ends it: without keys, or if it needs nothing brought up."""
+        """Take new hints. A newer one replaces that of its request, or ends it if it has no keys or needs nothing
+        brought up.
+        """
         for hint in hints:
             known = self._expected.get(hint.request_id)
             if known is not None and hint.revision <= known.hint.revision:
@@ -63,23 +65,23 @@ class ExpectedRequests:
                 self.turned_away += 1
 
     def drop(self, hint: Hint) -> None:
-        """The store says that the hint is in force no more."""
+        """Forget a hint that the store no longer has."""
         known = self._expected.get(hint.request_id)
         if known is not None and known.hint.revision == hint.revision:
             del self._expected[hint.request_id]
 
     def expire(self, now: float) -> None:
-        """Ends what has run out of time."""
+        """Forget expired hints."""
         for request_id in [name for name, each in self._expected.items() if each.ends <= now]:
             del self._expected[request_id]
 
     def in_order(self) -> list[Expected]:
-        """Who is needed sooner first."""
+        """Return the requests, those needed first in front."""
         return sorted(self._expected.values(), key=lambda each: each.order)
 
 
 class _There(NamedTuple):
-    """A piece of what a hint names; ``over``: hints that are needed later, the last of them last."""
+    """A piece of a hint's pages. ``over`` has the hints that are needed later, the last of them last."""
 
     hint: Hint
     keys: tuple[PageKey, ...]
@@ -87,25 +89,26 @@ class _There(NamedTuple):
 
 
 class KeptPages:
-    """Each page is named to the store once for every revision of a hint. One thread at a time."""
+    """Names each page to the store once per revision of a hint. For one thread at a time."""
 
     def __init__(self, store: TierStore, tiers: Iterable[Tier]) -> None:
-        """``tiers``: those that pages are brought to."""
+        """``tiers`` are those that pages are brought to."""
         self._store = store
         self._tiers = tuple(tiers)
         self._named: dict[tuple[str, int], set[tuple[PageKey, Tier]]] = {}
-        """By hint the pages that were where they are needed, and that the store was asked to keep there."""
+        """By hint: pages that were in place, and that the store was asked to keep there."""
         self._there: dict[Tier, list[_There]] = {}
         """Pieces that the last plan found in memory, and that the store has not been asked to keep yet."""
 
     def clear(self) -> None:
-        """Nobody is expected."""
+        """Forget everything: no request is expected."""
         self._named, self._there = {}, {}
 
     def plan(self, hints: Sequence[Hint], wants: Sequence[Want], loads: Sequence[int]) -> None:
-        """What is in memory already, by tier; of HBM the first of each want that the plan counts on, ``loads``.
+        """Note which pages are in memory already, by tier; in HBM only the first of each want that the plan counts on,
+        ``loads``.
 
-        ``hints``: of the wants, the first that are needed first. Those not among them are forgotten.
+        ``hints`` belong to the wants, those needed first in front. Other hints are forgotten.
         """
         before, self._named, self._there = self._named, {}, {tier: [] for tier in self._tiers}
         for rank, (hint, want, load) in enumerate(zip(hints, wants, loads, strict=True)):
@@ -120,13 +123,13 @@ class KeptPages:
                     there.append(_There(hint, tuple(fresh[start : start + PIECE_PAGES]), over))
 
     def ask(self, tier: Tier) -> None:
-        """Before anything is brought to a tier: has the store keep what is there."""
+        """Ask the store to keep the pages in a tier, before anything is brought there."""
         for hint, keys, over in self._there.pop(tier, ()):
             found = self._store.promote(hint, keys, tier, over)
             self.note(hint, keys[: found.covered], tier)
 
     def note(self, hint: Hint, keys: Sequence[PageKey], tier: Tier) -> None:
-        """The store was asked for these pages there."""
+        """Note that the store was asked for these pages in the tier."""
         known = self._named.get((hint.request_id, hint.revision))
         if known is not None:
             known.update((key, tier) for key in keys)

@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 
 class Timeline:
-    """The free time of one edge from ``now`` on. ``page_s``: seconds of a page; 0 while nothing is known."""
+    """The free time of one edge from ``now`` on. ``page_s`` is seconds per page, 0 if unknown."""
 
     def __init__(self, now: float, page_s: float) -> None:
         self.page_s = page_s
         self._free: list[tuple[float, float]] = [(now, inf)]
 
     def cursor(self) -> Cursor:
-        """Tries out times, each after the one before. Changes nothing; void after ``take``."""
+        """Return a cursor that tries times, each after the last. It changes nothing and is void after ``take``."""
         return Cursor(self._free, self.page_s)
 
     def take(self, starts: list[float]) -> None:
-        """These starts, ascending and found by one cursor, are taken. O(free pieces + starts)."""
+        """Take starts that one cursor found, in ascending order. O(free pieces + starts)."""
         free: list[tuple[float, float]] = []
         left = iter(self._free)
         start, end = next(left)
@@ -56,7 +56,7 @@ class Timeline:
 
 
 class Cursor:
-    """Walks over free time, forwards only."""
+    """Walks forward over free time."""
 
     def __init__(self, free: list[tuple[float, float]], page_s: float) -> None:
         self._free = free
@@ -65,7 +65,7 @@ class Cursor:
         self._at = 0.0
 
     def place(self, available: float) -> float:
-        """The earliest start of a page that is there from ``available`` on, after all placed before."""
+        """Return the earliest start of a page that is available from ``available`` on, after all placed before."""
         self._at = max(self._at, available)
         while True:
             start, end = self._free[self._piece]
@@ -77,7 +77,7 @@ class Cursor:
 
 
 PIECE_PAGES = 32
-"""Pages of one promotion at most: what the store starts in one hold of its lock."""
+"""Most pages of one promotion: what the store starts in one hold of its lock."""
 
 
 def plan(

@@ -1,8 +1,8 @@
-"""The prefetcher: one thread that reads a store's hints, plans, and has the store bring pages up before their time.
+"""The prefetcher: one thread that reads a store's hints, plans, and asks the store to bring pages up in time.
 
 It is a caller like any other: it holds no pages, no lease and no lock, and without it everything is served as well,
-only later. The store decides what a page may displace, and that nothing starts for a hint that was withdrawn
-(``TierStore.promote``). ``PrefetchLoop`` is one turn: take in hints, plan where that is due, start what can start.
+only later. The store decides which pages may be displaced, and starts nothing for a withdrawn hint
+(``TierStore.promote``). ``PrefetchLoop`` is one turn: read hints, plan if due, start what can start.
 """
 
 from __future__ import annotations
@@ -36,41 +36,41 @@ if TYPE_CHECKING:
 
 
 def section(figures: dict[str, object], name: str) -> dict[str, Any]:
-    """A part of it that is a mapping; TypeError if it is none."""
+    """Return a part of the figures that is a mapping, or raise TypeError."""
     found = figures[name]
     if not isinstance(found, dict):
-        raise TypeError(f"stats()[{name!r}] is {found!r}; allowed: a mapping")
+        raise TypeError(f"stats()[{name!r}] must be a mapping, got {found!r}")
     return found
 
 
 def number(figures: dict[str, object], name: str) -> float:
-    """A number in it; TypeError if it is none."""
+    """Return a number of the figures, or raise TypeError."""
     found = figures[name]
     if not isinstance(found, int | float):
-        raise TypeError(f"stats()[{name!r}] is {found!r}; allowed: a number")
+        raise TypeError(f"stats()[{name!r}] must be a number, got {found!r}")
     return found
 
 
 _WAVE_S = 0.1
-"""Seconds of copies under way at once, at most: a lease that comes meanwhile waits no longer for them."""
+"""Most seconds of copies in flight: a lease that is acquired meanwhile waits at most so long for them."""
 _PLAN_AGAIN_S = 0.05
 _PLAN_SOON_S = 0.004
 _PLAN_SHARE = 10.0
-"""Between two plans so much of the time that a plan took."""
+"""The pause between two plans, as a multiple of the time that a plan took."""
 _BUSY_S = 0.002
 _BLOCKED_S = 0.02
 _IDLE_S = 0.25
 _PLAN_PAGES = 8192
 _PLAN_REQUESTS = 256
 _FIRST_PAGES = 256
-"""What is planned at first where nothing is under way: the rest is planned while these cross the link."""
+"""Pages to plan first if nothing is in flight: the rest is planned while these cross the link."""
 _NOBODYS = Hint("", 0, ())
 _LOOK_AHEAD = 4
-"""Promotions that are tried after one that cannot start yet."""
+"""Promotions to try after one that cannot start yet."""
 
 
 class _Planned(NamedTuple):
-    """A planned promotion whose hint is known; ``over``: hints that are needed later, the last of them last."""
+    """A planned promotion with its hint. ``over`` has the hints that are needed later, the last of them last."""
 
     hint: Hint
     keys: tuple[PageKey, ...]
@@ -78,7 +78,7 @@ class _Planned(NamedTuple):
 
 
 class PrefetchLoop:
-    """The requests expected and what is under way for them. One thread at a time, the clock is given."""
+    """Expected requests and the copies in flight for them. For one thread at a time; the clock is given."""
 
     def __init__(
         self,
@@ -109,14 +109,16 @@ class PrefetchLoop:
         self._window = LoadWindow()
         self._plan_at = self._planned_at = -inf
         self._soonest = inf
-        """For a plan without a hint, once all is under way: inf after one that found nothing to bring."""
+        """Earliest time of the next plan without a new hint, once all is in flight. inf after a plan that found
+        nothing.
+        """
         self._missed: set[tuple[str, int]] = set()
         self._take(0.0)
 
     def turn(self, timeout_s: float) -> float:
-        """Takes in hints, waiting up to ``timeout_s`` for one, plans if that is due and starts what can start.
+        """Read hints, waiting up to ``timeout_s`` for one, plan if due, and start what can start.
 
-        The seconds after which the next turn is worth while. One thread at a time.
+        Returns the seconds until the next turn is useful. For one thread at a time.
         """
         fresh = self._take(timeout_s)
         now = self._clock()
@@ -139,7 +141,7 @@ class PrefetchLoop:
             started += self._start(tier)
         if now >= self._plan_at:
             return 0.0
-        if started:  # what is planned goes on as planned
+        if started:  # the present plan goes on
             self._plan_at = max(self._plan_at, min(now + _PLAN_AGAIN_S, self._planned_at + _IDLE_S))
         if started or self.in_flight:
             if not any(self._planned.values()):
@@ -149,7 +151,7 @@ class PrefetchLoop:
         return _BLOCKED_S if any(self._planned.values()) else _PLAN_AGAIN_S
 
     def _see_what_flies(self, hint: Hint) -> None:
-        """``hint``: any; nothing starts for it."""
+        """Update the figures of copies in flight. Nothing starts for ``hint``, which may be any."""
         if self.in_flight:
             found = self._store.promote(hint, (), self._top)
             self.in_flight, self._arriving = found.in_flight, found.arriving
@@ -164,9 +166,9 @@ class PrefetchLoop:
         return not (self.in_flight or any(self._planned.values()))
 
     def _begin(self, expected: list[Expected], now: float) -> None:
-        """Plans for the first pages alone where there are many more: the link need not wait for the whole plan.
+        """Plan only the first pages if there are many more, so that the link need not wait for the whole plan.
 
-        Into free slots: what is to make way is not known before the whole is.
+        Uses free slots only: which pages to displace is not known before the whole plan.
         """
         first, rest = expected[0], sum(len(each.hint.keys) for each in expected[1:])
         tiers = section(self._store.stats(), "tiers")
@@ -204,7 +206,7 @@ class PrefetchLoop:
     def _take_over(
         self, found: Plan, hints: tuple[Hint, ...], ranks: dict[str, int], machine: Machine
     ) -> None:
-        """What is planned comes next."""
+        """Replace the present plan."""
         self._planned = {}
         for promotion in found.promotions:
             rank = ranks[promotion.request_id]
@@ -226,7 +228,7 @@ class PrefetchLoop:
         )
 
     def _machine(self, staged: int) -> Machine:
-        """The rates, and the room that expected requests may take, together with the pages that stay."""
+        """Return the rates, and the space that expected requests may take, together with the pages that stay."""
         figures = self._store.stats()
         tiers, rates = section(figures, "tiers"), section(figures, "bytes_per_s")
         hbm, host = tiers.get("HBM"), tiers.get("HOST")
@@ -244,7 +246,7 @@ class PrefetchLoop:
         )
 
     def _start(self, dst: Tier) -> int:
-        """Starts what comes next on the way to a tier, as long as it may; pages started."""
+        """Start the next promotions into a tier, as far as allowed. Returns the pages started."""
         queue, started, at = self._planned[dst], 0, 0
         while at < min(len(queue), _LOOK_AHEAD):
             room = self._room(dst)
@@ -269,7 +271,7 @@ class PrefetchLoop:
         return started
 
     def _room(self, dst: Tier) -> int:
-        """Pages that may be started now."""
+        """Return how many pages may be started now."""
         room = self._most_in_flight - self.in_flight
         if dst != Tier.HBM:
             return room
@@ -283,7 +285,7 @@ class PrefetchLoop:
 
     @property
     def _most_in_flight(self) -> int:
-        """Pages: the configured limit, and no more than a wave, but one page at least."""
+        """Most pages in flight: the configured limit and at most a wave, but at least one page."""
         return max(1, min(self._config.max_in_flight // self._page_nbytes, self._wave))
 
     def _note_started(self, keys: Sequence[PageKey], dst: Tier) -> None:
@@ -292,7 +294,7 @@ class PrefetchLoop:
             self._staged.update(keys)
 
     def _note_misses(self, expected: list[Expected], now: float) -> None:
-        """A request whose time has come while pages of it that can be read are not in HBM: counted once a revision."""
+        """Count requests that are due while readable pages of theirs are not in HBM, once per revision of a hint."""
         due = [each for each in expected if each.deadline <= now]
         marks = {(each.hint.request_id, each.hint.revision): each.hint for each in due}
         for mark, hint in marks.items():
@@ -303,7 +305,7 @@ class PrefetchLoop:
 
 
 def _soon(expected: list[Expected]) -> list[Expected]:
-    """Who is planned for: the first, as many as have so many pages together."""
+    """Return the first requests to plan for, limited by their pages."""
     pages, found = 0, []
     for each in expected[:_PLAN_REQUESTS]:
         if pages > 2 * _PLAN_PAGES:
@@ -320,9 +322,13 @@ _AFTER_FAULT_S = 0.25
 
 
 class Prefetcher:
-    """Brings up what ``will_need`` hints name. ``attach`` starts its thread; one to a store.
+    """Brings up the pages that ``will_need`` hints name. ``attach`` starts its thread; a store has at most one.
 
-    ``compute``: what computing a page costs here; without it pages are always loaded. ``clock`` is for tests.
+    Args:
+        store: The store to serve.
+        config: Limits; by default the store's ``prefetch`` section.
+        compute: What it costs to compute a page here. Without it, pages are always loaded.
+        clock: For tests.
     """
 
     def __init__(
@@ -343,33 +349,35 @@ class Prefetcher:
     def attach(
         cls, store: TierStore, *, config: PrefetchConfig | None = None, compute: Compute | None = None
     ) -> Prefetcher:
-        """A running prefetcher with the limits of the store's ``prefetch`` section, or of ``config``.
+        """Start a prefetcher with the limits of the store's ``prefetch`` section, or of ``config``.
 
-        From now on ``will_need`` hints are deferred to it, until it is closed. It ends by itself with the store.
-        ValueError while another is attached to the store: each hint would go to one of them only.
+        From now on the store defers ``will_need`` hints to it, until it is closed. It ends by itself with the
+        store.
+
+        Raises:
+            ValueError: Another prefetcher is attached to the store; each hint would reach only one of them.
         """
         prefetcher = cls(store, config, compute)
         prefetcher._thread = Thread(target=prefetcher._run, name="tierstore-prefetcher", daemon=True)
         with _attaching:
             if any(other._store is store and other._serves for other in _attached):
-                raise ValueError(
-                    "the store has a prefetcher; allowed: one at a time, another once it is closed"
-                )
+                raise ValueError("the store already has a prefetcher: close it before you attach another")
             prefetcher._thread.start()
             _attached.add(prefetcher)
         return prefetcher
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Ends its thread and lets the store go on without it: hints are rejected again, copies under way go on.
+        """Stop the thread. The store rejects hints again; copies in flight go on.
 
-        Idempotent, any thread, before or after the store is closed. ``timeout_s`` bounds the wait for the thread.
+        Idempotent and thread-safe, before or after the store is closed. ``timeout_s`` limits the wait for the
+        thread.
         """
         timeout_s = seconds_to_wait("timeout_s", timeout_s)
         first = not self._closing.is_set()
         self._closing.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
-        if first:  # a second call must not take the hints from who came after it
+        if first:  # a second call must not take the hints from a prefetcher attached later
             with suppress(StoreClosed):
                 self._store.reject_hints()
 
@@ -382,10 +390,14 @@ class Prefetcher:
         self.close()
 
     async def ready(self, keys: Sequence[PageKey], by: float) -> int:
-        """Pages of the prefix that are in HBM, once all that can be read are, or at ``by`` on the loop's clock.
+        """Wait until every readable page of the prefix is in HBM, or until ``by`` on the event loop's clock.
 
-        Holds nothing: a lease may find fewer. It starts nothing either: hint first. StoreClosed if the store is,
-        TypeError or ValueError for what is no time.
+        Returns the number of leading pages that are in HBM. It holds nothing, so a lease may find fewer, and starts
+        nothing: give a hint first.
+
+        Raises:
+            StoreClosed: The store is closed.
+            TypeError, ValueError: ``by`` is not a time.
         """
         require_time("by", by)
         loop = asyncio.get_running_loop()
@@ -399,9 +411,9 @@ class Prefetcher:
             await asyncio.sleep(min(_POLL_S, max(0.0, by - loop.time())))
 
     def stats(self) -> dict[str, object]:
-        """Counters: pages and bytes started by edge, hints known and turned away, deadlines missed, faults.
+        """Return counters: bytes started by edge, known and rejected hints, missed deadlines, faults.
 
-        What became of the bytes is the store's to say: ``prefetch_bytes`` among the counters of ``TierStore.stats``.
+        ``TierStore.stats`` says what became of the bytes: ``prefetch_bytes`` among its counters.
         """
         loop = self._loop
         return {
@@ -417,9 +429,9 @@ class Prefetcher:
         }
 
     def turn(self, timeout_s: float) -> float:
-        """Takes in hints, waiting up to ``timeout_s`` for one, plans if that is due and starts what can start.
+        """Read hints, waiting up to ``timeout_s`` for one, plan if due, and start what can start.
 
-        The seconds after which the next turn is worth while. One thread at a time: its own, once it is attached.
+        Returns the seconds until the next turn is useful. For one thread at a time: its own, once it is attached.
         """
         return self._loop.turn(timeout_s)
 
@@ -439,16 +451,16 @@ class Prefetcher:
                     _log.exception("the prefetcher met an unexpected error")
                 self._faults += 1
                 self._closing.wait(_AFTER_FAULT_S)
-        # Who closed it may not have waited so long, and its last look at the hints attached it again.
+        # close() may have stopped waiting, and the last look at the hints attached this prefetcher again.
         with suppress(StoreClosed):
             self._store.reject_hints()
 
 
 _attaching = Lock()
 _attached: WeakSet[Prefetcher] = WeakSet()
-"""Under ``_attaching``. Weak, so that neither a prefetcher nor its store is kept by it."""
+"""Guarded by ``_attaching``. Weak, so that it keeps neither a prefetcher nor its store alive."""
 
 
 def _configured(figures: dict[str, object]) -> PrefetchConfig:
-    """The store's section, whose values ``stats`` gives; the defaults without one."""
+    """Return the store's section, taken from ``stats``, or the defaults."""
     return PrefetchConfig.model_validate(section(figures, "config").get("prefetch", {}))

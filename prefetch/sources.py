@@ -1,8 +1,8 @@
-"""Sources of hints for those who know more than one request: a queue, a list of documents, the turns of sessions.
+"""Helpers that give hints for more than one request: a queue, a list of documents, the turns of sessions.
 
 ``Waiting`` expects each request of a queue after those before it, ``ahead`` the next documents of a batch,
-``Sessions`` the next turn after the session's usual pause. Every hint is newer than the last of its name, and a closed
-store is no error.
+``Sessions`` the next turn after the session's usual pause. Every hint is newer than the last one of its name, and a
+closed store is no error.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def expect(
     priority: int = 0,
     ttl_s: float | None = None,
 ) -> bool:
-    """Hints that these pages are needed in ``in_s`` seconds; whether somebody will bring them up."""
-    # The clock, since somebody may have given hints of this name before.
+    """Hint that these pages are needed in ``in_s`` seconds. Returns whether a prefetcher will bring them up."""
+    # A clock, as the caller may have given hints of this name before.
     hint = Hint(name, monotonic_ns(), tuple(keys), deadline_s=max(0.0, in_s), priority=priority, ttl_s=ttl_s)
     with suppress(StoreClosed):
         return store.hint(hint) is HintResult.DEFERRED
@@ -45,33 +45,33 @@ def expect(
 
 
 def end(store: TierStore, name: str) -> None:
-    """Nothing is expected under this name any more."""
+    """Withdraw the hint of this name."""
     with suppress(StoreClosed):
         store.hint(Hint(name, monotonic_ns(), ()))
 
 
 KNOWN = 3
-"""Pauses of a session that have to be known before a next turn is expected: guesses from fewer are mostly wrong."""
+"""Pauses that a session must have before its next turn is expected. Guesses from fewer are mostly wrong."""
 
 OVERDUE_S = 2.0
-"""How long after its time a turn that was expected is still waited for."""
+"""Seconds that a turn is still expected after its time."""
 
 _LAST = 32
 
 
 class Pauses:
-    """The last pauses of one session."""
+    """The latest pauses of one session."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=_LAST)
 
     def note(self, seconds: float) -> None:
-        """The session went on after so long; below 0, as when turns overlap, counts as 0."""
+        """Note that the session went on after so long. Negative pauses, as of overlapping turns, count as 0."""
         self._seconds.append(max(0.0, seconds))
 
     @property
     def expected_s(self) -> float | None:
-        """The median of the last 32; None while fewer than ``KNOWN`` are known."""
+        """Return the median of the last 32, or None with fewer than ``KNOWN``."""
         return median(self._seconds) if len(self._seconds) >= KNOWN else None
 
 
@@ -85,10 +85,10 @@ class _Session:
 
 
 class Sessions:
-    """When sessions go on, learnt from the pauses between their turns. Hints are its only effect: it holds no page.
+    """Learns from the pauses between the turns of a session when it will go on, and hints that. It holds no pages.
 
-    A guess takes three pauses of the same session, whose median it is. Any thread; bounded: of more than 65,536
-    sessions the one heard of longest ago is forgotten.
+    A guess is the median of at least three pauses of the session. Thread-safe. Of more than 65,536 sessions the one
+    unheard of for longest is forgotten.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Sessions:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
 
     def began(self, session_id: str) -> None:
-        """A turn of the session begins: its pause is over."""
+        """Note that a turn of the session begins: its pause is over."""
         with self._lock:
             session = self._known(session_id)
             if session.ended is not None:
@@ -109,11 +109,16 @@ class Sessions:
                 session.ended = None
 
     def ended(self, session_id: str, keys: Sequence[PageKey], ttl_s: float) -> float:
-        """A turn has ended; ``keys``: what the next one begins with. For how many seconds to retain its pages.
+        """Note that a turn has ended. Returns for how many seconds to retain its pages.
 
-        That is ``ttl_s``; where a next turn before that is expected, and a prefetcher has it in hand from now on, until
-        2 s after that turn's time. May be called again for the same turn. TypeError or ValueError for a ``ttl_s`` that
-        is no duration.
+        That is ``ttl_s``, or until 2 s after the expected next turn if that is earlier and a prefetcher takes the
+        hint. May be called again for the same turn.
+
+        Args:
+            keys: The pages with which the next turn begins.
+
+        Raises:
+            TypeError, ValueError: ``ttl_s`` is not a duration.
         """
         require_seconds("ttl_s", ttl_s)
         with self._lock:
@@ -127,13 +132,13 @@ class Sessions:
         return until if taken else ttl_s
 
     def expected_s(self, session_id: str) -> float | None:
-        """Seconds from the end of a turn to the next, as far as can be guessed; None: not yet."""
+        """Return the expected seconds from the end of a turn to the next one, or None if unknown."""
         with self._lock:
             session = self._sessions.get(session_id)
             return None if session is None else session.pauses.expected_s
 
     def forget(self, session_id: str) -> None:
-        """The session is over: nothing is brought up for it any more. Idempotent."""
+        """Note that the session is over: nothing more is brought up for it. Idempotent."""
         with self._lock:
             known = self._sessions.pop(session_id, None)
         if known is not None:
@@ -151,12 +156,12 @@ class Sessions:
 
 
 _LEARN = 0.25
-"""Share of the newest interval in the pace."""
+"""Weight of the newest interval in the pace."""
 _MOVED = 0.25
-"""A request is hinted anew once its expected start has moved by this share of the time that is left."""
+"""A request is hinted again once its expected start has moved by this share of the time that is left."""
 _MOVED_S = 0.05
 _PATIENCE_S = 600.0
-"""How long beyond its expected start a request is still waited for, should nothing in the queue move meanwhile."""
+"""How long a request is still expected after its time if nothing in the queue moves."""
 
 
 @dataclass(slots=True)
@@ -169,11 +174,11 @@ class _Request:
 
 
 class Waiting:
-    """The requests that wait, in the order in which they will start. Hints are its only effect: it holds no page.
+    """Hints for a queue of requests, in the order in which they will start. It holds no pages.
 
-    A request at place n is expected n times the pace from now; the pace is an average of the intervals between starts
-    of requests that waited, ``pace_s`` until there was one. The first ``most`` are hinted, the others when they come
-    up. For one thread at a time; harmless on a store without a prefetcher, or closed.
+    The request at position n is expected after n times the pace. The pace is an average of the intervals between
+    starts, ``pace_s`` until there is one. The first ``most`` requests are hinted, the others once they move up. For
+    one thread at a time; harmless on a closed store or without a prefetcher.
     """
 
     def __init__(
@@ -187,7 +192,7 @@ class Waiting:
     ) -> None:
         require_finite("pace_s", pace_s)
         self.pace_s = pace_s
-        """Seconds between starts, as far as is known."""
+        """Seconds between starts, as far as known."""
         self._store = store
         self._name = name
         self._most = whole("most", most)
@@ -201,21 +206,23 @@ class Waiting:
     def add(
         self, request_id: str, keys: Sequence[PageKey], *, priority: int = 0, starts_in_s: float = 0.0
     ) -> None:
-        """The request waits at the end of the queue. ``starts_in_s``: it will not start sooner than that.
+        """Append a request. It will not start before ``starts_in_s``.
 
-        ValueError for one that waits already, or a time that is none.
+        Raises:
+            ValueError: The request is waiting already, or ``starts_in_s`` is not a time.
         """
         require_time("starts_in_s", starts_in_s)
         if request_id in self._requests:
-            raise ValueError(f"request {request_id!r} waits already")
+            raise ValueError(f"request {request_id!r} is waiting already")
         now = self._clock()
         self._requests[request_id] = _Request(tuple(keys), priority, now + starts_in_s, now)
         self._tell(now)
 
     def started(self, request_id: str) -> None:
-        """The request has its lease, or needs none: nothing is kept for it any more, and the others move up.
+        """Note that a request has its lease, or needs none. Its hint ends, and the others move up.
 
-        KeyError for one that does not wait.
+        Raises:
+            KeyError: The request is not waiting.
         """
         now = self._clock()
         request = self._leave(request_id)
@@ -225,12 +232,12 @@ class Waiting:
         self._tell(now)
 
     def withdraw(self, request_id: str) -> None:
-        """The request will not start: no copy starts for it from now on. KeyError for one that does not wait."""
+        """Remove a request that will not start: no further copy starts for it. KeyError if it is not waiting."""
         self._leave(request_id)
         self._tell(self._clock())
 
     def close(self) -> None:
-        """Withdraws all requests. Idempotent."""
+        """Withdraw all requests. Idempotent."""
         for request_id in list(self._requests):
             self._leave(request_id)
 
@@ -249,7 +256,9 @@ class Waiting:
         return request
 
     def _tell(self, now: float) -> None:
-        """In the order of the queue, whatever the pace does: an earlier one is never expected after a later one."""
+        """Hint in the order of the queue, whatever the pace does: an earlier request is never expected after a later
+        one.
+        """
         times = self._times(now)
         moved = any(
             request.told is not None and abs(max(request.told, now) - at) > max(_MOVED_S, _MOVED * (at - now))
@@ -268,7 +277,7 @@ class Waiting:
             last = max(last, request.told or last)
 
     def _times(self, now: float) -> list[tuple[tuple[str, _Request], float]]:
-        """The first requests, and when each will start as far as is known."""
+        """Return the first requests with their expected starts."""
         found, at = [], now
         for place, item in zip(range(self._most), self._requests.items(), strict=False):
             at = max(at, item[1].not_before, now + place * self.pace_s)
@@ -291,11 +300,15 @@ def ahead(
     name: str = "batch",
     clock: Callable[[], float] = monotonic,
 ) -> Iterator[_Document]:
-    """The documents, one after the other, each hinted while the ``window`` before it are worked on.
+    """Yield the documents one by one, each hinted while up to ``window`` documents before it are worked on.
 
-    ``keys_of`` a document is called once, ahead of its turn; ``documents`` is read no further than the window. The
-    document in hand stays hinted until the next is asked for, so lease it before. When the iterator ends, or is closed,
-    nothing is expected any more. ``name``: two batches at a time need two. ValueError for a window below 1.
+    The current document stays hinted until the next one is requested, so acquire its lease first. When the iterator
+    ends or is closed, all hints end.
+
+    Args:
+        keys_of: Called once per document, ahead of its turn. ``documents`` is read no further than the window.
+        window: Documents to hint ahead, at least 1, else ValueError.
+        name: Prefix of the hints' names; two batches at the same time need two.
     """
     pages = whole("window", window, 1)
     return _ahead(documents, keys_of, pages, Waiting(store, name=name, most=pages + 1, clock=clock))

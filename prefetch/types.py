@@ -1,4 +1,4 @@
-"""The planner's input and output: plain data. Times are seconds on the clock of its ``now``."""
+"""Input and output of the planner: plain data. Times are in seconds on the clock of its ``now``."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ class Compute:
             require_finite(f"Compute.{name}", getattr(self, name))
 
     def seconds(self, first: int, stop: int) -> float:
-        """To compute pages ``first`` to ``stop`` after those before them."""
+        """Return the time to compute pages ``first`` to ``stop`` after those before them."""
         return self.page_s * (stop - first) + self.square_s * (stop * stop - first * first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What there is to plan with. ``read_s``, ``load_s``: seconds a page from NVMe and into HBM; 0: not known yet.
+    """What the planner can use. ``read_s`` and ``load_s`` are seconds per page from NVMe and into HBM; 0 means
+    unknown.
 
-    ``hbm_pages``: pages that expected requests may have in HBM together. ``host_pages``: places in host memory for
-    pages on their way; None: there is no host tier, reads go into HBM. ``compute`` None: nothing is computed instead.
+    ``hbm_pages`` is the space in HBM for expected requests. ``host_pages`` is the space in host memory for pages on
+    their way; None means that there is no host tier and reads go into HBM. With ``compute`` None, nothing is
+    recomputed instead.
     """
 
     read_s: float
@@ -46,10 +48,10 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Want:
-    """A request that is expected: ``keys`` of its prompt's full pages, ``tiers`` of the prefix that can be read now.
+    """An expected request: ``keys`` of its prompt's full pages, ``tiers`` of the prefix that can be read now.
 
-    ``deadline``: when it is expected to start, seconds on the clock of ``now``; inf: some time. Of equal deadlines the
-    higher ``priority`` goes first, then the earlier in the sequence of wants.
+    ``deadline`` is when it is expected to start; inf: at some time. With equal deadlines the higher ``priority``
+    goes first, then the earlier want.
     """
 
     request_id: str
@@ -61,7 +63,7 @@ class Want:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retained:
-    """Pages that somebody comes back for by ``until``: those in HBM stay before any want with a later deadline."""
+    """Pages that are needed again by ``until``. Those in HBM go before any want with a later deadline."""
 
     keys: tuple[PageKey, ...]
     tiers: tuple[Tier, ...]
@@ -69,7 +71,7 @@ class Retained:
 
 
 class Promotion(NamedTuple):
-    """Consecutive pages of one request along one edge, ``planner.PIECE_PAGES`` at most; from ``starts`` to ``ends``."""
+    """Consecutive pages of one request along one edge, at most ``planner.PIECE_PAGES``, from ``starts`` to ``ends``."""
 
     request_id: str
     keys: tuple[PageKey, ...]
@@ -80,10 +82,10 @@ class Promotion(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a want gets. ``load``: pages of its prefix in HBM in the end; the rest is computed, or waits for room.
+    """The plan for a want. ``load`` pages of its prefix will be in HBM; the rest is computed, or waits for space.
 
-    ``ready``: when these are there. ``done``: when its prompt is; where computing is not known, ``ready`` or its
-    deadline.
+    ``ready`` is when they are there, ``done`` when the prompt is computed (``ready`` or the deadline if that is
+    unknown).
     """
 
     load: int
@@ -93,7 +95,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``promotions`` in the order of their starts; ``outcomes`` of every want, by request."""
+    """``promotions`` in the order of their starts, and ``outcomes`` of every want, by request."""
 
     promotions: tuple[Promotion, ...]
     outcomes: Mapping[str, Outcome]

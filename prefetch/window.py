@@ -1,4 +1,4 @@
-"""How many pages may be on their way into HBM at once, and when the next of them may start. No clock."""
+"""How many pages may be on their way into HBM at once, and when more may start. No clock."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from math import inf
 from prefetch.planner import PIECE_PAGES
 
 _NEXT_AT = 0.6
-"""Of a half's time on the link: what starts later than at a half of it does not join the same wave."""
+"""Share of a half's time on the link after which the other half may start. Much earlier, both would join one wave."""
 
 
 class LoadWindow:
-    """The way into HBM, filled half by half: the second half is started while the first one crosses the link.
+    """The pages on their way into HBM, in two halves: the second is started while the first crosses the link.
 
-    Pages that go up layer group by layer group end together, a wave at its end (``tierstore.gpu.copy_queue``). Were a
-    window filled up only when pages have ended, the link would stand still from then until the next wave has begun.
+    Pages that go up by layer groups end together, at the end of a wave (``tierstore.gpu.copy_queue``). If pages
+    were started only when others end, the link would idle until the next wave begins.
     """
 
     def __init__(self) -> None:
@@ -22,8 +22,13 @@ class LoadWindow:
         self._pages = 0
 
     def room(self, now: float, arriving: int, most: int, page_s: float) -> int:
-        """Pages that may be started now. ``arriving``: under way; ``most``: at once; ``page_s``: seconds of one on the
-        link, 0 while that is not known.
+        """Return how many pages may be started now.
+
+        Args:
+            now: The time in seconds.
+            arriving: Pages on their way.
+            most: Most pages on their way at once.
+            page_s: Seconds per page on the link, 0 if unknown.
         """
         if most < 2 * PIECE_PAGES:
             return most - arriving
@@ -35,5 +40,5 @@ class LoadWindow:
         return min(most // 2 - self._pages, most - arriving)
 
     def started(self, pages: int) -> None:
-        """So many of them were."""
+        """Note that pages were started."""
         self._pages += pages

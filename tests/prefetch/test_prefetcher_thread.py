@@ -43,7 +43,7 @@ def test_a_second_one_is_refused_while_a_store_has_one_and_the_first_goes_on(tmp
     other, _ = running(tmp_path / "b")
     keys = stored(store, "a", 4)
     with store, other, Prefetcher.attach(store) as first, Prefetcher.attach(other):
-        with pytest.raises(ValueError, match="the store has a prefetcher; allowed: one at a time"):
+        with pytest.raises(ValueError, match="the store already has a prefetcher"):
             Prefetcher.attach(store)
         need(store, "r", keys, 1.0)
 

@@ -141,7 +141,7 @@ def test_who_leaves_the_queue_ends_its_hint_and_closing_ends_all(bench: Bench, c
         assert not bench.directory.hints._needed.keys() & {"queue b"}
         with pytest.raises(KeyError):
             queue.started("b")
-        with pytest.raises(ValueError, match="waits already"):
+        with pytest.raises(ValueError, match="is waiting already"):
             queue.add("a", chain(1))
     assert not bench.directory.hints._needed
     queue.close()
