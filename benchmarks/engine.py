@@ -352,5 +352,5 @@ def _layouts_of(text: str) -> list[Layout]:
     names = text.split(",")
     for name in names:
         if name not in LAYOUTS:
-            raise ConfigError(f"--layouts {name}; allowed: {', '.join(LAYOUTS)}")
+            raise ConfigError(f"--layouts must be some of {', '.join(LAYOUTS)}, got {name!r}")
     return cast("list[Layout]", names)

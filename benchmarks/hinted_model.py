@@ -92,7 +92,7 @@ def texts(folder: Path, files: Sequence[Path], documents: int, tokens: int) -> l
         ids += tokenizer(file.read_text(errors="replace"), verbose=False)["input_ids"]
         if len(ids) >= documents * tokens:
             return [ids[start * tokens : (start + 1) * tokens] for start in range(documents)]
-    raise ValueError(f"the texts have {len(ids)} tokens; allowed: at least {documents * tokens}")
+    raise ValueError(f"the texts have {len(ids)} tokens, but {documents * tokens} are needed")
 
 
 class Answers:

@@ -264,7 +264,7 @@ def put(store: TierStore, keys: Sequence[PageKey], write: Callable[[torch.Tensor
 def pages_of(store: TierStore) -> torch.Tensor:
     """The HBM pages of a store of one KV group."""
     if isinstance(store.pages, GroupedPages):
-        raise TypeError("pages of several KV groups; allowed: one")
+        raise TypeError("the store has pages of several KV groups, expected one")
     return store.pages
 
 
@@ -353,7 +353,7 @@ def _require_given(model: str, device: str, docs: list[Path], place: Path | None
     device_of(device)
     if docs and model in ("none", "random"):
         raise ConfigError(
-            f"--docs {docs[0]} with --model {model}; allowed with smollm2 or the folder of a model"
+            f"--docs {docs[0]} has no effect with --model {model}: use smollm2 or a model's folder"
         )
     require_texts(docs, folders=False)
     if place is not None:
@@ -437,7 +437,7 @@ def _say(source: str, asked: Round) -> None:
 
 def _tier(name: str) -> Tier:
     if name.upper() not in ("NVME", "HOST"):
-        raise ConfigError(f"--from {name}; allowed: nvme, host, or both with a comma")
+        raise ConfigError(f"--from must be nvme, host, or both separated by a comma, got {name!r}")
     return Tier[name.upper()]
 
 

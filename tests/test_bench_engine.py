@@ -77,7 +77,7 @@ def test_blocks_that_come_back_changed_are_an_error(monkeypatch: pytest.MonkeyPa
 def test_a_layout_that_vllm_has_not_is_refused() -> None:
     code, line = run("--device", "cpu", "--layouts", "LBNHC,NHD")
     assert code == 2
-    assert "--layouts NHD; allowed: LBNHC, LBHNC, LKBHND, BLHNC" in json.loads(line)["error"]
+    assert "--layouts must be some of LBNHC, LBHNC, LKBHND, BLHNC" in json.loads(line)["error"]
 
 
 def test_more_blocks_than_the_memory_holds_are_refused() -> None:

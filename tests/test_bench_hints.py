@@ -215,10 +215,10 @@ def test_bench_hints_prints_a_row_for_each_case_and_source(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--from", "hbm"), "--from hbm; allowed: nvme, host"),
+        (("--from", "hbm"), "--from must be nvme, host, or both"),
         (("--model", "random", "--device", "cuda:99"), "cuda:99"),
         (("--model", "/nowhere"), "no such folder"),
-        (("--docs", "README.md"), "--docs README.md with --model none; allowed with smollm2"),
+        (("--docs", "README.md"), "--docs README.md has no effect with --model none: use smollm2"),
         (("--dir", "/nowhere"), "--dir /nowhere: no such folder"),
     ],
 )
