@@ -62,6 +62,13 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert "6 [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]" in printed
 
 
+def test_the_laptop_tutorial_finds_after_a_restart_what_it_stored(tmp_path: Path) -> None:
+    for number in (0, 1):
+        printed = run(block("docs/laptop.md", "python", number), tmp_path, "-W", "error")
+        shown = block("docs/laptop.md", "text", 3 + number)
+        assert printed == shown.partition("\n")[2]
+
+
 def test_the_transformers_example_reuses_what_the_first_prompt_left(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path / "model")
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
