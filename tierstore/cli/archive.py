@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tierstore.archive.export import Exported
     from tierstore.archive.file_format import Description
     from tierstore.archive.intake import Imported
-    from tierstore.cli.document import Document
+    from tierstore.cli.document_keys import Document
     from tierstore.types import PageKey
 
 Config = Annotated[Path, typer.Option(help="Configuration of the store; its nvme section is used.")]
@@ -175,7 +175,7 @@ def _document(doc: Path, model: str, dtype: str | None, shards: Sequence[Shard])
     require_file("--doc", doc, "a text file")
     if find_spec("transformers") is None:
         raise ConfigError("--doc needs transformers: run pip install -e '.[hf]' in the checkout")
-    from tierstore.cli.document import Document
+    from tierstore.cli.document_keys import Document
 
     there = sorted({spec.dtype for shard in shards for spec in shard.description.layout.specs})
     if dtype is None and len(there) > 1:
