@@ -207,9 +207,9 @@ def test_what_is_no_sequence_of_integers_is_refused() -> None:
 
 
 def test_sizes_below_one_are_refused() -> None:
-    with pytest.raises(ValueError, match="page_size is 0"):
+    with pytest.raises(ValueError, match="page_size and max_pages must be at least 1, got 0"):
         RadixIndex(page_size=0)
-    with pytest.raises(ValueError, match="max_pages is 0"):
+    with pytest.raises(ValueError, match="must be at least 1, got 4 and 0"):
         RadixIndex(page_size=4, max_pages=0)
 
 

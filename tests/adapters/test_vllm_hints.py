@@ -47,19 +47,19 @@ def test_actions_are_read_and_those_of_others_are_theirs() -> None:
 @pytest.mark.parametrize(
     ("kind", "payload", "why"),
     [
-        ("tierstore.pin", {}, "allowed: tierstore.will_need"),
+        ("tierstore.pin", {}, "must be one of tierstore.will_need"),
         ("tierstore.retain", {}, "without a ttl_s"),
         ("tierstore.retain", {"ttl_s": float("inf")}, "a number from 0 to"),
         ("tierstore.retain", {"ttl_s": 1, "priority": 1.5}, "a whole number"),
         ("tierstore.will_need", {"deadline_s": -1}, "a number from 0 to"),
         ("tierstore.will_need", {"deadline_s": "soon"}, "a number from 0 to"),
-        ("tierstore.will_need", {"deadline": 1}, "allowed: deadline_s, priority"),
-        ("tierstore.wont_need", {"ttl_s": 1}, "allowed: nothing"),
+        ("tierstore.will_need", {"deadline": 1}, "may have deadline_s, priority, got"),
+        ("tierstore.wont_need", {"ttl_s": 1}, "may have no fields, got"),
         ("tierstore.retain", {"ttl_s": 10**400}, "a number from 0 to"),
         ("tierstore.will_need", {"deadline_s": 10**400}, "a number from 0 to"),
         ("tierstore.will_need", {"priority": 1e300}, "a number from 0 to"),
-        ("tierstore.wont_need", None, "allowed: a mapping"),
-        ("tierstore.retain", {1: 2, "a": 3}, "'a' in the payload"),
+        ("tierstore.wont_need", None, "must be a mapping"),
+        ("tierstore.retain", {1: 2, "a": 3}, "got 'a'"),
     ],
 )
 def test_an_action_that_cannot_be_read_is_logged_and_left(
@@ -72,7 +72,7 @@ def test_an_action_that_cannot_be_read_is_logged_and_left(
 
 def test_an_action_of_another_version_is_left(caplog: pytest.LogCaptureFixture) -> None:
     assert of(("tierstore.wont_need", {}), version="2") == NO_HINTS
-    assert "of version '1'" in caplog.text
+    assert "in version '1', got" in caplog.text
 
 
 @pytest.fixture

@@ -62,9 +62,7 @@ class RadixIndex:
     def __init__(self, page_size: int, max_pages: int = 1 << 20) -> None:
         """``page_size`` in tokens. ValueError if either is less than 1."""
         if page_size < 1 or max_pages < 1:
-            raise ValueError(
-                f"page_size is {page_size}, max_pages is {max_pages}; allowed: integers of at least 1"
-            )
+            raise ValueError(f"page_size and max_pages must be at least 1, got {page_size} and {max_pages}")
         self._stride = page_size * _TOKEN_NBYTES
         self._max_pages = max_pages
         self._roots: dict[bytes, _Node] = {}
@@ -137,7 +135,7 @@ class RadixIndex:
     def _cut(self, token_ids: Sequence[int]) -> tuple[list[bytes], bytes]:
         """The packed tokens of each full page, and those of the rest."""
         if isinstance(token_ids, str | bytes | bytearray):
-            raise TypeError(f"token_ids is {type(token_ids).__name__}; allowed: a sequence of integers")
+            raise TypeError(f"token_ids must be a sequence of integers, got {type(token_ids).__name__}")
         try:
             # The machine's byte order will do: labels of one length that share most bytes share most tokens.
             packed = array("q", token_ids).tobytes()

@@ -70,7 +70,7 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
     ) -> None:
         if unknown:
             raise ConfigError(
-                f"secondary tier {tier_type}: {', '.join(sorted(unknown))}; allowed: config, model, adapters, "
+                f"secondary tier {tier_type}: unknown {', '.join(sorted(unknown))}; it knows config, model, adapters, "
                 "enable_kv_events, locality, backpressure"
             )
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
@@ -164,13 +164,13 @@ def identity(config: Any, chunk_nbytes: int, model: str | None) -> dict[str, Any
 def _section(config: str | Mapping[str, object]) -> NvmeConfig:
     nvme = load_config(config).nvme
     if nvme is None:
-        raise ConfigError("nvme is missing; allowed: a configuration with path and capacity of the NVMe tier")
+        raise ConfigError("nvme is missing: the configuration needs an nvme section with path and capacity")
     fixed = {"admission": ("all",), "policy": ("lru",), "codec": ("none", "exp"), "daily_writes": (None,)}
     for name, allowed in fixed.items():
         value = getattr(nvme, name)
         if value not in allowed:
             known = " or ".join(map(str, allowed))
-            raise ConfigError(f"nvme.{name} is {value}; allowed below vLLM's CPU tier: {known}")
+            raise ConfigError(f"nvme.{name} must be {known} below vLLM's CPU tier, got {value}")
     return nvme
 
 
@@ -196,7 +196,7 @@ def _layout(codec: str, described: Mapping[str, Any], nbytes: int) -> PageLayout
     dtype = str(described["dtype"]).removeprefix("torch.")
     if dtype not in _CODED:
         if codec != "none":
-            raise ConfigError(f"nvme.codec is {codec}; allowed with KV of {dtype}: none")
+            raise ConfigError(f"nvme.codec must be none with KV of {dtype}, got {codec}")
         return None
     spec = PageSpec(
         kind="mla",

@@ -41,7 +41,7 @@ def require_tested() -> None:
         return
     found = tuple(int(number) for number in numbers)
     if found < OLDEST:
-        raise ConfigError(f"vLLM is {version}; allowed with TierStoreConnector: {_range()}")
+        raise ConfigError(f"TierStoreConnector needs vLLM {_range()}, got {version}")
     if found > NEWEST:
         _log.warning("vLLM is %s; TierStoreConnector is tested with %s", version, _range())
 

@@ -57,30 +57,30 @@ class Settings:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Settings:
-        """From vLLM's ``kv_connector_extra_config``; ConfigError names key, value and what is allowed."""
+        """From vLLM's ``kv_connector_extra_config``; ConfigError names key, value and what it must be."""
         for key in extra:
             if key not in _KNOWN:
                 near = get_close_matches(key, _KNOWN, 1)
                 meant = f"; did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(
-                    f"unknown key {key!r} in kv_connector_extra_config{meant} allowed: {', '.join(_KNOWN)}"
+                    f"unknown key {key!r} in kv_connector_extra_config{meant} It knows {', '.join(_KNOWN)}"
                 )
         source = extra.get("config")
         if not isinstance(source, str | PathLike | Mapping):
             raise ConfigError(
-                f"config is {source!r}; allowed: the path of a YAML file, or its content as a mapping"
+                f"config must be the path of a YAML file, or its content as a mapping, got {source!r}"
             )
         timeout, put_off = extra.get("load_timeout_s", LOAD_TIMEOUT_S), extra.get("put_off_s", 0)
         if not _are_seconds(timeout) or not timeout:
-            raise ConfigError(f"load_timeout_s is {timeout!r}; allowed: seconds above 0, up to 3600")
+            raise ConfigError(f"load_timeout_s must be seconds above 0 and up to 3600, got {timeout!r}")
         if not _are_seconds(put_off):
-            raise ConfigError(f"put_off_s is {put_off!r}; allowed: seconds from 0 to 3600")
+            raise ConfigError(f"put_off_s must be seconds from 0 to 3600, got {put_off!r}")
         for key in ("layout", "model_id"):
             if not isinstance(extra.get(key, ""), str | None):
-                raise ConfigError(f"{key} is {extra[key]!r}; allowed: a string")
+                raise ConfigError(f"{key} must be a string, got {extra[key]!r}")
         load = extra.get("load", "if_faster")
         if load not in _LOADS:
-            raise ConfigError(f"load is {load!r}; allowed: {', '.join(_LOADS)}")
+            raise ConfigError(f"load must be one of {', '.join(_LOADS)}, got {load!r}")
         return cls(
             _for_engine(load_config(source)),
             extra.get("layout"),
@@ -121,19 +121,21 @@ def _path_of(path: Path, replica: int | None) -> Path:
 def _for_engine(config: StoreConfig) -> StoreConfig:
     if config.hbm is not None and config.hbm.owner == "store":
         raise ConfigError(
-            "hbm.owner is 'store'; allowed under vLLM, which owns HBM: 'engine', or no hbm section"
+            "hbm.owner must be 'engine', or the hbm section missing, as vLLM owns HBM; got 'store'"
         )
     if config.host is None:
-        raise ConfigError("host is missing; allowed under vLLM: a host section with a capacity")
+        raise ConfigError(
+            "host is missing: under vLLM the configuration needs a host section with a capacity"
+        )
     codecs = {
         "host.codec": config.host.codec,
         "nvme.codec": "none" if config.nvme is None else config.nvme.codec,
     }
     for name, codec in codecs.items():
         if codec not in _LOSSLESS[name]:
-            allowed = ", ".join(_LOSSLESS[name])
+            allowed = " or ".join(_LOSSLESS[name])
             raise ConfigError(
-                f"{name} is {codec!r}; allowed under vLLM, whose pages are stored byte by byte: {allowed}"
+                f"{name} must be {allowed} under vLLM, whose pages are stored byte by byte, got {codec!r}"
             )
     return config
 
@@ -177,7 +179,7 @@ def require_served(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            raise ConfigError(f"{name} is {getattr(parallel, name)}; allowed with TierStoreConnector: 1")
+            raise ConfigError(f"{name} must be 1 with TierStoreConnector, got {getattr(parallel, name)}")
 
 
 def memory_may_go(vllm_config: Any) -> bool:

@@ -121,7 +121,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         hellos = [m.hello for m in metadata.values() if isinstance(m, HelloMetadata)]
         ranks = self._deployment.world_size
         if len(hellos) != ranks:
-            raise ConfigError(f"{len(hellos)} workers said hello; allowed: all {ranks}")
+            raise ConfigError(f"only {len(hellos)} of {ranks} workers have started")
         self._scheduler.meet(sorted(hellos, key=lambda hello: hello.rank))
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:

@@ -96,19 +96,20 @@ def _with(hints: RequestHints, action: Any) -> RequestHints:
     if kind not in _PAYLOADS or action.action_version != VERSION:
         allowed = ", ".join(PREFIX + name for name in _PAYLOADS)
         raise ValueError(
-            f"{action.action_type!r} of version {action.action_version!r}; allowed: {allowed} of version {VERSION!r}"
+            f"an action must be one of {allowed} in version {VERSION!r}, got {action.action_type!r} in version "
+            f"{action.action_version!r}"
         )
     if not isinstance(payload, Mapping):
-        raise ValueError(f"payload {payload!r:.60} of {action.action_type}; allowed: a mapping")
+        raise ValueError(f"the payload of {action.action_type} must be a mapping, got {payload!r:.60}")
     strange = sorted(map(repr, payload.keys() - _PAYLOADS[kind]))
     if strange:
-        allowed = ", ".join(sorted(_PAYLOADS[kind])) or "nothing"
-        raise ValueError(f"{strange[0]} in the payload of {action.action_type}; allowed: {allowed}")
+        allowed = ", ".join(sorted(_PAYLOADS[kind])) or "no fields"
+        raise ValueError(f"the payload of {action.action_type} may have {allowed}, got {strange[0]}")
     if kind == "wont_need":
         return replace(hints, after="wont_need")
     priority = _number(payload, "priority", 0)
     if priority != int(priority):
-        raise ValueError(f"priority {priority!r}; allowed: a whole number")
+        raise ValueError(f"priority must be a whole number, got {priority!r}")
     if kind == "will_need":
         return replace(hints, starts_in_s=_number(payload, "deadline_s", 0.0), priority=int(priority))
     keep_s = _number(payload, "ttl_s", 0.0)
@@ -120,5 +121,5 @@ def _with(hints: RequestHints, action: Any) -> RequestHints:
 def _number(payload: Mapping[str, object], name: str, otherwise: float) -> float:
     found = payload.get(name, otherwise)
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found <= _MOST:
-        raise ValueError(f"{name} {found!r:.60}; allowed: a number from 0 to {_MOST}")
+        raise ValueError(f"{name} must be a number from 0 to {_MOST}, got {found!r:.60}")
     return found

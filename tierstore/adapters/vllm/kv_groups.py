@@ -142,7 +142,7 @@ def _sight(spec: Any, layers: tuple[str, ...]) -> tuple[int | None, int | None]:
 def _not_served(spec: Any, layers: tuple[str, ...]) -> ConfigError:
     named = ", ".join(layers[:3]) + (", ..." if len(layers) > 3 else "")
     return ConfigError(
-        f"layers {named} keep their KV as {type(spec).__name__}; allowed with TierStoreConnector: full attention, "
-        "sliding windows and local chunks, each in groups of their own, or --disable-hybrid-kv-cache-manager where "
-        "vLLM can make one group of full attention of all layers"
+        f"layers {named} keep their KV as {type(spec).__name__}; TierStoreConnector supports full attention, sliding "
+        "windows and local chunks, each in groups of their own. Try --disable-hybrid-kv-cache-manager, with which "
+        "vLLM may make one group of full attention of all layers"
     )

@@ -44,13 +44,15 @@ def kv_layout(
     """
     unique = list({(t.data_ptr(), t.shape, t.stride()): t for t in tensors}.values())
     if not unique:
-        raise ConfigError("vLLM has registered no KV tensors; allowed: at least one layer with a KV cache")
+        raise ConfigError("vLLM has registered no KV tensors: no layer has a KV cache")
     views = [_blocks(tensor, num_blocks) for tensor in unique]
     layers = _overlaid([v.view for v in views])
     _, pieces, elements = layers[0].shape
     dtype = _named(layers[0].dtype)
     if dtype not in DTYPE_NBYTES:
-        raise ConfigError(f"KV tensors of {dtype}; allowed: {', '.join(sorted(DTYPE_NBYTES))}")
+        raise ConfigError(
+            f"the dtype of KV tensors must be one of {', '.join(sorted(DTYPE_NBYTES))}, got {dtype}"
+        )
     orders = sha256(repr([v.order for v in views]).encode()).hexdigest()[:16]
     spec = PageSpec(
         kind="state",
@@ -103,7 +105,7 @@ def _unlike(views: Sequence[torch.Tensor]) -> ConfigError:
     shapes = sorted({tuple(v.shape) for v in views})
     dtypes = sorted({_named(v.dtype) for v in views})
     return ConfigError(
-        f"KV tensors of blocks {shapes}, {dtypes}; allowed: all alike, or views of the same bytes"
+        f"KV tensors must all be alike, or views of the same bytes, got blocks of {shapes}, {dtypes}"
     )
 
 
@@ -115,7 +117,7 @@ def _blocks(tensor: torch.Tensor, num_blocks: int) -> _Blocks:
     at = next((d for d, size in enumerate(tensor.shape) if size and size % num_blocks == 0), None)
     if at is None:
         raise ConfigError(
-            f"a KV tensor {tuple(tensor.shape)} has no dimension of blocks; allowed: one of {num_blocks} or a multiple"
+            f"a KV tensor needs a dimension of {num_blocks} blocks or a multiple, got {tuple(tensor.shape)}"
         )
     if tensor.shape[at] != num_blocks:
         sizes = (num_blocks, tensor.shape[at] // num_blocks)
@@ -140,8 +142,8 @@ def _collapsed(tensor: torch.Tensor) -> torch.Tensor:
             strides.append(stride)
     if len(sizes) > 2 or strides[0] != 1:
         raise ConfigError(
-            f"a KV tensor {tuple(tensor.shape)} of strides {tensor.stride()} has blocks in scattered pieces; "
-            "allowed: elements side by side, in rows of one distance"
+            f"a KV tensor {tuple(tensor.shape)} of strides {tensor.stride()} has blocks in scattered pieces: "
+            "elements must be contiguous, in rows of one distance"
         )
     pieces, apart = (1, sizes[0]) if len(sizes) == 1 else (sizes[1], strides[1])
     return tensor.as_strided(

@@ -76,9 +76,7 @@ class Tiers:
         """
         specs = {hello.spec for hello in hellos}
         if len(specs) != 1:
-            raise ConfigError(
-                f"ranks have pages of {len(specs)} kinds: {specs}; allowed: the same on all of them"
-            )
+            raise ConfigError(f"all ranks must have the same pages, got {len(specs)} kinds: {specs}")
         layout, ranks = PageLayout.of(hellos[0].spec), Ranks(len(hellos))
         parts = assemble_apart(terms.config, layout, [hello.opened for hello in hellos], ranks)
         store = TierStore(terms.config, parts, Wakeup(), pump=False)
