@@ -9,7 +9,7 @@ from typing import ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.core.model import KEYS, PARENTS, RECORD, SLOTTED, TIERS, Code, Hold, ResidencyModel
+from tests.core.model import KEYS, PARENTS, RECORD, SLOTTED, Code, Hold, ResidencyModel
 from tierstore.directory.invariants import check_residency
 from tierstore.directory.residency import Residency, TierTable
 from tierstore.types import PageKey, Tier
@@ -93,13 +93,14 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
         """Pages that only have to be copied come into free slots of HBM together, each pinned by who asked."""
         self._reserve_run(keys)
 
-    @rule(data=st.data(), dst=st.sampled_from(TIERS), nbytes=st.sampled_from((4, RECORD)))
-    def start_write(self, data: st.DataObject, dst: Tier, nbytes: int) -> None:
+    @rule(data=st.data(), nbytes=st.sampled_from((4, RECORD)))
+    def start_write(self, data: st.DataObject, nbytes: int) -> None:
         """An engine writes straight into a tier."""
+        dst = data.draw(st.sampled_from(self.tiers))
         keys = [key for key in KEYS if key not in self.ready[dst] and not self._arriving(key, dst)]
         keys = [key for key in keys if self._may_be_in(key, dst)]
         if keys:
-            confine = dst is not Tier.NVME and data.draw(st.booleans())
+            confine = dst not in self.records and data.draw(st.booleans())
             self._reserve(data.draw(st.sampled_from(keys)), None, dst, nbytes, told=True, confine=confine)
 
     @rule(
@@ -108,11 +109,12 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
     )
     def write_a_family_below(self, child: PageKey, nbytes: int) -> None:
         """A page and the one after it land in the lowest tier: all its rules for leaves come into play."""
+        lowest = self.records[-1]
         for key in (PARENTS[child], child):
-            if key is None or not self._may_be_in(key, Tier.NVME):
+            if key is None or not self._may_be_in(key, lowest):
                 continue
-            if key not in self.ready[Tier.NVME] and not self._arriving(key, Tier.NVME):
-                flight = self._reserve(key, None, Tier.NVME, nbytes, told=True)
+            if key not in self.ready[lowest] and not self._arriving(key, lowest):
+                flight = self._reserve(key, None, lowest, nbytes, told=True)
                 if flight is not None:
                     self._settle(flight, well=True)
 
@@ -147,10 +149,10 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
         self._reserve(first.key, None, first.dst, RECORD, told=True)
         self._settle(first, well=well)
 
-    @precondition(lambda self: self.hardware.queue)
-    @rule()
-    def disk_works(self) -> None:
-        self.hardware.turn()
+    @precondition(lambda self: self.hardware.at_work)
+    @rule(data=st.data())
+    def disk_works(self, data: st.DataObject) -> None:
+        self.hardware.turn(data.draw(st.sampled_from(self.hardware.at_work)))
 
     # -- holds, order, evictions --------------------------------------------------------------------------------
 
@@ -161,8 +163,9 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
         assert self.residency.pin(hold.key, hold.tier) == hold.slot
         self.holds.append(hold)
 
-    @rule(keys=key_lists, tier=st.sampled_from(TIERS))
-    def pin_a_run(self, keys: list[PageKey], tier: Tier) -> None:
+    @rule(keys=key_lists, data=st.data())
+    def pin_a_run(self, keys: list[PageKey], data: st.DataObject) -> None:
+        tier = data.draw(st.sampled_from(self.tiers))
         run = list(takewhile(lambda key: key in self.ready[tier], keys))
         assert self.residency.pin_run(keys, tier) == [self.ready[tier][key] for key in run]
         self.holds += [Hold(key, tier, self.ready[tier][key]) for key in run]
@@ -199,7 +202,9 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
     @precondition(lambda self: any(self.ready.values()))
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
-        tier, key = data.draw(st.sampled_from([(tier, key) for tier in TIERS for key in self.ready[tier]]))
+        tier, key = data.draw(
+            st.sampled_from([(tier, key) for tier in self.tiers for key in self.ready[tier]])
+        )
         drop = self.residency.evict(key, tier)
         assert (drop.tier, drop.key) == (tier, key)
         self._left(key, tier, last=drop.last)
@@ -249,9 +254,10 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
             self.residency.lift(1)
         self._lift()
 
-    @rule(key=st.sampled_from(KEYS), tier=st.sampled_from(TIERS))
-    def misuse(self, key: PageKey, tier: Tier) -> None:
+    @rule(key=st.sampled_from(KEYS), data=st.data())
+    def misuse(self, key: PageKey, data: st.DataObject) -> None:
         """What must not be asked is refused and changes nothing."""
+        tier = data.draw(st.sampled_from(self.tiers))
         residency, parent = self.residency, PARENTS[key]
         if key in self.ready[tier]:
             self._refused(partial(residency.abort, key, tier))
@@ -262,7 +268,8 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
         else:
             self._refused(partial(residency.pin, key, tier))
         if key in self.confined:
-            self._refused(partial(residency.reserve, key, Tier.NVME))
+            for below in self.records:
+                self._refused(partial(residency.reserve, key, below))
         if key in self.ready[Tier.HBM]:
             for slot in self.owned:
                 self._refused(partial(residency.adopt, key, Tier.HBM, slot, parent))
@@ -281,9 +288,10 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
         for tier in SLOTTED:
             for key, slot in self.ready[tier].items():
                 assert self.hardware.memory[tier, slot] == key
-        for key in self.ready[Tier.NVME]:
-            assert key in self.hardware.disk, "the record of a readable page was erased"
-            assert key in self.hardware.after_queue(), "the record of a readable page will be erased"
+        for tier, disk in self.hardware.disks.items():
+            for key in self.ready[tier]:
+                assert key in disk.records, "the record of a readable page was erased"
+                assert key in disk.after_queue(), "the record of a readable page will be erased"
 
     @invariant()
     def what_cannot_be_reached_is_what_the_model_says(self) -> None:
@@ -300,7 +308,7 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
             arriving = {f.key: f.dst_slot for f in self.flights if f.live and f.dst is tier}
             assert {k: c.slot for k, c in table.copies.items() if not c.ready} == arriving
         for key in KEYS:
-            tiers = [tier for tier in TIERS if key in self.ready[tier]]
+            tiers = [tier for tier in self.tiers if key in self.ready[tier]]
             assert self.residency.where(key) == (tiers[0] if tiers else None)
             assert self.residency.lineage.parent(key) == self.parents.get(key)
             children = {child for child, parent in self.parents.items() if parent == key}
@@ -322,12 +330,14 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
     def memory_only_pages_are_those_of_the_model_and_never_on_disk(self) -> None:
         assert self.residency.memory_only.keys == self.confined
         assert self.residency.memory_only.refused == self.declined
-        assert self.confined.isdisjoint(self.residency.tables[Tier.NVME].copies)
+        for below in self.records:
+            assert self.confined.isdisjoint(self.residency.tables[below].copies)
         stored = {key for key in self.parents if self._readable(key)} - self.confined
         stored_after = {self.parents[key] for key in stored} & self.confined
         assert stored_after <= self.permitted
 
     @invariant()
     def the_disk_keeps_nothing_unaccounted(self) -> None:
-        table = self.residency.tables[Tier.NVME]
-        assert self.hardware.after_queue() <= {*table.copies, *(d.key for d in table.quarantine.values())}
+        for tier, disk in self.hardware.disks.items():
+            table = self.residency.tables[tier]
+            assert disk.after_queue() <= {*table.copies, *(d.key for d in table.quarantine.values())}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 
@@ -19,7 +19,6 @@ TREE = {"a": None, "ab": "a", "abc": "ab", "ad": "a", "e": None, "ef": "e"}
 KEYS = [PageKey(name.encode()) for name in TREE]
 PARENTS = {PageKey(k.encode()): None if p is None else PageKey(p.encode()) for k, p in TREE.items()}
 SLOTTED = (Tier.HBM, Tier.HOST)
-TIERS = (*SLOTTED, Tier.NVME)
 
 
 class Code(NamedTuple):
@@ -38,7 +37,12 @@ class Hold(NamedTuple):
 
 
 class ResidencyModel:
-    """Does a step to residency and to itself, and says what residency should say. It reads no table."""
+    """Does a step to residency and to itself, and says what residency should say. It reads no table.
+
+    ``records``: the tiers that keep records, fastest first.
+    """
+
+    records: ClassVar[tuple[Tier, ...]] = (Tier.NVME,)
 
     def begin(self, code: Code, hbm: int, host: int, budget: int, policy: str) -> None:
         """Everything empty."""
@@ -49,11 +53,14 @@ class ResidencyModel:
             {
                 Tier.HBM: table(make_policy(policy, known, hbm), num_slots=hbm),
                 Tier.HOST: table(make_policy(policy, known, host), num_slots=host),
-                Tier.NVME: table(make_policy(policy, known, budget // RECORD), budget_nbytes=budget),
+                **{
+                    tier: table(make_policy(policy, known, budget // RECORD), budget_nbytes=budget)
+                    for tier in self.records
+                },
             }
         )
-        self.hardware = Hardware(budget)
-        self.ready: dict[Tier, dict[PageKey, int]] = {tier: {} for tier in TIERS}
+        self.hardware = Hardware(dict.fromkeys(self.records, budget))
+        self.ready: dict[Tier, dict[PageKey, int]] = {tier: {} for tier in self.tiers}
         self.parents: dict[PageKey, PageKey] = {}
         self.flights: list[Flight] = []
         self.holds: list[Hold] = []
@@ -63,6 +70,11 @@ class ResidencyModel:
         self.declined: set[PageKey] = set()
         """Those of ``confined`` that are there because admission refused them."""
         self.permitted: set[PageKey] = set()
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """All tiers, fastest first."""
+        return (*SLOTTED, *self.records)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -108,7 +120,7 @@ class ResidencyModel:
         confine: bool = False,
         decline: bool = False,
     ) -> Flight | None:
-        reserved = RECORD if dst is Tier.NVME else 0
+        reserved = RECORD if dst in self.records else 0
         first = src is None and not self._held(key)
         parent = PARENTS[key] if told else None
         cut_off = self._after_a_gap(parent) if first else self._cut_off(key)
@@ -136,9 +148,9 @@ class ResidencyModel:
         src_slot = -1 if src is None else self.ready[src][key]
         flight = Flight(key, src, src_slot, dst, slot, min(nbytes, reserved), parent)
         self.flights.append(flight)
-        if dst is Tier.NVME:
+        if dst in self.records:
             self._take_erases()
-            self.hardware.enqueue(flight)
+            self.hardware.enqueue(dst, flight)
         return flight
 
     def _reserve_run(self, keys: list[PageKey]) -> None:
@@ -200,21 +212,21 @@ class ResidencyModel:
 
     def _places(self) -> list[Hold]:
         """Every copy, readable or arriving."""
-        readable = [Hold(key, tier, slot) for tier in TIERS for key, slot in self.ready[tier].items()]
+        readable = [Hold(key, tier, slot) for tier in self.tiers for key, slot in self.ready[tier].items()]
         return readable + [Hold(f.key, f.dst, f.dst_slot) for f in self.flights if f.live]
 
     def _edges(self) -> list[tuple[PageKey, Tier, Tier]]:
         """Copies that could be started."""
         return [
             (key, src, dst)
-            for src in TIERS
+            for src in self.tiers
             for key in self.ready[src]
-            for dst in TIERS
+            for dst in self.tiers
             if key not in self.ready[dst] and not self._arriving(key, dst) and self._may_be_in(key, dst)
         ]
 
     def _may_be_in(self, key: PageKey, tier: Tier) -> bool:
-        return tier is not Tier.NVME or key not in self.confined
+        return tier not in self.records or key not in self.confined
 
     def _put(self, key: PageKey, *, confine: bool, decline: bool = False) -> None:
         """A page that nobody holds is confined to memory, unless one that is not follows it."""
@@ -273,7 +285,7 @@ class ResidencyModel:
             assert not pins[tier, self.ready[tier][key]], "a pinned copy was dropped"
             self._left(key, tier, last=last)
             if last and not cut_off:
-                lowest = Tier.HOST if memory_only else Tier.NVME
+                lowest = Tier.HOST if memory_only else self.records[-1]
                 assert tier is lowest, "a page was dropped that could have been saved below"
                 assert key not in self.parents.values(), "a page left before its readable child"
         return slot
@@ -319,10 +331,10 @@ class ResidencyModel:
         erased = self.residency.erased
         while erased:
             tier, key = erased.popleft()
-            assert tier is Tier.NVME
+            assert tier in self.records
             assert key not in self.ready[tier], "a readable record is erased"
             assert not self._arriving(key, tier), "a record being written is erased"
-            self.hardware.enqueue(key)
+            self.hardware.enqueue(tier, key)
 
     def _pins(self) -> Counter[tuple[Tier, int]]:
         pins = Counter((hold.tier, hold.slot) for hold in self.holds)
