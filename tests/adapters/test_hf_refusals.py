@@ -66,7 +66,7 @@ def test_padding_that_generate_was_not_told_of_is_refused(model: LlamaForCausalL
 def test_unknown_way_of_storing_is_refused_by_name(model: LlamaForCausalLM) -> None:
     with (
         open_store(model) as store,
-        pytest.raises(ValueError, match="allowed: all, memory-only, read-only, no-store"),
+        pytest.raises(ValueError, match="storing must be one of all, memory-only, read-only, no-store"),
     ):
         TierStoreCache(store, random_prompt(9), model=model, storing="none")  # type: ignore[arg-type]
 

@@ -135,7 +135,7 @@ class PagedBatch:
         ValueError, nothing changed, for no rows at all, or a row that there is not.
         """
         if not indices or not all(0 <= index < len(self.rows) for index in indices):
-            raise ValueError(f"rows {list(indices)}; allowed: at least one of 0 to {len(self.rows) - 1}")
+            raise ValueError(f"rows must be at least one of 0 to {len(self.rows) - 1}, got {list(indices)}")
         if list(indices) == list(range(len(self.rows))):
             return
         self.settle()

@@ -182,7 +182,7 @@ def plain_model(model: Any) -> PreTrainedModel:
         return model
     inner = " (pass the model that was compiled)" if type(model).__name__ == "OptimizedModule" else ""
     raise ValueError(
-        f"model is a {type(model).__module__}.{type(model).__qualname__}{inner}; allowed: a PreTrainedModel of "
+        f"model is a {type(model).__module__}.{type(model).__qualname__}{inner}, but must be a PreTrainedModel of "
         "transformers, or a PeftModel around one"
     )
 

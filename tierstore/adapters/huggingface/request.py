@@ -157,7 +157,7 @@ def root_of(store: TierStore, page_size: int, salt: bytes, extra: Iterable[Extra
 def check_storing(storing: str) -> None:
     """Raise ValueError for what is no ``Storing``."""
     if storing not in get_args(Storing):
-        raise ValueError(f"storing is {storing!r}; allowed: {', '.join(get_args(Storing))}")
+        raise ValueError(f"storing must be one of {', '.join(get_args(Storing))}, got {storing!r}")
 
 
 def unpadded(
@@ -171,7 +171,7 @@ def unpadded(
     if ids.ndim == 1:
         ids = ids[None]
     if ids.ndim != 2 or not ids.numel():
-        raise ValueError(f"the prompt is empty or has shape {tuple(ids.shape)}; allowed: [T] or [B, T]")
+        raise ValueError(f"the prompt is empty or not of shape [T] or [B, T], got shape {tuple(ids.shape)}")
     if attention_mask is None:
         return ids.long().tolist(), ids.shape[1]
     mask = torch.as_tensor(attention_mask)

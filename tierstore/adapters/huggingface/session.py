@@ -1,8 +1,9 @@
-"""Chats over a store, by name: each goes on where its last turn ended, down to the token, and may fork anywhere.
+"""Chat sessions over a store, by name: each continues where its last turn ended, down to the token, and may fork
+anywhere.
 
-Full pages of a turn are the store's, found by their tokens: they go down the tiers between turns and come back. The
-page that the last turn left half full has no key; the session keeps its slot until the next turn, or until its time
-is over. ``PrefixCache`` keeps the sessions of one model in one store, and serves single prompts too.
+Full pages of a turn are the store's and found by their tokens: they go down the tiers between turns and come back.
+The page that the last turn left half full has no key; the session keeps its slot until the next turn, or until it
+expires. ``PrefixCache`` has the sessions of one model in one store, and serves single prompts, too.
 """
 
 # transformers leaves some of its functions untyped:
@@ -33,20 +34,20 @@ from tierstore.types import Hint, PageKey, require_flag, require_seconds, whole
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one turn cost. ``reused_tokens`` and ``computed_tokens`` are those of its prompt, the whole conversation."""
+    """What one turn cost. ``reused_tokens`` and ``computed_tokens`` count its prompt, the whole conversation."""
 
     new_tokens: int
-    """Appended since the last turn's answer."""
+    """Tokens appended since the last turn's answer."""
     reused_tokens: int
     computed_tokens: int
     """The new ones, and the last one before them: an answer's last token is sampled, not fed."""
     copied_tokens: int
-    """Of the reused ones, those in a page that was copied, because the conversation leaves a stored one inside it."""
+    """Reused tokens in a page that was copied, because the conversation leaves a stored one inside it."""
     answer_tokens: int
 
 
 class Session:
-    """A conversation by name; ``PrefixCache.session`` makes it. For one thread at a time.
+    """A conversation by name, made by ``PrefixCache.session``. For one thread at a time.
 
     Other threads may expire it, or give up its half full page for others; both wait for the end of a turn.
     """
@@ -54,7 +55,7 @@ class Session:
     def __init__(self, home: PrefixCache, session_id: str, ttl_s: float) -> None:
         self.session_id = session_id
         self.ttl_s = ttl_s
-        """Seconds that it lasts beyond its last turn."""
+        """Seconds until it expires after its last turn."""
         self.turns: list[Turn] = []
         self._home = home
         self._tokens: list[int] = []
@@ -65,43 +66,51 @@ class Session:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The conversation so far, answers included."""
+        """Return the conversation so far, answers included."""
         return tuple(self._tokens)
 
     @property
     def expired(self) -> bool:
-        """Whether its time is over. Never during a turn."""
+        """Return whether it has expired. Never during a turn."""
         return not self._in_turn and self._home.now() >= self._expires_at
 
     @property
     def keeps_page(self) -> bool:
-        """Whether it owns a half full page in HBM now."""
+        """Return whether it owns a half full page in HBM now."""
         return self._tail is not None
 
     def append(self, token_ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """Add tokens to the conversation; computes nothing. Returns all of it, ``[1, T]``, for ``generate``.
+        """Append tokens to the conversation, without computing anything.
 
-        ValueError, nothing added, for several rows, or for a token that the model does not know.
+        Returns:
+            The whole conversation, ``[1, T]``, for ``generate``.
+
+        Raises:
+            ValueError: There are several rows, or a token is not in the model's vocabulary. Nothing is appended.
         """
         given = torch.as_tensor(token_ids)
         if given.ndim > 2 or (given.ndim == 2 and given.shape[0] != 1):
             raise ValueError(
-                f"token_ids has shape {tuple(given.shape)}; allowed: one conversation, [T] or [1, T]"
+                f"token_ids must be one conversation, [T] or [1, T], got shape {tuple(given.shape)}"
             )
         tokens = [int(token) for token in given.reshape(-1).tolist()]
         size = plain_model(self._home.model).config.get_text_config(decoder=True).vocab_size
         strange = [token for token in tokens if not 0 <= token < size]
         if strange:
-            raise ValueError(f"token {strange[0]}; allowed: 0 to {size - 1}, the model's vocabulary")
+            raise ValueError(f"a token must be 0 to {size - 1}, the model's vocabulary, got {strange[0]}")
         self._tokens += tokens
         return torch.tensor([self._tokens], device=self._home.model.device)
 
     @contextmanager
     def turn(self) -> Iterator[TierStoreCache]:
-        """A cache for the conversation so far, to run ``generate`` or the model with; closed at the end of the block.
+        """Open a cache for the conversation so far, with which to run ``generate`` or the model. Closed at the end of
+        the block.
 
         What the model was fed is kept: full pages in the store, the half full last one by the session. Append the
-        answer afterwards (``generate`` of the session does all that). ValueError without a token, or within a turn.
+        answer afterwards; the session's ``generate`` does all of this.
+
+        Raises:
+            ValueError: There is no token, or a turn is running.
         """
         with self._home.lock:
             if self._in_turn:
@@ -121,10 +130,10 @@ class Session:
     def generate(self, **options: Any) -> list[int]:
         """Answer the conversation with ``model.generate(**options)``, append the answer and return it.
 
-        A draft model is used if the ``PrefixCache`` has one. ValueError for options that give several answers.
+        Uses a draft model if the ``PrefixCache`` has one. ValueError for options that give several answers.
         """
         if options.get("num_return_sequences", 1) != 1:
-            raise ValueError("a session has one answer a turn; fork it to try several")
+            raise ValueError("a session has one answer per turn; fork it to try several")
         model: Any = self._home.model
         prompt = torch.tensor([self._tokens], device=model.device)
         with self.turn() as cache:
@@ -150,17 +159,20 @@ class Session:
         return answer
 
     def fork(self, session_id: str, num_tokens: int | None = None) -> Session:
-        """A session that begins with the first ``num_tokens`` tokens of this one, and shares its pages.
+        """Return a new session that begins with the first ``num_tokens`` tokens of this one and shares its pages.
 
-        Inside a page the other copies it when it goes on: what is stored is never written. ValueError for a name that
-        is in use, or for more tokens than there are; TypeError for a count that is no integer or a name that is no
-        string. Nothing changed then.
+        If the fork is inside a page, the new session copies that page when it continues: stored pages are never
+        written.
+
+        Raises:
+            ValueError: The name is in use, or there are fewer tokens. Nothing changes.
+            TypeError: The count is not an integer, or the name not a string. Nothing changes.
         """
         count = len(self._tokens) if num_tokens is None else whole("num_tokens", num_tokens)
         if not isinstance(session_id, str):
-            raise TypeError(f"session_id is {session_id!r}; allowed: a string")
+            raise TypeError(f"session_id must be a string, got {session_id!r}")
         if count > len(self._tokens):
-            raise ValueError(f"fork at {count} tokens; allowed: 0 to {len(self._tokens)}")
+            raise ValueError(f"a fork must be at 0 to {len(self._tokens)} tokens, got {count}")
         other = self._home.new_session(session_id, self.ttl_s)
         other._tokens, other._answered = self._tokens[:count], min(count, self._answered)
         other._tail = self._copy_tail(count)
@@ -168,29 +180,29 @@ class Session:
         return other
 
     def retain(self, ttl_s: float) -> None:
-        """Last ``ttl_s`` seconds from now, and ask the store to let this conversation's pages go after others.
+        """Expire ``ttl_s`` seconds from now, and ask the store to evict this conversation's pages after others.
 
-        Infinity: without end. TypeError for what is no number, ValueError for what is no duration; nothing changed.
+        Infinity never expires. TypeError or ValueError if ``ttl_s`` is not a duration; then nothing changes.
         """
         require_seconds("ttl_s", ttl_s)
         self.ttl_s, self._expires_at = ttl_s, self._home.now() + ttl_s
         self._hint("retain", ttl_s)
 
     def drop(self) -> None:
-        """End the session: give up its half full page, and let its pages go before others. Idempotent."""
+        """End the session: release its half full page, and let its other pages be evicted before others. Idempotent."""
         self.free_tail()
         self._home.forget(self)
         self._hint("wont_need", None)
 
     def free_tail(self) -> None:
-        """Give up the half full page; its tokens will be computed again."""
+        """Release the half full page. Its tokens will be computed again."""
         with self._home.lock:
             tail, self._tail = self._tail, None
         give_back(self._home.store, tail)
 
     def _copy_tail(self, num_tokens: int) -> Tail | None:
-        """A copy of the half full page for a fork inside it; None if there is none, or no room for it."""
-        # Under the lock another thread cannot give the page up while it is copied. Nothing here waits.
+        """Copy the half full page for a fork inside it. Returns None if there is none, or no slot for the copy."""
+        # Under the lock, no other thread can release the page while it is copied. Nothing here waits.
         with self._home.lock:
             tail, page_size = self._tail, self._home.pages.page_size
             if tail is None or num_tokens <= tail.page * page_size:
@@ -203,7 +215,7 @@ class Session:
             return Tail(slot, tail.page, tail.tokens[:num_tokens], tail.exact, tail.root)
 
     def _rest(self) -> None:
-        """A turn is over. With a prefetcher its pages are kept until the next one is due, and brought back by then."""
+        """End a turn. With a prefetcher, the pages are kept until the next turn is due and brought back by then."""
         self._expires_at = self._home.now() + self.ttl_s
         with suppress(StoreClosed):
             keys = self._home.keys(self._tokens)
@@ -213,7 +225,7 @@ class Session:
         with suppress(StoreClosed):
             keys = tuple(self._home.keys(self._tokens))
             if keys:
-                # The clock, since a session of this name may have given hints before this one.
+                # A clock, as an earlier session of this name may have given hints.
                 hint = Hint(f"session {self.session_id}", monotonic_ns(), keys, need=need, ttl_s=ttl_s)
                 self._home.store.hint(hint)
 
@@ -223,9 +235,10 @@ TAILS_OF_HBM = 8
 
 
 class PrefixCache:
-    """What one model keeps in one store: single requests, and sessions by name.
+    """The sessions and single requests of one model in one store.
 
-    Any thread; a session is for one thread at a time. Close it before the store: it owns pages of idle sessions.
+    Thread-safe; each session is for one thread at a time. Close it before the store: it owns pages of idle
+    sessions.
     """
 
     def __init__(
@@ -241,10 +254,11 @@ class PrefixCache:
         exact: bool = False,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """The options are those of ``TierStoreCache``, for every request. Changes nothing yet.
+        """The options are those of ``TierStoreCache``, for every request. Nothing changes yet.
 
-        ValueError for an unknown way of storing, TypeError unless ``exact`` is True or False, either for a
-        ``timeout_s`` that is no duration.
+        Raises:
+            ValueError: ``storing`` is unknown, or ``timeout_s`` is not a duration.
+            TypeError: ``exact`` is not True or False, or ``timeout_s`` is not a number.
         """
         check_storing(storing)
         require_flag("exact", exact)
@@ -255,7 +269,7 @@ class PrefixCache:
         self.pages = PageGroups(store)
         self.now = clock
         self.turns = Sessions(store, clock=clock)
-        """When sessions go on, as hints for an attached prefetcher."""
+        """Predicts the next turns of sessions and hints them to an attached prefetcher."""
         self._sessions: dict[str, Session] = {}
         self.lock = RLock()
         self._options: dict[str, Any] = {
@@ -275,18 +289,22 @@ class PrefixCache:
         attention_mask: torch.Tensor | None = None,
         **options: Any,
     ) -> TierStoreCache:
-        """A cache for these prompts, ``TierStoreCache(store, input_ids, attention_mask, ...)``; close it after use."""
+        """Return a cache for these prompts, ``TierStoreCache(store, input_ids, attention_mask, ...)``. Close it after
+        use.
+        """
         self.expire()
         return TierStoreCache(self.store, input_ids, attention_mask, **{**self._options, **options})
 
     def session(self, session_id: str, *, ttl_s: float = 600.0) -> Session:
-        """The session of this name, a new one if there is none; it lasts ``ttl_s`` seconds beyond each turn.
+        """Return the session of this name, a new one if there is none. It expires ``ttl_s`` seconds after each turn.
 
-        TypeError for a name that is no string or a ``ttl_s`` that is no number, ValueError for one that is no duration.
+        Raises:
+            TypeError: The name is not a string, or ``ttl_s`` is not a number.
+            ValueError: ``ttl_s`` is not a duration.
         """
         require_seconds("ttl_s", ttl_s)
         if not isinstance(session_id, str):
-            raise TypeError(f"session_id is {session_id!r}; allowed: a string")
+            raise TypeError(f"session_id must be a string, got {session_id!r}")
         self.expire()
         with self.lock:
             found = self._sessions.get(session_id)
@@ -296,7 +314,7 @@ class PrefixCache:
             return found
 
     def new_session(self, session_id: str, ttl_s: float) -> Session:
-        """A session of a name that is not in use; ValueError if it is."""
+        """Return a session with a new name. ValueError if the name is in use."""
         with self.lock:
             if session_id in self._sessions:
                 raise ValueError(f"there is a session {session_id!r} already")
@@ -304,9 +322,9 @@ class PrefixCache:
             return self._sessions[session_id]
 
     def keep(self, session: Session) -> None:
-        """A turn of the session ended: it is the latest now. Of too many half full pages the oldest are given up.
+        """Note that a turn of the session ended. If there are too many half full pages, the oldest are released.
 
-        A session that ended meanwhile is not found again, and keeps no page.
+        A session that was dropped meanwhile keeps no page.
         """
         with self.lock:
             if self._sessions.get(session.session_id) is not session:
@@ -318,14 +336,14 @@ class PrefixCache:
                 each.free_tail()
 
     def forget(self, session: Session) -> None:
-        """The session is not found by its name any more."""
+        """Remove the session's name."""
         with self.lock:
             if self._sessions.get(session.session_id) is session:
                 del self._sessions[session.session_id]
                 self.turns.forget(session.session_id)
 
     def expire(self) -> int:
-        """Drop the sessions whose time is over; how many. ``request`` and ``session`` do so by themselves."""
+        """Drop expired sessions and return their number. ``request`` and ``session`` do this by themselves."""
         with self.lock:
             late = [each for each in self._sessions.values() if each.expired]
             for session in late:
@@ -334,14 +352,16 @@ class PrefixCache:
             return len(late)
 
     def keys(self, token_ids: Sequence[int]) -> list[PageKey]:
-        """The keys of a sequence's full pages, under this cache's salt and extras and the weights as they are now."""
+        """Return the keys of a sequence's full pages, with this cache's salt and extras and the weights as they are
+        now.
+        """
         models = [plain_model(each) for each in (self.model, self._options["draft"]) if each is not None]
         extra = self._options["extra"]
         _, changed = weights_now(self.store, models, told=any(not isinstance(item, tuple) for item in extra))
         return self.store.keys(token_ids, salt=self._options["salt"], extra=(*extra, *changed))
 
     def close(self) -> None:
-        """Give back the half full pages of all sessions. Sealed pages stay matchable. Idempotent."""
+        """Release the half full pages of all sessions. Sealed pages can still be matched. Idempotent."""
         with self.lock:
             for session in list(self._sessions.values()):
                 session.free_tail()
