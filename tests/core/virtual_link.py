@@ -149,7 +149,7 @@ def restore(
     codec: str = "none",
     away: float = 0.0,
 ) -> Restored:
-    """A lease of an 8B model's pages. ``module``: ``cuda_engine``, or a copy of it.
+    """A lease of an 8B model's pages. ``module``: ``cuda_copy_engine``, or a copy of it.
 
     ``away``: once the pages are taken the caller computes for so many seconds, polls, and does so again; nobody else
     gets a turn.

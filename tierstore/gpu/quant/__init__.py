@@ -1,1 +1,1 @@
-"""Pages encoded and decoded on the card, so that only payloads cross the link."""
+"""Encoding and decoding of pages on the card, so that only payloads cross the link."""

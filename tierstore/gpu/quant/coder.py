@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tierstore.page import PageLayout
 
 BLOCK = 4096
-"""Numbers, or bytes, that a program of a kernel has."""
+"""Numbers, or bytes, that a program of a kernel processes."""
 
 WORDS = {"bfloat16": torch.int16, "float16": torch.float16, "float32": torch.float32}
 _KINDS = {"bfloat16": 0, "float16": 1, "float32": 2}
@@ -42,7 +42,7 @@ Constants = dict[str, int | float]
 
 
 class Grid(NamedTuple):
-    """How ``fetch`` is launched: ``programs`` of ``warps`` each read ``nbytes`` of codes at a time.
+    """How ``fetch`` is launched: ``programs`` programs of ``warps`` warps each read ``nbytes`` of codes at a time.
 
     A tile has ``tile_nbytes`` at most. While some codes become numbers, those of ``stages`` less two turns are on their
     way; with 1 nothing is.
@@ -56,11 +56,11 @@ class Grid(NamedTuple):
 
 
 FETCH_GRID = Grid(24, 4, 8192, 65536, 3)
-"""At least 192 KiB on their way. By calculation: 128 KiB fill the link, as the copy kernel does, and each tile begins
-anew."""
+"""At least 192 KiB in flight. By calculation: 128 KiB fill the link, as in the copy kernel, and each tile starts with
+nothing in flight."""
 
 _ROW_NBYTES = 128
-"""A row of codes that all share one scale. Of those with a scale for each channel a tile is eight times as wide."""
+"""Bytes of a row of codes that share one scale. With a scale for each channel a tile is eight times as wide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Coder:
 
     @property
     def fetches(self) -> bool:
-        """Whether it was made with a grid, for ``fetch``."""
+        """Return whether it was made with a grid, so that ``fetch`` can be called."""
         return self._grid is not None
 
     def begin(self, slots: NDArray[np.int64], card: Card) -> Batch:
@@ -170,17 +170,22 @@ class Coder:
         return Batch(slots, card.uploaded(slots), card.flags(len(slots)))
 
     def encode(self, share: Share) -> None:
-        """Make payloads of the pages. Flags of pages that the codec cannot state become 1, and their payloads are
-        anything. Bytes past a payload are not touched."""
+        """Encode the pages into the rows.
+
+        The flag of a page that the codec cannot represent becomes 1, and its payload is undefined. Bytes past a payload
+        are not touched.
+        """
         self._each(Launch.queue, self._encoding, self._keeping[0], share)
 
     def decode(self, share: Share) -> None:
-        """Make pages of the payloads. Flags become 1 where no ``encode`` can have made the payload, and the page is
-        anything."""
+        """Decode the rows into the pages.
+
+        The flag of a page becomes 1 if no ``encode`` can have made its payload, and the page is undefined then.
+        """
         self._each(Launch.queue, self._decoding, self._keeping[1], share)
 
     def fetch(self, table: torch.Tensor, flags: torch.Tensor, layers: tuple[int, int] | None = None) -> None:
-        """Make pages, or some of their layers, of payloads in host memory that the card can address.
+        """Decode payloads in page-locked, mapped host memory into pages, or into some of their layers.
 
         Args:
             table: int64 ``[2, pages]``, flat: slots, then addresses of payloads, multiples of 16.
@@ -248,7 +253,7 @@ def smallest_tile(codec: Lossy, layout: PageLayout, grid: Grid) -> int:
 
 
 def _fits_tiles(run: Run) -> bool:
-    """Of 4 bits, a byte's two numbers must have scales that lie a fixed distance apart for all of a tile."""
+    """With 4 bits, the scales of a byte's two numbers must lie a fixed distance apart throughout a tile."""
     known = run.constants(0)
     if known["RULE"] == FP8:
         return True
@@ -260,7 +265,7 @@ def _fits_tiles(run: Run) -> bool:
 
 
 def _tiles(known: Constants, grid: Grid) -> Constants:
-    """How the codes of a layer's plane are cut; see the kernel."""
+    """Return how the codes of a layer's plane are cut into tiles; see the kernel."""
     channels, codes = int(known["CHANNELS"]), int(known["LAYER_CODES"])
     shared = known["RULE"] == FP8
     width = channels or (_ROW_NBYTES if shared else int(known["MEMBERS"]))
@@ -284,7 +289,14 @@ def _tiles(known: Constants, grid: Grid) -> Constants:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Planes of a KV group with one scheme: the first, how many, and where its parts are in a payload."""
+    """Neighbouring planes of a KV group with the same scheme.
+
+    Attributes:
+        plane: the first of them.
+        count: how many they are.
+        scales: where its scales begin in a payload, in bytes.
+        codes: where its codes begin in a payload, in bytes.
+    """
 
     plane: Plane
     count: int
@@ -292,7 +304,7 @@ class Run:
     codes: int
 
     def constants(self, stride: int) -> Constants:
-        """What the kernels are told of the codec and of payloads."""
+        """Return the kernels' constants about the codec and payloads, which are ``stride`` bytes apart."""
         plane = self.plane
         sides = prod(plane.scheme.sides(plane.shape))
         found: Constants = {
@@ -312,6 +324,7 @@ class Run:
 
 
 def runs_of(places: PayloadLayout) -> Iterator[Run]:
+    """Yield the runs of a payload, in order."""
     scales, codes = 0, places.kept_nbytes
     for _, alike in groupby(places.planes, lambda plane: (plane.offset, plane.scheme)):
         planes = list(alike)
@@ -321,6 +334,7 @@ def runs_of(places: PayloadLayout) -> Iterator[Run]:
 
 
 def strides_of(lot: GroupStrides) -> Constants:
+    """Return the kernels' constants about where numbers lie."""
     plane, token, head, number = lot.strides
     return {
         "SLOT": lot.slot,
@@ -336,7 +350,7 @@ def strides_of(lot: GroupStrides) -> Constants:
 
 
 def _groups(plane: Plane, sides: int) -> Constants:
-    """Which numbers share a scale, and how many of them a program has."""
+    """Return the constants that say which numbers share a scale, and how many of them a program has."""
     shape, scheme = plane.shape, plane.scheme
     members, length, channels = scheme.members(shape), shape.numbers, 0
     if isinstance(scheme, Steps):
@@ -372,7 +386,7 @@ def _arithmetic(plane: Plane) -> Constants:
 def _kept(
     places: PayloadLayout, layout: PageLayout, lots: tuple[GroupStrides, ...], pool: torch.Tensor | None
 ) -> Iterator[tuple[GroupStrides, int]]:
-    """What is kept as it is, each with its place in a payload."""
+    """Yield the bytes of a page that are not encoded, each with its place in a payload."""
     at = sum(plane.scale_nbytes + plane.floor_nbytes for plane in places.planes)
     for start, end in places.gaps():
         if pool is not None:
@@ -399,9 +413,10 @@ def _keep(kernel: Any, lot: GroupStrides, at: int, stride: int, *, back: bool) -
 
 
 def blocks(number: float, size: float) -> int:
+    """Return how many blocks of ``size`` hold ``number``."""
     return -(-int(number) // int(size))
 
 
 def power(number: int) -> int:
-    """The next power of two that is not smaller."""
+    """Return the smallest power of two that is not smaller than ``number``."""
     return 1 << (number - 1).bit_length()

@@ -49,18 +49,19 @@ if TYPE_CHECKING:
 _log = logging.getLogger("tierstore.gpu.coded_path")
 
 CUTS = (Cut((5, 3), 3 << 20), Cut((1, 1), 3 << 20))
-"""Of loads through slabs. Nothing hides what is computed after the last group has come, so it has fewer layers; with
-much fewer the host would not have launched those before them by then. Each group has scales of its own: two small
-pieces a page, and more where smallest numbers are stored, that take the link a microsecond each and the host three:
-pages of 2 MiB in two groups came at half the speed of whole ones. Bytes are those of pages as they are."""
+"""How loads through slabs are cut into layer groups. Nothing hides what is computed after the last group has come, so
+that group has fewer layers; with far fewer the host could not launch the groups before it in time. Each group has
+scales of its own: two small pieces for each page, or more where smallest numbers are stored, which take the link one
+and the host three microseconds each. Pages of 2 MiB in two groups came at half the speed of whole ones. Sizes are
+those of pages before encoding."""
 
 MAPPED_CUTS = (Cut((1, 1, 1, 1), 512 << 10), Cut((1, 1), 512 << 10))
-"""Where kernels read payloads in host memory (see ``MappedLoads``): a group is one more launch for hundreds of
-pages, and nothing else."""
+"""How loads are cut where a kernel reads payloads in host memory (see ``MappedLoads``): a layer group costs one more
+launch for hundreds of pages, and nothing else."""
 
 MAPPED_NBYTES = 64 << 10
-"""Of codes that a layer has of K, or of V, in a page. With fewer such kernels are slow: of 16 KiB, pages of 2 MiB as
-``int8``, they carry .67 of what the link can."""
+"""Bytes of codes that a layer has of K, or of V, in a page, at least, for ``MappedLoads``. With less the kernel is
+slow: with 16 KiB (pages of 2 MiB as ``int8``) it reaches 0.67 of the link."""
 
 
 UP_NBYTES = 192 << 20
@@ -69,7 +70,7 @@ through one slab, three quarters of the layers of 32 large pages too: a round of
 driver and a launch."""
 
 DOWN_NBYTES = 64 << 20
-"""The same of saves, for which nobody waits."""
+"""As ``UP_NBYTES``, for saves, for which nobody waits."""
 
 _ALIGNMENT = 512
 
@@ -242,12 +243,13 @@ def _lots(pool: OwnPool | EnginePool, held: HostFormat) -> tuple[GroupStrides, .
 
 
 def slab_nbytes(held: HostFormat, nbytes: int) -> int:
-    """Bytes of a slab with rows for all pages that ``nbytes`` holds, see ``UP_NBYTES``; at least one."""
+    """Return the bytes of a slab with a row for each page that fits ``nbytes`` (see ``UP_NBYTES``); at least one
+    row."""
     return max(1, nbytes // max(held.layout.blob_nbytes, held.slot_nbytes)) * held.slot_nbytes
 
 
 def _whole(ring: Ring, coder: Coder, held: HostFormat, driver: Driver, device: torch.device) -> SlabCopies:
-    """Copies of whole payloads, a slot's length each."""
+    """Return the copies of whole payloads; each has the length of a host slot."""
     carriers = [_carrier(at, held.slot_nbytes, driver, device) for at in ring.addresses]
     return SlabCopies(ring, coder, held.slot_nbytes, carriers)
 
@@ -255,7 +257,7 @@ def _whole(ring: Ring, coder: Coder, held: HostFormat, driver: Driver, device: t
 def _by_layers(
     pool: OwnPool | EnginePool, held: HostFormat, ring: Ring, driver: Driver, device: torch.device
 ) -> tuple[LayerGroups | None, list[list[SlabCopies]]]:
-    """Loads by layers, where pages are large and all of them is encoded; else none."""
+    """Return the loads by layers, if pages are large and all of their bytes are encoded; else none."""
     from tierstore.gpu.quant import codec_kernels
 
     found = _lots(pool, held)
@@ -278,7 +280,7 @@ def _by_layers(
 
 
 def _any_share(held: HostFormat, device: torch.device) -> Share:
-    """Of the form that all shares have."""
+    """Return a share of the form that all shares have, to compile for."""
     slots = np.zeros(1, dtype=np.int64)
     flags = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     rows = torch.zeros(held.slot_nbytes, dtype=torch.uint8, device=device)
@@ -287,7 +289,7 @@ def _any_share(held: HostFormat, device: torch.device) -> Share:
 
 
 def _carrier(address: int, nbytes: int, driver: Driver, device: torch.device) -> Carrier:
-    """Between the rows of a slab and host memory: by DMA, or by the copy kernel where payloads are small."""
+    """Return the carrier between rows of a slab and host memory: by DMA, or by the copy kernel for small payloads."""
     rows = addresses.row_segments(address, nbytes, [(0, 0, nbytes)])
     straight = DmaRoute(rows, driver)
     if nbytes > SIZES[-1] or not KernelRoute.suits(rows):
