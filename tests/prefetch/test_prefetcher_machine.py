@@ -18,11 +18,11 @@ SHOWN = (*planting.NOTICED, LookupError, ValueError, RuntimeError, pytest.fail.E
 FEWER = settings(SEARCH, max_examples=400)
 
 PROMOTING = [
-    Bug("a hint that was withdrawn counts", "if in_force and src", "if src"),
+    Bug("a hint that was withdrawn counts", "if in_force and sources", "if sources"),
     Bug(
         "leases that wait do not matter",
-        "src is not None and not self._awaited(src):",
-        "src is not None:",
+        "sources and not any(map(self._awaited, sources)):",
+        "sources:",
     ),
     Bug(
         "retained pages are displaced",
