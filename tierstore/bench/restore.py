@@ -331,7 +331,7 @@ class Rig:
             (directory, "extend_lease", "plan"),
             (directory.residency, "reserve_run", "reserve"),
             (directory.residency, "reserve", "reserve"),
-            (directory.loads, "start_run", "plan"),
+            (directory.loads, "start", "plan"),
             (engine, "submit", "submit"),
             (engine, "poll", "poll"),
             (engine._lanes[Tier.HBM], "launch", "launch"),

@@ -275,7 +275,7 @@ class Directory:
         if whole and transfer.dst == Tier.HBM and self.loads.owned:
             keys, src = transfer.keys, transfer.src
             self.loads.all_arrived(keys, src, transfer.src_slots, transfer.dst_slots)
-            self.writeback.sinks.all_unpinned(keys, src)
+            self.writeback.sinks.unpinned(keys, src)
             return
         failures = dict(ack.failures)
         if not ack.ok and not failures:
@@ -369,7 +369,7 @@ class Directory:
 
     def _unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
         self.residency.unpin(key, tier, slot)
-        self.writeback.sinks.unpinned(key, tier)
+        self.writeback.sinks.unpinned((key,), tier)
 
     # -- inside -------------------------------------------------------------------------------------------------
 

@@ -292,7 +292,7 @@ class Leases:
             return False
         places = self._residency.reserve_run(keys, Tier.HBM, gate)
         keys = keys[: len(places)]
-        self._loads.start_run(lease, index, keys, places)
+        self._loads.start(lease, index, keys, gate, places)
         lease.slots += [slot for slot, _ in places]
         lease.waiting.update(range(index, index + len(places)))
         return self._taken(lease, keys, gate)
@@ -348,7 +348,9 @@ class Leases:
             return "no_room"
         lease.slots.append(slot)
         source_slot = self._residency.tables[source].copies[key].slot
-        self._await(lease, index, self._loads.start(key, slot, source, source_slot))
+        self._loads.start(lease, index, (key,), source, [(slot, source_slot)])
+        lease.sources.append(source)
+        lease.waiting.add(index)
         self._hit((key,), source)
         return None
 
@@ -393,14 +395,14 @@ class Leases:
             self._residency.touch(keys)
             return
         self._residency.release_run(keys, Tier.HBM, slots)
-        self._sinks.all_unpinned(reversed(keys), Tier.HBM)
+        self._sinks.unpinned(reversed(keys), Tier.HBM)
 
     def _unpin_from(self, lease: LeaseRecord, start: int) -> None:
         if self._hbm is not None:
             pins = list(zip(lease.keys[start:], lease.slots[start:], strict=False))
             for key, slot in reversed(pins):
                 self._residency.unpin(key, Tier.HBM, slot)
-                self._sinks.unpinned(key, Tier.HBM)
+                self._sinks.unpinned((key,), Tier.HBM)
         del lease.slots[start:]
 
     def _count(self, lease: LeaseRecord) -> None:

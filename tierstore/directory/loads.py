@@ -72,37 +72,29 @@ class Loads:
         """Promotions that wait for a slot of the gate."""
         return len(self._queue)
 
-    def start(self, key: PageKey, slot: int, source: Tier, source_slot: int) -> Load:
-        """Begins to bring the page from its copy in ``source``, pinned for it, into a slot that no other load fills."""
-        load = Load(key, slot, source, source_slot)
-        self.by_slot[slot] = load
-        if source == self.gate or not self.staged:
-            self._submit(load)
-        else:
-            waiting = self.promoting.setdefault(key, [])
-            if not waiting:
-                self._queue.append(key)
-            waiting.append(load)
-        return load
-
-    def start_run(
+    def start(
         self,
         lease: LeaseRecord | None,
         index: int,
         keys: Sequence[PageKey],
+        source: Tier,
         places: Sequence[tuple[int, int]],
     ) -> None:
-        """As ``start`` for pages of a lease from ``index`` on, or of none, straight from the tier above all promotions.
+        """Begin to bring pages of a lease from ``index`` on, or of none, from their copies in ``source`` into HBM.
 
-        ``places``: the slots reserved for them, and those of their sources, pinned.
+        ``places``: for each page the slot reserved for it, which no other load fills, and that of its source, pinned.
         """
-        by_slot, gate, parent = self.by_slot, self.gate, self._residency.lineage.parent
+        by_slot, parent = self.by_slot, self._residency.lineage.parent
+        straight = source == self.gate or not self.staged
         moves = []
         for number, (key, (slot, source_slot)) in enumerate(zip(keys, places, strict=True), index):
             waiters = [] if lease is None else [(lease, number)]
-            by_slot[slot] = Load(key, slot, gate, source_slot, True, False, waiters)
-            moves.append(Move(key, source_slot, slot, 0, parent(key)))
-        self._transfers.add_all(gate, Tier.HBM, moves)
+            load = by_slot[slot] = Load(key, slot, source, source_slot, straight, False, waiters)
+            if straight:
+                moves.append(Move(key, source_slot, slot, 0, parent(key)))
+            else:
+                self._await_promotion(load)
+        self._transfers.add(source, Tier.HBM, *moves)
 
     def promote_queued(self) -> None:
         """Starts queued promotions for which the gate has room now, a bounded number.
@@ -237,6 +229,12 @@ class Loads:
         for load in list(loads):
             self._residency.abort(load.key, Tier.HBM)
             self.cancel(load.slot)
+
+    def _await_promotion(self, load: Load) -> None:
+        waiting = self.promoting.setdefault(load.key, [])
+        if not waiting:
+            self._queue.append(load.key)
+        waiting.append(load)
 
     def _submit(self, load: Load) -> None:
         load.submitted = True
@@ -420,37 +418,29 @@ class Promotions:
             return ()
         straight = dst != Tier.HBM or src == self._loads.gate
         if straight and self._residency.exactness.lossless and self._tables[dst].free:
-            return self._bring_run(keys, src, dst) or None
-        if not self._tables[src].ready(keys[0]) or not self._find_room(dst, over):
+            places = self._residency.reserve_run(keys, dst, src, pins=0)
+        elif self._tables[src].ready(keys[0]) and self._find_room(dst, over):
+            source_slot = self._tables[src].copies[keys[0]].slot
+            places = [(self._residency.reserve(keys[0], dst, 0, src), source_slot)]
+        else:
             return None
-        self._bring(keys[0], src, dst)
-        return keys[:1]
+        return self._bring(keys[: len(places)], src, dst, places) or None
 
-    def _bring_run(self, keys: Sequence[PageKey], src: Tier, dst: Tier) -> Sequence[PageKey]:
-        """As ``_bring`` for the first of ``keys``, into free slots."""
-        places = self._residency.reserve_run(keys, dst, src, pins=0)
-        keys = keys[: len(places)]
+    def _bring(
+        self, keys: Sequence[PageKey], src: Tier, dst: Tier, places: Sequence[tuple[int, int]]
+    ) -> Sequence[PageKey]:
+        """Start the copies of these pages into slots reserved for them; ``places`` as for ``Loads.start``."""
         self._moving[dst].update(dict.fromkeys(keys))
         if dst == Tier.HBM:
-            self._loads.start_run(None, 0, keys, places)
+            self._loads.start(None, 0, keys, src, places)
             return keys
         parent = self._residency.lineage.parent
         moves = [
             Move(key, source_slot, slot, 0, parent(key))
             for key, (slot, source_slot) in zip(keys, places, strict=True)
         ]
-        self._transfers.add_all(src, dst, moves)
+        self._transfers.add(src, dst, *moves)
         return keys
-
-    def _bring(self, key: PageKey, src: Tier, dst: Tier) -> None:
-        residency = self._residency
-        self._moving[dst][key] = None
-        source_slot = self._tables[src].copies[key].slot
-        slot = residency.reserve(key, dst, 0, src)
-        if dst == Tier.HBM:
-            self._loads.start(key, slot, src, source_slot)
-            return
-        self._transfers.add(src, dst, Move(key, source_slot, slot, 0, residency.lineage.parent(key)))
 
     def _keep(self, hint: Hint, keys: Sequence[PageKey], tier: Tier) -> None:
         """Host memory that a page came through is free for the next once the page is on its way to HBM."""

@@ -216,7 +216,7 @@ class SealedSlots:
 
     def _unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
         self._residency.unpin(key, tier, slot)
-        self._writeback.sinks.unpinned(key, tier)
+        self._writeback.sinks.unpinned((key,), tier)
 
 
 class _Page(NamedTuple):

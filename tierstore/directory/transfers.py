@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from tierstore.directory.residency import Residency
 
@@ -59,12 +59,8 @@ class Transfers:
         self._moves: dict[Edge, list[Move]] = defaultdict(list)
         self._next_id = 0
 
-    def add(self, src: Tier, dst: Tier, move: Move) -> None:
-        """Puts a reserved move into the current batch of its edge."""
-        self._moves[src, dst].append(move)
-
-    def add_all(self, src: Tier, dst: Tier, moves: Sequence[Move]) -> None:
-        """As ``add`` for each."""
+    def add(self, src: Tier, dst: Tier, *moves: Move) -> None:
+        """Put reserved moves into the current batch of their edge."""
         self._moves[src, dst].extend(moves)
 
     def emit(self, now: float) -> None:

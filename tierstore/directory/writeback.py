@@ -132,21 +132,17 @@ class Sinks:
             ticket.open -= 1
             ticket.failed += failed
 
-    def unpinned(self, key: PageKey, tier: Tier) -> None:
-        """A copy lost a pin: lets go what only waited for that."""
-        if (tier, key) not in self._leaving:
-            return
-        copy = self._tables[tier].copies.get(key)
-        if copy is None or not self._residency.saved_below(key, tier):
-            self._leaving.discard((tier, key))
-        elif copy.ready and copy.pins == 0:
-            self._leaving.discard((tier, key))
-            self._space.drop(key, tier)
-
-    def all_unpinned(self, keys: Iterable[PageKey], tier: Tier) -> None:
-        """As ``unpinned`` for each."""
+    def unpinned(self, keys: Iterable[PageKey], tier: Tier) -> None:
+        """Copies of these pages lost a pin: let go those that only waited for that."""
         for key in keys if self._leaving else ():
-            self.unpinned(key, tier)
+            if (tier, key) not in self._leaving:
+                continue
+            copy = self._tables[tier].copies.get(key)
+            if copy is None or not self._residency.saved_below(key, tier):
+                self._leaving.discard((tier, key))
+            elif copy.ready and copy.pins == 0:
+                self._leaving.discard((tier, key))
+                self._space.drop(key, tier)
 
     def _step(self, key: PageKey, sink: Sink, now: float) -> _Step:
         holders = [tier for tier in self._tiers if self._tables[tier].ready(key)]
@@ -191,7 +187,7 @@ class Sinks:
         for tier in self._tiers:
             if tier < target and self._tables[tier].ready(key):
                 self._leaving.add((tier, key))
-                self.unpinned(key, tier)
+                self.unpinned((key,), tier)
 
 
 _AHEAD = 16
