@@ -1,4 +1,4 @@
-"""The command line, run as a user runs it: in a process of its own, by its output and exit code."""
+"""The command line, by its output and exit code: each command once as a user runs it, in a process of its own."""
 
 from __future__ import annotations
 
@@ -28,6 +28,16 @@ from tierstore.types import PageKey, Tier, Transfer
 
 
 def tierstore(*arguments: str | Path, answer: str = "") -> subprocess.CompletedProcess[str]:
+    """The command in this process, where torch is loaded already."""
+    words = [str(argument) for argument in arguments]
+    result = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, words, input=answer)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return subprocess.CompletedProcess(words, result.exit_code, result.stdout, result.stderr)
+
+
+def tierstore_process(*arguments: str | Path, answer: str = "") -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
     command = [sys.executable, "-c", "from tierstore.cli import main; main()", *map(str, arguments)]
     environment = os.environ | {"COLUMNS": "200", "NO_COLOR": "1"}
     return subprocess.run(
@@ -40,7 +50,7 @@ def last_line(result: subprocess.CompletedProcess[str]) -> Any:
 
 
 def test_without_a_command_it_says_what_there_is() -> None:
-    result = tierstore()
+    result = tierstore_process()
     assert result.returncode == 2
     for command in ("config-schema", "demo", "doctor", "inspect", "verify", "purge"):
         assert command in result.stdout + result.stderr
@@ -56,14 +66,14 @@ def test_what_is_not_understood_ends_with_code_2(arguments: tuple[str, ...]) -> 
 
 @pytest.mark.parametrize("arguments", [("config-schema",), ("config-schema", "--json")])
 def test_config_schema_prints_the_schema_and_nothing_else(arguments: tuple[str, ...]) -> None:
-    result = tierstore(*arguments)
+    result = tierstore_process(*arguments)
     assert result.returncode == 0
     assert json.loads(result.stdout) == config_schema()
     assert len(result.stdout.splitlines()) == 1 or "--json" not in arguments
 
 
 def test_doctor_names_what_the_machine_gives(tmp_path: Path) -> None:
-    result = tierstore("doctor", "--path", tmp_path, "--json")
+    result = tierstore_process("doctor", "--path", tmp_path, "--json")
     assert result.returncode == 0, result.stdout + result.stderr
     report = last_line(result)
     checks = {check["name"]: check for check in report["checks"]}
@@ -202,7 +212,7 @@ def test_a_directory_that_is_not_a_stores_is_refused_and_left_alone(
 
 
 def test_inspect_shows_what_a_directory_holds(home: Path) -> None:
-    result = tierstore("inspect", home, "--json")
+    result = tierstore_process("inspect", home, "--json")
     assert result.returncode == 0, result.stderr
     assert "tiny-model@1" in result.stdout
     (shard,) = last_line(result)["shards"]
@@ -264,7 +274,7 @@ def test_a_long_model_is_cut_to_one_line_and_leaves_room_for_all_else_of_its_sha
 def test_inspect_names_the_process_that_uses_a_directory(home: Path) -> None:
     tier = open_tier(home)
     try:
-        result = tierstore("inspect", home, "--json")
+        result = tierstore_process("inspect", home, "--json")
     finally:
         assert tier.close(30.0)
     assert result.returncode == 0, result.stderr
@@ -272,7 +282,7 @@ def test_inspect_names_the_process_that_uses_a_directory(home: Path) -> None:
 
 
 def test_verify_reads_every_record(home: Path) -> None:
-    result = tierstore("verify", home, "--json")
+    result = tierstore_process("verify", home, "--json")
     assert (result.returncode, result.stderr) == (0, "")
     report = last_line(result)
     assert (report["ok"], report["checked"], report["bad"]) == (True, 5, 0)
@@ -291,7 +301,7 @@ def test_verify_names_the_record_that_is_not_what_was_written(home: Path) -> Non
 def test_verify_does_not_vouch_for_a_directory_in_use(home: Path) -> None:
     tier = open_tier(home)
     try:
-        result = tierstore("verify", home, "--json")
+        result = tierstore_process("verify", home, "--json")
     finally:
         assert tier.close(30.0)
     assert result.returncode == 1
@@ -362,7 +372,7 @@ def test_purge_removes_nothing_unless_told_yes(home: Path, answer: str) -> None:
 
 
 def test_purge_that_can_ask_nobody_names_the_option_that_it_needs(home: Path) -> None:
-    result = tierstore("purge", home, "--json", answer="")
+    result = tierstore_process("purge", home, "--json", answer="")
     assert result.returncode == 2
     question, why = result.stderr.splitlines()
     assert question.startswith("Remove 'all'")
@@ -401,7 +411,7 @@ def test_purge_of_another_fingerprint_or_of_damage_keeps_what_is_sound(home: Pat
 def test_purge_keeps_what_is_in_use(home: Path) -> None:
     tier = open_tier(home)
     try:
-        result = tierstore("purge", home, "--yes", "--json")
+        result = tierstore_process("purge", home, "--yes", "--json")
     finally:
         assert tier.close(30.0)
     assert result.returncode == 1

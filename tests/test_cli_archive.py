@@ -19,7 +19,7 @@ from tests.adapters.tiny import tiny_llama
 from tests.archive.rig import Shelf, imported, run
 from tests.support.folders import save_with_byte_tokenizer
 from tests.support.pages import SPEC, chain, nvme_capacity, read, tiers, write
-from tests.test_cli import last_line, only_to_be_read, tierstore, unprivileged
+from tests.test_cli import last_line, only_to_be_read, tierstore, tierstore_process, unprivileged
 from tests.test_readme import block
 from tierstore.adapters.huggingface import ATTENTION, TierStoreCache, cache_argument, page_specs
 from tierstore.archive.intake import read_contents
@@ -204,7 +204,7 @@ def test_what_does_not_fit_the_capacity_is_said(tmp_path: Path) -> None:
 def test_a_store_in_use_is_named_with_its_process(tmp_path: Path) -> None:
     config = filled(tmp_path)
     with TierStore.open(tiers(16, None, tmp_path / "store", nvme_pages=100), SPEC):
-        result = tierstore("export", "--config", config, "--all", tmp_path / "x.tier")
+        result = tierstore_process("export", "--config", config, "--all", tmp_path / "x.tier")
     assert result.returncode == 2
     assert "in use by process" in result.stderr
 
