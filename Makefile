@@ -5,6 +5,10 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 # A worker a core, four at most: each loads models of its own.
 WORKERS ?= --numprocesses auto --maxprocesses 4 --dist loadfile
+# Threads of models this small wait for each other: processes that tests start have one, as the tests themselves.
+test test-all: export OMP_NUM_THREADS := 1
+# Else every worker would rewrite the assertions of all tests in each run.
+unexport PYTHONDONTWRITEBYTECODE
 # What `make test-all` draws its examples from: other ones in each run.
 SEED ?= $(shell date +%s)
 # vLLM's own environment, 3.5 GB: beside the project's, since it holds older versions of what the project uses.

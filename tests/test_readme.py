@@ -69,22 +69,17 @@ def test_the_laptop_tutorial_finds_after_a_restart_what_it_stored(tmp_path: Path
         assert printed == shown.partition("\n")[2]
 
 
-def test_the_transformers_example_reuses_what_the_first_prompt_left(tmp_path: Path) -> None:
+def test_the_transformers_examples_reuse_what_earlier_prompts_left(tmp_path: Path) -> None:
+    """Both in one process, which takes most of its time to load transformers."""
     tiny_llama().save_pretrained(tmp_path / "model")
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    program = f"""
+    prompts = f"""
 import torch
 path = "model"
 prompts = [torch.tensor([{random_prompt(40)}]), torch.tensor([{[*random_prompt(40), 5, 6, 7]}])]
 {block("docs/transformers.md", "python")}
 """
-    result = run(program, tmp_path)
-    assert result.splitlines()[-2:] == ["0 of 40 tokens reused", "40 of 43 tokens reused"]
-
-
-def test_the_chat_example_computes_what_is_new_and_one_token(tmp_path: Path) -> None:
-    tiny_llama().save_pretrained(tmp_path / "model")
-    program = f"""
+    chat = f"""
 from transformers import AutoModelForCausalLM
 import tierstore
 from tierstore.adapters.huggingface import page_specs
@@ -95,9 +90,11 @@ turns = [{random_prompt(40)}, [5, 6, 7]]
 {block("docs/transformers.md", "python", 1)}
 store.close()
 """
-    lines = run(program, tmp_path).splitlines()[-2:]
-    assert "new_tokens=40, reused_tokens=0, computed_tokens=40" in lines[0]
-    assert "new_tokens=3, reused_tokens=59, computed_tokens=4" in lines[1]
+    both = "".join(f"exec({program!r}, {{}})\nprint('---')\n" for program in (prompts, chat))
+    first, second, _ = (part.splitlines()[-2:] for part in run(both, tmp_path).split("---\n"))
+    assert first == ["0 of 40 tokens reused", "40 of 43 tokens reused"]
+    assert "new_tokens=40, reused_tokens=0, computed_tokens=40" in second[0]
+    assert "new_tokens=3, reused_tokens=59, computed_tokens=4" in second[1]
 
 
 def test_the_engine_example_copies_pages_out_and_in(tmp_path: Path) -> None:

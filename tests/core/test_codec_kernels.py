@@ -29,6 +29,14 @@ from tierstore.page import PageLayout
 NAMES = [name for name, codec in LOSSY.items() if not codec.zstd]
 KERNELS_HERE = interpreted()
 WORDS = {"bfloat16": "<u2", "float16": "<u2", "float32": "<u4"}
+DEEP = pytest.mark.deep
+EACH = [
+    pytest.param(name, dtype, marks=[] if name == "int8" or dtype == "bfloat16" else DEEP)
+    for name in NAMES
+    for dtype in FLOATS
+]
+"""Every codec and every dtype at least once in `make test`, all pairs in `make test-all`."""
+
 NO_EXPONENT = {"bfloat16": 0x807F, "float16": 0x83FF, "float32": 0x807FFFFF}
 
 
@@ -56,24 +64,24 @@ def all_subnormal(page: Bytes, layout: PageLayout) -> Bytes:
     return page
 
 
-def require_all_the_same(name: str, kernels: ModuleType = KERNELS_HERE) -> None:
-    for dtype in FLOATS:
-        layout = many_groups(dtype)
-        varied = [page_like_kv(layout, seed, frozenset(FEATURES)) for seed in range(2)]
-        plain = page_like_kv(layout, 2, frozenset({"outliers"}))
-        bench = Bench(name, layout, [*varied, plain, all_subnormal(plain.copy(), layout)], kernels)
-        bench.own_slots()
-        bench.require_same()
+def require_all_the_same(name: str, dtype: str, kernels: ModuleType = KERNELS_HERE) -> None:
+    layout = many_groups(dtype)
+    varied = [page_like_kv(layout, seed, frozenset(FEATURES)) for seed in range(2)]
+    plain = page_like_kv(layout, 2, frozenset({"outliers"}))
+    bench = Bench(name, layout, [*varied, plain, all_subnormal(plain.copy(), layout)], kernels)
+    bench.own_slots()
+    bench.require_same()
 
 
 def require_every_codec(kernels: ModuleType) -> None:
     for name in NAMES:
-        require_all_the_same(name, kernels)
+        for dtype in FLOATS:
+            require_all_the_same(name, dtype, kernels)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_payloads_and_pages_are_those_of_the_cpu(name: str) -> None:
-    require_all_the_same(name)
+@pytest.mark.parametrize(("name", "dtype"), EACH)
+def test_payloads_and_pages_are_those_of_the_cpu(name: str, dtype: str) -> None:
+    require_all_the_same(name, dtype)
 
 
 @settings(max_examples=lanes.examples(10, 150))
@@ -152,8 +160,7 @@ UNFIT = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("name", "dtype"), EACH)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # arithmetic on what is no number
 def test_pages_that_the_codec_cannot_state_are_told_and_the_others_arrive(name: str, dtype: str) -> None:
     layout = many_groups(dtype)
@@ -173,8 +180,7 @@ def test_pages_that_the_codec_cannot_state_are_told_and_the_others_arrive(name: 
             np.testing.assert_array_equal(payload, bench.encoded(slot))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("name", "dtype"), EACH)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_payloads_that_the_cpu_refuses_are_told(name: str, dtype: str) -> None:
     layout = PageLayout.of(spec_of(dtype, 1, 5, 1, 70))

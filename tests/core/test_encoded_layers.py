@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 pytest.importorskip("triton")
 
-from tests.codecs.holding import FLOATS, Bytes, decoded, page_like_kv, spec_of
-from tests.core.test_codec_kernels import KERNELS_HERE
+from tests.codecs.holding import Bytes, decoded, page_like_kv, spec_of
+from tests.core.test_codec_kernels import EACH, KERNELS_HERE
 from tierstore.codecs import LOSSY
 from tierstore.codecs.host_format import HostFormat, Packer
 from tierstore.gpu import addresses, quant
@@ -30,7 +30,6 @@ from tierstore.gpu.quant.encoded_routes import parts_of
 from tierstore.gpu.slabs import Ring, SlabCopies, SlabRoute
 from tierstore.page import PageLayout
 
-NAMES = [name for name, codec in LOSSY.items() if not codec.zstd]
 LAYERS, TOKENS, HEADS, DIM = 5, 32, 2, 64
 SLOTS = 7
 CPU = torch.device("cpu")
@@ -164,8 +163,7 @@ def open_bench(
     return Bench(held, pool, route, payloads, pages)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype"), EACH)
 def test_groups_together_are_the_page_and_each_is_its_layers(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

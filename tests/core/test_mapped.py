@@ -153,8 +153,18 @@ SHAPES = [
 """Dtype, tokens, heads, dim: whole groups; two a page; tokens left over; odd rows; few numbers; other words."""
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        # Every shape with bytes and with halves of bytes, every other codec with one
+        pytest.param(
+            name, shape, marks=[] if name in ("int8", "int4") or shape == SHAPES[0] else pytest.mark.deep
+        )
+        for name in NAMES
+        for shape in SHAPES
+    ],
+    ids=str,
+)
 def test_pages_are_those_of_the_cpu(name: str, shape: tuple[str, int, int, int]) -> None:
     layout = PageLayout.of(spec_of(shape[0], 1, *shape[1:]))
     if not can_fetch(LOSSY[name], layout):
@@ -217,7 +227,10 @@ def test_any_number_of_programs_and_any_tiles_give_the_same(name: str, grid: Gri
     require_same(Bench(name, layout, some_pages(layout), grid=grid))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("fp8", "k8v4") else pytest.param(name, marks=pytest.mark.deep) for name in NAMES],
+)
 def test_what_no_encoder_makes_is_told_of_its_page_alone(name: str) -> None:
     """Bytes of a payload, one at a time, become ones that may be no scale, no smallest number and no code."""
     layout = PageLayout.of(spec_of("float16", 1, 16, 1, 64))
