@@ -68,7 +68,7 @@ BUGS = [
         "return -(-nbytes // 4) if lane.may_be_overtaken",
         "return nbytes if 1",
     ),
-    Bug("encoded pages count as they are", "= host.held.payload_nbytes", "= page_nbytes"),
+    Bug("encoded pages count as they are", "= host.held.payload_nbytes", "= host.held.layout.page_nbytes"),
 ]
 
 
