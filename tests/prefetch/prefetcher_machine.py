@@ -370,7 +370,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
             self.cancel(name)
         self.subject.turn(0.0)
         self.store.poll()
-        assert self.bench.directory.promotions.num_kept == 0
+        assert not self.bench.directory.residency.queues.kept
         assert len(self.subject.expected) == 0
         require_nothing_held(self.store)
 

@@ -181,8 +181,8 @@ def test_nothing_is_left_of_what_it_kept_once_it_is_closed(bench: Bench, clock: 
     keys, others = stored(store, "a", 8, Tier.HOST), stored(store, "b", 8, Tier.HOST)
     need(store, "r", keys)
     run(prefetcher, store, clock)
-    assert bench.directory.promotions.num_kept == 8
+    assert len(bench.directory.residency.queues.kept) == 8
     prefetcher.close()
     store.poll()
-    assert bench.directory.promotions.num_kept == 0
+    assert len(bench.directory.residency.queues.kept) == 0
     assert read(store, others) == 8

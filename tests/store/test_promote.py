@@ -483,6 +483,6 @@ def test_nothing_is_remembered_of_hints_that_have_ended(store: TierStore, bench:
     assert store.drain(60.0)
     store.poll()
     promoting = bench.directory.promotions
-    assert promoting.num_kept == 0
+    assert not promoting._residency.queues.kept
     assert not promoting._keepers
     assert not bench.directory.hints._needed

@@ -289,11 +289,6 @@ class Promotions:
         self._brought: OrderedDict[PageKey, _Brought] = OrderedDict()
         self._most_brought = sum(table.num_slots or 0 for table in self._tables.values())
 
-    @property
-    def num_kept(self) -> int:
-        """Places that are kept for hints in force."""
-        return sum(map(len, [*self._kept.values(), *self._ending]))
-
     def sources(self, tier: Tier) -> tuple[Tier, ...]:
         """The tiers from which pages come to ``tier``, fastest first; none: it is no tier to promote to."""
         hierarchy = self._residency.hierarchy
