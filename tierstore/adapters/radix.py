@@ -1,14 +1,15 @@
-"""Token-granular longest prefix, for adapters: which cached page begins like the rest of a prompt. Pure metadata.
+"""Find the cached page that begins like the rest of a prompt: the longest prefix by tokens, for adapters. Metadata
+only.
 
-The store's keys say which full pages of a prompt are held. A prompt that leaves a cached sequence inside a page has
+The store's keys say which full pages of a prompt it has. A prompt that leaves a cached sequence inside a page has
 another key for that page and would recompute all of it. This index names the page that agrees with the prompt for
-its first t tokens: the adapter leases it, copies it into a slot of its own and goes on after t tokens.
+its first t tokens: the adapter leases it, copies it into a slot of its own and continues after t tokens.
 
-An entry says what a page *would* hold, never that it is held: a stale one is harmless because ``acquire`` decides.
-Finding one, the adapter calls ``discard`` and asks again. Only tokens and the root tell pages apart: a page that also
-depends on something at a token offset (an image) goes in under another root, or not at all.
+An entry says what a page *would* hold, not that the store has it. A stale entry is harmless, because ``acquire``
+decides: the adapter then calls ``discard`` and asks again. Only tokens and the root distinguish pages: a page that
+also depends on something at a token offset (an image) belongs under another root, or not into the index.
 
-The tree of prefixes is SGLang's radix cache with one page an edge, which keeps one key a node.
+The tree of prefixes is SGLang's radix cache with one page per edge, which needs one key per node.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ _TOKEN_NBYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class RadixMatch:
-    """``keys``: the full pages of the prompt, from its first one on. ``next_key``: the page after them whose first
-    ``next_tokens`` tokens (1 to page_size - 1) are the prompt's; None and 0 if no page begins like its rest."""
+    """``keys`` are the full pages of the prompt, from its first one on. The first ``next_tokens`` tokens (1 to
+    page_size - 1) of the page ``next_key`` continue the prompt; None and 0 if no page begins like its rest.
+    """
 
     keys: tuple[PageKey, ...]
     next_key: PageKey | None
@@ -36,7 +38,7 @@ class RadixMatch:
 
 
 class _Node:
-    """A page, or a root. ``label`` leads here from above: the root's name or the page's packed tokens."""
+    """A page, or a root. ``label`` leads here from the parent: the root's name or the page's packed tokens."""
 
     __slots__ = ("above", "below", "key", "label")
 
@@ -51,16 +53,17 @@ _label = attrgetter("label")
 
 
 class RadixIndex:
-    """Pages by the tokens before and in them; at most ``max_pages``, then the least recently used leaf goes.
+    """An index of pages by the tokens before and in them. Beyond ``max_pages`` the least recently used leaf is
+    dropped.
 
-    ``insert`` and ``longest`` count as use of every page they name; finding or adding a page costs O(log siblings),
-    forgetting the oldest O(1), besides the move of a sorted list's tail. Not thread-safe: the caller serialises.
+    ``insert`` and ``longest`` count as use of every page they name. Finding or adding a page costs O(log siblings),
+    dropping the oldest O(1), besides moving the tail of a sorted list. Not thread-safe: the caller serialises.
 
-    Memory, measured on CPython 3.11: 290 bytes a page and 8 a token, so 800 bytes a page of 64 tokens.
+    Memory, measured on CPython 3.11: 290 bytes per page and 8 per token, so 800 bytes for a page of 64 tokens.
     """
 
     def __init__(self, page_size: int, max_pages: int = 1 << 20) -> None:
-        """``page_size`` in tokens. ValueError if either is less than 1."""
+        """``page_size`` is in tokens. ValueError if either is less than 1."""
         if page_size < 1 or max_pages < 1:
             raise ValueError(f"page_size and max_pages must be at least 1, got {page_size} and {max_pages}")
         self._stride = page_size * _TOKEN_NBYTES
@@ -70,22 +73,27 @@ class RadixIndex:
         self._pages: OrderedDict[PageKey, _Node] = OrderedDict()
 
     def __len__(self) -> int:
-        """Pages in the index."""
+        """Return the number of pages in the index."""
         return len(self._pages)
 
     def __contains__(self, key: PageKey) -> bool:
-        """Whether the index names this page; no use."""
+        """Return whether the index has this page. Does not count as use."""
         return key in self._pages
 
     def insert(self, root: bytes, token_ids: Sequence[int], keys: Sequence[PageKey]) -> None:
-        """Adds the pages of a sequence: ``keys[i]`` is the page of tokens ``[i * page_size, (i + 1) * page_size)``.
+        """Add the pages of a sequence: ``keys[i]`` is the page of tokens ``[i * page_size, (i + 1) * page_size)``.
 
-        Tokens beyond the keys do not count. Of more than ``max_pages`` keys the first stay. ``root`` is opaque and
-        holds all that the keys depend on besides the tokens (salt, extras). Pages known already are used, not added.
+        Tokens beyond the keys are ignored. Of more than ``max_pages`` keys the first stay. Known pages count as
+        used.
 
-        ValueError, nothing changed, for more keys than full pages, a key given twice or known by other tokens or
-        another root, tokens known by another key (``root`` lacks something), or a token beyond int64; TypeError for
-        what is no sequence of integers.
+        Args:
+            root: Opaque; identifies everything that the keys depend on besides the tokens (salt, extras).
+
+        Raises:
+            ValueError: There are more keys than full pages, a key is repeated or known by other tokens or another
+                root, tokens
+                have another key (``root`` lacks something), or a token is beyond int64. Nothing changes.
+            TypeError: ``token_ids`` is not a sequence of integers. Nothing changes.
         """
         labels, _ = self._cut(token_ids)
         if len(keys) > len(labels):
@@ -105,9 +113,9 @@ class RadixIndex:
             self._remove_leaf(next(iter(self._pages.values())))
 
     def longest(self, root: bytes, token_ids: Sequence[int]) -> RadixMatch:
-        """The longest known prefix of ``token_ids`` under ``root``; changes nothing but what was used last.
+        """Return the longest known prefix of ``token_ids`` under ``root``. Changes only what was used last.
 
-        Of several pages that begin like the rest equally far, any. ValueError or TypeError as in ``insert``.
+        If several pages continue the prompt equally far, returns any of them. Raises like ``insert``.
         """
         labels, rest = self._cut(token_ids)
         path = self._descend(root, labels)
@@ -122,7 +130,7 @@ class RadixIndex:
         return RadixMatch(keys, best.key, num_tokens)
 
     def discard(self, key: PageKey) -> None:
-        """Forgets a page and every page after it; no effect if it is not known."""
+        """Remove a page and every page after it, if it is known."""
         top = self._pages.get(key)
         if top is None:
             return
@@ -133,7 +141,7 @@ class RadixIndex:
             self._remove_leaf(node)
 
     def _cut(self, token_ids: Sequence[int]) -> tuple[list[bytes], bytes]:
-        """The packed tokens of each full page, and those of the rest."""
+        """Return the packed tokens of each full page, and those of the rest."""
         if isinstance(token_ids, str | bytes | bytearray):
             raise TypeError(f"token_ids must be a sequence of integers, got {type(token_ids).__name__}")
         try:
@@ -146,7 +154,7 @@ class RadixIndex:
         return [packed[start : start + stride] for start in range(0, full, stride)], packed[full:]
 
     def _descend(self, root: bytes, labels: Sequence[bytes]) -> list[_Node]:
-        """The known pages from the first on, as far as they go."""
+        """Return the known pages from the first one on."""
         node = self._roots.get(root)
         if node is None:
             return []
@@ -166,7 +174,7 @@ class RadixIndex:
             if index < len(path):
                 if path[index].key != key:
                     raise ValueError(
-                        f"keys[{index}] is another than the one known by these tokens and this root"
+                        f"keys[{index}] differs from the key known by these tokens and this root"
                     )
             elif key in self._pages:
                 raise ValueError(f"keys[{index}] is known by other tokens or another root")
@@ -185,9 +193,9 @@ class RadixIndex:
 
 
 def _closest(siblings: Sequence[_Node], wanted: bytes) -> tuple[_Node | None, int]:
-    """The sibling that shares most first tokens with ``wanted``, and how many; (None, 0) if none shares one.
+    """Return the sibling that shares most leading tokens with ``wanted``, and their number; (None, 0) if none does.
 
-    Siblings are sorted, so it is one of the two beside the place where ``wanted`` would stand.
+    Siblings are sorted, so it is one of the two next to the position of ``wanted``.
     """
     best, most = None, 0
     at = bisect_left(siblings, wanted, key=_label)

@@ -1,4 +1,4 @@
-"""Our NVMe tier below vLLM's own CPU tier: bounded, checked and found again after a restart.
+"""Our NVMe tier below vLLM's own CPU tier: bounded, checked, and found again after a restart.
 
     "kv_connector": "OffloadingConnector",
     "kv_connector_extra_config": {
@@ -6,7 +6,7 @@
       "secondary_tiers": [{"type": "TierStoreTier", "module_path": "tierstore.adapters.vllm_tier",
                            "config": "tierstore.yaml"}]}
 
-vLLM 0.32 and 0.33: earlier ones know no tiers of others. Only vLLM imports this module.
+Needs vLLM 0.32 or 0.33: earlier versions do not load tiers of other packages. Only vLLM imports this module.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tierstore.errors import ConfigError
 from tierstore.nvme.tier import NvmeTier
 from tierstore.page import PageLayout, PageSpec
 
-_log = logging.getLogger(f"vllm.{__name__}")  # shown where vLLM's own lines are
+_log = logging.getLogger(f"vllm.{__name__}")  # shown next to vLLM's own lines
 _CLOSE_S = 30.0
 _CODED = ("bfloat16", "float16")
 
@@ -91,42 +91,42 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
         _log.info("NVMe tier at %s: %s chunks found", found["path"], found["chunks"])
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """O(1), from memory. Never RETRY: what is on its way to disk is still in the primary tier."""
+        """Look a chunk up in memory, O(1). Never RETRY: what is on its way to disk is still in the primary tier."""
         return LookupResult.HIT if self._chunks.holds(key) else LookupResult.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Chunks that are there are not written again; the least recently used ones make room."""
+        """Store chunks. Those that exist are not written again; the least recently used ones are evicted."""
         self._chunks.store(job_metadata.job_id, job_metadata.keys, job_metadata.chunk_ids)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """A chunk that fails its checks, or is gone, is reported as such, and vLLM computes it."""
+        """Load chunks. One that fails its checks, or is gone, is reported as failed, and vLLM computes it."""
         self._chunks.load(job_metadata.job_id, job_metadata.keys, job_metadata.chunk_ids)
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        """Jobs that ended since the last call."""
+        """Return the jobs that ended since the last call."""
         done = self._chunks.finished()
         self._note(done)
         return [_result(job) for job in done]
 
     def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
-        """These chunks leave last."""
+        """Mark these chunks as recently used."""
         self._chunks.used(list(keys))
 
     def on_new_request(self, req_context: Any) -> Any:
-        """vLLM's default: chunks are stored as they are computed."""
+        """Return vLLM's default: chunks are stored as they are computed."""
         return RequestOffloadingContext()
 
     def drain_jobs(self) -> None:
-        """Waits until no job touches the primary tier; a disk that hangs is waited for."""
+        """Wait until no job touches the primary tier, also if the disk hangs."""
         self._chunks.drain()
 
     def take_events(self) -> Iterable[Any]:
-        """Stored and removed chunks since the last call, if ``enable_kv_events``."""
+        """Return chunks stored and removed since the last call, if ``enable_kv_events``."""
         events, self._events = self._events or [], None if self._events is None else []
         return events
 
     def shutdown(self) -> None:
-        """Writes what is under way. TierStoreError if the disk does not answer: the primary tier must stay then."""
+        """Finish running writes. TierStoreError if the disk does not answer: the primary tier must stay then."""
         self._chunks.close(_CLOSE_S)
 
     def _note(self, done: Iterable[Done]) -> None:
@@ -142,7 +142,9 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
 
 def identity(config: Any, chunk_nbytes: int, model: str | None) -> dict[str, Any]:
-    """All that must agree for a chunk to mean the same, as plain data. ``config``: vLLM's OffloadingConfig."""
+    """Return, as plain data, everything that must agree for a chunk to mean the same. ``config`` is vLLM's
+    OffloadingConfig.
+    """
     parallel, folder = config.parallel, Path(config.model.name)
     spread = ("tp_size", "pp_size", "pcp_size", "dcp_size", "world_size")
     return {
@@ -192,7 +194,7 @@ def _open(nvme: NvmeConfig, described: Mapping[str, Any], config: Any, nbytes: i
 
 
 def _layout(codec: str, described: Mapping[str, Any], nbytes: int) -> PageLayout | None:
-    """Of a chunk as one row of numbers, which is all that the codec needs to know."""
+    """Return the layout of a chunk as one row of numbers, which is all that the codec needs to know."""
     dtype = str(described["dtype"]).removeprefix("torch.")
     if dtype not in _CODED:
         if codec != "none":

@@ -1,8 +1,7 @@
-"""The connector's configuration: its extra settings, what vLLM's own configuration says, and each rank's share.
+"""The connector's configuration: its own settings, what it takes from vLLM's, and each rank's share.
 
-``Settings`` is ``kv_connector_extra_config``; ``Deployment`` is one engine as it is deployed, the same for the
-scheduler's half and the workers'. What cannot be served is a ConfigError here; what works otherwise than a user may
-think is a warning here.
+``Settings`` is ``kv_connector_extra_config``; ``Deployment`` describes one engine, the same for the scheduler's
+half and the workers'. What cannot be served raises ConfigError here; what may surprise a user is a warning.
 """
 
 from __future__ import annotations
@@ -40,12 +39,13 @@ LOAD_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Settings:
-    """``config``: the tiers. ``layout``: the KV layout asked of vLLM, None: the connector's choice.
+    """``config`` has the tiers. ``layout`` is the KV layout asked of vLLM; None leaves the choice to the connector.
 
-    ``load``: whether what is quicker to compute is loaded from disk all the same while nobody else wants the engine.
-    ``load_timeout_s``: a request whose pages are not there by then computes the rest. ``model_id``: names the weights
-    beyond what their files say; change it when they change in place. ``put_off_s``: so long a request waits in vLLM's
-    queue, without blocks, for what comes up from disk; 0: its load begins at once.
+    ``load`` says whether pages that are faster to compute are still loaded from disk while no other request waits
+    for the engine. ``load_timeout_s``: a request whose pages have not arrived by then computes the rest.
+    ``model_id`` names the weights beyond their files; change it when the weights change in place. ``put_off_s``:
+    how long a request waits in vLLM's queue, without blocks, for pages that come up from disk; with 0 its load
+    begins at once.
     """
 
     config: StoreConfig
@@ -57,13 +57,13 @@ class Settings:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Settings:
-        """From vLLM's ``kv_connector_extra_config``; ConfigError names key, value and what it must be."""
+        """Parse vLLM's ``kv_connector_extra_config``. ConfigError names key, value and what it must be."""
         for key in extra:
             if key not in _KNOWN:
                 near = get_close_matches(key, _KNOWN, 1)
                 meant = f"; did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(
-                    f"unknown key {key!r} in kv_connector_extra_config{meant} It knows {', '.join(_KNOWN)}"
+                    f"unknown key {key!r} in kv_connector_extra_config{meant} known keys: {', '.join(_KNOWN)}"
                 )
         source = extra.get("config")
         if not isinstance(source, str | PathLike | Mapping):
@@ -91,9 +91,9 @@ class Settings:
         )
 
     def of_rank(self, world_size: int, replica: int | None, device: str) -> StoreConfig:
-        """The tiers of one rank: its share of all capacities, its device, a directory of its own engine's.
+        """Return the tiers of one rank: its share of all capacities, its device, a directory of its own engine.
 
-        ``replica``: the number of this engine where several serve one model, each with a scheduler (data parallel).
+        ``replica`` is the number of this engine if several with a scheduler each serve one model (data parallel).
         """
         config = self.config
         changes: dict[str, object] = {"hbm": HbmConfig(device=device, owner="engine")}
@@ -144,38 +144,38 @@ _log = logging.getLogger("tierstore.adapters.vllm.served")
 
 
 def device_of(tensor: torch.Tensor) -> str:
-    """The tensor's device as ``hbm.device`` names it."""
+    """Return the tensor's device as ``hbm.device`` names it."""
     return "cpu" if tensor.device.type == "cpu" else f"cuda:{tensor.device.index or 0}"
 
 
 def tell_of_policy(transfer_config: Any) -> None:
-    """A warning where requests would end with an error instead of being computed."""
+    """Warn if requests would end with an error instead of being computed."""
     policy = getattr(transfer_config, "kv_load_failure_policy", "recompute")
     if policy != "recompute":
         _log.warning(
-            "kv_load_failure_policy is %r: a request of which a page cannot be loaded ends with an error; "
-            "with 'recompute' the page is computed",
+            "kv_load_failure_policy is %r: a request ends with an error if one of its pages cannot be loaded; "
+            "with 'recompute' the page is computed instead",
             policy,
         )
 
 
 def tell_of_hashes(last: bool) -> None:
-    """A warning where nothing on disk would be found after a restart."""
+    """Warn if nothing on disk would be found after a restart."""
     if not last:
         _log.warning(
-            "this vLLM begins its block hashes at random in every process: pages on disk are found again after a "
-            "restart only with PYTHONHASHSEED set to the same number for all of them"
+            "this vLLM starts its block hashes at random in every process: pages on disk are found after a "
+            "restart only if PYTHONHASHSEED is set to the same number for all of them"
         )
 
 
 def wants_events(vllm_config: Any) -> bool:
-    """Whether KV events are published."""
+    """Return whether KV events are published."""
     events = getattr(vllm_config, "kv_events_config", None)
     return events is not None and bool(events.enable_kv_cache_events)
 
 
 def require_served(vllm_config: Any) -> None:
-    """ConfigError naming what of the parallel layout is not served, and what is."""
+    """Raise ConfigError if the parallel layout is not supported."""
     parallel = vllm_config.parallel_config
     for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
@@ -183,34 +183,34 @@ def require_served(vllm_config: Any) -> None:
 
 
 def memory_may_go(vllm_config: Any) -> bool:
-    """Whether vLLM may take the KV cache's memory away while it sleeps."""
+    """Return whether vLLM may free the KV cache's memory while it sleeps."""
     model = vllm_config.model_config
     return any(getattr(model, name, False) for name in ("enable_sleep_mode", "enable_cumem_allocator"))
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Plain data, the same on the scheduler's side and on the workers'; nothing changes in it."""
+    """Immutable plain data, the same for the scheduler's half and the workers."""
 
     settings: Settings
     groups: Groups
     identity: str
     """What the keys of this model's pages begin with."""
     world_size: int
-    """Workers that share each page among them."""
+    """Workers that share each page."""
     replica: int | None
-    """The number of this engine among those that share the requests (data parallel); None: there is one."""
+    """Number of this engine among those that share the requests (data parallel); None if there is only one."""
     num_blocks: int
     events: bool
     """Whether KV events are published."""
     lora: str
-    """What decides how adapters are computed, besides their files."""
+    """What decides how LoRA adapters are computed, besides their files."""
     memory_may_go: bool
-    """Whether vLLM may take the KV cache's memory away while it sleeps."""
+    """Whether vLLM may free the KV cache's memory while it sleeps."""
 
     @classmethod
     def of(cls, vllm_config: Any, transfer_config: Any, kv_cache_config: Any) -> Deployment:
-        """ConfigError for a configuration or a vLLM that does not go together with this connector."""
+        """Read vLLM's configuration. ConfigError if this connector cannot work with it."""
         compat.require_tested()
         settings = Settings.of(transfer_config.kv_connector_extra_config)
         require_served(vllm_config)
@@ -228,19 +228,19 @@ class Deployment:
         )
 
     def tell(self, transfer_config: Any) -> None:
-        """Warnings of what works, and not as the user may think."""
+        """Warn about settings that work, but perhaps not as expected."""
         tell_of_policy(transfer_config)
         if self.settings.config.nvme is not None:
             tell_of_hashes(compat.hashes_last())
 
     def with_adapter(self, adapter: Adapter) -> Sequence[bytes]:
-        """The namespaces of the keys of requests with this LoRA adapter."""
+        """Return the namespaces of the keys of requests with this LoRA adapter."""
         return self.groups.namespaces(f"{self.identity} lora {adapter.digest} {self.lora}")
 
     def of_rank(self, tensors: Sequence[torch.Tensor], rank: int) -> tuple[StoreConfig, KVLayout]:
-        """What the half of worker ``rank`` opens: its share of the tiers, and the engine's ``tensors`` as pages.
+        """Return what worker ``rank`` opens: its share of the tiers, and the engine's ``tensors`` as pages.
 
-        ConfigError for tensors that are no pages.
+        ConfigError if the tensors cannot be pages.
         """
         found = kv_layout(
             tensors,

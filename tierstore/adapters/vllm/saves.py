@@ -1,8 +1,8 @@
-"""Pages on their way out of the engine's blocks: which blocks a step fills, and when they are copied.
+"""Pages that are saved out of the engine's blocks: which blocks a step fills, and when they are copied.
 
-Blocks that a step fills are collected, each once, while they belong to the request, and a bounded number of them is put
-each step. A block may be overwritten once vLLM has given it to another request: a page that still waits then is given
-up, and the worker waits for a copy that already reads the block before the step overwrites it.
+Blocks that a step fills are collected once each, while they belong to the request, and a bounded number of them is
+put each step. vLLM may give a block to another request and overwrite it: a page that still waits is then given up,
+and if a copy reads the block already, the worker waits for it before the step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tierstore.types import PageKey
 
 MOST_A_STEP = 1024
-"""Pages put in one step at most: some milliseconds of the scheduler's time."""
+"""Most pages put in one step: a few milliseconds of the scheduler's time."""
 
 
 class _Page(NamedTuple):
@@ -30,7 +30,7 @@ class _Page(NamedTuple):
 
 
 class Stores:
-    """Pages to be stored, by the block that holds them. ``events``: is told of what is to be stored."""
+    """Pages to be stored, by the block that holds them. ``events`` is told about them."""
 
     def __init__(self, store: TierStore, groups: Groups, events: Events | None) -> None:
         self.busy: set[int] = set()
@@ -42,11 +42,11 @@ class Stores:
 
     @property
     def waiting(self) -> bool:
-        """Whether pages wait to be put, or to be copied out."""
+        """Return whether pages wait to be put or copied out."""
         return bool(self._collected or self.busy)
 
     def follow(self, known: RequestState, step: Step) -> None:
-        """Blocks that are full once the step has run are to be stored."""
+        """Collect the blocks that are full once the step has run."""
         if step.first:
             known.collected = [self._stored(known, group, step.computed) for group in self._groups.all]
         self.collect(known, step.tables, step.computed, step.computed + step.scheduled)
@@ -54,9 +54,10 @@ class Stores:
     def collect(
         self, known: RequestState, tables: Sequence[Sequence[int]], before: int, computed: int
     ) -> None:
-        """Full blocks whose hashes are known: a token that was sampled but not told yet has none.
+        """Collect full blocks whose hashes are known: a token that was sampled but not reported has none.
 
-        What a window did not need any more at token ``before``, where the step began, may be somebody else's by now.
+        Blocks that a window no longer needed at token ``before``, where the step began, may have a new owner by
+        now.
         """
         for group, table in zip(self._groups.all, tables, strict=True):
             start = max(known.collected[group.number], group.first_needed(before))
@@ -69,15 +70,16 @@ class Stores:
                 known.collected[group.number] = len(keys)
 
     def add(self, keys: Sequence[PageKey], blocks: Sequence[int], parents: Sequence[PageKey | None]) -> None:
-        """These blocks hold these pages once the coming step has run, until they are reused. ``parents``: the page
-        before each.
+        """Note that these blocks hold these pages after the coming step, until they are reused.
+
+        ``parents`` has the page before each.
         """
         for key, block, parent in zip(keys, blocks, parents, strict=True):
             self._collected.pop(block, None)
             self._collected[block] = _Page(key, parent)
 
     def reused(self, blocks: Iterable[int]) -> tuple[int, ...]:
-        """These blocks have a new owner. Those out of which copies are under way: they must end before it writes."""
+        """Note that blocks have a new owner. Returns those that copies still read, which must end before it writes."""
         fresh = set(blocks)
         for block in fresh & self._collected.keys():
             del self._collected[block]
@@ -89,22 +91,22 @@ class Stores:
         return tuple(reading)
 
     def put(self, loading: Set[int]) -> None:
-        """Puts what may be put now: not out of blocks that are still being read, or that loads are about to write."""
+        """Put pages, except from blocks that copies still read or that loads will write."""
         ready = [b for b in self._collected if b not in self.busy and b not in loading][:MOST_A_STEP]
         self._put([(block, self._collected.pop(block)) for block in ready])
 
     def returned(self, blocks: Iterable[int]) -> None:
-        """The store reads these no more."""
+        """Note that the store no longer reads these blocks."""
         self.busy.difference_update(blocks)
 
     def forget(self) -> None:
-        """What was not copied out by now is not wanted any more."""
+        """Give up every page that was not copied out by now."""
         self._collected.clear()
         held = sorted(self.busy)
         self.busy = set(self._store.withdraw(held))
 
     def check(self, writing: Set[int]) -> None:
-        """AssertionError if a block is read by a copy out while a load writes it."""
+        """Raise AssertionError if a copy reads a block while a load writes it."""
         both = self.busy & writing
         if both:
             raise AssertionError(f"blocks {sorted(both)[:3]} are being copied out and loaded into")
@@ -118,7 +120,7 @@ class Stores:
         self.busy.update(blocks)
 
     def _stored(self, known: RequestState, group: Group, computed: int) -> int:
-        """Blocks up to the first that the request holds and the store does not."""
+        """Return the number of leading blocks that the store has."""
         first = group.first_needed(computed)
         there = known.chains[group.number].first(computed // group.block_size)[first:]
         return first + self._store.match(there).num_pages
@@ -138,10 +140,11 @@ class Stores:
     def _parent(
         self, known: RequestState, group: Group, keys: Sequence[PageKey], number: int
     ) -> PageKey | None:
-        """The page without which this one is of no use.
+        """Return the page without which this one is useless.
 
-        Of full attention the one before. Of a window the page of full attention that ends with it: where room is
-        wanted windows that nobody goes on from leave first, and no page waits for those before it in its group.
+        With full attention it is the page before. For a window it is the page of full attention that ends with it,
+        so that windows that no request continues from are evicted first, and no page depends on those before it in
+        its group.
         """
         spine = self._groups.spine
         if not group.partial:
