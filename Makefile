@@ -3,8 +3,8 @@ PYTHON ?= python3
 # Installed first and alone, so that nothing after it pulls another build. May carry options: see the README.
 TORCH ?= torch==2.13.0
 ARGS ?=
-# A worker a core, four at most: each loads models of its own.
-WORKERS ?= --numprocesses auto --maxprocesses 4 --dist loadfile
+# One worker more than cores, since tests wait for disks and processes; four at most: each loads models of its own.
+WORKERS ?= --numprocesses $(shell expr $$(nproc) + 1) --maxprocesses 4 --dist loadfile
 # Threads of models this small wait for each other: processes that tests start have one, as the tests themselves.
 test test-all: export OMP_NUM_THREADS := 1
 # Else every worker would rewrite the assertions of all tests in each run.

@@ -145,7 +145,13 @@ WORK: list[Callable[[Bench, int], None]] = [
     aborted_loads,
     orphans,
 ]
-ON_DISK = [*((work, True) for work in WORK), *((work, False) for work in WORK), (a_disk_that_refuses, True)]
+ON_DISK = [
+    *((work, True) for work in WORK),
+    (pressure, False),
+    # The containers without a disk are some of those with one
+    *(pytest.param(work, False, marks=pytest.mark.deep) for work in WORK if work is not pressure),
+    (a_disk_that_refuses, True),
+]
 
 
 @pytest.mark.parametrize(("work", "disk"), ON_DISK)

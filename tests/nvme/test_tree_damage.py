@@ -222,7 +222,7 @@ def content(number: int, version: int, form: str) -> NDArray[np.uint8]:
 
 
 @both
-@pytest.mark.parametrize("form", ["none", "exp"])
+@pytest.mark.parametrize("form", ["none", pytest.param("exp", marks=pytest.mark.deep)])
 def test_whatever_a_tier_leaves_passes(tmp_path: Path, form: str) -> None:
     """Full maps, pages written twice in a transaction, old readers, erases of everything, reopens."""
     chance = random.Random(8)
