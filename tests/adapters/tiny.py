@@ -74,8 +74,9 @@ def open_store(
     page_size: int = PAGE,
     draft: PreTrainedModel | None = None,
     codec: str = "none",
+    payload: str = "auto",
 ) -> Iterator[TierStore]:
-    """A store of ``hbm`` pages on the model's device and ``host`` pages, and a disk tier of ``codec`` in ``disk``.
+    """A store of ``hbm`` pages on the model's device and ``host`` pages, and a disk tier in ``disk``.
 
     At the end nothing may have leaked.
     """
@@ -85,7 +86,7 @@ def open_store(
     if host:
         config["host"] = {"capacity": host * nbytes}
     if disk is not None:
-        config["nvme"] = {"path": str(disk), "capacity": "64MiB", "codec": codec}
+        config["nvme"] = {"path": str(disk), "capacity": "64MiB", "codec": codec, "payload": payload}
     with TierStore.open(load_config(config), specs) as store:
         yield store
         store.check()

@@ -48,6 +48,22 @@ def tree_regions(raw: bytes, records: set[int]) -> dict[str, list[Span]]:
     }
 
 
+def large_values(raw: bytes, name: str) -> dict[bytes, int]:
+    """The first page of each value of a tree that has pages of its own, by its key."""
+    metas = [raw[page * BLOCK : (page + 1) * BLOCK] for page in (0, 1)]
+    newest = max(metas, key=lambda meta: int.from_bytes(meta[_TXN_AT : _TXN_AT + 8], "little"))
+    main = _root(newest[_TREES_AT + _TREE.size : _TREES_AT + 2 * _TREE.size])
+    found = {}
+    for found_name, tree in _subtrees(raw, set(_walk(raw, main))):
+        if found_name == name:
+            for number in _walk(raw, _root(tree), overflow=False):
+                if _HEADER.unpack_from(raw, number * BLOCK)[2] & _LEAF:
+                    for _, _, flags, key, rest in _nodes(raw, number):
+                        if flags & _BIG:
+                            found[key] = int.from_bytes(rest[:8], "little")
+    return found
+
+
 def _root(tree: bytes) -> int:
     root: int = _TREE.unpack(tree)[-1]
     return root

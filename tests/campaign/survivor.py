@@ -16,6 +16,7 @@ import lmdb
 import numpy as np
 
 from tests.campaign.children import Say, heard_warnings
+from tests.campaign.regions import large_values
 from tests.campaign.turns import Rig, Subject
 from tests.nvme.rig import PATIENCE_S, data_file, key
 from tierstore.errors import ConfigError
@@ -100,13 +101,14 @@ def _places(ordeal: Ordeal, there: dict[int, int]) -> dict[int, tuple[str, int, 
     numbers = {key(n): n for n in there}
     found = {}
     directory = data_file(ordeal.home).parent
+    inline = large_values(data_file(ordeal.home).read_bytes(), "pages")
     with lmdb.open(str(directory), readonly=True, lock=False, max_dbs=catalogue_entry.MAX_DBS) as env:
         catalogue = env.open_db(catalogue_entry.CATALOGUE_DB, create=False)
         with env.begin() as txn:
             for raw_key, raw in txn.cursor(db=catalogue):
                 at = catalogue_entry.unpack(raw_key, raw)
                 name = f"extent-{at.extent:05}.bin" if at.extent else "data.mdb"
-                first = at.block if at.extent else at.page_number
+                first = at.block if at.extent else inline[raw_key]
                 found[numbers[PageKey(raw_key)]] = (name, first * 4096, at.stored_nbytes)
     return found
 

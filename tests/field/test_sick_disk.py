@@ -39,10 +39,12 @@ from tierstore.nvme.read_breaker import LIMIT
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, Tier
 
+EXTENTS = {"payload": "extents"}
 
-@pytest.fixture(params=["lmdb", "extents"])
-def config(request: pytest.FixtureRequest, tmp_path: Path) -> StoreConfig:
-    return tiers(8, 8, tmp_path / "disk", nvme_more={"payload": request.param})
+
+@pytest.fixture
+def config(tmp_path: Path) -> StoreConfig:
+    return tiers(8, 8, tmp_path / "disk", nvme_more=EXTENTS)
 
 
 @pytest.fixture
@@ -130,7 +132,7 @@ def test_without_host_memory_the_slot_of_a_hung_read_is_one_of_hbm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # F024
-    with TierStore.open(tiers(4, None, tmp_path), SPEC) as store:
+    with TierStore.open(tiers(4, None, tmp_path, nvme_more=EXTENTS), SPEC) as store:
         hold_clock(disk_of(store))
         send_down(store, 2, "below")
         disk = Hanging(1)
@@ -159,7 +161,7 @@ def test_an_engine_gets_its_slots_back_from_a_hung_disk_at_once(
     source = {
         "hbm": {"device": "cpu", "owner": "engine"},
         "host": {"capacity": capacity},
-        "nvme": {"path": tmp_path, "capacity": "4MiB", "flush": "10ms"},
+        "nvme": {"path": tmp_path, "capacity": "4MiB", "flush": "10ms", **EXTENTS},
     }
     tensor = torch.zeros(
         (SPEC.num_layers, 2, 8, SPEC.page_size, SPEC.num_kv_heads, SPEC.head_dim), dtype=torch.float16
@@ -221,7 +223,7 @@ def test_a_slow_disk_is_waited_for_while_memory_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # F056: slower than usual is not hung: nothing is late, every page comes
-    with TierStore.open(tiers(8, 8, tmp_path), SPEC) as store:
+    with TierStore.open(tiers(8, 8, tmp_path, nvme_more=EXTENTS), SPEC) as store:
         send_down(store, 4, "below")
         disk = Slow()
         replace_preadv(monkeypatch, disk)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.nvme import rig
 from tests.nvme.watch import Calls
-from tierstore.nvme import extents, lmdb_pages
+from tierstore.nvme import extents
 
 
 @pytest.fixture(params=rig.PAYLOADS)
@@ -20,10 +20,9 @@ def payload(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Replaces system calls that move pages, by name, all but LMDB's own; without any, all are the system's again."""
+    """Replaces system calls of extent files, by name; without any, all are the system's again."""
 
     def replace(**calls: Callable[..., object]) -> None:
-        for module in (extents, lmdb_pages):
-            monkeypatch.setattr(module, "os", Calls(**calls))
+        monkeypatch.setattr(extents, "os", Calls(**calls))
 
     return replace

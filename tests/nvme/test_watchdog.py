@@ -40,13 +40,11 @@ def test_it_looks_on_after_an_error_and_never_once_it_is_closed(caplog: pytest.L
     assert len(looks) == number
 
 
-def test_what_hangs_is_told_by_itself_once_its_time_is_up(
-    tmp_path: Path, payload: str, calls: Callable[..., None]
-) -> None:
-    rig = Rig(tmp_path)
+def test_what_hangs_is_told_by_itself_once_its_time_is_up(tmp_path: Path, calls: Callable[..., None]) -> None:
+    rig = Rig(tmp_path, payload="extents")
     assert rig.write(range(4)).ok
     rig.close()
-    rig = Rig(tmp_path, timeout_s=0.05)
+    rig = Rig(tmp_path, payload="extents", timeout_s=0.05)
     disk = Hanging(1)
     calls(preadv=disk)
     transfer, _ = rig.submit_read([3])

@@ -33,7 +33,7 @@ OTHER = "Something else altogether, that has nothing in common with the first."
 def engine(
     hbm: int = 64, host: int = 0, disk: Path | None = None, **options: int
 ) -> Iterator[tuple[Engine, TierStore]]:
-    with open_store(reader().model, hbm=hbm, host=host, disk=disk) as store:
+    with open_store(reader().model, hbm=hbm, host=host, disk=disk, payload="extents") as store:
         found = Engine(reader(), store, **{"chunk": 16, **options})
         try:
             yield found, store

@@ -21,7 +21,9 @@ class EngineClient:
     threads = 1
 
     def __init__(self, home: Path, seed: int, account: Account) -> None:
-        config = tiers(SLOTS, 10, home, nvme_pages=40, hbm_more={"owner": "engine"})
+        config = tiers(
+            SLOTS, 10, home, nvme_pages=40, hbm_more={"owner": "engine"}, nvme_more={"payload": "extents"}
+        )
         self.bench: Bench = open_bench(config, SPEC, pump=True, spill=True)
         self.trouble: Trouble | None = None
         self._store = self.bench.store

@@ -51,7 +51,7 @@ class LlamaClient:
         self._model = tiny_llama()
         specs = page_specs(self._model, PAGE)
         nbytes = sum(spec.page_nbytes for spec in specs)
-        config = tiers(HBM, HOST, home, nvme_pages=NVME, page_nbytes=nbytes)
+        config = tiers(HBM, HOST, home, nvme_pages=NVME, page_nbytes=nbytes, nvme_more={"payload": "extents"})
         self.bench: Bench = open_bench(config, specs, pump=True, spill=True)
         self._store = self.bench.store
         self._account = account

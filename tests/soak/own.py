@@ -53,11 +53,11 @@ class OwnClient:
         codec: str | None = None,
     ) -> None:
         host: dict[str, object] = {}
-        disk: dict[str, object] = {}
+        disk: dict[str, object] = {"payload": "extents"}  # whose reads ``faults`` can have fail
         spec = SPEC
         if codec is not None:
             pages.STEADY, spec = codec, replace(SPEC, model=codec)
-            host, disk = {"codec": codec}, {"codec": f"{codec}+zstd"}
+            host, disk = {"codec": codec}, {**disk, "codec": f"{codec}+zstd"}
         config = tiers(6, 10, home, nvme_pages=40, host_more=host, nvme_more=disk)
         self.bench: Bench = open_bench(config, spec, pump=True, spill=True)
         self.trouble: Trouble | None = None

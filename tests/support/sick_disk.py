@@ -1,4 +1,6 @@
-"""A disk that hangs or fails: what stands in for ``os.preadv`` where pages are read; and its clock, held by a test."""
+"""A disk that hangs or fails: what stands in for ``os.preadv`` where extent files are read; and its clock, held by a
+test. Pages in LMDB are read by page faults, which nobody can stand in for.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import pytest
 
 from tests.nvme.watch import Calls
 from tests.support.waiting import wait_for
-from tierstore.nvme import extents, lmdb_pages
+from tierstore.nvme import extents
 from tierstore.nvme.tier import NvmeTier
 from tierstore.store import TierStore
 
@@ -72,9 +74,8 @@ class Failing:
 
 
 def replace_preadv(monkeypatch: pytest.MonkeyPatch, preadv: Hanging | Slow | Failing | None) -> None:
-    """The tier's page reads go through ``preadv`` from now on; None: through the system's again."""
-    for module in (extents, lmdb_pages):
-        monkeypatch.setattr(module, "os", os if preadv is None else Calls(preadv=preadv))
+    """Reads of extent files go through ``preadv`` from now on; None: through the system's again."""
+    monkeypatch.setattr(extents, "os", os if preadv is None else Calls(preadv=preadv))
 
 
 def disk_of(store: TierStore) -> NvmeTier:

@@ -2,9 +2,7 @@
 extent files beside it, the records.
 
 Up to two trees under the same keys: ``catalogue`` (one small ``Entry`` each, all that an open has to read) and
-``pages`` (head and payload, where LMDB keeps them). Both change in one transaction. While a record is written there,
-its page number is taken from LMDB's page header and kept in the entry; a self-test at open shows whether that holds
-with this LMDB, else it is kept as 0.
+``pages`` (head and payload, where LMDB keeps them). Both change in one transaction.
 
 LMDB errors come as they are; the writer and the readers name them.
 """
@@ -39,7 +37,7 @@ from tierstore.nvme.disk_space import Sizing, require_free
 from tierstore.nvme.extent_allocator import Place
 from tierstore.nvme.extents import ExtentBytes, ExtentFiles, ExtentRecords
 from tierstore.nvme.lmdb_environment import Environment
-from tierstore.nvme.lmdb_pages import InlineBytes, InlineRecords, PageHeaders, numbers_hold
+from tierstore.nvme.lmdb_pages import InlineBytes, InlineRecords
 from tierstore.nvme.page_coding import Coding
 from tierstore.nvme.reader import RecordReader
 from tierstore.nvme.record_storage import Page, RecordBytes, Records
@@ -62,8 +60,7 @@ _MAX_READERS = 126
 class Catalogue:
     """Opened by one process under its lock. The writer's thread changes it; ``reader`` is for any thread.
 
-    ``sizing`` with slots: page records are in extent files. ``direct``: reads, and extent files altogether, past the
-    page cache.
+    ``sizing`` with slots: page records are in extent files. ``direct``: these are read and written past the page cache.
     """
 
     reader: RecordReader
@@ -131,7 +128,7 @@ class Catalogue:
         if self._sizing.slot_nbytes:
             self._set_up_extents(directory, direct)
         else:
-            self._set_up_inline(page_nbytes, direct)
+            self._set_up_inline(page_nbytes)
         self.num_records = self._count()
         self.live_nbytes = self._sum()
         self._bury(directory)
@@ -173,35 +170,15 @@ class Catalogue:
         self.sync()  # the file is used again only after that
         self.tombstones.retire()
 
-    def _set_up_inline(self, page_nbytes: int, direct: bool) -> None:
-        records = InlineRecords(
+    def _set_up_inline(self, page_nbytes: int) -> None:
+        self._records = InlineRecords(
             self._env,
             self._sizing,
             fingerprint=self._fingerprint,
             page_nbytes=page_nbytes,
             coding=self._coding,
-            headers=PageHeaders(self._env.path, self._env.block),
-            numbers_hold=lambda: numbers_hold(self._env),
         )
-        self._records = records
-        try:
-            self._test_numbers(records)
-        except BaseException:
-            records.close()
-            raise
-        payload = InlineBytes(self._env, direct=direct)
-        self.reader = self._reader(payload)
-
-    def _test_numbers(self, records: InlineRecords) -> None:
-        """See whether page numbers can be told. Without room to try it the first write does."""
-        try:
-            records.test_numbers()
-        except lmdb.MapFullError:
-            if not self.readers():
-                raise
-        except (lmdb.Error, OSError) as error:
-            if not is_full(error):
-                raise
+        self.reader = self._reader(InlineBytes(self._env))
 
     def _set_up_extents(self, directory: Path, direct: bool) -> None:
         self._files = files = ExtentFiles(directory, direct=direct)

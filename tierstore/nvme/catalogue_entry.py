@@ -35,7 +35,7 @@ STORED_NBYTES = slice(48, 56)
 """Bytes of an entry: its ``stored_nbytes``, little endian."""
 
 PAGE_NUMBER = slice(56, 64)
-"""Bytes of an entry: its ``page_number``, little endian."""
+"""Bytes of an entry: its ``page_number``, little endian. Versions up to decision 026 read records there."""
 
 CATALOGUE_SHARE = 1024
 """In an entry's ``nbytes``: leaf and branch bytes of one record in both trees, at their lowest fill of a quarter."""
@@ -53,15 +53,16 @@ _NO_PARENT = bytes(36)
 class Entry(NamedTuple):
     """Where and how one page is stored.
 
-    ``nbytes`` is what the record costs on disk, ``stored_nbytes`` its payload, ``page_number`` where LMDB keeps the
-    record in data.mdb (0: not known, ask LMDB). In an extent file: its number (from 1) and the slot's first 4 KiB block
-    there, else 0. ``generation``: what the record's head repeats. ``loss``: of the keys' namespace, see LOSSES.
+    ``nbytes`` is what the record costs on disk, ``stored_nbytes`` its payload. In an extent file: its number (from 1)
+    and the slot's first 4 KiB block there, else 0. ``generation``: what the record's head repeats. ``loss``: of the
+    keys' namespace, see LOSSES. ``page_number``: where LMDB keeps the record in data.mdb, as versions up to decision
+    026 noted it, else 0; nothing is read there.
     """
 
     parent: PageKey | None
     nbytes: int
     stored_nbytes: int
-    page_number: int
+    page_number: int = 0
     extent: int = 0
     block: int = 0
     generation: int = 0

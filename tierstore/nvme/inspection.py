@@ -186,9 +186,8 @@ def open_reader(directory: Path, fingerprint: str) -> Iterator[RecordReader]:
         )
     )
     with closing(env):
-        payload: RecordBytes = InlineBytes(env, direct=False)
+        payload: RecordBytes = InlineBytes(env)
         if _in_extents(directory):
-            payload.close()
             payload = ExtentBytes(env, ExtentFiles(directory, direct=False, writable=False), Slots(1))
         with env.begin() as txn:
             tombstones = Tombstones(directory, retired(txn.get(RETIRED_KEY, db=env.meta)), writable=False)

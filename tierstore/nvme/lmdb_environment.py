@@ -60,8 +60,6 @@ class Environment:
         self._env: lmdb.Environment | None = None
         env = open_env()
         self.path = Path(env.path())
-        self.block = int(env.stat()["psize"])
-        """Bytes of LMDB's pages."""
         self._file = _identity((self.path / DATA_FILE).stat())
         self._take(env, create=create)
 

@@ -8,9 +8,8 @@ directory must not be opened.
 LMDB trusts what it finds: a wrong page number in its free list or in a node, or a node that is longer than it is,
 ends a later commit in SIGABRT, SIGBUS or SIGSEGV, or makes it write over a live tree. Here each page is given to the
 tree, the value or the free list that names it; a page that is named twice, or is not what it is named for, is damage.
-Pages that nobody names are harmless: LMDB leaves some. Large values of page records are not looked at, which would
-cost a read each (LMDB's own cursor reads the first page of each value): ``lmdb_pages`` mends their page headers
-before LMDB needs them.
+Pages that nobody names are harmless: LMDB leaves some. Of the large values of page records the page headers alone are
+looked at, from which LMDB takes how many pages it frees: a block each, asked for leaf by leaf.
 
 Standard library and xxhash only, so that the child starts fast; layouts of LMDB 0.9 on 64 bits, little endian.
 """
@@ -262,16 +261,21 @@ class PageCount:
         _check_count(count, tree, name)
 
     def values(self, tree: Tree, name: str) -> Iterator[Value]:
-        """Takes the pages of a tree and of its values, which are not looked at; in order."""
+        """Takes the pages of a tree and of its values, of which the headers are looked at; in order."""
         count = 0
         for part in self._leaves(tree, name):
-            for key, nbytes, flags, at, raw in self._leaf(part, name):
+            nodes = list(self._leaf(part, name))
+            large = (
+                int.from_bytes(raw[at : at + 8], "little") for _, _, flags, at, raw in nodes if flags & _BIG
+            )
+            _will_need(self._fd, self._block, sorted(first for first in large if first < self._pages))
+            for key, nbytes, flags, at, raw in nodes:
                 first = 0
                 if flags & ~_BIG:
                     raise Damaged(f"{key!r} of the {name} is no plain value")
                 if flags & _BIG:
                     first = int.from_bytes(raw[at : at + 8], "little")
-                    self._take(first, self._length(nbytes), name)
+                    self._take_value(first, nbytes, name)
                 count += 1
                 yield Value(key, nbytes, first)
         _check_count(count, tree, name)
@@ -287,19 +291,29 @@ class PageCount:
         _check_count(count, tree, name)
 
     def _large(self, raw: bytes, at: int, nbytes: int, name: str) -> bytes:
-        """A value with pages of its own. They may be more than it needs: LMDB shortens values in place."""
+        """A value with pages of its own."""
         first = int.from_bytes(raw[at : at + 8], "little")
-        self._take(first, self._length(nbytes), name)
-        value = os.pread(self._fd, HEADER.size + nbytes, first * self._block)
-        if len(value) < HEADER.size + nbytes:
+        self._take_value(first, nbytes, name)
+        value = os.pread(self._fd, nbytes, first * self._block + HEADER.size)
+        if len(value) < nbytes:
             raise Damaged(f"a large value of the {name} is cut")
-        own, _, flags, lower, upper = HEADER.unpack_from(value)
+        return value
+
+    def _take_value(self, first: int, nbytes: int, name: str) -> None:
+        """Takes the pages that the header of a large value says.
+
+        They may be more than it needs: LMDB shortens values in place.
+        """
+        self._take(first, self._length(nbytes), name)
+        header = os.pread(self._fd, HEADER.size, first * self._block)
+        if len(header) < HEADER.size:
+            raise Damaged(f"a large value of the {name} is cut")
+        own, _, flags, lower, upper = HEADER.unpack(header)
         more = (lower | upper << 16) - self._length(nbytes)
         if own != first or flags != _OVERFLOW or more < 0:
             raise Damaged(f"page {first} of the {name} is no value")
         if more:
             self._take(first + self._length(nbytes), more, name)
-        return value[HEADER.size :]
 
     def _length(self, nbytes: int) -> int:
         """Pages of a large value."""
@@ -480,15 +494,17 @@ class _Values:
 
 
 def _check_values(records: Iterator[tuple[bytes, bytes]], values: _Values) -> None:
-    """Every entry names the page where LMDB keeps the value under its key, if it names one."""
+    """The value under an entry's key is as long as the entry says, and on the page that it names, if it names one."""
     for key, raw in records:
         if any(raw[LOCATION]):
             raise Damaged(f"catalogue record of {key.hex()} names an extent file where there are none")
         value = values.of(key)
         number = int.from_bytes(raw[PAGE_NUMBER], "little")
-        stored = int.from_bytes(raw[STORED_NBYTES], "little")
-        if number and (value is None or value[1:] != (_HEAD_NBYTES + stored, number)):
+        if number and (value is None or value.page != number):
             raise Damaged(f"catalogue record of {key.hex()} names a page that is not its own")
+        stored = int.from_bytes(raw[STORED_NBYTES], "little")
+        if value is not None and value.page and value.nbytes != _HEAD_NBYTES + stored:
+            raise Damaged(f"catalogue record of {key.hex()} has a value of {value.nbytes} bytes")
 
 
 def _check_slots(records: Iterator[tuple[bytes, bytes]], directory: Path) -> None:

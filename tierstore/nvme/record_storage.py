@@ -3,13 +3,14 @@
 Record bytes are in LMDB (``lmdb_pages``) or in extent files (``extents``). Both answer ``Records``, the calls of the
 ``Catalogue`` that writes: ``write`` before its transaction, ``replaced``, then ``entry`` or ``erased`` of a key
 within it, then ``settle`` if it was committed, ``undo`` if not, ``doubt`` if nobody knows. Both answer
-``RecordBytes``, the call of the ``RecordReader``: the catalogue's entry says where a record is, and ``preadv``
-fetches it from there straight into the caller's page, past the page cache where it may: a cut or unreadable file is
-an error there, where a mapped read would be a signal. The read transaction of the lookup ends before the read begins:
-an open transaction keeps LMDB from using freed pages again, and a read that hangs would fill the map. So a record in
-LMDB may be overwritten while it is read. Its checksum, key and generation show that, and the reader looks the key up
-again. A slot in an extent file is pinned while it is read: no new record is written there, though one may have been
-between the lookup and the pin.
+``RecordBytes``, the call of the ``RecordReader``.
+
+From an extent file ``preadv`` fetches a record straight into the caller's page, past the page cache where it may: a cut
+or unreadable file is an error there, where a mapped read would be a signal. The read transaction of the lookup ends
+before the read begins: an open transaction keeps LMDB from using freed pages again, and a read that hangs would fill
+the map. A slot is pinned while it is read: no new record is written there, though one may have been between the lookup
+and the pin. Its checksum, key and generation show that, and the reader looks the key up again. A record in LMDB is
+copied out of the map within the transaction that looks it up.
 """
 
 from __future__ import annotations
