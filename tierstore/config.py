@@ -252,7 +252,7 @@ class NvmeConfig(_Section):
     lossy and take half to a third of the disk."""
     payload: Literal["auto", "lmdb", "extents"] = "auto"
     """Where page bytes live: in `lmdb`, or in `extents`, preallocated files beside it. `auto` keeps what the directory
-    has, and chooses by the disk for a new directory of 1 GiB or more."""
+    has; a new directory has extents from 1 GiB up."""
     admission: Admission = "all"
     """Pages written without being asked for: `all`, those requested a second time (`second_hit`), or the half that is
     most likely to return (`cost`)."""

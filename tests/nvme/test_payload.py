@@ -74,19 +74,21 @@ class Disk:
         return disk_probe.Rates(self._write, self._reads)
 
 
-@pytest.mark.parametrize(("rate", "payload"), [(1e8, "lmdb"), (1e10, "extents"), (None, "lmdb")])
-def test_auto_asks_the_disk_of_a_new_directory_that_is_worth_it(
-    tmp_path: Path, rate: float | None, payload: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rate", [1e8, 1e10, None])
+def test_auto_takes_extents_from_1_gib_up_on_any_disk(
+    tmp_path: Path, rate: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk(rate)
     monkeypatch.setattr(disk_probe, "ask", disk)
     for _ in range(2):
         rig = Rig(tmp_path / "home", capacity=EXTENTS_FROM, payload="auto")
-        assert rig.tier.stats()["payload"] == payload
+        assert rig.tier.stats()["payload"] == "extents"
         assert rig.write([0]).ok
         rig.close()
     assert disk.asked == [PAGE]
-    Rig(tmp_path / "small", payload="auto").close()
+    rig = Rig(tmp_path / "small", capacity=EXTENTS_FROM - 1, payload="auto")
+    assert rig.tier.stats()["payload"] == "lmdb"
+    rig.close()
     assert disk.asked == [PAGE]
 
 

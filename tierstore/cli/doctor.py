@@ -240,15 +240,13 @@ def direct_io(place: Path) -> Check:
 def disk_speed(place: Path) -> Iterator[Check]:
     """Yield what ``auto`` of the NVMe tier finds after writing and reading 32 MiB. Nothing without O_DIRECT."""
     from tierstore.nvme import disk_probe
-    from tierstore.nvme.directory_opener import FAST
 
     try:
         with tempfile.TemporaryFile(prefix=".tierstore-probe-", dir=place) as file:
             rates = disk_probe.rates(file.fileno(), _PAGE_NBYTES)
     except OSError:
         return  # reported by the checks of the disk and of O_DIRECT
-    payload = "extents" if rates.write >= FAST else "lmdb"
-    yield Check("disk writes", f"{rates.write / 1e9:.2f} GB/s; nvme.payload auto: {payload}")
+    yield Check("disk writes", f"{rates.write / 1e9:.2f} GB/s")
     best = rates.reads[rates.readers]
     yield Check("disk reads", f"{best / 1e9:.2f} GB/s; nvme.readers auto: {rates.readers}")
 

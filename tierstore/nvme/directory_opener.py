@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,8 +26,6 @@ _log = logging.getLogger("tierstore.nvme.opening")
 
 DEFAULT_READERS = 2
 """Where the disk was not asked."""
-
-FAST = 0.8e9  # bytes a second beyond which LMDB's one writer is what a disk waits for
 
 _LOCK_NBYTES = (
     125 * 64
@@ -74,7 +72,7 @@ def open_shard(
 ) -> OpenShard:
     """Lock the marker's sub-directory of ``path``, see that it may be used, and open it.
 
-    ``payload``: "lmdb", "extents", or "auto", which keeps what is there, and decides by the disk where nothing is. One
+    ``payload``: "lmdb", "extents", or "auto", which keeps what is there and else decides by the capacity. A directory
     that is damaged is set aside with one warning, and an empty one opened in its place. ConfigError if it cannot be
     had; then nothing is held. A disk that others have filled is no reason to refuse a directory that holds records: it
     is opened, and ``shortage`` says so. ``readers``: None for as many as the disk was found to need when the directory
@@ -152,15 +150,14 @@ def _prepare(
     directory.mkdir(mode=0o700, exist_ok=True)
     directory.chmod(0o700)  # one that others could write to before, and none that belongs to somebody else
     _clear_odd_files(directory)
-    rates = cache(lambda: _rates(directory, marker.capacity, marker.page_nbytes))
     old = (
         directory_layout.read_marker(directory) if (directory / directory_layout.DATA_FILE).exists() else None
     )
     if old is not None:
         marker = replace(marker, readers=old.readers)
-    elif ask and (found := rates()):
+    elif ask and (found := _rates(directory, marker.capacity, marker.page_nbytes)):
         marker = replace(marker, readers=found.readers)
-    marker = replace(marker, payload=_kind(directory, old, payload, rates))
+    marker = replace(marker, payload=_kind(directory, old, payload, marker.capacity))
     sizing = _fitting(directory, marker)
     _tell_of_lost_catalogue(directory)
     fault = examine(directory).fault
@@ -237,12 +234,11 @@ def _kind(
     directory: Path,
     old: directory_layout.ShardMarker | None,
     payload: str,
-    rates: Callable[[], disk_probe.Rates | None],
+    capacity: int,
 ) -> str:
     """Where page bytes go from now on. What is there in the other kind is removed, with one warning, if asked for."""
     if payload == "auto" and old is None:
-        found = rates()
-        return "extents" if found and found.write >= FAST else "lmdb"
+        return "extents" if capacity >= EXTENTS_FROM else "lmdb"
     if payload == "auto" and old is not None:
         return old.payload
     if old is not None and old.payload != payload:

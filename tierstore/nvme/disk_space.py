@@ -21,7 +21,7 @@ from tierstore.nvme.record_format import record_nbytes
 _log = logging.getLogger("tierstore.nvme.opening")
 
 EXTENTS_FROM = 1 << 30
-"""Capacity from which on ``payload: auto`` asks the disk; a smaller directory stays in LMDB."""
+"""Capacity from which on ``payload: auto`` takes extents, and a new directory's disk is asked for its readers."""
 
 _MIB = 1 << 20
 _VALUE_PREFIX = 16  # LMDB's page header in front of a large value
