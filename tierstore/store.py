@@ -744,6 +744,19 @@ class TierStore:
         with self._lock:
             return metrics.stats(self._config, self._parts)
 
+    def rates(self) -> dict[tuple[Tier, Tier], float]:
+        """Return the measured throughput of each edge, in bytes a second, by its source and destination.
+
+        A moving average over the edge's transfers, as ``stats()["bytes_per_s"]`` has it; an edge that has carried
+        nothing yet is absent. Like ``stats`` it only looks.
+
+        Raises:
+            StoreClosed: After ``close``.
+        """
+        self._pump.require_open()
+        with self._lock:
+            return dict(self._directory.transfers.rates)
+
     def close(self, timeout_s: float = 30) -> None:
         """Saves what only HBM and HOST hold, waits for copies, fails the rest, releases the directory. Idempotent.
 
