@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.nvme import rig as rig_room
 from tests.nvme.rig import (
     CAPACITY,
     FINGERPRINT,
@@ -68,14 +69,22 @@ def make_odd(path: Path, kind: str) -> None:
     ODD[kind](path)
 
 
+@pytest.fixture(scope="module")
+def homes() -> dict[str, Path]:
+    """A home of each payload, made once and copied for each test."""
+    return {}
+
+
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path: Path, homes: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A closed home with twenty pages."""
-    home = tmp_path / "home"
-    rig = Rig(home)
-    assert rig.write(range(20)).ok
-    rig.close()
-    return home
+    kind = rig_room.default_payload
+    if kind not in homes:
+        homes[kind] = tmp_path_factory.mktemp(kind) / "home"
+        rig = Rig(homes[kind])
+        assert rig.write(range(20)).ok
+        rig.close()
+    return shutil.copytree(homes[kind], tmp_path / "home")
 
 
 def pages_of(home: Path) -> set[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import struct
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.campaign.regions import BLOCK, large_values
+from tests.nvme import rig as rig_room
 from tests.nvme.rig import FINGERPRINT, LAYOUT, PATIENCE_S, Rig, data_file, key, page, wait_until_writable
 from tests.nvme.tree_damage import DAMAGES, Hurt, name_twice
 from tests.nvme.watch import Calls
@@ -45,17 +47,30 @@ def fault(home: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
+@pytest.fixture(scope="module")
+def homes() -> dict[str, Path]:
+    """A home of each payload, made once and copied for each test."""
+    return {}
+
+
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path: Path, homes: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A closed home with a history: trees with branches, and a free list of several transactions."""
-    rig = Rig(tmp_path / "home")
+    kind = rig_room.default_payload
+    if kind not in homes:
+        homes[kind] = with_history(tmp_path_factory.mktemp(kind) / "home")
+    return shutil.copytree(homes[kind], tmp_path / "home")
+
+
+def with_history(home: Path) -> Path:
+    rig = Rig(home)
     for version in range(12):
         assert rig.write(range(version * 10, version * 10 + 40), version).ok
         rig.erase(range(version * 10, version * 10 + 40, 4))
     assert rig.tier.sync(PATIENCE_S)
     rig.tier._catalogue.turn()  # so that no tree is empty
     rig.close()
-    return rig.home
+    return home
 
 
 @both
