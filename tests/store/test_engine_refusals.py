@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.bench import Bench
+from tests.support import pages
 from tests.support.engine import (
     DIM,
     HEADS,
@@ -77,7 +78,7 @@ def bench(engine: Engine, tmp_path: Path) -> Iterator[Bench]:
 def test_tensors_that_do_not_fit_are_refused(tensors: list[torch.Tensor], layout: str, why: str) -> None:
     with TierStore.open(tiers(SLOTS, 2, hbm_more=OWNED_BY_ENGINE), SPEC) as store:
         with pytest.raises(ConfigError, match=why):
-            store.register(EnginePages(tensors, layout))
+            store.register(EnginePages([tensor.to(pages.DEVICE) for tensor in tensors], layout))
         with pytest.raises(ConfigError, match="register"):
             store.put(chain(1), [0])
 
