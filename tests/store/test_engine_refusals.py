@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.bench import Bench
 from tests.support import pages
+from tests.support.bench import Bench
 from tests.support.engine import (
     DIM,
     HEADS,
