@@ -47,8 +47,9 @@ class InlineBytes:
                 raise KeyError(key)
             raw = bytes(found)
             entry = unpack(key, raw)
-            _, payload = memory_for(entry, out, scratch, held)
+            place, payload = memory_for(entry, out, scratch, held)
             self._copy(txn, key, payload, scratch)
+            place[payload.nbytes :] = 0  # as in extents, whose records are padded with zeros
         return Fetched(payload, raw, entry.generation)
 
     def close(self) -> None:
