@@ -60,7 +60,7 @@ def test_a_checkout_finds_its_studies_when_it_is_not_on_the_path_itself(installe
     shutil.copytree(CHECKOUT / "benchmarks", checkout / "benchmarks")
     shutil.copy(CHECKOUT / "pyproject.toml", checkout)
     result = command(checkout, "bench", "hints", "--from", "disk")
-    assert result.stderr == "tierstore: --from disk; allowed: nvme, host, or both with a comma\n"
+    assert result.stderr == "tierstore: --from must be nvme, host, or both separated by a comma, got 'disk'\n"
 
 
 def test_an_installed_package_measures_the_disk_tier_without_its_contenders(installed: Path) -> None:

@@ -91,7 +91,7 @@ def test_an_engine_with_blocks_of_another_size_is_refused_and_not_cut_up() -> No
     shape = (4, *BLOCK.shape)
     with (
         TierStore.open(tiers(4, 4, hbm_more=ENGINE, page_nbytes=PAGE.page_nbytes), PAGE) as store,
-        pytest.raises(ConfigError, match=r"holds pages of \(2, 16, 2, 8\).*allowed: \(2, 256, 2, 8\)"),
+        pytest.raises(ConfigError, match=r"holds pages of \(2, 16, 2, 8\).*expected \(2, 256, 2, 8\)"),
     ):
         store.register(EnginePages([torch.zeros(shape, dtype=torch.float16)], "BLKNHD"))
 

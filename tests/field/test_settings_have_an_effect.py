@@ -126,7 +126,7 @@ def test_without_direct_io_pages_go_through_the_page_cache_and_stats_say_so(
         told = store.stats()["nvme"]
         assert isinstance(told, dict)
         assert told["o_direct"] is False
-        assert told["payload"] == ("lmdb" if payload == "auto" else payload)
+        assert told["payload"] == ("extents" if payload == "auto" else payload)
         assert told["readers"] == 2
         works(store)
     with TierStore.open(config, SPEC) as store:
