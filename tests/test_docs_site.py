@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,14 @@ def tierstore_calls(text: str) -> Iterator[list[str]]:
             yield shlex.split(re.sub(r"[][]", " ", found[1]).replace("...", " "))
 
 
+@cache
+def command_line() -> Any:
+    return typer.main.get_command(app)
+
+
 def unknown(arguments: list[str]) -> str | None:
     """Return what of a call the command line does not know: a command, or an option; None if it knows all."""
-    command: Any = typer.main.get_command(app)
+    command = command_line()
     words = list(arguments)
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
         if words[0] not in command.commands:
