@@ -83,3 +83,50 @@ def test_a_command_that_is_told_to_end_within_a_finalizer_ends(number: signal.Si
     command = [sys.executable, "-c", program, str(int(number))]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == (-number if number == signal.SIGINT else 128 + number)
+
+
+ENDING = """
+import os, signal, sys, time
+import tierstore.cli.app as app
+def work():
+    try:
+        {begin}
+    finally:
+        {end}
+        print("cleaned up", flush=True)
+for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
+app.app = work
+app.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_whose_exception_a_library_drops_still_ends_the_command(number: signal.Signals) -> None:
+    begin = f"""
+        try:
+            os.kill(os.getpid(), {int(number)})
+            time.sleep(60)
+        except BaseException:
+            pass
+        time.sleep(60)"""
+    program = ENDING.format(begin=begin.strip(), end="pass")
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (128 + number, "cleaned up\n")
+
+
+def test_a_clean_up_is_not_interrupted_by_the_signal_that_began_it() -> None:
+    begin = "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)"
+    end = """
+        try:
+            time.sleep(1.2)  # longer than until the exception is raised again
+            raise ValueError("of the clean-up")
+        except ValueError:
+            time.sleep(1.2)"""
+    program = ENDING.format(begin=begin, end=end.strip())
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (128 + signal.SIGTERM, "cleaned up\n")

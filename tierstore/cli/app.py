@@ -63,34 +63,59 @@ def main() -> None:
     SIGTERM and SIGHUP end a command like an interrupt: it cleans up first. If standard output cannot be written,
     the command prints one line on standard error and ends with exit code 2.
     """
+    ending = _Ending()
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _leave)
-    sys.unraisablehook = _leave_after_all
+            signal.signal(number, ending.begin)
+    signal.signal(signal.SIGALRM, ending.insist)
+    sys.unraisablehook = _interrupt_again
     try:
         app()
     except OSError as error:
         typer.echo(f"tierstore: {said(error)}", err=True)
         sys.exit(REFUSED)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _leave(number: int, _: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)
+class _Ending:
+    """End the command by SystemExit, raised again each second if it was lost.
+
+    A library may drop what a signal handler raises: ``except:`` around an import, an attribute looked up from C, an
+    object being finalized.
+    """
+
+    def __init__(self) -> None:
+        self._leaving = SystemExit()
+
+    def begin(self, number: int, _: FrameType | None) -> NoReturn:
+        """Handle the first signal, and any later one: it also ends a clean-up that takes too long."""
+        self._leaving = SystemExit(128 + number)
+        signal.setitimer(signal.ITIMER_REAL, _INSIST_S, _INSIST_S)
+        raise self._leaving
+
+    def insist(self, _number: int, _frame: FrameType | None) -> None:
+        """Raise again, unless the command is cleaning up because of the exception raised before."""
+        error = sys.exception()
+        while error is not None:
+            if error is self._leaving:
+                return
+            error = error.__context__
+        self._leaving = SystemExit(self._leaving.code)
+        raise self._leaving
 
 
-def _leave_after_all(ignored: sys.UnraisableHookArgs) -> None:
-    """Send a signal again if Python dropped its exception because an object was being finalized."""
-    match ignored.exc_value:
-        case SystemExit(code=int(code)) if code > 128:
-            number = code - 128
-        case KeyboardInterrupt():
-            number = int(signal.SIGINT)
-        case _:
-            sys.__unraisablehook__(ignored)
-            return
-    again = Timer(0.01, os.kill, (os.getpid(), number))
-    again.daemon = True
-    again.start()
+_INSIST_S = 1.0
+
+
+def _interrupt_again(ignored: sys.UnraisableHookArgs) -> None:
+    """Send SIGINT again if Python dropped KeyboardInterrupt because an object was being finalized."""
+    if not isinstance(ignored.exc_value, KeyboardInterrupt | SystemExit):
+        sys.__unraisablehook__(ignored)
+    elif isinstance(ignored.exc_value, KeyboardInterrupt):
+        again = Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
+        again.daemon = True
+        again.start()
 
 
 @app.command("config-schema")
