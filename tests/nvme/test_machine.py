@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -133,4 +134,5 @@ def require_found(right: str, wrong: str, payload: str, tmp_path: Path) -> None:
     planting.plant(tmp_path, "tierstore", Bug("", right, wrong))
     found = planting.run(tmp_path, "-m", "tests.nvme.machine", payload, str(EXAMPLES), str(STEPS))
     assert found.returncode != 0
-    assert "AssertionError" in found.stderr, found.stderr[-2000:]
+    # Flaky: it went wrong once, and not when the same was tried again, since threads have a part in it.
+    assert re.search(r"AssertionError|hypothesis\.errors\.Flaky", found.stderr), found.stderr[-2000:]
