@@ -67,7 +67,6 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, ending.begin)
-    signal.signal(signal.SIGALRM, ending.insist)
     sys.unraisablehook = _interrupt_again
     try:
         app()
@@ -91,6 +90,7 @@ class _Ending:
     def begin(self, number: int, _: FrameType | None) -> NoReturn:
         """Handle the first signal, and any later one: it also ends a clean-up that takes too long."""
         self._leaving = SystemExit(128 + number)
+        signal.signal(signal.SIGALRM, self.insist)  # not before: until then it is no signal of ours
         signal.setitimer(signal.ITIMER_REAL, _INSIST_S, _INSIST_S)
         raise self._leaving
 
