@@ -28,7 +28,7 @@ from tierstore.host.pinned_memory import FIRST_NBYTES
 from tierstore.keys import EXACT
 from tierstore.metrics import Metrics, RankHealth
 from tierstore.mover import LocalMover, RecordTier
-from tierstore.nvme.page_coding import allowed_over
+from tierstore.nvme.page_codecs import allowed_over
 from tierstore.nvme.tier import NvmeTier
 from tierstore.page import PageLayout
 from tierstore.policy import Known, WriteBudget, make_admission, make_history, make_policy

@@ -12,7 +12,7 @@ from tierstore.archive.source_sink import Taken
 from tierstore.errors import ArchiveError, CapacityError, ConfigError, IntegrityError
 from tierstore.keys import EXACT
 from tierstore.nvme import record_format
-from tierstore.nvme.page_coding import Decoders
+from tierstore.nvme.page_codecs import Decoders
 from tierstore.nvme.reader import Record, RecordBuffers
 from tierstore.types import LeaseState, Tier
 

@@ -32,7 +32,7 @@ from tests.support.stalls import IN, UP
 from tierstore.gpu.layer_groups import Part
 from tierstore.gpu.pool import CpuPool
 from tierstore.nvme import catalogue_entry
-from tierstore.nvme.page_coding import Decoders
+from tierstore.nvme.page_codecs import Decoders
 from tierstore.nvme.reader import RecordReader
 from tierstore.nvme.record_storage import Fetched
 from tierstore.store import TierStore

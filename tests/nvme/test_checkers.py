@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tests.nvme.rig import CAPACITY, LAYOUT, PAGE, PATIENCE_S, Rig, change, find, page
 from tests.nvme.test_encoded import NBYTES, ExpRig
 from tierstore.nvme import reader
-from tierstore.nvme.page_coding import Coding, Decoders
+from tierstore.nvme.page_codecs import Coding, Decoders
 from tierstore.nvme.reader import Checkers, RecordReader
 from tierstore.nvme.record_storage import Fetched
 from tierstore.types import Failure, PageKey

@@ -18,7 +18,7 @@ from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.completion_queue import Outbox
 from tierstore.nvme.direct_io import BLOCK
 from tierstore.nvme.disk_space import Sizing, size
-from tierstore.nvme.page_coding import Coding
+from tierstore.nvme.page_codecs import Coding
 from tierstore.nvme.writer import EraseWork, SyncWork, WorkQueue, Writer
 from tierstore.types import Ack, Failure, Tier, Transfer
 

@@ -22,7 +22,7 @@ from tierstore.nvme.directory_lock import lock_path, locked_to_read
 from tierstore.nvme.directory_opener import OpenShard, open_shard
 from tierstore.nvme.examination import examine
 from tierstore.nvme.inspection import open_reader
-from tierstore.nvme.page_coding import Coding
+from tierstore.nvme.page_codecs import Coding
 from tierstore.nvme.reader import Record, RecordBuffers, RecordReader, read_record
 from tierstore.nvme.record_storage import Page
 from tierstore.page import PageLayout, PageSpec

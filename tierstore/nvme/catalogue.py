@@ -38,7 +38,7 @@ from tierstore.nvme.extent_allocator import Place
 from tierstore.nvme.extents import ExtentBytes, ExtentFiles, ExtentRecords
 from tierstore.nvme.lmdb_environment import Environment
 from tierstore.nvme.lmdb_pages import InlineBytes, InlineRecords
-from tierstore.nvme.page_coding import Coding
+from tierstore.nvme.page_codecs import Coding
 from tierstore.nvme.reader import RecordReader
 from tierstore.nvme.record_storage import Page, RecordBytes, Records
 from tierstore.nvme.tombstones import RETIRED_KEY, Tombstones, retired, stamp

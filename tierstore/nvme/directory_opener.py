@@ -20,7 +20,7 @@ from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.directory_lock import FileLock, clear_odd_lock, lock_path
 from tierstore.nvme.disk_space import EXTENTS_FROM, Sizing, has_records, size, size_extents
 from tierstore.nvme.examination import examine
-from tierstore.nvme.page_coding import Coding
+from tierstore.nvme.page_codecs import Coding
 
 _log = logging.getLogger("tierstore.nvme.opening")
 

@@ -36,7 +36,7 @@ from tierstore.nvme.direct_io import BLOCK, aligned, is_aligned, padded, set_dir
 from tierstore.nvme.disk_space import Sizing
 from tierstore.nvme.extent_allocator import Move, Place, Slots, moves, sorted_by_extent
 from tierstore.nvme.lmdb_environment import Environment
-from tierstore.nvme.page_coding import Coding
+from tierstore.nvme.page_codecs import Coding
 from tierstore.nvme.record_format import HEAD_NBYTES
 from tierstore.nvme.record_storage import (
     TRIES,

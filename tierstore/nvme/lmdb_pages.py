@@ -23,7 +23,7 @@ from tierstore.nvme import record_format
 from tierstore.nvme.catalogue_entry import Entry, unpack
 from tierstore.nvme.disk_space import Sizing
 from tierstore.nvme.lmdb_environment import Environment
-from tierstore.nvme.page_coding import Coding
+from tierstore.nvme.page_codecs import Coding
 from tierstore.nvme.record_storage import HEAD, Fetched, Page, Written, memory_for
 from tierstore.types import PageKey
 

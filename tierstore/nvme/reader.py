@@ -32,7 +32,7 @@ from tierstore.nvme.catalogue_entry import loss_class, summary, unpack
 from tierstore.nvme.completion_queue import Job, Outbox, Outcome, Shares, failed
 from tierstore.nvme.direct_io import BLOCK, aligned, padded
 from tierstore.nvme.lmdb_environment import Environment
-from tierstore.nvme.page_coding import Coding, Decoders, UnfitError
+from tierstore.nvme.page_codecs import Coding, Decoders, UnfitError
 from tierstore.nvme.read_breaker import Breaker, Circuit
 from tierstore.nvme.record_storage import HEAD, TRIES, Fetched, MovedError, RecordBytes, lookup
 from tierstore.threads import start_all

@@ -21,7 +21,7 @@ from tierstore.keys import KEY_NBYTES
 from tierstore.nvme import directory_layout
 from tierstore.nvme.completion_queue import Outbox
 from tierstore.nvme.directory_opener import OpenShard, open_shard
-from tierstore.nvme.page_coding import Coding
+from tierstore.nvme.page_codecs import Coding
 from tierstore.nvme.reader import Lender, Readers
 from tierstore.nvme.writer import SyncWork, Writer
 from tierstore.page import PageLayout
