@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, TypeVarTuple, Unpack
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from tierstore.page import PageLayout
 from tierstore.types import PageKey
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 LAYOUT = PageLayout.of(SPEC)
 DESCRIPTION = Description(LAYOUT)
@@ -30,6 +32,29 @@ DESCRIPTION = Description(LAYOUT)
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(work)
+
+
+class TurnByTurn(asyncio.SelectorEventLoop):
+    """An event loop whose calls in a thread end in its next turn, so that a task waits as often in each run."""
+
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
+    ) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = self.create_future()
+
+        def call() -> None:
+            with ThreadPoolExecutor(1) as threads:
+                ended = threads.submit(func, *args)
+            error = ended.exception()
+            if future.cancelled():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(ended.result())
+
+        self.call_soon(call)
+        return future
 
 
 class CancelledAt(Generic[T]):
@@ -64,13 +89,14 @@ class CancelledAt(Generic[T]):
 
 
 def cancelled_at(at: int, work: Coroutine[Any, Any, T]) -> T | None:
-    """Its result, or None if it was cancelled."""
+    """Return the result of ``work``, or None if it was cancelled at the wait numbered ``at``."""
 
     async def play() -> T:
         return await CancelledAt(at, work)
 
     try:
-        return run(play())
+        with asyncio.Runner(loop_factory=TurnByTurn) as runner:
+            return runner.run(play())
     except asyncio.CancelledError:
         return None
 
