@@ -17,13 +17,14 @@ import torch
 
 from tierstore.codecs import LOSS_CLASSES, saves
 from tierstore.codecs.host_format import HostFormat
+from tierstore.config import exact_size
 from tierstore.directory.directory import Directory
 from tierstore.directory.residency import TierTable
 from tierstore.errors import ConfigError
 from tierstore.gpu.device import Between, CpuDevice, open_device, pinner, require_device
 from tierstore.gpu.pool import CpuPool
 from tierstore.host.arena import HostArena
-from tierstore.host.free_memory import available_nbytes
+from tierstore.host.free_memory import free_memory
 from tierstore.host.pinned_memory import FIRST_NBYTES
 from tierstore.keys import EXACT
 from tierstore.metrics import Metrics, RankHealth
@@ -114,18 +115,19 @@ def slots_of(section: str, capacity: int | None, pages: PageLayout | HostFormat)
 
 
 def check_memory(layout: PageLayout, hbm_slots: int | None, held: HostFormat, host_slots: int | None) -> None:
-    """ConfigError if so many slots need more memory than is available now."""
-    available = available_nbytes()
+    """ConfigError if so many slots need more memory than is free now, on the machine or in its control groups."""
+    free = free_memory()
     wanted = {
         "hbm.capacity": (hbm_slots or 0) * layout.slot_nbytes,
         "host.capacity": (host_slots or 0) * held.slot_nbytes,
     }
     total = sum(wanted.values())
-    if available is None or total <= available:
+    if free is None or total <= free.nbytes:
         return
-    parts = ", ".join(f"{key} {nbytes}" for key, nbytes in wanted.items() if nbytes)
+    keys = [key for key, nbytes in wanted.items() if nbytes]
     raise ConfigError(
-        f"{parts} bytes need {total} bytes of memory; allowed: at most {available} that are available"
+        f"{' and '.join(keys)} {'needs' if len(keys) == 1 else 'need'} {exact_size(total)} of memory, but "
+        f"{free.described()}; lower {' or '.join(keys)}, raise the limit, or end what uses the memory"
     )
 
 

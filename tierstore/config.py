@@ -100,6 +100,11 @@ def format_size(nbytes: int) -> str:
     return f"{size:.0f} {units[0]}" if size == int(size) else f"{size:.1f} {units[0]}"
 
 
+def exact_size(nbytes: int) -> str:
+    """Return a size for messages: short for people, and exact: "1.5 KiB (1,536 bytes)"."""
+    return f"{nbytes} bytes" if abs(nbytes) < 1024 else f"{format_size(nbytes)} ({nbytes:,} bytes)"
+
+
 def _quantity(value: object, units: Mapping[str, Decimal], wanted: str) -> Decimal:
     text = written(value).strip() if isinstance(value, int | float | str) else ""
     found = _QUANTITY.fullmatch(text)

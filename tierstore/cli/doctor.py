@@ -19,6 +19,7 @@ from rich.text import Text
 
 from tierstore.cli.output import Json, print_json
 from tierstore.config import format_size
+from tierstore.host.free_memory import free_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,17 +140,15 @@ def cuda() -> Iterator[Check]:
         yield Check(f"cuda:{index}", f"{properties.name}, {format_size(free)} free of {format_size(total)}")
 
 
-def memory() -> Check:
-    """Check the memory that the kernel could give without swapping. A container's own limit may be lower."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        fields = dict(line.split(":", 1) for line in lines)
-        available, total = (int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
-    except (OSError, KeyError, ValueError) as error:
-        return Check(
-            "host memory", "unknown", "note", f"/proc/meminfo: {error}; host.capacity cannot be checked"
-        )
-    return Check("host memory", f"{format_size(available)} free of {format_size(total)}")
+def memory(root: Path = Path("/")) -> Check:
+    """Check how much memory is free under the tightest limit, of the machine or of a control group (container)."""
+    free = free_memory(root)
+    if free is None:
+        why = "/proc/meminfo cannot be read, so host.capacity cannot be checked"
+        return Check("host memory", "unknown", "note", why)
+    return Check(
+        "host memory", f"{format_size(free.nbytes)} free of {format_size(free.limit_nbytes)}", why=free.limit
+    )
 
 
 def huge_pages(path: Path = _HUGE_PAGES) -> Check:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tierstore.config import format_size, parse_size
 from tierstore.errors import ConfigError, TierStoreError
-from tierstore.host.free_memory import available_nbytes
+from tierstore.host.free_memory import free_memory
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
@@ -106,13 +106,12 @@ def require_memory(options: Mapping[str, int], needed: int) -> None:
         options: The sizes to name in the message, by option.
         needed: Bytes that follow from them.
     """
-    available = available_nbytes()
-    if available is None or needed <= available:
+    free = free_memory()
+    if free is None or needed <= free.nbytes:
         return
     named = ", ".join(f"{option} {format_size(nbytes)}" for option, nbytes in options.items())
     raise ConfigError(
-        f"{named} would need {format_size(needed)} of memory, and only {format_size(available)} are available; "
-        "choose smaller sizes"
+        f"{named} would need {format_size(needed)} of memory, and {free.described()}; choose smaller sizes"
     )
 
 
