@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import resource
 import shutil
 import subprocess
@@ -110,6 +111,47 @@ def test_a_small_filesystem_that_others_fill_makes_the_tier_read_only_until_they
     if allowed.returncode != 0:
         pytest.skip(f"no mount namespace here: {allowed.stderr.decode().strip()}")
     command = [*namespace, "sh", "-c", inside, "sh", str(tmp_path), sys.executable, payload]
+    run = subprocess.run(
+        command, cwd=CHECKOUT, capture_output=True, text=True, timeout=4 * PATIENCE_S, check=False
+    )
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("payload", ["lmdb", "extents"])
+def test_a_real_filesystem_that_cannot_preallocate_keeps_pages_and_bears_being_full(
+    tmp_path: Path, payload: str
+) -> None:
+    # ext4 without extents, where posix_fallocate of a direct descriptor fails: a loop mount, which only root can make
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a filesystem from a file")
+    image, mount = tmp_path / "image", tmp_path / "mount"
+    mount.mkdir()
+    with image.open("wb") as file:
+        file.truncate(8 << 20)
+    make = ["mkfs.ext4", "-q", "-b", "4096", "-m", "0", "-O", "^extent,^has_journal,^64bit", str(image)]
+    inside = 'mount -o loop "$4" "$1" && exec "$2" -m tests.field.small_disk "$1" "$3"'
+    try:
+        subprocess.run(make, capture_output=True, check=True)
+        allowed = subprocess.run(
+            ["unshare", "--mount", "mount", "-o", "loop", image, mount], capture_output=True, check=False
+        )
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no such filesystem can be made here: {error}")
+    if allowed.returncode != 0:
+        pytest.skip(f"no loop mount here: {allowed.stderr.decode().strip()}")
+    command = [
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        inside,
+        "sh",
+        str(mount),
+        sys.executable,
+        payload,
+        str(image),
+    ]
     run = subprocess.run(
         command, cwd=CHECKOUT, capture_output=True, text=True, timeout=4 * PATIENCE_S, check=False
     )

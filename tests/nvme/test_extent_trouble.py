@@ -26,8 +26,9 @@ from tests.nvme.rig import (
     page,
     wait_until_writable,
 )
+from tests.nvme.watch import Calls
 from tierstore.errors import ConfigError, IntegrityError
-from tierstore.nvme import catalogue_entry
+from tierstore.nvme import catalogue_entry, direct_io
 from tierstore.nvme.direct_io import aligned
 from tierstore.nvme.inspection import inspect, purge, verify
 from tierstore.types import Failure
@@ -43,7 +44,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def test_a_disk_without_room_for_a_file_makes_the_tier_read_only_until_there_is(
-    rig: Rig, calls: Callable[..., None], caplog: pytest.LogCaptureFixture
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert rig.write(range(5)).ok
     files = extent_files(rig.home)
@@ -51,14 +52,14 @@ def test_a_disk_without_room_for_a_file_makes_the_tier_read_only_until_there_is(
     def full(fd: int, offset: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    calls(posix_fallocate=full)
+    monkeypatch.setattr(direct_io, "os", Calls(posix_fallocate=full))
     with caplog.at_level(logging.WARNING):
         ack = rig.write(range(100, 200))
     assert {failure for _, failure in ack.failures} == {Failure.NO_SPACE}
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert rig.present(range(5)) == set(range(5))
     assert extent_files(rig.home) == files
-    calls()
+    monkeypatch.setattr(direct_io, "os", os)
     wait_until_writable(rig)
     assert rig.write(range(100, 200)).ok
     assert rig.present([*range(5), *range(100, 200)]) == {*range(5), *range(100, 200)}

@@ -24,6 +24,7 @@ import numpy as np
 
 from tierstore.bench.core import synthetic_key
 from tierstore.bench.raw_disk import aligned, forget, open_direct, small_pages, whole
+from tierstore.nvme.direct_io import reserve
 from tierstore.nvme.disk_space import size, size_extents
 from tierstore.nvme.tier import NvmeTier
 from tierstore.types import Tier, Transfer
@@ -105,7 +106,7 @@ class RawFile(Contender):
     def __init__(self, folder: Path, load: Load) -> None:
         super().__init__(folder, load)
         self._fd, self.direct = open_direct(folder / "raw")
-        os.posix_fallocate(self._fd, 0, load.pages.nbytes)
+        reserve(self._fd, load.pages.nbytes)
 
     def write(self) -> None:
         for index, page in enumerate(self.load.pages):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierstore.nvme.direct_io import reserve
 from tierstore.page import ALIGNMENT, buffer
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class RawDisk:
         self._path = path
         self._fd, self.direct = open_direct(path)
         self._room = aligned(readers, self._piece)
-        os.posix_fallocate(self._fd, 0, self.nbytes)
+        reserve(self._fd, self.nbytes)
         block = aligned(1, _BLOCK)[0]
         block[:] = bytearray(os.urandom(1 << 20) * (_BLOCK >> 20))
         for start in range(0, self.nbytes, _BLOCK):

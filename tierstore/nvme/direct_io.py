@@ -1,8 +1,12 @@
-"""Files read and written past the page cache (O_DIRECT): what that asks of buffers, and whether a disk takes it."""
+"""Files read and written past the page cache (O_DIRECT): what that asks of buffers, and whether a disk takes it.
+
+Also how a file gets its room on the disk before it is written.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -43,6 +47,42 @@ def _address(buffer: NDArray[np.uint8]) -> int:
 def set_direct(fd: int) -> None:
     """Make transfers of ``fd`` direct. OSError where the filesystem has no such thing."""
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+
+
+_CANNOT_PREALLOCATE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
+"""Of posix_fallocate. EINVAL: glibc then writes single bytes, which a direct descriptor refuses."""
+
+_ZEROS_NBYTES = 8 << 20
+
+
+def reserve(fd: int, nbytes: int) -> None:
+    """Have the disk set aside the first ``nbytes`` of a file, which has at least that length afterwards.
+
+    On a filesystem that cannot preallocate (ext4 without extents, some network and FUSE filesystems), what lies behind
+    the file's end is written as zeros, so that a full disk refuses now and not when the bytes are needed.
+
+    Args:
+        fd: Open for writing. Direct descriptors need a length and ``nbytes`` of whole blocks.
+        nbytes: At least 1.
+
+    Raises:
+        OSError: The disk has no room or fails. The file may be longer than before.
+    """
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in _CANNOT_PREALLOCATE:
+            raise
+        _write_zeros(fd, os.fstat(fd).st_size, nbytes)
+
+
+def _write_zeros(fd: int, start: int, end: int) -> None:
+    zeros = aligned(min(_ZEROS_NBYTES, max(1, end - start)))
+    while start < end:
+        done = os.pwritev(fd, [zeros[: end - start].data], start)
+        if not done:
+            raise OSError(errno.EIO, "nothing was written")
+        start += done
 
 
 def works(directory: Path) -> bool:

@@ -210,9 +210,9 @@ def _reserve_lock_file(directory: Path) -> None:
     )
     try:
         length = min(max(_LOCK_NBYTES, os.fstat(fd).st_size), _MOST_LOCK_NBYTES)
-        os.posix_fallocate(fd, 0, mmap.PAGESIZE)  # all that the tier's own readers take
+        direct_io.reserve(fd, mmap.PAGESIZE)  # all that the tier's own readers take
         with suppress(OSError):
-            os.posix_fallocate(fd, 0, length)
+            direct_io.reserve(fd, length)
     except OSError as error:
         if error.errno in directory_layout.FULL:
             raise

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128_digest
 
-from tierstore.nvme.direct_io import BLOCK, aligned, padded, probe_file, set_direct
+from tierstore.nvme.direct_io import BLOCK, aligned, padded, probe_file, reserve, set_direct
 
 NBYTES = 32 << 20
 """What is written, and then read at random."""
@@ -60,7 +60,7 @@ def rates(fd: int, page_nbytes: int, nbytes: int = NBYTES) -> Rates:
 def _write_rate(fd: int, nbytes: int) -> float:
     chunk = aligned(_CHUNK)
     chunk[:] = np.frombuffer(os.urandom(1 << 16) * (_CHUNK >> 16), dtype=np.uint8)
-    os.posix_fallocate(fd, 0, nbytes)
+    reserve(fd, padded(nbytes))
     start = perf_counter()
     for offset in range(0, nbytes, _CHUNK):
         os.pwritev(fd, [chunk[: min(_CHUNK, nbytes - offset)].data], offset)

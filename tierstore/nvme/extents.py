@@ -32,7 +32,7 @@ from tierstore.codecs import PageEncoder
 from tierstore.errors import IntegrityError
 from tierstore.nvme import directory_layout, record_format
 from tierstore.nvme.catalogue_entry import LOCATION, NBYTES, Entry, slot_blocks, unpack
-from tierstore.nvme.direct_io import BLOCK, aligned, is_aligned, padded, set_direct
+from tierstore.nvme.direct_io import BLOCK, aligned, is_aligned, padded, reserve, set_direct
 from tierstore.nvme.disk_space import Sizing
 from tierstore.nvme.extent_allocator import Move, Place, Slots, moves, sorted_by_extent
 from tierstore.nvme.lmdb_environment import Environment
@@ -81,7 +81,7 @@ class ExtentFiles:
         number = next(number for number in itertools.count(1) if number not in self.sizes)
         try:
             self._open(number, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            os.posix_fallocate(self._fds[number], 0, nbytes)
+            reserve(self._fds[number], nbytes)
         except BaseException:
             if number in self._fds:
                 os.close(self._fds.pop(number))
