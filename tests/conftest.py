@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.support import lanes, pages
+from tierstore import store
 from tierstore.directory import eviction
 from tierstore.gpu import device
 
@@ -87,5 +88,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # Several threads wait for each other in models this small: on a busy machine ten times as long.
     torch.set_num_threads(1)
     eviction.STALL_S = 20.0  # a disk that others keep busy is none that stands still
+    store._FLUSH_STALL_S = 60.0
     device.SMALLEST_BY_THREADS = 1  # so that the small pages of tests go layer by layer too
     pages.DEVICE = config.getoption("--hbm-device")

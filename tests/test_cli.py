@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests.support.pages import PATIENCE_S
 from tierstore.cli import doctor
 from tierstore.cli.app import app
 from tierstore.config import config_schema, load_config
@@ -181,8 +182,8 @@ def home(tmp_path: Path) -> Path:
     slots, parents = tuple(range(5)), (None, *keys(4))
     nbytes = 5 * tier.record_nbytes
     tier.submit_write(Transfer(1, keys(5), Tier.HOST, slots, Tier.NVME, slots, nbytes, parents), pages)
-    assert tier.sync(30.0)
-    assert tier.close(30.0)
+    assert tier.sync(PATIENCE_S)
+    assert tier.close(PATIENCE_S)
     return tmp_path / "home"
 
 
@@ -276,7 +277,7 @@ def test_inspect_names_the_process_that_uses_a_directory(home: Path) -> None:
     try:
         result = tierstore_process("inspect", home, "--json")
     finally:
-        assert tier.close(30.0)
+        assert tier.close(PATIENCE_S)
     assert result.returncode == 0, result.stderr
     assert last_line(result)["shards"][0]["in_use_by"] == os.getpid()
 
@@ -303,7 +304,7 @@ def test_verify_does_not_vouch_for_a_directory_in_use(home: Path) -> None:
     try:
         result = tierstore_process("verify", home, "--json")
     finally:
-        assert tier.close(30.0)
+        assert tier.close(PATIENCE_S)
     assert result.returncode == 1
     assert str(os.getpid()) in last_line(result)["shards"][0]["skipped"]
 
@@ -357,7 +358,7 @@ def test_verify_of_what_may_only_be_read_does_not_vouch_for_what_is_in_use(home:
         with only_to_be_read(home):
             result = unprivileged("verify", home, "--json")
     finally:
-        assert tier.close(30.0)
+        assert tier.close(PATIENCE_S)
     assert result.returncode == 1
     assert str(os.getpid()) in last_line(result)["shards"][0]["skipped"]
 
@@ -413,7 +414,7 @@ def test_purge_keeps_what_is_in_use(home: Path) -> None:
     try:
         result = tierstore_process("purge", home, "--yes", "--json")
     finally:
-        assert tier.close(30.0)
+        assert tier.close(PATIENCE_S)
     assert result.returncode == 1
     assert last_line(result)["removed"] == []
     assert str(os.getpid()) in last_line(result)["kept"][0][1]

@@ -45,7 +45,8 @@ def test_a_command_that_is_interrupted_while_it_loads_ends_without_a_word(room: 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_command_that_is_told_to_end_removes_its_folder(tmp_path: Path, number: signal.Signals) -> None:
-    words = ["bench", "nvme", "--dir", str(tmp_path), "--size", "16MiB", "--page-sizes", "256KiB"]
+    sizes = ["--size", "16MiB", "--page-sizes", "256KiB", "--idle", "3600"]  # it does not end by itself
+    words = ["bench", "nvme", "--dir", str(tmp_path), *sizes]
     before = signal.signal(number, signal.SIG_DFL)  # nohup, and a shell's background jobs, have it ignored
     try:
         child = subprocess.Popen(

@@ -52,7 +52,7 @@ def test_keys_are_the_same_in_every_process_whatever_the_hash_seed(seed: str | N
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=240,
     )
     assert tuple(child.stdout.split()) == GOLDEN_KEYS
 

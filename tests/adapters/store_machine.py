@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from transformers import DynamicCache, PreTrainedModel
 
 from tests.adapters.tiny import PAGE, random_prompt
+from tests.support.pages import PATIENCE_S
 from tierstore.adapters.huggingface import PrefixCache, TierStoreCache, cache_argument, page_specs
 from tierstore.adapters.huggingface.model_spec import kv_shape
 from tierstore.adapters.huggingface.request import PageGroups
@@ -88,7 +89,7 @@ class StoreMachine(RuleBasedStateMachine):
         keys = self.store.keys(tokens)
         if how in ("host", "disk"):
             self.store.demote(keys, Tier.HOST if how == "host" else Tier.NVME)
-            self.store.drain(20.0)
+            self.store.drain(PATIENCE_S)
         elif how == "flush":
             self.store.flush()
         else:
@@ -98,7 +99,7 @@ class StoreMachine(RuleBasedStateMachine):
     def look(self, tokens: list[int], keep: bool) -> None:
         """Pages hold the K/V of their tokens, of every model; some stay leased."""
         lease = self.store.acquire(self.store.keys(tokens))
-        assert lease.wait(20.0) is not LeaseState.PENDING
+        assert lease.wait(PATIENCE_S) is not LeaseState.PENDING
         if lease.slots:
             self.check_bytes(tokens[: lease.num_pages * PAGE], lease.slots)
         if keep and lease.num_pages and len(self.held) < 2:
@@ -148,11 +149,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.chats.close()
         try:
             # What is on its way is pinned too.
-            assert self.store.drain(20.0)
+            assert self.store.drain(PATIENCE_S)
             states: Any = self.store.stats()
             hbm = states["tiers"]["HBM"]
             assert (hbm["owned"], hbm["pinned"], states["leases"]) == (0, 0, 0), f"leaked: {hbm}"
-            self.store.free(self.store.allocate(HBM, timeout_s=20.0))
+            self.store.free(self.store.allocate(HBM, timeout_s=PATIENCE_S))
         finally:
             self.store.close()
 

@@ -28,7 +28,7 @@ from tests.adapters.tiny import (
     tiny_llama,
     watch,
 )
-from tests.support.pages import tier_stats
+from tests.support.pages import PATIENCE_S, tier_stats
 from tierstore.adapters.huggingface import TierStoreCache, cache_argument
 from tierstore.store import TierStore
 from tierstore.types import Tier
@@ -319,7 +319,7 @@ def _send_down(store: TierStore, prompt: list[int], tier: Tier) -> None:
     """Leave the pages of ``prompt`` in ``tier`` and below it only."""
     keys = store.keys(prompt)
     assert store.demote(keys, tier) == len(keys)
-    assert store.drain(20.0)
+    assert store.drain(PATIENCE_S)
     store.flush()
     assert set(store.match(keys).tiers) == {tier}
 

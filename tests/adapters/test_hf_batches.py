@@ -21,6 +21,7 @@ from tests.adapters.tiny import (
     tiny_llama,
     watch,
 )
+from tests.support.pages import PATIENCE_S
 from tierstore.adapters.huggingface import TierStoreCache, cache_argument
 from tierstore.store import TierStore
 from tierstore.types import Tier
@@ -194,7 +195,7 @@ def test_batch_is_restored_from_the_tiers_below(model: LlamaForCausalLM) -> None
         expected, _, _ = answers(model, store, prompts)
         for prompt in prompts:
             store.demote(store.keys(prompt), Tier.HOST)
-        assert store.drain(20.0)
+        assert store.drain(PATIENCE_S)
         ids, mask = pad_left(prompts)
         with TierStoreCache(store, ids, mask, model=model) as cache:
             assert generate_batch(model, ids, cache, attention_mask=mask).tolist() == expected

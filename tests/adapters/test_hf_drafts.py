@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tests.adapters.tiny import PAGE, generate, open_store, plain, random_prompt, tiny_llama, watch
+from tests.support.pages import PATIENCE_S
 from tierstore.adapters.huggingface import TierStoreCache, cache_argument, page_specs
 from tierstore.types import Tier
 
@@ -73,7 +74,7 @@ def test_pages_with_a_draft_come_back_from_below_with_both(
         with TierStoreCache(store, prompt, model=model, draft=draft) as cache:
             generate(model, prompt, cache, assistant_model=cache.draft_model, max_new_tokens=20)
         store.demote(store.keys(prompt), Tier.NVME)
-        assert store.drain(20.0)
+        assert store.drain(PATIENCE_S)
     with open_store(model, draft=draft, host=32, disk=tmp_path) as store:
         with watch(draft) as drafted, TierStoreCache(store, prompt, model=model, draft=draft) as cache:
             assert cache.reused_by_tier == {Tier.NVME: 5 * PAGE - 1}
@@ -150,7 +151,7 @@ def test_rejected_drafts_leave_no_page_in_the_store(model: LlamaForCausalLM, dra
     with open_store(model, draft=draft) as store:
         with TierStoreCache(store, prompt, model=model, draft=draft) as cache:
             answer = generate(model, prompt, cache, assistant_model=cache.draft_model, max_new_tokens=30)
-        assert store.drain(20.0)
+        assert store.drain(PATIENCE_S)
         held: Any = store.stats()["tiers"]
         written = prompt + answer[:-1]
         assert held["HBM"]["resident"] == store.match(store.keys(written)).num_pages == len(written) // PAGE

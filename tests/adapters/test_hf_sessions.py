@@ -10,6 +10,7 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from tests.adapters.tiny import PAGE, generate, open_store, plain, random_prompt, tiny_llama, watch
+from tests.support.pages import PATIENCE_S
 from tierstore.adapters.huggingface import PrefixCache, TierStoreCache
 from tierstore.store import TierStore
 from tierstore.types import Tier
@@ -100,7 +101,7 @@ def test_turns_go_on_after_their_pages_went_down(model: LlamaForCausalLM) -> Non
         session.generate(**ANSWER)
         keys = store.keys(session.tokens)
         store.demote(keys, Tier.HOST)
-        assert store.drain(20.0)
+        assert store.drain(PATIENCE_S)
         session.append([7, 8])
         expected = plain(model, list(session.tokens), max_new_tokens=5)
         assert session.generate(**ANSWER) == expected

@@ -28,6 +28,7 @@ from tests.adapters.tiny import (
     random_prompt,
     strong,
 )
+from tests.support.pages import PATIENCE_S
 from tierstore.adapters.huggingface import TierStoreCache, cache_argument, page_spec, page_specs
 from tierstore.adapters.huggingface.prefix import ROLLBACK
 from tierstore.types import Tier
@@ -114,7 +115,7 @@ def test_prefix_below_hbm_is_restored(model: PreTrainedModel, tier: Tier, tmp_pa
     with open_store(model, host=32, disk=tmp_path) as store:
         expected, _ = ask(store, model, prompt)
         assert store.demote(store.keys(prompt), tier) == 12
-        assert store.drain(20.0)
+        assert store.drain(PATIENCE_S)
         answer, cache = ask(store, model, prompt)
         assert answer == expected == plain(model, prompt)
         assert cache.reused_by_tier == {tier: 12 * PAGE - 1}
@@ -161,7 +162,7 @@ def test_hit_ends_at_a_gap_and_what_is_before_it_is_used(model: PreTrainedModel,
         ask(store, model, prompt, max_new_tokens=1)
         keys = store.keys(prompt)
         store.demote(keys[:2], Tier.HOST)
-        assert store.drain(20.0)
+        assert store.drain(PATIENCE_S)
         store.evict([keys[gone]])
         answer, cache = ask(store, model, prompt)
         assert (answer, cache.reused_tokens) == (plain(model, prompt), gone * PAGE)
@@ -174,7 +175,7 @@ def test_pages_behind_the_window_stay_where_they_are() -> None:
         expected, _ = ask(store, model, prompt)
         keys = store.keys(prompt)
         store.demote(keys, Tier.HOST)
-        assert store.drain(20.0)
+        assert store.drain(PATIENCE_S)
         with TierStoreCache(store, prompt, model=model) as cache:
             assert cache.reused_by_tier == {Tier.HOST: 30 * PAGE - 1}
             tiers = store.match(keys).tiers

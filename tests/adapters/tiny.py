@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from tests.support.pages import PATIENCE_S
 from tierstore.adapters.huggingface import (
     ATTENTION,
     TierStoreCache,
@@ -91,7 +92,7 @@ def open_store(
         yield store
         store.check()
         # Nothing is owned or leased any more: the whole of HBM can be had.
-        store.free(store.allocate(hbm, timeout_s=20.0))
+        store.free(store.allocate(hbm, timeout_s=PATIENCE_S))
 
 
 @dataclass

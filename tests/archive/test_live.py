@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.archive.rig import CancelledAt, Shelf, archive, exported, imported, record, run
+from tests.archive.rig import CancelledAt, Shelf, TurnByTurn, archive, exported, imported, record, run
 from tests.support.pages import (
     PATIENCE_S,
     SPEC,
@@ -312,7 +312,8 @@ def test_cancelled_at_any_wait_a_store_keeps_nothing_it_should_not(tmp_path: Pat
         with open_store(4, None, None) as store:
             if direction == "out":
                 write(store, keys)
-            done = run(play(waits + 1, store))
+            with asyncio.Runner(loop_factory=TurnByTurn) as runner:
+                done = runner.run(play(waits + 1, store))
             assert sorted(os.listdir(tmp_path)) == ["x.tier", *["y.tier"] * (done and direction == "out")]
             assert read(store, keys) == store.match(keys).num_pages
             require_nothing_held(store)

@@ -19,6 +19,7 @@ from tests.support.pages import (
     chain,
     counter,
     fill,
+    let_deadline_come,
     read,
     require_nothing_held,
     require_right,
@@ -171,7 +172,8 @@ def test_a_copy_that_is_never_acknowledged_costs_its_slots_and_nothing_else(
     store.demote(lost, lane[0])
     assert store.drain(PATIENCE_S)
     gate_of(bench, lane).losing.add(lane)
-    with store.acquire(lost, deadline_s=0.01) as lease:
+    with store.acquire(lost, deadline_s=3600.0) as lease:
+        let_deadline_come(store, lease)
         assert lease.wait(PATIENCE_S) is LeaseState.FAILED
         assert (lease.missing, lease.missing_because) == (lost, "deadline")
     assert counter(store, "misses_pages", "deadline") == 1

@@ -126,6 +126,7 @@ def test_a_load_whose_staging_stands_still_ends_without_a_deadline_too(
         assert lease.wait(PATIENCE_S) is LeaseState.FAILED
         assert lease.missing_because == "failed"
     store.check()
+    monkeypatch.undo()
     bench.open_gates()
     assert store.drain(PATIENCE_S)
     assert read(store, wanted) == 3

@@ -28,8 +28,9 @@ from tierstore.types import Tier
 from tierstore.page import PageSpec
 
 def resident():
+    # Not of files: what is mapped of those comes and goes with what other programs need
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 
 def spec(tokens):
     return PageSpec(num_layers=4, page_size=tokens, num_kv_heads=4, head_dim=32, dtype="bfloat16", model="m")

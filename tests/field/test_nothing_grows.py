@@ -38,9 +38,11 @@ from tierstore.store import TierStore
 
 third = int(sys.argv[1])
 
-def rss():
+def memory():
+    # Its own, of which none is of files: what is mapped of those comes and goes with what other programs need
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+    found = {line.split()[0]: int(line.split()[1]) for line in lines if line.startswith(("Rss", "VmRSS"))}
+    return found["RssAnon:"] + found["RssShmem:"], found["VmRSS:"]
 
 with TierStore.open(tiers(1000, None), SPEC) as store:
     for done in range(0, 3 * third, 60):
@@ -49,7 +51,7 @@ with TierStore.open(tiers(1000, None), SPEC) as store:
         if done % 180:
             store.evict(keys)
         if done in (third, 3 * third - 60):
-            print(rss())
+            print(*memory())
 """
 
 
@@ -58,8 +60,8 @@ def test_the_process_stays_as_large_as_it_was_over_many_put_and_evict_cycles() -
     third = lanes.examples(18_000, 60_000)
     command = [sys.executable, "-c", CYCLES, str(third)]
     child = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=300, check=True)
-    early, late = map(int, child.stdout.split())
-    assert abs(late - early) <= 0.02 * early, f"{early} KiB after {third} puts, {late} KiB after {3 * third}"
+    early, whole, late, _ = map(int, child.stdout.split())
+    assert late - early <= 0.02 * whole, f"{early} KiB after {third} puts, {late} KiB after {3 * third}"
 
 
 def elements(root: object) -> dict[str, int]:

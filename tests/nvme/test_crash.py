@@ -125,7 +125,7 @@ def test_a_process_that_never_closes_ends_and_loses_nothing_it_synced(tmp_path: 
     )
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", program, str(tmp_path / "home"), payload]
-    child = subprocess.run(command, check=True, cwd=root, capture_output=True, text=True, timeout=60)
+    child = subprocess.run(command, check=True, cwd=root, capture_output=True, text=True, timeout=240)
     assert child.stderr == ""
     rig = Rig(tmp_path / "home")
     assert rig.present(range(90)) >= set(range(20))

@@ -187,7 +187,7 @@ def test_records_deleted_behind_our_back_are_not_found(home: Path) -> None:
         "        txn.delete(bytes.fromhex(name), db=env.open_db(b'pages', txn))\n"
     )
     arguments = [str(data_file(home).parent), str(CAPACITY), key(3).hex(), key(5).hex()]
-    subprocess.run([sys.executable, "-c", command, *arguments], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", command, *arguments], check=True, timeout=240)
     ack, _ = rig.read([3, 4, 5])
     assert ack.failures == ((0, Failure.NOT_FOUND), (2, Failure.NOT_FOUND))
     rig.close()

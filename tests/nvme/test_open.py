@@ -92,7 +92,7 @@ def test_a_second_process_is_told_who_holds_it(tmp_path: Path) -> None:
         "except ConfigError as error: sys.exit(str(error))\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "home")]
-    other = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    other = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert f"in use by process {os.getpid()};" in other.stderr
     rig.close()
 

@@ -11,7 +11,7 @@ import pytest
 from prefetch import Prefetcher
 from tests.prefetch.rig import NBYTES, Clock, need, prefetcher_of, running, stored
 from tests.support.bench import open_bench
-from tests.support.pages import SPEC, chain, read, tiers
+from tests.support.pages import PATIENCE_S, SPEC, chain, read, tiers
 from tierstore.errors import StoreClosed
 from tierstore.store import TierStore
 from tierstore.types import Hint, HintResult, Tier
@@ -22,7 +22,7 @@ def test_it_ends_by_itself_when_the_store_closes_and_closing_twice_is_nothing(tm
     prefetcher = Prefetcher.attach(store)
     store.close()
     assert prefetcher._thread is not None
-    prefetcher._thread.join(30.0)
+    prefetcher._thread.join(PATIENCE_S)
     assert not prefetcher._thread.is_alive()
     prefetcher.close()
     prefetcher.close()
@@ -40,7 +40,7 @@ def test_once_it_is_closed_the_store_goes_on_without_it_and_another_may_come(tmp
     with Prefetcher.attach(store) as second:
         first.close()
         store.demote(keys, Tier.NVME)
-        store.drain(60.0)
+        store.drain(PATIENCE_S)
         need(store, "r", keys, 1.0)
 
         async def wait() -> int:
@@ -60,17 +60,17 @@ def test_once_its_thread_has_ended_hints_are_rejected_though_closing_did_not_wai
 
     def late(timeout_s: float = 0.0) -> list[Hint]:
         looking.set()
-        assert go_on.wait(30.0)
+        assert go_on.wait(PATIENCE_S)
         return take(timeout_s)
 
     with store:
         prefetcher = Prefetcher.attach(store)
         monkeypatch.setattr(store, "take_hints", late)
-        assert looking.wait(30.0)
+        assert looking.wait(PATIENCE_S)
         prefetcher.close(timeout_s=0.0)
         go_on.set()
         assert prefetcher._thread is not None
-        prefetcher._thread.join(30.0)
+        prefetcher._thread.join(PATIENCE_S)
         assert store.hint(Hint("r", 1, tuple(chain(1)))) is HintResult.REJECTED
 
 
@@ -112,7 +112,7 @@ def test_a_store_closes_with_a_running_prefetcher_that_has_much_to_do_and_its_th
             store.hint(Hint(f"r{number}", revision, tuple(keys), deadline_s=1.0))
     store.close()
     assert prefetcher._thread is not None
-    prefetcher._thread.join(60.0)
+    prefetcher._thread.join(PATIENCE_S)
     assert not prefetcher._thread.is_alive()
     assert prefetcher.stats()["faults"] == 0
     prefetcher.close()

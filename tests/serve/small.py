@@ -4,13 +4,17 @@
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import count
 from queue import Empty, Queue
+from threading import Event as Flag
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.adapters.tiny import tiny_llama
 from tests.support.pages import PATIENCE_S
@@ -53,6 +57,36 @@ def reader(*, chats: bool = True, ends: bool = False) -> Reader:
     if not ends:
         found.tokenizer.eos_token = None
     return found
+
+
+@dataclass
+class Standing:
+    """A model that stands still in the middle of an answer."""
+
+    stands: Flag = field(default_factory=Flag)
+    go_on: Flag = field(default_factory=Flag)
+
+    def wait(self) -> None:
+        """Wait until it stands still."""
+        assert self.stands.wait(PATIENCE_S)
+
+
+@contextmanager
+def standing_at(forward: int, model: PreTrainedModel) -> Iterator[Standing]:
+    """Before this forward pass, counted from 0, the model stands still until ``go_on`` is set."""
+    passes, found = count(), Standing()
+
+    def stand_still(*_: object) -> None:
+        if next(passes) == forward:
+            found.stands.set()
+            assert found.go_on.wait(PATIENCE_S)
+
+    hook = model.register_forward_pre_hook(stand_still)
+    try:
+        yield found
+    finally:
+        found.go_on.set()
+        hook.remove()
 
 
 @dataclass

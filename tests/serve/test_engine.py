@@ -13,7 +13,7 @@ import pytest
 
 from prefetch import Prefetcher
 from tests.adapters.tiny import PAGE, open_store, plain
-from tests.serve.small import GREEDY, Told, ask, ids_of, reader
+from tests.serve.small import GREEDY, Told, ask, ids_of, reader, standing_at
 from tests.support.pages import PATIENCE_S
 from tests.support.sick_disk import Failing, Hanging, disk_of, hold_clock, replace_preadv
 from tests.support.waiting import wait_for
@@ -27,6 +27,8 @@ from tierstore.types import PageKey, Tier
 
 LONG = "A page that leaves is found again below, and comes back before anybody waits for it."
 OTHER = "Something else altogether, that has nothing in common with the first."
+MIDDLE = 60
+"""A forward pass of the model when a long answer to ``LONG`` has begun, and is far from its end."""
 
 
 @contextmanager
@@ -266,11 +268,13 @@ def test_one_that_is_cancelled_while_it_waits_is_never_computed() -> None:
 
 
 def test_one_that_is_cancelled_under_way_gives_its_room_back() -> None:
-    with engine(hbm=32) as (found, _):
+    with engine(hbm=32) as (found, _), standing_at(MIDDLE, reader().model) as model:
         ticket, told = ask(found, LONG, 160)
         told.first()
+        model.wait()
         ticket.cancel()
         ticket.cancel()
+        model.go_on.set()
         # It held all of HBM.
         ask(found, OTHER * 2, 100)[1].done()
         assert told.end is None
@@ -294,11 +298,17 @@ def test_what_goes_wrong_with_one_request_ends_no_other(monkeypatch: pytest.Monk
 
 
 def test_closing_tells_what_is_under_way_and_what_waits() -> None:
-    with engine(hbm=32, max_active=1) as (found, _):
+    with engine(hbm=32, max_active=1) as (found, _), standing_at(MIDDLE, reader().model) as model:
         _, active = ask(found, LONG, 160)
         active.first()
+        model.wait()
         _, waiting = ask(found, OTHER)
-        found.close()
+        closer = Thread(target=found.close)
+        closer.start()
+        wait_for(lambda: not found.ready)
+        model.go_on.set()
+        closer.join(PATIENCE_S)
+        assert not closer.is_alive()
         assert (active.wait(), waiting.wait()) == (Failed(CLOSING), Failed(CLOSING))
         with pytest.raises(StoreClosed, match="closing"):
             ask(found, LONG)
@@ -311,12 +321,14 @@ def test_a_store_that_is_closed_first_ends_the_engine_and_nothing_hangs() -> Non
     config = load_config({"hbm": {"capacity": 32 * specs[0].page_nbytes, "device": str(model.device)}})
     store = TierStore.open(config, specs)
     found = Engine(reader(), store)
-    _, told = ask(found, LONG, 100)
-    told.first()
-    closer = Thread(target=store.close)
-    closer.start()
-    closer.join(PATIENCE_S)
-    assert not closer.is_alive()
+    with standing_at(MIDDLE, model) as standing:
+        _, told = ask(found, LONG, 100)
+        told.first()
+        standing.wait()
+        closer = Thread(target=store.close)
+        closer.start()
+        closer.join(PATIENCE_S)
+        assert not closer.is_alive()
     assert isinstance(told.wait(), Failed)
     with pytest.raises(StoreClosed):
         ask(found, LONG)

@@ -53,7 +53,7 @@ def test_who_waits_for_a_reading_that_the_engine_has_no_room_for_waits_no_longer
             waiting = asyncio.create_task(reading.ended())
             await asyncio.sleep(0)  # it waits now
             waits.set()
-            await asyncio.wait_for(waiting, PATIENCE_S / 6)
+            await asyncio.wait_for(waiting, PATIENCE_S / 2)  # before the engine is let go
 
         monkeypatch.setattr(store, "keys", keys)
         thread = Thread(target=begin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from base64 import b64encode
@@ -18,7 +19,7 @@ import httpx2 as httpx
 import pytest
 
 from tests.serve.serving import CHAT, COMPLETION, Serving, events, serving
-from tests.serve.small import reader
+from tests.serve.small import reader, standing_at
 from tests.support.pages import PATIENCE_S
 from tierstore.errors import ConfigError
 from tierstore.serve.auth import MAX_BODY, Tenants
@@ -28,6 +29,8 @@ from tierstore.serve.request import Ask
 ANNE, BOB = "anne's key", "bob's key"
 TENANTS = {"anne": [sha256(ANNE.encode()).hexdigest()], "bob": [sha256(BOB.encode()).hexdigest().upper()]}
 LONG = COMPLETION | {"max_tokens": 400, "stream": True}
+MIDDLE = 200
+"""A forward pass of the model when a long answer has begun, and is far from its end."""
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -166,20 +169,32 @@ def test_a_request_is_one_line_of_the_log_without_what_was_asked(caplog: pytest.
     assert "unspeakable" not in caplog.text
 
 
+def is_cancelled(server: Serving) -> bool:
+    """Whether the only request under way is to be computed no further."""
+    return server.engine._active[0][0].cancelled.is_set()
+
+
 def test_a_stream_whose_client_goes_away_is_cancelled() -> None:
-    with serving() as server:
+    with serving() as server, standing_at(MIDDLE, reader(chats=True).model) as model:
         with server.http.stream("POST", "/v1/completions", json=LONG) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()  # dropped, it would close the connection
+            next(lines)
+            model.wait()
+        until(lambda: is_cancelled(server))
+        model.go_on.set()
         until(lambda: outcome(server, "cancelled") == 1)
         assert figure(server, "active") == 0
 
 
 def test_an_answer_whose_client_goes_away_is_cancelled() -> None:
-    with serving() as server:
-        timeout = httpx.Timeout(PATIENCE_S, read=0.05)  # the server may take its time to answer the call
-        hasty = httpx.Client(base_url=server.http.base_url, trust_env=False, timeout=timeout)
-        with hasty, pytest.raises(httpx.ReadTimeout):
-            hasty.post("/v1/completions", json=LONG | {"stream": False})
+    with serving() as server, standing_at(MIDDLE, reader(chats=True).model) as model:
+        bare = HTTPConnection(server.http.base_url.host, server.http.base_url.port, timeout=PATIENCE_S)
+        with closing(bare):
+            asked = json.dumps(LONG | {"stream": False})
+            bare.request("POST", "/v1/completions", asked, {"Content-Type": "application/json"})
+            model.wait()
+        until(lambda: is_cancelled(server))
+        model.go_on.set()
         until(lambda: outcome(server, "cancelled") == 1)
 
 
@@ -232,15 +247,16 @@ def test_one_too_many_is_told_to_come_later() -> None:
 
 def test_at_the_servers_end_a_stream_ends_with_an_error_and_who_waits_gets_503() -> None:
     with serving(max_active=2) as server, ExitStack() as stack:
+        model = stack.enter_context(standing_at(MIDDLE, reader(chats=True).model))
         stream = stack.enter_context(server.http.stream("POST", "/v1/completions", json=LONG))
         lines = stream.iter_lines()
         next(lines)
-        let_go = stack.enter_context(held(server.engine))
+        model.wait()
         with posted(server, COMPLETION) as waiting:
             until(lambda: figure(server, "waiting") == 1)
             server.server.should_exit = True
             until(lambda: not server.engine.ready)
-            let_go()
+            model.go_on.set()
             rest = [line for line in lines if line]
     assert '"error"' in rest[-1]
     assert "closing" in rest[-1]
@@ -282,13 +298,13 @@ def test_what_fails_before_the_first_piece_is_500_and_after_it_an_error_in_the_s
             response = server.http.post("/v1/completions", json=LONG | {"prompt": "first"})
         assert response.status_code == 500
         assert response.json()["error"]["type"] == "server_error"
-        with failing_at(200):
+        with failing_at(MIDDLE):
             response = server.http.post("/v1/completions", json=LONG | {"prompt": "second"})
         assert response.status_code == 200
         found = [data for _, data in events(response)]
         assert "choices" in found[0]
         assert "fell off" in found[-1]["error"]["message"]
-        with failing_at(200):
+        with failing_at(MIDDLE):
             response = server.http.post("/v1/completions", json=LONG | {"prompt": "third", "stream": False})
         assert response.status_code == 500
         document = {"name": "a", "text": "Nothing of this will be read."}

@@ -117,7 +117,8 @@ def test_an_interrupt_ends_it_while_it_answers(model: Path, config: Path) -> Non
     with running("--config", config, "--model", model) as (http, process, _):
         asked = COMPLETION | {"max_tokens": 400, "stream": True}
         with http.stream("POST", "/v1/completions", json=asked) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()  # dropped, it would close the connection
+            next(lines)
             end(process, signal.SIGINT)
 
 
@@ -126,7 +127,8 @@ def test_two_interrupts_end_it_as_cleanly(model: Path, config: Path) -> None:
     with running("--config", config, "--model", model) as (http, process, _):
         asked = COMPLETION | {"max_tokens": 400, "stream": True}
         with http.stream("POST", "/v1/completions", json=asked) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()  # dropped, it would close the connection
+            next(lines)
             end(process, signal.SIGINT, times=2)
 
 

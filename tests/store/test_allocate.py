@@ -185,7 +185,7 @@ def test_contents_survive_a_tour_through_every_tier(tmp_path: Path) -> None:
         sequences = [chain(2, str(i)) for i in range(8)]
         for keys in sequences:
             write(store, keys)
-        assert store.drain(30.0)
+        assert store.drain(PATIENCE_S)
         for keys in reversed(sequences):
             assert read(store, keys) == 2
         assert set(where(store, sequences[3][0])) >= {Tier.NVME}

@@ -10,7 +10,7 @@ import pytest
 from tests.support.bench import Bench, open_bench
 from tests.support.engine import ENGINES, OWNED_BY_ENGINE, SLOTS, Engine, open_engine_bench, page_major, save
 from tests.support.events import ManualEvent
-from tests.support.pages import PATIENCE_S, SPEC, chain, tiers, where
+from tests.support.pages import PATIENCE_S, SPEC, chain, let_deadline_come, tiers, where
 from tests.support.stalls import IN, OUT, UP
 from tests.support.waiting import wait_for
 from tierstore.directory.writeback import Ticket
@@ -172,7 +172,9 @@ def test_a_cut_lease_does_not_start_copies_into_slots_given_up(bench: Bench, eng
     assert bench.store.drain(PATIENCE_S)
     engine.wipe()
     bench.records.hold(UP)
-    with bench.store.acquire(keys, deadline_s=0.02, into=[0, 1, 2, 3]) as lease:
+    with bench.store.acquire(keys, deadline_s=3600.0, into=[0, 1, 2, 3]) as lease:
+        assert lease.num_pages == 4
+        let_deadline_come(bench.store, lease)
         assert lease.wait(PATIENCE_S) is LeaseState.FAILED
         bench.records.open()
         assert bench.store.drain(PATIENCE_S)
@@ -184,8 +186,9 @@ def test_a_deadline_cuts_when_the_late_copies_have_ended(bench: Bench, engine: E
     keys = chain(2)
     save(bench, engine, keys, [0, 1])
     bench.copies.hold(IN)
-    with bench.store.acquire(keys, deadline_s=0.02, into=[2, 3]) as lease:
-        assert lease.wait(0.1) is LeaseState.PENDING
+    with bench.store.acquire(keys, deadline_s=3600.0, into=[2, 3]) as lease:
+        let_deadline_come(bench.store, lease)
+        assert lease.wait(0.02) is LeaseState.PENDING
         bench.copies.open()
         assert lease.wait(PATIENCE_S) is LeaseState.FAILED
         assert lease.missing == list(keys)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,13 @@ import pytest
 from tests.nvme.rig import data_file_is_read_only
 from tests.support.bench import open_bench
 from tests.support.pages import PATIENCE_S, SPEC, chain, read, tiers, where, write
+from tests.support.sick_disk import disk_of
 from tests.support.stalls import DOWN, OUT, UP
 from tests.support.waiting import wait_for
 from tierstore import store as saving
 from tierstore.config import StoreConfig
 from tierstore.errors import StoreClosed
-from tierstore.nvme.catalogue import Catalogue
+from tierstore.nvme.catalogue import Catalogue, Page
 from tierstore.store import TierStore
 from tierstore.types import FlushResult, Tier
 
@@ -30,22 +31,26 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> StoreConfig:
     return tiers(8, 8, tmp_path / "disk", nvme_more={"payload": request.param, "timeout": "60s"})
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flush gives up soon on a disk that does not move at all."""
-    monkeypatch.setattr(saving, "_FLUSH_STALL_S", 0.3)
+@contextmanager
+def impatient(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Flush gives up soon on what does not move at all. Before and after, however slow the machine is, it does not."""
+    with patch.context() as inner:
+        inner.setattr(saving, "_FLUSH_STALL_S", 0.3)
+        yield
 
 
 class HeldCommits:
-    """Commits of pages wait until they are let go."""
+    """Commits of pages wait until they are let go. Flush gives up soon from the first one that waits until then."""
 
     def __init__(self, patch: pytest.MonkeyPatch, name: str = "store") -> None:
         self.begun, self.go_on = threading.Semaphore(0), threading.Semaphore(0)
         self.free = False
-        original = getattr(Catalogue, name)
+        self._patience_s, original = saving._FLUSH_STALL_S, getattr(Catalogue, name)
+        patch.setattr(saving, "_FLUSH_STALL_S", self._patience_s)
 
         def held(catalogue: Catalogue, *args: Any) -> Any:
             if not self.free:
+                saving._FLUSH_STALL_S = 0.3
                 self.begun.release()
                 assert self.go_on.acquire(timeout=PATIENCE_S)
             return original(catalogue, *args)
@@ -54,7 +59,28 @@ class HeldCommits:
 
     def let_all_go(self) -> None:
         self.free = True
+        saving._FLUSH_STALL_S = self._patience_s
         self.go_on.release(1000)
+
+
+class FlushClock:
+    """The clock by which flush gives up: it goes on only when it is told to."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self._looked = threading.Event()
+        patch.setattr(saving, "monotonic", self)
+
+    def __call__(self) -> float:
+        now = self.now
+        self._looked.set()
+        return now
+
+    def go_on(self, seconds: float) -> None:
+        """Return once flush has looked at the clock since."""
+        self.now += seconds
+        self._looked.clear()
+        assert self._looked.wait(PATIENCE_S)
 
 
 def nvme(store: TierStore) -> dict[str, Any]:
@@ -92,7 +118,6 @@ def test_flush_without_a_disk_has_nothing_to_do() -> None:
         assert store.flush_evictions() == 0
 
 
-@pytest.mark.usefixtures("impatient")
 def test_flush_gives_up_on_a_write_that_hangs_and_the_state_says_so_until_it_ends(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +134,6 @@ def test_flush_gives_up_on_a_write_that_hangs_and_the_state_says_so_until_it_end
         assert store.flush() == FlushResult(durable=4)
 
 
-@pytest.mark.usefixtures("impatient")
 def test_an_erase_behind_a_write_that_hangs_is_pending(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +154,6 @@ def test_an_erase_behind_a_write_that_hangs_is_pending(
         assert store.match(chain(4, "gone")).num_pages == 0
 
 
-@pytest.mark.usefixtures("impatient")
 def test_an_erase_that_hangs_is_pending(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     with TierStore.open(config, SPEC) as store:
         write(store, chain(4))
@@ -144,7 +167,6 @@ def test_an_erase_that_hangs_is_pending(config: StoreConfig, monkeypatch: pytest
         assert store.flush() == DONE
 
 
-@pytest.mark.usefixtures("impatient")
 def test_pages_are_not_durable_while_the_sync_hangs(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,22 +182,23 @@ def test_pages_are_not_durable_while_the_sync_hangs(
         assert store.flush() == FlushResult(durable=4)
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_copy_out_of_hbm_that_hangs_is_pending_and_says_nothing_of_the_disk(config: StoreConfig) -> None:
+def test_a_copy_out_of_hbm_that_hangs_is_pending_and_says_nothing_of_the_disk(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = open_bench(config, SPEC, pump=True)
     bench.copies.hold(OUT)
     write(bench.store, chain(3))
-    assert bench.store.flush() == FlushResult(pending=3)
+    with impatient(monkeypatch):
+        assert bench.store.flush() == FlushResult(pending=3)
     assert nvme(bench.store)["state"] == "ok"
     bench.copies.open()
     assert bench.store.flush() == FlushResult(durable=3)
     bench.close()
 
 
-@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("lane", [DOWN, UP])
 def test_a_page_evicted_while_its_copy_hangs_is_a_pending_erase(
-    config: StoreConfig, lane: tuple[Tier, Tier]
+    config: StoreConfig, lane: tuple[Tier, Tier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = open_bench(config, SPEC, pump=True)
     store, keys = bench.store, chain(2)
@@ -189,7 +212,8 @@ def test_a_page_evicted_while_its_copy_hangs_is_a_pending_erase(
         store.demote(keys, Tier.NVME)
         wait_for(lambda: bench.records.waiting(DOWN) > 0)
     store.evict(keys)
-    assert store.flush_evictions() == 2
+    with impatient(monkeypatch):
+        assert store.flush_evictions() == 2
     bench.records.open()
     assert store.flush_evictions() == 0
     lease.release()
@@ -198,29 +222,26 @@ def test_a_page_evicted_while_its_copy_hangs_is_a_pending_erase(
         assert store.match(keys).num_pages == 0
 
 
-@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("pump", [True, False])
 def test_flush_waits_for_a_disk_that_moves_however_long_it_takes(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch, pump: bool
 ) -> None:
-    """Each commit is let go only after flush has nearly given up; all of them together take far longer."""
-    commits = HeldCommits(monkeypatch)
+    """Each commit begins when flush has nearly given up, and together they take far longer than it is patient."""
+    clock, commit = FlushClock(monkeypatch), Catalogue.store
+
+    def slow(catalogue: Catalogue, pages: Sequence[Page]) -> list[int | None]:
+        clock.go_on(0.9 * saving._FLUSH_STALL_S)
+        return commit(catalogue, pages)
+
     with TierStore.open(config, SPEC, pump=pump) as store:
-        done = threading.Event()
-
-        def trickle() -> None:
-            while not done.wait(0.2):
-                commits.go_on.release()
-
-        thread = threading.Thread(target=trickle)
-        thread.start()
+        monkeypatch.setattr(Catalogue, "store", slow)
+        disk_of(store)._writer._queue.batch_pages = 1
         for number in range(4):
             write(store, chain(2, str(number)))
             store.demote(chain(2, str(number)), Tier.NVME)
         found = store.flush()
-        done.set()
-        thread.join()
-        commits.let_all_go()
+        monkeypatch.setattr(Catalogue, "store", commit)
+        assert clock.now > 2 * saving._FLUSH_STALL_S
         assert (found.failed, found.pending) == (0, 0)
         assert all(where(store, key).get(Tier.NVME) == "ready" for n in range(4) for key in chain(2, str(n)))
 
@@ -263,7 +284,6 @@ def test_a_page_whose_failed_write_may_have_reached_the_disk_does_not_come_back_
         assert store.match(chain(2, "first")).num_pages == 2
 
 
-@pytest.mark.usefixtures("impatient")
 def test_two_threads_flush_at_once_and_close_ends_both(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

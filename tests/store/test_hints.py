@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.bench import Bench, open_bench
-from tests.support.pages import SPEC, chain, counter, read, tier_stats, tiers, write
+from tests.support.pages import PATIENCE_S, SPEC, chain, counter, read, tier_stats, tiers, write
 from tierstore.store import TierStore
 from tierstore.types import Hint, HintResult, Tier
 
@@ -122,7 +122,7 @@ def test_a_retained_page_that_left_and_came_back_goes_last_again(tmp_path: Path,
     store, kept, other = bench.store, chain(2, "kept"), chain(2, "other")
     write(store, kept)
     store.hint(Hint("r", 1, tuple(kept), "retain"))
-    store.free(store.allocate(4))
+    store.free(store.allocate(4, PATIENCE_S))
     assert Tier.HBM not in store.match(kept).tiers
     assert read(store, kept) == 2
     write(store, other)

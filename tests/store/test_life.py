@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
-from time import sleep
+from time import monotonic, sleep
 
 import pytest
 
@@ -253,7 +253,8 @@ def test_a_forked_child_is_refused_at_once_even_if_the_lock_was_held(tmp_path: P
 
 def _exit_code_in_time(child: int) -> int | None:
     """None for a child that hangs; it is killed then."""
-    for _ in range(1000):
+    deadline = monotonic() + PATIENCE_S
+    while monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)

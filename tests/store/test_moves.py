@@ -91,7 +91,7 @@ def test_a_demotion_goes_on_when_another_copy_arrived_below_meanwhile(bench: Ben
     store.evict(keys, Tier.NVME)
     store.demote(keys, Tier.NVME)
     bench.records.open()
-    assert store.drain(5.0)
+    assert store.drain(PATIENCE_S)
     assert store.match(keys).tiers == (Tier.NVME,)
     assert read(store, keys) == 1
 
@@ -104,7 +104,7 @@ def test_a_demotion_ends_when_the_copy_it_waits_for_is_evicted(bench: Bench) -> 
     bench.store.poll()
     bench.store.evict(keys, Tier.HOST)
     bench.copies.open()
-    assert bench.store.drain(5.0)
+    assert bench.store.drain(PATIENCE_S)
     assert bench.store.match(keys).tiers == (Tier.HOST, Tier.HOST)
 
 
@@ -215,7 +215,7 @@ def test_demoting_more_pages_than_the_lowest_tier_holds_ends(tmp_path: Path) -> 
     keys = [chain(1, str(i))[0] for i in range(4)]
     write(bench.store, keys)
     bench.store.demote(keys, Tier.HOST)
-    assert bench.store.drain(5.0)
+    assert bench.store.drain(PATIENCE_S)
     assert bench.store.match(keys[-1:]).num_pages + bench.store.match(keys[:1]).num_pages > 0
     bench.store.check()
     bench.close()

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.bench import Bench, open_bench
 from tests.support.pages import (
+    PATIENCE_S,
     SPEC,
     chain,
     counter,
@@ -42,7 +43,7 @@ def stored(store: TierStore, name: str, length: int, tier: Tier = Tier.NVME) -> 
     keys = chain(length, name)
     write(store, keys)
     store.demote(keys, tier)
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     for key in keys:
         assert min(where(store, key)) == tier
     return keys
@@ -68,9 +69,9 @@ def test_pages_go_up_one_tier_at_a_time_and_are_what_was_put(store: TierStore) -
     hint = need(store, "r", keys)
     assert store.promote(hint, keys, Tier.HBM).keys == ()
     assert store.promote(hint, keys, Tier.HOST).keys == tuple(keys)
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     assert store.promote(hint, keys, Tier.HBM).keys == tuple(keys)
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     assert store.match(keys).tiers == (Tier.HBM, Tier.HBM)
     assert read(store, keys) == 2
     assert counter(store, "hits_pages", "HBM") == 2
@@ -87,7 +88,7 @@ def test_what_is_there_or_on_its_way_is_not_brought_again(bench: Bench) -> None:
     assert again.covered == 2
     assert again.in_flight == 2
     bench.open_gates()
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     assert store.promote(hint, keys, Tier.HBM).in_flight == 0
 
 
@@ -127,11 +128,11 @@ def test_a_promotion_displaces_what_nobody_announced_and_nothing_that_is_kept_or
     store.hint(Hint("session", 1, tuple(stays), "retain"))
     held = chain(1, "held")
     write(store, held)
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     with store.acquire(held) as lease:
         found = store.promote(need(store, "r", keys), keys, Tier.HBM)
         assert (found.keys, found.covered) == (tuple(keys[:2]), 2)
-        assert store.drain(60.0)
+        assert store.drain(PATIENCE_S)
         assert lease.num_pages == 1
     assert store.match(stays).tiers == (Tier.HBM,)
 
@@ -143,11 +144,11 @@ def test_what_was_brought_for_one_hint_makes_no_room_for_another_unless_that_is_
     taken = store.allocate(2)
     first = need(store, "later", later, deadline_s=50.0)
     assert store.promote(first, later, Tier.HBM).keys == tuple(later)
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     second = need(store, "sooner", sooner, deadline_s=5.0)
     assert store.promote(second, sooner, Tier.HBM).keys == ()
     assert store.promote(second, sooner[:1], Tier.HBM, over=[first]).keys == tuple(sooner[:1])
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     assert store.match(later).tiers == (Tier.HBM, Tier.HOST)
     store.free(taken)
 
@@ -162,7 +163,7 @@ def test_a_page_that_several_later_hints_share_makes_way_and_not_where_one_of_th
     fourth = need(store, "fourth", own)
     for hint, keys in ((second, shared), (third, shared), (fourth, own)):
         store.promote(hint, keys, Tier.HBM)
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     first = need(store, "first", sooner)
     assert store.promote(first, sooner, Tier.HBM, over=[third]).keys == ()
     assert store.promote(first, sooner, Tier.HBM, over=[second]).keys == ()  # nobody lost it in vain
@@ -177,7 +178,7 @@ def test_a_page_that_is_not_right_below_ends_it(store: TierStore) -> None:
     keys = [*stored(store, "a", 1, Tier.HOST), *stored(store, "b", 1), *stored(store, "c", 1, Tier.HOST)]
     found = store.promote(need(store, "r", keys), keys, Tier.HBM)
     assert (found.keys, found.covered) == ((keys[0],), 1)
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
 
 
 def test_a_page_that_left_while_it_was_kept_is_kept_again_once_a_lease_brings_it_back(
@@ -185,7 +186,7 @@ def test_a_page_that_left_while_it_was_kept_is_kept_again_once_a_lease_brings_it
 ) -> None:
     keys = stored(store, "kept", 2, Tier.HOST)
     assert store.promote(need(store, "r", keys), keys, Tier.HBM).covered == 2
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     store.evict(keys, Tier.HBM)
     assert read(store, keys) == 2
     others_pass_through(store)
@@ -199,7 +200,7 @@ def test_a_page_that_is_kept_stays_so_when_a_retention_of_it_ends(store: TierSto
     keys = stored(store, "kept", 2, Tier.HOST)
     store.hint(Hint("session", 1, tuple(keys), "retain"))
     assert store.promote(need(store, "r", keys), keys, Tier.HBM).covered == 2
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     store.hint(Hint("session", 2, ()))
     others_pass_through(store)
     assert store.match(keys).tiers == (Tier.HBM, Tier.HBM)
@@ -208,7 +209,7 @@ def test_a_page_that_is_kept_stays_so_when_a_retention_of_it_ends(store: TierSto
 def test_a_page_that_is_retained_stays_so_when_nobody_expects_it_any_more(store: TierStore) -> None:
     keys = stored(store, "kept", 2, Tier.HOST)
     assert store.promote(need(store, "r", keys), keys, Tier.HBM).covered == 2
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     store.hint(Hint("session", 1, tuple(keys), "retain"))
     store.hint(Hint("r", 2, ()))
     others_pass_through(store)
@@ -221,7 +222,7 @@ def test_what_was_brought_is_as_others_once_its_hint_has_ended(store: TierStore,
     taken = store.allocate(2)
     hint = need(store, "r", one)
     store.promote(hint, one, Tier.HBM)
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     second = need(store, "s", other)
     assert store.promote(second, other, Tier.HBM).keys == ()
     if ending == "cancel":
@@ -230,7 +231,7 @@ def test_what_was_brought_is_as_others_once_its_hint_has_ended(store: TierStore,
         store.hint(Hint("r", 2, tuple(one), ttl_s=0.0))
     store.poll()
     assert store.promote(second, other, Tier.HBM).keys == tuple(other)
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     assert counter(store, "prefetch_bytes", "cancelled") == 2 * SPEC.page_nbytes
     store.free(taken)
 
@@ -240,13 +241,13 @@ def test_a_page_that_two_hints_need_is_kept_until_both_have_ended(store: TierSto
     taken = store.allocate(3)
     for name in "ab":
         store.promote(need(store, name, shared), shared, Tier.HBM)
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     third = need(store, "c", other)
     for name in "ab":
         assert store.promote(third, other, Tier.HBM).keys == ()
         store.hint(Hint(name, 2, ()))
     assert store.promote(third, other, Tier.HBM).keys == tuple(other)
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     store.free(taken)
 
 
@@ -259,9 +260,9 @@ def test_host_memory_that_a_page_came_through_is_free_for_the_next(tmp_path: Pat
     for start in (0, 2, 4):
         piece = keys[start : start + 2]
         assert store.promote(hint, piece, Tier.HOST).keys == tuple(piece)
-        assert store.drain(60.0)
+        assert store.drain(PATIENCE_S)
         assert store.promote(hint, piece, Tier.HBM).keys == tuple(piece)
-        assert store.drain(60.0)
+        assert store.drain(PATIENCE_S)
     assert [min(where(store, key)) for key in keys] == [Tier.HBM] * 6
     bench.close()
 
@@ -274,7 +275,7 @@ def test_nothing_starts_while_a_lease_waits_for_pages_on_the_same_way(bench: Ben
     with store.acquire(asked):
         assert store.promote(hint, expected, Tier.HBM).keys == ()
         bench.open_gates()
-        assert store.drain(60.0)
+        assert store.drain(PATIENCE_S)
         assert store.promote(hint, expected, Tier.HBM).keys == tuple(expected)
 
 
@@ -285,7 +286,7 @@ def test_a_lease_takes_over_what_is_on_its_way_and_it_counts_as_late(bench: Benc
     with store.acquire(keys) as lease:
         store.hint(Hint("r", 2, ()))
         bench.open_gates()
-        lease.wait(60.0)
+        lease.wait(PATIENCE_S)
         assert lease.num_pages == 2
     assert read(store, keys) == 2
     assert counter(store, "prefetch_bytes", "late") == 2 * SPEC.page_nbytes
@@ -295,7 +296,7 @@ def test_a_lease_takes_over_what_is_on_its_way_and_it_counts_as_late(bench: Benc
 def test_what_leaves_unused_while_its_hint_stands_is_wasted(store: TierStore) -> None:
     keys = stored(store, "a", 2, Tier.HOST)
     store.promote(need(store, "r", keys), keys, Tier.HBM)
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     store.evict(keys, Tier.HBM)
     assert counter(store, "prefetch_bytes", "wasted") == 2 * SPEC.page_nbytes
 
@@ -317,9 +318,9 @@ def test_a_lease_tells_how_much_load_time_was_behind_it(bench: Bench) -> None:
     hint = need(store, "r", [*loaded, *waits])
     store.promote(hint, loaded, Tier.HOST)
     store.promote(hint, waits, Tier.HOST)
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     store.promote(hint, loaded, Tier.HBM)
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     know_rates(bench, NVME_HOST=SPEC.page_nbytes / 8.0, HOST_HBM=SPEC.page_nbytes / 2.0)
     with store.acquire(loaded):
         assert avoided(store) == 8.0
@@ -335,7 +336,7 @@ def test_a_load_that_is_still_under_way_avoids_nothing_yet_but_the_read_before_i
     store, keys, other = bench.store, stored(bench.store, "a", 1), stored(bench.store, "b", 1, Tier.HOST)
     hint = need(store, "r", [*keys, *other])
     store.promote(hint, keys, Tier.HOST)
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     bench.copies.hold(IN)
     store.promote(hint, [*keys, *other], Tier.HBM)
     know_rates(bench, NVME_HOST=SPEC.page_nbytes / 8.0, HOST_HBM=SPEC.page_nbytes / 2.0)
@@ -348,7 +349,7 @@ def test_a_load_that_is_still_under_way_avoids_nothing_yet_but_the_read_before_i
 def test_what_nobody_brought_or_nobody_takes_avoids_nothing(store: TierStore) -> None:
     keys, unused = stored(store, "a", 2, Tier.HOST), stored(store, "b", 2, Tier.HOST)
     store.promote(need(store, "r", unused), unused, Tier.HBM)
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     store.evict(unused, Tier.HBM)
     assert read(store, keys) == 2
     assert avoided(store) == 0.0
@@ -359,7 +360,7 @@ def test_every_page_that_was_brought_is_counted_once_and_no_more_than_once(store
     useful, wasted, cancelled = (stored(store, name, 1, Tier.HOST) for name in ("u", "w", "c"))
     for name, keys in (("u", useful), ("w", wasted), ("c", cancelled)):
         store.promote(need(store, name, keys), keys, Tier.HBM)
-        assert store.drain(60.0)
+        assert store.drain(PATIENCE_S)
     for _ in range(2):
         assert read(store, useful) == 1
         store.evict(wasted, Tier.HBM)
@@ -374,7 +375,7 @@ def test_what_stays_are_the_pages_under_leases_and_those_retained(store: TierSto
     leased, retained, idle = chain(1, "leased"), chain(2, "retained"), chain(1, "idle")
     for keys in (leased, retained, idle):
         write(store, keys)
-    store.drain(60.0)
+    store.drain(PATIENCE_S)
     store.hint(Hint("r", 1, (*retained, *chain(3, "elsewhere")), "retain"))
     with store.acquire(leased):
         assert sorted(store.staying()) == sorted([*leased, *retained])
@@ -400,7 +401,7 @@ def test_a_page_that_breaks_on_its_way_is_not_counted_on_and_not_kept(bench: Ben
     hint = need(store, "r", keys)
     bench.records.fail_next(UP, 0)
     assert store.promote(hint, keys, Tier.HOST).in_flight == 2
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     assert store.promote(hint, keys, Tier.HOST).in_flight == 0
     assert store.match(keys).num_pages == 0
 
@@ -409,7 +410,7 @@ def test_what_is_kept_for_a_request_is_no_victim_because_another_has_no_use_for_
     shared = stored(store, "shared", 2, Tier.HOST)
     hint = need(store, "expected", shared)
     assert store.promote(hint, shared, Tier.HBM).covered == 2
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     write(store, chain(2, "other"))
     store.flush()
     store.hint(Hint("gone", 1, tuple(shared), "wont_need"))
@@ -453,7 +454,7 @@ def test_without_host_memory_pages_come_straight_from_disk(tmp_path: Path) -> No
     store.flush()
     store.evict(keys, Tier.HBM)
     assert store.promote(need(store, "r", keys), keys, Tier.HBM).keys == tuple(keys)
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     assert read(store, keys) == 2
     bench.close()
 
@@ -465,10 +466,10 @@ def test_a_prefetcher_that_waits_for_hints_is_woken_by_one(tmp_path: Path) -> No
     store = bench.store
     store.take_hints()
     found: list[list[Hint]] = []
-    thread = Thread(target=lambda: found.append(store.take_hints(timeout_s=60.0)))
+    thread = Thread(target=lambda: found.append(store.take_hints(timeout_s=PATIENCE_S)))
     thread.start()
     hint = need(store, "r", chain(1))
-    thread.join(30.0)
+    thread.join(PATIENCE_S)
     assert found == [[hint]]
     assert store.take_hints(timeout_s=0.01) == []
     bench.close()
@@ -480,7 +481,7 @@ def test_nothing_is_remembered_of_hints_that_have_ended(store: TierStore, bench:
         hint = need(store, "r", keys, revision)
         store.promote(hint, keys, Tier.HBM)
         store.hint(Hint("r", revision + 1, ()))
-    assert store.drain(60.0)
+    assert store.drain(PATIENCE_S)
     store.poll()
     promoting = bench.directory.promotions
     assert not promoting._residency.queues.kept

@@ -106,7 +106,9 @@ def test_a_directory_in_use_is_refused_naming_the_holder_and_the_holder_goes_on(
             "except ConfigError as error: sys.exit(str(error))\n"
         )
         command = [sys.executable, "-c", program, str(tmp_path)]
-        other = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60, check=False)
+        other = subprocess.run(
+            command, cwd=CHECKOUT, capture_output=True, text=True, timeout=240, check=False
+        )
         assert "in use by process" in other.stderr
         write(store, chain(2))
         store.flush()
@@ -123,7 +125,7 @@ def test_pages_written_by_another_process_are_hits_whatever_its_hash_seed(tmp_pa
         "    write(store, store.keys(range(16), salt=b'tenant', extra=('lora', (5, b'image'))))\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
-    subprocess.run(command, cwd=CHECKOUT, env={"PYTHONHASHSEED": "1"}, timeout=60, check=True)
+    subprocess.run(command, cwd=CHECKOUT, env={"PYTHONHASHSEED": "1"}, timeout=240, check=True)
     with TierStore.open(tiers(4, 8, tmp_path), SPEC) as store:
         keys = store.keys(range(16), salt=b"tenant", extra=("lora", (5, b"image")))
         assert read(store, keys) == 4

@@ -6,7 +6,7 @@ import math
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Thread, get_ident
+from threading import Thread, current_thread, main_thread
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ from tests.support.stalls import DOWN, IN, OUT
 from tests.support.waiting import wait_for
 from tierstore.errors import StoreClosed
 from tierstore.lease import Lease
+from tierstore.pump import Wakeup
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
 
@@ -310,28 +311,28 @@ def test_two_that_wait_for_the_same_pages_share_their_loads(bench: Bench) -> Non
     require_all(bench, other)
 
 
-def test_a_signal_that_ends_the_wait_changes_nothing(bench: Bench) -> None:
+def test_a_signal_that_ends_the_wait_changes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     full_of_unsaved_pages(bench)
     hits = bench.store.stats()["counters"]["misses_pages"]  # type: ignore[index]
-
-    me = get_ident()
 
     def handler(*_: object) -> None:
         raise KeyboardInterrupt
 
-    def interrupt() -> None:
-        wait_for(lambda: in_line(bench) > 0)
-        signal.pthread_kill(me, signal.SIGUSR1)
+    wait = Wakeup.wait
+
+    def interrupted(wakeup: Wakeup, *args: Any) -> None:
+        if current_thread() is main_thread() and in_line(bench) > 0:
+            signal.raise_signal(signal.SIGUSR1)
+        wait(wakeup, *args)
 
     before = signal.signal(signal.SIGUSR1, handler)
-    interrupting = Thread(target=interrupt)
     try:
-        interrupting.start()
-        with pytest.raises(KeyboardInterrupt):
-            bench.store.acquire(WANTED, wait_for_room_s=FOR_EVER_S)
+        with monkeypatch.context() as patch:
+            patch.setattr(Wakeup, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                bench.store.acquire(WANTED, wait_for_room_s=FOR_EVER_S)
     finally:
         signal.signal(signal.SIGUSR1, before)
-        interrupting.join(PATIENCE_S)
     assert bench.store.stats()["leases"] == 0
     assert bench.store.stats()["counters"]["misses_pages"] == hits  # type: ignore[index]
     bench.open_gates()
