@@ -644,7 +644,33 @@ class TierStore:
         require_key_list(keys)
         if tier is not None:
             require_member("evict from", tier, list(Tier), "or None for all")
-        tiers = [t for t in self._directory.residency.tables if tier is None or t == tier]
+        return self._evict(keys, [t for t in self._directory.residency.tables if tier is None or t == tier])
+
+    def clear(self) -> int:
+        """Forget every page in every tier; return how many pages some tier had.
+
+        No page put before the call is matched once it has returned. On disk the records are gone, as with ``evict``,
+        once ``flush`` or ``flush_evictions`` has returned. A page put while the call is under way may be forgotten with
+        the others; one put afterwards is kept as ever.
+
+        A lease keeps the pages that it covers, and their bytes, until its release, and nobody else finds them. Where
+        HBM is the store's own, a lease ends before its first page that is still on its way. Slots whose `after` has not
+        happened stay in use until it has. Where an engine owns HBM, pages that were put and have not reached a tier are
+        given up: ``poll`` reports their slots once `after` has happened and no copy reads them; a load that has begun
+        still fills the engine's slot. Hints stay in force: they name pages that may be put again.
+
+        Any thread. The lock is held for a batch of pages at a time.
+
+        Raises:
+            StoreClosed: After ``close``.
+        """
+        self._pump.advance()
+        with self._lock:
+            keys = self._directory.begin_clear()
+        return self._evict(list(dict.fromkeys(keys)), list(self._directory.residency.tables))
+
+    def _evict(self, keys: Sequence[PageKey], tiers: Sequence[Tier]) -> int:
+        """Drop the copies of these pages in ``tiers``, last pages first, a batch at each hold of the lock."""
         dropped = 0
         for chunk in reversed(_chunks(keys)):
             with self._lock:

@@ -107,6 +107,9 @@ def test_a_bounded_number_is_stored_in_a_step_and_nothing_out_of_blocks_being_lo
     storing.put({1})
     storing.put(set())
     assert [blocks for _, blocks, _ in store.puts] == [[2, 3], [4, 5], [1]]
+    storing.add(chain(1, "late"), [6], [None])
+    storing.returned([1, 2, 3, 4, 5])
+    assert storing.waiting
     storing.forget()
     assert not storing.waiting
 

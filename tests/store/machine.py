@@ -308,6 +308,15 @@ class StoreMachine(RuleBasedStateMachine):
             self.must_be_stored.difference_update(keys[which:])
             assert self.running.store.match(keys).num_pages <= which
 
+    @rule()
+    def clear(self) -> None:
+        everything = {key for keys in SEQUENCES for key in keys}
+        self.running.store.clear()
+        self.flushed.clear()
+        self.gone.update(everything)
+        self.may_be_stored.intersection_update(self.tangled)
+        self.must_be_stored.clear()
+
     @rule(which=st.integers(0, 9))
     def evict_what_is_arriving(self, which: int) -> None:
         """Its slot must wait for the copy that still writes it."""
@@ -465,6 +474,12 @@ class StoreMachine(RuleBasedStateMachine):
     def accounts_balance(self) -> None:
         if self.bench is not None:
             self.running.store.check()
+
+    @invariant()
+    def what_was_evicted_is_not_found(self) -> None:
+        if self.bench is not None:
+            found = [key for key in self.gone if self.running.store.match([key]).num_pages]
+            assert not found, "an evicted page is found"
 
     @invariant()
     def memory_only_pages_are_never_on_disk(self) -> None:

@@ -120,6 +120,19 @@ def evict_forgets_a_tier(patch: pytest.MonkeyPatch) -> None:
 
 
 @BUGS_IN_MEMORY.bug
+def clear_takes_what_hbm_holds_alone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Directory, "begin_clear", lambda self: list(self.residency.tables[Tier.HBM].copies))
+
+
+@BUGS_ON_DISK.bug
+def clear_leaves_what_is_on_disk_alone(patch: pytest.MonkeyPatch) -> None:
+    def of_memory(self: Directory) -> list[PageKey]:
+        return [k for tier, table in self.residency.tables.items() if tier < Tier.NVME for k in table.copies]
+
+    patch.setattr(Directory, "begin_clear", of_memory)
+
+
+@BUGS_IN_MEMORY.bug
 def an_adopted_page_keeps_the_old_slot(patch: pytest.MonkeyPatch) -> None:
     def moved(self: Leases, load: Load, slot: int) -> None:
         for lease, index in load.waiters:

@@ -31,11 +31,14 @@ class Walk:
         self.free = set(range(SLOTS))
         self.busy: dict[int, ManualEvent | None] = {}
         self.leases: list[tuple[Lease, list[int]]] = []
+        self.cleared: set[PageKey] = set()
+        """Keys that nobody has put since the last ``clear``."""
 
     def act(self) -> None:
         """One call, and what must hold after it."""
         acts = [self.put, self.put, self.poll, self.poll, self.take_back, self.load, self.load, self.release]
-        self.dice.choice([*acts, self.stall, self.open_gates, self.evict, self.happen])()
+        self.dice.choice([*acts, self.stall, self.open_gates, self.evict, self.happen, self.clear])()
+        assert not any(self.store.match([key]).num_pages for key in self.cleared), "a cleared page is found"
         for lease, _ in self.leases:
             self.require_right(lease)
         self.store.check()
@@ -67,6 +70,7 @@ class Walk:
             self.engine.fill(slot, key)
         event = ManualEvent() if self.dice.random() < 0.25 else None
         self.store.put(keys, slots, after=event, parents=[PARENTS[key] for key in keys])
+        self.cleared.difference_update(keys)
         self.free.difference_update(slots)
         self.busy.update(dict.fromkeys(slots, event))
 
@@ -106,6 +110,10 @@ class Walk:
 
     def evict(self) -> None:
         self.store.evict(self.dice.choice(SEQUENCES)[1:], self.dice.choice([None, Tier.HOST]))
+
+    def clear(self) -> None:
+        self.store.clear()
+        self.cleared.update(PARENTS)
 
     def happen(self) -> None:
         for event in self.busy.values():
@@ -160,4 +168,12 @@ def test_the_walk_finds_ends_that_are_told_of_slots_which_the_engine_goes_on_wit
 ) -> None:
     monkeypatch.setattr(OutgoingPages, "_unreport", lambda self, slots: None)
     with pytest.raises(AssertionError, match="a slot was told of that was not"):
+        walk(folders, range(60))
+
+
+def test_the_walk_finds_pages_in_its_slots_that_clear_does_not_give_up(
+    folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OutgoingPages, "forget", lambda self: [])
+    with pytest.raises(AssertionError, match="a cleared page is found"):
         walk(folders, range(60))

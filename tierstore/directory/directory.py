@@ -218,6 +218,12 @@ class Directory:
         self.drops.note("evicted")
         return dropped
 
+    def begin_clear(self) -> list[PageKey]:
+        """Give up the pages that an engine has put and that no tier has; return the keys of all others, to evict."""
+        for key in self.outgoing.forget():
+            self.writeback.forgotten(key)
+        return [key for table in self.residency.tables.values() for key in table.copies]
+
     def drop_unwritten(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
         """Sealed slots whose writing failed hold no page: the HBM copies they are go, without being saved."""
         copies = self.residency.tables[Tier.HBM].copies
@@ -418,6 +424,9 @@ class Directory:
             self._metrics.dropped(Tier.HBM, "no_room", self.outgoing.given_up)
             self.drops.unsaved += self.outgoing.given_up
             self.outgoing.given_up = 0
+        if self.outgoing.num_forgotten:
+            self._metrics.dropped(Tier.HBM, "evicted", self.outgoing.num_forgotten)
+            self.outgoing.num_forgotten = 0
         self.loads.promote_queued()
         if self.loads.queued:
             gate = self.loads.gate

@@ -245,6 +245,10 @@ class OutgoingPages:
         """Slots that no copy reads or writes any more, for ``poll`` to report."""
         self.given_up = 0
         """Pages that found no room below since this was last looked at."""
+        self.num_forgotten = 0
+        """Pages given up because of ``forget`` since this was last looked at."""
+        self._forgotten: set[int] = set()
+        """Slots whose pages ``forget`` gave up, and that are not reported yet."""
         self._slots: dict[int, PageKey | None] = {}
         """Slots of the store's to read, and what goes further down than memory from there."""
         self._queue: deque[_Page] = deque()
@@ -288,7 +292,10 @@ class OutgoingPages:
     ) -> None:
         """The accepted slots are written: their copies may start. ``parent``: the page before the first key."""
         for following, key, slot in zip(range(len(keys) - 1, -1, -1), keys, slots, strict=True):
-            self._queue.append(_Page(key, slot, parent, memory_only, following, doubted))
+            if slot in self._forgotten:
+                self._forgo(slot)
+            else:
+                self._queue.append(_Page(key, slot, parent, memory_only, following, doubted))
             parent = key
 
     def withdraw(self, slots: Collection[int]) -> list[int]:
@@ -308,9 +315,29 @@ class OutgoingPages:
 
     def give_up(self, slots: Sequence[int]) -> None:
         """Accepted slots that are not to be copied: whatever was to write them has failed."""
-        self.given_up += len(slots)
         for slot in slots:
-            self.ended(slot)
+            if slot in self._forgotten:
+                self._forgo(slot)
+            else:
+                self.given_up += 1
+                self.ended(slot)
+
+    def forget(self) -> list[PageKey]:
+        """Give up every page that was put; return the keys that no copy comes for any more.
+
+        A slot that no copy reads and whose page is written is reported at once. The others are reported once their
+        page is written, or their copy has ended.
+        """
+        waiting = [page.slot for page in self._queue]
+        self._queue.clear()
+        self._forgotten.update(self._slots)
+        coming = [key for key in self._slots.values() if key is not None]
+        self._slots = dict.fromkeys(self._slots)
+        for key in coming:
+            self._sinks.came(key)
+        for slot in waiting:
+            self._forgo(slot)
+        return coming
 
     def ended(self, slot: int) -> None:
         """Nothing reads the slot any more."""
@@ -323,7 +350,12 @@ class OutgoingPages:
             known = set(slots)
             self.reusable = [slot for slot in self.reusable if slot not in known]
 
+    def _forgo(self, slot: int) -> None:
+        self.num_forgotten += 1
+        self.ended(slot)
+
     def _let_go(self, slot: int) -> None:
+        self._forgotten.discard(slot)
         key = self._slots.pop(slot)
         if key is not None:
             self._sinks.came(key)

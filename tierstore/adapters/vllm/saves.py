@@ -100,10 +100,8 @@ class Stores:
         self.busy.difference_update(blocks)
 
     def forget(self) -> None:
-        """Give up every page that was not copied out by now."""
+        """Give up every page that was not put by now."""
         self._collected.clear()
-        held = sorted(self.busy)
-        self.busy = set(self._store.withdraw(held))
 
     def check(self, writing: Set[int]) -> None:
         """Raise AssertionError if a copy reads a block while a load writes it."""

@@ -122,8 +122,8 @@ class Tiers:
         """Nothing stored so far is found again, and what loads are bringing counts as failed."""
         self.stores.forget()
         self.loads.void()
-        tables = self.parts.directory.residency.tables.values()
-        self.store.evict(list(dict.fromkeys(key for table in tables for key in table.copies)))
+        self.store.clear()
+        self.take_back()
 
     def check(self) -> None:
         """AssertionError naming the first invariant that does not hold."""
