@@ -43,9 +43,12 @@ COMMAND_GROUPS = {
 """Every command, under the heading of the page where it is described."""
 
 API_SECTIONS = {
-    "Store": ("tierstore", ("TierStore", "Lease", "load_config", "StoreConfig")),
+    "Store": ("tierstore", ("TierStore", "Lease", "Watch", "load_config", "StoreConfig")),
     "Pages and keys": ("tierstore", ("PageSpec", "PageKey", "Tier", "EnginePages")),
-    "Results and hints": ("tierstore", ("Match", "LeaseState", "FlushResult", "Hint", "HintResult")),
+    "Results and hints": (
+        "tierstore",
+        ("Match", "LeaseState", "FlushResult", "PageChange", "Hint", "HintResult"),
+    ),
     "Errors": (
         "tierstore",
         (

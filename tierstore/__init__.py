@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from tierstore.lease import Lease
     from tierstore.page import PageSpec
     from tierstore.store import TierStore
-    from tierstore.types import FlushResult, Hint, HintResult, LeaseState, Match, PageKey, Tier
+    from tierstore.types import FlushResult, Hint, HintResult, LeaseState, Match, PageChange, PageKey, Tier
+    from tierstore.watch import Watch
 
 __all__ = [
     "ArchiveError",
@@ -39,6 +40,7 @@ __all__ = [
     "LeaseError",
     "LeaseState",
     "Match",
+    "PageChange",
     "PageKey",
     "PageSpec",
     "StoreClosed",
@@ -47,6 +49,7 @@ __all__ = [
     "TierStore",
     "TierStoreError",
     "TransferError",
+    "Watch",
     "load_config",
 ]
 
@@ -72,9 +75,11 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "HintResult",
         "LeaseState",
         "Match",
+        "PageChange",
         "PageKey",
         "Tier",
     ),
+    "tierstore.watch": ("Watch",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

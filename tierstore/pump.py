@@ -10,12 +10,13 @@ import logging
 import os
 import sys
 from collections import deque
-from threading import Condition, Lock, Thread, get_ident
+from threading import Condition, Lock, Thread, current_thread, get_ident
 from time import monotonic, perf_counter, thread_time
 from typing import TYPE_CHECKING
 
 from tierstore.errors import StoreClosed
 from tierstore.events import PendingEvents
+from tierstore.watch import Watches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -153,6 +154,8 @@ class Pump:
         self.closed = False
         self.hinted = Wakeup()
         """A hint has come, or the end."""
+        self.watches = Watches(parts.directory.residency, wakeup.bump)
+        """Callbacks that are told of pages that come and go."""
         self._pid = os.getpid()
         self._wakeup = wakeup
         self._acks: deque[Ack] = deque()
@@ -168,8 +171,11 @@ class Pump:
         self.closed = True
         self._wakeup.bump()
         self.hinted.bump()
-        if self._thread is not None:
+        if (
+            self._thread is not None and self._thread is not current_thread()
+        ):  # a callback of `watch` may close
             self._thread.join(timeout_s)
+        self.watches.close()
 
     def require_open(self) -> None:
         """StoreClosed after ``stop``, and in a forked child: the threads, and who held the lock, are the parent's."""
@@ -274,3 +280,12 @@ class Pump:
                 self.metrics.fault()
                 _log.exception("the store's pump met an unexpected error")
                 turns = self.until(None)
+            self._tell()
+
+    def _tell(self) -> None:
+        try:
+            self.watches.tell()
+        except Exception:  # noqa: BLE001 - code of the caller: count it, log it, tell the rest in the next turn
+            self.metrics.fault()
+            self._wakeup.bump()
+            _log.exception("a callback of watch() raised")

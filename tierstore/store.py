@@ -57,7 +57,8 @@ if TYPE_CHECKING:
     from tierstore.keys import Extra, TokenIds
     from tierstore.mover import SyncMark
     from tierstore.page import PageSpec
-    from tierstore.types import Event, HintResult, PageKey, Promoted, TierDescription
+    from tierstore.types import Event, HintResult, PageChange, PageKey, Promoted, TierDescription
+    from tierstore.watch import Watch
 
 
 class OwnSlots:
@@ -740,11 +741,38 @@ class TierStore:
         return await read_archive(Path(path), sink, progress)
 
     def poll(self) -> list[int]:
-        """Advances everything by what has finished. Engine-owned HBM: slots no copy uses any more."""
+        """Advances everything by what has finished, and tells callbacks of ``watch``. Engine-owned HBM: slots no copy
+        uses any more."""
         self._pump.advance()
         with self._lock:
             self._pump.step()
+        self._pump.watches.tell()
+        with self._lock:
             return self._directory.take_reusable()
+
+    def watch(self, callback: Callable[[PageChange], object]) -> Watch:
+        """Tell ``callback`` of every page that comes to a tier or leaves it from now on; ``end`` of the result ends it.
+
+        Told are all tiers: HBM where it is the store's own, and all below. A page comes when its copy becomes readable
+        in the tier, and leaves when it is not any more; a page that moves down comes below before it leaves above.
+        Pages that tiers hold already are not told of: begin to watch first, then look with ``match``.
+
+        The changes are told one by one, in their order, by one thread at a time and never under the store's lock: the
+        callback may call the store. It is called by the store's thread, and by ``poll``, before that returns. A store
+        opened with ``pump=False`` has no such thread: what happens between two calls of ``poll`` is told by the second.
+        What the callback raises, ``poll`` raises, with no slot lost; on the store's thread it is counted
+        (``tierstore_faults_total``) and logged. In both cases its change counts as told, and the next one follows.
+        Up to 1,048,576 changes wait to be told; further ones are counted in the result's ``lost``. ``close`` ends it.
+
+        Raises:
+            TypeError: If ``callback`` cannot be called.
+            StoreClosed: After ``close``.
+        """
+        self._pump.require_open()
+        if not callable(callback):
+            raise TypeError(f"callback must be callable, got {callback!r:.60}")
+        with self._lock:
+            return self._pump.watches.add(callback)
 
     def register(self, *pages: EnginePages) -> None:
         """The engine's tensors, one EnginePages a KV group. ConfigError unless an engine owns HBM and they fit."""

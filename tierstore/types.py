@@ -261,6 +261,21 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
+class PageChange:
+    """What a callback of ``TierStore.watch`` is told: a page came to a tier, or left it.
+
+    Attributes:
+        key: The page.
+        tier: The tier.
+        came: True if the page can be read in the tier now, False if it was readable there and is not any more.
+    """
+
+    key: PageKey
+    tier: Tier
+    came: bool
+
+
+@dataclass(frozen=True, slots=True)
 class FlushResult:
     """What ``TierStore.flush`` found when it returned, in pages.
 

@@ -17,16 +17,16 @@ def test_events_tell_each_copy_that_came_and_went_and_of_a_move_down_the_new_pla
     engine.add(DOCUMENT, 2)
     engine.run()
     half = engine.half
-    first = [(c.block.block_hash, c.tier, c.stored) for c in half.events.take()]
+    first = [(c.block.block_hash, c.tier, c.stored) for c in half.take_events()]
     want = hashes_of(engine.answers["r1"])[:5]
     assert [x for x in first if x[1] is Tier.HOST] == [(h, Tier.HOST, True) for h in want]
     assert {x for x in first if x[1] is Tier.NVME} == {(h, Tier.NVME, True) for h in want}
     half._tiers.store.demote(list(half._tiers.parts.directory.residency.tables[Tier.HOST].copies), Tier.NVME)
     engine.step()
-    assert {(c.tier, c.stored) for c in half.events.take()} == {(Tier.HOST, False)}
+    assert {(c.tier, c.stored) for c in half.take_events()} == {(Tier.HOST, False)}
     engine.scheduler.reset_cache()
-    assert {(c.tier, c.stored) for c in half.events.take()} == {(Tier.NVME, False)}
-    assert half.events.take() == []
+    assert {(c.tier, c.stored) for c in half.take_events()} == {(Tier.NVME, False)}
+    assert half.take_events() == []
     engine.close()
 
 
@@ -34,7 +34,7 @@ def test_an_event_names_the_block_before_and_its_tokens() -> None:
     engine = Engine(HOST, events=True)
     engine.add(DOCUMENT, 1)
     engine.run()
-    blocks = [change.block for change in engine.half.events.take()]
+    blocks = [change.block for change in engine.half.take_events()]
     hashes = hashes_of(DOCUMENT)
     assert [block.block_hash for block in blocks] == hashes
     assert [block.parent for block in blocks] == [None, *hashes[:-1]]
@@ -44,6 +44,6 @@ def test_an_event_names_the_block_before_and_its_tokens() -> None:
 
 def test_without_a_taker_no_event_is_kept() -> None:
     engine = Engine(HOST)
-    assert engine.half.events is None
+    assert engine.half.take_events() == []
     assert list(engine.scheduler.take_events()) == []
     engine.close()

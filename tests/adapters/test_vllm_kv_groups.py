@@ -277,7 +277,7 @@ def test_events_name_the_group_and_the_size_of_its_blocks() -> None:
     engine = Engine(ROOM, blocks=16, events=True, kinds=(Kind(size=4), Kind(window=5)))
     engine.add(DOCUMENT, 1)
     engine.run()
-    blocks = [change.block for change in engine.half.events.take()]
+    blocks = [change.block for change in engine.half.take_events()]
     assert [(b.group, len(b.tokens)) for b in blocks if b.group == 0] == [(0, 2 * BLOCK)] * 2
     assert [b.tokens for b in blocks if b.group == 1] == [tuple(DOCUMENT[i : i + 2]) for i in range(0, 8, 2)]
     engine.close()

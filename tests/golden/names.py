@@ -25,7 +25,7 @@ from tests.golden.trees import Tree
 from tierstore.cli.app import app
 
 _OURS = ("tierstore", "prefetch")
-_MADE_BY_CALLS = ("Lease", "Session", "StoreConfig", "TierStore")
+_MADE_BY_CALLS = ("Lease", "Session", "StoreConfig", "TierStore", "Watch")
 """Classes that users get from a call and do not construct: what their constructors take is nobody's business."""
 
 _STARS = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}

@@ -32,7 +32,7 @@ from tests.support.pages import (
 from tests.support.stalls import IN, OUT, Gate, Lane
 from tierstore.errors import CapacityError
 from tierstore.lease import Lease
-from tierstore.types import Hint, LeaseState, PageKey, Tier
+from tierstore.types import Hint, LeaseState, PageChange, PageKey, Tier
 
 HBM, HOST = 4, 3
 SEQUENCES = [chain(3, "a"), chain(3, "b"), chain(2, "c"), chain(1, "d")]
@@ -99,6 +99,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.may_be_stored: set[PageKey] = set()
         self.must_be_stored: set[PageKey] = set()
         self.tangled: set[PageKey] = set()
+        self.told: dict[Tier, set[PageKey]] = {}
+        """Where pages are, from what a watch was told."""
         self.revision = 0
         self.failures_planned = 0
 
@@ -121,6 +123,19 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _open(self) -> None:
         self.bench = open_bench(self.config, SPEC)
+        self.told = self.readable()
+        self.bench.store.watch(self.hear)
+
+    def readable(self) -> dict[Tier, set[PageKey]]:
+        """The pages that each tier has."""
+        tables = self.running.directory.residency.tables
+        return {tier: {k for k, copy in table.copies.items() if copy.ready} for tier, table in tables.items()}
+
+    def hear(self, change: PageChange) -> None:
+        """What a watch is told."""
+        there = self.told[change.tier]
+        assert (change.key in there) is not change.came, "a page came twice, or left without being there"
+        (there.add if change.came else there.remove)(change.key)
 
     @property
     def running(self) -> Bench:
@@ -474,6 +489,12 @@ class StoreMachine(RuleBasedStateMachine):
     def accounts_balance(self) -> None:
         if self.bench is not None:
             self.running.store.check()
+
+    @invariant()
+    def a_watch_knows_where_every_page_is(self) -> None:
+        if self.bench is not None:
+            self.running.store.poll()
+            assert self.told == self.readable()
 
     @invariant()
     def what_was_evicted_is_not_found(self) -> None:

@@ -133,6 +133,19 @@ def clear_leaves_what_is_on_disk_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 @BUGS_IN_MEMORY.bug
+def no_watch_is_told_of_pages_that_are_loaded(patch: pytest.MonkeyPatch) -> None:
+    arrive = Residency.arrive_run
+
+    def silent(self: Residency, *args: Any) -> list[bool]:
+        changed, self.changed = self.changed, None
+        found = arrive(self, *args)
+        self.changed = changed
+        return found
+
+    patch.setattr(Residency, "arrive_run", silent)
+
+
+@BUGS_IN_MEMORY.bug
 def an_adopted_page_keeps_the_old_slot(patch: pytest.MonkeyPatch) -> None:
     def moved(self: Leases, load: Load, slot: int) -> None:
         for lease, index in load.waiters:

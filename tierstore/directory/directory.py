@@ -20,7 +20,7 @@ from tierstore.directory.writeback import Ticket, WriteBack
 from tierstore.types import Ack, Erase, Failure, Hint, PageKey, Promoted, Tier, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from tierstore.directory.leases import LeaseRecord
     from tierstore.directory.residency import TierTable
@@ -58,8 +58,6 @@ class Directory:
         self.owned = OwnedSlots(self.residency, self.space, self.drops)
         self.hints = HintTable(self.residency)
         self.drops.left = self._left
-        self._came: Callable[[PageKey, Tier], None] | None = None
-        self._watcher: Callable[[PageKey, Tier], None] | None = None
         self.leases = Leases(self.residency, self.loads, self.writeback, self.drops, metrics, self._hit)
         self.promotions = Promotions(
             self.residency, self.transfers, self.loads, self.hints, metrics, self.leases.awaits
@@ -150,8 +148,6 @@ class Directory:
         """A copy was dropped."""
         self.promotions.left(key, tier)
         self.writeback.left(key, tier)
-        if self._watcher is not None:
-            self._watcher(key, tier)
 
     # -- moves asked for ----------------------------------------------------------------------------------------
 
@@ -264,10 +260,6 @@ class Directory:
             or self.residency.memory_only.lifting
         )
 
-    def watch(self, came: Callable[[PageKey, Tier], None], left: Callable[[PageKey, Tier], None]) -> None:
-        """From now on tells of every copy below HBM that becomes readable, and of every copy that is dropped."""
-        self._came, self._watcher = came, left
-
     # -- the end of transfers -----------------------------------------------------------------------------------
 
     def apply(self, ack: Ack, now: float) -> None:
@@ -310,8 +302,6 @@ class Directory:
             self.admission.written(key, nbytes, now)
         sized = self.residency.tables[dst].budget_nbytes is not None
         readable = self.residency.commit(key, dst, slot, nbytes if sized else 0, transfer.parents[i])
-        if readable and self._came is not None:
-            self._came(key, dst)
         if readable and transfer.src < dst:
             self.writeback.saved(key, dst)
         self._settled(key, dst, readable=readable)

@@ -26,7 +26,7 @@ from tierstore.policy import VictimQueue
 from tierstore.types import Copy, PageKey, Tier, TierDescription
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tierstore.policy import Fifo
 
@@ -258,6 +258,8 @@ class Residency:
         """Records of key-addressed tiers whose bytes nobody needs any more."""
         self.dropped: deque[Drop] = deque()
         """Copies that ``reserve`` and ``take`` evicted to make room."""
+        self.changed: Callable[[PageKey, Tier, bool], None] | None = None
+        """Told of each copy that becomes readable (True), and of each readable one that goes (False), in order."""
         self.queues = VictimQueues(self.tables, self.lineage, self.memory_only)
         self.orphans = Orphans(self, self.lineage, self.queues)
 
@@ -421,7 +423,7 @@ class Residency:
         table.copies[key] = Copy(slot, 0, self.queues.first_rank(key, table), pins=pins)
         table.count(table.copies[key], 1)
         self.queues.entered((key,), tier, table)
-        self._make_ready(table, key, parent, fresh=fresh)
+        self._make_ready(tier, table, key, parent, fresh=fresh)
 
     def replace(self, key: PageKey, tier: Tier, slot: int) -> None:
         """An owned slot becomes the page's readable copy; the slot of the old one is free once its pins have ended.
@@ -506,7 +508,7 @@ class Residency:
             return False
         table.used_nbytes += nbytes - copy.nbytes
         copy.nbytes = nbytes
-        self._make_ready(table, key, parent)
+        self._make_ready(dst, table, key, parent)
         return True
 
     def fail(self, key: PageKey, dst: Tier, slot: int) -> None:
@@ -612,7 +614,7 @@ class Residency:
     ) -> list[bool]:
         """As ``commit`` in ``dst``, which has slots, and ``unpin`` in ``src``: of each whether it is readable now."""
         source, table = self.tables[src], self.tables[dst]
-        resettle = self.queues.resettle
+        resettle, changed = self.queues.resettle, self.changed
         found: list[bool] = []
         for key, src_slot, slot in zip(keys, src_slots, dst_slots, strict=True):
             below, copy = source.copies.get(key), table.copies.get(key)
@@ -629,6 +631,8 @@ class Residency:
                 source.idle += below.ready
             resettle(key)
             found.append(True)
+            if changed is not None:
+                changed(key, dst, True)
         return found
 
     def pin_run(self, keys: Sequence[PageKey], tier: Tier) -> list[int]:
@@ -686,6 +690,8 @@ class Residency:
         table.count(copy, -1)
         del table.copies[key]
         table.policy.left(key, copy.rank)
+        if self.changed is not None:
+            self.changed(key, tier, False)
         if copy.pins:
             table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins)
         else:
@@ -733,7 +739,7 @@ class Residency:
         return any(other is not table and key in other.copies for _, other in self._order)
 
     def _make_ready(
-        self, table: TierTable, key: PageKey, parent: PageKey | None, *, fresh: bool = False
+        self, tier: Tier, table: TierTable, key: PageKey, parent: PageKey | None, *, fresh: bool = False
     ) -> None:
         """``fresh``: no tier had the page a moment ago."""
         first = self.where(key) is None
@@ -741,6 +747,8 @@ class Residency:
         table.count(copy, -1)
         copy.ready = True
         table.count(copy, 1)
+        if self.changed is not None:
+            self.changed(key, tier, True)
         lineage = self.lineage
         before, followed = lineage.parent(key), lineage.has_children(key)
         linked = False

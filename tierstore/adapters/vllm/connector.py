@@ -180,9 +180,8 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
 
     def take_events(self) -> Iterable[Any]:
         """Blocks that became readable in memory (CPU) or on disk (STORAGE), and those that went."""
-        if self._scheduler.events is None:
-            return ()
-        return compat.kv_events(self._scheduler.events.take())
+        changes = self._scheduler.take_events()
+        return compat.kv_events(changes) if changes else ()
 
     def get_kv_connector_stats(self) -> Any:
         """What was counted lately; None: nothing, or on a worker."""

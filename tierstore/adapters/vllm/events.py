@@ -9,13 +9,11 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tierstore.types import Tier
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierstore.adapters.vllm.kv_groups import Group
-    from tierstore.types import PageKey
+    from tierstore.types import PageChange, PageKey, Tier
 
 _MOST_COMING = 1 << 16
 _MOST_EVENTS = 1 << 16
@@ -56,9 +54,8 @@ class Events:
         """These are to be stored: blocks of the request from number ``first`` on."""
         hashes, size, stride = request.block_hashes, group.block_size, group.stride
         lora = getattr(request, "lora_request", None)
+        # Also what is held: that it has left may not have been told yet.
         for i, key in enumerate(keys, first):
-            if key in self._held:
-                continue
             parent = hashes[i * stride - 1] if i else None
             tokens = tuple(request.all_token_ids[i * size : (i + 1) * size])
             name = None if lora is None else lora.lora_name
@@ -66,8 +63,21 @@ class Events:
         while len(self._coming) > _MOST_COMING:
             self._coming.popitem(last=False)
 
-    def came(self, key: PageKey, tier: Tier) -> None:
-        """A copy became readable."""
+    def note(self, change: PageChange) -> None:
+        """A page came to a tier, or left it."""
+        if change.came:
+            self._came(change.key, change.tier)
+        else:
+            self._left(change.key, change.tier)
+
+    def take(self) -> list[Change]:
+        """What changed since the last call."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _came(self, key: PageKey, tier: Tier) -> None:
         block = self._coming.pop(key, None)
         if block is not None:
             self._held.setdefault(key, (block, set()))
@@ -76,8 +86,7 @@ class Events:
             held[1].add(tier)
             self._tell(Change(held[0], tier, stored=True))
 
-    def left(self, key: PageKey, tier: Tier) -> None:
-        """A copy was dropped."""
+    def _left(self, key: PageKey, tier: Tier) -> None:
         held = self._held.get(key)
         if held is None or tier not in held[1]:
             return
@@ -85,11 +94,6 @@ class Events:
         self._tell(Change(held[0], tier, stored=False))
         if not held[1]:
             del self._held[key]
-
-    def take(self) -> list[Change]:
-        """What changed since the last call."""
-        changes, self._changes = self._changes, []
-        return changes
 
     def _tell(self, change: Change) -> None:
         if len(self._changes) >= _MOST_EVENTS:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from tierstore.adapters.vllm.config import Deployment, Load
+    from tierstore.adapters.vllm.events import Change
     from tierstore.adapters.vllm.keys import Adapter
     from tierstore.adapters.vllm.kv_groups import Groups
     from tierstore.adapters.vllm.messages import Hello, Report
@@ -82,7 +83,7 @@ class Tiers:
         store = TierStore(terms.config, parts, Wakeup(), pump=False)
         stores = Stores(store, terms.groups, events)
         if events is not None:
-            parts.directory.watch(events.came, events.left)
+            store.watch(events.note)
         disk_prefetch = None
         if terms.config.nvme is not None:
             disk_prefetch = DiskPrefetch(store, _most_ahead(terms.config, hellos[0]), hellos[0].host_slots)
@@ -172,7 +173,7 @@ class SchedulerHalf:
         """``config``: of one rank. ``namespaces``: of the keys of each group; ``with_adapter``: those of requests with
         a LoRA adapter, None: such requests are not served. ``events``: whether somebody takes them.
         """
-        self.events = Events() if events else None
+        self._events = Events() if events else None
         self.groups = groups
         self._terms = Terms(config, groups, load_timeout_s, put_off_s, load)
         self._namespaces = tuple(namespaces)
@@ -202,7 +203,7 @@ class SchedulerHalf:
 
     def meet(self, hellos: Sequence[Hello]) -> None:
         """All workers are open. ConfigError unless they have opened the same."""
-        self._tiers = Tiers.of(self._terms, hellos, self._compute_rate, self.events)
+        self._tiers = Tiers.of(self._terms, hellos, self._compute_rate, self._events)
         self._metrics = MetricsReader(self._tiers.counted)
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -358,6 +359,14 @@ class SchedulerHalf:
         for known in self._known.values():
             if known.lookup is not None:
                 known.lookup.stale = True
+
+    def take_events(self) -> list[Change]:
+        """Return what came to tiers and left them since the last call; nothing if nobody asked for it."""
+        if self._events is None:
+            return []
+        if self._tiers is not None:
+            self._tiers.take_back()
+        return self._events.take()
 
     @property
     def at_rest(self) -> bool:
