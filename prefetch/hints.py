@@ -16,8 +16,8 @@ from tierstore.types import Hint, Tier
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from prefetch.promotions import PromotionQueue
     from prefetch.types import Want
-    from tierstore.store import TierStore
     from tierstore.types import PageKey
 
 MOST_REQUESTS = 4096
@@ -81,19 +81,19 @@ class ExpectedRequests:
 
 
 class _There(NamedTuple):
-    """A piece of a hint's pages. ``over`` has the hints that are needed later, the last of them last."""
+    """A piece of a hint's pages. ``later`` has the hints that are needed later, the last of them last."""
 
     hint: Hint
     keys: tuple[PageKey, ...]
-    over: tuple[Hint, ...]
+    later: tuple[Hint, ...]
 
 
 class KeptPages:
     """Names each page to the store once per revision of a hint. For one thread at a time."""
 
-    def __init__(self, store: TierStore, tiers: Iterable[Tier]) -> None:
+    def __init__(self, promotions: PromotionQueue, tiers: Iterable[Tier]) -> None:
         """``tiers`` are those that pages are brought to."""
-        self._store = store
+        self._promotions = promotions
         self._tiers = tuple(tiers)
         self._named: dict[tuple[str, int], set[tuple[PageKey, Tier]]] = {}
         """By hint: pages that were in place, and that the store was asked to keep there."""
@@ -112,7 +112,7 @@ class KeptPages:
         """
         before, self._named, self._there = self._named, {}, {tier: [] for tier in self._tiers}
         for rank, (hint, want, load) in enumerate(zip(hints, wants, loads, strict=True)):
-            over = tuple(hints[rank + 1 :])
+            later = tuple(hints[rank + 1 :])
             places = list(zip(want.keys, want.tiers, strict=False))
             known = before.get((hint.request_id, hint.revision), set()).intersection(places)
             self._named[hint.request_id, hint.revision] = known
@@ -120,13 +120,12 @@ class KeptPages:
                 within = places[:load] if tier == Tier.HBM else places
                 fresh = [place[0] for place in within if place[1] == tier and place not in known]
                 for start in range(0, len(fresh), PIECE_PAGES):
-                    there.append(_There(hint, tuple(fresh[start : start + PIECE_PAGES]), over))
+                    there.append(_There(hint, tuple(fresh[start : start + PIECE_PAGES]), later))
 
     def ask(self, tier: Tier) -> None:
         """Ask the store to keep the pages in a tier, before anything is brought there."""
-        for hint, keys, over in self._there.pop(tier, ()):
-            found = self._store.promote(hint, keys, tier, over)
-            self.note(hint, keys[: found.covered], tier)
+        for hint, keys, later in self._there.pop(tier, ()):
+            self.note(hint, self._promotions.keep(hint, keys, tier, later), tier)
 
     def note(self, hint: Hint, keys: Sequence[PageKey], tier: Tier) -> None:
         """Note that the store was asked for these pages in the tier."""

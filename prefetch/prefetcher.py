@@ -14,16 +14,16 @@ from contextlib import suppress
 from math import inf
 from threading import Event, Lock, Thread
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
 
 from prefetch.hints import ExpectedRequests, KeptPages
 from prefetch.planner import PIECE_PAGES, plan
+from prefetch.promotions import PromotionQueue
 from prefetch.types import Machine, Retained, Want
-from prefetch.window import LoadWindow
 from tierstore.config import PrefetchConfig
 from tierstore.errors import StoreClosed
-from tierstore.types import Hint, Tier, require_time, seconds_to_wait
+from tierstore.types import Tier, require_time, seconds_to_wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from prefetch.hints import Expected
     from prefetch.types import Compute, Plan
     from tierstore.store import TierStore
-    from tierstore.types import PageKey, Promoted
+    from tierstore.types import Hint, PageKey
 
 
 def section(figures: dict[str, object], name: str) -> dict[str, Any]:
@@ -64,21 +64,12 @@ _PLAN_PAGES = 8192
 _PLAN_REQUESTS = 256
 _FIRST_PAGES = 256
 """Pages to plan first if nothing is in flight: the rest is planned while these cross the link."""
-_NOBODYS = Hint("", 0, ())
-_LOOK_AHEAD = 4
-"""Promotions to try after one that cannot start yet."""
-
-
-class _Planned(NamedTuple):
-    """A planned promotion with its hint. ``over`` has the hints that are needed later, the last of them last."""
-
-    hint: Hint
-    keys: tuple[PageKey, ...]
-    over: tuple[Hint, ...]
+_PASSES = 3
+"""Promotions that cannot start yet, such as loads of pages that are still being read, passed by those after them."""
 
 
 class PrefetchLoop:
-    """Expected requests and the copies in flight for them. For one thread at a time; the clock is given."""
+    """Expected requests and the promotions planned for them. For one thread at a time; the clock is given."""
 
     def __init__(
         self,
@@ -89,7 +80,6 @@ class PrefetchLoop:
     ) -> None:
         figures = store.stats()
         self.expected = ExpectedRequests()
-        self.in_flight = 0
         self.counts: Counter[str] = Counter()
         self._store = store
         self._config = config
@@ -99,14 +89,11 @@ class PrefetchLoop:
         tiers = sorted(Tier[name] for name in section(figures, "tiers"))
         self._top = tiers[0]
         self._promoted_to = [tier for tier in tiers[:-1] if tier <= Tier.HOST]
-        self._planned: dict[Tier, list[_Planned]] = {}
+        self._most_in_flight = config.pages_in_flight(self._page_nbytes)
+        most = min(self._most_in_flight, PIECE_PAGES)  # until the first plan
+        self._promotions = PromotionQueue(store, most, passes=_PASSES, clock=clock)
         self._staged: set[PageKey] = set()
-        self._kept = KeptPages(store, self._promoted_to)
-        self._wave = PIECE_PAGES
-        self._load_s = 0.0
-        self._arriving = 0
-        """Pages on their way into HBM."""
-        self._window = LoadWindow()
+        self._kept = KeptPages(self._promotions, self._promoted_to)
         self._plan_at = self._planned_at = -inf
         self._soonest = inf
         """Earliest time of the next plan without a new hint, once all is in flight. inf after a plan that found
@@ -114,6 +101,11 @@ class PrefetchLoop:
         """
         self._missed: set[tuple[str, int]] = set()
         self._take(0.0)
+
+    @property
+    def in_flight(self) -> int:
+        """Return how many pages were in flight when the store was last asked."""
+        return self._promotions.in_flight
 
     def turn(self, timeout_s: float) -> float:
         """Read hints, waiting up to ``timeout_s`` for one, plan if due, and start what can start.
@@ -126,17 +118,18 @@ class PrefetchLoop:
         expected = self.expected.in_order()
         self._note_misses(expected, now)
         if not expected:
-            self._planned, self._staged = {}, set()
+            self._promotions.clear()
+            self._staged = set()
             self._kept.clear()
-            self._see_what_flies(_NOBODYS)
+            self._promotions.look(self._top)
             return _IDLE_S
         if fresh and self._idle:
             self._begin(expected, now)
         elif fresh or now >= self._plan_at:
             self._replan(expected, now)
-        self._see_what_flies(expected[0].hint)
+        self._promotions.look(self._top)
         started = 0
-        for tier in sorted(self._planned):
+        for tier in self._promotions.tiers:
             self._kept.ask(tier)
             started += self._start(tier)
         if now >= self._plan_at:
@@ -144,17 +137,11 @@ class PrefetchLoop:
         if started:  # the present plan goes on
             self._plan_at = max(self._plan_at, min(now + _PLAN_AGAIN_S, self._planned_at + _IDLE_S))
         if started or self.in_flight:
-            if not any(self._planned.values()):
+            if not self._promotions:
                 self._plan_at = min(self._plan_at, max(now + _PLAN_SOON_S, self._soonest))
                 return max(_BUSY_S, min(_BLOCKED_S, self._plan_at - now))
             return _BUSY_S
-        return _BLOCKED_S if any(self._planned.values()) else _PLAN_AGAIN_S
-
-    def _see_what_flies(self, hint: Hint) -> None:
-        """Update the figures of copies in flight. Nothing starts for ``hint``, which may be any."""
-        if self.in_flight:
-            found = self._store.promote(hint, (), self._top)
-            self.in_flight, self._arriving = found.in_flight, found.arriving
+        return _BLOCKED_S if self._promotions else _PLAN_AGAIN_S
 
     def _take(self, timeout_s: float) -> bool:
         hints = self._store.take_hints(timeout_s)
@@ -163,7 +150,7 @@ class PrefetchLoop:
 
     @property
     def _idle(self) -> bool:
-        return not (self.in_flight or any(self._planned.values()))
+        return not (self.in_flight or self._promotions)
 
     def _begin(self, expected: list[Expected], now: float) -> None:
         """Plan only the first pages if there are many more, so that the link need not wait for the whole plan.
@@ -180,8 +167,8 @@ class PrefetchLoop:
         want = Want(request_id="", keys=keys, tiers=self._store.match(keys).tiers, deadline=first.deadline)
         machine = self._machine(len(self._staged))
         found = plan([want], machine, now, most_pages=_FIRST_PAGES)
-        over = tuple(each.hint for each in expected[1:])
-        self._take_over(found, (first.hint, *over), {"": 0}, machine)
+        later = tuple(each.hint for each in expected[1:])
+        self._take_over(found, (first.hint, *later), {"": 0}, machine)
         self._plan_at = now
 
     def _replan(self, expected: list[Expected], now: float) -> None:
@@ -200,22 +187,20 @@ class PrefetchLoop:
         self._take_over(found, hints, ranks, machine)
         self._planned_at = now
         rest = _PLAN_SHARE * (self._clock() - now)
-        self._soonest = now + rest if self._planned else inf
-        self._plan_at = now + max(rest, _PLAN_AGAIN_S if self._planned else _IDLE_S)
+        self._soonest = now + rest if self._promotions else inf
+        self._plan_at = now + max(rest, _PLAN_AGAIN_S if self._promotions else _IDLE_S)
 
     def _take_over(
         self, found: Plan, hints: tuple[Hint, ...], ranks: dict[str, int], machine: Machine
     ) -> None:
         """Replace the present plan."""
-        self._planned = {}
+        self._promotions.clear()
         for promotion in found.promotions:
             rank = ranks[promotion.request_id]
-            self._planned.setdefault(promotion.dst, []).append(
-                _Planned(hints[rank], promotion.keys, hints[rank + 1 :])
-            )
+            self._promotions.want(hints[rank], promotion.keys, promotion.dst, later=hints[rank + 1 :])
         quickest = min((s for s in (machine.read_s, machine.load_s) if s), default=inf)
-        self._wave = max(PIECE_PAGES, int(_WAVE_S / quickest))
-        self._load_s = machine.load_s
+        self._promotions.most = min(self._most_in_flight, max(PIECE_PAGES, int(_WAVE_S / quickest)))
+        self._promotions.load_s = machine.load_s
 
     def _want(self, each: Expected) -> Want:
         hint = each.hint
@@ -229,64 +214,30 @@ class PrefetchLoop:
 
     def _machine(self, staged: int) -> Machine:
         """Return the rates, and the space that expected requests may take, together with the pages that stay."""
-        figures = self._store.stats()
-        tiers, rates = section(figures, "tiers"), section(figures, "bytes_per_s")
+        tiers, rates = section(self._store.stats(), "tiers"), self._store.rates()
         hbm, host = tiers.get("HBM"), tiers.get("HOST")
         gone = 0 if hbm is None else hbm["owned"] + hbm["quarantined"]
-        places = None if host is None else max(1, int(host["num_slots"] * self._config.share_of_host))
-        memory = "HBM" if host is None else "HOST"
-        below = [tier for tier in tiers if Tier[tier] > Tier.HOST]
-        reads = [rate for tier in below if (rate := rates.get(f"{tier}->{memory}"))]
+        places = None if host is None else self._config.pages_of_host(host["num_slots"])
+        memory = Tier.HBM if host is None else Tier.HOST
+        reads = [rate for (src, dst), rate in rates.items() if src > Tier.HOST and dst == memory and rate]
+        load = rates.get((Tier.HOST, Tier.HBM))
         return Machine(
             read_s=self._page_nbytes / min(reads) if reads else 0.0,
-            load_s=self._page_nbytes / rates["HOST->HBM"] if rates.get("HOST->HBM") else 0.0,
+            load_s=self._page_nbytes / load if load else 0.0,
             hbm_pages=0 if hbm is None else hbm["num_slots"] - gone,
             host_pages=None if places is None else max(0, places - staged),
             compute=self._compute,
         )
 
-    def _start(self, dst: Tier) -> int:
+    def _start(self, tier: Tier) -> int:
         """Start the next promotions into a tier, as far as allowed. Returns the pages started."""
-        queue, started, at = self._planned[dst], 0, 0
-        while at < min(len(queue), _LOOK_AHEAD):
-            room = self._room(dst)
-            hint, keys, over = queue[at]
-            if room <= 0:
-                break
-            found = self._store.promote(hint, keys[:room], dst, over)
-            self._note_under_way(found, dst)
-            if not found.in_force:
-                self.expected.drop(hint)
-                queue[:] = [each for each in queue if each.hint is not hint]
-                at = 0
-                continue
-            started += len(found.keys)
-            self._note_started(found.keys, dst)
-            self._kept.note(hint, keys[: found.covered], dst)
-            if found.covered == len(keys):
-                del queue[at]
-                continue
-            queue[at] = queue[at]._replace(keys=keys[found.covered :])
-            at += found.covered < room
-        return started
-
-    def _room(self, dst: Tier) -> int:
-        """Return how many pages may be started now."""
-        room = self._most_in_flight - self.in_flight
-        if dst != Tier.HBM:
-            return room
-        return min(room, self._window.room(self._clock(), self._arriving, self._most_in_flight, self._load_s))
-
-    def _note_under_way(self, found: Promoted, dst: Tier) -> None:
-        self.in_flight = found.in_flight
-        if dst == Tier.HBM:
-            self._arriving = found.arriving
-            self._window.started(len(found.keys))
-
-    @property
-    def _most_in_flight(self) -> int:
-        """Most pages in flight: the configured limit and at most a wave, but at least one page."""
-        return max(1, min(self._config.max_in_flight // self._page_nbytes, self._wave))
+        found = self._promotions.advance(tier)
+        for each in found:
+            if not each.in_force:
+                self.expected.drop(each.hint)
+            self._note_started(each.started, tier)
+            self._kept.note(each.hint, each.covered, tier)
+        return sum(len(each.started) for each in found)
 
     def _note_started(self, keys: Sequence[PageKey], dst: Tier) -> None:
         self.counts["loaded_bytes" if dst == Tier.HBM else "read_bytes"] += len(keys) * self._page_nbytes

@@ -281,6 +281,14 @@ class PrefetchConfig(_Section):
     share_of_host: Share = 0.25
     """Share of host memory for pages that the prefetcher brings up; above 0, at most 1."""
 
+    def pages_in_flight(self, page_nbytes: int) -> int:
+        """Return how many pages ``max_in_flight`` allows, at least one."""
+        return max(1, self.max_in_flight // page_nbytes)
+
+    def pages_of_host(self, num_slots: int) -> int:
+        """Return how many pages ``share_of_host`` allows, at least one."""
+        return max(1, int(num_slots * self.share_of_host))
+
 
 class StoreConfig(_Section):
     """The whole configuration. A section is None if it was not given."""

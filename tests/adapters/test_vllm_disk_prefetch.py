@@ -90,6 +90,32 @@ def test_a_request_whose_pages_have_gone_keeps_no_other_from_being_brought_up(tm
     engine.close()
 
 
+def test_no_more_pages_are_in_flight_than_the_budget_over_many_steps(tmp_path: Path) -> None:
+    config = {
+        "host": {"capacity": 12 * 64, "pin": "never"},
+        "nvme": {"path": tmp_path, "capacity": 1 << 20, "flush": "10ms"},
+        "prefetch": {"max_in_flight": 2 * 64, "share_of_host": 1.0},
+    }
+    engine = Engine(config)
+    only_on_disk(engine, DOCUMENT)
+    for records in engine.records:
+        records.hold((Tier.NVME, Tier.HOST))
+    engine.pace = 0.0
+    name = engine.add(DOCUMENT, 2)
+    waiting = engine.queue.pop()  # vLLM does not come to it
+    for _ in range(4):
+        engine.step()
+    copies = engine.half._tiers.parts.directory.residency.tables[Tier.HOST].copies
+    keys = engine.half._known[name].chains[0].first(4)
+    assert list(copies) == keys[:2]
+    for records in engine.records:
+        records.open()
+    engine.queue.append(waiting)
+    engine.run()
+    assert engine.answers[name] == engine.answers["r1"]
+    engine.close()
+
+
 def only_on_disk(engine: Engine, document: list[int]) -> None:
     """The engine has answered about this document and nothing above the disk holds it any more."""
     engine.add(document, 2)

@@ -101,7 +101,7 @@ def test_pages_of_a_request_that_starts_sooner_come_up_before_those_of_one_that_
     later = ask(engine, DOCUMENT, envelope(("tierstore.will_need", {"deadline_s": 30})), monkeypatch)
     sooner = ask(engine, OTHER, None, monkeypatch)
     ahead = engine.half._tiers.disk_prefetch
-    monkeypatch.setattr(ahead, "_most", 4)
+    monkeypatch.setattr(ahead._promotions, "most", 4)
     for records in engine.records:
         records.hold((Tier.NVME, Tier.HOST))
     ahead.advance()

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from prefetch.planner import PIECE_PAGES
-from prefetch.window import LoadWindow
+from prefetch.promotions import LoadWindow
 from tierstore.gpu.copy_queue import Waves
 
 MOST = 4 * PIECE_PAGES

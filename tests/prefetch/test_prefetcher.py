@@ -54,7 +54,7 @@ def test_no_copy_starts_after_the_call_that_cancelled_returned(bench: Bench, clo
     prefetcher.turn(0.0)
     store.hint(Hint("r", 2, ()))
     before = [where(store, key) for key in keys[1:]]
-    for tier in list(prefetcher._loop._planned):  # what was planned before the cancel was heard of
+    for tier in prefetcher._loop._promotions.tiers:  # what was planned before the cancel was heard of
         prefetcher._loop._start(tier)
     run(prefetcher, store, clock, 3)
     assert [where(store, key) for key in keys[1:]] == before

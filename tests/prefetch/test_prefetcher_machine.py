@@ -57,7 +57,9 @@ BRINGING = [
     Bug("it plans once", "if fresh or now >= self._plan_at:", "if fresh:"),
     Bug("it does not hear of what is new", "        self.expected.take(hints, self._clock())\n", ""),
     Bug(
-        "loads are never started", "for tier in sorted(self._planned):", "for tier in {*self._planned} - {0}:"
+        "loads are never started",
+        "for tier in self._promotions.tiers:",
+        "for tier in {*self._promotions.tiers} - {0}:",
     ),
 ]
 INTAKE = [

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from prefetch.planner import PIECE_PAGES
+from prefetch.promotions import PromotionQueue
 from tierstore.adapters.vllm.hints import NO_HINTS
 from tierstore.types import Hint, HintResult, LeaseState, Tier
 
@@ -163,7 +165,6 @@ def _end_pieces(load: Load) -> None:
         load.gap |= lease.num_pages < len(lease.keys)
 
 
-_A_CALL = 32
 _A_STEP = 128
 """Pages that are started in one step at most: the scheduler's time is the engine's."""
 
@@ -171,34 +172,23 @@ _MOST_BEHIND = 4
 """Requests for whose pages nobody waits, at once: the newest."""
 
 
-class _Wanted(NamedTuple):
-    """``due``: when the request is expected to start, inf: it has, without them. ``done``: pages that are there or on
-    their way.
-    """
-
-    hint: Hint
-    due: float
-    done: int
-
-    @property
-    def order(self) -> tuple[float, int]:
-        return (self.due, -self.hint.priority)
-
-
 class DiskPrefetch:
-    """The queue of requests whose pages are wanted. ``most``: pages under way at once; ``room``: all that host memory
-    holds."""
+    """The queued requests whose pages are wanted in host memory. ``most``: pages in flight at once; ``room``: all that
+    host memory holds. A step at a time, in the scheduler's thread.
+    """
 
     def __init__(
         self, store: TierStore, most: int, room: int, clock: Callable[[], float] = monotonic
     ) -> None:
         self._store = store
-        self._most = most
         self._room = room
         self._clock = clock
+        self._promotions = PromotionQueue(store, most)
         self._revisions = count(1)
         self._memory = frozenset(tier for tier, each in store.tiers.items() if each.in_memory)
-        self._queue: dict[str, _Wanted] = {}
+        self._queue: dict[str, Hint] = {}
+        self._behind: set[str] = set()
+        """Requests of the queue that have started without their pages."""
         self._store.take_hints()  # from now on the store knows that somebody acts on them
 
     def want(
@@ -221,62 +211,62 @@ class DiskPrefetch:
             priority=hints.priority,
         )
         if self._store.hint(hint) is HintResult.DEFERRED:
-            self._queue[request_id] = _Wanted(hint, self._clock() + hints.starts_in_s, local)
+            self._forget(request_id)
+            self._queue[request_id] = hint
+            self._promote(hint, end - local, self._clock() + hints.starts_in_s)
 
     def over(self, request_id: str) -> None:
         """The request loads its pages now, or has gone."""
-        if self._queue.pop(request_id, None) is not None:
+        if self._forget(request_id):
             self._store.hint(Hint(request_id, next(self._revisions), ()))
 
     def behind(self, request_id: str) -> None:
         """The request computes its pages itself: they come up after all that are waited for, for whoever asks next."""
-        wanted = self._queue.get(request_id)
-        if wanted is not None:
-            self._queue[request_id] = wanted._replace(due=inf)
-            late = [name for name, each in self._queue.items() if each.due == inf]
-            for name in late[:-_MOST_BEHIND]:
-                self.over(name)
+        hint = self._queue.get(request_id)
+        if hint is None or request_id in self._behind:
+            return
+        self._behind.add(request_id)
+        left = self._promotions.left(hint)
+        self._promotions.over(hint)
+        self._promote(hint, left, inf)
+        late = [name for name in self._queue if name in self._behind]
+        for name in late[:-_MOST_BEHIND]:
+            self.over(name)
 
     @property
     def waits(self) -> bool:
         """Whether pages are still to come up for which no request waits."""
-        return any(wanted.due == inf for wanted in self._queue.values())
+        return bool(self._behind)
 
     def coming(self, request_id: str) -> bool:
         """Whether pages of the request are still on their way up."""
-        if request_id not in self._queue:
+        hint = self._queue.get(request_id)
+        if hint is None:
             return False
-        hint, _, done = self._queue[request_id]
-        return done < len(hint.keys) or self._below_memory(self._store.match(hint.keys[-_A_CALL:]).tiers)
-
-    def _below_memory(self, tiers: Sequence[Tier]) -> bool:
-        """Whether one of these tiers keeps pages as records, which have to be read."""
-        return not self._memory.issuperset(tiers)
+        last = hint.keys[-PIECE_PAGES:]
+        return self._promotions.left(hint) > 0 or self._below_memory(self._store.match(last).tiers)
 
     def advance(self) -> None:
         """Starts what there is room for, for who is needed soonest first."""
         if not self._queue:
             return
         self._store.take_hints()
-        left = _A_STEP
-        for request_id, wanted in sorted(self._queue.items(), key=lambda each: each[1].order):
-            hint, _, done = wanted
-            while left > 0 and done < len(hint.keys):
-                chunk = hint.keys[done : done + min(_A_CALL, left, self._most)]
-                promoted = self._store.promote(hint, chunk, Tier.HOST)
-                done += promoted.covered
-                left -= len(promoted.keys)
-                short = promoted.covered < len(chunk)
-                if not promoted.in_force or (short and self._gone(hint.keys[done])):
-                    done = len(hint.keys)  # it makes no other request wait
-                elif short or promoted.in_flight >= self._most:
-                    left = 0
-            self._queue[request_id] = wanted._replace(done=done)
-            if wanted.due == inf and done >= len(hint.keys):
-                self.over(request_id)
-            if left <= 0:
-                return
+        self._promotions.advance(Tier.HOST, _A_STEP)
+        for request_id in [name for name in self._behind if not self._promotions.left(self._queue[name])]:
+            self.over(request_id)
 
-    def _gone(self, key: PageKey) -> bool:
-        """Whether a page can be read nowhere: what follows it is of no use."""
-        return not self._store.match([key]).num_pages
+    def _promote(self, hint: Hint, pages: int, due: float) -> None:
+        """Wants the last ``pages`` of a hint. ``due``: when the request is expected to start, inf: it has, without."""
+        keys = hint.keys[len(hint.keys) - pages :]
+        self._promotions.want(hint, keys, Tier.HOST, order=(due, -hint.priority, hint.revision))
+
+    def _forget(self, request_id: str) -> bool:
+        hint = self._queue.pop(request_id, None)
+        self._behind.discard(request_id)
+        if hint is not None:
+            self._promotions.over(hint)
+        return hint is not None
+
+    def _below_memory(self, tiers: Sequence[Tier]) -> bool:
+        """Whether one of these tiers keeps pages as records, which have to be read."""
+        return not self._memory.issuperset(tiers)

@@ -135,8 +135,7 @@ class Tiers:
 def _most_ahead(config: StoreConfig, hello: Hello) -> int:
     """Pages under way at once, as the prefetch section or its defaults have it."""
     limits = config.prefetch or PrefetchConfig()
-    share = int(hello.host_slots * limits.share_of_host)
-    return max(1, min(share, limits.max_in_flight // hello.spec.page_nbytes))
+    return min(limits.pages_of_host(hello.host_slots), limits.pages_in_flight(hello.spec.page_nbytes))
 
 
 def measured(
