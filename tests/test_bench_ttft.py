@@ -121,7 +121,7 @@ def test_pages_that_come_back_otherwise_are_no_result() -> None:
         rig.send_down(Tier.HOST)
         assert rig.answer().tiers == {Tier.HOST}
         with rig.store.acquire(rig.prefix) as lease:
-            lease.wait(20.0)
+            lease.wait(60.0)
             rig._pages[lease.slots[1]][0] += 1
         with pytest.raises(RuntimeError, match="other bytes"):
             rig.checked(lossy=False)

@@ -206,7 +206,7 @@ class ChunkMachine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         held = {number for number in range(KEYS) if self.chunks.holds(key(number))}
-        self.chunks.close(1.0)
+        self.chunks.close(60.0)
         self.chunks = self._open()
         assert {number for number in range(KEYS) if self.chunks.holds(key(number))} == held
 

@@ -123,7 +123,7 @@ def test_pages_that_are_to_be_retained_are_when_the_request_has_ended_until_thei
     assert name not in engine.half._known
     hints = engine.half._tiers.parts.directory.hints
     assert all(hints.retained(key) for key in keys)
-    hints.expire(monotonic() + 599)
+    hints.expire(monotonic() + 300)
     assert all(hints.retained(key) for key in keys)
     hints.expire(monotonic() + 601)
     assert not any(hints.retained(key) for key in keys)

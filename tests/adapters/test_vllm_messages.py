@@ -105,7 +105,7 @@ def test_what_waits_for_the_engine_starts_in_order_and_lets_the_rest_pass() -> N
     assert [ack.transfer_id for ack in feed.take()] == [1]
     assert not feed.reads({5})
     assert feed.reads({6})
-    assert feed.close(1.0)
+    assert feed.close(60.0)
 
 
 def test_a_device_that_tells_only_when_asked_is_asked_between_steps() -> None:

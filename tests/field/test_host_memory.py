@@ -30,7 +30,8 @@ from tierstore.page import PageSpec
 def resident():
     # Not of files: what is mapped of those comes and goes with what other programs need
     lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+    own = ("RssAnon:", "RssShmem:", "VmSwap:")
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(own))
 
 def spec(tokens):
     return PageSpec(num_layers=4, page_size=tokens, num_kv_heads=4, head_dim=32, dtype="bfloat16", model="m")

@@ -41,8 +41,8 @@ third = int(sys.argv[1])
 def memory():
     # Its own, of which none is of files: what is mapped of those comes and goes with what other programs need
     lines = Path("/proc/self/status").read_text().splitlines()
-    found = {line.split()[0]: int(line.split()[1]) for line in lines if line.startswith(("Rss", "VmRSS"))}
-    return found["RssAnon:"] + found["RssShmem:"], found["VmRSS:"]
+    found = {line.split()[0]: int(line.split()[1]) for line in lines if line.startswith(("Rss", "Vm"))}
+    return found["RssAnon:"] + found["RssShmem:"] + found["VmSwap:"], found["VmRSS:"]
 
 with TierStore.open(tiers(1000, None), SPEC) as store:
     for done in range(0, 3 * third, 60):
