@@ -63,13 +63,14 @@ def test_every_kind_of_client_reads_back_what_another_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for kind in ("own", "forks", "engine", "alone"):
-        counts = play(tmp_path, kind, "none", capsys)
+        writes = "engine: put" if kind == "engine" else "write"
+        counts = play(tmp_path, kind, "none", capsys, {writes})
         assert kind == "own" or counts["pages"]["read back"] > 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pages, "STEADY", None)  # a client's process has it for itself
-        play(tmp_path, "encoded", "none", capsys)
+        play(tmp_path, "encoded", "none", capsys, {"write"})
         assert play(tmp_path, "encoded", "failures", capsys)["pages"]["read back"] > 0
-    play(tmp_path, "llama", "none", capsys)
+    play(tmp_path, "llama", "none", capsys, {"llama: request"})
     assert play(tmp_path, "llama", "failures", capsys)["pages"]["read back"] > 0
 
 

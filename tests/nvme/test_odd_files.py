@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,7 +63,22 @@ ODD: dict[str, Callable[[Path], None]] = {
     "a symbolic link": dangling,
 }
 
-odd = pytest.mark.parametrize("kind", ODD)
+NAMES = ("lock.mdb", "direct.probe", "tierstore-shard.json.new", "extent-00009.bin")
+
+
+def cases(*names: str) -> list[Any]:
+    """Every kind with every payload, and with every name; `make test` has each of them, but not all pairs."""
+    found = []
+    for (i, payload), (j, kind), (k, name) in product(
+        *map(enumerate, (rig_room.PAYLOADS, ODD, names or ("",)))
+    ):
+        often = (2 * i + j + k) % len(ODD) == 0 if names else (i + j) % 2 == 0
+        values = (payload, kind, name) if names else (payload, kind)
+        found.append(pytest.param(*values, marks=() if often else pytest.mark.deep))
+    return found
+
+
+odd = pytest.mark.parametrize(("payload", "kind"), cases(), indirect=["payload"])
 
 
 def make_odd(path: Path, kind: str) -> None:
@@ -161,8 +178,7 @@ def shutil_copy(home: Path) -> Path:
     return to
 
 
-@odd
-@pytest.mark.parametrize("name", ["lock.mdb", "direct.probe", "tierstore-shard.json.new", "extent-00009.bin"])
+@pytest.mark.parametrize(("payload", "kind", "name"), cases(*NAMES), indirect=["payload"])
 def test_a_file_that_holds_no_page_and_is_odd_is_moved_away_and_every_page_is_there(
     home: Path, caplog: pytest.LogCaptureFixture, kind: str, name: str
 ) -> None:
@@ -207,9 +223,18 @@ def test_tombstones_are_never_read_or_written_through_a_link(home: Path) -> None
     assert pages_of(home) == set(range(20)) - {3}
 
 
-@pytest.mark.parametrize("nbytes", [0, 1 << 20])
 @pytest.mark.parametrize(
-    "name", ["extent-0000000001.bin", "extent-9999999999.bin", "extent-00000.bin", "extent-1.bin"]
+    ("name", "nbytes"),
+    [
+        ("extent-0000000001.bin", 1 << 20),
+        ("extent-9999999999.bin", 0),
+        ("extent-00000.bin", 1 << 20),
+        ("extent-1.bin", 0),
+        pytest.param("extent-0000000001.bin", 0, marks=pytest.mark.deep),
+        pytest.param("extent-9999999999.bin", 1 << 20, marks=pytest.mark.deep),
+        pytest.param("extent-00000.bin", 0, marks=pytest.mark.deep),
+        pytest.param("extent-1.bin", 1 << 20, marks=pytest.mark.deep),
+    ],
 )
 def test_a_file_that_only_looks_like_an_extent_file_is_left_alone_and_costs_nothing(
     home: Path, caplog: pytest.LogCaptureFixture, name: str, nbytes: int
@@ -255,7 +280,7 @@ def test_a_sub_directory_that_is_something_else_is_set_aside(
     assert "it is no directory" in line
 
 
-@odd
+@pytest.mark.parametrize(("payload", "kind"), [("extents", kind) for kind in ODD], indirect=["payload"])
 def test_an_extent_file_with_pages_that_is_odd_costs_the_pages_and_nothing_hangs(
     home: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:

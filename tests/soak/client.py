@@ -71,7 +71,7 @@ class Role:
 def run(role: Role, home: Path, until: Set[str] = frozenset()) -> int:
     """Plays a client to its end and says so in lines of JSON; its exit status.
 
-    ``until``: faults. It acts on after its time until it has met each of them.
+    ``until``: faults and actions. It acts on after its time until it has met each of them.
     """
     try:
         _run(role, home, until)
@@ -118,10 +118,11 @@ def _act(client: Client, role: Role, account: Account, until: Set[str]) -> int:
 
     def over() -> bool:
         late = monotonic() - end
-        if late < 0 or until <= account.snapshot().get("faults", {}).keys():
+        counts = account.snapshot()
+        if late < 0 or until <= counts.get("faults", {}).keys() | counts.get("actions", {}).keys():
             return late >= 0
         if late >= PATIENCE_S:
-            raise Overdue(f"these faults were not all met in {PATIENCE_S:g} s: {sorted(until)}")
+            raise Overdue(f"not all of these were met in {PATIENCE_S:g} s: {sorted(until)}")
         return False
 
     def work(index: int) -> None:
