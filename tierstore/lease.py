@@ -199,7 +199,7 @@ class LeaseHost:
         """A lease over the longest prefix that can be had; its first pages move before its last are reserved."""
         now = monotonic()
         deadline = None if deadline_s is None else now + deadline_s
-        with self._pump.lock:
+        with self._pump.lock, self._pump.guard:
             if into is not None:
                 self._directory.outgoing.require_usable(into)
             record = self._directory.leases.begin(keys, deadline, into, exact=exact)
@@ -217,7 +217,7 @@ class LeaseHost:
     def _extend(self, record: LeaseRecord) -> None:
         """Cover all that can be had now, a batch at each hold of the lock."""
         while not record.complete:
-            with self._pump.lock:
+            with self._pump.lock, self._pump.guard:
                 self._directory.extend_lease(record, BATCH_PAGES, monotonic())
                 self._pump.submit()
 
@@ -230,7 +230,7 @@ class LeaseHost:
         self._line.append(record)
         try:
             for _ in self._pump.until(until):
-                with self._pump.lock:
+                with self._pump.lock, self._pump.guard:
                     while not self._line[0].wants_room:
                         self._line.popleft()
                     first = self._line[0] is record
@@ -239,7 +239,7 @@ class LeaseHost:
                     self._extend_again(record)
                     if not _lacks_room(record):
                         return
-                    with self._pump.lock:
+                    with self._pump.lock, self._pump.guard:
                         coming = self._room_is_coming()
                 if not coming:
                     return
@@ -255,7 +255,7 @@ class LeaseHost:
             self._pump.notify()
 
     def _extend_again(self, record: LeaseRecord) -> None:
-        with self._pump.lock:
+        with self._pump.lock, self._pump.guard:
             record.complete = record.cut
         self._extend(record)
 
@@ -279,7 +279,7 @@ class LeaseHost:
         state = record.state
         if state is LeaseState.PENDING or self._events.all_written:
             return state
-        with self._pump.lock:
+        with self._pump.lock, self._pump.guard:
             state = record.state
             if state is LeaseState.READY and self._events.writers(record):
                 if written:
@@ -292,7 +292,7 @@ class LeaseHost:
         of the pages, None: it is there. TimeoutError at the deadline."""
         start = monotonic()
         for _ in self._pump.until(deadline):
-            with self._pump.lock:
+            with self._pump.lock, self._pump.guard:
                 arriving = self._arriving(record, layer)
                 if arriving.submitted:
                     writers = self._events.writers(record)
@@ -348,7 +348,7 @@ class LeaseHost:
     def _end_pins(self, record: LeaseRecord, after: Event | None) -> None:
         more = True
         while more:
-            with self._pump.lock:
+            with self._pump.lock, self._pump.guard:
                 more = self._events.release(record, after)
         self._pump.notify()
 

@@ -46,7 +46,7 @@ class LiveSource:
         self._pump.advance()
         tier = self._parts.nvme
         on_disk = False
-        with self._pump.lock:
+        with self._pump.lock, self._pump.guard:
             residency = self._parts.directory.residency
             if key in residency.memory_only and key not in residency.memory_only.refused:
                 return "it was put to stay in memory"
@@ -81,7 +81,7 @@ class LiveSource:
         lent = self._memory.take()
         page = lent.page
         self._parts.pool.read(lease.slots[0], page)
-        with self._pump.lock:
+        with self._pump.lock, self._pump.guard:
             parent = self._parts.directory.residency.lineage.parent(key)
         head = record_format.Head(
             fingerprint=self.description.fingerprint,
@@ -119,12 +119,12 @@ class LiveSink:
 
     def has(self, key: PageKey) -> bool:
         """``Sink.has``."""
-        with self._pump.lock:
+        with self._pump.lock, self._pump.guard:
             return self._directory.residency.where(key) is not None
 
     def reaches(self, key: PageKey) -> bool:
         """``Sink.reaches``."""
-        with self._pump.lock:
+        with self._pump.lock, self._pump.guard:
             residency = self._directory.residency
             return residency.where(key) is not None and key not in residency.orphans
 
@@ -152,7 +152,7 @@ class LiveSink:
         except BaseException:
             self._slots.free(slots, None)
             raise
-        with self._pump.lock:
+        with self._pump.lock, self._pump.guard:
             self._pump.events.seal([head.key], slots, head.parent, None, None)
             lowest = max(self._directory.residency.tables)
             if lowest is not Tier.HBM:

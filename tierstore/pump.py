@@ -1,16 +1,19 @@
 """What drives a store: its lock, one step of progress, waits, and the thread that steps when nobody calls.
 
-A step takes in finished work and hands decisions to the mover. Threads of one store wait for each other by a wake-
-up that is not lost, and by a lock that knows its longest hold.
+A step takes in finished work and hands decisions to the mover. Threads of one store wait for each other by a wake-up
+that is not lost, and by a fair lock. The guard beside the lock knows whether a hold was interrupted.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-import sys
+import signal
 from collections import deque
-from threading import Condition, Lock, Thread, current_thread, get_ident
+from contextlib import suppress
+from functools import partial
+from threading import Lock, RLock, Thread, current_thread
 from time import monotonic, perf_counter, thread_time
 from typing import TYPE_CHECKING
 
@@ -19,45 +22,83 @@ from tierstore.events import PendingEvents
 from tierstore.watch import Watches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import FrameType, TracebackType
+    from _thread import LockType
+    from collections.abc import Callable, Iterator
+    from types import TracebackType
 
     from tierstore.build import Parts
     from tierstore.types import Ack
 
-_LOOK_S = 0.5
-"""How long somebody waits for a lock before looking whether it was left locked."""
-
 
 class Wakeup:
-    """A counter that goes up when something happened. Read ``count``, look at the state, then wait from that count."""
+    """A counter that changes when something happened. Read ``count``, look at the state, then wait from that count.
+
+    It has no lock, since a signal handler may call ``bump`` in the middle of one.
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        # Taken itself, not through its condition, which takes it in Python: a signal may come between.
-        self._lock = Lock()
-        self._condition = Condition(self._lock)
+        self._counts = itertools.count(1)
+        self._waiting: deque[LockType] = deque()
+        """One locked lock a waiting thread; whoever takes it out unlocks it."""
 
     def bump(self) -> None:
-        """Something happened; wakes all waiters. Any thread."""
-        with self._lock:
-            self.count += 1
-            self._condition.notify_all()
+        """Wake all waiting threads: something happened. Any thread, also from a signal handler."""
+        self.count = next(self._counts)
+        # Whoever comes to wait from now on sees the new count.
+        for _ in range(len(self._waiting)):
+            with suppress(IndexError):  # another thread took it
+                self._waiting.popleft().release()
 
     def wait(self, seen: int, deadline: float | None, at_most_s: float) -> None:
-        """Returns when the count has left ``seen``, the monotonic ``deadline`` has come, or ``at_most_s`` passed."""
-        timeout = at_most_s if deadline is None else min(at_most_s, max(0.0, deadline - monotonic()))
-        with self._lock:
+        """Return when the count has left ``seen``, the monotonic ``deadline`` has come, or ``at_most_s`` passed."""
+        timeout = at_most_s if deadline is None else min(at_most_s, deadline - monotonic())
+        woken = Lock()
+        woken.acquire()
+        self._waiting.append(woken)
+        try:
             if self.count == seen:
-                self._condition.wait(timeout)
+                woken.acquire(timeout=max(0.0, timeout))
+        finally:
+            with suppress(ValueError):  # taken out by ``bump``
+                self._waiting.remove(woken)
 
 
-class TimedLock:
-    """A lock for ``with``, not reentrant. Its figures are in seconds and may be read without it.
+class FairLock:
+    """A reentrant lock for ``with`` that lets a waiting thread in before one that takes it again and again.
 
-    Who holds it again and again lets those in that wait: a plain lock would be taken back before they wake.
-    A signal's handler may raise in the middle of a hold, or call what takes the lock: then nobody knows what state is
-    guarded, and every hold from then on is StoreClosed. Nobody waits for a lock that such an exception left locked.
+    No Python code runs between the end of a block and the release, since ``__exit__`` is a method of C: an exception of
+    a signal handler comes before, and the lock is released all the same, or after.
+    """
+
+    __slots__ = ("__exit__", "_lock", "_turn")
+    __exit__: Callable[..., None]
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+        self._turn = RLock()
+        """Held by the next thread in line while it waits; all others queue behind it."""
+        self.__exit__ = self._lock.__exit__
+
+    def __enter__(self) -> None:
+        taken: list[bool] = []
+        try:
+            with self._turn:
+                # One step for the interpreter: no handler runs between the lock and the note that it was taken.
+                taken.extend(map(self._lock.acquire, (True,)))
+        except BaseException:
+            if taken:
+                self._lock.release()
+            raise
+
+
+class Guard:
+    """The second part of every hold, ``with pump.lock, pump.guard``: it knows whether the last hold came to its end.
+
+    A signal handler may raise in the middle of a hold, or call what takes the lock. Then what is guarded may be halfway
+    between two states, and every hold from then on raises StoreClosed. It is apart from the lock because a handler may
+    raise before the first line of ``__exit__``: the lock is released then, and the next hold finds this one unended.
+    Its figures are in seconds and may be read without the lock.
     """
 
     def __init__(self) -> None:
@@ -65,71 +106,55 @@ class TimedLock:
         self.longest_cpu_s = 0.0
         """Of the holder's own CPU time: what a hold costs when nothing else runs."""
         self.broken = False
-        """A hold was interrupted: what it guards may be halfway between two states."""
-        self._lock = Lock()
-        self._turn = Lock()
-        """Held by the next in line while it waits; all others queue behind it."""
+        """A hold was interrupted."""
+        self._held = False
+        """A hold has begun and not ended."""
         self._since = 0.0
         self._cpu_since = 0.0
-        self._holder: int | None = None
-        self._block: FrameType | None = None
-        """The frame of the holder that has the ``with``."""
 
     def require_whole(self) -> None:
-        """StoreClosed once a hold was interrupted."""
+        """Raise StoreClosed once a hold was interrupted."""
         if self.broken:
             raise StoreClosed(
                 "the store was interrupted in the middle of a change, and has ended; open it again"
             )
 
     def __enter__(self) -> None:
-        thread = get_ident()
-        if self._holder == thread:
+        if self._held:
             self.broken = True
-        taken: list[bool] = []
-        try:
-            with self._turn:
-                while not taken:
-                    if self.broken:
-                        self.require_whole()
-                    # One step for the interpreter: no signal comes between the lock and the note that it was taken.
-                    taken.extend(filter(None, map(self._lock.acquire, (True,), (_LOOK_S,))))
-                    holder, block = self._holder, self._block
-                    # Looked at again at last: who let go while its frames were walked has no block any more.
-                    if not taken and _has_left(holder, block) and self._block is block:
-                        self.broken = True
-            if self.broken:
-                self.require_whole()
-            self._holder, self._block = thread, sys._getframe(1)
-            self._since, self._cpu_since = perf_counter(), thread_time()
-        except BaseException:
-            if taken:
-                self._holder = self._block = None
-                self._lock.release()
-            raise
+        if self.broken:
+            self.require_whole()
+        self._since, self._cpu_since = perf_counter(), thread_time()
+        self._held = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            # Nothing that is guarded raises these: they come from a handler.
-            if kind is not None and (not issubclass(kind, Exception) or issubclass(kind, TimeoutError)):
-                self.broken = True
-            self.longest_cpu_s = max(self.longest_cpu_s, thread_time() - self._cpu_since)
-            self.longest_s = max(self.longest_s, perf_counter() - self._since)
-        finally:
-            self._holder = self._block = None
-            self._lock.release()
+        if kind is not None and _by_handler(kind, trace):
+            self.broken = True
+        self.longest_cpu_s = max(self.longest_cpu_s, thread_time() - self._cpu_since)
+        self.longest_s = max(self.longest_s, perf_counter() - self._since)
+        self._held = False
 
 
-def _has_left(thread: int | None, block: FrameType | None) -> bool:
-    """Whether a thread is out of the block that it took a lock for: an exception came just before it let go."""
-    if thread is None or block is None:
-        return False
-    frame = sys._current_frames().get(thread)
-    while frame is not None and frame is not block:
-        frame = frame.f_back
-    return frame is None
+def _by_handler(kind: type[BaseException], trace: TracebackType | None) -> bool:
+    """Whether a signal handler raised it. What is guarded raises nothing but Exceptions."""
+    if not issubclass(kind, Exception):
+        return True
+    codes = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    while trace is not None and trace.tb_frame.f_code not in codes:
+        trace = trace.tb_next
+    return trace is not None
+
+
+def _code(handler: object) -> object:
+    """Return the code of a function, of a method, or of an object that is called, or None if it has none."""
+    while isinstance(handler, partial):
+        handler = handler.func
+    code: object = getattr(handler, "__code__", None)
+    if code is None and callable(handler):
+        code = getattr(handler.__call__, "__code__", None)
+    return code
 
 
 _log = logging.getLogger("tierstore.progress")
@@ -149,8 +174,10 @@ class Pump:
         self.metrics = parts.metrics
         self.events = PendingEvents(parts.directory)
         """What waits for an event of a caller."""
-        self.lock = TimedLock()
-        self.metrics.watch_lock(lambda: self.lock.longest_s, lambda: self.lock.longest_cpu_s)
+        self.lock = FairLock()
+        self.guard = Guard()
+        """Entered with the lock, at every hold: ``with pump.lock, pump.guard``."""
+        self.metrics.watch_lock(lambda: self.guard.longest_s, lambda: self.guard.longest_cpu_s)
         self.closed = False
         self.hinted = Wakeup()
         """A hint has come, or the end."""
@@ -183,12 +210,12 @@ class Pump:
             raise StoreClosed(f"this store belongs to process {self._pid}; open another after a fork")
         if self.closed:
             raise StoreClosed("the store is closed")
-        self.lock.require_whole()
+        self.guard.require_whole()
 
     @property
     def usable(self) -> bool:
         """Whether calls are served: neither closed, nor interrupted, nor another process's. Takes no lock."""
-        return not (self.closed or self.lock.broken or self.inherited)
+        return not (self.closed or self.guard.broken or self.inherited)
 
     @property
     def inherited(self) -> bool:
@@ -201,10 +228,10 @@ class Pump:
         Not what finishes meanwhile: a failing disk ends writes as fast as they are decided.
         """
         self.require_open()
-        with self.lock:
+        with self.lock, self.guard:
             left = self.step()
         while left > 0:
-            with self.lock:
+            with self.lock, self.guard:
                 left = min(left - _ACKS_PER_HOLD, self.step())
 
     def step(self) -> int:
@@ -250,7 +277,7 @@ class Pump:
     def wait_idle(self, deadline: float) -> bool:
         """Wait until the store is settled; False if the monotonic ``deadline`` came first."""
         for _ in self.until(deadline):
-            with self.lock:
+            with self.lock, self.guard:
                 if self.settled:
                     return True
         return False

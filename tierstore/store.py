@@ -77,7 +77,7 @@ class OwnSlots:
             slots = self._try_allocate(n)
             if len(slots) == n:
                 return slots
-        with self._pump.lock:
+        with self._pump.lock, self._pump.guard:
             occupied = metrics.occupancy(self._directory, Tier.HBM)
         raise CapacityError(f"{n} HBM pages were not to be had within {timeout_s} s: {occupied}")
 
@@ -97,13 +97,13 @@ class OwnSlots:
         require_keys_and_slots(keys, slots, (parent,))
         if parents is not None:
             raise ConfigError("put(parents=...): HBM belongs to the store; allowed with hbm.owner: engine")
-        with self._pump.lock:
+        with self._pump.lock, self._pump.guard:
             self._directory.owned.require(slots)
         kept: list[int] = []
         for i in range(0, len(keys), BATCH_PAGES):
             parent = keys[i - 1] if i else parent
             chunk = slice(i, i + BATCH_PAGES)
-            with self._pump.lock:
+            with self._pump.lock, self._pump.guard:
                 kept += self._pump.events.seal(
                     keys[chunk], slots[chunk], parent, lease, after, memory_only=memory_only
                 )
@@ -116,7 +116,7 @@ class OwnSlots:
     def free(self, slots: Sequence[int], after: Event | None) -> None:
         """``TierStore.free``."""
         numbers = tuple(slot_numbers(slots))
-        with self._pump.lock:
+        with self._pump.lock, self._pump.guard:
             self._pump.events.free(numbers, after)
         self._pump.notify()
 
@@ -145,7 +145,7 @@ class OwnSlots:
         slots: list[int] = []
         made_room = False
         while len(slots) < n:
-            with self._pump.lock:
+            with self._pump.lock, self._pump.guard:
                 taken = self._directory.owned.allocate(
                     min(n - len(slots), BATCH_PAGES), reserve=n - len(slots)
                 )
@@ -191,7 +191,7 @@ class EngineSlots:
         parents: Sequence[PageKey | None] | None = None,
     ) -> list[int]:
         """``TierStore.put``: the pages are copied out, the slots stay the engine's."""
-        with self._pump.lock:
+        with self._pump.lock, self._pump.guard:
             parent = last_key(lease) if parent is None else parent
             doubted = lease is not None and lease.inexact
         slots = slot_numbers(slots)
@@ -200,7 +200,7 @@ class EngineSlots:
         self._require_registered()
         if len(before) != len(keys):
             raise ValueError(f"{len(keys)} keys with {len(before)} parents; allowed: one a key")
-        with self._pump.lock:
+        with self._pump.lock, self._pump.guard:
             self._pump.events.copy_out(
                 tuple(keys), tuple(slots), after, memory_only=memory_only, parents=before, doubted=doubted
             )
@@ -211,7 +211,7 @@ class EngineSlots:
     def withdraw(self, slots: Sequence[int]) -> list[int]:
         """``TierStore.withdraw``."""
         numbers = slot_numbers(slots)
-        with self._pump.lock:
+        with self._pump.lock, self._pump.guard:
             reading = self._directory.outgoing.withdraw(numbers)
             self._pump.step()
         return reading
@@ -292,11 +292,11 @@ class _Wait:
 
     def until_durable(self) -> tuple[int, bool]:
         """Wait until all that was written and evicted before is durable: erases that are not, whether writes are."""
-        with self._pump.lock:
+        with self._pump.lock, self._pump.guard:
             dying = self._pump.directory.dying()
 
         def ended() -> bool:
-            with self._pump.lock:
+            with self._pump.lock, self._pump.guard:
                 dying.intersection_update(self._pump.directory.dying())
             return not dying
 
@@ -315,26 +315,26 @@ class _Wait:
 
 def save_unsaved(pump: Pump) -> Ticket:
     """Every page readable now and not in NVMe is on its way there; the ticket counts those that are not settled."""
-    with pump.lock:
+    with pump.lock, pump.guard:
         pump.directory.admission.insist_on_all()
     try:
         return _send_down(pump)
     finally:
-        with pump.lock:
+        with pump.lock, pump.guard:
             pump.directory.admission.insisted()
 
 
 def _send_down(pump: Pump) -> Ticket:
     lifting = True
     while lifting:
-        with pump.lock:
+        with pump.lock, pump.guard:
             pump.step()
             lifting = pump.directory.residency.memory_only.lifting
-    with pump.lock:
+    with pump.lock, pump.guard:
         keys, ticket = pump.directory.begin_flush()
     keys = list(dict.fromkeys(keys))
     for start in range(0, len(keys), BATCH_PAGES):
-        with pump.lock:
+        with pump.lock, pump.guard:
             pump.directory.save(keys[start : start + BATCH_PAGES], ticket)
             pump.step()
     return ticket
@@ -357,7 +357,7 @@ class TierStore:
         self._pump = Pump(parts, wakeup)
         self._leases = LeaseHost(self._pump, max(spec.num_layers for spec in parts.layout.specs))
         self._slots = EngineSlots(self._pump) if parts.pool is None else OwnSlots(self._pump)
-        self._lock = self._pump.lock
+        self._lock, self._guard = self._pump.lock, self._pump.guard
         self._closing = RLock()  # a signal's handler may close in the middle of a close
         if pump:
             self._pump.start()
@@ -500,7 +500,7 @@ class TierStore:
         self._pump.require_open()
         require_flag("exact", exact)
         require_key_list(keys)
-        with self._lock:
+        with self._lock, self._guard:
             residency = self._directory.residency
             tiers = residency.match(keys)
             num_exact = residency.exactness.prefix(keys[: len(tiers)])
@@ -546,10 +546,10 @@ class TierStore:
         attached prefetcher. Never pins. TypeError for what is no Hint."""
         self._pump.advance()
         _require_hints(hint)
-        with self._lock:
+        with self._lock, self._guard:
             result = self._directory.hints.apply(hint, monotonic())
         while self._directory.hints.pending:
-            with self._lock:
+            with self._lock, self._guard:
                 self._directory.hints.advance(BATCH_PAGES)
         self._pump.notify()
         self._pump.hinted.bump()
@@ -565,7 +565,7 @@ class TierStore:
         deadline = monotonic() + seconds_to_wait("timeout_s", timeout_s)
         found: list[Hint] = []
         for _ in self._pump.until(deadline, self._pump.hinted):
-            with self._lock:
+            with self._lock, self._guard:
                 found = self._directory.hints.take()
             if found:
                 break
@@ -577,7 +577,7 @@ class TierStore:
         Copies under way go on by themselves. The next ``take_hints`` attaches one again.
         """
         self._pump.advance()
-        with self._lock:
+        with self._lock, self._guard:
             self._directory.hints.detach()
         self._pump.notify()
 
@@ -587,11 +587,11 @@ class TierStore:
         A snapshot, each page once, in no order; what is still on its way counts. Changes nothing.
         """
         self._pump.advance()
-        with self._lock:
+        with self._lock, self._guard:
             named = metrics.held_or_retained(self._directory)
         found: list[PageKey] = []
         for start in range(0, len(named), _LOOKED_UP):
-            with self._lock:
+            with self._lock, self._guard:
                 found += metrics.of_hbm(self._directory, named[start : start + _LOOKED_UP])
         return found
 
@@ -613,7 +613,7 @@ class TierStore:
         require_member("promote to", tier, above)
         if len(keys) > BATCH_PAGES:
             raise ValueError(f"promote of {len(keys)} pages; allowed: {BATCH_PAGES} at most")
-        with self._lock:
+        with self._lock, self._guard:
             found = self._directory.promote(hint, keys, tier, over, monotonic())
             self._pump.submit()
         return found
@@ -630,7 +630,7 @@ class TierStore:
         require_member("demote to", tier, below, *([] if below else ["no tier is below HBM"]))
         accepted = 0
         for chunk in _chunks(keys):
-            with self._lock:
+            with self._lock, self._guard:
                 accepted += self._directory.demote(chunk, tier)
                 self._pump.step()
         return accepted
@@ -666,7 +666,7 @@ class TierStore:
             StoreClosed: After ``close``.
         """
         self._pump.advance()
-        with self._lock:
+        with self._lock, self._guard:
             keys = self._directory.begin_clear()
         return self._evict(list(dict.fromkeys(keys)), list(self._directory.residency.tables))
 
@@ -674,7 +674,7 @@ class TierStore:
         """Drop the copies of these pages in ``tiers``, last pages first, a batch at each hold of the lock."""
         dropped = 0
         for chunk in reversed(_chunks(keys)):
-            with self._lock:
+            with self._lock, self._guard:
                 dropped += self._directory.evict(chunk, tiers)
                 self._pump.step()
         self._pump.notify()
@@ -744,10 +744,10 @@ class TierStore:
         """Advances everything by what has finished, and tells callbacks of ``watch``. Engine-owned HBM: slots no copy
         uses any more."""
         self._pump.advance()
-        with self._lock:
+        with self._lock, self._guard:
             self._pump.step()
         self._pump.watches.tell()
-        with self._lock:
+        with self._lock, self._guard:
             return self._directory.take_reusable()
 
     def watch(self, callback: Callable[[PageChange], object]) -> Watch:
@@ -771,7 +771,7 @@ class TierStore:
         self._pump.require_open()
         if not callable(callback):
             raise TypeError(f"callback must be callable, got {callback!r:.60}")
-        with self._lock:
+        with self._lock, self._guard:
             return self._pump.watches.add(callback)
 
     def register(self, *pages: EnginePages) -> None:
@@ -782,20 +782,20 @@ class TierStore:
     def check(self) -> None:
         """AssertionError naming the first invariant that does not hold. O(pages); any time, in production too."""
         self._pump.advance()
-        with self._lock:
+        with self._lock, self._guard:
             invariants.check(self._directory, self._pump.events)
 
     def explain(self, keys: Sequence[PageKey]) -> list[dict[str, object]]:
         """For each key: where its copies are and in what state, its parent, and why it went if it went lately."""
         self._pump.require_open()
         require_key_list(keys)
-        with self._lock:
+        with self._lock, self._guard:
             return [metrics.explain_page(self._directory, key) for key in keys]
 
     def stats(self) -> dict[str, object]:
         """A snapshot: effective configuration, sizes, occupancy, counters, rates."""
         self._pump.require_open()
-        with self._lock:
+        with self._lock, self._guard:
             return metrics.stats(self._config, self._parts)
 
     def rates(self) -> dict[tuple[Tier, Tier], float]:
@@ -808,7 +808,7 @@ class TierStore:
             StoreClosed: After ``close``.
         """
         self._pump.require_open()
-        with self._lock:
+        with self._lock, self._guard:
             return dict(self._directory.transfers.rates)
 
     def close(self, timeout_s: float = 30) -> None:
@@ -828,7 +828,7 @@ class TierStore:
         deadline = monotonic() + timeout_s
         # Of a store that was interrupted nothing is saved: what memory holds is doubtful.
         with suppress(StoreClosed):
-            with self._pump.lock:
+            with self._pump.lock, self._pump.guard:
                 self._directory.hints.close()
             save_unsaved(self._pump)
             self._pump.wait_idle(deadline)

@@ -1,17 +1,28 @@
-"""Waiting between threads: a wake-up before the wait is not lost, and the lock excludes and knows its longest hold."""
+"""Waiting between threads: a wake-up before the wait is not lost, and the lock excludes and takes turns.
+
+Signal handlers run where CPython lets them: as a Python function starts, and after a call of C. A profiling function
+is called at the same places, so it stands for a handler at each of them in turn.
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event, Thread
+from functools import partial
+from threading import Event, Thread, get_ident, main_thread
 from time import monotonic, sleep
-from types import FrameType
+from types import BuiltinMethodType, FrameType, ModuleType
 
 import pytest
 
-from tierstore import pump
+from tests.support.waiting import wait_for
+from tierstore import lease, live_archive, pump, store
 from tierstore.errors import StoreClosed
-from tierstore.pump import _LOOK_S, TimedLock, Wakeup
+from tierstore.pump import FairLock, Guard, Wakeup
 
 PATIENCE_S = 60.0
 
@@ -52,8 +63,64 @@ def test_a_wait_without_a_deadline_ends_after_at_most_the_time_given() -> None:
     assert 0.015 <= monotonic() - start < PATIENCE_S / 2
 
 
+def in_a_thread(do: Callable[[], None]) -> None:
+    """Do it in a thread of its own, whose errors are this one's; hangs are an error."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            do()
+        except BaseException as error:  # noqa: BLE001  carried to this thread
+            errors.append(error)
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+class Interrupted(BaseException):
+    """What a handler raises."""
+
+
+def interruptions(call: Callable[[], None], handler: Callable[[], None]) -> Iterator[int]:
+    """Call it in a thread with a handler that runs at the first place where one can, at the second, and so on.
+
+    Yields after each call. Ends once the handler has had no place.
+    """
+
+    def run(at: int, met: list[bool]) -> None:
+        left = at
+
+        def profile(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal left
+            if event in ("call", "c_return") and left >= 0:
+                left -= 1
+                if left < 0:
+                    handler()
+
+        sys.setprofile(profile)
+        try:
+            call()
+        except (Interrupted, StoreClosed):
+            pass
+        finally:
+            sys.setprofile(None)
+        met.append(left < 0)
+
+    met: list[bool] = []
+    for at in range(1000):
+        in_a_thread(partial(run, at, met))
+        if not met[-1]:
+            return
+        yield at
+    raise AssertionError("no end")
+
+
 def test_the_lock_lets_one_thread_in() -> None:
-    lock, inside, done = TimedLock(), Event(), Event()
+    lock, inside, done = FairLock(), Event(), Event()
 
     def second() -> None:
         inside.set()
@@ -69,114 +136,203 @@ def test_the_lock_lets_one_thread_in() -> None:
     thread.join()
 
 
-def test_the_longest_hold_stays_and_sleep_is_no_cpu_time() -> None:
-    lock = TimedLock()
-    with lock:
-        sleep(0.02)
-    with lock:
-        pass
-    assert lock.longest_s >= 0.02
-    assert 0 <= lock.longest_cpu_s < lock.longest_s
+def test_a_thread_that_waits_for_the_lock_has_it_before_one_that_takes_it_again() -> None:
+    lock = FairLock()
+    order: list[str] = []
 
-
-def test_an_error_inside_gives_the_lock_back() -> None:
-    lock = TimedLock()
-    with pytest.raises(ValueError, match="inside"), lock:
-        raise ValueError("inside")
-    with lock:
-        pass
-
-
-def test_who_takes_the_lock_again_and_again_lets_in_who_waits() -> None:
-    lock, done = TimedLock(), Event()
-    holds = 0
-
-    def hog() -> None:
-        nonlocal holds
-        while not done.is_set():
-            with lock:
-                holds += 1
-                sum(range(10_000))
-
-    thread = Thread(target=hog)
-    thread.start()
-    missed = []
-    for _ in range(50):
-        before = holds
+    def wait() -> None:
         with lock:
-            missed.append(holds - before)
-        sleep(0.001)
-    done.set()
-    thread.join(PATIENCE_S)
-    # Half of the turns: the system may stop this thread for long before it waits, and the other goes on meanwhile.
-    assert sorted(missed)[len(missed) // 2] < 20
+            order.append("waiting")
 
-
-def leave_locked(lock: TimedLock) -> None:
-    """What an exception does that a signal's handler raises just before the lock is let go."""
-    lock.__enter__()
-
-
-def test_a_lock_that_was_left_locked_is_waited_for_by_nobody() -> None:
-    lock = TimedLock()
-    leave_locked(lock)
-    with pytest.raises(StoreClosed, match="interrupted"), lock:
-        pass
-
-
-def test_others_see_that_a_lock_was_left_locked_though_who_left_it_does_not_come_back() -> None:
-    lock, told = TimedLock(), Event()
-
-    def second() -> None:
-        with pytest.raises(StoreClosed, match="interrupted"), lock:
-            pass
-        told.set()
-
-    leave_locked(lock)
-    thread = Thread(target=second)
-    thread.start()
-    assert told.wait(PATIENCE_S)
-    thread.join(PATIENCE_S)
-
-
-def test_a_lock_that_is_held_for_long_is_waited_for() -> None:
-    lock, done = TimedLock(), Event()
-
-    def second() -> None:
-        with lock:
-            done.set()
-
-    with lock:
-        thread = Thread(target=second)
+    for _ in range(20):
+        lock.__enter__()
+        thread = Thread(target=wait)
         thread.start()
-        assert not done.wait(1.5 * _LOOK_S)
-    assert done.wait(PATIENCE_S)
-    thread.join(PATIENCE_S)
-
-
-def test_a_lock_that_is_let_go_while_its_holders_frames_are_walked_was_not_left_locked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    lock, inside, leave = TimedLock(), Event(), Event()
-
-    def first() -> None:
+        wait_for(lambda: not in_line(lock))
+        lock.__exit__(None, None, None)
         with lock:
-            inside.set()
-            assert leave.wait(PATIENCE_S)
-
-    def walk(holder: int | None, block: FrameType | None) -> bool:
-        leave.set()
+            order.append("again")
         thread.join(PATIENCE_S)
-        left = has_left(holder, block)
-        assert left  # as far as its frames tell
-        return left
+    assert order == ["waiting", "again"] * 20
 
-    has_left = pump._has_left
-    monkeypatch.setattr(pump, "_has_left", walk)
-    thread = Thread(target=first)
-    thread.start()
-    assert inside.wait(PATIENCE_S)
-    with lock:
+
+def in_line(lock: FairLock) -> bool:
+    """Whether this thread could be the next in line."""
+    taken = lock._turn.acquire(blocking=False)
+    if taken:
+        lock._turn.release()
+    return taken
+
+
+def test_the_longest_hold_stays_and_sleep_is_no_cpu_time() -> None:
+    guard = Guard()
+    with guard:
+        sleep(0.02)
+    with guard:
         pass
-    assert leave.is_set()
-    assert not lock.broken
+    assert guard.longest_s >= 0.02
+    assert 0 <= guard.longest_cpu_s < guard.longest_s
+
+
+def test_an_error_inside_gives_the_lock_back_and_leaves_it_whole() -> None:
+    lock, guard = FairLock(), Guard()
+    with pytest.raises(ValueError, match="inside"), lock, guard:
+        raise ValueError("inside")
+    with lock, guard:
+        pass
+
+
+def test_nothing_of_python_runs_between_a_hold_and_the_release_of_its_lock() -> None:
+    assert isinstance(FairLock().__exit__, BuiltinMethodType)
+
+
+@pytest.mark.parametrize("module", [lease, live_archive, pump, store])
+def test_every_hold_of_the_store_has_its_guard(module: ModuleType) -> None:
+    tree = ast.parse(inspect.getsource(module))
+    holds = [
+        [ast.unparse(item.context_expr) for item in node.items]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.With)
+    ]
+    locked = [hold for hold in holds if hold[0].rpartition(".")[2] in ("lock", "_lock")]
+    assert locked
+    for lock, *guard in locked:
+        assert guard == [lock.replace("lock", "guard")]
+
+
+class Change:
+    """Two figures that change together, each in a hold."""
+
+    def __init__(self) -> None:
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        self.lock, self.guard = FairLock(), Guard()
+        self.first = self.second = 0
+
+    def make(self) -> None:
+        with self.lock, self.guard:
+            self.first = _next(self.first)
+            self.second = _next(self.second)
+
+    def require_whole_or_ended(self) -> None:
+        """Another thread gets the lock at once; it sees both figures changed or neither, or that all has ended."""
+        assert self.lock._lock.acquire(blocking=False), "left locked"
+        self.lock._lock.release()
+        try:
+            with self.lock, self.guard:
+                assert self.first == self.second
+        except StoreClosed:
+            assert self.guard.broken
+
+
+def _next(figure: int) -> int:
+    return figure + 1
+
+
+def test_wherever_a_handler_raises_the_lock_is_free_and_no_half_of_a_change_is_seen() -> None:
+    change = Change()
+
+    def interrupt() -> None:
+        raise Interrupted
+
+    ended = []
+    for _ in interruptions(change.make, interrupt):
+        change.require_whole_or_ended()
+        ended.append(change.guard.broken)
+        change.begin_again()
+    assert {True, False} == set(ended)
+
+
+def test_wherever_a_handler_takes_the_lock_it_does_not_wait_for_itself_and_sees_no_half_of_a_change() -> None:
+    change = Change()
+    seen = []
+
+    def look() -> None:
+        with change.lock, change.guard:
+            seen.append((change.first, change.second))
+
+    met = 0
+    for _ in interruptions(change.make, look):
+        met += 1
+        change.require_whole_or_ended()
+        change.begin_again()
+    assert set(seen) == {(0, 0), (1, 1)}
+    assert len(seen) < met, "it was refused in the middle of the change"
+
+
+def test_a_handler_takes_the_lock_though_the_thread_that_it_interrupts_is_next_in_line() -> None:
+    assert get_ident() == main_thread().ident
+    lock, started, held = FairLock(), Event(), Event()
+    order: list[str] = []
+
+    def handler(*_: object) -> None:
+        started.set()
+        with lock:
+            order.append("handler")
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            wait_for(lambda: not in_line(lock))
+            signal.pthread_kill(main, signal.SIGUSR1)
+            assert started.wait(PATIENCE_S)
+
+    main = get_ident()
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        thread = Thread(target=hold)
+        thread.start()
+        assert held.wait(PATIENCE_S)
+        with lock:
+            order.append("call")
+        thread.join(PATIENCE_S)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert order == ["handler", "call"]
+
+
+class TimeIsUp(Exception):
+    """An Exception of somebody's that a handler raises."""
+
+
+def raising(*_: object) -> None:
+    raise TimeIsUp
+
+
+class Raising:
+    def __call__(self, *_: object) -> None:
+        raise TimeIsUp
+
+    def method(self, *_: object) -> None:
+        raise TimeIsUp
+
+
+@pytest.mark.parametrize("handler", [raising, Raising(), Raising().method, partial(partial(raising), 1)])
+def test_an_exception_that_a_handler_raises_ends_the_store_and_the_same_from_elsewhere_does_not(
+    handler: Callable[..., None],
+) -> None:
+    lock, guard = FairLock(), Guard()
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(TimeIsUp), lock, guard:
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    with pytest.raises(StoreClosed, match="interrupted"), lock, guard:
+        pass
+    other = Guard()
+    with pytest.raises(TimeIsUp), other:
+        raise TimeIsUp
+    assert not other.broken
+
+
+def test_wherever_a_handler_wakes_others_nobody_hangs_and_nothing_is_lost() -> None:
+    wakeup = Wakeup()
+    for _ in interruptions(wakeup.bump, wakeup.bump):
+        assert not wakeup._waiting
+    woken = 0
+    for _ in interruptions(lambda: wakeup.wait(wakeup.count, None, 0.0), wakeup.bump):
+        woken += 1
+        assert not wakeup._waiting
+    assert woken

@@ -109,9 +109,9 @@ def test_a_lease_may_be_dropped_in_the_middle_of_a_change(store: TierStore) -> N
     write(store, chain(4))
     assert store.drain(PATIENCE_S)
     lease = store.acquire(chain(4))
-    with store._lock, pytest.warns(ResourceWarning):
+    with store._lock, store._guard, pytest.warns(ResourceWarning):
         del lease
-    assert not store._lock.broken
+    assert not store._guard.broken
     assert len(store.allocate(4, timeout_s=0.0)) == 4
 
 
