@@ -151,7 +151,7 @@ def test_a_foreign_models_file_is_refused_by_name_unless_it_is_told_to_be_new(tm
     other = filled(tmp_path, KEYS[:2], OTHER, "other")
     result = tierstore("import", "--config", other, out, "--json")
     assert result.returncode == 2
-    assert f"{out}: the model of its pages is 'test'; allowed here: 'other'" in result.stderr
+    assert f"{out}: the model of its pages is 'test', but this store needs 'other'" in result.stderr
     assert [path.name[:12] for path in (tmp_path / "other").glob("*-0")] == [OTHER.fingerprint[:12]]
     result = tierstore("import", "--config", other, out, "--new-model", "--json")
     assert (result.returncode, last_line(result)["pages"]) == (0, 6)
@@ -185,7 +185,7 @@ def test_a_damaged_file_is_refused_or_imported_in_part_with_the_page_named(tmp_p
     out.write_bytes(raw[:-5])
     result = tierstore("import", "--config", configured(tmp_path, "three"), out, "--json")
     assert result.returncode == 2
-    assert "cut short" in result.stderr
+    assert "truncated" in result.stderr
     assert not (tmp_path / "three").exists()
 
 
@@ -343,7 +343,7 @@ def test_pages_of_several_loss_classes_go_to_files_of_their_own(tmp_path: Path) 
     assert "several loss classes" in here("export", "--config", config, "--keys", listed, out).stderr
     result = here("export", "--config", config, "--keys", listed, "--loss-class", "int8", out)
     assert result.exit_code == 1
-    assert "its loss class is 'exact'; allowed in this file: 'int8'" in result.stdout
+    assert "its loss class is 'exact', but this file takes 'int8' only" in result.stdout
     assert {item.key for item in run(read_contents(out)).items} == set(chains["int8"])
 
 

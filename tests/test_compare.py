@@ -236,7 +236,7 @@ def test_command_refuses_in_one_line_what_it_cannot_compare(folder: Path) -> Non
     result = CliRunner().invoke(app, ["compare", "--model", "nowhere"])
     assert result.exit_code == 2
     assert "no such folder, and not a known model: smollm2" in result.stderr
-    for device, why in (("gpu", "allowed: cpu, cuda or cuda:N"), ("cuda:77", "allowed here: cpu")):
+    for device, why in (("gpu", "must be cpu, cuda or cuda:N"), ("cuda:77", "set it to cpu")):
         result = CliRunner().invoke(app, ["compare", "--model", str(folder), "--device", device])
         assert result.exit_code == 2
         assert why in result.stderr

@@ -331,7 +331,7 @@ def test_command_says_in_one_line_what_it_cannot_do(model: Path, tmp_path: Path)
     result = CliRunner().invoke(app, ["--host-codec", "exp", "--model", str(model), "--dir", str(tmp_path)])
     assert result.exit_code == 2
     assert "--host-codec must be one of none, fp8, int8" in result.stderr
-    for device, why in (("gpu", "allowed: cpu, cuda or cuda:N"), ("cuda:77", "allowed here: cpu")):
+    for device, why in (("gpu", "must be cpu, cuda or cuda:N"), ("cuda:77", "set it to cpu")):
         result = CliRunner().invoke(app, ["--device", device, "--model", str(model), "--dir", str(tmp_path)])
         assert result.exit_code == 2
         assert why in result.stderr

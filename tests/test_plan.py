@@ -113,9 +113,10 @@ def test_what_an_opening_would_refuse_is_refused_in_its_words(tmp_path: Path) ->
         }
     )
     hbm, memory, nvme = planned(config, GQA).sizes.refused
-    assert hbm == "hbm.capacity is 500 bytes; allowed: at least one page, 512 bytes"
+    assert hbm == "hbm.capacity must be at least one page, 512 bytes, got 500 bytes"
     assert memory.startswith("host.capacity needs 8 PiB (9,007,199,254,740,992 bytes) of memory, but only ")
-    assert "nvme.capacity is 65536 bytes; allowed: at least" in nvme
+    assert nvme.startswith("nvme.capacity must be at least ")
+    assert nvme.endswith(", got 65536 bytes")
     spec = page_layout(config, read(GQA), 4, None)[1].specs
     with pytest.raises(ConfigError) as refused:
         TierStore.open(config, spec)

@@ -58,29 +58,31 @@ def check_sections(config: StoreConfig, layout: PageLayout) -> None:
     """ConfigError for sections that do not go together, or with these pages, or with this machine's devices."""
     if config.page_size is not None and config.page_size != layout.page_size:
         raise ConfigError(
-            f"page_size is {config.page_size}; allowed: {layout.page_size}, the page_size of the PageSpec, or none"
+            f"page_size must be {layout.page_size}, as in the PageSpec, or be left out, got {config.page_size}"
         )
     if config.hbm is None and config.host is None and config.nvme is None:
-        raise ConfigError("the configuration names no tier; allowed: at least one of hbm, host, nvme")
+        raise ConfigError(
+            "the configuration names no tier; add at least one of the sections hbm, host and nvme"
+        )
     if not owns_hbm(config) and config.host is None:
         raise ConfigError(
-            "host is missing; without HBM of its own the store serves an engine, and copies through host memory; "
-            "allowed: an hbm section, or a host section with a capacity"
+            "host is missing: a store without HBM of its own serves an engine and copies through host memory; "
+            "add a host section with a capacity, or an hbm section"
         )
     if config.hbm is not None:
         require_device(config.hbm.device)
         if config.hbm.device != "cpu" and config.host is None and config.nvme is not None:
             raise ConfigError(
-                f"host is missing; pages go between hbm.device {config.hbm.device!r} and the disk through host memory; "
-                "allowed: a host section with a capacity"
+                f"host is missing: pages go between hbm.device {config.hbm.device!r} and the disk through host memory; "
+                "add a host section with a capacity"
             )
     held_form(config, layout)
     if config.host is not None and config.host.codec != "none" and config.nvme is not None:
         allowed = allowed_over(config.host.codec)
         if config.nvme.codec not in allowed:
             raise ConfigError(
-                f"nvme.codec is {config.nvme.codec!r}; allowed with host.codec {config.host.codec!r}, as which pages "
-                f"come from memory: {', '.join(allowed)}"
+                f"nvme.codec must be one of {', '.join(allowed)} with host.codec {config.host.codec!r}, because pages "
+                f"reach the disk in the form they have in host memory, got {config.nvme.codec!r}"
             )
     if config.prefetch is not None:
         _fitting_log.info(
@@ -88,7 +90,7 @@ def check_sections(config: StoreConfig, layout: PageLayout) -> None:
         )
     if config.host is not None and config.host.pin == "always" and not torch.cuda.is_available():
         raise ConfigError(
-            "host.pin is 'always', but no CUDA device is there to pin for; allowed here: auto, never"
+            "host.pin is 'always', but this machine has no CUDA device to page-lock memory for; set it to auto or never"
         )
 
 
@@ -98,7 +100,7 @@ def held_form(config: StoreConfig, layout: PageLayout) -> HostFormat:
     try:
         return HostFormat.of(codec, layout)
     except ValueError as error:
-        raise ConfigError(f"host.codec is {codec!r}; allowed: {error}") from error
+        raise ConfigError(f"host.{error}") from error
 
 
 def slots_of(section: str, capacity: int | None, pages: PageLayout | HostFormat) -> int | None:
@@ -109,7 +111,7 @@ def slots_of(section: str, capacity: int | None, pages: PageLayout | HostFormat)
     slots = capacity // nbytes
     if slots == 0:
         raise ConfigError(
-            f"{section}.capacity is {capacity} bytes; allowed: at least one page, {nbytes} bytes"
+            f"{section}.capacity must be at least one page, {nbytes} bytes, got {capacity} bytes"
         )
     return slots
 
@@ -137,8 +139,8 @@ def check_device_memory(layout: PageLayout, hbm_slots: int | None, device: HbmDe
     if hbm_slots is None or available is None or hbm_slots * layout.slot_nbytes <= available:
         return
     raise ConfigError(
-        f"hbm.capacity needs {hbm_slots * layout.slot_nbytes} bytes of device memory; "
-        f"allowed: at most {available} that are free"
+        f"hbm.capacity needs {hbm_slots * layout.slot_nbytes} bytes of device memory, but only {available} bytes are "
+        "free; lower it"
     )
 
 
@@ -272,14 +274,16 @@ def register_pages(
     """The part that an engine brings: its tensors. ConfigError unless it owns HBM, they fit, and none are there yet."""
     outgoing = parts.directory.outgoing
     if parts.directory.owns_hbm or parts.arena is None:
-        raise ConfigError("register: HBM belongs to the store; allowed with hbm.owner: engine")
+        raise ConfigError("register needs hbm.owner: engine, but the store owns HBM here")
     if outgoing.num_slots:
-        raise ConfigError("register: the engine's pages are registered already; allowed: once a store")
+        raise ConfigError("register was called twice; an engine's pages are registered once per store")
     pool = parts.device.register(parts.layout, pages)
     capacity = None if config.hbm is None else config.hbm.capacity
     nbytes = pool.num_slots * parts.layout.page_nbytes
     if capacity is not None and nbytes > capacity:
-        raise ConfigError(f"the engine's pages hold {nbytes} bytes; allowed by hbm.capacity: {capacity}")
+        raise ConfigError(
+            f"the engine's pages take {nbytes} bytes, but hbm.capacity is {capacity} bytes; raise it or leave it out"
+        )
     assert isinstance(parts.mover, LocalMover)
     parts.mover.attach(parts.device.open_copies(Between(pool, parts.arena, wake)))
     outgoing.num_slots = pool.num_slots
@@ -346,7 +350,8 @@ def _arena(config: StoreConfig, host: HostConfig, layout: PageLayout, num_slots:
         why = arena.refused
         arena.close()
         raise ConfigError(
-            f"host.pin is 'always', but page-locking {arena.nbytes} bytes failed: {why}; allowed: auto, never"
+            f"host.pin is 'always', but page-locking {arena.nbytes} bytes failed: {why}; "
+            "raise the limit, or set host.pin to auto or never"
         )
     return arena
 

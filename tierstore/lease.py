@@ -113,7 +113,7 @@ class Lease:
         self._require_open(f"ready({layer})")
         number = whole("layer", layer)
         if number >= self._host.num_layers:
-            raise ValueError(f"layer {number}; allowed: 0 to {self._host.num_layers - 1}")
+            raise ValueError(f"layer must be from 0 to {self._host.num_layers - 1}, got {number}")
         return self._host.wait_for_layer(self._record, number, _deadline(timeout_s))
 
     def release(self, after: Event | None = None) -> None:
@@ -158,7 +158,7 @@ class Lease:
 def require_event(after: object) -> None:
     """TypeError for what cannot be asked whether it has happened: slots that wait for it would be lost."""
     if after is not None and not isinstance(after, Event):
-        raise TypeError(f"after is {after!r:.60}; allowed: an event with query() and synchronize(), None")
+        raise TypeError(f"after must be an event with query() and synchronize(), or None, got {after!r:.60}")
 
 
 def record_of(lease: Lease, host: LeaseHost) -> LeaseRecord:

@@ -102,12 +102,13 @@ class LiveSink:
         parts = pump.parts
         if parts.pool is None:
             raise ConfigError(
-                "import_pages: HBM belongs to the engine; allowed: `tierstore import` while the store is closed"
+                "import_pages needs hbm.owner: store, but the engine owns HBM here; "
+                "close the store and use `tierstore import`"
             )
         if loss != EXACT:
             raise ArchiveError(
-                f"the loss class of the store is {loss!r}; allowed for import_pages: {EXACT!r}; "
-                "`tierstore import` takes these pages as they are while the store is closed"
+                f"import_pages needs a store of loss class {EXACT!r}, got {loss!r}; close the store and use "
+                "`tierstore import`, which stores the pages as they are"
             )
         self.description = Description(parts.layout, loss)
         self._pool = parts.pool

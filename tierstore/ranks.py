@@ -188,7 +188,10 @@ def assemble_apart(config: StoreConfig, layout: PageLayout, opened: Sequence[Ope
     """
     sizes = {(rank.num_slots, rank.host_slots, rank.disk is None) for rank in opened}
     if len(sizes) != 1:
-        raise ConfigError(f"ranks have opened {sorted(sizes)} slots; allowed: the same on all of them")
+        raise ConfigError(
+            f"every rank must open the same number of slots, got {sorted(sizes)} (HBM slots, host slots, no disk); "
+            "give all ranks the same configuration"
+        )
     ((num_slots, host_slots, _),) = sizes
     disks = [rank.disk for rank in opened if rank.disk is not None]
     disk, halves = merged_disk(disks) if disks else (None, ())

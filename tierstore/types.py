@@ -27,7 +27,7 @@ _LONGEST_WAIT_S = 1e9
 def require_flag(name: str, value: object) -> None:
     """TypeError for what is neither True nor False: a word like "no" would count as True."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; allowed: True, False")
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def are_seconds(value: Any) -> bool:
@@ -40,14 +40,14 @@ def require_seconds(name: str, value: Any) -> None:
     """TypeError for what is no number, ValueError for one that is no duration. Infinity is one: without end."""
     _require_number(name, value, "a number of seconds, 0 or more")
     if not are_seconds(value) or value < 0:
-        raise ValueError(f"{name} is {value!r:.60}; allowed: a number of seconds, 0 or more")
+        raise ValueError(f"{name} must be a number of seconds, 0 or more, got {value!r:.60}")
 
 
 def require_finite(name: str, value: object) -> None:
     """``require_seconds`` of what is to be multiplied: without infinity."""
     require_seconds(name, value)
     if value == inf:
-        raise ValueError(f"{name} is inf; allowed: a finite number of seconds")
+        raise ValueError(f"{name} must be a finite number of seconds, got inf")
 
 
 def seconds_at_most(name: str, value: Any) -> float:
@@ -65,7 +65,7 @@ def require_time(name: str, value: object) -> None:
     """As ``require_seconds``, of a time that may have passed already: below 0 is allowed."""
     _require_number(name, value, "a number of seconds")
     if not are_seconds(value):
-        raise ValueError(f"{name} is {value!r:.60}; allowed: a number of seconds")
+        raise ValueError(f"{name} must be a number of seconds, got {value!r:.60}")
 
 
 def seconds_to_wait(name: str, value: Any) -> float:
@@ -81,7 +81,7 @@ def whole(name: str, value: SupportsIndex, least: int = 0) -> int:
     """
     found = value if type(value) is int else _index(name, value)
     if found < least:
-        raise ValueError(f"{name} is {found}; allowed: an integer of at least {least}")
+        raise ValueError(f"{name} must be an integer of at least {least}, got {found}")
     return found
 
 
@@ -91,8 +91,9 @@ def require_member(call: str, value: object, allowed: Sequence[Enum], *others: s
     ``call``: what was asked for, in the message. ``others``: what else is allowed, in words.
     """
     if not any(value is member for member in allowed):
-        names = ", ".join([*(member.name for member in allowed), *others]) or "none"
-        raise ValueError(f"{call} {value!r:.60}; allowed: {names}")
+        names = ", ".join([*(member.name for member in allowed), *others])
+        advice = f"choose one of {names}" if allowed else names or "this store has no such tier"
+        raise ValueError(f"cannot {call} {value!r:.60}; {advice}")
 
 
 def slot_numbers(slots: Iterable[SupportsIndex]) -> list[int]:
@@ -101,7 +102,7 @@ def slot_numbers(slots: Iterable[SupportsIndex]) -> list[int]:
 
 
 def _index(name: str, value: SupportsIndex) -> int:
-    refused = TypeError(f"{name} is {value!r:.60}; allowed: an integer")
+    refused = TypeError(f"{name} must be an integer, got {value!r:.60}")
     if isinstance(value, bool):
         raise refused
     try:
@@ -112,7 +113,7 @@ def _index(name: str, value: SupportsIndex) -> int:
 
 def _require_number(name: str, value: object, allowed: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is {value!r:.60}; allowed: {allowed}")
+        raise TypeError(f"{name} must be {allowed}, got {value!r:.60}")
 
 
 PageKey = NewType("PageKey", bytes)
@@ -332,24 +333,24 @@ class Hint:
 
     def __post_init__(self) -> None:
         if self.need not in ("will_need", "wont_need", "retain"):
-            raise ValueError(f"Hint.need is {self.need!r}; allowed: 'will_need', 'wont_need', 'retain'")
+            raise ValueError(f"Hint.need must be 'will_need', 'wont_need' or 'retain', got {self.need!r}")
         if isinstance(self.keys, bytes | str):
-            raise ValueError(f"Hint.keys is {self.keys!r:.60}; allowed: a sequence of page keys")
+            raise ValueError(f"Hint.keys must be a sequence of page keys, got {self.keys!r:.60}")
         # A caller may go on to change its list, and the table counts what each request named.
         object.__setattr__(self, "keys", tuple(self.keys))
         strange = [key for key in self.keys if not isinstance(key, bytes)]
         if strange:
-            raise ValueError(f"Hint.keys has {strange[0]!r:.60}; allowed: page keys, as keys() gives")
+            raise ValueError(f"Hint.keys must hold page keys as keys() returns them, got {strange[0]!r:.60}")
         if not isinstance(self.request_id, str):
-            raise ValueError(f"Hint.request_id is {self.request_id!r:.60}; allowed: a string")
+            raise ValueError(f"Hint.request_id must be a string, got {self.request_id!r:.60}")
         for name in ("revision", "priority"):
             value = getattr(self, name)
             if not isinstance(value, Integral) or isinstance(value, bool):
-                raise ValueError(f"Hint.{name} is {value!r:.60}; allowed: an integer")
+                raise ValueError(f"Hint.{name} must be an integer, got {value!r:.60}")
         for name in ("deadline_s", "ttl_s"):
             value = getattr(self, name)
             if value is not None and not are_seconds(value):
-                raise ValueError(f"Hint.{name} is {value!r:.60}; allowed: seconds, or None")
+                raise ValueError(f"Hint.{name} must be a number of seconds or None, got {value!r:.60}")
 
 
 @runtime_checkable

@@ -231,7 +231,7 @@ def test_a_time_to_live_that_is_no_duration_is_refused_and_changes_nothing(
     with open_store(model) as store, PrefixCache(store, model) as cache:
         session = cache.session("a", ttl_s=60)
         for call in (lambda: cache.session("a", ttl_s=ttl_s), lambda: session.retain(ttl_s)):
-            with pytest.raises(error, match=r"ttl_s is .*; allowed: a number of seconds"):
+            with pytest.raises(error, match=r"ttl_s must be a number of seconds"):
                 call()
         assert session.ttl_s == 60
         with pytest.raises(error):
@@ -247,7 +247,7 @@ def test_a_fork_at_what_is_no_number_of_its_tokens_is_refused_and_leaves_no_sess
     with open_store(model) as store, PrefixCache(store, model) as cache:
         session = cache.session("a")
         session.append(random_prompt(8))
-        with pytest.raises((TypeError, ValueError), match=r"allowed: |a fork must be at"):
+        with pytest.raises((TypeError, ValueError), match=r"must be |a fork must be at"):
             session.fork("b", count)
         three: Any = np.int64(3)
         assert session.fork("b", three).tokens == session.tokens[:3]

@@ -96,7 +96,7 @@ def test_hellos_of_workers_that_opened_different_pages_are_refused() -> None:
     engine = Engine(HOST, ranks=2)
     hellos = [worker.get_handshake_metadata().hello for worker in engine.workers]
     other = replace(hellos[1], host_slots=7)
-    with pytest.raises(ConfigError, match="ranks have opened"):
+    with pytest.raises(ConfigError, match="every rank must open the same number of slots"):
         engine.half.meet([hellos[0], other])
     with pytest.raises(ConfigError, match="only 1 of 2 workers have started"):
         engine.scheduler.set_xfer_handshake_metadata({0: engine.workers[0].get_handshake_metadata()})

@@ -177,13 +177,13 @@ def end_of_another(raw: bytearray) -> bytearray:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (empty, "no archive of pages"),
-        (zipped, "no archive of pages"),
-        (pickled, "no archive of pages"),
-        (cut, "cut short"),
-        (grown, "cut short"),
-        (halved, "cut short"),
-        (newer, r"of version 2; allowed: version 1"),
+        (empty, "not an archive of pages"),
+        (zipped, "not an archive of pages"),
+        (pickled, "not an archive of pages"),
+        (cut, "truncated"),
+        (grown, "truncated"),
+        (halved, "truncated"),
+        (newer, r"of version 2, but this TierStore reads version 1"),
         (end_of_another, "damaged"),
     ],
 )
@@ -205,11 +205,14 @@ def test_a_file_that_is_not_there_is_an_error_of_the_system(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        (replace(SPEC, model="other"), "the model of its pages is 'test'; allowed here: 'other'"),
-        (replace(SPEC, page_size=8), "the page_size of its pages is 4; allowed here: 8"),
-        (replace(SPEC, dtype="bfloat16"), "the dtype of its pages is 'float16'; allowed here: 'bfloat16'"),
-        (replace(SPEC, num_layers=3), "the num_layers of its pages is 2; allowed here: 3"),
-        (replace(SPEC, shard=1), "the shard of its pages is 0; allowed here: 1"),
+        (replace(SPEC, model="other"), "the model of its pages is 'test', but this store needs 'other'"),
+        (replace(SPEC, page_size=8), "the page_size of its pages is 4, but this store needs 8"),
+        (
+            replace(SPEC, dtype="bfloat16"),
+            "the dtype of its pages is 'float16', but this store needs 'bfloat16'",
+        ),
+        (replace(SPEC, num_layers=3), "the num_layers of its pages is 2, but this store needs 3"),
+        (replace(SPEC, shard=1), "the shard of its pages is 0, but this store needs 1"),
         (replace(SPEC, model="other", page_size=8), "the model of its pages"),
     ],
 )
@@ -227,14 +230,14 @@ def test_other_groups_schemes_and_losses_are_refused(tmp_path: Path) -> None:
     path, _ = archive(tmp_path / "x.tier")
     two = PageLayout.of([SPEC, replace(SPEC, group=1)])
     for description, why in (
-        (file_format.Description(two), "the number of KV groups of its pages is 1; allowed here: 2"),
+        (file_format.Description(two), "the number of KV groups of its pages is 1, but this store needs 2"),
         (
             replace(DESCRIPTION, key_scheme="tierstore-keys-2"),
             "the key scheme of its pages is 'tierstore-keys-1'",
         ),
         (
             replace(DESCRIPTION, loss_class="int8"),
-            "the loss class of its pages is 'exact'; allowed here: 'int8'",
+            "the loss class of its pages is 'exact', but this store needs 'int8'",
         ),
     ):
         with pytest.raises(ArchiveError, match=why):

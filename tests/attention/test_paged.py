@@ -197,12 +197,12 @@ def test_a_card_that_is_not_here_is_refused_by_name_with_what_is(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(
-        ValueError, match=r'device is "cuda:0", which torch does not find; allowed here: cpu$'
+        ValueError, match=r'device is "cuda:0", which torch does not find here; available: cpu$'
     ):
         way("cuda:0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match=r'"cuda:2", .* allowed here: cpu, cuda:0, cuda:1$'):
+    with pytest.raises(ValueError, match=r'"cuda:2", .* available: cpu, cuda:0, cuda:1$'):
         way("cuda:2")
     way("cuda:1")
 

@@ -300,7 +300,7 @@ def test_codecs_are_made_by_name() -> None:
     assert codecs.fixed_nbytes("none", LAYOUT) == LAYOUT.blob_nbytes
     assert codecs.fixed_nbytes("exp", LAYOUT) is None
     for make in (codecs.encoder, codecs.decoder, codecs.fixed_nbytes):
-        with pytest.raises(ValueError, match=r"codec is 'int5'; allowed: none, exp, fp8, .*int4-64"):
+        with pytest.raises(ValueError, match=r"codec must be one of none, exp, fp8, .*int4-64, got 'int5'"):
             make("int5", LAYOUT)
 
 

@@ -37,9 +37,9 @@ def _two_cards(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("machine", "why"),
     [
-        (_no_cuda, "'cuda:2', but this torch is built without CUDA; allowed here: cpu"),
-        (_no_card, "'cuda:2', but torch finds no CUDA device; allowed here: cpu"),
-        (_two_cards, "'cuda:2'; allowed here: cpu, cuda:0, cuda:1"),
+        (_no_cuda, "'cuda:2', but this torch is built without CUDA; set it to cpu"),
+        (_no_card, "'cuda:2', but torch finds no CUDA device; set it to cpu"),
+        (_two_cards, "must be one of cpu, cuda:0, cuda:1 on this machine, got 'cuda:2'"),
     ],
 )
 def test_a_device_that_is_not_there_is_refused_with_what_is(

@@ -151,7 +151,7 @@ def test_a_link_where_the_directory_should_be_is_refused(tmp_path: Path) -> None
     directory = next((tmp_path / "disk").glob("*-0"))
     directory.rename(tmp_path / "elsewhere")
     directory.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="no directory"):
+    with pytest.raises(ConfigError, match="a symbolic link"):
         TierStore.open(config, SPEC)
 
 

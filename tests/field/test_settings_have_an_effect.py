@@ -157,7 +157,7 @@ def test_a_card_that_is_not_there_is_told_at_open(
 ) -> None:
     # F102
     config = load_config({"hbm": {"capacity": 4 * PAGE, **hbm}, "host": {"capacity": 4 * PAGE, **host}})
-    with pytest.raises(ConfigError, match=f"{named} is .*allowed"):
+    with pytest.raises(ConfigError, match=f"{named} is .*set it to"):
         TierStore.open(config, SPEC)
 
 

@@ -272,7 +272,7 @@ def test_a_sub_directory_that_is_something_else_is_set_aside(
     else:
         make_odd(directory, kind)
     if kind == "a symbolic link":
-        with pytest.raises(ConfigError, match="no directory"):
+        with pytest.raises(ConfigError, match="a symbolic link"):
             Rig(home)
         return
     found, (line,) = opened(home, caplog)
@@ -368,16 +368,16 @@ def test_a_damaged_home_marker_alone_makes_a_home(
 def test_a_damaged_home_marker_beside_files_of_somebody_else_is_refused_and_left(tmp_path: Path) -> None:
     (tmp_path / HOME_MARKER).write_bytes(b"{")
     (tmp_path / "photo.jpg").write_bytes(b"mine")
-    with pytest.raises(ConfigError, match="not TierStore's"):
+    with pytest.raises(ConfigError, match="files that TierStore did not make"):
         Rig(tmp_path)
-    with pytest.raises(ConfigError, match="not TierStore's"):
+    with pytest.raises(ConfigError, match="files that TierStore did not make"):
         purge(tmp_path, "all")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["photo.jpg", HOME_MARKER]
 
 
 def test_a_home_of_a_newer_version_is_refused_by_its_version(home: Path) -> None:
     (home / HOME_MARKER).write_text('{"format": "tierstore-nvme", "version": 7}')
-    with pytest.raises(ConfigError, match="of version 7"):
+    with pytest.raises(ConfigError, match="version 7 is newer"):
         Rig(home)
 
 

@@ -110,6 +110,8 @@ def test_evict_during_a_load_cuts_the_lease_and_nothing_lands_elsewhere(bench: B
 def test_what_is_no_tier_is_refused_not_taken_for_one_that_holds_nothing(store: TierStore) -> None:
     keys = chain(2)
     write(store, keys)
-    with pytest.raises(ValueError, match=r"evict from 'HBM'; allowed: HBM, HOST, .* or None for all"):
+    with pytest.raises(
+        ValueError, match=r"cannot evict from 'HBM'; choose one of HBM, HOST, .* or None for all"
+    ):
         store.evict(keys, "HBM")  # type: ignore[arg-type]
     assert store.match(keys).num_pages == 2

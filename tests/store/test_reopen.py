@@ -165,7 +165,7 @@ def test_a_record_that_vanished_is_a_miss_and_is_written_anew(tmp_path: Path) ->
             r"host\.capacity.*available",
         ),
         ({"hbm": {"capacity": "900TiB", "device": "cpu"}}, r"hbm\.capacity.*available"),
-        ({"page_size": 8, "hbm": {"capacity": "1MiB", "device": "cpu"}}, r"page_size is 8; allowed: 4"),
+        ({"page_size": 8, "hbm": {"capacity": "1MiB", "device": "cpu"}}, r"page_size must be 4, .*got 8"),
         ({}, "no tier"),
         ({"hbm": {"device": "cpu", "owner": "engine"}}, "host"),
     ],

@@ -156,7 +156,7 @@ def _require_free(path: Path) -> None:
         found = (
             "directory" if stat.S_ISDIR(mode) else "link" if stat.S_ISLNK(mode) else "device, pipe or socket"
         )
-        raise ArchiveError(f"{path} is a {found}; allowed: the name of a file")
+        raise ArchiveError(f"{path} is a {found}; name a new or an existing regular file")
 
 
 def _locked(part: Path) -> int:
@@ -170,7 +170,9 @@ def _locked(part: Path) -> int:
                 return fd
         except BlockingIOError:
             os.close(fd)
-            raise ArchiveError(f"{part} is being written by another; allowed: one writer of a file") from None
+            raise ArchiveError(
+                f"{part} is being written by another process; wait until it has ended"
+            ) from None
         except BaseException:
             os.close(fd)
             raise

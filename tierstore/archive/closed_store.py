@@ -97,7 +97,7 @@ class ClosedSource:
         """``Source.record``."""
         wanted = self.description.loss_class
         if self._classes.get(key, wanted) != wanted:
-            return f"its loss class is {self._classes[key]!r}; allowed in this file: {wanted!r}"
+            return f"its loss class is {self._classes[key]!r}, but this file takes {wanted!r} only"
         return read_record(self._reader, key, self._memory)
 
     def release(self, record: Record) -> None:
@@ -111,14 +111,14 @@ def open_source(shard: Shard) -> Iterator[ClosedSource]:
     with locked_to_read(lock_path(shard.directory)) as holder:
         if holder is not None:
             raise ConfigError(
-                f"{shard.directory} is in use by process {holder or 'unknown'}; allowed: a store that is closed, "
-                "or its own export_pages"
+                f"{shard.directory} is in use by process {holder or 'unknown'}; close that store first, "
+                "or let it call export_pages"
             )
         found = examine(shard.directory)
         if found.fault is not None:
             raise ConfigError(f"{shard.directory} is damaged: {found.fault}")
         if not found.records:
-            raise ArchiveError(f"{shard.directory} holds no pages; allowed: a store with at least one")
+            raise ArchiveError(f"{shard.directory} holds no pages, so there is nothing to export")
         with open_reader(shard.directory, shard.description.layout.fingerprint) as reader:
             yield ClosedSource(reader, shard.description)
 
@@ -217,8 +217,8 @@ def _refuse_lower(path: Path, marker: directory_layout.ShardMarker) -> None:
     )
     if old is not None and marker.capacity < old.capacity:
         raise ConfigError(
-            f"nvme.capacity is {marker.capacity} bytes, and the directory was opened with {old.capacity} before; "
-            "allowed for an import: at least that (a store that is opened with less drops pages)"
+            f"nvme.capacity is {marker.capacity} bytes, but the directory was opened with {old.capacity} before; "
+            "set at least that for an import, because opening with less would drop pages"
         )
 
 
@@ -233,12 +233,12 @@ def open_sink(
     """
     if LOSS_CLASSES[codec] != description.loss_class:
         raise ArchiveError(
-            f"the loss class of the pages is {description.loss_class!r}; allowed here: {LOSS_CLASSES[codec]!r}, "
-            f"that of nvme.codec {codec!r}"
+            f"the loss class of the pages is {description.loss_class!r}, but nvme.codec {codec!r} needs "
+            f"{LOSS_CLASSES[codec]!r}"
         )
     if description.key_scheme != keys.SCHEME:
         raise ArchiveError(
-            f"the key scheme of the pages is {description.key_scheme!r}; allowed here: {keys.SCHEME!r}"
+            f"the key scheme of the pages is {description.key_scheme!r}, but this TierStore uses {keys.SCHEME!r}"
         )
     layout = description.layout
     marker = directory_layout.ShardMarker(

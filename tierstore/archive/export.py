@@ -125,7 +125,7 @@ class _Writing:
 
 def _nothing(missing: Sequence[tuple[PageKey, str]]) -> str:
     if not missing:
-        return "no page was asked for; allowed: at least one key"
+        return "there is nothing to export: the list of keys is empty"
     key, reason = missing[0]
     return (
         f"none of the {len(missing)} pages could be read (the first, {key.hex()}: {reason}); no file was made"

@@ -112,7 +112,8 @@ def header(description: Description) -> bytes:
     body = json.dumps(described, sort_keys=True).encode()
     if len(body) > MOST_DESCRIBED:
         raise ArchiveError(
-            f"the pages' description has {len(body)} bytes; allowed: {MOST_DESCRIBED}, so a shorter model name"
+            f"the description of the pages takes {len(body)} bytes, more than the limit of {MOST_DESCRIBED}; "
+            "use a shorter model name"
         )
     summed = _PRELUDE.pack(MAGIC, VERSION, 0, len(body)) + body
     return summed + xxh3_128_digest(summed)
@@ -121,10 +122,12 @@ def header(description: Description) -> bytes:
 def header_nbytes(prelude: bytes) -> int:
     """The length of the header that begins so. ArchiveError unless it is an archive of this version."""
     if len(prelude) < PRELUDE_NBYTES or prelude[: len(MAGIC)] != MAGIC:
-        raise ArchiveError("it is no archive of pages; allowed: what `tierstore export` writes")
+        raise ArchiveError("it is not an archive of pages; name a file that `tierstore export` wrote")
     _, version, reserved, length = _PRELUDE.unpack_from(prelude)
     if version != VERSION:
-        raise ArchiveError(f"it is an archive of version {version}; allowed: version {VERSION}")
+        raise ArchiveError(
+            f"it is an archive of version {version}, but this TierStore reads version {VERSION}"
+        )
     if reserved or length > MOST_DESCRIBED:
         raise ArchiveError("its header is damaged")
     return PRELUDE_NBYTES + int(length) + _SUM_NBYTES
@@ -141,11 +144,13 @@ def parse_header(raw: bytes) -> Description:
         known = (layout.fingerprint, layout.blob_nbytes)
         if known != (stated["fingerprint"], stated["page_nbytes"]):
             raise ArchiveError(
-                "its pages are laid out as this version does not know; allowed: those it writes"
+                "its pages have a layout that this version of TierStore does not know; export them again"
             )
         return Description(layout, str(stated["loss_class"]), str(stated["key_scheme"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise ArchiveError(f"its header describes no pages that this version knows ({error})") from error
+        raise ArchiveError(
+            f"its header describes pages that this version of TierStore does not know ({error})"
+        ) from error
 
 
 def codec_name(number: int) -> str:
@@ -209,13 +214,15 @@ def parse_index(raw: bytes, trailer: Trailer, header_end: int, page_nbytes: int)
     end = header_end
     for item in sorted(items, key=lambda item: item.offset):
         if item.offset != end or item.raw_nbytes != page_nbytes or item.stored_nbytes > page_nbytes:
-            raise ArchiveError("its index is damaged: records that no writer of this version makes")
+            raise ArchiveError(
+                "its index is damaged: records overlap, leave a gap or have an impossible length"
+            )
         end = item.end
     seen: set[PageKey] = set()
     later = {item.key for item in items}
     for item in items:
         if item.key in seen or (item.parent in later and item.parent not in seen):
-            raise ArchiveError("its index is damaged: a page comes twice, or before its parent")
+            raise ArchiveError("its index is damaged: a page is listed twice, or before its parent")
         seen.add(item.key)
     if end != trailer.index_offset:
         raise ArchiveError("its index is damaged: it does not follow the last record")
@@ -233,11 +240,11 @@ def parse_trailer(raw: bytes, file_nbytes: int, header_sum: bytes) -> Trailer:
     """What the end of a file of ``file_nbytes`` says. ArchiveError unless it shows that the file is whole."""
     summed, found = raw[: _TRAILER.size], raw[_TRAILER.size :]
     if len(raw) != TRAILER_NBYTES or summed[: len(END)] != END or xxh3_128_digest(summed) != found:
-        raise ArchiveError("it is cut short, or its end is damaged")
+        raise ArchiveError("the file was truncated, or its trailer is damaged")
     _, _, _, _, index_offset, num_items, stated_sum, index_sum = _TRAILER.unpack(summed)
     end = Trailer(index_offset, num_items, stated_sum, index_sum)
     if end.file_nbytes != file_nbytes or stated_sum != header_sum:
-        raise ArchiveError("its end is not that of this file")
+        raise ArchiveError("its trailer does not match its header: the file was truncated or concatenated")
     return end
 
 
@@ -269,4 +276,4 @@ def _difference(their: PageSpec, our: PageSpec) -> tuple[str, object, object] | 
 
 
 def _says(what: str, found: object, allowed: object) -> str:
-    return f"{what} of its pages is {found!r}; allowed here: {allowed!r}"
+    return f"{what} of its pages is {found!r}, but this store needs {allowed!r}"

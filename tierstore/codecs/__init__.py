@@ -94,5 +94,5 @@ def fixed_nbytes(name: str, layout: PageLayout) -> int | None:
 
 def _known(name: str) -> str:
     if name not in LOSS_CLASSES:
-        raise ValueError(f"codec is {name!r}; allowed: {', '.join(LOSS_CLASSES)}")
+        raise ValueError(f"codec must be one of {', '.join(LOSS_CLASSES)}, got {name!r}")
     return name

@@ -28,12 +28,18 @@ class HostFormat:
 
     @classmethod
     def of(cls, codec: str, layout: PageLayout) -> HostFormat:
-        """ValueError, saying what is allowed, for a codec of payloads of many lengths, or that encodes no such page."""
+        """Return the form of pages that ``codec`` gives.
+
+        Raises:
+            ValueError: The codec gives payloads of different lengths, or pages that it does not make shorter.
+        """
         nbytes = codecs.fixed_nbytes(codec, layout)
         if nbytes is not None:
             return cls(codec, layout, nbytes)
         dtypes = ", ".join(sorted({spec.dtype for spec in layout.specs}))
-        raise ValueError(f"a codec that gives every page of {dtypes} the same, shorter length, or none")
+        raise ValueError(
+            f"codec must be 'none' or encode every page of {dtypes} to one length shorter than the page, got {codec!r}"
+        )
 
     @property
     def encoded(self) -> bool:

@@ -226,7 +226,7 @@ def open_device(name: str) -> HbmDevice:
 def require_device(name: str) -> None:
     """Raise ConfigError, saying what is missing, unless a value of ``hbm.device`` can be opened."""
     if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
-        raise ConfigError(f"the device is {name!r}; allowed: cpu, cuda or cuda:N")
+        raise ConfigError(f"the device must be cpu, cuda or cuda:N, got {name!r}")
     if name != "cpu":
         _index_of(name)
 
@@ -238,14 +238,14 @@ def pinner(name: str) -> CudaPinner:
 
 def _index_of(name: str) -> int:
     if torch.version.cuda is None:
-        raise ConfigError(f"hbm.device is {name!r}, but this torch is built without CUDA; allowed here: cpu")
+        raise ConfigError(f"hbm.device is {name!r}, but this torch is built without CUDA; set it to cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
-        raise ConfigError(f"hbm.device is {name!r}, but torch finds no CUDA device; allowed here: cpu")
+        raise ConfigError(f"hbm.device is {name!r}, but torch finds no CUDA device; set it to cpu")
     index = torch.device(name).index or 0
     if index >= count:
         cards = ", ".join(f"cuda:{i}" for i in range(count))
-        raise ConfigError(f"hbm.device is {name!r}; allowed here: cpu, {cards}")
+        raise ConfigError(f"hbm.device must be one of cpu, {cards} on this machine, got {name!r}")
     return index
 
 

@@ -109,9 +109,7 @@ def claim(path: Path) -> Path:
 def require_home(home: Path) -> None:
     """ConfigError unless ``home`` is a home. Changes nothing; a damaged marker is only warned of."""
     if not home.exists():
-        raise ConfigError(
-            f"nvme.path is {home}, which does not exist; allowed: a directory that TierStore made"
-        )
+        raise ConfigError(f"nvme.path is {home}, which does not exist; name a directory that TierStore made")
     try:
         if home.is_dir() and not any(home.iterdir()):
             raise ConfigError(f"{home} is empty: no store has used it yet")
@@ -150,7 +148,8 @@ def _marker_fault(home: Path) -> str | None:
         return None
     if isinstance(version, int) and version > HOME_VERSION:
         raise ConfigError(
-            f"nvme.path is {home}, of version {version}; allowed: version {HOME_VERSION}, or a new directory"
+            f"nvme.path is {home}, whose version {version} is newer than version {HOME_VERSION}, which this TierStore "
+            "reads; upgrade TierStore or choose a new directory"
         )
     return f"its version is {version!r}"
 
@@ -205,7 +204,8 @@ def shard_name(fingerprint: str, shard: int) -> str:
     match = _SHARD_NAME.fullmatch(name)
     if match is None or match["damaged"]:
         raise ConfigError(
-            f"fingerprint {fingerprint!r}, shard {shard}; allowed: letters, digits and _; 0 to 65535"
+            f"the fingerprint must consist of letters, digits and _, and the shard must be from 0 to 65535, "
+            f"got {fingerprint!r} and {shard}"
         )
     return name
 
@@ -426,10 +426,11 @@ def alone(home: Path) -> Iterator[None]:
 
 def _foreign(home: Path) -> ConfigError:
     return ConfigError(
-        f"nvme.path is {home}, which holds what is not TierStore's; allowed: a new, an empty or a directory it made"
+        f"nvme.path is {home}, which holds files that TierStore did not make; choose a new or an empty directory, "
+        "or one that TierStore made"
     )
 
 
 def _unusable(path: Path, error: OSError) -> ConfigError:
     why = "Not a directory" if isinstance(error, FileExistsError) else error.strerror or error
-    return ConfigError(f"nvme.path is {path}, which cannot be used ({why}); allowed: a writable directory")
+    return ConfigError(f"nvme.path is {path}, which cannot be used ({why}); choose a writable directory")

@@ -101,7 +101,7 @@ def open_shard(
     except (OSError, lmdb.Error) as error:
         lock.release()
         raise ConfigError(
-            f"nvme.path is {path}, where the tier cannot be opened ({_reason(error)}); allowed: a writable directory"
+            f"nvme.path is {path}, where the tier cannot be opened ({_reason(error)}); choose a writable directory"
         ) from error
     except BaseException:
         lock.release()
@@ -119,12 +119,13 @@ def _lock(directory: Path) -> FileLock:
         lock = FileLock.acquire(lock_path(directory))
     except OSError as error:
         raise ConfigError(
-            f"nvme.path is {directory.parent}, which cannot be locked ({_reason(error)}); allowed: a writable directory"
+            f"nvme.path is {directory.parent}, which cannot be locked ({_reason(error)}); choose a writable directory"
         ) from error
     if isinstance(lock, FileLock):
         return lock
     raise ConfigError(
-        f"nvme.path is {directory.parent}, in use by process {lock or 'unknown'}; allowed: one user at a time"
+        f"nvme.path is {directory.parent}, in use by process {lock or 'unknown'}; a directory serves one process at a "
+        "time, so close that store or choose another directory"
     )
 
 
@@ -176,7 +177,7 @@ def _require_directory(directory: Path) -> None:
     """Set aside what stands in the place of the sub-directory. ConfigError for a link: it points elsewhere."""
     if directory.is_symlink():
         raise ConfigError(
-            f"nvme.path holds {directory}, which is no directory; allowed: one that TierStore made"
+            f"nvme.path holds {directory}, which is a symbolic link; replace it by a directory, or remove it"
         )
     if directory.exists() and not directory.is_dir():
         _set_aside(directory, "it is no directory")

@@ -160,13 +160,13 @@ def size_extents(
 
 
 def _on_disk(stored_nbytes: int) -> int:
-    """Whole blocks of LMDB's that a record takes."""
+    """Return the bytes of the whole LMDB pages that a record takes."""
     return -(-(_VALUE_PREFIX + record_nbytes(stored_nbytes)) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _too_small(capacity: int, least: int, page_nbytes: int) -> ConfigError:
     return ConfigError(
-        f"nvme.capacity is {capacity} bytes; allowed: at least {least * 5 // 4} for a page of {page_nbytes} bytes"
+        f"nvme.capacity must be at least {least * 5 // 4} bytes for pages of {page_nbytes} bytes, got {capacity} bytes"
     )
 
 
@@ -174,25 +174,29 @@ _TRANSACTION_NBYTES = 64 << 10
 
 
 def free_nbytes(directory: Path) -> int:
-    """Bytes of the disk under ``directory`` that this user may still take."""
+    """Return the free bytes that this user may still take on the disk under ``directory``."""
     disk = os.statvfs(directory)
     return disk.f_bavail * disk.f_frsize
 
 
 def least_free_nbytes(record_nbytes: int) -> int:
-    """With less than this free a disk counts as full: two records, and what a transaction changes beside them."""
+    """Return the free bytes below which a disk counts as full: two records and the other pages of a transaction."""
     return 2 * record_nbytes + _TRANSACTION_NBYTES
 
 
 def require_free(directory: Path, record_nbytes: int) -> None:
-    """OSError if the disk has no room for records worth a write."""
+    """Raise OSError (ENOSPC) if the disk counts as full."""
     if free_nbytes(directory) < least_free_nbytes(record_nbytes):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def shortage(directory: Path, marker: directory_layout.ShardMarker) -> str | None:
-    """Why not even one page more can be written now, or None. ConfigError for a new directory that has no room for its
-    capacity; one that holds records is opened with what room there is, with one warning.
+    """Return why not even one more page can be written now, or None.
+
+    A directory that holds records is opened even if the disk has less free space than its capacity; a warning says so.
+
+    Raises:
+        ConfigError: The directory is new and the disk has less free space than ``marker.capacity``.
     """
     own = directory_layout.disk_nbytes(directory)
     free = free_nbytes(directory.parent)
@@ -200,19 +204,18 @@ def shortage(directory: Path, marker: directory_layout.ShardMarker) -> str | Non
         return None
     if not has_records(directory):
         raise ConfigError(
-            f"nvme.capacity is {marker.capacity} bytes; allowed: at most {free + own}, free disk and what it has"
+            f"nvme.capacity must be at most {free + own} bytes (free disk space plus what the tier already uses), "
+            f"got {marker.capacity} bytes"
         )
-    told = (
-        f"{free} bytes of the disk are free, {own} are the tier's own, and nvme.capacity is {marker.capacity}"
-    )
+    told = f"the disk has {free} bytes free, the tier uses {own} bytes, and nvme.capacity is {marker.capacity} bytes"
     if free < least_free_nbytes(marker.page_nbytes):
         return told
-    _log.warning("the NVMe tier at %s has less room than its capacity: %s", directory, told)
+    _log.warning("the NVMe tier at %s has less disk space than its capacity: %s", directory, told)
     return None
 
 
 def has_records(directory: Path) -> bool:
-    """Whether an earlier opening has left a catalogue. Nothing is said of its state."""
+    """Return whether the directory holds a catalogue from before. Its state is not checked."""
     try:
         found = (directory / directory_layout.DATA_FILE).lstat()
     except (FileNotFoundError, NotADirectoryError):

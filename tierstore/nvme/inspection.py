@@ -110,7 +110,7 @@ def purge(path: Path, which: str) -> PurgeReport:
     empty ``which``.
     """
     if not which:
-        raise ValueError("which is ''; allowed: 'all', 'damaged' or the beginning of a fingerprint")
+        raise ValueError("which must be 'all', 'damaged' or the beginning of a fingerprint, got ''")
     removed: list[str] = []
     kept: list[tuple[str, str]] = []
     freed = 0

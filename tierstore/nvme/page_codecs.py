@@ -44,9 +44,12 @@ class Coding:
 
     def __post_init__(self) -> None:
         if self.layout is None and (self.name, self.held) != ("none", "none"):
-            raise ValueError(f"codec is {self.name!r}; allowed with the layout of the pages")
+            raise ValueError(f"codec {self.name!r} needs the layout of the pages, got layout=None")
         if self.held != "none" and self.name not in allowed_over(self.held):
-            raise ValueError(f"codec is {self.name!r}; allowed: {', '.join(allowed_over(self.held))}")
+            allowed = ", ".join(allowed_over(self.held))
+            raise ValueError(
+                f"codec must be one of {allowed} over pages held as {self.held!r}, got {self.name!r}"
+            )
 
     @property
     def form(self) -> HostFormat | None:

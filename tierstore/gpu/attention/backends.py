@@ -137,7 +137,7 @@ def device_of(device: torch.device | str) -> torch.device:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (found.index or 0) >= count:
             allowed = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
-            raise ValueError(f'device is "{found}", which torch does not find; allowed here: {allowed}')
+            raise ValueError(f'device is "{found}", which torch does not find here; available: {allowed}')
     return found
 
 
@@ -145,7 +145,7 @@ def require_backend(device: torch.device, name: Backend) -> None:
     """Raise ValueError for an unknown backend, or one that needs a card."""
     allowed = get_args(Backend) if device.type == "cuda" else ("auto", "reference")
     if name not in allowed:
-        raise ValueError(f'backend is "{name}"; allowed on {device.type}: {", ".join(allowed)}')
+        raise ValueError(f'backend must be one of {", ".join(allowed)} on {device.type}, got "{name}"')
 
 
 def make(name: Backend, device: torch.device, max_pages: int | None = None) -> AttentionBackend:
