@@ -1,4 +1,4 @@
-"""A running store as source and sink of archives: pages go out of whichever tier has them, and come in as by a put."""
+"""A running store as the source or the sink of an archive."""
 
 from __future__ import annotations
 
@@ -27,14 +27,20 @@ if TYPE_CHECKING:
     from tierstore.types import PageKey
 
 _PATIENCE_S = 10.0
-"""How long a page is waited for: to be brought up, or for a slot to bring it to."""
+"""Longest wait for a page to be loaded, or for a free slot to load it into."""
 
 
 class LiveSource:
-    """Gives a record that NVMe has as it is, any other page as it is in HBM, brought there under a lease."""
+    """Reads a page from NVMe as the record there, and any other page from HBM under a lease."""
 
     def __init__(self, pump: Pump, loss: str, acquire: Callable[[Sequence[PageKey]], Lease]) -> None:
-        """``loss``: the loss class of the store's pages. ``acquire``: as ``TierStore.acquire``."""
+        """Read from the store of ``pump``.
+
+        Args:
+            pump: The store's pump.
+            loss: The loss class of the store's pages.
+            acquire: ``TierStore.acquire`` of the same store.
+        """
         self._parts = pump.parts
         self.description = Description(self._parts.layout, loss)
         self._pump = pump
@@ -42,7 +48,7 @@ class LiveSource:
         self._memory = RecordBuffers(self._parts.layout.blob_nbytes)
 
     def record(self, key: PageKey) -> Record | str:
-        """``Source.record``. StoreClosed if the store is."""
+        """See ``Source.record``. Raises StoreClosed if the store is closed."""
         self._pump.advance()
         tier = self._parts.nvme
         on_disk = False
@@ -56,11 +62,11 @@ class LiveSource:
         return lent if isinstance(lent, Record) else self._from_memory(key, lent)
 
     def release(self, record: Record) -> None:
-        """``Source.release``."""
+        """See ``Source.release``."""
         self._memory.give_back(record)
 
     def _from_memory(self, key: PageKey, reason: str) -> Record | str:
-        """``reason``: why it was not had from disk."""
+        """Read the page from HBM. ``reason`` says why the disk did not have it."""
         if self._parts.pool is None:
             return f"{reason} on disk; an engine's own store gives what `flush` has brought there"
         for lease in self._leases(key):
@@ -95,10 +101,15 @@ class LiveSource:
 
 
 class LiveSink:
-    """Puts pages as an engine would that has computed them, and sends them to disk where there is one."""
+    """Stores pages as an engine would after computing them, and writes them to disk if the store has one."""
 
     def __init__(self, pump: Pump, loss: str, slots: OwnSlots | EngineSlots) -> None:
-        """ConfigError where an engine owns HBM; ArchiveError where copies lose something, and none is the original."""
+        """Write to the store of ``pump``.
+
+        Raises:
+            ConfigError: An engine owns HBM.
+            ArchiveError: The store's copies are lossy, so an imported page would not be exact.
+        """
         parts = pump.parts
         if parts.pool is None:
             raise ConfigError(
@@ -119,18 +130,18 @@ class LiveSink:
         self._page = np.empty(parts.layout.blob_nbytes, dtype=np.uint8)
 
     def has(self, key: PageKey) -> bool:
-        """``Sink.has``."""
+        """See ``Sink.has``."""
         with self._pump.lock, self._pump.guard:
             return self._directory.residency.where(key) is not None
 
     def reaches(self, key: PageKey) -> bool:
-        """``Sink.reaches``."""
+        """See ``Sink.reaches``."""
         with self._pump.lock, self._pump.guard:
             residency = self._directory.residency
             return residency.where(key) is not None and key not in residency.orphans
 
     def take(self, records: Sequence[Record]) -> Taken:
-        """``Sink.take``. StoreClosed if the store is."""
+        """See ``Sink.take``. Raises StoreClosed if the store is closed."""
         for number, record in enumerate(records):
             try:
                 record_format.decode(

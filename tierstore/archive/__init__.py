@@ -1,5 +1,5 @@
-"""Pages of one model as one portable file: its format, export and intake, and a closed store at either end.
+"""Export pages of one model to a portable file, and import them into another store.
 
-The format is described for other programs in docs/archive.md. Whatever gives pages is a ``Source``, whatever takes
-them a ``Sink``; both are called in threads, one call at a time.
+docs/archive.md describes the format for other programs. A ``Source`` gives pages and a ``Sink`` takes them; both are
+called in threads, one call at a time.
 """

@@ -1,11 +1,11 @@
-"""A file that appears whole or not at all, written once from its beginning to its end past the page cache.
+"""A file that appears complete or not at all, written sequentially past the page cache.
 
-``Draft`` writes under a name of its own beside the file's place, and moves it there whole or removes it.
-``NAME.part`` is locked while somebody writes it. A process that is killed leaves it behind without the lock; the next
-writer of NAME takes it over, so at most one is ever there.
+``Draft`` writes to ``NAME.part`` beside the destination, and renames it when the caller commits, or else removes it.
+``NAME.part`` is locked while a process writes it. A killed process leaves it behind without the lock, and the next
+writer of NAME takes it over, so at most one such file exists.
 
-``Output`` writes gigabytes that nobody reads soon: in the page cache they would push out what somebody does read, and
-a disk takes them faster in large direct writes than in the page cache's own.
+``Output`` writes gigabytes that will not be read soon. Through the page cache they would evict data that other programs
+use, and a disk accepts large direct writes faster.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _STAGED_NBYTES = 8 << 20
 
 
 class Output(io.BufferedIOBase):
-    """What is written is staged and goes out 8 MiB at a time; the rest with ``flush``. Any thread."""
+    """A binary stream that stages data and writes it in blocks of 8 MiB; ``flush`` writes the rest. Thread-safe."""
 
     def __init__(self, fd: int) -> None:
-        """Takes over an empty file."""
+        """Take over ``fd``, an empty file opened for writing."""
         self._fd = fd
         self._lock = Lock()
         self._staged = aligned(_STAGED_NBYTES)
         self._filled = 0
         self._offset = 0
-        """Of the first staged byte in the file; a multiple of BLOCK."""
+        """Offset in the file of the first staged byte; a multiple of BLOCK."""
         self._direct = True
         try:
             set_direct(fd)
@@ -56,7 +56,7 @@ class Output(io.BufferedIOBase):
         return self._fd
 
     def write(self, piece: ReadableBuffer) -> int:
-        """Take all of it. OSError as it comes: then the file is of no use any more."""
+        """Stage all of ``piece``. After an OSError the file is unusable."""
         data = np.frombuffer(memoryview(piece), dtype=np.uint8)
         with self._lock:
             if self._fd < 0:
@@ -73,7 +73,7 @@ class Output(io.BufferedIOBase):
         return data.nbytes
 
     def flush(self) -> None:
-        """Everything that was written is in the file, which is as long as that. Not yet synced."""
+        """Write everything staged and set the file's length. Does not sync."""
         with self._lock:
             if self._fd < 0:
                 return
@@ -86,7 +86,7 @@ class Output(io.BufferedIOBase):
             self._offset, self._filled = self._offset + begin, rest
 
     def close(self) -> None:
-        """Let go of the file, without what is only staged; waits for a call that is running."""
+        """Close the file without writing staged data, after a call in progress has ended."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -99,7 +99,7 @@ class Output(io.BufferedIOBase):
             try:
                 done += os.pwrite(self._fd, self._staged[done:nbytes].data, self._offset + done)
             except OSError as error:
-                # A filesystem that takes no direct write after all, or has taken a part of a block.
+                # The filesystem does not support direct writes after all, or wrote part of a block.
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
                 self._direct = False
@@ -111,11 +111,14 @@ SUFFIX = ".part"
 
 
 class Draft:
-    """``with Draft(path) as draft``: what was written to ``draft.file`` is at ``path`` after ``commit``, else nowhere.
+    """A file that ``commit`` moves to ``path``; without a commit nothing is left.
 
-    What was at ``path`` before stays there until then. Opening and ending do no I/O but on names, and never await, so
-    that no cancellation comes between. ArchiveError if another writes there, or if anything but a file is there: its
-    name would be taken from a device or a pipe; OSError as it comes.
+    Use it as a context manager and write to ``draft.file``. An existing file at ``path`` stays in place until the
+    commit. Opening and leaving only change names and never await, so no cancellation can come in between.
+
+    Raises:
+        ArchiveError: Another process is writing this file, or ``path`` is a directory, link, device or pipe.
+        OSError: The file cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -126,7 +129,7 @@ class Draft:
         self.file = Output(_locked(self._part))
 
     def commit(self) -> None:
-        """Everything is written and synced: give it its name, durably."""
+        """Rename the written and synced file to its final name, and sync the directory."""
         self._part.replace(self.path)
         self._committed = True
         directory = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -143,8 +146,8 @@ class Draft:
     ) -> None:
         if not self._committed:
             self._part.unlink(missing_ok=True)
-        with suppress(OSError):  # what a network says only at the end; the file is synced, or nobody wants it
-            self.file.close()  # waits for a write that a thread is still at
+        with suppress(OSError):  # a network file system may report errors only here; the file is synced
+            self.file.close()  # waits for a write in another thread
 
 
 def _require_free(path: Path) -> None:
@@ -160,7 +163,7 @@ def _require_free(path: Path) -> None:
 
 
 def _locked(part: Path) -> int:
-    """The file, empty and locked by us."""
+    """Return a descriptor of the file, emptied and locked."""
     while True:
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -176,7 +179,7 @@ def _locked(part: Path) -> int:
         except BaseException:
             os.close(fd)
             raise
-        os.close(fd)  # it has got its name, or was removed, between open and flock
+        os.close(fd)  # renamed or removed between open and flock
 
 
 def _is(fd: int, path: Path) -> bool:

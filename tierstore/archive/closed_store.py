@@ -1,4 +1,4 @@
-"""The directory of a store that nobody has open, as the source or the sink of an archive. Needs no model."""
+"""The directory of a closed store, as the source or the sink of an archive. Needs no model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tierstore.types import PageKey
 
 
 class Shard(NamedTuple):
-    """A sub-directory of a home, and what its marker says its pages are."""
+    """A sub-directory of a home, with its pages described by its marker."""
 
     directory: Path
     description: Description
@@ -38,9 +38,12 @@ class Shard(NamedTuple):
 
 
 def shards_of(path: Path) -> list[Shard]:
-    """The sub-directories of a home that say what their pages are; of others nothing can be exported.
+    """List the sub-directories of a home whose markers describe their pages; only these can be exported.
 
-    ConfigError if ``path`` is not a home. Changes nothing.
+    Changes nothing.
+
+    Raises:
+        ConfigError: ``path`` is not a home.
     """
     root = path.expanduser().resolve()
     directory_layout.require_home(root)
@@ -55,9 +58,12 @@ def shards_of(path: Path) -> list[Shard]:
 
 
 def require_known(path: Path, description: Description) -> None:
-    """ArchiveError, naming what was found and what is allowed, if ``path`` holds pages of other models only.
+    """Check that pages of this description belong to a model that ``path`` already holds.
 
-    A new or an empty directory takes any.
+    A new or an empty directory accepts any model.
+
+    Raises:
+        ArchiveError: ``path`` holds pages of other models only. The message names the difference.
     """
     root = path.expanduser().resolve()
     if not root.exists() or not any(root.iterdir()):
@@ -70,44 +76,49 @@ def require_known(path: Path, description: Description) -> None:
 
 
 class ClosedSource:
-    """Gives the records of a sub-directory as they are."""
+    """The records of a sub-directory, unchanged."""
 
     def __init__(self, reader: RecordReader, description: Description) -> None:
-        """Takes nothing over; use ``open_source``."""
+        """Wrap an open reader, which the caller closes. ``open_source`` is the usual way to make one."""
         self.description = description
         self._reader = reader
         self._memory = RecordBuffers(description.layout.blob_nbytes)
-        # An entry that does not say so is of the class that the directory was opened with last.
+        # An entry without a loss class has that of the directory's last opening.
         self._classes = {key: found or description.loss_class for key, found in reader.loss_classes()}
 
     def classes(self, keys: Iterable[PageKey] | None = None) -> Counter[str]:
-        """The classes of loss of all pages, or of those of ``keys`` that are there, and how many are of each."""
+        """Count pages by loss class: all pages, or those of ``keys`` that exist."""
         found = self._classes
         return Counter(found.values() if keys is None else (found[key] for key in keys if key in found))
 
     def choose(self, loss_class: str) -> None:
-        """Give pages of this class of loss and no others."""
+        """Restrict the source to pages of this loss class."""
         self.description = replace(self.description, loss_class=loss_class)
 
     def keys(self) -> list[PageKey]:
-        """Every page of the class, in the order of the catalogue."""
+        """List the keys of the chosen loss class, in the order of the catalogue."""
         return [key for key, found in self._classes.items() if found == self.description.loss_class]
 
     def record(self, key: PageKey) -> Record | str:
-        """``Source.record``."""
+        """See ``Source.record``."""
         wanted = self.description.loss_class
         if self._classes.get(key, wanted) != wanted:
             return f"its loss class is {self._classes[key]!r}, but this file takes {wanted!r} only"
         return read_record(self._reader, key, self._memory)
 
     def release(self, record: Record) -> None:
-        """``Source.release``."""
+        """See ``Source.release``."""
         self._memory.give_back(record)
 
 
 @contextmanager
 def open_source(shard: Shard) -> Iterator[ClosedSource]:
-    """Hold a sub-directory and read its records; changes nothing. ConfigError if it is in use or damaged."""
+    """Lock a sub-directory and read its records. Changes nothing.
+
+    Raises:
+        ConfigError: The sub-directory is in use or damaged.
+        ArchiveError: It holds no pages.
+    """
     with locked_to_read(lock_path(shard.directory)) as holder:
         if holder is not None:
             raise ConfigError(
@@ -124,31 +135,31 @@ def open_source(shard: Shard) -> Iterator[ClosedSource]:
 
 
 class ClosedSink:
-    """Takes records into a sub-directory as they are, within its budget. Drops nothing that is there."""
+    """Stores records unchanged in a sub-directory, within its budget. Never drops an existing page."""
 
     def __init__(self, shard: OpenShard, description: Description) -> None:
-        """Takes ``shard`` over; use ``open_sink``."""
+        """Take over ``shard``. ``open_sink`` is the usual way to make one."""
         self.description = description
         self._shard = shard
         self._catalogue = shard.catalogue
         self._lock = Lock()
         self._present: set[PageKey] = set()
         self._cut_off: dict[PageKey, list[PageKey]] = {}
-        """By the page before them: pages that cannot be reached yet."""
+        """Pages that are not reachable yet, by the missing parent."""
         self._reached: set[PageKey] = set()
         for key, parent, _ in shard.catalogue.reader.summaries():
             self._note(key, parent)
 
     def has(self, key: PageKey) -> bool:
-        """``Sink.has``."""
+        """See ``Sink.has``."""
         return key in self._present
 
     def reaches(self, key: PageKey) -> bool:
-        """``Sink.reaches``."""
+        """See ``Sink.reaches``."""
         return key in self._reached
 
     def take(self, records: Sequence[Record]) -> Taken:
-        """``Sink.take``: each batch is one transaction."""
+        """See ``Sink.take``. Each batch is one transaction."""
         sizing = self._shard.sizing
         count = 0
         with self._lock:
@@ -161,7 +172,7 @@ class ClosedSink:
         return Taken(count)
 
     def close(self) -> None:
-        """Make everything durable and let the sub-directory go, once no call is running."""
+        """Make everything durable and release the sub-directory, after a call in progress has ended."""
         with self._lock:
             try:
                 self._catalogue.sync()
@@ -181,13 +192,13 @@ class ClosedSink:
         return records
 
     def _store(self, records: Sequence[Record]) -> int:
-        """How many are kept, from the first on."""
+        """Store records in order and return how many were kept."""
         pages = [Page(each.head.key, each.head.parent, each.payload, each.head) for each in records]
         try:
             sizes = self._catalogue.store(pages)
             count = next((i for i, size in enumerate(sizes) if size is None), len(sizes))
             late = [page.key for page, size in zip(pages[count:], sizes[count:], strict=True) if size]
-            if late:  # no page without those before it
+            if late:  # a page is kept only if its parent is
                 self._catalogue.erase(late)
         except lmdb.MapFullError:
             return 0
@@ -198,7 +209,7 @@ class ClosedSink:
         return count
 
     def _note(self, key: PageKey, parent: PageKey | None) -> None:
-        """A page is there: it is reached if the one before it is, and with it what waits for it."""
+        """Record that a page exists. If its parent is reachable, so are the page and the pages waiting for it."""
         self._present.add(key)
         if parent is not None and parent not in self._reached:
             self._cut_off.setdefault(parent, []).append(key)
@@ -211,7 +222,7 @@ class ClosedSink:
 
 
 def _refuse_lower(path: Path, marker: directory_layout.ShardMarker) -> None:
-    """ConfigError for a capacity below that of the directory: opened so, it would drop pages to take others in."""
+    """Raise ConfigError if ``marker`` lowers the directory's capacity: opening would drop pages to make room."""
     old = directory_layout.read_marker(
         path.expanduser() / directory_layout.shard_name(marker.fingerprint, marker.shard)
     )
@@ -226,10 +237,20 @@ def _refuse_lower(path: Path, marker: directory_layout.ShardMarker) -> None:
 def open_sink(
     path: Path, description: Description, *, capacity: int, codec: str, payload: str
 ) -> Iterator[ClosedSink]:
-    """Open or make the sub-directory of ``path`` for these pages, as the store of this configuration would.
+    """Open or create the sub-directory of ``path`` for these pages, as a store with this configuration would.
 
-    ``capacity``, ``codec`` and ``payload``: of its nvme section. ConfigError if it cannot be had; ArchiveError for keys
-    of another scheme or for another loss class than ``codec`` gives. Everything kept is durable at the end.
+    Everything that the sink kept is durable when the context ends.
+
+    Args:
+        path: The home directory.
+        description: The pages to be imported.
+        capacity: ``nvme.capacity`` of the configuration, in bytes.
+        codec: ``nvme.codec`` of the configuration.
+        payload: ``nvme.payload`` of the configuration.
+
+    Raises:
+        ConfigError: The directory cannot be opened.
+        ArchiveError: The pages have another key scheme, or another loss class than ``codec`` gives.
     """
     if LOSS_CLASSES[codec] != description.loss_class:
         raise ArchiveError(
@@ -269,7 +290,7 @@ def open_sink(
 
 
 def _layout(marker: directory_layout.ShardMarker) -> PageLayout | None:
-    """What the marker says of the pages; None if it says nothing that this version knows."""
+    """Return the layout that a marker describes, or None if this version cannot read the description."""
     try:
         groups = marker.description["groups"]
         return PageLayout.of([PageSpec(**group) for group in groups])  # type: ignore[attr-defined]

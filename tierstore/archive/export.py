@@ -1,4 +1,4 @@
-"""Writing an archive: pages from a store into one file that is there whole, or not at all."""
+"""Export: write pages of a store into one file that appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What ``write_archive`` wrote. ``missing``: pages that are not in the file, and why."""
+    """Result of ``write_archive``. ``missing`` lists pages that are not in the file, each with the reason."""
 
     path: Path
     pages: int
@@ -38,10 +38,23 @@ class Exported:
 async def write_archive(
     path: Path, keys: Sequence[PageKey], source: Source, progress: Progress | None = None
 ) -> Exported:
-    """Write the pages of ``keys`` that ``source`` has, as it has them, to ``path``, which is replaced in one step.
+    """Write the pages of ``keys`` to an archive at ``path``, replacing an existing file in one step.
 
-    Synced before it has its name. Cancelled, or with any error, nothing is left of it, and what was at ``path`` before
-    is there still. ArchiveError, and no file, if no page could be read. OSError, such as a full disk, as it comes.
+    Pages are written in the form in which ``source`` holds them. The file is synced before it gets its name. After an
+    error or a cancellation nothing of the new file is left, and an existing file is unchanged.
+
+    Args:
+        path: The file to write.
+        keys: The pages to export; duplicates are written once.
+        source: Where the pages come from.
+        progress: Called after every page.
+
+    Returns:
+        The number and size of the pages written, and the pages that could not be read.
+
+    Raises:
+        ArchiveError: No page could be read; no file is left.
+        OSError: The file cannot be written, for example because the disk is full.
     """
     wanted = list(dict.fromkeys(keys))
     with Draft(path) as draft:
@@ -67,7 +80,7 @@ async def write_archive(
 
 
 class _Writing:
-    """A file that grows, and its index."""
+    """The archive that is being written, and its index."""
 
     def __init__(self, file: AsyncBufferedIOBase, source: Source, progress: Progress) -> None:
         self._file = file
@@ -82,7 +95,7 @@ class _Writing:
         await self._write(self._header)
 
     async def pages(self, keys: Sequence[PageKey]) -> None:
-        """Write pages in this order, while those behind them are read."""
+        """Write the pages in this order while the next ones are being read."""
         reads = [partial(self._source.record, key) for key in keys]
         most = most_ahead(self._source.description.layout.blob_nbytes)
         async with aclosing(ahead(reads, most)) as records:
@@ -97,7 +110,7 @@ class _Writing:
                 self._progress(number, len(keys))
 
     async def end(self) -> int:
-        """Write what follows the records; the length of the file."""
+        """Write index and trailer, and return the length of the file in bytes."""
         indexed = file_format.index(file_format.parents_first(self.items))
         start = self._offset
         await self._write(indexed)
@@ -133,4 +146,4 @@ def _nothing(missing: Sequence[tuple[PageKey, str]]) -> str:
 
 
 def _silent(done: int, total: int) -> None:
-    """No progress is shown."""
+    """Report no progress."""

@@ -1,12 +1,12 @@
-"""The bytes of an archive: header, records one behind the other, index, trailer. Pure: no I/O, any thread.
+"""The bytes of an archive: header, records, index and trailer. Pure functions: no I/O, thread-safe.
 
-    header    prelude (magic, version, length) | what the pages are, as JSON | xxh3-128 over both
-    records   each as a store keeps it: a head of 4,080 bytes, which ends in an xxh3-128 over itself and the payload
-    index     an item a record, parents before their children, each with the checksum of its record
-    trailer   where the index is, how long the file is, checksums of header and index, xxh3-128 over all that
+    header    prelude (magic, version, length) | description of the pages as JSON | xxh3-128 over both
+    records   as a store keeps them: a head of 4,080 bytes, ending in an xxh3-128 over itself and the payload
+    index     one item per record, parents before their children, each with the checksum of its record
+    trailer   offset of the index, length of the file, checksums of header and index, xxh3-128 over all of these
 
-Every byte of a file is under one of these checksums, and records, index and trailer follow each other without a gap.
-``require_same`` says whether pages of one description may stand for pages of another.
+Each byte of a file is covered by a checksum. Records, index and trailer follow each other without gaps.
+``require_same`` decides whether pages of one description may stand in for pages of another.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tierstore.types import PageKey
 MAGIC = b"TierArch"
 END = b"TierDone"
 VERSION = 1
-"""Changes whenever an old reader would misread a new file."""
+"""Raised whenever an older reader would misread a new file."""
 
 MOST_DESCRIBED = 1 << 20
-"""Bytes of JSON in a header at most."""
+"""Limit of the JSON in a header, in bytes."""
 
 CHECKSUM = slice(-16, None)
-"""Bytes of a record's head: its checksum."""
+"""Where in a record's head its checksum is."""
 
 _SUM_NBYTES = 16
 _PRELUDE = struct.Struct("<8sHHI")
@@ -51,7 +51,7 @@ TRAILER_NBYTES = _TRAILER.size + _SUM_NBYTES
 
 @dataclass(frozen=True)
 class Description:
-    """What the pages of an archive are: of which layout, under which keys, and of which class of loss."""
+    """Layout, key scheme and loss class of the pages in an archive."""
 
     layout: PageLayout
     loss_class: str = keys.EXACT
@@ -59,17 +59,20 @@ class Description:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """As heads of records have it."""
+        """The digest of the layout's fingerprint, as records hold it."""
         return record_format.fingerprint_digest(self.layout.fingerprint)
 
     @property
     def models(self) -> str:
-        """The models of all groups, each once."""
+        """The names of all groups' models, without duplicates."""
         return ", ".join(dict.fromkeys(spec.model for spec in self.layout.specs))
 
 
 class Item(NamedTuple):
-    """One record: ``offset`` of its head in the file, ``checksum`` that the head ends in. Lengths in bytes."""
+    """One record. ``offset``: where its head begins in the file. ``checksum``: the last 16 bytes of the head. Lengths
+    in
+    bytes.
+    """
 
     key: PageKey
     parent: PageKey | None
@@ -81,12 +84,12 @@ class Item(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where the next record begins."""
+        """Offset of the next record."""
         return self.offset + record_format.HEAD_NBYTES + self.stored_nbytes
 
 
 class Trailer(NamedTuple):
-    """The end of a whole file."""
+    """The end of a complete file."""
 
     index_offset: int
     num_items: int
@@ -95,12 +98,16 @@ class Trailer(NamedTuple):
 
     @property
     def file_nbytes(self) -> int:
-        """What the file must have."""
+        """The length that the file must have."""
         return self.index_offset + self.num_items * ITEM_NBYTES + TRAILER_NBYTES
 
 
 def header(description: Description) -> bytes:
-    """The beginning of a file."""
+    """Return the header of an archive of these pages.
+
+    Raises:
+        ArchiveError: The description is longer than ``MOST_DESCRIBED``.
+    """
     layout = description.layout
     described = {
         "fingerprint": layout.fingerprint,
@@ -120,7 +127,11 @@ def header(description: Description) -> bytes:
 
 
 def header_nbytes(prelude: bytes) -> int:
-    """The length of the header that begins so. ArchiveError unless it is an archive of this version."""
+    """Return the length of the header that begins with ``prelude``.
+
+    Raises:
+        ArchiveError: It is not the beginning of an archive of this version.
+    """
     if len(prelude) < PRELUDE_NBYTES or prelude[: len(MAGIC)] != MAGIC:
         raise ArchiveError("it is not an archive of pages; name a file that `tierstore export` wrote")
     _, version, reserved, length = _PRELUDE.unpack_from(prelude)
@@ -134,7 +145,11 @@ def header_nbytes(prelude: bytes) -> int:
 
 
 def parse_header(raw: bytes) -> Description:
-    """What a header says. ArchiveError if it is damaged, or describes what this version does not know."""
+    """Decode and check a header.
+
+    Raises:
+        ArchiveError: The header is damaged, or describes pages that this version does not know.
+    """
     summed, found = raw[:-_SUM_NBYTES], raw[-_SUM_NBYTES:]
     if len(raw) != header_nbytes(raw) or xxh3_128_digest(summed) != found:
         raise ArchiveError("its header is damaged")
@@ -154,12 +169,12 @@ def parse_header(raw: bytes) -> Description:
 
 
 def codec_name(number: int) -> str:
-    """The name of a record's codec; its number if this version does not know it."""
+    """Return the name of a record's codec, or the number as text if this version does not know it."""
     return record_format.NAMES.get(number, str(number))
 
 
 def parents_first(items: Iterable[Item]) -> list[Item]:
-    """The items in the order of an index."""
+    """Sort items so that parents come before their children, as an index requires."""
     waiting: dict[PageKey, list[Item]] = {}
     items = list(items)
     present = {item.key for item in items}
@@ -169,13 +184,13 @@ def parents_first(items: Iterable[Item]) -> list[Item]:
             ordered.append(item)
         else:
             waiting.setdefault(item.parent, []).append(item)
-    for item in ordered:  # grows while it is walked
+    for item in ordered:  # the list grows during the loop
         ordered += waiting.pop(item.key, [])
     return ordered
 
 
 def index(items: Sequence[Item]) -> bytes:
-    """The index of a file."""
+    """Encode the index of a file."""
     return b"".join(
         _ITEM.pack(
             item.key,
@@ -194,7 +209,11 @@ def index(items: Sequence[Item]) -> bytes:
 
 
 def parse_index(raw: bytes, trailer: Trailer, header_end: int, page_nbytes: int) -> list[Item]:
-    """The items of an index. ArchiveError if it is damaged, or if its records leave a gap or are no such pages."""
+    """Decode and check an index.
+
+    Raises:
+        ArchiveError: The index is damaged, its records leave a gap, or their lengths do not fit the pages.
+    """
     if len(raw) != trailer.num_items * ITEM_NBYTES or xxh3_128_digest(raw) != trailer.index_sum:
         raise ArchiveError("its index is damaged")
     items = [
@@ -230,14 +249,18 @@ def parse_index(raw: bytes, trailer: Trailer, header_end: int, page_nbytes: int)
 
 
 def trailer(header_sum: bytes, index_offset: int, indexed: bytes) -> bytes:
-    """The end of a file whose header ends in ``header_sum``."""
+    """Encode the trailer of a file. ``header_sum`` is the checksum at the end of its header."""
     count = len(indexed) // ITEM_NBYTES
     summed = _TRAILER.pack(END, VERSION, 0, 0, index_offset, count, header_sum, xxh3_128_digest(indexed))
     return summed + xxh3_128_digest(summed)
 
 
 def parse_trailer(raw: bytes, file_nbytes: int, header_sum: bytes) -> Trailer:
-    """What the end of a file of ``file_nbytes`` says. ArchiveError unless it shows that the file is whole."""
+    """Decode and check the trailer of a file that is ``file_nbytes`` long.
+
+    Raises:
+        ArchiveError: The trailer is damaged, or does not match the file's length and header.
+    """
     summed, found = raw[: _TRAILER.size], raw[_TRAILER.size :]
     if len(raw) != TRAILER_NBYTES or summed[: len(END)] != END or xxh3_128_digest(summed) != found:
         raise ArchiveError("the file was truncated, or its trailer is damaged")
@@ -248,11 +271,15 @@ def parse_trailer(raw: bytes, file_nbytes: int, header_sum: bytes) -> Trailer:
     return end
 
 
-_ORDER = ("model", "page_size", "dtype")  # what people know their pages by, said before the rest
+_ORDER = ("model", "page_size", "dtype")  # compared first: by these people recognize their pages
 
 
 def require_same(found: Description, allowed: Description) -> None:
-    """ArchiveError, naming what was found and what is allowed, unless the pages can stand for each other."""
+    """Check that pages of ``found`` may stand in for pages of ``allowed``.
+
+    Raises:
+        ArchiveError: They differ. The message names the first difference and both values.
+    """
     if found.key_scheme != allowed.key_scheme:
         raise ArchiveError(_says("the key scheme", found.key_scheme, allowed.key_scheme))
     ours, theirs = allowed.layout.specs, found.layout.specs

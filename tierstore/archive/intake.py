@@ -1,4 +1,4 @@
-"""Reading an archive into a store: everything checked before anything is kept."""
+"""Import: read an archive into a store. The file's structure is checked before any page is kept."""
 
 from __future__ import annotations
 
@@ -32,10 +32,15 @@ _BATCH_PAGES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """What became of the pages of an archive: all of them are counted once.
+    """Result of an import. Every page of the archive is counted once.
 
-    ``damaged``: and how. ``orphans``: whole, but a page before them is neither in the file nor in the store, or is
-    damaged. ``no_room``: the store is full; they were not all looked at.
+    Attributes:
+        path: The archive.
+        pages: Pages that were stored.
+        present: Pages that the store already had.
+        damaged: Pages that failed their checks, each with the reason.
+        orphans: Intact pages whose parent is damaged, or is neither in the file nor in the store.
+        no_room: Pages that did not fit because the store is full; not all of them were checked.
     """
 
     path: Path
@@ -47,32 +52,46 @@ class Imported:
 
     @property
     def complete(self) -> bool:
-        """Whether every page of the file is in the store now."""
+        """Whether the store now holds every page of the file."""
         return not (self.damaged or self.orphans or self.no_room)
 
 
 class Contents(NamedTuple):
-    """What is in an archive, by its header and index: ``items`` with parents before their children."""
+    """Header and index of an archive. ``items`` lists parents before their children."""
 
     description: file_format.Description
     items: list[file_format.Item]
 
 
 async def read_contents(path: Path) -> Contents:
-    """Header, index and trailer of an archive, checked. ArchiveError, naming the file, for what is none, cut short or
-    damaged there; OSError if it cannot be read. No page is looked at.
+    """Read and check the header, the index and the trailer of an archive. Reads no page.
+
+    Raises:
+        ArchiveError: The file is not an archive, was truncated, or is damaged outside its pages.
+        OSError: The file cannot be read.
     """
     with _named(path), _opened(path) as file:
         return await _contents(wrap(file), os.fstat(file.fileno()).st_size)
 
 
 async def read_archive(path: Path, sink: Sink, progress: Progress | None = None) -> Imported:
-    """Keep in ``sink`` every page of an archive that is whole and whose pages before it are kept or there already.
+    """Store the pages of an archive that are intact and whose parents are stored.
 
-    A page that ``sink`` has already stays as it is. ArchiveError, naming what was found and what is allowed, and
-    nothing is changed, for a file that is none, is cut short or damaged outside its pages, or holds pages of another
-    model, page size, key scheme or class of loss. Cancelled, what was kept so far stays: whole pages, none without
-    those before it. OSError if the file cannot be read.
+    A page that ``sink`` already has stays as it is. If the import is cancelled, the pages stored so far stay: each is
+    complete, and none is without its parents.
+
+    Args:
+        path: The archive.
+        sink: The store that takes the pages.
+        progress: Called after every page.
+
+    Returns:
+        How many pages were stored, already present, damaged, orphaned or did not fit.
+
+    Raises:
+        ArchiveError: The file is not an archive, was truncated, is damaged outside its pages, or holds pages of another
+            model, page size, key scheme or loss class. Nothing was stored.
+        OSError: The file cannot be read.
     """
     with _named(path), _opened(path) as file:
         reader = wrap(file)
@@ -94,7 +113,7 @@ async def read_archive(path: Path, sink: Sink, progress: Progress | None = None)
 
 @dataclass
 class _Reading:
-    """Pages on their way into a sink, a batch at a time."""
+    """Pages on their way into a sink, one batch at a time."""
 
     fd: int
     sink: Sink
@@ -108,7 +127,7 @@ class _Reading:
     _batch: list[Record] = field(default_factory=list)
 
     async def pages(self, progress: Progress | None) -> None:
-        """All items, parents before their children, while those behind them are read."""
+        """Process all items, parents first, while the next records are being read."""
         items = self.contents.items
         looks = (partial(self._look, item) for item in items)
         most = most_ahead(self.contents.description.layout.blob_nbytes)
@@ -133,7 +152,7 @@ class _Reading:
             await self._take(item, found)
 
     async def flush(self) -> None:
-        """Keep the batch."""
+        """Store the current batch."""
         batch, self._batch = self._batch, []
         while batch:
             taken = await whole(partial(self.sink.take, batch))
@@ -148,12 +167,12 @@ class _Reading:
                 return
 
     def look_again(self) -> None:
-        """A running store that is full drops pages for others, and be it for later ones of this file."""
+        """Count pages as not fitting that a full, running store dropped again in favour of later ones."""
         self.no_room += [key for key in self.taken if not self.sink.has(key)]
         self.taken = [key for key in self.taken if self.sink.has(key)]
 
     async def _take(self, item: file_format.Item, found: Record | str | None) -> None:
-        if found is None:  # there when it was looked at, and gone since
+        if found is None:  # it was in the store earlier and has been dropped since
             found = await whole(partial(self._read, item))
         if isinstance(found, str):
             self.damaged.append((item.key, found))
@@ -165,7 +184,7 @@ class _Reading:
             await self.flush()
 
     def _look(self, item: file_format.Item) -> Record | str | None:
-        """The record of an item, or what is wrong with it; None if it is not wanted as things are. Any thread."""
+        """Return the record of an item, the reason why it is damaged, or None if it is not needed now. Thread-safe."""
         return None if self.no_room or self.sink.has(item.key) else self._read(item)
 
     def _read(self, item: file_format.Item) -> Record | str:
@@ -177,7 +196,7 @@ class _Reading:
             return str(error)
 
     def _without_first(self, batch: list[Record], reason: str) -> list[Record]:
-        """The rest of a batch whose first page is none after all, without the pages that follow it."""
+        """Drop the damaged first page of a batch and the pages that depend on it; return the rest."""
         lost = {batch[0].head.key}
         self.damaged.append((batch[0].head.key, reason))
         left = []
@@ -220,7 +239,7 @@ async def _read(file: AsyncBufferedReader, offset: int, nbytes: int) -> bytes:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[io.BufferedReader]:
-    """Opened without an await, so that a cancellation leaves nothing open."""
+    """Open the file without an await, so that a cancellation leaves nothing open."""
     file = path.open("rb")
     with file:
         yield file

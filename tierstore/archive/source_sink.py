@@ -1,8 +1,8 @@
-"""What gives pages to an archive and what takes them from one, and how they are called: in threads, some calls ahead.
+"""The protocols of sources and sinks of an archive, and helpers that call them in threads.
 
-A ``Source`` is a store that gives records, a ``Sink`` one that takes them, whichever store it is. They block, so the
-event loop calls them in threads: ``ahead`` keeps the next results ready, ``whole`` waits for one call to its end. A
-cancellation waits until the calls that run have ended.
+A ``Source`` gives records and a ``Sink`` takes them, from a running or a closed store. Their methods block, so the
+event loop runs them in threads: ``ahead`` keeps several calls running, ``whole`` waits for a single one. A cancelled
+task waits until the calls that were started have ended.
 """
 
 from __future__ import annotations
@@ -23,56 +23,69 @@ from tierstore.nvme.reader import Record
 from tierstore.types import PageKey
 
 Progress = Callable[[int, int], None]
-"""Called on the event loop's thread with the pages done so far and their total."""
+"""Called on the event loop's thread with the number of pages done and the total."""
 
 
 class Taken(NamedTuple):
-    """How many records of a batch are kept, from the first on. What is wrong with the next; None: there is no room."""
+    """How many records of a batch were kept, counted from the first. ``fault``: why the next was refused; None if the
+    store is full.
+    """
 
     kept: int
     fault: str | None = None
 
 
 class Source(Protocol):
-    """A store that gives pages."""
+    """A store that pages are exported from."""
 
     description: Description
 
     def record(self, key: PageKey) -> Record | str:
-        """The page as the store has it, every byte checked, or why it cannot be had. TierStoreError if none can.
+        """Return the record of a page with every byte checked, or the reason why it is unavailable.
 
-        Any thread, several at once.
+        Thread-safe, and several calls may run at once.
+
+        Raises:
+            TierStoreError: No page is available any more.
         """
         ...
 
     def release(self, record: Record) -> None:
-        """The record is not used any more: its memory may hold another."""
+        """Return a record's memory for reuse."""
         ...
 
 
 class Sink(Protocol):
-    """A store that takes pages."""
+    """A store that pages are imported into."""
 
     description: Description
 
     def has(self, key: PageKey) -> bool:
-        """Whether the page is there already. Quick: also called on the event loop's thread. Any thread."""
+        """Return whether the page exists. Fast enough for the event loop's thread; thread-safe."""
         ...
 
     def reaches(self, key: PageKey) -> bool:
-        """Return whether the page and every page before it are there. As ``has``."""
+        """Return whether the page and all pages before it exist. Like ``has``, fast and thread-safe."""
         ...
 
     def take(self, records: Sequence[Record]) -> Taken:
-        """Keep records up to the first that cannot be kept; those kept are there on return.
+        """Store records up to the first that cannot be kept. Those kept are visible when this returns.
 
-        No record comes before its parent. TierStoreError if no page can be kept.
+        Args:
+            records: Parents come before their children.
+
+        Raises:
+            TierStoreError: The store cannot take any page.
         """
         ...
 
 
 def checked(item: Item, raw: bytes, payload: NDArray[np.uint8], description: Description) -> Record:
-    """The record of an item. IntegrityError unless head and payload are what the index says, every byte of them."""
+    """Return the record of an item after comparing every byte of head and payload with the index.
+
+    Raises:
+        IntegrityError: The bytes are not those that the index describes.
+    """
     head = record_format.verify(
         raw,
         payload,
@@ -94,7 +107,9 @@ _T = TypeVar("_T")
 
 
 async def whole(call: Callable[[], _T]) -> _T:
-    """Run ``call`` in a thread. Who cancels this waits for its end."""
+    """Run ``call`` in a thread and return its result. If the task is cancelled, it first waits until the call has
+    ended.
+    """
     running = asyncio.get_running_loop().run_in_executor(None, call)
     try:
         return await asyncio.shield(running)
@@ -103,10 +118,10 @@ async def whole(call: Callable[[], _T]) -> _T:
 
 
 async def ahead(calls: Iterable[Callable[[], _T]], most: int) -> AsyncGenerator[_T]:
-    """What the calls return, in their order. Up to ``most`` of them are begun before their result is asked for.
+    """Run calls in threads and yield their results in order, with up to ``most`` of them started ahead.
 
-    To be closed (``contextlib.aclosing``): whoever leaves early, cancelled or with an error of a call, waits for the
-    end of all that were begun. A call is taken from ``calls`` as it begins.
+    Close the generator (``contextlib.aclosing``). Leaving early, after an error or a cancellation, waits for all calls
+    that were started. A call is taken from ``calls`` only when it starts.
     """
     begun: deque[asyncio.Future[_T]] = deque()
     try:
@@ -123,15 +138,15 @@ async def ahead(calls: Iterable[Callable[[], _T]], most: int) -> AsyncGenerator[
 
 
 def most_ahead(page_nbytes: int) -> int:
-    """How many pages of this length may be on their way at once: 32 MiB of them, but 2 at least and 64 at most."""
+    """Return how many pages of this size may be in flight: 32 MiB worth, at least 2, at most 64."""
     return max(2, min(_MOST_AHEAD, _AHEAD_NBYTES // page_nbytes))
 
 
 async def _ended(running: Collection[asyncio.Future[_T]]) -> None:
-    """All of them have ended, however often this is cancelled meanwhile."""
+    """Wait until all futures are done, even if this task is cancelled repeatedly."""
     while pending := [each for each in running if not each.done()]:
         with suppress(asyncio.CancelledError):
             await asyncio.wait(pending)
     for each in running:
         if not each.cancelled():
-            each.exception()  # looked at, so that nobody says that it was not
+            each.exception()  # retrieve it, or asyncio logs that the exception was never retrieved
