@@ -30,7 +30,7 @@ from tierstore.types import PageKey
 MAGIC = b"TierArch"
 END = b"TierDone"
 VERSION = 1
-"""Raised whenever an older reader would misread a new file."""
+"""Incremented whenever an older reader would misread a new file."""
 
 MOST_DESCRIBED = 1 << 20
 """Limit of the JSON in a header, in bytes."""
@@ -69,9 +69,9 @@ class Description:
 
 
 class Item(NamedTuple):
-    """One record. ``offset``: where its head begins in the file. ``checksum``: the last 16 bytes of the head. Lengths
-    in
-    bytes.
+    """One record of an archive, as its index lists it. Lengths in bytes.
+
+    ``offset`` is where the record's head begins in the file, ``checksum`` the last 16 bytes of the head.
     """
 
     key: PageKey

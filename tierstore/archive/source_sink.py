@@ -27,8 +27,9 @@ Progress = Callable[[int, int], None]
 
 
 class Taken(NamedTuple):
-    """How many records of a batch were kept, counted from the first. ``fault``: why the next was refused; None if the
-    store is full.
+    """Result of ``Sink.take``: how many records of the batch were kept, counted from the first.
+
+    ``fault`` says why the next record was refused; None means that the store is full.
     """
 
     kept: int

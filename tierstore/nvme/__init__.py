@@ -1,6 +1,6 @@
-"""The NVMe tier: page records in LMDB or in extent files, one writer, some readers.
+"""The NVMe tier: page records in LMDB or in extent files, with one writer thread and several readers.
 
-Import its modules; this file imports nothing.
+Import its modules; this package exports nothing.
 """
 
 from __future__ import annotations

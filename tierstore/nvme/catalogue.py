@@ -1,10 +1,10 @@
-"""The LMDB environment of one sub-directory: the catalogue that says where each page record is, and with it, or in
-extent files beside it, the records.
+"""The LMDB environment of one sub-directory: the catalogue that says where each page record is.
 
-Up to two trees under the same keys: ``catalogue`` (one small ``Entry`` each, all that an open has to read) and
-``pages`` (head and payload, where LMDB keeps them). Both change in one transaction.
+It has up to two trees with the same keys: ``catalogue`` holds one small ``Entry`` per page, which is all that opening
+has to read, and ``pages`` holds head and payload where LMDB stores the records. Otherwise the records are in extent
+files beside it. Both change in one transaction.
 
-LMDB errors come as they are; the writer and the readers name them.
+LMDB errors are raised unchanged; the writer and the readers turn them into failures.
 """
 
 from __future__ import annotations
@@ -51,31 +51,32 @@ _log = logging.getLogger(__name__)
 _TURN_KEY = b"turn"
 _CHUNK = 100_000
 _REOPEN_S = 2.0
-"""How long a reopening waits for look-ups to end, of which none does I/O but for LMDB's own tree pages."""
+"""Longest wait, when reopening, for look-ups to end. A look-up does no I/O except for LMDB's own tree pages."""
 
 _MAX_READERS = 126
-"""LMDB's own default: other programs may look into the environment, and each takes one of these."""
+"""LMDB's default. Other programs may read the environment, and each of them takes one reader slot."""
 
 
 class Catalogue:
-    """Opened by one process under its lock. The writer's thread changes it; ``reader`` is for any thread.
+    """The catalogue of an open sub-directory, used by one process that holds its lock.
 
-    ``sizing`` with slots: page records are in extent files. ``direct``: these are read and written past the page cache.
+    Only the writer's thread changes it; ``reader`` is thread-safe. If ``sizing`` has slots, the records are in extent
+    files. With ``direct`` these bypass the page cache.
     """
 
     reader: RecordReader
 
     num_records: int
-    """As of the last transaction."""
+    """Number of records after the last transaction."""
 
     live_nbytes: int
-    """What all records take on disk, as of the last transaction whose end is known."""
+    """Bytes on disk of all records, after the last transaction whose outcome is known."""
 
     num_dropped = 0
-    """Records that had no place any more when it was opened, since the capacity is lower."""
+    """Records dropped at opening because the capacity was lowered."""
 
     tombstones: Tombstones
-    """Erased keys that LMDB could not delete."""
+    """Erased keys that LMDB could not delete yet."""
 
     def __init__(
         self,
@@ -88,16 +89,20 @@ class Catalogue:
         direct: bool = False,
         coding: Coding,
     ) -> None:
-        """Open or make the environment, which ``examine`` has passed. lmdb.Error or OSError if it cannot be;
-        IntegrityError if extent files and entries do not fit together after all.
+        """Open or create the environment. ``examine`` must have passed it.
+
+        Raises:
+            lmdb.Error: LMDB cannot open it.
+            OSError: A file cannot be opened.
+            IntegrityError: The entries do not match the extent files.
         """
         self._sizing = sizing
         self._coding = coding
         self._loss = LOSSES.index(LOSS_CLASSES[coding.on_disk])
         self.undeleted: list[PageKey] = []
-        """Records that tombstones name and that could not be deleted at open. They must not be served."""
-        self._change = 0  # of live_nbytes, by the transaction that is open
-        self._known = True  # whether live_nbytes is: a commit that fails may have come about
+        """Keys that tombstones name and that could not be deleted at opening. They must not be served."""
+        self._change = 0  # change of live_nbytes in the open transaction
+        self._known = True  # False if live_nbytes is uncertain because a failed commit may have happened
         self.live_nbytes = 0
         self._fingerprint = record_format.fingerprint_digest(fingerprint)
         self._files: ExtentFiles | None = None
@@ -134,7 +139,7 @@ class Catalogue:
         self._bury(directory)
 
     def _bury(self, directory: Path) -> None:
-        """Delete what an earlier process could only record as erased."""
+        """Delete the records that an earlier process could only mark as erased."""
         with self._env.begin() as txn:
             self.tombstones = Tombstones(directory, retired(txn.get(RETIRED_KEY, db=self._env.meta)))
         if self.tombstones.live:
@@ -153,21 +158,23 @@ class Catalogue:
         self.prepare_tombstones()
 
     def prepare_tombstones(self) -> None:
-        """Make their file while there is room, if it is missing."""
-        with suppress(OSError):  # it is tried again when there is room, or when it is needed
+        """Create the file of tombstones while there is disk space, if it is missing."""
+        with suppress(OSError):  # tried again when space is free, or when the file is needed
             self.tombstones.prepare()
 
     def bury(self, keys: Sequence[PageKey]) -> None:
-        """Delete these records, the last ones that tombstones may name, durably; the tombstones end with them.
+        """Delete these records durably. They are the last ones that tombstones name, so the tombstones are retired.
 
-        lmdb.Error or OSError: the tombstones stay.
+        Raises:
+            lmdb.Error: The records could not be deleted; the tombstones stay.
+            OSError: As for lmdb.Error.
         """
         each = self._sizing.erase_keys
         for start in range(0, len(keys), each):
             self.erase(keys[start : start + each])
         with self._env.begin(write=True) as txn:
             txn.put(RETIRED_KEY, stamp(self.tombstones.epoch), db=self._env.meta)
-        self.sync()  # the file is used again only after that
+        self.sync()  # the file may be reused only after this
         self.tombstones.retire()
 
     def _set_up_inline(self, page_nbytes: int) -> None:
@@ -203,15 +210,16 @@ class Catalogue:
         )
 
     def room(self) -> int:
-        """How many pages ``store`` may be given now, whatever they are encoded to."""
+        """Return how many pages ``store`` accepts now, whatever size they are encoded to."""
         if not self._known:
             self.live_nbytes, self._known = self._sum(), True
         return max(0, self._sizing.most_nbytes - self.live_nbytes) // self._sizing.record_nbytes
 
     def store(self, pages: Sequence[Page]) -> list[int | None]:
-        """Write the pages in one transaction: they are there when it returns, none of them if it raises.
+        """Write the pages in one transaction. All of them are readable on return; none is if this raises.
 
-        What each record takes on disk; None for a page that is not there since there was no place for it.
+        Returns:
+            The bytes on disk of each record, or None for a page that found no free slot and was not stored.
         """
         written = self._records.write(pages)
         sizes: list[int | None] = []
@@ -228,7 +236,7 @@ class Catalogue:
         return sizes
 
     def erase(self, keys: Sequence[PageKey]) -> None:
-        """Remove the records in one transaction; missing ones are no error."""
+        """Remove the records in one transaction. Missing records are ignored."""
         with self._changing() as txn:
             for key in keys:
                 self._replace(txn, key)
@@ -236,47 +244,47 @@ class Catalogue:
                 self._records.erased(txn, key)
 
     def has(self, key: PageKey) -> bool:
-        """Whether there is a record of the page."""
+        """Return whether the page has a record."""
         return self._env.entry(key) is not None
 
     def in_doubt(self, key: PageKey) -> bool:
-        """Whether a commit that failed has left a slot that is free only after another change of this record."""
+        """Return whether a failed commit left a slot that is freed only by another change of this record."""
         return self._records.in_doubt(key)
 
     def make_places(self, pages: Sequence[Page]) -> bool:
-        """Bring free blocks together after ``store`` had no place for these; whether that is worth another try."""
+        """Join free blocks after ``store`` found no slot for these pages. Returns whether a retry makes sense."""
         return self._records.make_places(len(pages))
 
     def turn(self) -> None:
-        """Commit a transaction that changes next to nothing.
+        """Commit a transaction that changes almost nothing.
 
-        Space freed by one transaction serves the next but one, so this makes the last erase's room usable; it also
-        tells whether the disk takes writes again.
+        LMDB reuses the space that a transaction freed only in the second transaction after it. This call makes the
+        space of the last erase usable, and shows whether the disk accepts writes again.
         """
         self._turns += 1
         with self._env.begin(write=True) as txn:
             txn.put(_TURN_KEY, self._turns.to_bytes(8, "little"), db=self._env.meta)
 
     def drop_dead_readers(self) -> int:
-        """Readers of other programs that were killed keep no room from now on; how many there were."""
+        """Release the reader slots of killed programs, which keep pages from being reused. Returns their number."""
         return self._env.reader_check()
 
     def readers(self) -> set[tuple[int, str, int]]:
-        """Open read transactions as (PID, thread, transaction): LMDB uses no page again that one of them may see."""
+        """Return open read transactions as (PID, thread, transaction). LMDB reuses no page that one of them may see."""
         rows = (line.split() for line in self._env.readers().splitlines())
         return {(int(row[0]), row[1], int(row[2])) for row in rows if row[0].isdigit() and row[-1].isdigit()}
 
     def check_room(self) -> None:
-        """OSError if the disk has no room for records worth a write."""
+        """Raise OSError if the disk has no space for another record."""
         require_free(self._env.path, self._sizing.record_nbytes)
 
     def sync(self) -> None:
-        """Make the last commits survive a loss of power."""
+        """Make the last commits survive a power failure."""
         self._env.sync(True)
 
     @property
     def in_panic(self) -> bool:
-        """Whether LMDB refuses every transaction until the environment is opened anew."""
+        """Return whether LMDB refuses all transactions until the environment is reopened (MDB_PANIC)."""
         try:
             with self._env.begin():
                 return False
@@ -286,16 +294,18 @@ class Catalogue:
             return False
 
     def reopen(self) -> None:
-        """Close the environment and open it anew; reads wait meanwhile. What a failed commit left is not known.
+        """Close and reopen the environment. Reads wait meanwhile. The outcome of a failed commit stays unknown.
 
-        lmdb.Error or OSError if it cannot be opened now.
+        Raises:
+            lmdb.Error: The environment cannot be opened now.
+            OSError: As for lmdb.Error.
         """
         self._env.reopen(_REOPEN_S)
         self._known = False
         self.num_records = self._count()
 
     def close(self) -> None:
-        """No call may be running, and none may follow."""
+        """Close the environment and the files. No call may be in progress or follow."""
         self.reader.close()
         self._records.close()
         self.tombstones.close()
@@ -303,7 +313,7 @@ class Catalogue:
 
     @contextmanager
     def _changing(self) -> Iterator[lmdb.Transaction[memoryview]]:
-        """A write transaction, and word of its end to the records."""
+        """Open a write transaction, and tell the records how it ended."""
         self._change = 0
         try:
             with self._env.begin(write=True, buffers=True) as txn:
@@ -320,7 +330,7 @@ class Catalogue:
         self.num_records = self._count()
 
     def _replace(self, txn: lmdb.Transaction[memoryview], key: PageKey) -> None:
-        """Tell the records, and the sum, of an entry that the transaction replaces or removes."""
+        """Tell the records, and the sum of bytes, that the transaction replaces or removes an entry."""
         found = txn.get(key, db=self._env.catalogue)
         old = None if found is None else bytes(found)
         self._records.replaced(key, old)
@@ -331,7 +341,7 @@ class Catalogue:
         return sum(int(costs.sum()) for _, costs in self.locations())
 
     def locations(self) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.uint64]]]:
-        """LOCATION and NBYTES of all entries, as they are found, some at a time."""
+        """Yield LOCATION and NBYTES of all entries in chunks, in the order of the tree."""
         with self._env.begin() as txn:
             values = txn.cursor(db=self._env.catalogue).iternext(keys=False, values=True)
             while chunk := b"".join(itertools.islice(values, _CHUNK)):
@@ -339,18 +349,18 @@ class Catalogue:
                 yield _numbers(rows[:, LOCATION]), _numbers(rows[:, NBYTES])
 
     def find(self, wanted: Callable[[bytes], bool]) -> list[tuple[PageKey, bytes]]:
-        """The entries that are, in key order."""
+        """Return the entries for which ``wanted`` is true, in key order."""
         with self._env.begin() as txn:
             return [(PageKey(key), raw) for key, raw in txn.cursor(db=self._env.catalogue) if wanted(raw)]
 
     def find_keys(self, wanted: Callable[[bytes], bool]) -> list[PageKey]:
-        """The keys that are, in their order."""
+        """Return the keys for which ``wanted`` is true, in order."""
         with self._env.begin() as txn:
             keys = txn.cursor(db=self._env.catalogue).iternext(keys=True, values=False)
             return [PageKey(key) for key in keys if wanted(key)]
 
     def move(self, places: Mapping[PageKey, Place]) -> None:
-        """Name other slots of the same length for these in one transaction. IntegrityError for a damaged entry."""
+        """Assign new slots of the same length to these pages, in one transaction. IntegrityError for a damaged entry."""
         with self._changing() as txn:
             for key, place in places.items():
                 found = txn.get(key, db=self._env.catalogue)
@@ -367,7 +377,7 @@ class Catalogue:
 
 
 def is_full(error: lmdb.Error | OSError) -> bool:
-    """Whether the disk, or a quota or a limit on it, has no room for what was to be written."""
+    """Return whether the error means that the disk, a quota or a limit leaves no space for the write."""
     if isinstance(error, OSError):
         return error.errno in FULL
     return isinstance(error, lmdb.DiskError) or (type(error) is lmdb.Error and error.code in FULL)

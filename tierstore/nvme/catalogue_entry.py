@@ -1,4 +1,4 @@
-"""One record of the catalogue: fixed size, with a checksum of its own. Imports no numpy: the checking child uses it."""
+"""One entry of the catalogue: fixed size, with its own checksum. Without numpy, because the checking child imports it."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ MAX_DBS = 4
 
 ENTRY_NBYTES = 88
 BODY_NBYTES = 80
-"""The rest of an entry is its checksum, over key and body."""
+"""Length of an entry's body. The rest of an entry is a checksum over key and body."""
 
 LOCATION = slice(64, 72)
-"""Bytes of an entry: extent << 32 | block, little endian; 0 for a record that LMDB keeps."""
+"""Where an entry holds extent << 32 | block, little endian; 0 for a record in LMDB."""
 
 NBYTES = slice(40, 48)
-"""Bytes of an entry: its ``nbytes``, little endian."""
+"""Where an entry holds ``nbytes``, little endian."""
 
 STORED_NBYTES = slice(48, 56)
-"""Bytes of an entry: its ``stored_nbytes``, little endian."""
+"""Where an entry holds ``stored_nbytes``, little endian."""
 
 PAGE_NUMBER = slice(56, 64)
-"""Bytes of an entry: its ``page_number``, little endian. Versions up to decision 026 read records there."""
+"""Where an entry holds ``page_number``, little endian. Versions before decision 026 read records there."""
 
 CATALOGUE_SHARE = 1024
-"""In an entry's ``nbytes``: leaf and branch bytes of one record in both trees, at their lowest fill of a quarter."""
+"""Share of ``nbytes`` for the leaf and branch bytes of one record in both trees, at LMDB's minimum fill of a quarter.
+"""
 
 LOSS = 37
-"""Byte of an entry: its ``loss``."""
+"""Index of an entry's ``loss`` byte."""
 
 LOSSES = ("", "exact", "fp8", "int8", "k8v4", "int4", "int4-64")
-"""Classes of loss by their numbers, which are never given to another. 0: the entry is older than this field."""
+"""Loss classes by number. A number is never reused. 0: the entry is older than this field."""
 
 _BODY = struct.Struct("<36sBB2xQQQIIQ")
 _NO_PARENT = bytes(36)
@@ -53,10 +54,15 @@ _NO_PARENT = bytes(36)
 class Entry(NamedTuple):
     """Where and how one page is stored.
 
-    ``nbytes`` is what the record costs on disk, ``stored_nbytes`` its payload. In an extent file: its number (from 1)
-    and the slot's first 4 KiB block there, else 0. ``generation``: what the record's head repeats. ``loss``: of the
-    keys' namespace, see LOSSES. ``page_number``: where LMDB keeps the record in data.mdb, as versions up to decision
-    026 noted it, else 0; nothing is read there.
+    Attributes:
+        nbytes: What the record costs on disk.
+        stored_nbytes: Length of its payload.
+        extent: Number of its extent file, from 1; 0 for a record in LMDB.
+        block: First 4 KiB block of its slot in that file, else 0.
+        generation: The same value as in the record's head.
+        loss: Loss class of the keys' namespace, an index of LOSSES.
+        page_number: Where LMDB keeps the record in data.mdb, as noted by versions before decision 026, else 0. Never
+            read.
     """
 
     parent: PageKey | None
@@ -70,12 +76,12 @@ class Entry(NamedTuple):
 
 
 def slot_blocks(nbytes: _Number) -> _Number:
-    """Blocks of the slot in an extent file whose record costs ``nbytes``, whatever the sizes of slots were then."""
+    """Return the blocks of a slot whose record costs ``nbytes``, independent of the slot sizes when it was written."""
     return (nbytes - CATALOGUE_SHARE) // 4096
 
 
 def pack(key: bytes, entry: Entry) -> bytes:
-    """``entry`` as it is stored under ``key``."""
+    """Encode ``entry`` for storage under ``key``."""
     body = _BODY.pack(
         entry.parent or _NO_PARENT,
         entry.parent is not None,
@@ -91,25 +97,25 @@ def pack(key: bytes, entry: Entry) -> bytes:
 
 
 def intact(key: bytes, raw: bytes) -> bool:
-    """Whether ``raw`` is what ``pack`` made for ``key``."""
+    """Return whether ``raw`` is an undamaged result of ``pack`` for ``key``."""
     return len(raw) == ENTRY_NBYTES and xxh3_64_digest(key + raw[:BODY_NBYTES]) == raw[BODY_NBYTES:]
 
 
 def summary(item: tuple[bytes, bytes]) -> tuple[PageKey, PageKey | None, int]:
-    """Key, parent and ``nbytes`` of an entry known to be intact: what an open needs, a million times."""
+    """Return key, parent and ``nbytes`` of an intact entry. Opening calls this once per record, so it must be fast."""
     key, raw = item
     nbytes = int.from_bytes(raw[NBYTES], "little")
     return PageKey(key), PageKey(raw[:36]) if raw[36] else None, nbytes
 
 
 def loss_class(item: tuple[bytes, bytes]) -> tuple[PageKey, str]:
-    """Key and class of loss of an entry known to be intact; "" where it says nothing that this version knows."""
+    """Return key and loss class of an intact entry; "" if the class is missing or unknown to this version."""
     key, raw = item
     return PageKey(key), LOSSES[raw[LOSS]] if raw[LOSS] < len(LOSSES) else ""
 
 
 def unpack(key: bytes, raw: bytes) -> Entry:
-    """The entry in ``raw``; IntegrityError unless it is intact."""
+    """Decode an entry. Raises IntegrityError if it is damaged."""
     if not intact(key, raw):
         raise IntegrityError("catalogue record differs from its checksum")
     parent, has_parent, loss, nbytes, stored_nbytes, page_number, block, extent, generation = (

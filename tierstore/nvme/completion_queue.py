@@ -1,4 +1,4 @@
-"""What became of submitted transfers, on its way from the I/O threads to whoever polls."""
+"""Results of submitted transfers, on their way from the I/O threads to the thread that polls."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from tierstore.types import Ack, Failure, Transfer
 
 Outcome = int | Failure
-"""Of a page: the bytes that it takes where it arrived, or why it did not."""
+"""Result of one page: its bytes at the destination, or why it failed."""
 
 
 class Job:
-    """One transfer and its pages while it is worked on. Not thread-safe: its room's lock guards it.
+    """One transfer and the state of its pages. Not thread-safe: guarded by the lock of the queue that holds it.
 
-    Pages that take too long may be left to an ack of their own, so that nobody waits for them.
+    Pages that take too long can be split off into a second ack, so that nobody waits for them.
     """
 
     __slots__ = ("_acked", "_late", "_left", "_outcomes", "_spent", "next", "pages", "transfer")
@@ -34,35 +34,35 @@ class Job:
         self._spent = 0.0
 
     def spent(self, seconds: float) -> None:
-        """Its share of the time in which pages were worked on, its own and others' at once.
+        """Add to the transfer's share of the busy time, during which its own and other pages were processed.
 
-        Not the time that it waited behind others, which says nothing of the disk's rate.
+        Time spent queued does not count, because it says nothing about the disk's throughput.
         """
         self._spent += seconds
 
     def done(self, index: int, outcome: Outcome) -> bool:
-        """Note what became of page ``index``; whether an ack is due."""
+        """Record the result of page ``index``. Returns whether an ack is due."""
         self._outcomes[index] = outcome
         if index in self._late and not self._acked:
-            self._late.remove(index)  # late, but before the others
+            self._late.remove(index)  # it was late, but ended before the others
             return False
         self._left -= 1
         return self._left == 0
 
     def late(self, index: int) -> bool:
-        """Page ``index`` is still worked on, and nobody is to wait for it; whether an ack is due: of the others."""
+        """Mark page ``index`` as late: still in progress, but not waited for. Returns whether an ack of the others is
+        due.
+        """
         self._late.append(index)
         self._left -= 1
         return self._left == 0
 
     def ack(self) -> Ack:
-        """The ack that is due: of all pages but the late ones, or then of these."""
+        """Return the ack that is due: for all pages except late ones, or afterwards for the late ones."""
         late = sorted(self._late)
         places: Sequence[int]
         seconds = 0.0
-        if (
-            self._acked
-        ):  # the late pages, which are the transfer now; how long they took tells nothing of the disk's rate
+        if self._acked:  # the late pages; their duration says nothing about the disk's throughput
             pages, places, late = late, range(len(late)), []
         else:
             seconds = self._spent
@@ -85,38 +85,38 @@ class Job:
 
 
 class Shares:
-    """The time in which anything is worked on, each moment of it shared among all that is worked on then.
+    """Divides busy time among everything that is in progress at each moment.
 
-    So what is done side by side takes no longer together than the clock says. Not thread-safe.
+    The shares of concurrent work add up to the elapsed time. Not thread-safe.
     """
 
     def __init__(self) -> None:
         self._number = 0
         self._at = 0.0
         self._each = 0.0
-        """What one that was worked on ever since would have by now."""
+        """The share of a page that has been in progress since the start."""
 
     def begin(self, now: float) -> float:
-        """One more is worked on; for its ``end``."""
+        """Count one more piece of work. Pass the result to ``end``."""
         self._advance(now)
         self._number += 1
         return self._each
 
     def end(self, begun: float, now: float) -> float:
-        """It is worked on no more; its share, in seconds."""
+        """Count one piece of work less and return its share in seconds."""
         self._advance(now)
         self._number -= 1
         return self._each - begun
 
     def _advance(self, now: float) -> None:
-        """A thread may come with a time from before another's."""
+        """Advance the clock. A thread may bring a time that is earlier than another thread's."""
         if self._number and now > self._at:
             self._each += (now - self._at) / self._number
         self._at = max(self._at, now)
 
 
 class Outbox:
-    """Acks nobody has polled yet, and the counters of the I/O threads. Any thread."""
+    """Acks that were not polled yet, and the counters of the I/O threads. Thread-safe."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -125,21 +125,21 @@ class Outbox:
         self._counts: Counter[str] = Counter()
 
     def add(self, ack: Ack) -> None:
-        """Queue ``ack``, then call ``wake`` with no lock held. I/O threads only."""
+        """Queue ``ack``, then call ``wake`` with no lock held. For I/O threads only."""
         self.add_quietly(ack)
         self._wake()
 
     def wake(self) -> None:
-        """Say that acks were queued quietly. I/O threads only, with no lock held."""
+        """Announce acks that were queued quietly. For I/O threads only, with no lock held."""
         self._wake()
 
     def add_quietly(self, ack: Ack) -> None:
-        """Queue ``ack`` with a lock held, or from a submitting thread, which may hold one that ``wake`` takes."""
+        """Queue ``ack`` without waking: the caller holds a lock, or submits and may hold a lock that ``wake`` takes."""
         with self._lock:
             self._acks.append(ack)
 
     def take(self) -> list[Ack]:
-        """All acks since the last call, oldest first."""
+        """Return all acks since the last call, oldest first."""
         with self._lock:
             acks, self._acks = self._acks, []
             return acks
@@ -150,12 +150,12 @@ class Outbox:
             self._counts[name] += amount
 
     def counts(self) -> dict[str, int]:
-        """A copy of the counters; a missing one reads as absent."""
+        """Return a copy of the counters. A counter that was never used is missing."""
         with self._lock:
             return dict(self._counts)
 
 
 def failed(transfer: Transfer, failure: Failure) -> Ack:
-    """The ack of a transfer of which no page arrived."""
+    """Return the ack of a transfer whose pages all failed."""
     failures = tuple((index, failure) for index in range(len(transfer.keys)))
     return Ack(transfer_id=transfer.id, ok=not failures, num_ready=0, nbytes=0, failures=failures)

@@ -1,6 +1,6 @@
-"""Files read and written past the page cache (O_DIRECT): what that asks of buffers, and whether a disk takes it.
+"""Direct I/O (O_DIRECT) past the page cache: its alignment rules, and a test whether a disk supports it.
 
-Also how a file gets its room on the disk before it is written.
+Also how a file gets its disk space before it is written.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ BLOCK = 4096
 
 
 def padded(nbytes: int) -> int:
-    """``nbytes`` rounded up to whole blocks."""
+    """Round ``nbytes`` up to whole blocks."""
     return -(-nbytes // BLOCK) * BLOCK
 
 
 def aligned(nbytes: int) -> NDArray[np.uint8]:
-    """A zeroed flat buffer on a block boundary, of whole blocks. Untouched memory costs nothing; see ``buffer``."""
+    """Return a zeroed, flat, block-aligned buffer of whole blocks. Memory is committed only when touched."""
     return buffer(max(BLOCK, padded(nbytes)))
 
 
 def is_aligned(buffer: NDArray[np.uint8]) -> bool:
-    """Whether a direct transfer may use ``buffer`` as it is."""
+    """Return whether a direct transfer can use ``buffer`` as it is."""
     return buffer.nbytes % BLOCK == 0 and _address(buffer) % BLOCK == 0
 
 
 def _address(buffer: NDArray[np.uint8]) -> int:
-    # Asked twice for every page read: numpy's own answer takes six times as long, and is needed for read-only buffers.
+    # Called twice per page read. numpy's own method is six times slower, and needed only for read-only buffers.
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(buffer.data))
     except (TypeError, ValueError):
@@ -45,7 +45,7 @@ def _address(buffer: NDArray[np.uint8]) -> int:
 
 
 def set_direct(fd: int) -> None:
-    """Make transfers of ``fd`` direct. OSError where the filesystem has no such thing."""
+    """Switch ``fd`` to direct transfers. Raises OSError if the file system does not support them."""
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
 
 
@@ -86,10 +86,12 @@ def _write_zeros(fd: int, start: int, end: int) -> None:
 
 
 def works(directory: Path) -> bool:
-    """Self-test: two blocks written and read back directly in ``directory``, in a file that is gone afterwards.
+    """Return whether direct I/O works in ``directory``: write two blocks and read them back in a temporary file.
 
-    On a disk without room for that, one block of the data file read directly. False for any refusal and for bytes that
-    differ. OSError if no file can be made there at all.
+    If the disk is full, one block of the data file is read directly instead. Any refusal or differing byte gives False.
+
+    Raises:
+        OSError: No file can be created there.
     """
     try:
         fd = probe_file(directory)
@@ -106,7 +108,7 @@ def works(directory: Path) -> bool:
 
 
 def _reads(path: Path) -> bool:
-    """Whether the file's first block is the same when it is read directly."""
+    """Return whether a direct read of the file's first block gives the same bytes as a normal read."""
     found = aligned(BLOCK)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -121,9 +123,10 @@ def _reads(path: Path) -> bool:
 
 
 def round_trip(fd: int) -> bool:
-    """Whether the empty file ``fd`` gives back two blocks that were written to it directly, in two pieces each.
+    """Return whether two blocks written directly to the empty file ``fd``, in two pieces each, read back unchanged.
 
-    OSError if it refuses to.
+    Raises:
+        OSError: The file system refuses direct transfers.
     """
     written, found = aligned(2 * BLOCK), aligned(2 * BLOCK)
     written[:] = np.frombuffer(os.urandom(2 * BLOCK), dtype=np.uint8)
@@ -134,7 +137,7 @@ def round_trip(fd: int) -> bool:
 
 
 def probe_file(directory: Path) -> int:
-    """A new empty file in ``directory``, open and without a name."""
+    """Create and open a new, unnamed, empty file in ``directory``."""
     path = directory / PROBE_FILE
     fd = fresh_file(path)
     path.unlink()

@@ -1,15 +1,15 @@
-"""The tier's directory on disk: names of files, markers, a sub-directory per (fingerprint, shard), what may be deleted.
+"""Layout of the tier's home directory: file names, markers, one sub-directory per (fingerprint, shard).
 
-    home/                      0700; never written to unless it was empty or is one of ours
-      tierstore-home.json      the marker
-      <fingerprint>-<shard>.lock
-      <fingerprint>-<shard>/   one LMDB environment, extent files if pages are kept there, and a marker that describes
-                               the model and says which of the two it is
-      <fingerprint>-<shard>.damaged-<n>/   set aside at an open that found it broken; only purge touches it
-      *.damaged-<n>            a marker or a lock file that could not be used
+    home/                      0700; written only if it was empty or is one of ours
+    tierstore-home.json      the marker
+    <fingerprint>-<shard>.lock
+    <fingerprint>-<shard>/   an LMDB environment, extent files if pages are kept there, and a marker that describes
+    the model and says which of the two it is
+    <fingerprint>-<shard>.damaged-<n>/   set aside because it was found damaged; only purge deletes it
+    *.damaged-<n>            a marker or a lock file that could not be used
 
-Files that TierStore does not know are left alone everywhere. Standard library only: the process that examines a
-directory before it is opened imports this module.
+Files that TierStore does not know are never touched. Standard library only, because the process that examines a
+directory before opening imports this module.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PROBE_FILE = "direct.probe"
 TOMBSTONES_FILE = "erased.bin"
 HOME_VERSION = 1
 FORMAT_VERSION = 2
-"""Of a sub-directory: 1 had catalogue records without a place in extent files."""
+"""Version of a sub-directory. Version 1 had catalogue records without a place in extent files."""
 
 _OUR_FILES = (
     DATA_FILE,
@@ -51,7 +51,7 @@ _OUR_FILES = (
     TOMBSTONES_FILE + ".new",
 )
 _EXTENT_NAME = re.compile(r"extent-(?P<number>(?!0{5})\d{5}|[1-9]\d{5,8})\.bin")
-"""Names that ``extent_path`` makes, of numbers that an entry can hold."""
+"""Names that ``extent_path`` makes, with numbers that an entry can hold."""
 _SHARD_NAME = re.compile(
     r"(?P<fingerprint>[0-9A-Za-z_]{1,128})-(?P<shard>\d{1,5})(?P<damaged>\.damaged-\d+)?"
 )
@@ -60,16 +60,19 @@ _BUSY_S = 10.0
 _LONGEST_MARKER = 1 << 20
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""What a system call says when there is no room for what it is to write."""
+"""errno values of a system call that fails for lack of disk space."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardMarker:
-    """What a sub-directory says of itself; ``description`` is the caller's, for people.
+    """The marker of a sub-directory.
 
-    ``key_scheme``: how its pages' keys were made. A marker without one is older than this field. ``payload``: where
-    page bytes are, "lmdb" or "extents". ``codec``: how pages were encoded at the last opening; records of any are read.
-    ``readers``: how many threads read this disk best; 0: it was never asked.
+    Attributes:
+        key_scheme: How the keys of its pages were made. Markers older than this field have the default.
+        codec: How pages were encoded at the last opening. Records of any codec are read.
+        description: Free text of the caller, for people.
+        payload: Where page bytes are, "lmdb" or "extents".
+        readers: Number of threads that read this disk best; 0 if it was not measured.
     """
 
     fingerprint: str
@@ -87,8 +90,11 @@ class ShardMarker:
 def claim(path: Path) -> Path:
     """Make ``path`` a home, or check that it is one, and return it resolved.
 
-    Only a missing or empty directory becomes a home, or one whose making was cut short. A home whose marker is damaged
-    or missing gets a new one, with one warning. ConfigError for anything else, which is left as it was.
+    Only a missing or an empty directory becomes a home, or one that was being made when a process died. A missing or
+    damaged marker of a home is replaced, with one warning.
+
+    Raises:
+        ConfigError: The directory holds other files, or cannot be used. It is left unchanged.
     """
     try:
         home = path.expanduser().resolve()
@@ -107,7 +113,7 @@ def claim(path: Path) -> Path:
 
 
 def require_home(home: Path) -> None:
-    """ConfigError unless ``home`` is a home. Changes nothing; a damaged marker is only warned of."""
+    """Raise ConfigError unless ``home`` is a home. Changes nothing; for a damaged marker it only warns."""
     if not home.exists():
         raise ConfigError(f"nvme.path is {home}, which does not exist; name a directory that TierStore made")
     try:
@@ -123,11 +129,13 @@ def require_home(home: Path) -> None:
 
 
 def _marker_fault(home: Path) -> str | None:
-    """What is wrong with the marker of a directory that is a home of ours all the same, or None.
+    """Return what is wrong with the marker of a home, or None.
 
-    ConfigError for a directory that is not ours, or a home of a newer version. A directory is ours if its marker says
-    so, or if one of its sub-directories has a marker that fits its name, or if a damaged marker is there and nothing
-    else that has not a name of ours.
+    A directory is ours if its marker says so, if a sub-directory has a marker that fits its name, or if it has a
+    damaged marker and otherwise only files with names of ours.
+
+    Raises:
+        ConfigError: The directory is not ours, or a home of a newer version.
     """
     try:
         found = read_json(home / HOME_MARKER)
@@ -155,7 +163,7 @@ def _marker_fault(home: Path) -> str | None:
 
 
 def _has_own_shard(home: Path) -> bool:
-    """Whether a sub-directory has a marker of ours that names it."""
+    """Return whether a sub-directory has a marker of ours that matches its name."""
     for directory, fingerprint, _ in shard_directories(home):
         marker = read_marker(directory)
         if marker is not None and marker.fingerprint == fingerprint:
@@ -164,7 +172,7 @@ def _has_own_shard(home: Path) -> bool:
 
 
 def _all_ours(home: Path) -> bool:
-    """Whether everything beside the marker is an empty sub-directory or a file with a name of ours."""
+    """Return whether everything except the marker is an empty sub-directory or a file with a name of ours."""
     names = (HOME_MARKER, _on_its_way(home / HOME_MARKER).name)
     for path in home.iterdir():
         if path.is_dir() and not path.is_symlink() and path.name != HOME_MARKER:
@@ -176,7 +184,7 @@ def _all_ours(home: Path) -> bool:
 
 
 def _mend_marker(home: Path, fault: str) -> None:
-    """Write the home's marker anew and keep the damaged one aside. Without room for it, the home is used as it is."""
+    """Replace the home's damaged marker and keep the old one. If the disk is full, the home is used as it is."""
     marker = home / HOME_MARKER
     try:
         aside = move_aside(marker) if os.path.lexists(marker) else None
@@ -199,7 +207,7 @@ def _write_home_marker(home: Path) -> None:
 
 
 def shard_name(fingerprint: str, shard: int) -> str:
-    """Name of the sub-directory. ConfigError for a fingerprint that is no plain name."""
+    """Return the name of a sub-directory. Raises ConfigError if the fingerprint contains other characters."""
     name = f"{fingerprint}-{shard}"
     match = _SHARD_NAME.fullmatch(name)
     if match is None or match["damaged"]:
@@ -211,7 +219,7 @@ def shard_name(fingerprint: str, shard: int) -> str:
 
 
 def shard_directories(home: Path) -> Iterator[tuple[Path, str, bool]]:
-    """Every sub-directory of ours: path, fingerprint, whether it was set aside as damaged. Sorted by name."""
+    """Yield path, fingerprint and "set aside as damaged" of every sub-directory of ours, sorted by name."""
     for path in sorted(home.iterdir()):
         match = _SHARD_NAME.fullmatch(path.name)
         if match and path.is_dir() and not path.is_symlink():
@@ -219,7 +227,7 @@ def shard_directories(home: Path) -> Iterator[tuple[Path, str, bool]]:
 
 
 def others(directory: Path) -> list[dict[str, object]]:
-    """Name, bytes on disk and whether it is damaged, of every sub-directory beside this one; none if it cannot look."""
+    """Return name, bytes on disk and damage flag of the other sub-directories; empty if they cannot be listed."""
     try:
         return [
             {"name": path.name, "nbytes": disk_nbytes(path), "damaged": damaged}
@@ -231,12 +239,12 @@ def others(directory: Path) -> list[dict[str, object]]:
 
 
 def extent_path(directory: Path, number: int) -> Path:
-    """The extent file of that number, from 1."""
+    """Return the path of an extent file. Numbers begin at 1."""
     return directory / f"extent-{number:05}.bin"
 
 
 def extent_sizes(directory: Path) -> dict[int, int]:
-    """Number and length in bytes of every extent file, by number."""
+    """Return the length in bytes of every extent file, by number."""
     found = {}
     for path in directory.iterdir():
         match = _EXTENT_NAME.fullmatch(path.name)
@@ -246,13 +254,13 @@ def extent_sizes(directory: Path) -> dict[int, int]:
 
 
 def remove_extents(directory: Path) -> None:
-    """Delete every extent file. The caller holds the lock, and no catalogue names them."""
+    """Delete all extent files. The caller holds the lock, and no catalogue names them."""
     for number in extent_sizes(directory):
         extent_path(directory, number).unlink(missing_ok=True)
 
 
 def read_marker(directory: Path) -> ShardMarker | None:
-    """The sub-directory's marker, or None if it has none that can be read."""
+    """Read the sub-directory's marker. None if it is missing or unreadable."""
     try:
         return ShardMarker(**read_json(directory / SHARD_MARKER))
     except (OSError, ValueError, TypeError):
@@ -260,7 +268,12 @@ def read_marker(directory: Path) -> ShardMarker | None:
 
 
 def read_json(path: Path) -> Any:
-    """What ``write_json`` wrote. OSError or ValueError if it cannot be read or is damaged. Never waits for a FIFO."""
+    """Read what ``write_json`` wrote. Never blocks on a FIFO.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is damaged.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -275,7 +288,7 @@ def read_json(path: Path) -> Any:
 
 
 def odd_kind(path: Path) -> str | None:
-    """What is at ``path`` if it is neither missing nor a regular file: "a FIFO" and the like. Opens nothing."""
+    """Return "a FIFO" or similar if ``path`` is neither missing nor a regular file, else None. Opens nothing."""
     try:
         mode = path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -284,8 +297,9 @@ def odd_kind(path: Path) -> str | None:
 
 
 def unreadable(path: Path) -> str | None:
-    """Why the regular file at ``path`` cannot be opened for reading and writing, or None. Opens and closes it: not for
-    LMDB's files while an environment is open, whose locks would go.
+    """Return why the regular file at ``path`` cannot be opened for reading and writing, or None.
+
+    Opens and closes the file. Do not call it for LMDB's files while an environment is open: closing drops LMDB's locks.
     """
     try:
         os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW))
@@ -296,14 +310,14 @@ def unreadable(path: Path) -> str | None:
 
 
 def fresh_file(path: Path, flags: int = os.O_RDWR) -> int:
-    """A new empty file of the owner's at ``path``, open; a leftover of that name is removed first. OSError."""
+    """Create and open an empty file that only the owner can read, after removing a leftover. Raises OSError."""
     with suppress(FileNotFoundError):
         remove_leftover(path)
     return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
 
 def remove_leftover(path: Path) -> None:
-    """Delete a file, link, FIFO or empty directory. OSError if it cannot be, FileNotFoundError if it is not there."""
+    """Delete a file, link, FIFO or empty directory. Raises OSError, and FileNotFoundError if it is missing."""
     try:
         path.unlink()
     except IsADirectoryError:
@@ -311,17 +325,17 @@ def remove_leftover(path: Path) -> None:
 
 
 def write_marker(directory: Path, marker: ShardMarker) -> None:
-    """Replace the sub-directory's marker in one step."""
+    """Replace the sub-directory's marker atomically."""
     write_json(directory / SHARD_MARKER, asdict(marker))
 
 
 def set_aside(directory: Path) -> Path:
-    """Rename a broken sub-directory out of the way and return its new path. The caller holds its lock."""
+    """Rename a damaged sub-directory, whose lock the caller holds, and return its new path."""
     return move_aside(directory)
 
 
 def move_aside(path: Path) -> Path:
-    """Rename what is at ``path`` to a name with ``.damaged-`` and a number, which is returned."""
+    """Rename ``path`` to a free name with ``.damaged-<n>`` and return that."""
     number = 1
     while os.path.lexists(target := path.with_name(f"{path.name}.damaged-{number}")):
         number += 1
@@ -330,8 +344,8 @@ def move_aside(path: Path) -> Path:
 
 
 def remove(directory: Path) -> bool:
-    """Delete our files in a sub-directory, and the directory if nothing else is in it. The caller holds its lock."""
-    # The catalogue first: what is cut short here has no entries without bytes. The marker last: it says what this is.
+    """Delete our files in a sub-directory, whose lock the caller holds. Returns whether the directory is gone too."""
+    # The catalogue first, so that an interruption leaves no entries without bytes. The marker last: it names our files.
     names = sorted(path.name for path in directory.iterdir() if _is_ours(path.name))
     for name in sorted(names, key=lambda name: (name == SHARD_MARKER, name != DATA_FILE)):
         try:
@@ -346,7 +360,7 @@ def remove(directory: Path) -> bool:
 
 
 def disk_nbytes(directory: Path) -> int:
-    """Bytes the sub-directory takes on disk, itself included (allocated blocks, not file lengths)."""
+    """Return the allocated bytes of the sub-directory and its files on disk."""
     total = 0
     try:
         ours = [path for path in directory.iterdir() if _is_ours(path.name)]
@@ -361,7 +375,7 @@ def disk_nbytes(directory: Path) -> int:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replace ``path`` by ``value`` as JSON, mode 0600, whole or not at all."""
+    """Replace ``path`` by ``value`` as JSON with mode 0600, atomically."""
     temporary = _on_its_way(path)
     fd = fresh_file(temporary, os.O_WRONLY)
     try:
@@ -377,7 +391,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def odd_files(directory: Path) -> dict[str, str]:
-    """What stands under names of ours in a sub-directory and is no file that can be used, by name."""
+    """Return, by name, what stands in the place of our files in a sub-directory and is unusable."""
     names = sorted(path.name for path in directory.iterdir())
     # Not the tombstones: an odd file in their place counts as one that names every page.
     ours = [n for n in names if _is_ours(n) and n != TOMBSTONES_FILE and _DAMAGED.search(n) is None]
@@ -391,7 +405,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _on_its_way(path: Path) -> Path:
-    """What ``write_json`` writes first, and a kill or a full disk may leave behind."""
+    """Return the temporary path of ``write_json``, which a killed process or a full disk may leave behind."""
     return path.with_name(path.name + ".new")
 
 
@@ -407,7 +421,7 @@ _ODD_KINDS = (
 
 @contextmanager
 def alone(home: Path) -> Iterator[None]:
-    """One process at a time between looking for the marker and writing it."""
+    """Exclude other processes from the time between looking for the marker and writing it."""
     fd = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         deadline = time.monotonic() + _BUSY_S

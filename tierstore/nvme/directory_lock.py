@@ -1,6 +1,6 @@
-"""The lock of a tier's sub-directory: which process has it open, and how to look at it without taking it.
+"""The lock of a sub-directory: which process has it open, and how to look without taking it.
 
-The lock is an flock that one open tier holds, with its PID in the file: a killed holder leaves nothing stale.
+The lock is an flock held by one open tier, with the PID in the file. A killed process leaves no stale lock.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _log = logging.getLogger("tierstore.nvme.home")
 
 
 def lock_path(directory: Path) -> Path:
-    """The lock file of a sub-directory."""
+    """Return the path of a sub-directory's lock file."""
     return directory.with_name(directory.name + ".lock")
 
 
 def clear_odd_lock(directory: Path) -> None:
-    """Rename what stands in the place of a sub-directory's lock file and is no regular file, with one warning. OSError.
+    """Rename whatever stands in the place of a lock file and is not a regular file, with one warning. Raises OSError.
 
-    Nobody holds such a thing as a lock.
+    Nobody can hold such a thing as a lock.
     """
     path = lock_path(directory)
     if odd_kind(path) is None:
@@ -41,15 +41,15 @@ def clear_odd_lock(directory: Path) -> None:
 
 
 _NO_LOCK = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EINVAL)
-"""Errors of an open that say that something else than a file is in the place of the lock."""
+"""Errors of an open call which show that something other than a file is in the lock's place."""
 
-_GLANCE_S = 0.5  # who only looks is soon gone; an open beside it must not take that for a user
+_GLANCE_S = 0.5  # somebody who only looks is soon gone, and must not be taken for a user
 
 _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
 class FileLock:
-    """An exclusive lock until ``release`` or the end of the process; two in one process exclude each other."""
+    """An exclusive lock, held until ``release`` or the end of the process. It also excludes within one process."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self._path = path
@@ -57,9 +57,13 @@ class FileLock:
 
     @classmethod
     def acquire(cls, path: Path) -> FileLock | int | None:
-        """The lock on ``path`` (made if missing), or the PID of who holds it, or None if it does not say.
+        """Lock ``path``, creating the file if needed. Returns the PID of the holder, or None if unknown, when it is
+        taken.
 
-        Waits half a second at most, for one who only looks. OSError if the file cannot be opened.
+        Waits up to half a second for a process that only looks.
+
+        Raises:
+            OSError: The file cannot be opened.
         """
         deadline = time.monotonic() + _GLANCE_S
         while True:
@@ -79,9 +83,9 @@ class FileLock:
                 raise
             if _same_file(fd, path):
                 break
-            os.close(fd)  # unlinked between open and flock: that lock would exclude nobody
+            os.close(fd)  # unlinked between open and flock: locking it would exclude nobody
         text = f"{os.getpid()}\n".encode()
-        with suppress(OSError):  # a full disk has no room for the PID; the lock is held all the same
+        with suppress(OSError):  # a full disk may have no space for the PID; the lock is held anyway
             os.pwrite(fd, text, 0)
             os.ftruncate(fd, len(text))
         lock = cls(path, fd)
@@ -89,11 +93,11 @@ class FileLock:
         return lock
 
     def remove(self) -> None:
-        """Unlink the file while it is held."""
+        """Unlink the file while holding the lock."""
         self._path.unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Let it go; a second call does nothing."""
+        """Release the lock. Calling it again has no effect."""
         _held.discard(self)
         if self._fd >= 0:
             os.close(self._fd)
@@ -102,9 +106,9 @@ class FileLock:
 
 @contextmanager
 def lock_holder(path: Path) -> Iterator[int | None]:
-    """Look at a lock without taking it: give the holder's PID, 0 if the file does not say, or None if it is free.
+    """Look at a lock without taking it. Gives the holder's PID, 0 if it is unknown, or None if the lock is free.
 
-    A free lock stays free until the ``with`` ends. The file is neither changed nor made.
+    A free lock stays free until the context ends. The file is neither changed nor created.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -126,9 +130,10 @@ def lock_holder(path: Path) -> Iterator[int | None]:
 
 @contextmanager
 def locked_to_read(path: Path) -> Iterator[int | None]:
-    """Hold a lock in order to read what it guards: give None, or the PID of its holder, 0 if the file does not say.
+    """Hold a lock while reading what it guards. Gives None, or the PID of the present holder (0 if it is unknown).
 
-    Where the file cannot be written (a read-only medium or user, a full disk) it is only watched: ``lock_holder``.
+    If the file cannot be written (read-only medium or user, full disk), the lock is only watched, as in
+    ``lock_holder``.
     """
     try:
         lock = FileLock.acquire(path)
@@ -148,7 +153,7 @@ def locked_to_read(path: Path) -> Iterator[int | None]:
 
 
 def _require_file(fd: int) -> None:
-    """OSError unless it is a regular file: nobody locks anything else."""
+    """Raise OSError unless it is a regular file; nobody locks anything else."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise OSError(errno.EINVAL, "not a regular file")
 
@@ -168,7 +173,7 @@ def _same_file(fd: int, path: Path) -> bool:
 
 
 def _let_go_in_child() -> None:
-    # A forked child shares the lock; closing its descriptor keeps the child from holding it after the parent died.
+    # A forked child shares the lock. Closing its descriptor keeps it from holding the lock after the parent has died.
     for lock in list(_held):
         lock.release()
 

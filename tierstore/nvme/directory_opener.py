@@ -1,4 +1,4 @@
-"""Open one sub-directory of a home: lock it, see that it has room, have it examined, and start afresh after damage."""
+"""Open a sub-directory of a home: lock it, check disk space, have it examined, and start afresh after damage."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ from tierstore.nvme.page_codecs import Coding
 _log = logging.getLogger("tierstore.nvme.opening")
 
 DEFAULT_READERS = 2
-"""Where the disk was not asked."""
+"""Number of readers if the disk was not measured."""
 
-_LOCK_NBYTES = (
-    125 * 64
-)  # of LMDB's lock file: its places for readers. LMDB adds its header, in the same blocks
+_LOCK_NBYTES = 125 * 64  # of LMDB's lock file: its reader slots. LMDB adds its header, in the same blocks
 _MOST_LOCK_NBYTES = 64 << 10
 
 _BROKEN = (
@@ -47,9 +45,12 @@ _BROKEN = (
 
 
 class OpenShard(NamedTuple):
-    """A sub-directory held by ``lock``, and its environment. ``direct``: the self-test of O_DIRECT passed there.
+    """A sub-directory held by ``lock``, and its environment.
 
-    ``readers``: how many threads are to read. ``shortage``: why nothing can be written now, to be told; None: it can.
+    Attributes:
+        direct: Whether the self-test of O_DIRECT passed.
+        readers: How many threads should read.
+        shortage: Why nothing can be written now, or None.
     """
 
     directory: Path
@@ -70,13 +71,20 @@ def open_shard(
     readers: int | None,
     coding: Coding = Coding(),  # noqa: B008  it never changes
 ) -> OpenShard:
-    """Lock the marker's sub-directory of ``path``, see that it may be used, and open it.
+    """Lock the sub-directory of ``path`` that the marker names, check it, and open it.
 
-    ``payload``: "lmdb", "extents", or "auto", which keeps what is there and else decides by the capacity. A directory
-    that is damaged is set aside with one warning, and an empty one opened in its place. ConfigError if it cannot be
-    had; then nothing is held. A disk that others have filled is no reason to refuse a directory that holds records: it
-    is opened, and ``shortage`` says so. ``readers``: None for as many as the disk was found to need when the directory
-    was made. ``coding``: what the writer encodes pages with.
+    A damaged sub-directory is set aside with one warning, and an empty one is opened in its place. A full disk is no
+    reason to refuse a directory that holds records: it is opened, and ``shortage`` says so.
+
+    Args:
+        path: The home directory.
+        marker: Fingerprint, shard, capacity and codec of the tier.
+        payload: "lmdb", "extents", or "auto", which keeps what is there and else decides by the capacity.
+        readers: Threads that read; None for the number measured when the directory was made.
+        coding: How the writer encodes pages.
+
+    Raises:
+        ConfigError: The directory cannot be opened. Nothing is held then.
     """
     _sizing(marker, payload)
     name = directory_layout.shard_name(marker.fingerprint, marker.shard)
@@ -109,7 +117,7 @@ def open_shard(
 
 
 def _reason(error: OSError | lmdb.Error) -> str:
-    """Without the system's number and without the file, which the message names."""
+    """Return the error's text without the error number and the file, which the message names anyway."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
@@ -138,10 +146,14 @@ def _sizing(marker: directory_layout.ShardMarker, payload: str, catalogue_nbytes
 def _prepare(
     directory: Path, marker: directory_layout.ShardMarker, payload: str, *, ask: bool
 ) -> tuple[directory_layout.ShardMarker, Sizing, str | None]:
-    """Leave a directory that may be opened: examined, or made anew, with a marker of this opening; it, the sizes and
-    the disk's shortage of room, if there is one.
+    """Leave a directory that may be opened: examined or newly made, with the marker of this opening.
 
-    ``ask``: a new one's disk is asked how many readers it needs.
+    Args:
+        directory: The sub-directory, whose lock the caller holds.
+        ask: Benchmark the disk of a new directory to find the number of readers.
+
+    Returns:
+        The marker as written, the sizes, and the disk's shortage of space, if any.
     """
     _require_directory(directory)
     shortage = disk_space.shortage(directory, marker)
@@ -149,7 +161,7 @@ def _prepare(
     if fault is not None:
         _set_aside(directory, fault)
     directory.mkdir(mode=0o700, exist_ok=True)
-    directory.chmod(0o700)  # one that others could write to before, and none that belongs to somebody else
+    directory.chmod(0o700)  # ours, but others may have been able to write to it before
     _clear_odd_files(directory)
     old = (
         directory_layout.read_marker(directory) if (directory / directory_layout.DATA_FILE).exists() else None
@@ -174,7 +186,7 @@ def _prepare(
 
 
 def _require_directory(directory: Path) -> None:
-    """Set aside what stands in the place of the sub-directory. ConfigError for a link: it points elsewhere."""
+    """Set aside whatever stands in the place of the sub-directory. Raises ConfigError for a symbolic link."""
     if directory.is_symlink():
         raise ConfigError(
             f"nvme.path holds {directory}, which is a symbolic link; replace it by a directory, or remove it"
@@ -184,9 +196,9 @@ def _require_directory(directory: Path) -> None:
 
 
 def _clear_odd_files(directory: Path) -> None:
-    """Move what is no regular file out of the way of the files that have its name, with one warning.
+    """Move anything that is not a regular file away from our file names, with one warning.
 
-    Only those without a catalogue in them: else the whole directory was set aside.
+    Only if the directory has no catalogue; otherwise the whole directory was set aside.
     """
     moved = [
         f"{name} is {kind} and was renamed to {directory_layout.move_aside(directory / name).name}"
@@ -197,7 +209,7 @@ def _clear_odd_files(directory: Path) -> None:
 
 
 def _tell_of_lost_catalogue(directory: Path) -> None:
-    """Warn where an earlier opening has left a marker, but no catalogue that could hold a record."""
+    """Warn if an earlier opening left a marker, but no catalogue that could hold a record."""
     if has_records(directory) or not (directory / directory_layout.SHARD_MARKER).exists():
         return
     what = "has 0 bytes" if (directory / directory_layout.DATA_FILE).exists() else "is missing"
@@ -205,13 +217,13 @@ def _tell_of_lost_catalogue(directory: Path) -> None:
 
 
 def _reserve_lock_file(directory: Path) -> None:
-    """Have the disk set aside LMDB's lock file before LMDB maps it: on a full disk a hole in it ends in SIGBUS."""
+    """Allocate LMDB's lock file before LMDB maps it: on a full disk, a hole in it causes SIGBUS."""
     fd = os.open(
         directory / directory_layout.LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
     )
     try:
         length = min(max(_LOCK_NBYTES, os.fstat(fd).st_size), _MOST_LOCK_NBYTES)
-        direct_io.reserve(fd, mmap.PAGESIZE)  # all that the tier's own readers take
+        direct_io.reserve(fd, mmap.PAGESIZE)  # enough for the tier's own readers
         with suppress(OSError):
             direct_io.reserve(fd, length)
     except OSError as error:
@@ -222,7 +234,7 @@ def _reserve_lock_file(directory: Path) -> None:
 
 
 def _write_marker(directory: Path, marker: directory_layout.ShardMarker) -> None:
-    """Write the marker of this opening. Without room for it the last one stays, if it says where pages are."""
+    """Write the marker of this opening. If the disk is full, the last one stays, if it says where pages are."""
     try:
         directory_layout.write_marker(directory, marker)
     except OSError as error:
@@ -237,7 +249,7 @@ def _kind(
     payload: str,
     capacity: int,
 ) -> str:
-    """Where page bytes go from now on. What is there in the other kind is removed, with one warning, if asked for."""
+    """Choose where page bytes go from now on. Records of the other kind are removed, with one warning, on request."""
     if payload == "auto" and old is None:
         return "extents" if capacity >= EXTENTS_FROM else "lmdb"
     if payload == "auto" and old is not None:
@@ -254,7 +266,7 @@ def _kind(
 
 
 def _rates(directory: Path, capacity: int, page_nbytes: int) -> disk_probe.Rates | None:
-    """What the disk gives; None where it is not worth asking, or does no direct transfers."""
+    """Benchmark the disk. None if the capacity is too small to be worth it, or direct I/O does not work."""
     if capacity < EXTENTS_FROM:
         return None
     try:
@@ -272,7 +284,7 @@ def _rates(directory: Path, capacity: int, page_nbytes: int) -> disk_probe.Rates
 
 
 def _fitting(directory: Path, marker: directory_layout.ShardMarker) -> Sizing:
-    """The sizes for what is there, which is removed if it cannot be brought within the capacity."""
+    """Return the sizes that fit the existing records. If none do, the records are removed."""
     data = directory / directory_layout.DATA_FILE
     length = data.stat().st_size if data.exists() else 0
     try:
@@ -295,7 +307,7 @@ def _empty(directory: Path) -> None:
 
 
 def _foreign(directory: Path, marker: directory_layout.ShardMarker) -> str | None:
-    """Why what is there is not for this opening, or None."""
+    """Return why the existing content does not suit this opening, or None."""
     odd = directory_layout.odd_kind(directory / directory_layout.DATA_FILE) or directory_layout.unreadable(
         directory / directory_layout.DATA_FILE
     )
@@ -320,9 +332,7 @@ def _foreign(directory: Path, marker: directory_layout.ShardMarker) -> str | Non
 def _usable(
     opened: Callable[[], Catalogue], directory: Path, marker: directory_layout.ShardMarker
 ) -> Catalogue:
-    """The environment. One that breaks on first use, though a child could walk it, makes room for an empty one, and so
-    does one that fills its map.
-    """
+    """Open the environment. If it fails on first use, or is full, an empty one replaces it."""
     try:
         catalogue = opened()
     except _BROKEN as error:
@@ -330,7 +340,7 @@ def _usable(
         directory.mkdir(mode=0o700)
         directory_layout.write_marker(directory, marker)
         catalogue = opened()
-    except lmdb.MapFullError:  # not even a transaction that erases has room
+    except lmdb.MapFullError:  # not even an erasing transaction has space
         _log.warning("the NVMe tier at %s starts empty: its capacity is too low for the old one", directory)
         _empty(directory)
         directory_layout.write_marker(directory, marker)

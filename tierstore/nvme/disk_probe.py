@@ -1,4 +1,4 @@
-"""How fast a disk takes and gives bytes past the page cache, and how many threads it takes to have most of it."""
+"""A short benchmark of a disk past the page cache: its read and write rates, and how many reader threads it needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xxhash import xxh3_128_digest
 from tierstore.nvme.direct_io import BLOCK, aligned, padded, probe_file, reserve, set_direct
 
 NBYTES = 32 << 20
-"""What is written, and then read at random."""
+"""Bytes that are written, and then read at random offsets."""
 
 THREADS = (1, 2, 4, 8)
 
@@ -27,20 +27,26 @@ _ENOUGH = 0.95
 
 
 class Rates(NamedTuple):
-    """Bytes a second: of writes, fdatasync included, and of random reads, checksum included, by number of threads."""
+    """Rates in bytes/s: writes including fdatasync, and random reads including the checksum, by number of threads."""
 
     write: float
     reads: Mapping[int, float]
 
     @property
     def readers(self) -> int:
-        """The fewest threads that read at 0.95 of the best rate."""
+        """The smallest number of threads that reaches 95 % of the best read rate."""
         return min(count for count, rate in self.reads.items() if rate >= _ENOUGH * max(self.reads.values()))
 
 
 def ask(directory: Path, page_nbytes: int) -> Rates:
-    """Measure the disk under ``directory`` with a file that is gone afterwards: 32 MiB written, 0.12 s of reads of
-    about ``page_nbytes``. OSError for any refusal, O_DIRECT's too.
+    """Measure the disk under ``directory`` with a temporary file: 32 MiB written, then 0.12 s of random reads.
+
+    Args:
+        directory: A directory on the disk.
+        page_nbytes: Approximate size of a read.
+
+    Raises:
+        OSError: The file cannot be used, or the file system does not support O_DIRECT.
     """
     fd = probe_file(directory)
     try:
@@ -50,7 +56,7 @@ def ask(directory: Path, page_nbytes: int) -> Rates:
 
 
 def rates(fd: int, page_nbytes: int, nbytes: int = NBYTES) -> Rates:
-    """As ``ask``, with an empty file of the caller's, which is written to."""
+    """Measure like ``ask``, in an empty file of the caller, which is overwritten."""
     set_direct(fd)
     write = _write_rate(fd, nbytes)
     step = padded(min(_MOST_READ, max(_LEAST_READ, page_nbytes), nbytes))
@@ -69,7 +75,7 @@ def _write_rate(fd: int, nbytes: int) -> float:
 
 
 def _read_rate(fd: int, nbytes: int, step: int, count: int) -> float:
-    """Of ``count`` threads for a moment."""
+    """Return the read rate of ``count`` threads in bytes/s."""
     offsets = np.random.default_rng(count).integers(0, (nbytes - step) // BLOCK + 1, 1 << 12) * BLOCK
     buffers = [aligned(step) for _ in range(count)]
     start = perf_counter()

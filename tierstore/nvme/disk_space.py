@@ -1,6 +1,6 @@
-"""Room on disk: how a capacity in bytes becomes a map, extents, batches and a budget, and whether the disk has it free.
+"""How a capacity in bytes becomes map size, extents, batch size and budget, and whether the disk has the space.
 
-``size`` and ``size_extents`` are arithmetic alone; ``shortage`` and ``require_free`` ask the file system.
+``size`` and ``size_extents`` are pure arithmetic; ``shortage`` and ``require_free`` ask the file system.
 """
 
 from __future__ import annotations
@@ -21,38 +21,40 @@ from tierstore.nvme.record_format import record_nbytes
 _log = logging.getLogger("tierstore.nvme.opening")
 
 EXTENTS_FROM = 1 << 30
-"""Capacity from which on ``payload: auto`` takes extents, and a new directory's disk is asked for its readers."""
+"""From this capacity on, ``payload: auto`` chooses extent files, and the disk of a new directory is benchmarked."""
 
 _MIB = 1 << 20
 _VALUE_PREFIX = 16  # LMDB's page header in front of a large value
-_SMALL_FILES = 64 << 10  # lock files and markers, everything that is neither data.mdb nor an extent
-_FIXED_PAGES = 32  # meta pages, roots, the free list
+_SMALL_FILES = 64 << 10  # lock files and markers: everything except data.mdb and extent files
+_FIXED_PAGES = 32  # meta pages, tree roots and the free list
 _COPIED_PAGES = 3  # tree pages that one changed record copies before the old ones are free again
-_WATERMARK = 0.85  # of the map: fuller, and runs of free pages become too short
-_WATERMARK_ENCODED = 0.80  # records of many lengths leave holes
+_WATERMARK = 0.85  # of the map; above it, runs of free pages become too short
+_WATERMARK_ENCODED = 0.80  # records of different lengths leave holes
 _BATCH_NBYTES = 16 * _MIB
-# Nothing of a batch is kept in memory. A commit takes 10 ms beside its bytes, whatever they are.
+# No part of a batch is kept in memory. A commit costs 10 ms plus the time for its bytes.
 _EXTENT_BATCH_NBYTES = 256 * _MIB
 _SLACK_NBYTES = 64 * _MIB  # for records that replace others
-_EXTENT_WATERMARK_ENCODED = 0.90  # slots of many lengths leave holes, which moving records fills up to there
+_EXTENT_WATERMARK_ENCODED = (
+    0.90  # slots of different lengths leave holes, which moving records fills up to here
+)
 _EXTENT_NBYTES = 256 * _MIB
-_UNITS = 32  # lengths of slots: more of them fit closer, fewer fit into each other's holes
-_SHORTEST = {"exp": 2}  # a record never takes less than this part of a slot: it bounds the catalogue's length
+_UNITS = 32  # lengths of slots: more lengths waste less per slot, fewer make holes easier to reuse
+_SHORTEST = {"exp": 2}  # a record never takes less than this fraction of a slot, which bounds the catalogue
 _SHORTEST_LOSSY = 4
 _LEAST_SLOTS = 8
 _LEAST_ENCODED = 4
-_MOST_EXTENTS = 256  # each has a descriptor
+_MOST_EXTENTS = 256  # each needs a file descriptor
 _ERASED_TOGETHER = 256
 _BLOCK = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
-    """All in bytes, but ``batch_pages`` and ``erase_keys``, which say how much one transaction may take.
+    """Sizes of a tier, in bytes except for ``batch_pages`` and ``erase_keys``, which limit one transaction.
 
-    Extents only, 0 in LMDB: a record's slot takes ``slot_nbytes`` at most and whole ``unit_nbytes`` if it is shorter,
-    never less than ``least_nbytes``;
-    all files take ``extents_nbytes`` at most, a new one ``extent_nbytes``.
+    The remaining fields are 0 if records are in LMDB. In extent files the slot of a record takes whole multiples of
+    ``unit_nbytes``, between ``least_nbytes`` and ``slot_nbytes``. All files together take at most ``extents_nbytes``, a
+    new one ``extent_nbytes``.
     """
 
     record_nbytes: int
@@ -68,27 +70,30 @@ class Sizing:
 
     @property
     def most_nbytes(self) -> int:
-        """More record bytes than this are refused: half of the slack above the budget, or what has slots."""
+        """Record bytes above which writes are refused: the budget plus half of the slack, or all slots."""
         if self.slot_nbytes:
             return self.extents_nbytes // self.slot_nbytes * self.record_nbytes
         return (self.budget_nbytes + self.map_size) // 2
 
     def slot(self, stored_nbytes: int) -> int:
-        """Bytes of the slot of a record with a payload of so many bytes."""
+        """Return the slot size in bytes for a payload of this length."""
         wanted = max(_BLOCK + stored_nbytes, self.least_nbytes)
         return min(-(-wanted // self.unit_nbytes) * self.unit_nbytes, self.slot_nbytes)
 
     def cost(self, stored_nbytes: int) -> int:
-        """What a record with a payload of so many bytes takes on disk, its share of the catalogue included."""
+        """Return the bytes on disk of a record with a payload of this length, including its share of the catalogue."""
         on_disk = self.slot(stored_nbytes) if self.slot_nbytes else _on_disk(stored_nbytes)
         return on_disk + CATALOGUE_SHARE
 
 
 def size(capacity: int, page_nbytes: int, *, codec: str = "none") -> Sizing:
-    """Page bytes in LMDB: everything on disk stays within ``capacity`` while live records stay within the budget.
+    """Size a tier that keeps records in LMDB, so that everything on disk fits into ``capacity``.
 
-    ``record_nbytes`` is what a record takes at most; one of an encoded page takes less. ConfigError if not even one
-    page fits.
+    The promise holds while live records stay within the budget. ``record_nbytes`` is the largest record; an encoded
+    page takes less.
+
+    Raises:
+        ConfigError: Not even one page fits.
     """
     block = mmap.PAGESIZE
     watermark = _WATERMARK if codec == "none" else _WATERMARK_ENCODED
@@ -114,11 +119,16 @@ def size(capacity: int, page_nbytes: int, *, codec: str = "none") -> Sizing:
 def size_extents(
     capacity: int, page_nbytes: int, catalogue_nbytes: int = 0, *, codec: str = "none"
 ) -> Sizing:
-    """Page bytes in extent files: they and a catalogue that fills its map take at most ``capacity``.
+    """Size a tier that keeps records in extent files. The files and a full catalogue take at most ``capacity``.
 
-    ``catalogue_nbytes``: length of a data.mdb that is there already, which never shrinks. Slots above the budget are
-    for records that replace others and for those that are still read; with a codec, for holes too, and there is
-    catalogue for as many records as may be ``_SHORTEST`` times shorter. ConfigError if not even one page fits.
+    Slots beyond the budget serve records that replace others, records that are still being read and, with a codec,
+    holes. The catalogue has space for as many records as fit if each is ``_SHORTEST`` times shorter.
+
+    Args:
+        catalogue_nbytes: Length of an existing data.mdb, which never shrinks.
+
+    Raises:
+        ConfigError: Not even one page fits.
     """
     block, encoded = mmap.PAGESIZE, codec != "none"
     slot = _BLOCK + -(-page_nbytes // _BLOCK) * _BLOCK
@@ -128,9 +138,9 @@ def size_extents(
     batch_pages = max(1, min(_EXTENT_BATCH_NBYTES, capacity // 16) // (slot + copied))
     erase_keys = max(batch_pages, min(_ERASED_TOGETHER, capacity // 64 // copied))
     extent_slots = max(1, max(capacity // _MOST_EXTENTS, min(_EXTENT_NBYTES, capacity // 16)) // slot)
-    if encoded:  # an end too short for a record is wasted
+    if encoded:  # the end of a file is wasted if it is too short for a record
         extent_slots = max(extent_slots, _LEAST_SLOTS)
-    # The changes of one transaction, and the pages freed by two before it that cannot be used yet.
+    # The changes of one transaction, and pages freed by the two before it, which cannot be reused yet.
     working = _FIXED_PAGES * block + 3 * erase_keys * copied
     files = _SMALL_FILES + (capacity // (extent_slots * slot) + 2) * block
     num_slots = max(0, capacity - files - working) // (slot + share)

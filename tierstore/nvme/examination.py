@@ -1,4 +1,4 @@
-"""Whether an environment left by an earlier process may be mapped: its length by hand, its trees in a child."""
+"""Check whether an environment left by an earlier process may be opened, in a child process."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ runpy.run_module("tierstore.nvme.lmdb_walker", run_name="__main__")
 
 
 class Examination(NamedTuple):
-    """``fault``: why the environment must not be opened here, or None; then ``records`` is how many it has."""
+    """Result of ``examine``. ``fault``: why the environment must not be opened, or None. ``records``: their number."""
 
     records: int = 0
     fault: str | None = None
 
 
 def examine(directory: Path, timeout_s: float = 600.0) -> Examination:
-    """Look through the environment in ``directory``; changes nothing. Nobody may write to it meanwhile.
+    """Check the environment in ``directory`` without changing it. Nobody may write to it meanwhile.
 
-    A missing or empty data.mdb has no fault and no records; one of another format version is not looked into.
-    ConfigError if no child can be started.
+    A missing or empty data.mdb has no fault and no records. One of another format version is not read.
+
+    Raises:
+        ConfigError: The child process cannot be started.
     """
     data = directory / DATA_FILE
     odd = odd_kind(data)
@@ -49,7 +51,7 @@ def examine(directory: Path, timeout_s: float = 600.0) -> Examination:
 
 
 def fault_of_length(data: Path) -> str | None:
-    """Why LMDB's file must not be mapped, as far as its meta pages and its length tell; None if they are fine."""
+    """Return why LMDB's file must not be mapped, judging by its meta pages and its length, or None."""
     end, length = _end_of_last_page(data), data.stat().st_size
     if end is None:
         return "its meta pages cannot be read"
@@ -57,7 +59,7 @@ def fault_of_length(data: Path) -> str | None:
 
 
 def walk_apart(directory: Path, timeout_s: float, payload: str = "lmdb") -> Examination:
-    """Walk the trees in a child process, which a damaged one may kill. ConfigError if none can be started."""
+    """Walk the trees in a child process, because a damaged file can crash it. ConfigError if it cannot be started."""
     package_root = str(Path(__file__).resolve().parents[2])
     command = [sys.executable, "-c", _PROGRAM, package_root, str(directory), payload]
     try:

@@ -1,16 +1,16 @@
-"""Which blocks of the extent files are free, used, or still read: bookkeeping only, no file, no catalogue.
+"""Bookkeeping of the blocks in extent files: free, used, or still being read. No file or catalogue access.
 
-A slot is taken before it is written and freed once no committed entry names it. A slot that a reader has pinned comes
-back with its last pin. Free blocks are runs, cut by best fit: of the shortest runs that are long enough the lowest is
-cut from its front, and what comes back joins its neighbours, so that records of few lengths fit into each other's
-holes (segregated fit; Wilson et al., "Dynamic Storage Allocation", 1995). A block's number holds its file's (file <<
-32 | block), so that no run reaches from one file into another.
+A slot is taken before it is written and freed once no committed entry names it. A slot that a reader has pinned is
+freed with the last pin. Allocation is best fit (segregated fit; Wilson et al., "Dynamic Storage Allocation", 1995): a
+slot is cut from the front of the lowest of the shortest free runs that are long enough, and freed runs are joined with
+their neighbours. So records of a few lengths reuse each other's holes. Block numbers include the file (file << 32 |
+block), so no run crosses files.
 
-Where lengths differ, most of all where a codec came or went, the free blocks may all lie in pieces that are too
-short. ``moves`` then plans which records go out of the windows that hold the least, into holes that fit them. Records
-of one length never need it.
+If lengths differ, in particular after a change of codec, all free blocks may be in pieces that are too short. ``moves``
+then plans which records to move from the emptiest windows into holes that fit them. Records of equal length never need
+this.
 
-All methods of ``Slots`` may be called from any thread.
+All methods of ``Slots`` are thread-safe.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from tierstore.errors import IntegrityError
 
 
 class FreeRuns:
-    """``longest``: blocks of the longest piece ever taken; runs of that length and beyond are all alike.
+    """Free runs of blocks. ``longest`` is the longest slot; runs of at least this length are treated alike.
 
-    ``take`` and ``give`` are O(log n), amortised, in the number of runs.
+    ``take`` and ``give`` cost O(log n) amortized in the number of runs.
     """
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
-        self._lengths: dict[int, int] = {}  # by first block
-        self._firsts: dict[int, int] = {}  # by the block behind the last
-        self._heaps: dict[int, list[int]] = {}  # first blocks by length; some are not runs any more
-        self._known: list[int] = []  # the heaps' lengths, ascending
+        self._lengths: dict[int, int] = {}  # run length by first block
+        self._firsts: dict[int, int] = {}  # first block by the block after the run
+        self._heaps: dict[int, list[int]] = {}  # first blocks by run length; may contain stale entries
+        self._known: list[int] = []  # lengths that have a heap, ascending
         self._pushed = 0
         self.num_blocks = 0
-        """Free blocks altogether."""
+        """Total number of free blocks."""
 
     def take(self, blocks: int) -> int | None:
-        """First of so many blocks in a row, free no more; None if no run is that long."""
+        """Take this many consecutive blocks and return the first, or None if no run is long enough."""
         for length in self._known[bisect_left(self._known, blocks) :]:
             first = self._lowest(length)
             if first is not None:
@@ -59,7 +59,7 @@ class FreeRuns:
         return None
 
     def give(self, first: int, blocks: int) -> None:
-        """These blocks are free from now on; none of them was."""
+        """Return blocks that were taken."""
         end = first + blocks
         before = self._firsts.get(first)
         if before is not None:
@@ -70,7 +70,7 @@ class FreeRuns:
         self._add(first, end - first)
 
     def take_between(self, first: int, blocks: int) -> list[tuple[int, int]]:
-        """Take what is free of so many blocks from ``first`` on: first block and length of each piece. O(n)."""
+        """Take the free ones of ``blocks`` blocks from ``first`` on. Returns first block and length of each piece."""
         end, taken = first + blocks, []
         for start, length in sorted(self._lengths.items()):
             stop = start + length
@@ -116,7 +116,7 @@ class FreeRuns:
         return length
 
     def _sweep(self) -> None:
-        """Drop what is left of runs that are gone."""
+        """Drop stale heap entries."""
         self._heaps.clear()
         self._known.clear()
         self._pushed = 0
@@ -125,7 +125,7 @@ class FreeRuns:
 
 
 class Place(NamedTuple):
-    """A slot: number of its extent file (from 1), its first block there, and its length in blocks."""
+    """A slot: the number of its extent file (from 1), its first block there, and its length in blocks."""
 
     extent: int
     block: int
@@ -133,17 +133,17 @@ class Place(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Its first block among those of all files."""
+        """The global number of its first block."""
         return self.extent << 32 | self.block
 
     @classmethod
     def at(cls, first: int, blocks: int) -> Place:
-        """The slot whose ``first`` that is."""
+        """Return the slot that begins at the global block ``first``."""
         return cls(first >> 32, first & 0xFFFFFFFF, blocks)
 
 
 class Slots:
-    """Slots of any length up to ``longest`` blocks, in extent files. All counts are of blocks."""
+    """Slots of up to ``longest`` blocks in extent files. All counts are blocks."""
 
     def __init__(self, longest: int) -> None:
         self._lock = threading.Lock()
@@ -154,26 +154,27 @@ class Slots:
 
     @property
     def total(self) -> int:
-        """Blocks of all extents."""
+        """Blocks in all extent files."""
         with self._lock:
             return sum(self._extents.values())
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken now, though not all in a row."""
+        """Free blocks, not necessarily consecutive."""
         with self._lock:
             return self._runs.num_blocks
 
     @property
     def num_waiting(self) -> int:
-        """Blocks that come back with their slots' last pins."""
+        """Blocks that become free with the last pin of their slot."""
         with self._lock:
             return sum(place.blocks for place in self._waiting)
 
     def add_extent(self, number: int, blocks: int, used: Sequence[tuple[int, int]] = ()) -> None:
-        """An extent file of so many blocks; all are free but the ``used`` (first, length), ascending, at open.
+        """Add an extent file of ``blocks`` blocks, free except for ``used`` (first, length), in ascending order.
 
-        IntegrityError if one of those lies outside or reaches into the next.
+        Raises:
+            IntegrityError: A used range lies outside the file or overlaps the next one.
         """
         ends = [0, *(first + length for first, length in used)]
         firsts = [*(first for first, _ in used), blocks]
@@ -186,7 +187,9 @@ class Slots:
                     self._runs.give(number << 32 | end, first - end)
 
     def cut_extent(self, number: int, blocks: int) -> None:
-        """Forget an extent's blocks from ``blocks`` on, none of which is used or pinned; all of it if that is 0."""
+        """Forget the blocks of an extent from ``blocks`` on, or the whole extent if that is 0. None may be used or
+        pinned.
+        """
         with self._lock:
             self._runs.take_between(number << 32 | blocks, 1 << 32)
             if blocks:
@@ -195,17 +198,17 @@ class Slots:
                 del self._extents[number]
 
     def has(self, place: Place) -> bool:
-        """Whether there are such blocks, used or not."""
+        """Return whether these blocks exist, used or not."""
         return 0 < place.blocks <= self._extents.get(place.extent, 0) - place.block
 
     def take(self, blocks: int) -> Place | None:
-        """A free slot of that length, the next one its neighbour where that can be; None if there is none."""
+        """Take a free slot of this length, if possible right after the previous one. None if there is none."""
         with self._lock:
             first = self._runs.take(blocks)
             return None if first is None else Place.at(first, blocks)
 
     def free(self, places: Iterable[Place]) -> None:
-        """No committed entry names these any more: they may be taken again, pinned ones after their last pin."""
+        """Free slots that no committed entry names any more. Pinned slots become free after their last pin."""
         with self._lock:
             for place in places:
                 if self._pins[place] > 0:
@@ -215,21 +218,21 @@ class Slots:
                     self._runs.give(place.first, place.blocks)
 
     def reserve(self, window: Place) -> list[Place]:
-        """Take what is free of ``window``, so that nothing else is put there; the pieces, to be freed by the caller."""
+        """Take the free blocks of ``window``, so that nothing else is placed there. The caller frees the pieces."""
         with self._lock:
             return [Place.at(*run) for run in self._runs.take_between(window.first, window.blocks)]
 
     def pinned(self, place: Place) -> Pin:
-        """While this lasts the slot is not taken again."""
+        """Return a context during which the slot is not reused."""
         return Pin(self, place)
 
     def pin(self, place: Place) -> None:
-        """Begin what ``pinned`` does, until ``unpin``."""
+        """Keep the slot from being reused until ``unpin``."""
         with self._lock:
             self._pins[place] += 1
 
     def unpin(self, place: Place) -> None:
-        """End it."""
+        """End one ``pin``."""
         with self._lock:
             left = self._pins[place] - 1
             if left:
@@ -242,7 +245,7 @@ class Slots:
 
 
 class Pin:
-    """A slot pinned while the context lasts. A class of its own: every read of a page makes one."""
+    """A context that pins a slot. A class instead of a generator, because every page read makes one."""
 
     __slots__ = ("_place", "_slots")
 
@@ -262,7 +265,7 @@ class Pin:
 def sorted_by_extent(
     firsts: NDArray[np.uint64], blocks: NDArray[np.uint64]
 ) -> dict[int, list[tuple[int, int]]]:
-    """Slots, as (first block there, length), ascending, by the number of their extent file."""
+    """Group slots by extent file, as (first block, length) in ascending order."""
     order = np.argsort(firsts, kind="stable")
     firsts, blocks = firsts[order], blocks[order]
     extents = firsts >> np.uint64(32)
@@ -275,18 +278,18 @@ def sorted_by_extent(
 
 
 Spans = Sequence[tuple[int, int]]
-"""Records of one extent file: first block there and length, ascending."""
+"""Records of one extent file as (first block, length), ascending."""
 
 
 class Move(NamedTuple):
-    """A record's slot, and the one that it is to have."""
+    """A record's present slot, and the slot it moves to."""
 
     old: Place
     new: Place
 
 
 class Window(NamedTuple):
-    """Blocks in a row, and the records in them."""
+    """Consecutive blocks, and the records in them."""
 
     place: Place
     records: list[Place]
@@ -296,10 +299,13 @@ class Window(NamedTuple):
 def moves(
     slots: Slots, extents: Mapping[int, tuple[int, Spans]], need: int, count: int
 ) -> Iterator[list[Move]]:
-    """Moves after which ``count`` pieces of ``need`` blocks are free, or as many of them as can be had.
+    """Plan moves that free up to ``count`` runs of ``need`` blocks.
 
-    ``extents``: length in blocks and records, by number. The new slots are taken: the caller's, to be named by entries
-    or freed. While this lasts nothing else is put into the windows.
+    The new slots are already taken; the caller names them in entries or frees them. While the plan is made, nothing
+    else is placed in the windows.
+
+    Args:
+        extents: Length in blocks and records of each extent file, by number.
     """
     held: list[Place] = []
     planned: list[Move] = []
@@ -308,7 +314,7 @@ def moves(
             pieces = slots.reserve(window.place)
             held += pieces
             known = sum(each.blocks for each in (*pieces, *window.records))
-            # Blocks that are neither free nor a record's: pinned, in doubt, or just taken for another window's.
+            # Blocks that are neither free nor a record's: pinned, in doubt, or just taken for another window.
             if known == window.place.blocks:
                 planned += _targets(slots, window.records)
         yield planned
@@ -317,7 +323,7 @@ def moves(
 
 
 def _targets(slots: Slots, records: Sequence[Place]) -> list[Move]:
-    """A new slot for each of these, or none for any."""
+    """Take a new slot for each of these, or none at all."""
     planned: list[Move] = []
     for old in records:
         new = slots.take(old.blocks)
@@ -329,7 +335,7 @@ def _targets(slots: Slots, records: Sequence[Place]) -> list[Move]:
 
 
 def _windows(extents: Mapping[int, tuple[int, Spans]], need: int, count: int) -> Iterator[Window]:
-    """At most ``count`` windows of ``need`` blocks or a little more, apart, those that hold least first."""
+    """Yield up to ``count`` disjoint windows of at least ``need`` blocks, those with the fewest record blocks first."""
     found: list[tuple[int, int, int, int]] = []
     for number, (blocks, spans) in extents.items():
         firsts = np.array([*(first for first, _ in spans), blocks])
@@ -342,7 +348,7 @@ def _windows(extents: Mapping[int, tuple[int, Spans]], need: int, count: int) ->
         found += [(int(costs[at]), number, int(fits[at]), int(behind[fits[at]])) for at in cheapest]
     taken: set[tuple[int, int]] = set()
     for _, number, start, end in sorted(found):
-        # By the gaps in front of records: windows that share one overlap.
+        # Compared by the gaps in front of records, because windows that share a gap overlap.
         gaps = {(number, gap) for gap in range(start, end + 1)}
         if len(taken & gaps) or not count:
             continue

@@ -1,12 +1,12 @@
-"""Page bytes in extent files: the files, records sealed and written to slots, records read, and room made again.
+"""Page bytes in extent files: the files, sealing and writing records to slots, reading them, and compaction.
 
-``ExtentFiles``: preallocated files of 4 KiB blocks, past the page cache where the disk takes that. ``Sealer``:
-records made ready in aligned memory by threads of its own, while the chunk before them is written; they do no I/O, so
-that they never hang. ``ExtentRecords``: bytes are durable before an entry names them, and a slot is written again
-only after the end of its entry is committed; files are cut to a lower capacity, and holes joined. ``ExtentBytes``:
-slots are pinned while they are read.
+``ExtentFiles`` are preallocated files of 4 KiB blocks, bypassing the page cache where the disk supports it. ``Sealer``
+prepares records in aligned memory on its own threads, while the previous chunk is being written; these threads do no
+I/O, so they never hang. ``ExtentRecords`` makes bytes durable before an entry names them, and reuses a slot only after
+the end of its entry is committed; it also shrinks files to a lower capacity and joins holes. ``ExtentBytes`` reads
+slots, which are pinned meanwhile.
 
-Only the writer's thread, or an open, changes anything; reads are for any thread.
+Only the writer's thread, or the thread that opens the tier, changes anything. Reading is thread-safe.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ from tierstore.nvme.record_storage import (
 from tierstore.types import PageKey
 
 PREFIX = b"TierStore extent"
-"""In front of a head, where LMDB has its page header."""
+"""Bytes in front of a head, where LMDB has its page header."""
 
 _HEAD_AT = BLOCK - HEAD_NBYTES
-_SLOTS_A_CALL = 500  # two buffers each; the kernel takes 1,024
-_BLOCKS_A_CALL = (64 << 20) // BLOCK  # a call that ends is the only sign that a slow disk still takes writes
+_SLOTS_A_CALL = 500  # two buffers each; the kernel accepts 1,024
+_BLOCKS_A_CALL = (64 << 20) // BLOCK  # only a call that returns shows that a slow disk still writes
 
 
 class ExtentFiles:
-    """Every extent file of a directory, open. ``direct``: past the page cache; else through it."""
+    """All extent files of a directory, open. ``direct``: bypass the page cache."""
 
     def __init__(self, directory: Path, *, direct: bool, writable: bool = True) -> None:
-        """OSError if one cannot be opened; then none stays open."""
+        """Open the files. Raises OSError if one cannot be opened; then none stays open."""
         self._directory = directory
         self._direct = direct
         self._has_new = False  # files whose names may not be durable yet
         self._fds: dict[int, int] = {}
         self.sizes = directory_layout.extent_sizes(directory)
-        """Number and bytes of each file."""
+        """Bytes of each file, by number."""
         try:
             for number in self.sizes:
                 self._open(number, os.O_RDWR if writable else os.O_RDONLY)
@@ -77,7 +77,9 @@ class ExtentFiles:
             raise
 
     def add(self, nbytes: int) -> int:
-        """Make a file of ``nbytes`` that the disk has set aside; its number. OSError, and no file, if it has not."""
+        """Create a preallocated file of ``nbytes`` and return its number. Raises OSError, and leaves no file, on
+        failure.
+        """
         number = next(number for number in itertools.count(1) if number not in self.sizes)
         try:
             self._open(number, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -92,28 +94,31 @@ class ExtentFiles:
         return number
 
     def remove(self, number: int) -> None:
-        """Delete a file, which gives its room back to the disk."""
+        """Delete a file, which frees its disk space."""
         os.close(self._fds.pop(number))
         del self.sizes[number]
         directory_layout.extent_path(self._directory, number).unlink(missing_ok=True)
 
     def cut(self, number: int, nbytes: int) -> None:
-        """Shorten a file, which gives room back to the disk."""
+        """Shorten a file, which frees disk space."""
         os.ftruncate(self._fds[number], nbytes)
         self.sizes[number] = nbytes
 
     def write(
         self, places: Sequence[Place], parts: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]]
     ) -> None:
-        """Write head block and padded payload, which fill the slot, of each; neighbours in one call. Not durable yet.
-        OSError: any of them may have changed.
+        """Write head block and padded payload of each record into its slot. Adjacent slots share one call. Not durable
+        yet.
+
+        Raises:
+            OSError: The write failed; any of the slots may have changed.
         """
         for first, end in _runs(places):
             buffers = deque(buffer for pair in parts[first:end] for buffer in pair)
             _write_all(self._fds[places[first].extent], buffers, places[first].block * BLOCK)
 
     def sync(self, places: Sequence[Place]) -> None:
-        """Make what was written there durable."""
+        """Make the bytes written to these slots durable."""
         for number in {place.extent for place in places}:
             os.fdatasync(self._fds[number])
         if self._has_new:
@@ -121,10 +126,19 @@ class ExtentFiles:
             self._has_new = False
 
     def read(self, place: Place, out: NDArray[np.uint8], scratch: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Fill ``out`` with a slot's payload and return its head, a part of ``scratch`` (at least a block).
+        """Fill ``out`` with a slot's payload and return its head, a part of ``scratch``.
 
-        Straight into ``out`` where it may be, else by way of ``scratch`` if that is aligned and large enough, else of
-        a buffer made for it. IntegrityError: there is no such slot, or it is cut. OSError: it could not be read.
+        Reads directly into ``out`` if its alignment allows, else via ``scratch`` if that is aligned and large enough,
+        else via a temporary buffer.
+
+        Args:
+            place: The slot.
+            out: Flat uint8 memory for the payload.
+            scratch: At least one block, for the head.
+
+        Raises:
+            IntegrityError: The slot does not exist, or the file is truncated.
+            OSError: It cannot be read.
         """
         fd = self._fds.get(place.extent)
         if fd is None:
@@ -139,7 +153,7 @@ class ExtentFiles:
         return scratch[_HEAD_AT:BLOCK]
 
     def close(self) -> None:
-        """No call may be running, and none may follow."""
+        """Close the files. No call may be in progress or follow."""
         while self._fds:
             os.close(self._fds.popitem()[1])
 
@@ -176,7 +190,7 @@ class ExtentFiles:
 
 
 def _runs(places: Sequence[Place]) -> Iterator[tuple[int, int]]:
-    """Slices of slots that lie one behind the other."""
+    """Yield slices of slots that are adjacent on disk."""
     first = 0
     for end in range(1, len(places) + 1):
         before = places[end - 1]
@@ -208,7 +222,7 @@ def _require(got: int, nbytes: int) -> None:
 
 
 class ExtentBytes:
-    """Of records in extent files, whose slots are pinned while they are read. ``close`` closes the files."""
+    """Reads records in extent files, pinning their slots. ``close`` closes the files."""
 
     def __init__(self, env: Environment, files: ExtentFiles, slots: Slots) -> None:
         self._env = env
@@ -228,7 +242,7 @@ class ExtentBytes:
             body, payload = memory_for(entry, out, scratch, held)
             place = Place(entry.extent, entry.block, slot_blocks(entry.nbytes))
             try:
-                with self._slots.pinned(place):  # nothing new is put there while the disk works
+                with self._slots.pinned(place):  # keeps the slot from being rewritten during the read
                     self._files.read(place, body, scratch)
             except (IntegrityError, OSError) as error:
                 raw = look_again(self._env, key, raw, error)
@@ -241,7 +255,7 @@ class ExtentBytes:
 
 
 def copy_records(files: ExtentFiles, planned: Sequence[Move]) -> None:
-    """Write the records into their new slots, byte for byte and durably; the old ones stay. OSError, IntegrityError."""
+    """Copy records byte for byte into their new slots, durably. The old ones stay. Raises OSError or IntegrityError."""
     longest = max(move.old.blocks for move in planned)
     body, head = aligned((longest - 1) * BLOCK), aligned(BLOCK)
     for old, new in planned:
@@ -256,7 +270,7 @@ _MOST_THREADS = 4
 
 
 class Sealed(NamedTuple):
-    """Head block and payload of a record, which fills its slot with them. Valid until the chunk after the next."""
+    """Head block and payload of a record, which fill its slot. Valid until the chunk after next."""
 
     parts: tuple[NDArray[np.uint8], NDArray[np.uint8]]
     generation: int
@@ -264,33 +278,33 @@ class Sealed(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the slot."""
+        """Length of the slot in bytes."""
         return self.parts[0].nbytes + self.parts[1].nbytes
 
 
 class Sealer:
-    """The writer's thread alone calls it."""
+    """Makes records from pages. Only the writer's thread calls it."""
 
     def __init__(self, sizing: Sizing, *, fingerprint: bytes, coding: Coding) -> None:
         self._sizing = sizing
         self._fingerprint = fingerprint
         self._coding = coding
         self._threads = min(_MOST_THREADS, len(os.sched_getaffinity(0))) if coding.changes else 1
-        self._idle: list[PageEncoder] = []  # an encoder serves one share at a time, whichever thread has it
+        self._idle: list[PageEncoder] = []  # an encoder serves one share at a time, on whichever thread
         self._step = max(self._threads, _CHUNK_NBYTES // sizing.slot_nbytes)
-        rows = 2 * self._step  # one chunk is written, one is made
+        rows = 2 * self._step  # one chunk is written while the next is made
         self._heads = aligned(rows * BLOCK).reshape(rows, BLOCK)
         self._heads[:, : len(PREFIX)] = np.frombuffer(PREFIX, dtype=np.uint8)
         self._bodies = aligned(rows * (sizing.slot_nbytes - BLOCK)).reshape(rows, -1)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="tierstore-nvme-seal")
 
     def seal(self, pages: Sequence[Page], generations: Iterator[int]) -> Generator[list[Sealed]]:
-        """The pages' records in their order, a chunk at a time.
+        """Yield the records of ``pages`` in order, one chunk at a time.
 
-        The pages may change again once this has ended, whether at its end or by ``close``.
+        The pages must not change until the generator has ended or was closed.
         """
         numbers = [next(generations) for _ in pages]
-        first = min(len(pages), max(self._threads, self._step // 4))  # nothing is written while it is made
+        first = min(len(pages), max(self._threads, self._step // 4))  # nothing is written meanwhile
         starts = [*range(first, len(pages), self._step), len(pages)]
         chunks = [range(first), *(range(start, end) for start, end in pairwise(starts))]
         made: list[Future[list[Sealed]]] = []
@@ -301,7 +315,7 @@ class Sealer:
                 if made:
                     yield _in_order([future.result() for future in made])
         finally:
-            wait([*made, *ahead])  # they read pages that are the caller's again once they have failed
+            wait([*made, *ahead])  # no thread may read the pages after a failure: they are the caller's again
 
     def close(self) -> None:
         """End the threads. No call may follow."""
@@ -310,13 +324,13 @@ class Sealer:
     def _begin(
         self, chunk: range, pages: Sequence[Page], numbers: Sequence[int]
     ) -> list[Future[list[Sealed]]]:
-        """A share of the chunk for every thread: every so many-th page."""
+        """Split the chunk among the threads: each takes every n-th page."""
         begun: list[Future[list[Sealed]]] = []
         for first in range(min(self._threads, len(chunk))):
             share = chunk[first :: self._threads]
             try:
                 begun.append(self._pool.submit(self._share, share, pages, numbers))
-            except RuntimeError:  # the interpreter ends, and no thread begins anything
+            except RuntimeError:  # the interpreter is shutting down, and no thread can start
                 done: Future[list[Sealed]] = Future()
                 begun.append(done)
                 done.set_result(self._share(share, pages, numbers))
@@ -357,7 +371,7 @@ class Sealer:
     def _payload(
         self, row: int, page: NDArray[np.uint8], encoder: PageEncoder | None
     ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Payload of a page, and the memory it fills up to the end of its slot: the page itself where it may be."""
+        """Return a page's payload, and the memory that fills its slot to the end: the page itself if possible."""
         body = self._bodies[row]
         length = None if encoder is None else encoder.encode(page, body[: page.nbytes])
         if length is None and is_aligned(page) and page.nbytes == body.nbytes:
@@ -371,7 +385,7 @@ class Sealer:
 
 
 def _in_order(shares: list[list[Sealed]]) -> list[Sealed]:
-    """What every so many-th share made, one after the other."""
+    """Merge shares of every n-th page back into order."""
     made: list[Sealed] = []
     for turn in range(len(shares[0])):
         made += [share[turn] for share in shares if turn < len(share)]
@@ -379,14 +393,14 @@ def _in_order(shares: list[list[Sealed]]) -> list[Sealed]:
 
 
 class Entries(Protocol):
-    """What ``ExtentRecords`` asks of the catalogue that uses it."""
+    """What ``ExtentRecords`` needs from the catalogue that uses it."""
 
     def locations(self) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.uint64]]]:
-        """LOCATION and NBYTES of all entries, as they are found, some at a time."""
+        """Yield LOCATION and NBYTES of all entries in chunks, in the order of the tree."""
         ...
 
     def find(self, wanted: Callable[[bytes], bool]) -> list[tuple[PageKey, bytes]]:
-        """The entries that are."""
+        """Return the entries for which ``wanted`` is true."""
         ...
 
     def erase(self, keys: Sequence[PageKey]) -> None:
@@ -394,17 +408,21 @@ class Entries(Protocol):
         ...
 
     def move(self, places: Mapping[PageKey, Place]) -> None:
-        """Name other places for these in one transaction."""
+        """Assign new slots to these pages in one transaction."""
         ...
 
 
 class ExtentRecords:
-    """Records are slots of extent files; a slot is written again only after the end of its entry is committed."""
+    """Records in slots of extent files. A slot is rewritten only after the end of its entry is committed."""
 
     def __init__(
         self, entries: Entries, files: ExtentFiles, sizing: Sizing, *, fingerprint: bytes, coding: Coding
     ) -> None:
-        """``files`` stay the caller's. IntegrityError if a slot of an entry lies outside or reaches into another."""
+        """Use ``files``, which stay the caller's.
+
+        Raises:
+            IntegrityError: The slot of an entry lies outside its file or overlaps another.
+        """
         self._entries = entries
         self._files = files
         self._sizing = sizing
@@ -412,16 +430,16 @@ class ExtentRecords:
         self._longest = sizing.slot_nbytes // BLOCK
         self._slots = _slots_of(files, self._longest, entries.locations())
         self._sealer = Sealer(sizing, fingerprint=fingerprint, coding=coding)
-        self._generations = itertools.count(secrets.randbits(62))  # no two openings share any
+        self._generations = itertools.count(secrets.randbits(62))  # no two openings share a generation
         self._arriving: dict[PageKey, set[Place]] = {}
-        """Slots written for the transaction that is open or comes next, and those it makes free, by key."""
+        """Slots written for the open or the next transaction, by key; ``_leaving``: slots that it frees."""
         self._leaving: dict[PageKey, set[Place]] = {}
         self._doubts: dict[PageKey, set[Place]] = {}
-        """Slots that an entry may name or not, since a commit failed; the next change of the key's entry settles it."""
+        """Slots that an entry may still name after a failed commit. The next change of the key's entry decides."""
 
     @property
     def slots(self) -> Slots:
-        """The slots of all files, for whoever reads them."""
+        """The slots of all files, for readers."""
         return self._slots
 
     def write(self, pages: Sequence[Page]) -> Sequence[Written | None]:
@@ -462,13 +480,13 @@ class ExtentRecords:
         try:
             entry = unpack(key, old)
         except IntegrityError:
-            return  # changed behind our back: its slot is found again at the next open
+            return  # changed by somebody else: its slot is found at the next opening
         place = Place(entry.extent, entry.block, slot_blocks(entry.nbytes))
         if self._slots.has(place):
             places.add(place)
 
     def erased(self, txn: lmdb.Transaction[memoryview], key: PageKey) -> None:
-        """Its slot is free once the transaction is committed."""
+        """Free the record's slot once the transaction is committed."""
 
     def settle(self) -> None:
         for key, places in self._leaving.items():
@@ -496,8 +514,12 @@ class ExtentRecords:
         return key in self._doubts
 
     def shrink(self, nbytes: int) -> int:
-        """Give the end of the last extent files back to the disk until all take ``nbytes`` at most; how many records
-        were dropped with it. Their entries go first.
+        """Give the ends of the last extent files back to the disk until all take at most ``nbytes``.
+
+        Entries of records there are removed first.
+
+        Returns:
+            The number of records that were dropped.
         """
         ends, left = {}, nbytes // BLOCK
         for number, length in self._files.sizes.items():
@@ -518,10 +540,10 @@ class ExtentRecords:
         return len(lost)
 
     def make_places(self, count: int) -> bool:
-        """Move records so that up to ``count`` more of the longest fit; whether any was moved. O(records).
+        """Move records so that up to ``count`` more of the longest fit. Returns whether any was moved. O(records).
 
-        Holes between records are joined. Raises what the disk or the catalogue raises; every record is then where an
-        entry says.
+        Holes between records are joined. Raises errors of the disk and the catalogue unchanged; every record is then
+        where an entry says.
         """
         columns = list(self._entries.locations())
         if not columns:
@@ -537,7 +559,7 @@ class ExtentRecords:
         return bool(planned)
 
     def _arrives(self, key: PageKey, place: Place) -> None:
-        """The transaction that comes next will name this slot under ``key``."""
+        """Record that the next transaction will name this slot under ``key``."""
         self._arriving.setdefault(key, set()).add(place)
 
     def _move(self, planned: Sequence[Move]) -> None:
@@ -559,7 +581,7 @@ class ExtentRecords:
         self._files.write([place for place, _ in placed], [parts for _, parts in placed])
 
     def _take(self, blocks: int) -> Place | None:
-        """A slot, in a new file where the old ones have none. OSError if the disk has no room for one."""
+        """Take a slot, in a new file if the existing ones are full. Raises OSError if the disk has no space for one."""
         place = self._slots.take(blocks)
         left = self._sizing.extents_nbytes - self._slots.total * BLOCK
         if place is None and left >= blocks * BLOCK:
@@ -576,9 +598,13 @@ def _places(written: Sequence[Written | None]) -> list[Place]:
 def _slots_of(
     files: ExtentFiles, longest: int, entries: Iterable[tuple[NDArray[np.uint64], NDArray[np.uint64]]]
 ) -> Slots:
-    """The slots of ``files``; used are those of ``entries``: chunks of the catalogue's LOCATION and NBYTES.
+    """Return the slots of ``files``, marking those that ``entries`` name as used.
 
-    IntegrityError if one lies outside or reaches into another.
+    Args:
+        entries: Chunks of the catalogue's LOCATION and NBYTES.
+
+    Raises:
+        IntegrityError: A slot lies outside its file or overlaps another.
     """
     empty = np.empty(0, dtype=np.uint64)
     chunks = [(empty, empty), *entries]

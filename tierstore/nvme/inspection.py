@@ -1,4 +1,4 @@
-"""What the command line shows and does to a home directory: inspect, verify, purge. Nothing here needs a model."""
+"""What the command line shows of a home directory and does to it: inspect, verify, purge. Needs no model."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from tierstore.nvme.tombstones import RETIRED_KEY, Tombstones, retired
 from tierstore.types import PageKey
 
 Progress = Callable[[str, int, int], None]
-"""Called with a sub-directory's name, the records checked so far and their total."""
+"""Called with a sub-directory's name, the number of records checked and the total."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardReport:
-    """One sub-directory. ``records`` is None, and ``fault`` too, where it is in use or was set aside.
+    """Description of one sub-directory.
 
-    ``in_use_by``: PID of the holder, 0 if it does not say, None if nobody holds it.
+    ``records`` is None, and ``fault`` too, if it is in use or was set aside. ``in_use_by`` is the PID of the holder, 0
+    if it is unknown, None if nobody holds it.
     """
 
     name: str
@@ -52,7 +53,7 @@ class ShardReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HomeReport:
-    """A home directory and its sub-directories, by name."""
+    """Description of a home directory and its sub-directories, sorted by name."""
 
     path: Path
     disk_nbytes: int
@@ -61,7 +62,7 @@ class HomeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardVerdict:
-    """What ``verify`` found in one sub-directory; ``skipped`` says why it was not read, if it was not."""
+    """Result of ``verify`` for one sub-directory. ``skipped`` says why it was not read, if so."""
 
     name: str
     checked: int = 0
@@ -71,7 +72,7 @@ class ShardVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PurgeReport:
-    """What ``purge`` removed, and what it left and why."""
+    """What ``purge`` removed, and what it kept with the reasons."""
 
     removed: tuple[str, ...]
     freed_nbytes: int
@@ -79,16 +80,19 @@ class PurgeReport:
 
 
 def inspect(path: Path) -> HomeReport:
-    """Describe a home; changes nothing. ConfigError if ``path`` is not one."""
+    """Describe a home without changing it. Raises ConfigError if ``path`` is not one."""
     root = _home(path)
     shards = tuple(_report(*found) for found in directory_layout.shard_directories(root))
     return HomeReport(path=root, disk_nbytes=sum(shard.disk_nbytes for shard in shards), shards=shards)
 
 
 def verify(path: Path, progress: Progress | None = None) -> tuple[ShardVerdict, ...]:
-    """Read and check every record of every sub-directory that is not in use; changes no record.
+    """Check every record of all sub-directories that are not in use. Changes no record.
 
-    A sub-directory is locked while it is read, as far as that may be written. ConfigError if ``path`` is not a home.
+    A sub-directory is locked while it is read, if its lock file can be written.
+
+    Raises:
+        ConfigError: ``path`` is not a home.
     """
     verdicts = []
     for directory, fingerprint, damaged in directory_layout.shard_directories(_home(path)):
@@ -104,10 +108,17 @@ def verify(path: Path, progress: Progress | None = None) -> tuple[ShardVerdict, 
 
 
 def purge(path: Path, which: str) -> PurgeReport:
-    """Delete sub-directories: "all", "damaged", or those whose fingerprint begins with ``which``.
+    """Delete sub-directories of a home.
 
-    One in use is kept, and so is any file that is not ours. ConfigError if ``path`` is not a home; ValueError for an
-    empty ``which``.
+    Sub-directories in use and files that are not TierStore's are kept.
+
+    Args:
+        path: The home directory.
+        which: "all", "damaged", or the beginning of a fingerprint.
+
+    Raises:
+        ConfigError: ``path`` is not a home.
+        ValueError: ``which`` is empty.
     """
     if not which:
         raise ValueError("which must be 'all', 'damaged' or the beginning of a fingerprint, got ''")
@@ -173,7 +184,7 @@ def _verify(directory: Path, fingerprint: str, progress: Progress) -> ShardVerdi
 
 @contextmanager
 def open_reader(directory: Path, fingerprint: str) -> Iterator[RecordReader]:
-    """Reads records of a sub-directory that has some, which ``examine`` has passed and whose lock the caller holds."""
+    """Open a reader of a sub-directory that has records, passed ``examine``, and whose lock the caller holds."""
     env = Environment(
         partial(
             lmdb.open,
@@ -209,7 +220,7 @@ def _in_extents(directory: Path) -> bool:
 
 
 def _remove(directory: Path, *, damaged: bool) -> str | None:
-    """Delete a sub-directory; why it was kept, or None."""
+    """Delete a sub-directory. Returns why it was kept, or None."""
     if damaged:
         return None if directory_layout.remove(directory) else "holds files that are not TierStore's"
     clear_odd_lock(directory)
@@ -230,4 +241,4 @@ def _in_use(holder: int | None) -> str:
 
 
 def _silent(name: str, checked: int, total: int) -> None:
-    """No progress is shown."""
+    """Report no progress."""

@@ -1,8 +1,8 @@
-"""An LMDB environment that can be closed and opened anew under the threads that read it.
+"""An LMDB environment that can be closed and reopened while other threads read it.
 
-When the write of a meta page fails, LMDB refuses every later transaction of the process (MDB_PANIC), however well the
-disk is; opening the environment anew ends that. Closing it while a transaction is open is undefined, so transactions
-pass a gate: ``reopen`` keeps new ones out and waits for those that are inside. They are short.
+After a failed write of a meta page LMDB refuses all later transactions of the process (MDB_PANIC), even if the disk
+recovers; only reopening the environment ends that. Closing it during a transaction is undefined behaviour, so
+transactions pass a gate: ``reopen`` keeps new ones out and waits for those inside, which are short.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tierstore.nvme.examination import fault_of_length
 _AnyBytes = TypeVar("_AnyBytes", bytes, memoryview)
 
 _LOOK_S = 0.0005
-"""Between two looks whether transactions have ended before a reopening: they take microseconds."""
+"""Interval between checks whether transactions have ended before a reopening. They take microseconds."""
 
 STALE = (
     lmdb.BadDbiError,
@@ -37,22 +37,27 @@ STALE = (
     lmdb.PageNotFoundError,
     lmdb.PanicError,
 )
-"""Errors of an environment that opening it anew may end."""
+"""Errors of an environment that reopening may cure."""
 
 
 class Environment:
-    """The environment and its trees. ``begin`` from any thread; ``reopen`` and ``close`` from the writer's."""
+    """The environment and its trees. ``begin`` is thread-safe; ``reopen`` and ``close`` are for the writer's thread."""
 
     catalogue: lmdb._Database
     pages: lmdb._Database
     meta: lmdb._Database
-    """Trees, to be looked up within a transaction: a reopening replaces them."""
+    """Trees. Look them up within a transaction, because reopening replaces them."""
 
     def __init__(self, open_env: Callable[[], lmdb.Environment], *, create: bool = False) -> None:
-        """Open it, and its trees. ``create``: make trees that are missing. lmdb.Error or OSError if that cannot be."""
+        """Open the environment and its trees. Raises lmdb.Error or OSError.
+
+        Args:
+            open_env: Opens the environment.
+            create: Create missing trees.
+        """
         self._open = open_env
         self._inside: list[None] = []
-        """One for each transaction inside the gate: ``append`` and ``pop`` are atomic, and cheaper than a lock."""
+        """One item per transaction inside the gate. ``append`` and ``pop`` are atomic and cheaper than a lock."""
         self._open_gate = threading.Event()
         self._open_gate.set()
         self._shut = False
@@ -68,11 +73,11 @@ class Environment:
     @overload
     def begin(self, *, write: bool = ..., buffers: Literal[True]) -> Use[memoryview]: ...
     def begin(self, *, write: bool = False, buffers: bool = False) -> Use[Any]:
-        """A transaction as a context, of which no memoryview may leave. lmdb.Error if it cannot begin."""
+        """Return a transaction as a context; no memoryview may outlive it. Raises lmdb.Error if it cannot begin."""
         return Use(self, write, buffers)
 
     def entry(self, key: bytes) -> bytes | None:
-        """The catalogue's entry of a key now, or None. Every read of a page asks: it makes no object of its own."""
+        """Return the catalogue's present entry of a key, or None. Allocates no object, since every page read calls it."""
         env = self.enter()
         try:
             with env.begin() as txn:
@@ -81,7 +86,7 @@ class Environment:
             self._inside.pop()
 
     def reader_check(self) -> int:
-        """Free the places of readers that were killed; how many there were."""
+        """Release the reader slots of killed processes and return their number."""
         env = self.enter()
         try:
             return env.reader_check()
@@ -89,7 +94,7 @@ class Environment:
             self.leave()
 
     def readers(self) -> str:
-        """LMDB's table of readers, as text."""
+        """Return LMDB's reader table as text."""
         env = self.enter()
         try:
             return env.readers()
@@ -97,7 +102,7 @@ class Environment:
             self.leave()
 
     def sync(self, force: bool) -> None:
-        """Make the last commits survive a loss of power."""
+        """Make the last commits survive a power failure."""
         env = self.enter()
         try:
             env.sync(force)
@@ -105,10 +110,12 @@ class Environment:
             self.leave()
 
     def reopen(self, timeout_s: float) -> None:
-        """Close the environment and open it anew.
+        """Close and reopen the environment. Transactions that begin meanwhile wait.
 
-        Transactions that begin meanwhile wait. lmdb.Error or OSError if it cannot be opened now, or if a transaction
-        does not end in time: transactions fail with lmdb.PanicError, or as before, until a later call succeeds.
+        Raises:
+            lmdb.Error: The environment cannot be opened now, or a transaction does not end in time. Transactions fail
+                with lmdb.PanicError, or as before, until a later call succeeds.
+            OSError: As for lmdb.Error.
         """
         deadline = time.monotonic() + timeout_s
         self._open_gate.clear()
@@ -130,19 +137,19 @@ class Environment:
             self._open_gate.set()
 
     def note_commit(self) -> None:
-        """Within the gate: a transaction was committed, which a reopening must find."""
+        """Record, inside the gate, that a transaction was committed. A reopening must find it."""
         if self._env is not None:
             self._last_txn = int(self._env.info()["last_txnid"])
 
     def close(self) -> None:
-        """No transaction may be open, and none may follow."""
+        """Close the environment. No transaction may be open or follow."""
         if self._env is not None:
             self._env.close()
             self._env = None
 
     def enter(self) -> lmdb.Environment:
-        """The environment, which stays open until ``leave``."""
-        # Enter, then look at the gate: ``reopen`` shuts the gate, then looks who is inside.
+        """Return the environment, which stays open until ``leave``."""
+        # Enter first, then check the gate; ``reopen`` shuts the gate first, then checks who is inside.
         self._inside.append(None)
         while self._shut:
             self._inside.pop()
@@ -155,11 +162,11 @@ class Environment:
         return env
 
     def leave(self) -> None:
-        """The end of ``enter``."""
+        """End ``enter``."""
         self._inside.pop()
 
     def _take(self, env: lmdb.Environment, *, create: bool = False) -> None:
-        """Use this environment from now on; it is closed if it is not fit for that."""
+        """Use this environment from now on, or close it if it is unsuitable."""
         try:
             env.reader_check()
             found = int(env.info()["last_txnid"])
@@ -173,7 +180,7 @@ class Environment:
             if env.flags()["readonly"]:
                 trees = [env.open_db(name, create=False) for name in names]
             else:
-                with env.begin(write=True) as txn:  # all or none, also after a kill
+                with env.begin(write=True) as txn:  # all trees or none, even if the process is killed
                     trees = [env.open_db(name, txn, create=create) for name in names]
             self.catalogue, self.pages, self.meta = trees
         except BaseException:
@@ -182,7 +189,7 @@ class Environment:
         self._env = env
 
     def _require_same_file(self) -> None:
-        """OSError unless the path still leads to the file that was opened first, and that is whole."""
+        """Raise OSError unless the path still leads to the file that was opened first, in full length."""
         data = self.path / DATA_FILE
         if _identity(data.stat()) != self._file:
             raise FileNotFoundError(errno.ENOENT, f"{data} is not the file that this store has opened")
@@ -192,7 +199,7 @@ class Environment:
 
 
 class Use(Generic[_AnyBytes]):
-    """A transaction within the gate. A class of its own: every read of a page makes one."""
+    """A transaction inside the gate. A class instead of a generator, because every page read makes one."""
 
     __slots__ = ("_buffers", "_environment", "_txn", "_write")
 

@@ -1,11 +1,12 @@
 """Page bytes in LMDB: records as values beside the catalogue, copied into and out of LMDB's map.
 
-py-lmdb's public calls alone. A page is copied out inside the one short transaction that looks it up, so that entry and
-record belong together, and no memoryview of LMDB's leaves a method. LMDB uses no freed page again that a transaction
-may still see: where reads keep its map full, the writer keeps its batch and waits for them (``writer``).
+Only public calls of py-lmdb are used. A page is copied within the one short transaction that looks it up, so entry and
+record belong together, and no memoryview of LMDB leaves a method. LMDB does not reuse a freed page that an open
+transaction may still see; if readers keep its map full for this reason, the writer keeps its batch and waits for them
+(``writer``).
 
-What LMDB maps is read by page faults. A disk that cannot give a block ends that in SIGBUS, and one that hangs stops the
-thread within its transaction; extent files have neither (docs/guarantees.md).
+Mapped pages are read by page faults. A disk that cannot deliver a block causes SIGBUS, and one that hangs blocks the
+thread within its transaction. Extent files have neither problem (docs/guarantees.md).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tierstore.types import PageKey
 
 
 class InlineBytes:
-    """Of records that LMDB keeps, by any thread."""
+    """Reads records that LMDB keeps. Thread-safe."""
 
     def __init__(self, env: Environment) -> None:
         self._env = env
@@ -49,11 +50,11 @@ class InlineBytes:
             entry = unpack(key, raw)
             place, payload = memory_for(entry, out, scratch, held)
             self._copy(txn, key, payload, scratch)
-            place[payload.nbytes :] = 0  # as in extents, whose records are padded with zeros
+            place[payload.nbytes :] = 0  # as in extent files, whose records are padded with zeros
         return Fetched(payload, raw, entry.generation)
 
     def close(self) -> None:
-        """Nothing of its own is open."""
+        """Do nothing: the environment is closed by its owner."""
 
     def _copy(
         self,
@@ -73,7 +74,7 @@ class InlineBytes:
 
 
 class InlineRecords:
-    """Records are values of LMDB's ``pages`` tree."""
+    """Records as values of LMDB's ``pages`` tree."""
 
     def __init__(
         self, env: Environment, sizing: Sizing, *, fingerprint: bytes, page_nbytes: int, coding: Coding
@@ -85,7 +86,9 @@ class InlineRecords:
         self._encoder = coding.encoder()
         self._fingerprint = fingerprint
         self._record = np.empty(record_format.record_nbytes(page_nbytes), dtype=np.uint8)
-        self._generations = itertools.count(1 + secrets.randbits(62))  # no two openings share any; never 0
+        self._generations = itertools.count(
+            1 + secrets.randbits(62)
+        )  # no two openings share a generation; never 0
 
     def write(self, pages: Sequence[Page]) -> Sequence[Written | None]:
         return [Written()] * len(pages)
@@ -107,7 +110,7 @@ class InlineRecords:
                 generation=generation,
             )
         stored = length - record_format.HEAD_NBYTES
-        if page.key in self._fresh:  # else LMDB may keep it in pages that are too many for it
+        if page.key in self._fresh:  # otherwise LMDB may keep it in more pages than it needs
             txn.delete(page.key, db=self._env.pages)
         self._fresh.add(page.key)
         txn.put(page.key, self._record[:length].data, db=self._env.pages)
@@ -119,7 +122,7 @@ class InlineRecords:
         )
 
     def replaced(self, key: PageKey, old: bytes | None) -> None:
-        """LMDB frees the old record itself."""
+        """Do nothing: LMDB frees the old record itself."""
 
     def erased(self, txn: lmdb.Transaction[memoryview], key: PageKey) -> None:
         txn.delete(key, db=self._env.pages)
@@ -141,4 +144,4 @@ class InlineRecords:
         return False
 
     def close(self) -> None:
-        """It has no thread."""
+        """Do nothing: there is no thread."""
