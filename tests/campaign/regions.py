@@ -1,6 +1,6 @@
 """Where what lies in a closed directory: records, the trees of data.mdb by name, its free list, what is stale.
 
-LMDB's file is read by hand, from bytes in memory: layouts of LMDB 0.9 on 64 bits, little endian.
+Parses the bytes of LMDB's file in memory: layouts of LMDB 0.9 on 64 bits, little endian.
 """
 
 from __future__ import annotations

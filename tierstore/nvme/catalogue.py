@@ -360,7 +360,7 @@ class Catalogue:
             return [PageKey(key) for key in keys if wanted(key)]
 
     def move(self, places: Mapping[PageKey, Place]) -> None:
-        """Assign new slots of the same length to these pages, in one transaction. IntegrityError for a damaged entry."""
+        """Assign new slots of equal length to these pages in one transaction. IntegrityError if an entry is damaged."""
         with self._changing() as txn:
             for key, place in places.items():
                 found = txn.get(key, db=self._env.catalogue)

@@ -1,4 +1,4 @@
-"""One entry of the catalogue: fixed size, with its own checksum. Without numpy, because the checking child imports it."""
+"""One entry of the catalogue: fixed size, with its own checksum. No numpy, because the checking child imports it."""
 
 from __future__ import annotations
 

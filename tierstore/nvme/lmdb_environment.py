@@ -77,7 +77,7 @@ class Environment:
         return Use(self, write, buffers)
 
     def entry(self, key: bytes) -> bytes | None:
-        """Return the catalogue's present entry of a key, or None. Allocates no object, since every page read calls it."""
+        """Return the catalogue's present entry of a key, or None. Every page read calls it, so it makes no object."""
         env = self.enter()
         try:
             with env.begin() as txn:

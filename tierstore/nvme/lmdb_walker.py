@@ -1,17 +1,17 @@
-"""LMDB's file read by hand, with ``pread`` alone, before it is mapped: nothing here can end in a signal.
+"""Read LMDB's file with ``pread`` before it is mapped, so that damage cannot end the process with a signal.
 
 ``python -m tierstore.nvme.lmdb_walker DIRECTORY lmdb|extents`` is the child process that ``examination`` starts. Exit
-code 0: every page of LMDB's file belongs to one thing, every record of the catalogue is intact, and each has a place of
-its own, a value that LMDB keeps under its key or a slot in the extent files. Anything else, a signal included: the
-directory must not be opened.
+code 0 means: every page of LMDB's file has one owner, every catalogue record is intact, and each record has its own
+place, a value that LMDB keeps under its key or a slot in the extent files. Anything else, including a signal, means
+that the directory must not be opened.
 
-LMDB trusts what it finds: a wrong page number in its free list or in a node, or a node that is longer than it is,
-ends a later commit in SIGABRT, SIGBUS or SIGSEGV, or makes it write over a live tree. Here each page is given to the
-tree, the value or the free list that names it; a page that is named twice, or is not what it is named for, is damage.
-Pages that nobody names are harmless: LMDB leaves some. Of the large values of page records the page headers alone are
-looked at, from which LMDB takes how many pages it frees: a block each, asked for many at once.
+LMDB trusts its file: a wrong page number in the free list or in a node, or a node with a wrong length, makes a later
+commit end in SIGABRT, SIGBUS or SIGSEGV, or overwrite a live tree. Here each page is assigned to the tree, value or
+free list that names it; a page that is named twice, or has another type than its owner says, is damage. Pages that
+nothing names are harmless, and LMDB leaves some. For large values of page records only the page headers are read, from
+which LMDB takes how many pages to free: one block each, requested many at a time.
 
-Standard library and xxhash only, so that the child starts fast; layouts of LMDB 0.9 on 64 bits, little endian.
+Standard library and xxhash only, so that the child starts fast. Layouts of LMDB 0.9 on 64 bits, little endian.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _META = struct.Struct(f"<IIQQ{TREE_NBYTES}s{TREE_NBYTES}sQQ")
 
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _PAGE_SIZES = tuple(1 << power for power in range(9, 17))
-_GAP = 4  # pages between two wanted ones that are read along with them
+_GAP = 4  # gaps of up to this many pages are read along with the wanted ones
 _MAX_DEPTH = 16
 
 
 class Tree(NamedTuple):
-    """What LMDB knows of a tree; ``pad`` is the block size in the free list's, ``root`` NO_PAGE in an empty one's."""
+    """What LMDB records about a tree. ``pad``: block size, in the free list's. ``root``: NO_PAGE if it is empty."""
 
     pad: int
     flags: int
@@ -70,12 +70,12 @@ class Tree(NamedTuple):
 
     @classmethod
     def of(cls, raw: bytes) -> Self:
-        """From its TREE_NBYTES bytes."""
+        """Decode a tree from its TREE_NBYTES bytes."""
         return cls._make(_TREE.unpack(raw))
 
 
 class Meta(NamedTuple):
-    """The newest meta page: block size, bytes up to the end of the last page, the tree of trees and the free list."""
+    """The newest meta page: block size, end of the last page in bytes, the tree of trees and the free list."""
 
     block: int
     end: int
@@ -85,7 +85,7 @@ class Meta(NamedTuple):
 
 
 def read_meta(fd: int) -> Meta | None:
-    """The newest of the two meta pages, or None if one of them cannot be read."""
+    """Return the newer of the two meta pages, or None if one of them cannot be read."""
     start = HEADER.size
     first = os.pread(fd, start + _META.size, 0)
     if len(first) < start + _META.size:
@@ -105,9 +105,9 @@ def read_meta(fd: int) -> Meta | None:
 
 
 def prefetch(fd: int, names: Iterable[bytes]) -> int:
-    """Ask the kernel to read the pages of the named trees ahead, all at once; how many pages were asked for.
+    """Ask the kernel to read the pages of the named trees ahead. Returns how many were requested.
 
-    A cold walk waits for one page at a time; asked for together they come at the disk's full rate.
+    A cold walk would wait for one page at a time; requested together they arrive at the disk's full throughput.
     """
     meta = read_meta(fd)
     if meta is None:
@@ -132,7 +132,7 @@ def _prefetch_tree(fd: int, meta: Meta, tree: Tree) -> int:
 
 
 def _will_need(fd: int, block: int, pages: list[int]) -> None:
-    """``pages`` ascending; near ones are asked for in one piece."""
+    """Request ``pages``, in ascending order; nearby ones share one request."""
     if not pages:
         return
     first = pages[0]
@@ -148,7 +148,7 @@ def _children(fd: int, block: int, number: int) -> Iterator[int]:
 
 
 def _named_trees(fd: int, block: int, number: int) -> Iterator[tuple[bytes, bytes]]:
-    """Name and tree of each node of the main leaf; our few names fit on one."""
+    """Yield name and tree of each node of the main leaf. Our few names fit on one page."""
     raw = os.pread(fd, block, number * block) if number < 1 << 40 else b""
     for offset, _, _, _, length in _nodes(raw):
         name = raw[offset + NODE.size : offset + NODE.size + length]
@@ -158,7 +158,7 @@ def _named_trees(fd: int, block: int, number: int) -> Iterator[tuple[bytes, byte
 
 
 def _nodes(raw: bytes) -> Iterator[tuple[int, int, int, int, int]]:
-    """Offset and the four fields of each node of a page; none of a page that is cut or makes no sense."""
+    """Yield offset and the four fields of each node of a page; nothing if the page is truncated or invalid."""
     if len(raw) < HEADER.size:
         return
     lower = HEADER.unpack_from(raw)[3]
@@ -173,20 +173,20 @@ NO_TREE = Tree(0, 0, 0, 0, 0, 0, 0, NO_PAGE)
 
 _BRANCH, _LEAF, _OVERFLOW = 1, 2, 4
 _BIG, _SUBTREE = 1, 2
-_INTEGER_KEYS = 8  # a tree's flag: numbers in the machine's order
+_INTEGER_KEYS = 8  # flag of a tree whose keys are integers in native byte order
 _DEEPEST = 32
-_LEAVES_AHEAD = 32  # whose values' headers are asked for together
+_LEAVES_AHEAD = 32  # leaves whose values' headers are requested together
 _FREE, _NAMES = "free list", "tree of names"
 _ENTRY_NODE = NODE.pack(ENTRY_NBYTES, 0, 0, KEY_NBYTES)
 _ENTRY_STEP = NODE.size + KEY_NBYTES + ENTRY_NBYTES
 
 
 class Damaged(Exception):
-    """What is wrong with the file."""
+    """The file is damaged; the message says how."""
 
 
 class Value(NamedTuple):
-    """One value of a tree: how long it is, and its first page if it has pages of its own, else 0."""
+    """A value of a tree: its length, and its first page if it has pages of its own, else 0."""
 
     key: bytes
     nbytes: int
@@ -196,12 +196,12 @@ class Value(NamedTuple):
 class _Node(NamedTuple):
     key: bytes
     nbytes: int  # of the value; in a branch the lower part of the child's page number
-    flags: int  # in a branch its upper part
+    flags: int  # in a branch the upper part of the child's page number
     at: int  # where the value begins in the page
 
 
 class _Part(NamedTuple):
-    """A page of a tree, and the keys that may be in it: from ``low`` on, below ``high``."""
+    """A page of a tree, and the range of keys that may be in it: from ``low``, below ``high``."""
 
     page: int
     low: bytes
@@ -209,8 +209,10 @@ class _Part(NamedTuple):
 
 
 class PageCount:
-    """Of the newest transaction of a file, by one thread. What a method has yielded or returned is sound by itself;
-    the file is when all trees and the free list were gone through. Damaged from every method; OSError as it comes.
+    """Accounts for every page of a file's newest transaction. Not thread-safe.
+
+    What a method has yielded or returned is sound by itself; the file is sound once all trees and the free list were
+    walked. Every method raises Damaged, and OSError unchanged.
     """
 
     def __init__(self, fd: int, meta: Meta) -> None:
@@ -220,7 +222,7 @@ class PageCount:
         self._taken[:2] = b"\1\1"
 
     def trees(self) -> dict[bytes, Tree]:
-        """The trees by name."""
+        """Return the trees by name."""
         found = {}
         main = _tree(self._meta.main, 0, _NAMES)
         for key, raw, flags in self._whole(main, _NAMES):
@@ -230,24 +232,24 @@ class PageCount:
         return found
 
     def free_list(self) -> None:
-        """Takes the pages of the free list, and those it names."""
+        """Account for the pages of the free list and the pages it names."""
         before = 0
         free = _tree(self._meta.free, _INTEGER_KEYS, _FREE, pad=self._block)
         for key, raw, flags in self._whole(free, _FREE):
-            transaction = int.from_bytes(key, "big")  # turned round
+            transaction = int.from_bytes(key, "big")  # stored in native byte order
             if len(key) != 8 or flags & ~_BIG or not before < transaction <= self._meta.transaction:
                 raise Damaged(f"the {_FREE} has a record of no transaction")
             before = transaction
             self._take_free(raw)
 
     def small(self, tree: Tree, name: str) -> None:
-        """Takes the pages of a tree and of its values, which are looked at."""
+        """Account for the pages of a tree and its values, and check the values."""
         for key, _, flags in self._whole(tree, name):
             if flags & ~_BIG:
                 raise Damaged(f"{key!r} of the {name} is no plain value")
 
     def entries(self, tree: Tree, name: str) -> Iterator[bytes]:
-        """Takes the pages of a tree whose keys and values have KEY_NBYTES and ENTRY_NBYTES; both in one, in order."""
+        """Yield key and value together, in order, of a tree with fixed sizes KEY_NBYTES and ENTRY_NBYTES."""
         count = 0
         for part in self._leaves(tree, name):
             raw, offsets, upper = self._read(part.page, _LEAF, name)
@@ -262,7 +264,7 @@ class PageCount:
         _check_count(count, tree, name)
 
     def values(self, tree: Tree, name: str) -> Iterator[Value]:
-        """Takes the pages of a tree and of its values, of which the headers are looked at; in order."""
+        """Yield the values of a tree in order, reading only the headers of large ones."""
         count = 0
         leaves = self._leaves(tree, name)
         while some := list(islice(leaves, _LEAVES_AHEAD)):
@@ -283,7 +285,7 @@ class PageCount:
         _check_count(count, tree, name)
 
     def _whole(self, tree: Tree, name: str) -> Iterator[tuple[bytes, bytes, int]]:
-        """Takes the pages of a tree and of its values; key, value and flags of each."""
+        """Yield key, value and flags of each item of a tree."""
         count = 0
         for part in self._leaves(tree, name):
             for key, nbytes, flags, at, raw in self._leaf(part, name):
@@ -293,7 +295,7 @@ class PageCount:
         _check_count(count, tree, name)
 
     def _large(self, raw: bytes, at: int, nbytes: int, name: str) -> bytes:
-        """A value with pages of its own."""
+        """Return a value that has pages of its own."""
         first = int.from_bytes(raw[at : at + 8], "little")
         self._take_value(first, nbytes, name)
         value = os.pread(self._fd, nbytes, first * self._block + HEADER.size)
@@ -302,9 +304,9 @@ class PageCount:
         return value
 
     def _take_value(self, first: int, nbytes: int, name: str) -> None:
-        """Takes the pages that the header of a large value says.
+        """Account for the pages that the header of a large value names.
 
-        They may be more than it needs: LMDB shortens values in place.
+        They may be more than the value needs, because LMDB shortens values in place.
         """
         self._take(first, self._length(nbytes), name)
         header = os.pread(self._fd, HEADER.size, first * self._block)
@@ -318,11 +320,11 @@ class PageCount:
             self._take(first + self._length(nbytes), more, name)
 
     def _length(self, nbytes: int) -> int:
-        """Pages of a large value."""
+        """Return the number of pages of a large value."""
         return -(-(HEADER.size + nbytes) // self._block)
 
     def _take_free(self, raw: bytes) -> None:
-        """The free pages of one transaction: their number, and they in descending order."""
+        """Account for the free pages of one transaction: their number, then the pages in descending order."""
         if not raw or len(raw) % 8:
             raise Damaged(f"the {_FREE} has a record of {len(raw)} bytes")
         count, *numbers = struct.unpack(f"<{len(raw) // 8}Q", raw)
@@ -344,7 +346,7 @@ class PageCount:
         self._taken[first:end] = b"\1" * count
 
     def _leaves(self, tree: Tree, name: str) -> Iterator[_Part]:
-        """Takes the branches and leaves of a tree; its leaves in order."""
+        """Yield the leaves of a tree in order, accounting for branches and leaves."""
         if tree.root == NO_PAGE and not tree.depth:
             return
         if not 0 < tree.depth <= _DEEPEST:
@@ -357,19 +359,19 @@ class PageCount:
             yield part
 
     def _children(self, part: _Part, name: str) -> list[_Part]:
-        """Takes a branch. Its first key means nothing."""
+        """Return the children of a branch. The first key of a branch has no meaning."""
         self._take(part.page, 1, name)
         nodes, _ = self._nodes(part.page, _BRANCH, name)
         keys = [part.low, *(_turned(node.key, name) for node in nodes[1:])]
         _check_order(keys, part, name)
         highs = [*keys[1:], part.high]
-        if len(nodes) < 2 and name != _FREE:  # while it deletes from the free list, LMDB lets that be
+        if len(nodes) < 2 and name != _FREE:  # LMDB leaves such branches while it deletes from the free list
             raise Damaged(f"page {part.page} of the {name} has one branch")
         pages = (node.nbytes | node.flags << 32 for node in nodes)
         return [_Part(*each) for each in zip(pages, keys, highs, strict=True)]
 
     def _leaf(self, part: _Part, name: str) -> Iterator[tuple[bytes, int, int, int, bytes]]:
-        """Key, length, flags and place of each value of a leaf, and the leaf."""
+        """Yield key, length, flags and place of each value of a leaf, and the leaf itself."""
         nodes, raw = self._nodes(part.page, _LEAF, name)
         keys = [_turned(node.key, name) for node in nodes]
         _check_order(keys, part, name)
@@ -377,7 +379,7 @@ class PageCount:
             yield key, node.nbytes, node.flags, node.at, raw
 
     def _nodes(self, number: int, kind: int, name: str) -> tuple[list[_Node], bytes]:
-        """The nodes of a page, which lie one behind the other up to its end, and the page."""
+        """Return the nodes of a page, which follow each other up to its end, and the page."""
         raw, offsets, upper = self._read(number, kind, name)
         nodes, ends = [], {}
         for offset in offsets:
@@ -393,7 +395,7 @@ class PageCount:
         return nodes, raw
 
     def _read(self, number: int, kind: int, name: str) -> tuple[bytes, tuple[int, ...], int]:
-        """A page, where its nodes are in the order of their keys, and where the first of them begins."""
+        """Return a page, the offsets of its nodes in key order, and the first node's offset."""
         raw = os.pread(self._fd, self._block, number * self._block)
         if len(raw) < self._block:
             raise Damaged(f"page {number} of the {name} is cut")
@@ -411,7 +413,7 @@ def _tree(raw: bytes, flags: int, name: str, *, pad: int = 0) -> Tree:
 
 
 def _turned(key: bytes, name: str) -> bytes:
-    """A key as it is compared."""
+    """Return a key in the form in which it is compared."""
     return key[::-1] if name == _FREE else key
 
 
@@ -427,12 +429,12 @@ def _check_count(count: int, tree: Tree, name: str) -> None:
 
 
 _BLOCK = 4096
-_HEAD_NBYTES = 4080  # of a record in LMDB: record_format.HEAD_NBYTES, whose module imports numpy
+_HEAD_NBYTES = 4080  # of a record in LMDB; record_format.HEAD_NBYTES, but that module imports numpy
 _SUMMED = KEY_NBYTES + BODY_NBYTES
 
 
 def walk(directory: str, payload: str) -> int | str:
-    """Go through the environment in ``directory``, changing nothing: its number of records, or what is wrong."""
+    """Check the environment in ``directory`` without changing it. Returns its number of records, or what is wrong."""
     fd = os.open(os.path.join(directory, DATA_FILE), os.O_RDONLY | os.O_CLOEXEC)
     try:
         return _walk(fd, Path(directory), payload)
@@ -464,8 +466,8 @@ def _walk(fd: int, directory: Path, payload: str) -> int:
 
 
 def _intact(records: Iterator[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    """Key and entry of each record, which is not damaged."""
-    digest = xxh3_64_digest  # a million turns: no attribute look-ups
+    """Yield key and entry of each record, after checking it."""
+    digest = xxh3_64_digest  # runs a million times: avoid attribute look-ups
     for record in records:
         if digest(record[:_SUMMED]) != record[_SUMMED:]:
             raise Damaged(f"catalogue record of {record[:KEY_NBYTES].hex()} differs from its checksum")
@@ -473,14 +475,14 @@ def _intact(records: Iterator[bytes]) -> Iterator[tuple[bytes, bytes]]:
 
 
 class _Values:
-    """What LMDB keeps under keys, to be asked for in their order."""
+    """The values that LMDB keeps, to be requested in key order."""
 
     def __init__(self, values: Iterator[Value]) -> None:
         self._values = values
         self._next = next(values, None)
 
     def of(self, key: bytes) -> Value | None:
-        """The value under ``key``. Damaged if there is one under a key before it that nobody asked for."""
+        """Return the value under ``key``. Raises Damaged if an earlier key has a value that was not requested."""
         found = self._next
         if found is None or found.key > key:
             return None
@@ -490,13 +492,13 @@ class _Values:
         return found
 
     def check_ended(self) -> None:
-        """Damaged if there are more."""
+        """Raise Damaged if values remain."""
         if self._next is not None:
             raise Damaged(f"the page of {self._next.key.hex()} has no catalogue record")
 
 
 def _check_values(records: Iterator[tuple[bytes, bytes]], values: _Values) -> None:
-    """The value under an entry's key is as long as the entry says, and on the page that it names, if it names one."""
+    """Check that each entry's value has the length, and is on the page, that the entry names."""
     for key, raw in records:
         if any(raw[LOCATION]):
             raise Damaged(f"catalogue record of {key.hex()} names an extent file where there are none")
@@ -510,7 +512,7 @@ def _check_values(records: Iterator[tuple[bytes, bytes]], values: _Values) -> No
 
 
 def _check_slots(records: Iterator[tuple[bytes, bytes]], directory: Path) -> None:
-    """Every entry names a slot of its own."""
+    """Check that every entry names a slot of its own."""
     spans = []
     for key, raw in records:
         first = int.from_bytes(raw[LOCATION], "little")
@@ -522,7 +524,7 @@ def _check_slots(records: Iterator[tuple[bytes, bytes]], directory: Path) -> Non
 
 
 def _check_apart(spans: list[tuple[int, int]], directory: Path) -> None:
-    """That these blocks (extent << 32 | block), first and end, are there, and no two are the same."""
+    """Check that these ranges of blocks (extent << 32 | block; first, end) exist and do not overlap."""
     spans.sort()
     ends = {number: (number << 32) + nbytes // _BLOCK for number, nbytes in extent_sizes(directory).items()}
     before = 0
@@ -536,9 +538,9 @@ def _check_apart(spans: list[tuple[int, int]], directory: Path) -> None:
 
 
 def main() -> int:
-    """Exit code 0 with the number of records on stdout, or another with the fault at the end of stderr.
+    """Print the number of records and return 0, or print the fault to stderr and return another exit code.
 
-    Whatever goes wrong after the first line of stdout is the directory's fault, before it this program's.
+    A failure after the first line of stdout is the directory's fault, one before it is this program's.
     """
     sys.stdout.write("walking\n")
     sys.stdout.flush()

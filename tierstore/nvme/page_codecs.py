@@ -1,7 +1,7 @@
-"""How pages become payloads of records and payloads become pages again.
+"""How pages become payloads of records, and payloads become pages again.
 
-Memory holds pages as they are, or encoded (``host.codec``); what is encoded there goes to disk as it is, or with its
-codes compressed as well. Encoders and decoders serve one thread: whoever has a thread makes its own.
+Memory holds pages unchanged or encoded (``host.codec``). Encoded pages go to disk as they are, or with their codes
+compressed. An encoder or decoder serves one thread; each thread makes its own.
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ Bytes = NDArray[np.uint8]
 
 
 class UnfitError(IntegrityError):
-    """The page is what was written, and memory cannot hold it in its form."""
+    """The page is intact, but memory cannot hold it in its form."""
 
 
 def allowed_over(held: str) -> tuple[str, ...]:
-    """The codecs that pages held so may be written with."""
+    """Return the codecs that pages encoded as ``held`` may be written with."""
     return tuple(name for name in ("none", held, f"{held}+zstd") if name == "none" or name in LOSSY)
 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """``name``: of the codec that pages are written with. ``layout``: of the pages, without which none is encoded, and
-    no encoded one can be read. ``held``: the codec that pages are encoded with in memory already.
+    """How pages are encoded on their way to disk.
+
+    Attributes:
+        name: Codec that pages are written with.
+        layout: Layout of the pages. Without it no page is encoded, and no encoded page can be read.
+        held: Codec that pages in memory are encoded with already.
     """
 
     name: str = "none"
@@ -53,30 +57,30 @@ class Coding:
 
     @property
     def form(self) -> HostFormat | None:
-        """How memory holds a page; None: as it is."""
+        """How memory holds a page; None: unchanged."""
         return None if self.held == "none" or self.layout is None else HostFormat.of(self.held, self.layout)
 
     @property
     def on_disk(self) -> str:
-        """The codec that records are of, but for pages that it does not make smaller."""
+        """The codec of the records, except for pages that it does not make smaller."""
         return self.held if self.name == "none" else self.name
 
     @property
     def changes(self) -> bool:
-        """Whether a record's payload is another than what memory holds."""
+        """Whether a record's payload differs from what memory holds."""
         return self.name not in ("none", self.held)
 
     @property
     def plain(self) -> Codec:
-        """What a record says whose payload is the page as memory holds it."""
+        """The codec in a record's head if its payload is the page as memory holds it."""
         return CODECS[self.held]
 
     def raw_nbytes(self, payload: Bytes) -> int:
-        """Length of the page that memory holds as ``payload``."""
+        """Return the length of the page that memory holds as ``payload``."""
         return payload.nbytes if self.held == "none" or self.layout is None else self.layout.blob_nbytes
 
     def encoder(self) -> PageEncoder | None:
-        """For one thread, of pages as memory holds them; None: they are stored so."""
+        """Make an encoder of pages as memory holds them, for one thread. None if they are stored unchanged."""
         if self.layout is None or not self.changes:
             return None
         if self.held == "none":
@@ -84,12 +88,12 @@ class Coding:
         return CodeCompressor(LOSSY[self.name], self.layout)
 
     def decoders(self) -> Decoders:
-        """For one thread."""
+        """Make the decoders for one thread."""
         return Decoders(self.layout, self.form)
 
 
 class Decoders:
-    """What turns records into pages as memory holds them, for one thread; each part is made when it is first needed."""
+    """Turns records into pages as memory holds them. For one thread; each decoder is made when first needed."""
 
     def __init__(self, layout: PageLayout | None, form: HostFormat | None = None) -> None:
         self._layout = layout
@@ -100,7 +104,7 @@ class Decoders:
         self._packer: Packer | None = None
 
     def of(self, codec: Codec) -> PageDecoder | None:
-        """What decodes payloads of ``codec``; None where nobody knows the pages' layout."""
+        """Return the decoder of ``codec``; None if the pages' layout is unknown."""
         if self._layout is None or codec is Codec.NONE:
             return None
         if codec not in self._made:
@@ -108,11 +112,14 @@ class Decoders:
         return self._made[codec]
 
     def fill(self, head: Head, payload: Bytes, out: Bytes) -> None:
-        """Fill ``out``, a page or a slot's view, from the payload of a record that was verified.
+        """Fill ``out``, a page or a slot's view, from the payload of a verified record.
 
-        A payload that is as memory holds it is the beginning of ``out`` already. IntegrityError if it is no page of
-        this length, or there is no decoder of its codec; UnfitError if memory cannot hold it. ``out`` may
-        hold anything then.
+        A payload in the form that memory holds is already at the beginning of ``out``. If this raises, the content of
+        ``out`` is undefined.
+
+        Raises:
+            IntegrityError: The payload is not a page of this length, or its codec has no decoder.
+            UnfitError: Memory cannot hold the page.
         """
         there = np.may_share_memory(payload, out)
         if head.codec is self._plain:

@@ -1,11 +1,12 @@
-"""Whether a disk that fails reads is worth asking: pure state, the time is passed in. One thread at a time.
+"""A circuit breaker for reads of a disk that fails or hangs. Pure state; the caller passes the time. Not thread-safe.
 
-    CLOSED     every read is tried; so many failures in a row, or one read that hangs, open the breaker
+    CLOSED     every read is tried; several failures in a row, or one read that hangs, open the breaker
     OPEN       no read is tried until the pause is over
-    PROBING    one read is out to see; it closes the breaker, or opens it again for twice as long
+    PROBING    one read is tried; it closes the breaker, or opens it again for twice as long
 
-The circuit breaker of M. Nygard, "Release It!". A read is known by the ticket it was admitted with: what became of a
-read of an earlier time says little of now. Its failure is old news; its success means that the disk answers again.
+The circuit breaker of M. Nygard, "Release It!". A read is identified by the ticket that admitted it, because the result
+of a read admitted earlier says little about the present: its failure is ignored, its success shows that the disk
+answers again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ LONGEST_PAUSE_S = 30.0
 
 
 class Circuit(Enum):
-    """States of a breaker."""
+    """State of a breaker."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -28,7 +29,7 @@ class Circuit(Enum):
 
 
 class Breaker:
-    """``state`` changes in the calls alone; ``now`` never goes back."""
+    """The breaker. ``state`` changes only in calls, and ``now`` must never decrease."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class Breaker:
         self._again = 0.0
 
     def admit(self, now: float) -> int | None:
-        """The ticket of a read that may be tried now, or None. What became of it must be told."""
+        """Return a ticket for a read that may be tried now, or None. The result must be reported."""
         if self.state is Circuit.CLOSED:
             return self._ticket
         if self.state is Circuit.OPEN and now >= self._again:
@@ -56,7 +57,7 @@ class Breaker:
         return None
 
     def succeeded(self, ticket: int, now: float) -> None:
-        """The disk answered, whatever it said."""
+        """Report that the disk answered, with whatever result."""
         if ticket == self._ticket and self.state is not Circuit.OPEN:
             self.state = Circuit.CLOSED
             self._failures = 0
@@ -65,7 +66,7 @@ class Breaker:
             self._again = min(self._again, now)
 
     def failed(self, ticket: int, now: float) -> None:
-        """The disk answered with an error."""
+        """Report that the disk answered with an error."""
         if ticket != self._ticket or self.state is Circuit.OPEN:
             return
         self._failures += 1
@@ -73,12 +74,12 @@ class Breaker:
             self._open(now)
 
     def hung(self, ticket: int, now: float) -> None:
-        """The disk did not answer in time. Not to be followed by ``failed`` of the same read."""
+        """Report that the disk did not answer in time. Do not call ``failed`` for the same read afterwards."""
         if ticket == self._ticket and self.state is not Circuit.OPEN:
             self._open(now)
 
     def gave_up(self, ticket: int, now: float) -> None:
-        """The disk was not asked after all: that says nothing, and another read may go in its place."""
+        """Report that the disk was not asked after all, so that another read may be tried instead."""
         if ticket == self._ticket and self.state is Circuit.PROBING:
             self.state = Circuit.OPEN
             self._again = min(self._again, now)

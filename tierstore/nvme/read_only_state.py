@@ -1,4 +1,4 @@
-"""When the tier is read-only: a disk that refuses writes, why, and when the writer tries again."""
+"""The read-only state of the tier: why the disk refuses writes, and when the writer tries again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class Refusal:
-    """A disk that refuses writes: why, and when to try again. The writer's thread only; ``active`` from any."""
+    """State of a disk that refuses writes. For the writer's thread only, except ``active``, which is thread-safe."""
 
     def __init__(self) -> None:
         self.active = False
@@ -26,7 +26,7 @@ class Refusal:
         self._told = False
 
     def begin(self, error: lmdb.Error | OSError | str, failure: Failure) -> None:
-        """The disk refused; the pause before the next try doubles. Warns once until a page is written."""
+        """Enter the state or double the pause before the next attempt. Warns once until a page is written."""
         if not self._told:
             _log.warning("the NVMe tier is read-only until the disk takes writes again: %s", error)
         self._told = self.active = True
@@ -35,16 +35,16 @@ class Refusal:
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def end(self) -> None:
-        """A write succeeded."""
+        """Report that a write succeeded."""
         self.active = False
 
     def forget(self) -> None:
-        """Pages were written: the trouble is over."""
+        """Report that pages were written: the disk has recovered."""
         if self._told:
             _log.info("the NVMe tier takes writes again")
         self.active = self._told = False
         self._pause_s = _FIRST_PAUSE_S
 
     def remaining_s(self) -> float:
-        """Seconds until the next try."""
+        """Return the seconds until the next attempt."""
         return max(0.0, self._again - time.monotonic())

@@ -1,13 +1,13 @@
-"""Read page records, every byte checked: the reader threads, the checkers beside them, and the lender.
+"""Read page records with every byte checked: the reader threads, the checker threads beside them, and the lender.
 
-``RecordReader`` reads one record by any thread. ``Readers`` are the tier's threads: they take pages of the oldest
-transfer together, and check each before it counts. A read that takes longer than ``timeout_s`` is late: its page is
-acked apart, so that nobody waits for it, and its thread and its slot stay with it until it ends. While the disk hangs
-or fails reads in a row, reads are not tried (``breaker``).
+``RecordReader`` reads one record on any thread. ``Readers`` are the tier's threads: together they take pages of the
+oldest transfer and check each before it counts. A read that exceeds ``timeout_s`` is late: its page gets a separate
+ack, so nobody waits for it, and its thread and slot stay occupied until it ends. While the disk hangs, or fails several
+reads in a row, reads are not tried (``read_breaker``).
 
 ``Checkers`` check and decode pages while the readers fetch the next ones. A page's checksum takes a tenth of the time
-that a fast disk takes to send it: if the thread that waits for the disk made it, the disk would have one read less to
-do meanwhile. ``Lender`` lends records as they are kept, payload and codec, to whoever takes pages elsewhere.
+in which a fast disk delivers the page, and the thread that waits for the disk would have one read less in flight
+meanwhile. ``Lender`` lends records in their stored form, payload and codec, for use elsewhere.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from tierstore.types import Failure, PageKey, Transfer
 
 
 def scratch_for(page_nbytes: int) -> NDArray[np.uint8]:
-    """What ``fetch`` makes the best of: aligned, and with room for pages that a direct read cannot reach."""
+    """Return memory that suits ``fetch``: aligned, and large enough for pages that cannot be read into place."""
     return aligned(BLOCK + padded(page_nbytes))
 
 
 class RecordReader:
-    """Reads by any thread."""
+    """Reads records. Thread-safe."""
 
     def __init__(
         self,
@@ -56,9 +56,12 @@ class RecordReader:
         held_nbytes: int | None = None,
         erased: Container[bytes] = (),
     ) -> None:
-        """``held_nbytes``: length of the payloads that memory holds in place of pages; None: it holds pages.
+        """Read records of ``env``.
 
-        ``erased``: records that ``record`` and the listings pass over.
+        Args:
+            payload: Where the bytes of records are.
+            held_nbytes: Length of the encoded pages in memory; None if memory holds pages unchanged.
+            erased: Keys that ``record`` and the listings skip.
         """
         self._held = held_nbytes
         self._env = env
@@ -67,17 +70,27 @@ class RecordReader:
         self._erased = erased
 
     def fetch(self, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]) -> Fetched:
-        """Read the record of ``key`` to ``out``, or to ``scratch`` what memory holds otherwise; nothing is checked.
+        """Read the record of ``key`` into ``out``, or into ``scratch`` if memory holds another form. Checks nothing.
 
-        ``scratch``: aligned, BLOCK long at least. Both are the caller's own until ``check`` is through. KeyError: no
-        such record. IntegrityError: it cannot be what was written. OSError, lmdb.Error: it could not be read. The last
-        three speak of the record that the catalogue names now: one that is replaced or moved under the read is looked
-        up again, and MovedError says that this happened during every try.
+        The errors except KeyError are about the record that the catalogue names now: a record that is replaced or moved
+        during the read is looked up again.
+
+        Args:
+            key: The page.
+            out: Memory for the page; the caller's until ``check`` has returned.
+            scratch: Aligned memory of at least BLOCK bytes; the caller's until ``check`` has returned.
+
+        Raises:
+            KeyError: There is no such record.
+            IntegrityError: The bytes cannot be what was written.
+            OSError: The record could not be read.
+            lmdb.Error: The catalogue could not be read.
+            MovedError: The record was replaced or moved during every attempt.
         """
         try:
             return self._payload.fetch(key, out, scratch, self._held)
         except lmdb.ReadersFullError:
-            self._env.reader_check()  # readers that were killed may hold the places
+            self._env.reader_check()  # killed readers may occupy the reader slots
             return self._payload.fetch(key, out, scratch, self._held)
 
     def check(
@@ -88,12 +101,18 @@ class RecordReader:
         scratch: NDArray[np.uint8],
         decoders: Decoders,
     ) -> None:
-        """Fill ``out`` with the page as memory holds it, every byte checked; it holds anything at all if this raises.
+        """Check every byte and fill ``out`` with the page in the form that memory holds.
 
-        ``fetched``, ``out`` and ``scratch``: what ``fetch`` gave and was given. ``decoders``: the calling thread's,
-        which need not be that one. A record that was replaced or moved under the read is read again here.
-        IntegrityError: not what was written, or encoded and there is no decoder. UnfitError: memory cannot hold it.
-        Others as ``fetch``.
+        A record that was replaced or moved during the read is read again. If this raises, the content of ``out`` is
+        undefined. Errors of ``fetch`` are raised too.
+
+        Args:
+            fetched: What ``fetch`` returned for ``out`` and ``scratch``.
+            decoders: The calling thread's; the thread need not be the one that fetched.
+
+        Raises:
+            IntegrityError: The bytes are not what was written, or they are encoded and have no decoder.
+            UnfitError: Memory cannot hold the page.
         """
         head, fetched = self._settled(key, fetched, out, scratch)
         decoders.fill(head, fetched.payload, out)
@@ -101,8 +120,10 @@ class RecordReader:
     def record(
         self, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]
     ) -> tuple[bytes, NDArray[np.uint8]]:
-        """The record of ``key`` as it is kept, every byte checked: its head, and its payload, a part of ``out`` or
-        ``scratch``, which are as for ``fetch`` and may hold anything else after it. Raises as that and ``check`` do.
+        """Return the head and the payload of a record in its stored form, with every byte checked.
+
+        The payload is a part of ``out`` or ``scratch``, which are as for ``fetch``. Raises what ``fetch`` and ``check``
+        raise.
         """
         if key in self._erased:
             raise KeyError(key)
@@ -112,10 +133,10 @@ class RecordReader:
     def _settled(
         self, key: PageKey, fetched: Fetched, out: NDArray[np.uint8], scratch: NDArray[np.uint8]
     ) -> tuple[record_format.Head, Fetched]:
-        """The checked head and the bytes it belongs to, read again if the catalogue names another record by now.
+        """Return the checked head and its bytes, read again if the catalogue names another record by now.
 
-        A record that fails its checks is damaged only if the catalogue still names it: no transaction keeps its place
-        from being written again under the read.
+        A record that fails its checks is damaged only if the catalogue still names it, because no transaction keeps its
+        place from being rewritten during the read.
         """
         for _ in range(TRIES):
             try:
@@ -127,7 +148,7 @@ class RecordReader:
         raise MovedError(f"replaced {TRIES} times while it was read")
 
     def _verified(self, key: PageKey, fetched: Fetched, scratch: NDArray[np.uint8]) -> record_format.Head:
-        """The head of a record, every byte of it and of the payload checked."""
+        """Return the head of a record, after checking every byte of head and payload."""
         return record_format.verify(
             scratch[HEAD],
             fetched.payload,
@@ -137,22 +158,22 @@ class RecordReader:
         )
 
     def summaries(self) -> Iterator[tuple[PageKey, PageKey | None, int]]:
-        """Key, parent and bytes on disk of every record, in key order, from one snapshot. Not beside a writer.
+        """Yield key, parent and bytes on disk of every record in key order, from one snapshot. Not while a writer runs.
 
-        The entries are taken as the checking child found them; each is checked again when its page is loaded.
+        Entries are used as the checking child found them; each is checked again when its page is loaded.
         """
         with self._env.begin() as txn:
             yield from map(summary, self._listed(txn))
 
     def loss_classes(self) -> Iterator[tuple[PageKey, str]]:
-        """Key of every record and the class of loss of its namespace, "" where none was noted. As ``summaries``."""
+        """Yield key and loss class of every record; "" if no class was noted. Otherwise like ``summaries``."""
         with self._env.begin() as txn:
             yield from map(loss_class, self._listed(txn))
 
     def verify_all(self) -> Iterator[tuple[PageKey, str | None]]:
-        """Read every record: its key, and what is wrong with it or None. For tools; nothing is changed.
+        """Read every record and yield its key and what is wrong with it, or None. For tools; changes nothing.
 
-        Encoded pages are not decoded: what is checked is that they are what was written.
+        Encoded pages are not decoded: the check is that the bytes are those that were written.
         """
         out, scratch = aligned(0)[:0], scratch_for(0)
         with self._env.begin() as txn:
@@ -171,12 +192,12 @@ class RecordReader:
                 yield PageKey(key), None
 
     def _listed(self, txn: lmdb.Transaction[bytes]) -> Iterator[tuple[bytes, bytes]]:
-        """Key and entry of every record that is not erased."""
+        """Yield key and entry of every record that is not erased."""
         items = iter(txn.cursor(db=self._env.catalogue))
         return items if self._erased == () else ((k, raw) for k, raw in items if k not in self._erased)
 
     def close(self) -> None:
-        """Close the descriptors, not the environment. No call may be running, and none may follow."""
+        """Close the descriptors, but not the environment. No call may be in progress or follow."""
         self._payload.close()
 
 
@@ -184,7 +205,10 @@ Task = Callable[[Decoders], None]
 
 
 class Checkers:
-    """``count`` daemon threads, each with room for one page; with 0 whoever fetches checks. Any thread."""
+    """``count`` daemon threads that check pages, with memory for one page each. Thread-safe.
+
+    With ``count`` 0 the thread that fetches also checks.
+    """
 
     def __init__(self, count: int, page_nbytes: int, coding: Coding) -> None:
         self._coding = coding
@@ -199,9 +223,11 @@ class Checkers:
         start_all(self._threads, self.close)
 
     def offer(self, task: Task, scratch: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
-        """Another scratch, and ``task`` will be run by one of the threads, which uses ``scratch`` until then.
+        """Hand ``task`` to a thread, which uses ``scratch`` until the task ends.
 
-        None: every thread has one already, and the caller is to run it. A task raises nothing.
+        Returns:
+            Another scratch for the caller, or None if all threads are busy and the caller must run the task. A task
+                must not raise.
         """
         with self._changed:
             if self._closing or not self._spare:
@@ -211,14 +237,14 @@ class Checkers:
             return self._spare.pop()
 
     def close(self) -> None:
-        """Take no more, run what was taken, and let the threads end."""
+        """Accept no more tasks, run the accepted ones, and let the threads end."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
 
     @property
     def threads(self) -> list[threading.Thread]:
-        """To be joined after ``close``."""
+        """Return the threads, to be joined after ``close``."""
         return self._threads
 
     def _run(self) -> None:
@@ -236,14 +262,14 @@ class Checkers:
 
 
 _log = logging.getLogger("tierstore.nvme.readers")
-_pages_log = logging.getLogger("tierstore.nvme.mishaps")  # of what goes wrong with single pages
+_pages_log = logging.getLogger("tierstore.nvme.mishaps")  # for problems with single pages
 
-_WORTH_CHECKING_APART = 512 << 10  # bytes of a page: handing over a smaller one takes as long as checking it
+_WORTH_CHECKING_APART = 512 << 10  # bytes of a page; handing over a smaller one takes as long as checking it
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """One page that a thread is reading. ``ticket``: the breaker's; ``begun``: the shares'."""
+    """A page that a thread is reading, with the ticket of the breaker and the start time of its busy share."""
 
     job: Job
     index: int
@@ -254,7 +280,7 @@ class _Read:
 
 
 class Readers:
-    """``count`` daemon threads. ``submit``, ``look`` and ``close`` from any thread."""
+    """``count`` daemon threads that read pages. ``submit``, ``look`` and ``close`` are thread-safe."""
 
     def __init__(
         self,
@@ -269,7 +295,7 @@ class Readers:
     ) -> None:
         self._reader = reader
         self._outbox = outbox
-        self._warned = False  # of a bad page
+        self._warned = False  # about a bad page
         self._count = count
         self._page_nbytes = page_nbytes
         self._timeout_s = timeout_s
@@ -281,9 +307,9 @@ class Readers:
         self._shares = Shares()
         self._num_late = 0
         self._closing = False
-        self._posted = False  # acks whose queueing nobody was told of
+        self._posted = False  # acks that were queued but not announced
         self._told_absent = False
-        # Decoding a page takes a core ten times as long as summing it: up to half as long as a disk takes to send it.
+        # Decoding a page takes ten times as long as summing it: up to half the time the disk takes to deliver it.
         apart = count if coding.changes else max(1, count // 2)
         self._checkers = Checkers(apart if page_nbytes >= _WORTH_CHECKING_APART else 0, page_nbytes, coding)
         self._threads = [
@@ -294,16 +320,16 @@ class Readers:
 
     @property
     def absent(self) -> bool:
-        """Whether reads are not tried now, but for one now and then."""
+        """Whether reads are not tried at present, except for an occasional probe."""
         return self._breaker.state is not Circuit.CLOSED or self._num_late == self._count
 
     @property
     def num_late(self) -> int:
-        """Reads that are late and have not ended."""
+        """Number of late reads that have not ended."""
         return self._num_late
 
     def submit(self, transfer: Transfer, out: Sequence[NDArray[np.uint8]]) -> None:
-        """Queue a read. Never blocks. Acked as CLOSED after ``close``, as UNAVAILABLE if every thread hangs."""
+        """Queue a read. Never blocks. Acked as CLOSED after ``close``, as UNAVAILABLE if all threads hang."""
         with self._changed:
             if out and not self._closing and self._num_late < self._count:
                 self._jobs.append(Job(transfer, out))
@@ -315,7 +341,7 @@ class Readers:
             self._outbox.count("read_unavailable", len(out))
 
     def look(self, now: float) -> None:
-        """To be called now and then, with time.monotonic(): sees which reads are late."""
+        """Detect late reads. Call it periodically with time.monotonic()."""
         with self._changed:
             for read in self._reading:
                 if not read.late and now - read.since >= self._timeout_s:
@@ -328,7 +354,7 @@ class Readers:
         self._tell_state()
 
     def close(self) -> None:
-        """Fail what has not begun with CLOSED and let the threads end."""
+        """Fail reads that have not begun with CLOSED, and let the threads end."""
         with self._changed:
             self._closing = True
             self._refuse(Failure.CLOSED)
@@ -336,7 +362,7 @@ class Readers:
         self._checkers.close()
 
     def join_until(self, deadline: float) -> bool:
-        """Wait for the threads until ``deadline`` (time.monotonic); whether all have ended."""
+        """Wait for the threads until ``deadline`` (time.monotonic()). Returns whether all have ended."""
         threads = [*self._threads, *self._checkers.threads]
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -362,7 +388,7 @@ class Readers:
     def _check_apart(
         self, read: _Read, fetched: Fetched, scratch: NDArray[np.uint8], decoders: Decoders
     ) -> None:
-        """For another thread than the one that fetched the page."""
+        """Check the page on another thread than the one that fetched it."""
         outcome = self._check(read, fetched, scratch, decoders)
         with self._changed:
             self._ended(read, outcome, time.monotonic())
@@ -370,7 +396,7 @@ class Readers:
         self._told_of(posted=posted)
 
     def _next(self, read: _Read, outcome: Outcome) -> _Read | None:
-        """The read has ended; the next one if there is one now. One hold of the lock for both."""
+        """Record the end of a read and return the next one, if any, in a single hold of the lock."""
         now = time.monotonic()
         with self._changed:
             self._ended(read, outcome, now)
@@ -385,7 +411,7 @@ class Readers:
         self._tell_state()
 
     def _wait(self) -> _Read | None:
-        """The next read, when there is one; None when the readers close."""
+        """Wait for the next read. None when the readers close."""
         while True:
             with self._changed:
                 while not self._jobs and not self._closing:
@@ -411,7 +437,7 @@ class Readers:
         return out.nbytes if failure is None else failure
 
     def _guarded(self, key: PageKey, act: Callable[[], None]) -> Failure | None:
-        """Call ``act``; return what went wrong with the page, counted and logged, or None."""
+        """Call ``act``. Returns the page's failure, counted and logged, or None."""
         try:
             act()
         except KeyError:
@@ -422,7 +448,7 @@ class Readers:
         except IntegrityError as error:
             failure = Failure.INTEGRITY
             self._warn("page %s on disk is not what was written: %s", key, error)
-        except (MovedError, lmdb.PanicError):  # the writer opens a catalogue in panic anew
+        except (MovedError, lmdb.PanicError):  # a catalogue in panic is reopened by the writer
             failure = Failure.UNAVAILABLE
         except lmdb.ReadersFullError as error:
             failure = Failure.UNAVAILABLE
@@ -441,7 +467,7 @@ class Readers:
         return failure
 
     def _warn(self, message: str, key: PageKey, error: Exception) -> None:
-        """Warn of the first bad page; a failing disk has thousands, and they are counted."""
+        """Log a warning about the first bad page. A failing disk has thousands, which are only counted."""
         level = logging.DEBUG if self._warned else logging.WARNING
         self._warned = True
         _pages_log.log(level, message, key.hex(), error)
@@ -449,7 +475,7 @@ class Readers:
     # -- with the lock held -------------------------------------------------------------------------------------
 
     def _take(self, now: float) -> _Read | None:
-        """The next page to read. Where reads are not tried all that is queued ends."""
+        """Return the next page to read. If reads are not tried, fail everything queued."""
         if not self._jobs:
             return None
         ticket = self._breaker.admit(now)
@@ -466,7 +492,10 @@ class Readers:
 
     def _ended(self, read: _Read, outcome: Outcome, now: float) -> None:
         self._reading.remove(read)
-        if outcome in (Failure.NOT_FOUND, Failure.UNAVAILABLE):  # the catalogue's answer, perhaps from memory
+        if outcome in (
+            Failure.NOT_FOUND,
+            Failure.UNAVAILABLE,
+        ):  # answered by the catalogue, perhaps from memory
             self._breaker.gave_up(read.ticket, now)
         elif outcome is not Failure.IO_ERROR:
             self._breaker.succeeded(read.ticket, now)
@@ -488,7 +517,7 @@ class Readers:
             self._post(read.job)
 
     def _refuse(self, failure: Failure) -> None:
-        """End what is queued and has not begun."""
+        """Fail everything that is queued and has not begun."""
         while self._jobs:
             job = self._jobs.popleft()
             begun, job.next = job.next, len(job.pages)
@@ -498,7 +527,7 @@ class Readers:
                 self._post(job)
 
     def _post(self, job: Job) -> None:
-        # With the lock held, so that the ack of late pages cannot overtake the one that says they are late.
+        # under the lock, so that the ack of late pages cannot overtake the ack that declares them late
         ack = job.ack()
         self._outbox.count("bytes_read", ack.nbytes)
         self._outbox.add_quietly(ack)
@@ -511,7 +540,7 @@ class Readers:
     # -- what people are told -----------------------------------------------------------------------------------
 
     def _tell_state(self) -> None:
-        """Warn once when reads are not tried any more, and say once that they are again."""
+        """Log a warning when reads stop being tried, and a message when they resume; once each."""
         if self.absent is self._told_absent:
             return
         with self._changed:
@@ -534,14 +563,14 @@ NOT_FOUND = "not found"
 
 
 class Lent(NamedTuple):
-    """Memory that a record is read to: as ``RecordReader.fetch`` wants it."""
+    """Memory that a record is read into, as ``RecordReader.fetch`` needs it."""
 
     page: NDArray[np.uint8]
     scratch: NDArray[np.uint8]
 
 
 class Record(NamedTuple):
-    """A record, checked: ``raw`` is its head as bytes, ``payload`` flat uint8, in ``lent`` where that is not None."""
+    """A checked record: its head, the head as bytes (``raw``), and its payload, flat uint8, in ``lent`` if not None."""
 
     head: record_format.Head
     raw: bytes
@@ -550,9 +579,9 @@ class Record(NamedTuple):
 
 
 class RecordBuffers:
-    """Memory for records on their way to one taker, used again and again: fresh memory costs more than a page's read.
+    """A pool of memory for records on their way to one consumer. Thread-safe.
 
-    Any thread.
+    Memory is reused because allocating it costs more than reading a page.
     """
 
     def __init__(self, page_nbytes: int) -> None:
@@ -560,20 +589,20 @@ class RecordBuffers:
         self._free: list[Lent] = []
 
     def take(self) -> Lent:
-        """Memory for one record, the caller's until it is given back or forgotten."""
+        """Return memory for one record. It is the caller's until given back or dropped."""
         try:
             return self._free.pop()
         except IndexError:
             return Lent(aligned(self._page_nbytes)[: self._page_nbytes], scratch_for(self._page_nbytes))
 
     def give_back(self, record: Record) -> None:
-        """The record is not used any more."""
+        """Return a record's memory for reuse."""
         if record.lent is not None:
             self._free.append(record.lent)
 
 
 def read_record(reader: RecordReader, key: PageKey, memory: RecordBuffers) -> Record | str:
-    """The record of a page, every byte checked, or why it cannot be had."""
+    """Return the record of a page with every byte checked, or the reason why it is unavailable."""
     lent = memory.take()
     try:
         raw, payload = reader.record(key, *lent)
@@ -585,7 +614,7 @@ def read_record(reader: RecordReader, key: PageKey, memory: RecordBuffers) -> Re
 
 
 class Lender:
-    """Of an open tier: reads in the calling threads, several at once, until ``close``."""
+    """Lends records of an open tier. Reads on the calling threads, several at once, until ``close``."""
 
     def __init__(self, reader: RecordReader, page_nbytes: int) -> None:
         self._reader = reader
@@ -595,7 +624,7 @@ class Lender:
         self._closed = False
 
     def record(self, key: PageKey, memory: RecordBuffers | None = None) -> Record | str:
-        """``read_record``, until ``close``; None: to memory of its own. A disk that hangs is waited for."""
+        """Like ``read_record``, until ``close``. Waits if the disk hangs. Without ``memory`` it allocates its own."""
         with self._ended:
             if self._closed:
                 return "the tier is closed"
@@ -608,7 +637,7 @@ class Lender:
                 self._ended.notify_all()
 
     def close(self, timeout_s: float) -> bool:
-        """Lend no more; False if a call did not end in time."""
+        """Stop lending. Returns False if a call did not end in time."""
         with self._ended:
             self._closed = True
             return self._ended.wait_for(lambda: not self._reading, timeout_s)

@@ -1,11 +1,11 @@
-"""Page bytes <-> record. A record is a head of 4,080 bytes and the page, as it is or encoded; where it is kept is not
-known here.
+"""Encode a page as a record and decode it. A record is a head of 4,080 bytes and the page, unchanged or encoded.
 
-The head names everything the bytes depend on (format, fingerprint, key, parent, codec, lengths) and ends in an
-xxh3-128 over itself and the payload, so another page's record, an old format, a cut or a flipped bit all show.
-4,080 bytes and the 16 that LMDB puts in front of a value are one 4 KiB block: the payload starts on a boundary.
+The head names everything that the bytes depend on (format, fingerprint, key, parent, codec, lengths) and ends in an
+xxh3-128 over itself and the payload, so another page's record, an old format, truncation and bit flips are all
+detected. 4,080 bytes and the 16 that LMDB puts in front of a value are one 4 KiB block, so the payload is
+block-aligned. This module does not know where records are stored.
 
-All functions are pure: no I/O, any thread; an encoder or decoder that is passed in belongs to the thread that does.
+All functions are pure: no I/O, thread-safe. An encoder or decoder passed in belongs to the calling thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEAD_NBYTES = 4080
 """Length of a record's head."""
 
 FORMAT_VERSION = 1
-"""Changes whenever an old reader would misread a new record."""
+"""Incremented whenever an older reader would misread a new record."""
 
 _MAGIC = b"TierPage"
 _FIELDS = struct.Struct(f"<8sHBBIQQ32s{KEY_NBYTES}s{KEY_NBYTES}sQ")
@@ -43,7 +43,7 @@ _NO_PARENT = bytes(KEY_NBYTES)
 
 
 class Codec(IntEnum):
-    """How a record's payload is encoded. Values are on disk: they are never given to another codec."""
+    """How a record's payload is encoded. Values are on disk and never reused."""
 
     NONE = 0
     EXP = 1
@@ -67,20 +67,22 @@ CODECS = {
     "int4": Codec.INT4,
     "int4-64": Codec.INT4_64,
 }
-"""What a head says of each codec, by the codec's name."""
+"""Codec number in a head, by the codec's name."""
 
 NAMES: dict[int, str] = {codec: name for name, codec in CODECS.items()}
-"""The codec's name, by what a head says."""
+"""Codec name, by the number in a head."""
 
 _ENCODED = frozenset(CODECS.values()) - {Codec.NONE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What a record says of itself. ``fingerprint``: 32 bytes from ``fingerprint_digest``; lengths in bytes.
+    """The fields of a record's head. Lengths in bytes.
 
-    ``generation``: differs for each write of a key, so that a reader can tell whether the record it has read is the one
-    that the catalogue named. 0 in LMDB records of TierStore versions that wrote none there.
+    Attributes:
+        fingerprint: 32 bytes from ``fingerprint_digest``.
+        generation: Differs between writes of a key, so that a reader can tell whether the record it has read is the one
+            that the catalogue named. 0 in LMDB records of older versions, which wrote none there.
     """
 
     fingerprint: bytes
@@ -93,17 +95,17 @@ class Head:
 
 
 def fingerprint_digest(fingerprint: str) -> bytes:
-    """The 32 bytes that stand for ``fingerprint`` in a head."""
+    """Return the 32 bytes that represent ``fingerprint`` in a head."""
     return sha256(fingerprint.encode()).digest()
 
 
 def record_nbytes(page_nbytes: int) -> int:
-    """Length at most of the record of a page of ``page_nbytes``."""
+    """Return the largest length of the record of a page of ``page_nbytes``."""
     return HEAD_NBYTES + page_nbytes
 
 
 def seal(head: Head, payload: NDArray[np.uint8]) -> bytes:
-    """The head's 4,080 bytes, checksum over head and ``payload`` (flat, contiguous uint8) included."""
+    """Return the head as 4,080 bytes, with the checksum over head and ``payload`` (flat, contiguous uint8)."""
     if len(head.fingerprint) != 32 or len(head.key) != KEY_NBYTES:
         raise ValueError("a head needs a fingerprint of 32 and a key of 36 bytes")
     if head.parent is not None and len(head.parent) != KEY_NBYTES:
@@ -137,12 +139,16 @@ def encode(
     raw_nbytes: int | None = None,
     generation: int = 0,
 ) -> int:
-    """Write the record of ``page`` into ``record`` and return its length.
+    """Write the record of ``page`` into ``record`` and return its length in bytes.
 
-    Both are flat contiguous uint8; ``record`` holds at least ``record_nbytes(page.nbytes)``. The checksum is taken
-    over the copy in ``record``: what is summed is what will be stored. With ``encoder`` pages that it makes smaller by
-    a tenth at least are stored so, under its codec's name. ``plain``: the codec that ``page`` is encoded with already,
-    and ``raw_nbytes`` how long it was before.
+    The checksum covers the copy in ``record``, which is what will be stored.
+
+    Args:
+        page: The page, flat contiguous uint8.
+        record: Memory of at least ``record_nbytes(page.nbytes)`` bytes, flat contiguous uint8.
+        encoder: Encodes the page, if that makes it smaller by at least a tenth.
+        plain: The codec that ``page`` is encoded with already.
+        raw_nbytes: Length of the page before that.
     """
     room = record[HEAD_NBYTES : record_nbytes(page.nbytes)]
     length = None if encoder is None else encoder.encode(page, room)
@@ -163,9 +169,9 @@ def encode(
 
 
 def copy(head: Head, payload: NDArray[np.uint8], record: NDArray[np.uint8], *, generation: int = 0) -> int:
-    """Write a record whose payload is there already into ``record`` under ``generation`` and return its length.
+    """Write a record with an existing payload into ``record`` under ``generation``; return its length in bytes.
 
-    As for ``encode``, what is summed is what will be stored.
+    Like in ``encode``, the checksum covers the copy.
     """
     stored = record[HEAD_NBYTES : HEAD_NBYTES + head.stored_nbytes]
     np.copyto(stored, payload)
@@ -176,10 +182,11 @@ def copy(head: Head, payload: NDArray[np.uint8], record: NDArray[np.uint8], *, g
 def decode(
     head: Head, payload: NDArray[np.uint8], page: NDArray[np.uint8], decoder: PageDecoder | None
 ) -> None:
-    """Fill ``page`` from the payload of a record that ``verify`` has passed; the two do not overlap.
+    """Fill ``page`` from the payload of a verified record; the two must not overlap.
 
-    IntegrityError if it is not of a page of this length, or encoded and there is no decoder of its codec; ``page`` then
-    holds anything.
+    Raises:
+        IntegrityError: The payload is not a page of this length, or its codec has no decoder. The content of ``page``
+            is undefined.
     """
     if head.raw_nbytes != page.nbytes:
         raise IntegrityError(f"record of a page of {head.raw_nbytes} bytes, not {page.nbytes}")
@@ -201,10 +208,13 @@ def verify(
     key: PageKey,
     generation: int = 0,
 ) -> Head:
-    """Check a record read as ``head`` (4,080 bytes) and ``payload`` (the rest); nothing is changed.
+    """Check a record read as ``head`` (4,080 bytes) and ``payload`` (the rest). Changes nothing.
 
-    Returns the head if the bytes are exactly what was written for ``key`` under ``fingerprint`` as ``generation``;
-    IntegrityError, with the reason, for anything else.
+    Returns:
+        The head, if the bytes are exactly those written for ``key`` under ``fingerprint`` as ``generation``.
+
+    Raises:
+        IntegrityError: They are not; the message gives the reason.
     """
     raw = bytes(head)
     found = parse(raw)
@@ -222,7 +232,7 @@ def verify(
 
 
 def parse(raw: bytes) -> Head:
-    """Read a head's fields without its checksum. IntegrityError if they cannot be a head of this format."""
+    """Decode a head's fields without verifying its checksum. IntegrityError if it cannot be a head of this format."""
     if len(raw) != HEAD_NBYTES:
         raise IntegrityError(f"head of {len(raw)} bytes, not {HEAD_NBYTES}")
     magic, version, codec, has_parent, _, raw_nbytes, stored_nbytes, fingerprint, key, parent, generation = (

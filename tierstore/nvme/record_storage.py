@@ -1,16 +1,15 @@
-"""What the two places of record bytes must answer, to whoever writes them and to whoever reads them.
+"""The protocols of the two storages of record bytes, LMDB (``lmdb_pages``) and extent files (``extents``).
 
-Record bytes are in LMDB (``lmdb_pages``) or in extent files (``extents``). Both answer ``Records``, the calls of the
-``Catalogue`` that writes: ``write`` before its transaction, ``replaced``, then ``entry`` or ``erased`` of a key
-within it, then ``settle`` if it was committed, ``undo`` if not, ``doubt`` if nobody knows. Both answer
-``RecordBytes``, the call of the ``RecordReader``.
+Both implement ``Records``, which the ``Catalogue`` calls to write: ``write`` before its transaction; ``replaced``, then
+``entry`` or ``erased``, for each key within it; then ``settle`` if it was committed, ``undo`` if not, ``doubt`` if that
+is unknown. Both implement ``RecordBytes``, which the ``RecordReader`` calls.
 
-From an extent file ``preadv`` fetches a record straight into the caller's page, past the page cache where it may: a cut
-or unreadable file is an error there, where a mapped read would be a signal. The read transaction of the lookup ends
-before the read begins: an open transaction keeps LMDB from using freed pages again, and a read that hangs would fill
-the map. A slot is pinned while it is read: no new record is written there, though one may have been between the lookup
-and the pin. Its checksum, key and generation show that, and the reader looks the key up again. A record in LMDB is
-copied out of the map within the transaction that looks it up.
+From an extent file ``preadv`` reads a record directly into the caller's page, past the page cache where possible: a
+truncated or unreadable file is an error there, where a mapped read would raise a signal. The look-up's read transaction
+ends before the read begins, because an open transaction keeps LMDB from reusing freed pages, and a read that hangs
+would fill the map. A slot is pinned while it is read: no new record is written there, but one may have been written
+between the look-up and the pin. Checksum, key and generation detect that, and the reader looks the key up again. A
+record in LMDB is copied out of the map within the transaction that looks it up.
 """
 
 from __future__ import annotations
@@ -32,7 +31,10 @@ from tierstore.types import PageKey
 
 
 class Page(NamedTuple):
-    """One page to store; ``payload`` flat uint8. ``head``: of a record that is stored as it is, payload and codec."""
+    """One page to store.
+
+    ``payload`` is flat uint8. ``head`` is set for a record that is stored unchanged, with payload and codec.
+    """
 
     key: PageKey
     parent: PageKey | None
@@ -41,7 +43,7 @@ class Page(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Where a page's bytes are already. Nothing of it means anything in LMDB, which gets them in the transaction."""
+    """Where a page's bytes were written. Not used by LMDB, which gets the bytes in the transaction."""
 
     place: Place = Place(0, 0, 0)
     generation: int = 0
@@ -49,68 +51,68 @@ class Written(NamedTuple):
 
 
 class Records(Protocol):
-    """What a catalogue asks of the place of its records."""
+    """What a catalogue needs from its storage of records."""
 
     def write(self, pages: Sequence[Page]) -> Sequence[Written | None]:
-        """Put the bytes on disk, durably, before any entry says so; None for a page for which there is no place.
+        """Write the bytes durably before an entry names them. None for a page that found no free slot.
 
-        If it raises nothing is kept.
+        If this raises, nothing is kept.
         """
         ...
 
     def entry(self, txn: lmdb.Transaction[memoryview], page: Page, written: Written) -> Entry:
-        """The entry of a page."""
+        """Return the entry of a page."""
         ...
 
     def replaced(self, key: PageKey, old: bytes | None) -> None:
-        """The transaction will replace or remove this entry, or make one where there is none. OSError: it must not."""
+        """Announce that the transaction replaces, removes or creates this entry. OSError means that it must not."""
         ...
 
     def erased(self, txn: lmdb.Transaction[memoryview], key: PageKey) -> None:
-        """The transaction removes this record."""
+        """Announce that the transaction removes this record."""
         ...
 
     def settle(self) -> None:
-        """The transaction is committed."""
+        """Announce that the transaction was committed."""
         ...
 
     def undo(self) -> None:
-        """The transaction is certainly not committed."""
+        """Announce that the transaction was certainly not committed."""
         ...
 
     def doubt(self) -> None:
-        """The transaction raised: it may be committed or not."""
+        """Announce that the transaction raised: it may or may not have been committed."""
         ...
 
     def make_places(self, count: int) -> bool:
-        """Make room that no erase gives by itself, for up to ``count`` records for which ``write`` had no place.
+        """Make space, which erasing alone does not, for up to ``count`` records that ``write`` had no slot for.
 
-        Return whether that is worth another try.
+        Returns whether a retry makes sense.
         """
         ...
 
     def in_doubt(self, key: PageKey) -> bool:
-        """Whether something is kept for a record since its last transaction raised, until the next one with it."""
+        """Return whether a failed transaction left something that only the record's next transaction settles."""
         ...
 
     def close(self) -> None:
-        """End its thread. No call may follow."""
+        """End the thread. No call may follow."""
         ...
 
 
 HEAD = slice(BLOCK - record_format.HEAD_NBYTES, BLOCK)
-"""Where a record's head is in the scratch that it was fetched with."""
+"""Where a record's head is in the scratch memory that it was fetched with."""
 
 TRIES = 4
-"""Lookups of a key whose record is replaced or moved again and again."""
+"""Number of look-ups of a key whose record keeps being replaced or moved."""
 
 
 class MovedError(Exception):
-    """The record was replaced or moved during every try to read it: that says nothing of the record."""
+    """The record was replaced or moved during every attempt to read it. This says nothing about its state."""
 
 
 class Fetched(NamedTuple):
-    """A record's bytes as they were found, unchecked: its payload, and the catalogue entry that led to it."""
+    """A record's bytes as they were read, unchecked: its payload, and the catalogue entry that led to it."""
 
     payload: NDArray[np.uint8]
     raw: bytes
@@ -127,20 +129,21 @@ class RecordBytes(Protocol):
         scratch: NDArray[np.uint8],
         held: int | None,
     ) -> Fetched:
-        """Fill ``out`` with a payload as long as it, or its beginning with one of ``held`` bytes, ``scratch`` behind
-        BLOCK with any other, and ``scratch`` up to BLOCK with the head.
+        """Read a record into memory.
 
-        KeyError, IntegrityError, OSError, MovedError, lmdb.Error as ``RecordReader.fetch`` raises them.
+        The head goes to the first BLOCK bytes of ``scratch``. A payload as long as ``out`` fills it, one of ``held``
+        bytes goes to its beginning, and any other to ``scratch`` behind the head. Raises what ``RecordReader.fetch``
+        raises.
         """
         ...
 
     def close(self) -> None:
-        """Close what it opened."""
+        """Close the files it opened."""
         ...
 
 
 def lookup(env: Environment, key: PageKey) -> bytes:
-    """The catalogue's entry of ``key`` now, as it is stored. KeyError if there is none."""
+    """Return the catalogue's present entry of ``key`` as stored. Raises KeyError if there is none."""
     raw = env.entry(key)
     if raw is None:
         raise KeyError(key)
@@ -148,7 +151,7 @@ def lookup(env: Environment, key: PageKey) -> bytes:
 
 
 def look_again(env: Environment, key: PageKey, raw: bytes, error: Exception) -> bytes:
-    """The entry of a key whose read failed with ``error``, which is raised if the entry is still ``raw``."""
+    """Return the entry of a key whose read failed with ``error``, or raise ``error`` if the entry is still ``raw``."""
     again = lookup(env, key)
     if again == raw:
         raise error
@@ -158,10 +161,12 @@ def look_again(env: Environment, key: PageKey, raw: bytes, error: Exception) -> 
 def memory_for(
     entry: Entry, out: NDArray[np.uint8], scratch: NDArray[np.uint8], held: int | None
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Where a record's payload is to be read to, and the part of it that is payload.
+    """Choose the memory for a record's payload; return it and the part of it that is payload.
 
-    IntegrityError for one longer than a page. One that is neither as long as memory holds it is another codec's, or of
-    a page of another length: its head tells.
+    A payload of an unexpected length belongs to another codec or to a page of another length; its head will tell.
+
+    Raises:
+        IntegrityError: The payload is longer than a page.
     """
     stored = entry.stored_nbytes
     if stored == out.nbytes:

@@ -1,4 +1,4 @@
-"""The NVMe tier: pages by key, catalogued in one LMDB environment, behind queues that never block the caller."""
+"""The NVMe tier: pages by key, catalogued in an LMDB environment, behind queues that never block the caller."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tierstore.types import Ack, PageKey, Tier, Transfer
 _watchdog_log = logging.getLogger("tierstore.nvme.patience")
 
 _LOOKS = 4
-"""Looks in the time after which a read or a write is late."""
+"""Number of checks within the timeout after which a read or a write counts as late."""
 
 
 _CLOSE_S = 5.0
@@ -47,9 +47,9 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """No look begins from now on. Waits a moment for one that is under way, which never does I/O."""
+        """Begin no further checks. Waits briefly for one in progress, which never does I/O."""
         self._over.set()
-        self._thread.join(_CLOSE_S)  # not for ever: a signal's handler may have left locked what it looks at
+        self._thread.join(_CLOSE_S)  # limited: a signal handler may have left a lock held
 
     def _run(self) -> None:
         while not self._over.wait(self._every_s):
@@ -66,18 +66,18 @@ _log = logging.getLogger("tierstore.nvme.tier")
 class NvmeTier:
     """One (fingerprint, shard) of a home directory, held exclusively by this process.
 
-    All methods may be called from any thread; ``submit_*`` never block. A page counts as read or written only once
-    its transfer's Ack is out. After a fork the child's copy raises StoreClosed.
+    All methods are thread-safe, and ``submit_*`` never blocks. A page counts as read or written only once its
+    transfer's Ack is out. In a forked child all methods raise StoreClosed.
     """
 
     tier: ClassVar[Tier] = Tier.NVME
-    """Its place among the tiers."""
+    """Which of the store's tiers this is."""
 
     record_nbytes: int
-    """What the record of one page costs at most on disk, its share of the catalogue included."""
+    """Largest cost of one page's record on disk, including its share of the catalogue."""
 
     budget_nbytes: int
-    """Sum of record bytes the tier may hold so that everything on disk stays within the capacity."""
+    """Limit of the sum of record bytes with which everything on disk stays within the capacity."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class NvmeTier:
         self._num_readers = shard.readers
         self._payload, self._direct, self._codec = shard.payload, shard.direct, coding.on_disk
         self._outbox = outbox
-        # A thread may not be had: then the directory is free again, and those that began end.
+        # If a thread cannot be started, the directory is released and the threads that run are ended.
         with ExitStack() as undone:
             undone.callback(shard.lock.release)
             undone.callback(shard.catalogue.close)
@@ -141,19 +141,29 @@ class NvmeTier:
         layout: PageLayout | None = None,
         held: str = "none",
     ) -> NvmeTier:
-        """Open the tier's sub-directory of ``path``, made if missing; ``capacity`` is for everything in it on disk.
+        """Open the tier's sub-directory of ``path``, creating it if needed.
 
         A sub-directory that an earlier process left damaged is renamed, with one warning, and the tier starts empty.
-        ``wake`` is called from an I/O thread, with no lock held, for each Ack. ``description`` is kept for people.
-        ``payload``: page bytes in "lmdb" or in "extents"; what is there in the other kind is removed with one warning.
-        "auto" keeps the kind that is there, and where nothing is writes 32 MiB to see how fast the disk is.
-        ``codec``: how pages are written from now on, a name of ``tierstore.codecs``; records of any codec are read,
-        encoded ones with ``layout``, which every codec but "none" needs. ``held``: the codec that the pages given and
-        asked for are encoded with (``codecs.host_format``); they are written as they are, or with compressed codes.
-        ``readers``: threads that read; None: as many as the disk needs for 0.95 of its rate, asked when a directory of
-        1 GiB or more is made and remembered there, else 2.
-        ``timeout_s``: a read or a batch of writes that takes longer is not waited for: ``submit_*``, ``state``.
-        ConfigError if the directory is not ours, in use, or the capacity cannot be had; nothing is changed then.
+        Records of any codec can be read, encoded ones only with ``layout``.
+
+        Args:
+            path: The home directory.
+            capacity: Limit in bytes for everything in the sub-directory on disk.
+            wake: Called from an I/O thread, with no lock held, for each Ack.
+            description: Stored in the marker, for people.
+            payload: Keep page bytes in "lmdb" or in "extents"; records of the other kind are removed with one warning.
+                "auto" keeps the existing kind, and for a new directory writes 32 MiB to measure the disk.
+            codec: How pages are written from now on, a name of ``tierstore.codecs``. Every codec but "none" needs
+                ``layout``.
+            held: Codec of the pages in memory (``codecs.host_format``). They are written as they are, or with their
+                codes compressed.
+            readers: Number of reader threads. None: as many as the disk needs for 95 % of its throughput, measured when
+                a directory of at least 1 GiB is made and stored there, else 2.
+            timeout_s: A read or a batch of writes that takes longer is not waited for; see ``submit_*`` and ``state``.
+
+        Raises:
+            ConfigError: The directory is not ours or in use, or the disk lacks space for the capacity. Nothing is
+                changed.
         """
         coding = Coding(codec, layout, held)
         marker = directory_layout.ShardMarker(
@@ -175,9 +185,9 @@ class NvmeTier:
         )
 
     def records(self) -> Iterator[tuple[PageKey, PageKey | None, int]]:
-        """Key, parent and bytes on disk of every record that was there at open. Once, before any ``submit_*``.
+        """Yield key, parent and bytes on disk of every record found at opening. Call it once, before any ``submit_*``.
 
-        They sum to at most ``budget_nbytes``: what a lowered capacity has no room for is erased.
+        They sum to at most ``budget_nbytes``: records beyond a lowered capacity are erased.
         """
         self._guard()
         room = self.budget_nbytes
@@ -197,10 +207,13 @@ class NvmeTier:
         self._writer.submit_erase(surplus)
 
     def submit_write(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
-        """Store ``pages[i]`` (flat uint8 of page_nbytes, or of the held form's view) under ``transfer.keys[i]``.
+        """Store ``pages[i]`` under ``transfer.keys[i]``, replacing what was there.
 
-        It replaces what was there. The pages must not change before the Ack, whose ``nbytes`` are record bytes on disk.
-        A page that failed left no record. While a batch hangs, what is behind it fails as UNAVAILABLE.
+        A page that failed left no record. While a batch hangs, transfers behind it fail as UNAVAILABLE.
+
+        Args:
+            transfer: Names the keys. The ``nbytes`` of its Ack are record bytes on disk.
+            pages: Flat uint8 of page_nbytes, or of the length that memory holds. They must not change before the Ack.
         """
         self._guard()
         self._check(transfer, pages)
@@ -210,42 +223,48 @@ class NvmeTier:
         )
 
     def submit_read(self, transfer: Transfer, out: Sequence[NDArray[np.uint8]]) -> None:
-        """Fill ``out[i]`` (flat writable uint8, as for ``submit_write``) with the page of ``transfer.keys[i]``.
+        """Fill ``out[i]`` with the page of ``transfer.keys[i]``.
 
-        Until the Ack, and after it for a page that failed, ``out[i]`` holds anything. ``nbytes`` are page bytes. A read
-        that hangs is ``late`` in a first Ack, and a second one says when nothing writes ``out[i]`` any more. While the
-        disk hangs or fails, pages are UNAVAILABLE at once, but for one now and then.
+        A read that hangs is ``late`` in a first Ack; a second Ack says when nothing writes ``out[i]`` any more. While
+        the disk hangs or fails, pages are UNAVAILABLE at once, except for an occasional probe.
+
+        Args:
+            transfer: Names the keys. The ``nbytes`` of its Ack are page bytes.
+            out: Flat writable uint8, sized as for ``submit_write``. The content is undefined until the Ack, and after
+                it for a page that failed.
         """
         self._guard()
         self._check(transfer, out)
         self._readers.submit(transfer, out)
 
     def submit_erase(self, keys: Sequence[PageKey]) -> None:
-        """Remove records, ordered with the writes of the same keys around it. Missing ones are no error; no Ack."""
+        """Remove records, ordered with the writes of the same keys. Missing records are ignored; there is no Ack."""
         self._guard()
         self._writer.submit_erase(keys)
 
     def poll(self) -> list[Ack]:
-        """Transfers finished since the last call, oldest first. Works after ``close`` too."""
+        """Return the transfers finished since the last call, oldest first. Works after ``close`` too."""
         self._guard()
         return self._outbox.take()
 
     def sync(self, timeout_s: float) -> bool:
-        """True once every write submitted before is durable or acked as failed and every erase is durable; False if
-        that did not come about in time or the disk refuses it.
+        """Wait until every write submitted before is durable or acked as failed, and every erase is durable.
 
         An erase is durable when a restart does not bring the page back: the record is deleted, or a tombstone names it.
+
+        Returns:
+            False if that did not happen in time, or the disk refuses it.
         """
         self._guard()
         return self._writer.sync(timeout_s)
 
     def begin_sync(self) -> SyncWork:
-        """A mark behind everything submitted so far, for whoever waits for it in steps."""
+        """Mark the queue behind everything submitted so far, for callers that wait in steps."""
         self._guard()
         return self._writer.begin_sync()
 
     def give_up_waiting(self) -> None:
-        """Somebody stops waiting for the batch of writes under way: until it ends ``state`` is not "ok"."""
+        """Report that a caller stopped waiting for the batch in progress: ``state`` is not "ok" until it ends."""
         self._writer.give_up_waiting()
 
     @property
@@ -255,14 +274,17 @@ class NvmeTier:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Differs from an earlier value if the disk has taken a write in between."""
+        """A value that changes when the disk completes a write."""
         return self._writer.progress
 
     def close(self, timeout_s: float) -> bool:
-        """Write what is queued, fail queued reads with CLOSED, end the threads, close the environment, let go the lock.
+        """Write what is queued, fail queued reads with CLOSED, end the threads, and release environment and lock.
 
-        False if a thread did not end in time: what it has not begun is failed, the environment and the lock stay with
-        it, and another ``close`` tries again. A second call after True does nothing.
+        A call after True has no effect.
+
+        Returns:
+            False if a thread did not end in time: work that it has not begun is failed, it keeps the environment and
+                the lock, and another ``close`` tries again.
         """
         if os.getpid() != self._pid or self._closed:
             return True
@@ -286,23 +308,26 @@ class NvmeTier:
 
     @property
     def state(self) -> Literal["ok", "read_only", "absent"]:
-        """ "absent" while reads are not tried, since the disk hangs or fails them; "read_only" while writes fail, or
-        one takes longer than ``flush`` waits for it.
+        """State of the disk: "ok", "absent" or "read_only".
+
+        "absent" while reads are not tried because the disk hangs or fails them; "read_only" while writes fail, or one
+        takes longer than ``flush`` waits for it.
         """
         if self._readers.absent:
             return "absent"
         return "read_only" if self._writer.read_only else "ok"
 
     def stats(self) -> dict[str, object]:
-        """Sizes, counters and state, for people and metrics. Reads a few directory entries, unless the disk hangs.
+        """Return sizes, counters and state, for people and metrics.
 
-        A directory that was moved or deleted under the open tier takes no bytes and has no others.
+        Reads a few directory entries, unless the disk hangs. A directory that was moved or deleted while the tier is
+        open counts as 0 bytes.
         """
         self._guard()
         counts = self._outbox.counts()
         hangs = self._readers.num_late > 0 or self._writer.stalled
         if not hangs:
-            with suppress(OSError):  # no descriptor is left to look with: what it was
+            with suppress(OSError):  # no file descriptor is left to look with: keep the last value
                 self._disk_nbytes = directory_layout.disk_nbytes(self._directory)
         return {
             "path": str(self._directory),

@@ -1,19 +1,19 @@
-"""Keys of erased pages that LMDB could not delete yet, in a file of fixed size that is written in place.
+"""Keys of erased pages that LMDB could not delete yet, in a file of fixed size that is overwritten in place.
 
-LMDB needs free blocks to delete a record. On a disk that is full or refuses writes, the keys go into this file instead:
-its blocks were allocated and written when it was made, so that overwriting them needs no room. The next open deletes
+LMDB needs free blocks to delete a record. On a disk that is full or refuses writes, the keys go into this file instead.
+Its blocks were allocated and written when it was made, so overwriting them needs no space. The next opening deletes
 what the file names before anything can be read.
 
 The file is a Bloom filter (Bloom 1970), partitioned by hash function: a key sets one bit in each of four blocks. It
 never fills up: the more keys it holds, the more other records are dropped with them (1,000 keys: fewer than 1 of
-1,000,000 records; 10,000: 1 of 200; 30,000: 1 of 8). A cache may lose a page, and must not bring one back.
+1,000,000 records; 10,000: 1 of 200; 30,000: 1 of 8). A cache may lose a page, but must not bring an erased one back.
 
-Each block has an epoch and a checksum. LMDB's ``meta`` tree keeps the last epoch whose keys are all deleted, in the
-same transaction as the deletions, so that the file need not be cleared. A block that differs from its checksum, or that
-is older than another one, counts as all ones.
+Each block has an epoch and a checksum. LMDB's ``meta`` tree stores the last epoch whose keys are all deleted, in the
+same transaction as the deletions, so the file need not be cleared. A block that fails its checksum, or is older than
+another one, counts as all ones.
 
-A filesystem that never overwrites in place (btrfs, ZFS) may refuse the write where it is full; then the keys stay in
-memory, and ``flush`` reports them.
+A file system that never overwrites in place (btrfs, ZFS) may refuse the write when full; then the keys stay in memory,
+and ``flush`` reports them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tierstore.nvme.directory_layout import TOMBSTONES_FILE, move_aside, odd_kin
 _log = logging.getLogger(__name__)
 
 RETIRED_KEY = b"erased"
-"""In LMDB's ``meta`` tree: the last epoch whose keys are all deleted, as ``stamp`` gives it."""
+"""Key in LMDB's ``meta`` tree of the last epoch whose keys are all deleted, as ``stamp`` encodes it."""
 
 _BLOCK = 4096
 _NUM_BLOCKS = 4
@@ -47,20 +47,28 @@ _WRITE = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Tombstones:
-    """The file of one sub-directory. ``record`` and ``retire``: the writer's thread, or at open."""
+    """The file of one sub-directory. ``record`` and ``retire`` are for the writer's thread or the opening one."""
 
     live: bool
-    """Whether the file may name keys that LMDB has not deleted: ``in`` tells which."""
+    """Whether the file may name keys that LMDB has not deleted; ``in`` tells which."""
 
     epoch: int
-    """What LMDB is to keep once all these keys are deleted."""
+    """The epoch that LMDB must store once all these keys are deleted."""
 
     def __init__(self, directory: Path, retired: int, *, writable: bool = True) -> None:
-        """Read the file. ``retired``: the last epoch whose keys are all deleted. OSError if it cannot be read.
+        """Read the file.
 
-        A missing file names nothing: the directory is new, or older than this file. Anything else in its place that is
-        no file, or none that may be read, names every key. ``writable``: until ``close`` the directory stays open, so
-        that nothing is written to another one that takes its place.
+        A missing file names nothing: the directory is new, or older than this file. Anything else in its place that
+        cannot be read names every key.
+
+        Args:
+            directory: The sub-directory.
+            retired: The last epoch whose keys are all deleted.
+            writable: Keep the directory open until ``close``, so that nothing is written to another directory that
+                takes its place.
+
+        Raises:
+            OSError: The file cannot be read.
         """
         self._path = directory / TOMBSTONES_FILE
         kind = odd_kind(self._path)
@@ -70,7 +78,7 @@ class Tombstones:
         found = [_read(raw[at : at + _BLOCK]) for at in range(0, _NUM_BLOCKS * _BLOCK, _BLOCK)]
         epochs = [block[0] for block in found if block is not None]
         self.epoch = max([retired, *epochs])
-        # A record that was synced has its epoch in all four blocks: an older block shows that there is none.
+        # A synced record has its epoch in all four blocks, so an older block shows that there is none.
         self.live = not missing and all(epoch > retired for epoch in epochs)
         self._whole = len(epochs) == _NUM_BLOCKS
         self._bits = [
@@ -87,15 +95,16 @@ class Tombstones:
             self._directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def __contains__(self, key: object) -> bool:
-        """Whether the key was recorded; now and then True for another one."""
+        """Return whether the key was recorded. Occasionally True for another key."""
         return isinstance(key, bytes) and all(
             bits[at >> 3] >> (at & 7) & 1 for bits, at in zip(self._bits, _places(key), strict=True)
         )
 
     def prepare(self) -> None:
-        """Make the file while there is room for it, or mend it, and open it. OSError if that cannot be.
+        """Create the file while there is disk space, or repair it, and open it. Do not call while ``live``.
 
-        Not while it is live.
+        Raises:
+            OSError: It cannot be created or opened.
         """
         if self._fd >= 0 and self._whole:
             return
@@ -107,7 +116,7 @@ class Tombstones:
             self._make()
 
     def _opens(self) -> bool:
-        """Open the file to be written; whether that may be. OSError for other reasons."""
+        """Open the file for writing. Returns whether that is possible; raises OSError for unexpected reasons."""
         if self._fd < 0:
             try:
                 self._fd = os.open(TOMBSTONES_FILE, _WRITE, dir_fd=self._directory_fd)
@@ -116,7 +125,7 @@ class Tombstones:
         return True
 
     def _make(self) -> None:
-        """The file appears whole, in the place of whatever has its name and is of no use."""
+        """Create the complete file, in the place of anything unusable that has its name."""
         if odd_kind(self._path) == "a directory":
             move_aside(self._path)
         part, where = TOMBSTONES_FILE + ".new", self._directory_fd
@@ -134,7 +143,7 @@ class Tombstones:
         self._there = self._whole = True
 
     def record(self, keys: Iterable[bytes]) -> None:
-        """Add keys, durably. OSError: some of them may be recorded, and all are to be given again."""
+        """Add keys durably. After an OSError some may be recorded, and all must be passed again."""
         if not self.live:
             self.prepare()
             self.live = True
@@ -146,11 +155,11 @@ class Tombstones:
         self._overwrite()
 
     def retire(self) -> None:
-        """LMDB has deleted all that was recorded, and has durably kept ``epoch``."""
+        """Note that LMDB has deleted all recorded keys and has durably stored ``epoch``."""
         self.live = False
 
     def close(self) -> None:
-        """No call may follow."""
+        """Close the file. No call may follow."""
         for fd in (self._fd, self._directory_fd):
             if fd >= 0:
                 os.close(fd)
@@ -170,20 +179,20 @@ class Tombstones:
 
 
 def stamp(epoch: int) -> bytes:
-    """What is kept under RETIRED_KEY."""
+    """Encode an epoch for storage under RETIRED_KEY."""
     raw = epoch.to_bytes(8, "little")
     return raw + xxh3_64_digest(raw)
 
 
 def retired(raw: bytes | None) -> int:
-    """The epoch of a stamp; 0, which makes every tombstone count, where there is none or it is damaged."""
+    """Decode a stamp. 0, which puts every tombstone in force, if it is missing or damaged."""
     if raw is None or xxh3_64_digest(raw[:8]) != raw[8:]:
         return 0
     return int.from_bytes(raw[:8], "little")
 
 
 def _contents(path: Path) -> bytes | None:
-    """The file's bytes, none if it may not be read; None if there is none."""
+    """Return the file's bytes, b"" if it may not be read, None if it is missing."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -197,7 +206,7 @@ def _contents(path: Path) -> bytes | None:
 
 
 def _places(key: bytes) -> tuple[int, ...]:
-    """The key's bit in each block."""
+    """Return the key's bit in each block."""
     words: tuple[int, ...] = _WORDS.unpack(xxh3_128_digest(key))
     return tuple(word % _NUM_BITS for word in words)
 
@@ -208,7 +217,7 @@ def _block(epoch: int, bits: bytearray) -> bytes:
 
 
 def _read(raw: bytes) -> tuple[int, bytes] | None:
-    """Epoch and bits of a block, or None unless it is whole."""
+    """Return epoch and bits of a block, or None if it is damaged."""
     body = raw[: _BLOCK - _SUM_NBYTES]
     if len(raw) < _BLOCK or xxh3_128_digest(body) != raw[len(body) :]:
         return None

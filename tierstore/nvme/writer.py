@@ -1,4 +1,4 @@
-"""The one writer thread: its queue, group commit with erases first, and what to do when the disk refuses or hangs."""
+"""The writer thread: its queue, group commit with erases first, and what happens when the disk refuses or hangs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tierstore.types import Ack, Failure, PageKey, Transfer
 
 @dataclass(slots=True)
 class EraseWork:
-    """Records to remove: the keys, in order."""
+    """Records to remove, in order."""
 
     keys: dict[PageKey, None]
 
@@ -37,7 +37,7 @@ class EraseWork:
 class SyncWork:
     """A mark in the queue. ``done`` is set when everything before it is settled.
 
-    ``synced``: every write before it that succeeded is durable. ``ok``: every erase too.
+    ``synced``: every write before it that succeeded is durable. ``ok``: every erase is, too.
     """
 
     done: threading.Event = field(default_factory=threading.Event)
@@ -47,7 +47,7 @@ class SyncWork:
 
 @dataclass(slots=True)
 class Batch:
-    """``erases`` come first, then ``writes`` (job, index of its page), then ``sync``."""
+    """The work of one transaction: first ``erases``, then ``writes`` (job, index of its page), then ``sync``."""
 
     erases: list[PageKey] = field(default_factory=list)
     writes: list[tuple[Job, int]] = field(default_factory=list)
@@ -55,11 +55,11 @@ class Batch:
 
 
 class WorkQueue:
-    """First in, first out, as far as anyone can see. Not thread-safe: the writer's lock guards it."""
+    """A queue that preserves order as far as callers can tell. Not thread-safe: guarded by the writer's lock."""
 
     def __init__(self, batch_pages: int) -> None:
         self.batch_pages = batch_pages
-        """Pages of the next batch at most."""
+        """Limit for the pages of the next batch."""
         self._items: deque[Job | EraseWork | SyncWork] = deque()
 
     def __bool__(self) -> bool:
@@ -67,12 +67,12 @@ class WorkQueue:
 
     @property
     def num_erases(self) -> int:
-        """Records that queued erases name, each once."""
+        """Number of distinct records that queued erases name."""
         return len(set[PageKey]().union(*(item.keys for item in self._items if isinstance(item, EraseWork))))
 
     def add(self, item: Job | EraseWork | SyncWork) -> None:
-        """Queue at the end. An erase right behind another becomes a part of it: a queue that stands still is bounded
-        by the pages there are.
+        """Append an item. Adjacent erases are merged, so the length of a stalled queue is bounded by the number of
+        pages.
         """
         last = self._items[-1] if self._items else None
         if isinstance(item, EraseWork) and isinstance(last, EraseWork):
@@ -81,15 +81,15 @@ class WorkQueue:
             self._items.append(item)
 
     def take_jobs(self) -> list[Job]:
-        """Every queued write, of which nothing is done any more."""
+        """Remove and return all queued writes, including those that are partly done."""
         jobs = [item for item in self._items if isinstance(item, Job)]
         self._items = deque(item for item in self._items if not isinstance(item, Job))
         return jobs
 
     def take(self) -> Batch:
-        """The next batch, at most ``batch_pages`` pages and one sync mark.
+        """Return the next batch: at most ``batch_pages`` pages and one sync mark.
 
-        An erase moves ahead of writes of other keys queued before it, never ahead of one of its own.
+        An erase moves ahead of queued writes of other keys, never ahead of a write of its own key.
         """
         batch = Batch()
         written: set[PageKey] = set()
@@ -107,7 +107,7 @@ class WorkQueue:
         return batch
 
     def take_erases(self, written: set[PageKey]) -> list[PageKey]:
-        """Every queued erase that may come before the rest: none of its keys in ``written`` or in a write before it."""
+        """Remove and return queued erases whose keys are neither in ``written`` nor in a write queued before them."""
         taken: list[PageKey] = []
         kept: deque[Job | EraseWork | SyncWork] = deque()
         blocked = set(written)
@@ -122,7 +122,7 @@ class WorkQueue:
         return taken
 
     def _take_pages(self, job: Job, batch: Batch, written: set[PageKey]) -> bool:
-        """Move pages of ``job`` into ``batch``; whether it was the last of them."""
+        """Move pages of ``job`` into ``batch``. Returns whether the job has no more."""
         room = self.batch_pages - len(batch.writes)
         end = min(len(job.pages), job.next + room)
         batch.writes.extend((job, index) for index in range(job.next, end))
@@ -142,7 +142,7 @@ _LONG_S = 2.0
 
 
 class Writer:
-    """A daemon thread that owns every write transaction. Its public methods may be called from any thread."""
+    """A daemon thread that owns every write transaction. Its public methods are thread-safe."""
 
     def __init__(
         self,
@@ -153,32 +153,32 @@ class Writer:
         *,
         shortage: str | None = None,
     ) -> None:
-        """Starts by deleting what ``catalogue`` could not delete at open.
+        """Start by deleting what ``catalogue`` could not delete at opening.
 
-        ``shortage``: why the disk had no room when the directory was opened; writes are refused at first then.
+        ``shortage`` says why the disk had no space when the directory was opened; writes are refused at first then.
         """
         self._catalogue = catalogue
         self._outbox = outbox
         self._sizing = sizing
         self._timeout_s = timeout_s
         self.room_patience_s = min(_ROOM_PATIENCE_S, timeout_s / 2)
-        """How long a batch waits for read transactions of other programs to end when they keep LMDB's map full."""
-        self._since: float | None = None  # when the batch that is being served began
+        """How long a batch waits for other programs' read transactions that keep LMDB's map full."""
+        self._since: float | None = None  # when the batch in progress began
         self._hanging = False
-        self._stalled = False  # a flush gave up on the batch that is being served
-        self._done = 0  # transactions that were committed
+        self._stalled = False  # a flush stopped waiting for the batch in progress
+        self._done = 0  # number of committed transactions
         self._changed = threading.Condition()
         self._queue = WorkQueue(sizing.batch_pages)
         self._closing = False
         self._abandoned = False
         self._owed: dict[PageKey, None] = dict.fromkeys(catalogue.undeleted)
-        """Records still to be deleted, before any write."""
+        """Records that must be deleted before any write."""
         self._unrecorded: set[PageKey] = set()
-        """Those of them that a restart would bring back: no tombstone names them."""
+        """Those of them that a restart would bring back, because no tombstone names them."""
         self._told_unrecorded = False
-        self._map_full = False  # at the last attempt to store
+        self._map_full = False  # at the last attempt to store pages
         self._full_under: set[tuple[int, str, int]] = set()
-        """Read transactions that kept LMDB's map full when a batch failed for it."""
+        """Read transactions that kept LMDB's map full when a batch failed for that reason."""
         self._told_reopened = False
         self.refusal = Refusal()
         if self._owed and shortage is None:
@@ -198,38 +198,38 @@ class Writer:
             self._outbox.add_quietly(failed(transfer, Failure.CLOSED))
 
     def submit_erase(self, keys: Sequence[PageKey]) -> None:
-        """Queue an erase. Never blocks. After ``close`` it is dropped."""
+        """Queue an erase. Never blocks. Ignored after ``close``."""
         if keys:
             self._add(EraseWork(dict.fromkeys(keys)))
 
     @property
     def hanging(self) -> bool:
-        """Whether a write has not ended in its time."""
+        """Whether a write has exceeded its time limit."""
         return self._hanging
 
     @property
     def stalled(self) -> bool:
-        """Whether a batch takes so long that somebody has given up waiting for it."""
+        """Whether a caller stopped waiting for the batch in progress because it takes so long."""
         return self._hanging or self._stalled
 
     @property
     def read_only(self) -> bool:
-        """Whether nothing is written now: the disk refuses writes, or hangs with one."""
+        """Whether nothing is written now: the disk refuses writes, or one hangs."""
         return self.stalled or self.refusal.active
 
     @property
     def pending_erases(self) -> int:
-        """Erases that are not durable yet: a restart now could bring their records back."""
+        """Number of erases that are not durable: a restart now could bring their records back."""
         with self._changed:
             return self._queue.num_erases + len(self._unrecorded)
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Changes with every commit, and with every write to the disk that ends within a batch."""
+        """A value that changes with every commit, and with every disk write that ends within a batch."""
         return self._done, _written_nbytes(self._thread.native_id)
 
     def give_up_waiting(self) -> None:
-        """Somebody stops waiting for the batch that is being served: ``stalled`` until it ends."""
+        """Report that a caller stopped waiting for the batch in progress: ``stalled`` until it ends."""
         with self._changed:
             if self._since is None or self._stalled:
                 return
@@ -238,9 +238,9 @@ class Writer:
             _log.warning("the NVMe tier is read-only until the disk answers: a write does not end")
 
     def look(self, now: float) -> None:
-        """To be called now and then, with time.monotonic(): sees whether the writer hangs, and since when.
+        """Detect whether the writer hangs, and since when. Call it periodically with time.monotonic().
 
-        If it does, what has not begun fails as UNAVAILABLE: its pages are saved above, and nobody is to wait.
+        If it hangs, work that has not begun fails as UNAVAILABLE: memory still has those pages, and nobody should wait.
         """
         with self._changed:
             hangs = self._since is not None and now - self._since >= self._timeout_s
@@ -257,31 +257,33 @@ class Writer:
             self._outbox.add(ack)
 
     def begin_sync(self) -> SyncWork:
-        """A mark behind everything queued so far. After ``close`` it is done at once, and nothing is known."""
+        """Mark the queue behind everything queued so far. After ``close`` the mark is done at once, with nothing
+        known.
+        """
         mark = SyncWork()
         if not self._add(mark):
             mark.done.set()
         return mark
 
     def sync(self, timeout_s: float) -> bool:
-        """Wait until all queued before is settled and durable; False if time ran out or the disk refused."""
+        """Wait until everything queued before is settled and durable. False after a timeout, or if the disk refused."""
         mark = self.begin_sync()
         return mark.done.wait(timeout_s) and mark.ok
 
     def close(self) -> None:
-        """Let the thread end after what is queued."""
+        """Let the thread end once the queue is empty."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Fail what has not begun with CLOSED instead of writing it."""
+        """Fail work that has not begun with CLOSED instead of writing it."""
         with self._changed:
             self._closing = self._abandoned = True
             self._changed.notify_all()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread; whether it has ended."""
+        """Wait for the thread. Returns whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -307,7 +309,7 @@ class Writer:
         self._end()
 
     def _end(self) -> None:
-        """Before the thread ends: what is still to be deleted is deleted, or named by a tombstone."""
+        """Delete what must still be deleted, or name it by tombstones, before the thread ends."""
         try:
             if not self._abandoned:
                 self._erase_owed()
@@ -321,7 +323,7 @@ class Writer:
             )
 
     def _rest(self) -> None:
-        """A batch has ended."""
+        """Record the end of a batch."""
         with self._changed:
             assert self._since is not None
             took, limit = time.monotonic() - self._since, self._queue.batch_pages
@@ -337,7 +339,7 @@ class Writer:
             _log.info("the NVMe tier takes writes again")
 
     def _give_up(self, job: Job) -> Ack | None:
-        """With the lock held: fail what has not begun of a job; the ack if it is due."""
+        """Fail the part of a job that has not begun, with the lock held. Returns the ack if it is due."""
         left = range(job.next, len(job.pages))
         job.next = len(job.pages)
         self._queue.add(EraseWork(dict.fromkeys(job.transfer.keys[index] for index in left)))
@@ -346,7 +348,7 @@ class Writer:
         return job.ack() if any(due) else None
 
     def _next(self) -> Batch | None:
-        """The next batch; an empty one when it is time to see whether a refusing disk takes writes again."""
+        """Return the next batch; an empty one when it is time to check whether the disk accepts writes again."""
         with self._changed:
             while not self._queue:
                 if self._closing:
@@ -360,7 +362,7 @@ class Writer:
             return batch
 
     def _serve(self, batch: Batch) -> Sequence[Outcome]:
-        """Do a batch; what became of each page of ``batch.writes``."""
+        """Process a batch. Returns the outcome of each page of ``batch.writes``."""
         if self._abandoned:
             self._record_owed()
             return [Failure.CLOSED] * len(batch.writes)
@@ -398,7 +400,7 @@ class Writer:
         return [failure] * len(batch.writes)
 
     def _reopen(self, error: lmdb.Error | OSError) -> None:
-        """Open the environment anew, in which LMDB does nothing any more. lmdb.Error or OSError if it cannot be."""
+        """Reopen the environment, in which LMDB refuses everything. Raises lmdb.Error or OSError if that fails."""
         self._catalogue.reopen()
         self._outbox.count("reopened")
         level = logging.DEBUG if self._told_reopened else logging.WARNING
@@ -428,8 +430,9 @@ class Writer:
         return [Failure.NO_SPACE if size is None else size for size in sizes]
 
     def _store(self, pages: list[Page]) -> list[int | None]:
-        """Write the pages in one transaction, those for which there is no room again once room was made; what each
-        takes, None if it is not there.
+        """Write the pages in one transaction, retrying those that found no slot after making space.
+
+        Returns the bytes on disk of each page, or None for a page that was not stored.
         """
         sizes = self._attempt(pages)
         for make_room in (self._make_room, self._catalogue.make_places):
@@ -452,8 +455,10 @@ class Writer:
         return sizes
 
     def _until_room(self, act: Callable[[], _Result]) -> _Result | None:
-        """Keep a batch for which LMDB's map is full while read transactions that began earlier hold its pages: what
-        ``act`` returns once there is room; None, with the writes refused, if they do not end.
+        """Keep a batch, for which LMDB's map is full, while older read transactions hold its pages.
+
+        Returns what ``act`` returns once there is space. If the read transactions do not end, writes are refused and it
+        returns None.
         """
         holding = self._catalogue.readers()
         deadline = time.monotonic() + self.room_patience_s
@@ -466,7 +471,7 @@ class Writer:
             self._catalogue.drop_dead_readers()
             holding &= self._catalogue.readers()
             try:
-                for _ in range(2):  # what a transaction frees serves the next but one
+                for _ in range(2):  # space freed by a transaction becomes usable in the second one after it
                     self._catalogue.turn()
                 return act()
             except lmdb.MapFullError:
@@ -477,7 +482,9 @@ class Writer:
         return None
 
     def _check_room(self) -> None:
-        """While writes are refused for lack of room: lmdb.Error or OSError if there is none yet."""
+        """Check, while writes are refused for lack of space, whether there is some. Raises lmdb.Error or OSError if
+        not.
+        """
         if self.refusal.failure is not Failure.NO_SPACE:
             return
         self._full_under &= self._catalogue.readers()
@@ -486,7 +493,7 @@ class Writer:
         self._catalogue.check_room()
 
     def _held(self, holding: set[tuple[int, str, int]]) -> lmdb.MapFullError:
-        """The error that says who keeps LMDB's map full."""
+        """Return the error that says who keeps LMDB's map full."""
         who = ", ".join(str(pid) for pid in sorted({pid for pid, _, _ in holding}))
         return lmdb.MapFullError(
             f"LMDB's map is full, and read transactions of process {who} keep it from using freed pages again"
@@ -500,21 +507,21 @@ class Writer:
         return True
 
     def _erase_ahead(self, written: set[PageKey]) -> None:
-        """Do queued erases now that writes of these keys wait for the room they make."""
+        """Do queued erases now, because writes of these keys need the space."""
         with self._changed:
             self._owe(self._queue.take_erases(written))
         self._erase_owed()
 
     def _owe(self, keys: Iterable[PageKey]) -> None:
-        """With the lock held: these records are to be deleted, and no tombstone names them yet."""
+        """Note, with the lock held, that these records must be deleted and no tombstone names them yet."""
         for key in keys:
             self._owed[key] = None
             self._unrecorded.add(key)
 
     def _erase_owed(self) -> None:
-        """Delete everything owed, a transaction each ``erase_keys``; what a raise leaves is still owed.
+        """Delete all records that must go, ``erase_keys`` per transaction. What an error leaves is tried again.
 
-        No write may follow while tombstones are in force: they would take the new record for the erased one.
+        No write may follow while tombstones are in force, because they would take the new record for the erased one.
         """
         while self._owed:
             keys = [key for key, _ in zip(self._owed, range(self._sizing.erase_keys), strict=False)]
@@ -536,7 +543,7 @@ class Writer:
         return True
 
     def _record_owed(self) -> None:
-        """Where records cannot be deleted: see that a restart does not bring them back."""
+        """Make sure that a restart does not bring back records that cannot be deleted."""
         self._forget_absent()
         if not self._unrecorded:
             return
@@ -557,8 +564,9 @@ class Writer:
             self._unrecorded.clear()
 
     def _forget_absent(self) -> None:
-        """Refused writes that have left no record need no tombstone: on a full disk there are more of them by the hour,
-        and each would cost other records at the next open.
+        """Drop the tombstones of refused writes that left no record.
+
+        On a full disk their number grows by the hour, and each would cost other records at the next opening.
         """
         absent = [key for key in self._unrecorded if not self._has(key)]
         with self._changed:
@@ -568,17 +576,17 @@ class Writer:
                 self._owed.pop(key, None)
 
     def _doubt(self, writes: Iterable[tuple[Job, int]]) -> None:
-        # A failed commit may still have reached the disk; nobody counts these records, so they must go.
+        # A failed commit may still have reached the disk. Nobody counts these records, so they must go.
         with self._changed:
             self._owe(job.transfer.keys[index] for job, index in writes)
 
     def _replaces(self, write: tuple[Job, int]) -> bool:
-        """Whether a write that was not tried has left an older record of its page."""
+        """Return whether a write that was not tried has left an older record of its page."""
         job, index = write
         return self._has(job.transfer.keys[index])
 
     def _has(self, key: PageKey) -> bool:
-        """Whether there is a record of the page, or nobody can tell."""
+        """Return whether the page has a record; True if that cannot be determined."""
         try:
             return self._catalogue.has(key)
         except lmdb.Error:
@@ -616,7 +624,7 @@ class Writer:
 
 
 def _written_nbytes(thread: int | None) -> int:
-    """What a thread has written with system calls that have ended, as the kernel counts; 0 where it does not."""
+    """Return the bytes that a thread has written in completed system calls, as the kernel counts them; 0 if unknown."""
     try:
         for line in Path(f"/proc/self/task/{thread}/io").read_text().splitlines():
             if line.startswith("wchar:"):
